@@ -1,0 +1,19 @@
+"""Train one PyTorch model on every device: the same weights, bit for bit, on any number of them."""
+
+from evenstep import data, errors, metrics, models
+from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
+from evenstep.trainer import Trainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Device",
+    "Trainer",
+    "data",
+    "errors",
+    "find_devices",
+    "metrics",
+    "models",
+    "try_all_gpus",
+    "try_gpu",
+]

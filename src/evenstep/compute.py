@@ -1,0 +1,237 @@
+"""One shard, computed alone, and how the results of shards add up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
+
+import torch
+
+from evenstep.collectives import TreeSum
+from evenstep.errors import ModelError
+from evenstep.objective import Number, ShardObjective
+from evenstep.replicas import Replica, carry
+from evenstep.rng import ShardRandomness
+from evenstep.sharding import Batch
+
+Tensors: TypeAlias = "list[torch.Tensor | None]"
+Leaf: TypeAlias = "tuple[torch.Tensor, Number]"
+"""A shard's (total, count), detached."""
+
+
+@dataclasses.dataclass
+class NodeSum:
+    """The value of a node of the canonical tree: what its shards bring to the step.
+
+    Attributes:
+        gradients: the sum of the shards' gradients for each parameter; None where no shard
+            touched it. Sparse ones are coalesced.
+        buffers: for each floating buffer the sum of weight × value over the shards, for an
+            integer one the value after shard 0; None where no shard wrote it.
+        weight: the sum of the shards' weights, in examples.
+        replica: whose memory holds the tensors.
+    """
+
+    gradients: Tensors
+    buffers: Tensors
+    weight: int
+    replica: Replica
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardWork:
+    """All that one shard of a step needs besides a replica.
+
+    Attributes:
+        shard: its number.
+        batch: its examples, already in the replica's memory when `compute_shard` gets them.
+        weight: its examples; 1 when the shard is `alone`.
+        alone: whether it is the step's only shard with examples.
+        random_seed: seed of its random ops; None where the model has none.
+        watch_backward: whether to look for random ops in its backward pass, and refuse them.
+        precision: dtype that autocast computes in; None for the parameters' own.
+    """
+
+    shard: int
+    batch: Batch
+    weight: int
+    alone: bool
+    random_seed: int | None
+    watch_backward: bool
+    precision: torch.dtype | None
+
+
+def compute_shard(
+    replica: Replica,
+    work: ShardWork,
+    *,
+    objective: ShardObjective,
+    tree: TreeSum[NodeSum],
+    observe: Callable[[int, NodeSum], None] | None = None,
+) -> Leaf:
+    """Run one shard forward and backward and put its gradients and buffers into the tree.
+
+    Where the sum of the shards to its left is there already, the backward pass accumulates onto
+    it: `left + right`, as the tree wants it, without a second set of gradients. An observer is
+    shown every shard's own value instead (before anything is added to it).
+
+    Returns:
+        (total, count): the shard's detached objective and what it is to be divided by.
+    """
+    replica.open_shard()
+    node, left = tree.claim(work.shard, lambda value: not observe and _fits(value, replica))
+    for number, parameter in enumerate(replica.parameters):
+        parameter.grad = None if left is None else left.gradients[number]
+    leaf = _forward_backward(replica, work, objective)
+    value = _collect(replica, work)
+    if observe:
+        observe(work.shard, value)
+    if left is not None:
+        value.buffers = _add_buffers(left, value)
+        value.weight += left.weight
+    if replica.device.kind == "cuda":
+        torch.cuda.synchronize(replica.device.index)
+    tree.put(node, value)
+    return leaf
+
+
+def add_nodes(left: NodeSum, right: NodeSum) -> NodeSum:
+    """Return left + right, in the memory of `left` (which is reused)."""
+    if right.replica.device.memory != left.replica.device.memory:
+        right = _carry_node(right, left.replica)
+    buffers = _add_buffers(left, right)
+    gradients = _add_gradients(left.gradients, right.gradients)
+    return NodeSum(gradients, buffers, left.weight + right.weight, left.replica)
+
+
+def closing_buffers(root: NodeSum) -> Tensors:
+    """Return the step's closing buffers: the weighted means (None where nobody wrote)."""
+    return [
+        total / root.weight
+        if total is not None and _is_averaged(total) and root.weight != 1
+        else total
+        for total in root.buffers
+    ]
+
+
+def divide_gradients(gradients: Sequence[torch.Tensor | None], count: float) -> None:
+    """Divide every gradient by `count`, in place."""
+    if count != 1:
+        for gradient in gradients:
+            if gradient is not None:
+                gradient.div_(count)
+
+
+def autocast(kind: str, precision: torch.dtype | None) -> AbstractContextManager[object]:
+    """Return the context in which a shard is computed in `precision`.
+
+    Autocast's cache of cast weights belongs to the process, and one lane's end of autocast clears
+    it for all: whether a tied weight is cast once or twice, and so where its gradient is rounded,
+    would depend on timing. So the cache is off.
+    """
+    if precision is None:
+        return nullcontext()
+    return torch.autocast(kind, dtype=precision, cache_enabled=False)
+
+
+def _forward_backward(replica: Replica, work: ShardWork, objective: ShardObjective) -> Leaf:
+    seed = work.random_seed
+    randomness = nullcontext() if seed is None else ShardRandomness(seed)
+    with torch.enable_grad(), randomness, autocast(replica.device.kind, work.precision):
+        total, count = objective(replica.module, work.batch, work.alone)
+    if isinstance(randomness, ShardRandomness):
+        randomness.in_backward = True
+    if total.requires_grad:
+        with randomness if work.watch_backward else nullcontext():
+            total.backward()
+    return total.detach(), count.detach() if isinstance(count, torch.Tensor) else count
+
+
+def _collect(replica: Replica, work: ShardWork) -> NodeSum:
+    gradients = [parameter.grad for parameter in replica.parameters]
+    for parameter in replica.parameters:
+        parameter.grad = None
+    if any(gradient is not None and gradient.is_sparse for gradient in gradients):
+        gradients = [
+            gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
+            for gradient in gradients
+        ]
+    buffers = [
+        _weigh(buffer, work, opening)
+        for buffer, opening in zip(replica.changed_buffers(), replica.opening, strict=True)
+    ]
+    return NodeSum(gradients, buffers, work.weight, replica)
+
+
+def _weigh(
+    buffer: torch.Tensor | None, work: ShardWork, opening: torch.Tensor
+) -> torch.Tensor | None:
+    if buffer is None:
+        return None
+    if buffer.shape != opening.shape:
+        raise ModelError(
+            f"a buffer changed its shape from {tuple(opening.shape)} to {tuple(buffer.shape)} in "
+            f"forward: evenstep averages buffers over shards and needs one shape; keep such a "
+            f"cache in a plain attribute"
+        )
+    if _is_averaged(buffer):
+        return buffer.clone() if work.weight == 1 else buffer * work.weight
+    return buffer.clone() if work.shard == 0 else None
+
+
+def _is_averaged(buffer: torch.Tensor) -> bool:
+    return buffer.is_floating_point() or buffer.is_complex()
+
+
+def _fits(left: NodeSum, replica: Replica) -> bool:
+    """Say whether a backward pass on `replica` may accumulate onto the sum `left`."""
+    return left.replica.device.memory == replica.device.memory and not any(
+        gradient is not None and gradient.is_sparse for gradient in left.gradients
+    )
+
+
+def _add_buffers(left: NodeSum, right: NodeSum) -> Tensors:
+    """Add buffer sums; a side that never wrote a buffer stands for its opening value."""
+    openings = left.replica.opening
+    result: Tensors = []
+    for ours, theirs, opening in zip(left.buffers, right.buffers, openings, strict=True):
+        if ours is None and theirs is None:
+            result.append(None)
+        elif not _is_averaged(opening):
+            result.append(theirs if ours is None else ours)
+        else:
+            addend = opening * right.weight if theirs is None else theirs
+            result.append((opening * left.weight if ours is None else ours) + addend)
+    return result
+
+
+def _add_gradients(left: Tensors, right: Tensors) -> Tensors:
+    result = list(left)
+    dense: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+    for number, (ours, theirs) in enumerate(zip(left, right, strict=True)):
+        if ours is None or theirs is None:
+            result[number] = theirs if ours is None else ours
+        elif ours.is_sparse or theirs.is_sparse:
+            result[number] = _add_sparse(ours, theirs)
+        else:
+            dense[0].append(ours)
+            dense[1].append(theirs)
+    if dense[0]:
+        torch._foreach_add_(*dense)
+    return result
+
+
+def _add_sparse(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Add where one or both are sparse: two terms an element, so their order makes no odds."""
+    if left.is_sparse and right.is_sparse:
+        return (left + right).coalesce()
+    return right + left if left.is_sparse else left + right
+
+
+def _carry_node(node: NodeSum, replica: Replica) -> NodeSum:
+    def moved(tensors: Tensors) -> Tensors:
+        return [None if tensor is None else carry(tensor, replica.device) for tensor in tensors]
+
+    return NodeSum(moved(node.gradients), moved(node.buffers), node.weight, replica)

@@ -1,0 +1,8 @@
+"""Data sets, and the order in which their examples are visited."""
+
+from evenstep.data.digits import digits
+from evenstep.data.fashion_mnist import fashion_mnist
+from evenstep.data.loader import Loader
+from evenstep.data.order import Cursor, epoch_order
+
+__all__ = ["Cursor", "Loader", "digits", "epoch_order", "fashion_mnist"]

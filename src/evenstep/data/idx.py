@@ -1,0 +1,87 @@
+"""The IDX file format of MNIST, from bytes to arrays: pure functions.
+
+The format (Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits",
+http://yann.lecun.com/exdb/mnist/, "File formats"): two zero bytes, a byte for the type of the
+numbers (0x08: unsigned bytes), a byte for the number of dimensions, each dimension's size as a
+big-endian 32-bit integer, then the numbers with the last dimension running fastest.
+
+Every function takes the name under which its errors speak of the data.
+"""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+
+import numpy as np
+import numpy.typing as npt
+
+from evenstep.errors import DataError
+
+UNSIGNED_BYTE = 0x08
+
+
+def gunzip(data: bytes, name: str) -> bytes:
+    """Return what was compressed into `data`, its checksum verified.
+
+    Raises DataError for data that is not gzip, or is truncated or damaged.
+    """
+    if data[:2] != b"\x1f\x8b":
+        raise DataError(
+            f"{name} is not a gzip file: it begins with {_hex(data[:2])} instead of 1f 8b; "
+            f"download it again"
+        )
+    try:
+        return gzip.decompress(data)
+    except EOFError:
+        raise DataError(
+            f"{name} is truncated: its {len(data)} bytes end within the compressed data; "
+            f"download it again"
+        ) from None
+    except (gzip.BadGzipFile, zlib.error) as error:
+        raise DataError(f"{name} is damaged ({error}): download it again") from None
+
+
+def parse_idx(data: bytes, name: str, dimensions: int) -> npt.NDArray[np.uint8]:
+    """Return the array of unsigned bytes with `dimensions` dimensions that `data` holds.
+
+    The array is a read-only view of `data`.
+
+    Raises DataError for another magic number, another number of dimensions, or fewer or more bytes
+    than the header promises.
+    """
+    shape = _parse_header(data, name, dimensions)
+    body = memoryview(data)[4 + 4 * dimensions :]
+    promised = math.prod(shape)
+    if len(body) != promised:
+        raise DataError(
+            f"{name} has {len(body)} bytes after its header, which promises {promised} "
+            f"({' x '.join(map(str, shape))}): download it again"
+        )
+    return np.frombuffer(body, dtype=np.uint8).reshape(shape)
+
+
+def _parse_header(data: bytes, name: str, dimensions: int) -> tuple[int, ...]:
+    magic = data[:4]
+    if len(magic) < 4 or magic[:3] != bytes([0, 0, UNSIGNED_BYTE]):
+        raise DataError(
+            f"{name} is not an IDX file of unsigned bytes: it begins with {_hex(magic)} instead "
+            f"of 00 00 08 and the number of dimensions; is it another file?"
+        )
+    if magic[3] != dimensions:
+        raise DataError(
+            f"{name} has {magic[3]} dimensions, {dimensions} are needed "
+            f"(images have 3, labels 1): are two files swapped?"
+        )
+    if len(data) < 4 + 4 * dimensions:
+        raise DataError(
+            f"{name} ends within its header, after {len(data)} of {4 + 4 * dimensions} bytes: "
+            f"download it again"
+        )
+    return struct.unpack_from(f">{dimensions}I", data, offset=4)
+
+
+def _hex(data: bytes) -> str:
+    return data.hex(" ") or "nothing"

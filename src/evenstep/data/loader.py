@@ -1,0 +1,120 @@
+"""Batches of a data set, from any place in any epoch, without state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+from evenstep.data.order import Cursor, epoch_order
+from evenstep.data.seeded import SeededExamples
+from evenstep.errors import DataError, InputError
+from evenstep.rng import derive_seed
+from evenstep.sharding import Batch
+
+
+class Loader:
+    """Cuts each epoch of a data set into batches; the short last one is kept.
+
+    What an epoch yields is a function of (dataset, batch_size, seed, shuffle, epoch) alone: the
+    same for any number of workers, and the same from a place on as for the whole epoch. The
+    global generators are left as they were.
+
+        for batch in loader.epoch(Cursor(epoch=2, step=3)): ...
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        workers: int = 0,
+    ) -> None:
+        """Check the arguments; nothing is read or started.
+
+        Args:
+            dataset: any map-style data set. A `TensorDataset` is indexed directly and yields
+                tuples of tensors; of any other the examples are collated by torch's `DataLoader`.
+            batch_size: examples a batch.
+            seed: of the order and of random augmentation.
+            shuffle: visit the examples in `epoch_order`; else as they lie.
+            workers: processes that fetch examples; 0 fetches them in the caller's thread. Not
+                used for a `TensorDataset`, where nothing is computed.
+
+        Raises:
+            DataError: a data set without a length, or without examples.
+            InputError: a batch size or number of workers that is too small.
+        """
+        if batch_size < 1:
+            raise InputError(f"got a batch size of {batch_size}: at least 1 is needed")
+        if workers < 0:
+            raise InputError(f"got {workers} workers: at least 0 is needed")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.workers = workers
+        self.examples = _count(dataset)
+
+    def __len__(self) -> int:
+        """Return the number of batches an epoch."""
+        return -(-self.examples // self.batch_size)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches of epoch 0."""
+        return self.epoch(Cursor())
+
+    def epoch(self, cursor: Cursor) -> Iterator[Batch]:
+        """Yield the batches of `cursor.epoch` from batch `cursor.step` on.
+
+        At the end of an epoch (`step == len(self)`) there are none. Raises InputError beyond it.
+        """
+        if cursor.step > len(self):
+            raise InputError(
+                f"got {cursor}, but an epoch has {len(self)} batches "
+                f"({self.examples} examples, {self.batch_size} a batch): is it another data set, "
+                f"or another batch size?"
+            )
+        rest = self._order(cursor.epoch)[cursor.step * self.batch_size :]
+        return self._batches(cursor.epoch, [*rest.split(self.batch_size)] if len(rest) else [])
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if self.shuffle:
+            return epoch_order(self.examples, self.seed, epoch)
+        return torch.arange(self.examples)
+
+    def _batches(self, epoch: int, indices: list[torch.Tensor]) -> Iterator[Batch]:
+        if _is_indexable(self.dataset):
+            for index in indices:
+                yield tuple(t.index_select(0, index.to(t.device)) for t in self.dataset.tensors)
+        else:
+            yield from DataLoader(
+                SeededExamples(self.dataset, self.seed, epoch),
+                batch_sampler=[index.tolist() for index in indices],
+                num_workers=self.workers,
+                # Its own: a DataLoader without one draws from the global generator.
+                generator=torch.Generator().manual_seed(derive_seed("workers", self.seed, epoch)),
+            )
+
+
+def _count(dataset: Dataset[Any]) -> int:
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise DataError(
+            f"{type(dataset).__name__} has no examples by number (a length and an index are "
+            f"needed to repeat their order): iterate it yourself and call trainer.step"
+        )
+    if len(dataset) == 0:
+        raise DataError(f"{type(dataset).__name__} has 0 examples: at least 1 is needed")
+    return len(dataset)
+
+
+def _is_indexable(dataset: Dataset[Any]) -> TypeGuard[TensorDataset]:
+    """Whether an example is just a row of tensors, nothing computed (a subclass may compute)."""
+    return (
+        isinstance(dataset, TensorDataset)
+        and type(dataset).__getitem__ is TensorDataset.__getitem__
+    )

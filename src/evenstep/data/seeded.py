@@ -1,0 +1,60 @@
+"""Examples as functions of (seed, epoch, index): random augmentation that can be repeated."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from evenstep.rng import derive_seed
+
+
+@dataclass(frozen=True)
+class SeededExamples(Dataset[Any]):
+    """A map-style data set whose random augmentation is the same wherever an example is fetched.
+
+    A data set that draws from torch's default CPU generator, `random` or `numpy.random` gives the
+    same example for the same (seed, epoch, index): in any worker, and after any resume. One that
+    keeps a generator of its own between two examples doesn't.
+    """
+
+    dataset: Dataset[Any]
+    seed: int
+    epoch: int
+
+    def __getitem__(self, index: int) -> Any:
+        """Return example `index` as it is in this epoch."""
+        with seeded(derive_seed("example", self.seed, self.epoch, index)):
+            return self.dataset[index]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed the three global generators and compute on one thread; put all back at the end.
+
+    One thread, because a worker process has one: a sum over an image could else differ by a bit.
+    The generators belong to the whole process: other threads see them move meanwhile.
+    """
+    threads = torch.get_num_threads()
+    torch_state, random_state, numpy_state = (
+        torch.default_generator.get_state(),
+        random.getstate(),
+        np.random.get_state(),
+    )
+    try:
+        torch.set_num_threads(1)
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would move the GPUs' too
+        random.seed(seed)
+        np.random.seed([seed >> 32, seed & 0xFFFFFFFF])
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.default_generator.set_state(torch_state)
+        random.setstate(random_state)
+        np.random.set_state(numpy_state)

@@ -1,0 +1,57 @@
+"""Every error that evenstep raises on purpose, drawn as a tree.
+
+    EvenstepError
+    ├── InputError (also a ValueError)   what the caller gave can't be used; nothing was changed
+    │   ├── DeviceError                  a device that isn't there, or a name that isn't one
+    │   ├── BatchError                   a batch that can't be cut into shards
+    │   ├── ModelError                   a model, loss or optimizer that can't be trained here
+    │   ├── DataError                    a data file that is missing, damaged or out of range
+    │   └── CheckpointError              a checkpoint that is missing, damaged or of another run
+    ├── NonFiniteLossError               a shard's loss is NaN or infinite; the step was not taken
+    ├── SaveError                        a checkpoint can't be written; the earlier ones are whole
+    └── ClosedError                      used before `with` opened it, or after `with` closed it
+
+A message says what was got, what is needed, and what to do.
+"""
+
+from __future__ import annotations
+
+
+class EvenstepError(Exception):
+    """The root of the tree."""
+
+
+class InputError(EvenstepError, ValueError):
+    """What the caller gave can't be used; nothing was changed."""
+
+
+class DeviceError(InputError):
+    """A device that isn't there, or a name that isn't one."""
+
+
+class BatchError(InputError):
+    """A batch that can't be cut into shards."""
+
+
+class ModelError(InputError):
+    """A model, loss or optimizer that can't be trained here."""
+
+
+class DataError(InputError):
+    """A data file that is missing, damaged or out of range."""
+
+
+class CheckpointError(InputError):
+    """A checkpoint that is missing, damaged or of another run."""
+
+
+class NonFiniteLossError(EvenstepError):
+    """A shard's loss became NaN or infinite; the step was not taken."""
+
+
+class SaveError(EvenstepError):
+    """A checkpoint could not be written; the earlier ones are whole."""
+
+
+class ClosedError(EvenstepError):
+    """Used before `with` opened it, or after `with` closed it."""

@@ -1,0 +1,54 @@
+"""The fingerprint: one SHA-256 over everything that training changes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import optree
+import torch
+from torch import nn
+
+
+def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return the SHA-256 (hexadecimal) of parameters, buffers and optimizer state.
+
+    Entries are sorted by name; each brings its name, dtype, shape and little-endian bytes in
+    row-major order. Two runs with the same fingerprint are in the same state, bit for bit.
+    """
+    digest = hashlib.sha256()
+    for name, value in sorted(named_state(model, optimizer), key=lambda entry: entry[0]):
+        _update(digest, name, value)
+    return digest.hexdigest()
+
+
+def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of every parameter, buffer and leaf of the optimizer's state."""
+    names: dict[nn.Parameter, str] = {}
+    for name, parameter in model.named_parameters():
+        names[parameter] = name
+        yield f"parameter/{name}", parameter.detach()
+    for name, buffer in model.named_buffers():
+        yield f"buffer/{name}", buffer
+    for parameter, state in optimizer.state.items():
+        tree: Any = dict(state)
+        paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+        for path, leaf in zip(paths, leaves, strict=True):
+            yield f"optimizer/{names[parameter]}/{'/'.join(map(str, path))}", leaf
+
+
+def tensor_digest(value: Any) -> str:
+    """Return the SHA-256 (hexadecimal) of one tensor's dtype, shape and bytes."""
+    digest = hashlib.sha256()
+    _update(digest, "", value)
+    return digest.hexdigest()
+
+
+def _update(digest: Any, name: str, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        flat = value.detach().cpu().contiguous().reshape(-1)
+        digest.update(f"{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
+        digest.update(flat.view(torch.uint8).numpy().data)
+    else:
+        digest.update(f"{name}\0{type(value).__name__}\0{value!r}\0".encode())

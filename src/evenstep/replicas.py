@@ -1,0 +1,243 @@
+"""Replicas: one copy of the user's model for each device.
+
+The first device's replica is the user's own module. Devices with the same memory share the storage
+of the parameters, so that an update reaches them at once; each has gradients and buffers of its
+own. A device with another memory (a GPU, or `cpu:1:own`) holds copies.
+
+There is one update and one optimizer, the user's: the other memories then get the new parameters.
+That moves as many bytes as giving every memory the summed gradients for an optimizer replica would,
+needs no second optimizer state, holds for any optimizer, and copies can't drift apart.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenstep.devices import Device
+from evenstep.errors import ModelError
+
+_COPIED_ATTRIBUTES = (int, float, str, type(None))  # bool is an int
+
+
+class Replica:
+    """A model on one device.
+
+    Attributes:
+        device: where its shards are computed.
+        module: the user's module (the home replica) or a copy of it.
+        parameters: in the order of `named_parameters()`, each parameter once.
+        buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
+        opening: the values that the buffers have when a shard starts, in this replica's memory.
+    """
+
+    def __init__(self, device: Device, module: nn.Module) -> None:
+        self.device = device
+        self.module = module
+        self.parameters = list(module.parameters())
+        self.buffers = list(module.buffers())
+        self.opening: list[torch.Tensor] = []
+        self._slots = _buffer_slots(module)
+        self._versions: list[int] = []
+
+    def open_shard(self) -> None:
+        """Give every buffer its opening value, whatever the shard before left there."""
+        if self.buffers:
+            with torch.no_grad():
+                torch._foreach_copy_(self.buffers, self.opening)
+            self._versions = [buffer._version for buffer in self.buffers]
+
+    def changed_buffers(self) -> list[torch.Tensor | None]:
+        """Return each buffer that the shard has written (None for the others)."""
+        changed: list[torch.Tensor | None] = []
+        for slots, own, version in zip(self._slots, self.buffers, self._versions, strict=True):
+            now = slots[0][0][slots[0][1]]
+            changed.append(None if now is own and own._version == version else now.detach())
+            for owner, key in slots:
+                owner[key] = own
+        return changed
+
+
+class Replicas:
+    """The replicas of one model over all devices.
+
+    Attributes:
+        home: the replica that is the user's module; the update is done there.
+        all: one replica for each device, home first.
+        copies: the replicas that hold copies of the home's parameters in a memory of their own.
+    """
+
+    def __init__(self, model: nn.Module, devices: Sequence[Device]) -> None:
+        self.home = Replica(devices[0], model)
+        self.all = [self.home]
+        self._owners = {self.home.device.memory: self.home}  # who holds a memory's parameters
+        for device in devices[1:]:
+            self._add(device)
+        self._pairs = [
+            (mine.__dict__, its.__dict__)
+            for replica in self.all[1:]
+            for mine, its in zip(model.modules(), replica.module.modules(), strict=True)
+        ]
+        self.copies = [
+            replica for replica in self.all[1:] if self._owners[replica.device.memory] is replica
+        ]
+        self._synchronised: list[tuple[int, int]] = []
+
+    def follow_home(self) -> bool:
+        """Bring every replica up to what the user has done to the module since the last step.
+
+        Training flags and plain attributes (a dropout rate, a temperature) are carried over, as is
+        `requires_grad`; storage that was swapped is shared anew. Says whether there are copies that
+        are stale, because somebody wrote the parameters since `mark_synchronised`.
+        """
+        for mine, its in self._pairs:
+            _carry_over_attributes(mine, its)
+        for replica in self.all[1:]:
+            owner = self._owners[replica.device.memory]
+            for parameter, source in zip(replica.parameters, owner.parameters, strict=True):
+                if owner is not replica and parameter.data_ptr() != source.data_ptr():
+                    parameter.data = source.detach()
+            for parameter, source in zip(replica.parameters, self.home.parameters, strict=True):
+                if parameter.requires_grad != source.requires_grad:
+                    parameter.requires_grad_(source.requires_grad)
+        return bool(self.copies) and self._synchronised != self._home_versions()
+
+    def mark_synchronised(self) -> None:
+        """Note that every copy now equals the home's parameters."""
+        if self.copies:
+            self._synchronised = self._home_versions()
+
+    def mark_touched(self) -> None:
+        """Note that somebody may have written the home's parameters, in whatever way."""
+        self._synchronised = []
+
+    def open_step(self) -> None:
+        """Take the home's buffers as the step's opening values, for every replica."""
+        opening = [buffer.detach().clone() for buffer in self.home.buffers]
+        per_memory = {self.home.device.memory: opening}
+        for replica in self.all:
+            memory = replica.device.memory
+            if memory not in per_memory:
+                per_memory[memory] = [carry(value, replica.device) for value in opening]
+            replica.opening = per_memory[memory]
+
+    def close_step(self, closing: Sequence[torch.Tensor | None]) -> None:
+        """Write the step's closing values into the user's module (None: the opening value)."""
+        home = self.home
+        if home.buffers:
+            values = [
+                before if after is None else after
+                for before, after in zip(home.opening, closing, strict=True)
+            ]
+            with torch.no_grad():
+                torch._foreach_copy_(home.buffers, values)
+
+    def abandon_step(self) -> None:
+        """Leave the user's module as the step found it."""
+        self.close_step([None] * len(self.home.buffers))
+        for replica in self.all:
+            for parameter in replica.parameters:
+                parameter.grad = None
+
+    def _add(self, device: Device) -> None:
+        owner = self._owners.get(device.memory)
+        source = owner or self.home
+        parameters = {
+            id(parameter): _copy_parameter(parameter, device, share=owner is not None)
+            for parameter in source.parameters
+        }
+        module = _copy_module(source.module, parameters)
+        replica = Replica(device, module if owner else module.to(device.torch_device))
+        self._owners.setdefault(device.memory, replica)
+        self.all.append(replica)
+
+    def _home_versions(self) -> list[tuple[int, int]]:
+        return [(values._version, values.data_ptr()) for values in self.home.parameters]
+
+
+def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what can't be trained, before anything is changed.
+
+    Raises:
+        ModelError: lazy parameters, or an optimizer with parameters that the model doesn't have.
+    """
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ModelError(
+                f"the parameter {name} has no shape yet: run one batch through the model first"
+            )
+    known = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = sum(id(parameter) not in known for parameter in held)
+    if strangers:
+        raise ModelError(
+            f"the optimizer holds {strangers} of {len(held)} parameters that are not the model's: "
+            f"make it from model.parameters(), after the last change to the model"
+        )
+
+
+def move_home(
+    model: nn.Module, optimizer: torch.optim.Optimizer, device: Device, *, channels_last: bool
+) -> None:
+    """Bring the user's model, and what the optimizer holds for it, to `device` (in place)."""
+    target = device.torch_device
+    if any(parameter.device != target for parameter in model.parameters()):
+        model.to(target)
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                    state[key] = value.to(target)
+    if channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def carry(
+    tensor: torch.Tensor, device: Device, memory_format: torch.memory_format = torch.preserve_format
+) -> torch.Tensor:
+    """Return a copy of `tensor` in the memory of `device`, in an allocation of its own."""
+    return tensor.detach().to(device.torch_device, copy=True, memory_format=memory_format)
+
+
+def broadcast(home: Replica, replica: Replica) -> None:
+    """Copy the home's parameters into those of a replica with memory of its own."""
+    with torch.no_grad():
+        torch._foreach_copy_(list[torch.Tensor](replica.parameters), list(home.parameters))
+
+
+def _copy_parameter(parameter: nn.Parameter, device: Device, *, share: bool) -> nn.Parameter:
+    data = parameter.detach() if share else carry(parameter, device)
+    replica = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    replica.__dict__.update(parameter.__dict__)
+    return replica
+
+
+def _copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Module:
+    try:
+        return copy.deepcopy(module, dict(parameters))
+    except Exception as error:
+        raise ModelError(
+            f"the model {type(module).__name__} can't be copied for a second device: "
+            f"copy.deepcopy(model) fails with {type(error).__name__}: {error}. Keep locks, files "
+            f"and computed tensors out of its attributes (or give it __deepcopy__), or train on "
+            f"one device"
+        ) from error
+
+
+def _buffer_slots(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """Return, for each distinct buffer, the places in the modules that hold it."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for child in module.modules():
+        for key, buffer in child._buffers.items():
+            if buffer is not None:
+                places.setdefault(id(buffer), []).append((child._buffers, key))
+    return [places[id(buffer)] for buffer in module.buffers()]
+
+
+def _carry_over_attributes(mine: dict[str, Any], its: dict[str, Any]) -> None:
+    for key, value in mine.items():
+        if its.get(key, its) is not value and isinstance(value, _COPIED_ATTRIBUTES):
+            its[key] = value

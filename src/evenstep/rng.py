@@ -1,0 +1,136 @@
+"""Random numbers as a function of (seed, place in the training, shard): never of the layout.
+
+A CPU has one default generator a process, and lanes are threads: two shards computed side by side
+would share its stream in whatever order they came. So each shard has a generator of its own, seeded
+from what the shard *is*, and a dispatch mode hands it to every random op of the shard. The draws
+are those of `torch.manual_seed(shard_seed)` followed by the shard alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evenstep.errors import ModelError
+
+
+def derive_seed(*parts: int | str) -> int:
+    """Return a 63-bit seed that is a function of `parts` alone (SHA-256 of their text)."""
+    text = "/".join(f"{type(part).__name__}:{part}" for part in parts)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def shard_seed(seed: int, epoch: int, step: int, shard: int) -> int:
+    """Return the seed of the random ops of one shard of one training step."""
+    return derive_seed("shard", seed, epoch, step, shard)
+
+
+class ShardRandomness(TorchDispatchMode):
+    """While active in a thread, every random op there draws from the shard's own generator.
+
+    Ops that take a generator get it. The others (`aten.rand`, CUDA's fused dropout) run with the
+    default generator lent the shard's state, one at a time. A generator that the model passes
+    itself is left alone.
+
+    Raises (from inside the op) ModelError when activations are recomputed in the backward pass:
+    `torch.utils.checkpoint` replays the default generator, which the forward pass did not use.
+    """
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._seed = seed
+        self._generators: dict[torch.device, torch.Generator] = {}
+        self.in_backward = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one op, with the shard's generator where it is a random one."""
+        kwargs = kwargs or {}
+        if not _is_random(func) or _has_generator(args, kwargs):
+            return func(*args, **kwargs)
+        if self.in_backward and torch.is_grad_enabled():
+            raise ModelError(
+                f"{func} draws random numbers while activations are recomputed in the backward "
+                f"pass: leave random layers (dropout) outside torch.utils.checkpoint, or set "
+                f"their rate to 0"
+            )
+        generator = self._generator(_device_of(args, kwargs))
+        if _takes_generator(func):
+            return func(*args, **{**kwargs, "generator": generator})
+        with _lent_to_default(generator):
+            return func(*args, **kwargs)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+
+def default_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
+    """Return the states of the default generators behind `devices`."""
+    return [_default_generator(device).get_state() for device in devices]
+
+
+def restore_default_states(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> bool:
+    """Put the default generators back to `states`; say whether any of them had moved."""
+    moved = False
+    for device, state in zip(devices, states, strict=True):
+        generator = _default_generator(device)
+        if not torch.equal(generator.get_state(), state):
+            generator.set_state(state)
+            moved = True
+    return moved
+
+
+_DEFAULT_GENERATOR_LOCK = threading.Lock()
+
+
+@contextmanager
+def _lent_to_default(generator: torch.Generator) -> Iterator[None]:
+    default = _default_generator(generator.device)
+    with _DEFAULT_GENERATOR_LOCK:
+        before = default.get_state()
+        default.set_state(generator.get_state())
+        try:
+            yield
+        finally:
+            generator.set_state(default.get_state())
+            default.set_state(before)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        torch.cuda.init()
+        return torch.cuda.default_generators[device.index or 0]
+    return torch.default_generator
+
+
+@functools.cache
+def _is_random(func: Any) -> bool:
+    return torch.Tag.nondeterministic_seeded in func.tags
+
+
+@functools.cache
+def _takes_generator(func: Any) -> bool:
+    return any(argument.name == "generator" for argument in func._schema.arguments)
+
+
+def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    for value in (kwargs.get("device"), *args):
+        if isinstance(value, torch.Tensor):
+            return value.device
+        if isinstance(value, torch.device):
+            return value
+    return torch.device("cpu")

@@ -1,0 +1,186 @@
+"""A minibatch on its way through the devices: cut, computed shard by shard, summed."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from evenstep.collectives import TreeSum, tree_plan, tree_sum
+from evenstep.compute import Leaf, NodeSum, ShardWork, add_nodes, compute_shard
+from evenstep.engine import Lanes, Task
+from evenstep.errors import BatchError
+from evenstep.evaluation import Measure, Metric, measure_shard
+from evenstep.experiment import Experiment
+from evenstep.objective import ShardObjective
+from evenstep.replicas import Replica, Replicas, carry
+from evenstep.rng import default_states, restore_default_states
+from evenstep.sharding import Batch, contiguous_runs, count_examples, shard_bounds, take
+
+T = TypeVar("T")
+SeedOf: TypeAlias = Callable[[int], int]
+"""The seed of the random ops of a shard, by its number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A minibatch and where it is cut.
+
+    Attributes:
+        batch: the whole minibatch, wherever the user's tensors are.
+        bounds: the examples [lo, hi) of each shard; only the first `filled` have any.
+        filled: the number of shards with examples.
+    """
+
+    batch: Batch
+    bounds: Sequence[tuple[int, int]]
+    filled: int
+
+
+class ShardRunner:
+    """Runs a function over the shards of minibatches, each on the replica of some device.
+
+    Attributes:
+        draws_random: whether the model was seen to use random ops. Until then its shards run
+            without the dispatch mode that gives them generators of their own, which costs time.
+    """
+
+    def __init__(self, experiment: Experiment, replicas: Replicas) -> None:
+        self.experiment = experiment
+        self.replicas = replicas
+        self.draws_random = False
+        self._backward_seen = False
+        self._torch_devices = sorted(
+            {replica.device.torch_device for replica in replicas.all} | {torch.device("cpu")},
+            key=str,
+        )
+
+    def split(self, batch: Batch) -> Cut:
+        """Cut `batch` into the experiment's shards."""
+        examples = count_examples(batch)
+        bounds = shard_bounds(examples, self.experiment.shards)
+        return Cut(batch, bounds, min(examples, len(bounds)))
+
+    def train(
+        self,
+        lanes: Lanes,
+        cut: Cut,
+        objective: ShardObjective,
+        seed_of: SeedOf,
+        observe: Callable[[int, NodeSum], None] | None = None,
+    ) -> tuple[list[Leaf | None], NodeSum]:
+        """Compute every shard forward and backward; return the leaves' losses and the sum."""
+        _refuse_lonely_batch_norm(self.replicas.home.module, cut)
+
+        def attempt() -> tuple[list[Leaf | None], NodeSum]:
+            tree = TreeSum(tree_plan(len(cut.bounds), cut.filled), add_nodes)
+            compute = functools.partial(
+                compute_shard, objective=objective, tree=tree, observe=observe
+            )
+            return self._run(lanes, cut, compute, seed_of), tree.take_root()
+
+        result = self._repeatable(attempt)
+        self._backward_seen = self.draws_random
+        return result
+
+    def measure(
+        self,
+        lanes: Lanes,
+        cut: Cut,
+        measure: Measure,
+        metrics: Mapping[str, Metric],
+        seed_of: SeedOf,
+    ) -> dict[str, tuple[float, float]]:
+        """Return each metric's total and count over the shards, summed in the canonical tree."""
+        compute = functools.partial(measure_shard, measure=measure, metrics=metrics)
+        shards = self._repeatable(lambda: self._run(lanes, cut, compute, seed_of))
+        return {
+            name: (
+                sum_floats([None if shard is None else shard[name][0] for shard in shards]),
+                sum_floats([None if shard is None else shard[name][1] for shard in shards]),
+            )
+            for name in metrics
+        }
+
+    def _run(
+        self, lanes: Lanes, cut: Cut, function: Callable[[Replica, ShardWork], T], seed_of: SeedOf
+    ) -> list[T | None]:
+        def run(replica: Replica, shard: int) -> T:
+            return function(replica, self._load(replica, cut, shard, seed_of))
+
+        replicas = self.replicas.all
+        tasks = [
+            Task(lane, run, (replicas[lane], shard))
+            for lane, shards in enumerate(contiguous_runs(range(cut.filled), len(replicas)))
+            for shard in shards
+        ]
+        results: list[T | None] = [None] * len(cut.bounds)
+        results[: cut.filled] = lanes.run(tasks)
+        return results
+
+    def _load(self, replica: Replica, cut: Cut, shard: int, seed_of: SeedOf) -> ShardWork:
+        """Bring one shard's examples to its device: straight from the user's tensors."""
+
+        def place(examples: torch.Tensor) -> torch.Tensor:
+            return carry(examples, replica.device, self.experiment.image_format(examples))
+
+        lo, hi = cut.bounds[shard]
+        alone = cut.filled == 1
+        return ShardWork(
+            shard=shard,
+            batch=take(cut.batch, (lo, hi), place),
+            weight=1 if alone else hi - lo,
+            alone=alone,
+            random_seed=seed_of(shard) if self.draws_random else None,
+            watch_backward=not self._backward_seen,
+            precision=self.experiment.autocast_dtype,
+        )
+
+    def _repeatable(self, attempt: Callable[[], T]) -> T:
+        """Return `attempt()`, whose random ops must not have come from a default generator.
+
+        If they did, it is done again with a generator for each shard, now and from here on.
+        """
+        if self.draws_random:
+            return attempt()
+        before = default_states(self._torch_devices)
+        error: Exception | None = None
+        try:
+            result = attempt()
+        except Exception as caught:
+            error = caught
+        if restore_default_states(self._torch_devices, before):
+            self.draws_random = True
+            return attempt()
+        if error is not None:
+            raise error
+        return result
+
+
+def sum_floats(values: Sequence[float | torch.Tensor | None]) -> float:
+    """Sum numbers of shards (None for an empty one) in canonical order, in double precision."""
+    total = tree_sum(
+        [None if value is None else float(value) for value in values], lambda a, b: a + b
+    )
+    assert total is not None
+    return total
+
+
+def _refuse_lonely_batch_norm(model: nn.Module, cut: Cut) -> None:
+    shards = len(cut.bounds)
+    lonely = [shard for shard, (lo, hi) in enumerate(cut.bounds) if hi - lo == 1]
+    if not lonely or shards == 1:
+        return
+    if any(isinstance(child, _BatchNorm) and child.training for child in model.modules()):
+        examples = cut.bounds[-1][1]
+        most = examples // 2
+        remedy = f"use at most {most} shards, or drop the last batch" if most else "drop it"
+        raise BatchError(
+            f"batch of {examples} examples over {shards} shards leaves shard {lonely[0]} with 1 "
+            f"example, too few for BatchNorm: {remedy.replace('1 shards', '1 shard')}"
+        )
