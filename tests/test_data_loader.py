@@ -184,6 +184,13 @@ def test_an_abandoned_epoch_leaves_no_worker_behind():
     assert multiprocessing.active_children() == []
 
 
+def test_a_damaged_example_leaves_no_worker_behind():
+    with pytest.raises(OSError, match="example 13 is damaged") as caught:
+        list(Loader(Augmented(damaged=True), 5, workers=2))
+    assert caught.tb is not None  # it holds on to the frames that were left
+    assert multiprocessing.active_children() == []
+
+
 def test_nothing_starts_before_the_first_batch_is_asked_for():
     batches = Loader(Augmented(), 5, workers=2).epoch(Cursor())
     assert multiprocessing.active_children() == []

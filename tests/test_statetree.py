@@ -21,7 +21,8 @@ DTYPES = NATIVE + FOREIGN
 
 
 def bits(tensor):
-    return tensor.contiguous().reshape(-1).view(torch.uint8).tolist()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+    return copy.reshape(-1).view(torch.uint8).tolist()
 
 
 def same(got, wanted):
@@ -307,5 +308,13 @@ ENTRY = {"name": "a", "dtype": "float32", "shape": [2, 3], "strides": [3, 1]}
     ids=json.dumps,
 )
 def test_what_encode_never_writes_is_refused(plain):
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match="a state that evenstep did not encode"):
         decode([plain], {"a": torch.zeros(2, 3)}.__getitem__)
+
+
+def test_a_plain_value_that_is_too_deep_is_refused():
+    plain = []
+    for _ in range(10_000):
+        plain = [plain]
+    with pytest.raises(CheckpointError, match="a state that evenstep did not encode"):
+        decode(plain, {}.__getitem__)

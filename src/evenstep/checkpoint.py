@@ -65,8 +65,8 @@ def write_checkpoint(
 
     `folder` is made where it is missing; a checkpoint of the same step is replaced. Once the new
     one is safe on the disk, checkpoints of smaller steps are removed until `keep` are left, the new
-    one included, and so is what runs of this machine left half-written. What can't be removed is
-    told in a warning.
+    one included. What runs of this machine that have ended left half-written is removed too. What
+    can't be removed is told in a warning. One process at a time may write to a folder.
 
     Raises:
         InputError: `step` is negative, or `keep` less than 1.
@@ -130,7 +130,8 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path:
 def read_checkpoint(folder: str | os.PathLike[str]) -> Tree:
     """Return the state that `write_checkpoint` was given, its tensors on the CPU (see `decode`).
 
-    `folder` is one checkpoint, or holds checkpoints: then the one with the largest step is read.
+    `folder` is one checkpoint, or holds checkpoints: then the one with the largest step is read,
+    and never an older one in its place.
     Format, version, sizes and hashes are checked before anything is decoded.
 
     Raises:
@@ -143,15 +144,14 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> Tree:
             folder = latest_checkpoint(folder)
         manifest = _read_manifest(folder)
         _check_tensor_file(folder, manifest)
-        with safe_open(folder / _TENSORS, framework="pt") as file:
-            return decode(manifest["state"], file.get_tensor)
+        return _decode_files(folder, manifest)
     except FileNotFoundError as error:
         lack = f"lacks {Path(error.filename).name}" if folder.is_dir() else "is not there"
         raise _unusable(folder, lack) from error
     except OSError as error:
         raise _unreadable(folder, error) from error
-    except (SafetensorError, LookupError, TypeError, RecursionError) as error:
-        raise _unusable(folder, f"holds what evenstep does not write ({error!r})") from error
+    except (LookupError, TypeError) as error:
+        raise _unusable(folder / _MANIFEST, f"lacks a field ({error!r})") from error
 
 
 def _write_files(folder: Path, plain: Plain, tensors: dict[str, torch.Tensor], step: int) -> None:
@@ -323,6 +323,15 @@ def _check_tensor_file(folder: Path, manifest: dict[str, Any]) -> None:
         raise _unusable(path, f"has {nbytes} bytes, but {needed['nbytes']} were written")
     if _describe(path) != needed:
         raise _unusable(path, "is damaged (its SHA-256 does not fit)")
+
+
+def _decode_files(folder: Path, manifest: dict[str, Any]) -> Tree:
+    plain = manifest["state"]
+    try:
+        with safe_open(folder / _TENSORS, framework="pt") as file:
+            return decode(plain, file.get_tensor)
+    except (CheckpointError, SafetensorError) as error:
+        raise _unusable(folder, f"was not written by evenstep ({error})") from error
 
 
 def _explain_save(error: OSError, final: Path, nbytes: int) -> str:

@@ -25,7 +25,7 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of every parameter, buffer and leaf of the optimizer's state."""
-    names: dict[nn.Parameter, str] = {}
+    names: dict[Any, str] = {}
     for name, parameter in model.named_parameters():
         names[parameter] = name
         yield f"parameter/{name}", parameter.detach()

@@ -42,21 +42,23 @@ class Replica:
         self.buffers = list(module.buffers())
         self.opening: list[torch.Tensor] = []
         self._slots = _buffer_slots(module)
-        self._versions: list[int] = []
 
     def open_shard(self) -> None:
         """Give every buffer its opening value, whatever the shard before left there."""
         if self.buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self.buffers, self.opening)
-            self._versions = [buffer._version for buffer in self.buffers]
 
     def changed_buffers(self) -> list[torch.Tensor | None]:
-        """Return each buffer that the shard has written (None for the others)."""
+        """Return each buffer whose value the shard has changed (None for the others).
+
+        Values are compared, not version counters: batch normalisation writes its running
+        statistics without counting.
+        """
         changed: list[torch.Tensor | None] = []
-        for slots, own, version in zip(self._slots, self.buffers, self._versions, strict=True):
-            now = slots[0][0][slots[0][1]]
-            changed.append(None if now is own and own._version == version else now.detach())
+        for slots, own, opening in zip(self._slots, self.buffers, self.opening, strict=True):
+            now = slots[0][0][slots[0][1]].detach()
+            changed.append(None if torch.equal(now, opening) else now)
             for owner, key in slots:
                 owner[key] = own
         return changed

@@ -43,6 +43,9 @@ _MAX_DEPTH = 100  # far below Python's own recursion limit, and what a tree that
 _MAX_NAME = 200  # characters: the header of a safetensors file is bounded
 _RESERVED = "__metadata__"  # no tensor of a safetensors file may have this name
 
+# What taking apart a value that `encode` did not write may raise.
+_MALFORMED = (AttributeError, LookupError, TypeError, ValueError, RecursionError, struct.error)
+
 # Every version of safetensors stores these. All other dtypes are stored as bytes (uint8).
 _NATIVE = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
@@ -84,7 +87,7 @@ def decode(plain: Plain, fetch: Callable[[str], torch.Tensor]) -> Tree:
         return _decode(plain, fetch)
     except CheckpointError:
         raise
-    except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+    except _MALFORMED as error:
         raise CheckpointError(f"got a state that evenstep did not encode: {error!r}") from error
 
 

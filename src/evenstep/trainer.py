@@ -177,7 +177,7 @@ class Trainer:
         """Return each metric over all `batches`, computed on every device in evaluation mode.
 
         Args:
-            batches: tuples, each as given to `step`.
+            batches: each what `step` gets: a tuple or list of its arguments, or its one argument.
             metrics: name to `metric(output, *targets) -> (total, count)`; a trainer with an
                 objective calls `metric(model, *batch)`.
 
@@ -190,7 +190,7 @@ class Trainer:
                 self._open_step()
                 measured = self._runner.measure(
                     self._open_lanes(),
-                    self._runner.split(tuple(batch)),
+                    self._runner.split(_as_arguments(batch)),
                     self._measure,
                     metrics,
                     functools.partial(derive_seed, "evaluation", self.experiment.seed, number),
@@ -366,3 +366,7 @@ class Trainer:
                 "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`"
             )
         return self._lanes
+
+
+def _as_arguments(batch: Batch) -> tuple[Batch, ...]:
+    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)

@@ -92,13 +92,24 @@ class Loader:
             for index in indices:
                 yield tuple(t.index_select(0, index.to(t.device)) for t in self.dataset.tensors)
         else:
-            yield from DataLoader(
+            yield from self._collated(epoch, indices)
+
+    def _collated(self, epoch: int, indices: list[torch.Tensor]) -> Iterator[Batch]:
+        batches: Any = iter(
+            DataLoader(
                 SeededExamples(self.dataset, self.seed, epoch),
                 batch_sampler=[index.tolist() for index in indices],
                 num_workers=self.workers,
                 # Its own: a DataLoader without one draws from the global generator.
                 generator=torch.Generator().manual_seed(derive_seed("workers", self.seed, epoch)),
             )
+        )
+        try:
+            yield from batches
+        finally:
+            if self.workers:
+                # Its `__del__` does this too, but not while a traceback holds it.
+                batches._shutdown_workers()
 
 
 def _count(dataset: Dataset[Any]) -> int:

@@ -1,0 +1,32 @@
+"""What every test shares: one intra-op thread in the test's own thread, and no leftover lanes."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left():
+    yield
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("evenstep")]
+    assert not left
+
+
+@pytest.fixture
+def fashion_mnist_dir():
+    folder = SHARED / "data" / "fashion-mnist"
+    if not folder.is_dir():
+        pytest.skip("the Fashion-MNIST files are not beside this checkout (../shared/data)")
+    return folder

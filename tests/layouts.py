@@ -1,0 +1,42 @@
+"""Sets of devices to try, and lanes that are late at random."""
+
+import random
+import time
+
+from evenstep.engine import Task, ThreadLanes
+
+
+def shared(count):
+    """CPU devices that share the parameters' memory."""
+    return [f"cpu:{number}" for number in range(count)]
+
+
+def own(count):
+    """CPU devices with memory of their own, as GPUs have."""
+    return [f"cpu:{number}:own" for number in range(count)]
+
+
+def mixed(count):
+    """One device with memory of its own, the others share theirs."""
+    return ["cpu:0", "cpu:1:own", *(f"cpu:{number}" for number in range(2, count))]
+
+
+LAYOUTS = {
+    **{f"{count} shared": shared(count) for count in (1, 2, 3, 5)},
+    **{f"{count} own": own(count) for count in (1, 2, 3, 5)},
+    "3 mixed": mixed(3),
+}
+
+
+class DelayedLanes(ThreadLanes):
+    """Lanes that start each task up to 2 ms late, so that shards end in another order each time."""
+
+    def run(self, tasks):
+        return super().run(
+            [Task(lane, _late, (random.random() * 2e-3, *call)) for lane, *call in tasks]
+        )
+
+
+def _late(delay_s, function, arguments):
+    time.sleep(delay_s)
+    return function(*arguments)

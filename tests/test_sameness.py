@@ -1,0 +1,151 @@
+"""The promise, by bits: any layout against the plain sequential reference."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from layouts import LAYOUTS, DelayedLanes, own, shared
+from reference import assert_same_bits, reference_training, whole_state
+from torch import nn
+from zoo import ZOO, build, make_batches
+
+import evenstep
+from evenstep.engine import InlineLanes
+
+MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+
+
+def train(model, make_optimizer, batches, **options):
+    """Train `model` with evenstep; return (its whole state by name, the losses)."""
+    optimizer = make_optimizer(model.parameters())
+    options = {"memory_format": "contiguous", "lanes": DelayedLanes, **options}
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = [float(trainer.step(X, y)) for X, y in batches]
+    return whole_state(model, optimizer), losses
+
+
+def assert_equals_reference(name, sizes, devices, shards, make_optimizer=MOMENTUM):
+    batches = make_batches(sizes)
+    expected, expected_losses = reference_training(
+        build(name), make_optimizer, batches, shards=shards
+    )
+    state, losses = train(build(name), make_optimizer, batches, devices=devices, shards=shards)
+    assert_same_bits(state, expected)
+    assert losses == expected_losses
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_on_every_layout_equals_the_reference(name, layout):
+    for shards, sizes in ((7, (21, 19)), (8, (33, 16, 30))):
+        assert_equals_reference(name, sizes, LAYOUTS[layout], shards)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 7, 8])
+@pytest.mark.parametrize("last", range(1, 18))
+def test_last_batches_of_every_awkward_size(shards, last):
+    for devices in (shared(2), own(3)):
+        assert_equals_reference("dropout", (16, last), devices, shards, ADAM)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    name=st.sampled_from([name for name in ZOO if name != "batch_norm"]),
+    sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    shards=st.integers(1, 17),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+    make_optimizer=st.sampled_from([MOMENTUM, ADAM]),
+)
+def test_any_sizes_and_shards(name, sizes, shards, layout, make_optimizer):
+    assert_equals_reference(name, sizes, LAYOUTS[layout], shards, make_optimizer)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shards=st.integers(1, 9),
+    per_shard=st.integers(2, 5),
+    extra=st.integers(0, 8),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+)
+def test_batch_norm_with_any_sizes(shards, per_shard, extra, layout):
+    sizes = (shards * per_shard + extra % shards, shards * 2)
+    assert_equals_reference("batch_norm", sizes, LAYOUTS[layout], shards)
+
+
+@pytest.mark.parametrize("name", sorted(ZOO.keys() - {"noisy", "dropout", "recurrent", "attention"}))
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_shard_is_a_plain_pytorch_loop(name, devices):
+    batches = make_batches((12, 12, 7))
+    plain = build(name)
+    optimizer = MOMENTUM(plain.parameters())
+    loss = nn.CrossEntropyLoss()
+    plain_losses = []
+    for X, y in batches:
+        optimizer.zero_grad()
+        value = loss(plain(X), y)
+        value.backward()
+        optimizer.step()
+        plain_losses.append(value.item())
+    state, losses = train(build(name), MOMENTUM, batches, devices=devices, shards=1)
+    assert_same_bits(state, whole_state(plain, optimizer))
+    assert losses == plain_losses
+
+
+@pytest.mark.parametrize("name", ["convolution", "batch_norm"])
+@pytest.mark.parametrize("options", [{"memory_format": "channels_last"}, {"precision": "bf16"}])
+def test_layout_and_precision_keep_the_promise(name, options):
+    batches = make_batches((32, 21))
+    states = [
+        train(build(name), MOMENTUM, batches, devices=devices, **options)[0]
+        for devices in LAYOUTS.values()
+    ]
+    for state in states[1:]:
+        assert_same_bits(state, states[0])
+
+
+@pytest.mark.parametrize("name", ["convolution", "tied", "dropout"])
+def test_bf16_equals_the_reference_under_autocast(name):
+    batches = make_batches((32, 21))
+    expected, _ = reference_training(
+        build(name), MOMENTUM, batches, shards=8, autocast=torch.bfloat16
+    )
+    for devices in (1, 2, own(3)):
+        state, _ = train(build(name), MOMENTUM, batches, devices=devices, precision="bf16")
+        assert_same_bits(state, expected)
+
+
+def test_inline_lanes_give_the_same_bits():
+    batches = make_batches((33, 16))
+    expected, _ = reference_training(build("recurrent"), ADAM, batches, shards=8)
+    state, _ = train(build("recurrent"), ADAM, batches, devices=3, lanes=InlineLanes)
+    assert_same_bits(state, expected)
+
+
+def test_the_callers_threads_do_not_matter():
+    batches = make_batches((64,))
+    expected, _ = reference_training(build("convolution"), ADAM, batches, shards=8)
+    torch.set_num_threads(2)
+    state, _ = train(build("convolution"), ADAM, batches, devices=2)
+    assert torch.get_num_threads() == 2
+    assert_same_bits(state, expected)
+
+
+def test_the_default_generator_is_left_alone():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    model = build("noisy")
+    torch.set_rng_state(before)
+    train(model, ADAM, make_batches((16, 16)), devices=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_other_shards_are_another_experiment():
+    """The comparison can fail: V moves bits, and so would another order of the sum."""
+    batches = make_batches((64,))
+    eight, _ = train(build("convolution"), MOMENTUM, batches, devices=1, shards=8)
+    two, _ = train(build("convolution"), MOMENTUM, batches, devices=1, shards=2)
+    with pytest.raises(AssertionError):
+        assert_same_bits(eight, two)
