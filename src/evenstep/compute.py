@@ -81,7 +81,8 @@ def compute_shard(
         (total, count): the shard's detached objective and what it is to be divided by.
     """
     replica.open_shard()
-    node, left = tree.claim(work.shard, lambda value: not observe and _fits(value, replica))
+    may_claim = replica.has_learned and observe is None
+    node, left = tree.claim(work.shard, lambda value: may_claim and _fits(value, replica))
     for number, parameter in enumerate(replica.parameters):
         parameter.grad = None if left is None else left.gradients[number]
     leaf = _forward_backward(replica, work, objective)
@@ -146,7 +147,19 @@ def _forward_backward(replica: Replica, work: ShardWork, objective: ShardObjecti
     if total.requires_grad:
         with randomness if work.watch_backward else nullcontext():
             total.backward()
+        replica.has_learned = replica.has_learned or _reached(replica)
     return total.detach(), count.detach() if isinstance(count, torch.Tensor) else count
+
+
+def _reached(replica: Replica) -> bool:
+    """Make sure that the first backward pass on a replica reached that replica's parameters."""
+    if all(parameter.grad is None for parameter in replica.parameters):
+        raise ModelError(
+            f"the backward pass on {replica.device} reached no parameter of its copy of the "
+            f"model: objective(model, *batch) must call the model that it is given, not one from "
+            f"outside"
+        )
+    return True
 
 
 def _collect(replica: Replica, work: ShardWork) -> NodeSum:

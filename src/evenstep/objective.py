@@ -92,7 +92,13 @@ def _class_objective(
     batch: Batch,
     alone: bool,
 ) -> tuple[torch.Tensor, Number]:
-    source, (target,) = split_batch(batch)
+    source, targets = split_batch(batch)
+    if len(targets) != 1:
+        raise ModelError(
+            f"{type(mean_loss).__name__} takes (output, target), got a batch of {len(batch)} "
+            f"parts: give trainer.step(X, y), or use objective=... for other batches"
+        )
+    target = targets[0]
     output = model(source)
     if alone:
         return mean_loss(output, target), 1

@@ -33,6 +33,7 @@ class Replica:
         parameters: in the order of `named_parameters()`, each parameter once.
         buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
         opening: the values that the buffers have when a shard starts, in this replica's memory.
+        has_learned: whether a backward pass was seen to reach its parameters.
     """
 
     def __init__(self, device: Device, module: nn.Module) -> None:
@@ -41,6 +42,7 @@ class Replica:
         self.parameters = list(module.parameters())
         self.buffers = list(module.buffers())
         self.opening: list[torch.Tensor] = []
+        self.has_learned = False
         self._slots = _buffer_slots(module)
 
     def open_shard(self) -> None:

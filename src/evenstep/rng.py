@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import operator
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,9 @@ from evenstep.errors import ModelError
 
 def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed that is a function of `parts` alone (SHA-256 of their text)."""
-    text = "/".join(f"{type(part).__name__}:{part}" for part in parts)
+    text = "/".join(
+        f"str:{part}" if isinstance(part, str) else f"int:{operator.index(part)}" for part in parts
+    )
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 

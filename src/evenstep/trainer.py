@@ -307,13 +307,17 @@ class Trainer:
     def _minimise(self, cut: Cut) -> float:
         """Update with an optimizer that evaluates the batch as often as it likes (LBFGS).
 
-        Its own arithmetic runs in the caller's thread, with the devices' number of threads.
+        Its own arithmetic runs in the caller's thread, with the devices' number of threads. It
+        writes parameters between evaluations, and wants gradients that can be viewed as flat.
         """
         losses: list[float] = []
         roots: list[NodeSum] = []
 
         def closure() -> float:
+            if self._replicas.follow_home():
+                self._run(self._bring_copies_up_to_date)
             loss, count, root = self._sum_shards(cut)
+            root.gradients = [g if g is None else g.contiguous() for g in root.gradients]
             self._install(count, root)
             losses.append(loss)
             roots[:] = [root]

@@ -1,0 +1,175 @@
+"""Every torch optimizer, used as it is, gives one result on any layout."""
+
+import functools
+import inspect
+
+import pytest
+import torch
+from layouts import own, shared
+from reference import assert_same_bits, reference_training, whole_state
+from torch import nn
+from zoo import build, make_batches
+
+import evenstep
+
+SETTINGS = {
+    torch.optim.SGD: {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    torch.optim.LBFGS: {"lr": 0.1, "max_iter": 4},
+}
+OPTIMIZERS = [
+    cls
+    for _, cls in inspect.getmembers(torch.optim, inspect.isclass)
+    if issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+]
+LAYOUTS = [shared(2), own(2), shared(3)]
+
+
+def matrices():
+    """A model of which every parameter is a matrix (Muon takes no other)."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 12, bias=False), nn.Tanh(), nn.Linear(12, 5, bias=False)
+    )
+
+
+def embedding():
+    """A model with sparse gradients (SparseAdam takes no other): tokens are cells of the image."""
+    torch.manual_seed(0)
+    return Tokens()
+
+
+class Tokens(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(9, 5, sparse=True)
+
+    def forward(self, x):
+        return self.table((x.flatten(1) * 3).long().clamp(-4, 4) + 4).mean(1)
+
+
+def model_for(cls):
+    if cls is torch.optim.SparseAdam:
+        return embedding()
+    return matrices() if cls.__name__ == "Muon" else build("convolution")
+
+
+def train(cls, devices, batches, memory_format="contiguous"):
+    model = model_for(cls)
+    optimizer = cls(model.parameters(), **SETTINGS.get(cls, {}))
+    loss = nn.CrossEntropyLoss()
+    with evenstep.Trainer(
+        model, optimizer, loss, devices=devices, memory_format=memory_format
+    ) as trainer:
+        losses = [float(trainer.step(X, y)) for X, y in batches]
+    return whole_state(model, optimizer), losses
+
+
+@pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda cls: cls.__name__)
+def test_every_torch_optimizer_on_every_layout(cls):
+    batches = make_batches((24, 17, 24))
+    one, losses = train(cls, 1, batches, "auto")
+    for devices in LAYOUTS:
+        state, other_losses = train(cls, devices, batches, "auto")
+        assert_same_bits(state, one)
+        assert other_losses == losses
+    assert losses[0] != losses[-1]
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [cls for cls in OPTIMIZERS if cls not in (torch.optim.LBFGS, torch.optim.SparseAdam)],
+    ids=lambda cls: cls.__name__,
+)
+def test_every_dense_optimizer_equals_the_reference(cls):
+    batches = make_batches((24, 17, 24))
+    make_optimizer = functools.partial(cls, **SETTINGS.get(cls, {}))
+    expected, losses = reference_training(model_for(cls), make_optimizer, batches, shards=8)
+    state, got = train(cls, 2, batches)
+    assert_same_bits(state, expected)
+    assert got == losses
+
+
+def test_lbfgs_with_one_shard_is_plain_lbfgs():
+    X, y = make_batches((24,))[0]
+    plain = build("convolution")
+    optimizer = torch.optim.LBFGS(plain.parameters(), lr=0.1, max_iter=4)
+
+    def closure():
+        optimizer.zero_grad()
+        value = nn.functional.cross_entropy(plain(X), y)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    model = build("convolution")
+    ours = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    with evenstep.Trainer(
+        model, ours, nn.CrossEntropyLoss(), devices=2, shards=1, memory_format="contiguous"
+    ) as trainer:
+        trainer.step(X, y)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+def test_groups_with_their_own_rates_and_a_scheduler():
+    batches = make_batches((16, 16, 16, 16))
+
+    def run(devices):
+        model = build("convolution")
+        head, body = list(model[4].parameters()), list(model[0].parameters())
+        optimizer = torch.optim.SGD([{"params": body, "lr": 0.01}, {"params": head}], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.5], total_steps=5)
+        with evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), devices=devices, scheduler=scheduler
+        ) as trainer:
+            for X, y in batches:
+                trainer.step(X, y)
+                scheduler.step()
+            return trainer.fingerprint(), [group["lr"] for group in optimizer.param_groups]
+
+    one = run(1)
+    assert one[1][0] != one[1][1]
+    assert all(run(devices) == one for devices in LAYOUTS)
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
+def test_clipping_between_sum_and_update(clip):
+    X, y = make_batches((24,))[0]
+    limit = 1e-3
+
+    def run(devices):
+        model = build("convolution")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with evenstep.Trainer(
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            devices=devices,
+            before_update=lambda module: clip(module.parameters(), limit),
+        ) as trainer:
+            trainer.step(X, y)
+            largest = max(parameter.grad.abs().max().item() for parameter in model.parameters())
+            return trainer.fingerprint(), largest
+
+    one = run(1)
+    assert 0 < one[1] <= limit * 1.0001
+    assert all(run(devices) == one for devices in LAYOUTS)
+
+
+def test_sparse_gradients_are_summed_exactly():
+    """Against the same table with dense gradients, whose sum is the reference's."""
+    batches = make_batches((24, 17))
+
+    def run(sparse, devices):
+        model = embedding()
+        model.table.sparse = sparse
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices) as trainer:
+            for X, y in batches:
+                trainer.step(X, y)
+            assert model.table.weight.grad.is_sparse == sparse
+        return model.table.weight.detach().clone()
+
+    results = [run(True, devices) for devices in (1, *LAYOUTS)]
+    assert all(torch.equal(result, results[0]) for result in results)
+    torch.testing.assert_close(results[0], run(False, 1))
