@@ -228,3 +228,15 @@ def test_a_batch_size_below_1_is_refused(batch_size):
 def test_fewer_than_0_workers_are_refused():
     with pytest.raises(InputError, match="-1 workers: at least 0"):
         Loader(numbered(3), 1, workers=-1)
+
+
+@given(examples=st.integers(1, 40), batch_size=st.integers(1, 9))
+def test_the_short_last_batch_can_be_left_out(examples, batch_size):
+    dataset = TensorDataset(torch.arange(examples))
+    whole = list(Loader(dataset, batch_size).epoch(Cursor()))
+    loader = Loader(dataset, batch_size, drop_last=True)
+    dropped = list(loader.epoch(Cursor()))
+    assert len(loader) == len(dropped) == examples // batch_size
+    assert all(len(batch) == batch_size for (batch,) in dropped)
+    for (got,), (wanted,) in zip(dropped, whole, strict=False):
+        assert torch.equal(got, wanted)

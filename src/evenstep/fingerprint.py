@@ -31,11 +31,11 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
         yield f"parameter/{name}", parameter.detach()
     for name, buffer in model.named_buffers():
         yield f"buffer/{name}", buffer
-    for parameter, state in optimizer.state.items():
+    for owner, state in optimizer.state.items():
         tree: Any = dict(state)
         paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
         for path, leaf in zip(paths, leaves, strict=True):
-            yield f"optimizer/{names[parameter]}/{'/'.join(map(str, path))}", leaf
+            yield f"optimizer/{names[owner]}/{'/'.join(map(str, path))}", leaf
 
 
 def tensor_digest(value: Any) -> str:

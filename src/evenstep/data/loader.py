@@ -16,11 +16,11 @@ from evenstep.sharding import Batch
 
 
 class Loader:
-    """Cuts each epoch of a data set into batches; the short last one is kept.
+    """Cuts each epoch of a data set into batches.
 
-    What an epoch yields is a function of (dataset, batch_size, seed, shuffle, epoch) alone: the
-    same for any number of workers, and the same from a place on as for the whole epoch. The
-    global generators are left as they were.
+    What an epoch yields is a function of (dataset, batch_size, seed, shuffle, drop_last, epoch)
+    alone: the same for any number of workers, and the same from a place on as for the whole epoch.
+    The global generators are left as they were.
 
         for batch in loader.epoch(Cursor(epoch=2, step=3)): ...
     """
@@ -32,6 +32,7 @@ class Loader:
         *,
         seed: int = 0,
         shuffle: bool = True,
+        drop_last: bool = False,
         workers: int = 0,
     ) -> None:
         """Check the arguments; nothing is read or started.
@@ -42,6 +43,7 @@ class Loader:
             batch_size: examples a batch.
             seed: of the order and of random augmentation.
             shuffle: visit the examples in `epoch_order`; else as they lie.
+            drop_last: leave out the short last batch of an epoch; else it is trained on exactly.
             workers: processes that fetch examples; 0 fetches them in the caller's thread. Not
                 used for a `TensorDataset`, where nothing is computed.
 
@@ -57,12 +59,14 @@ class Loader:
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self.drop_last = drop_last
         self.workers = workers
         self.examples = _count(dataset)
 
     def __len__(self) -> int:
         """Return the number of batches an epoch."""
-        return -(-self.examples // self.batch_size)
+        full, rest = divmod(self.examples, self.batch_size)
+        return full if self.drop_last or not rest else full + 1
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of epoch 0."""
@@ -79,7 +83,8 @@ class Loader:
                 f"({self.examples} examples, {self.batch_size} a batch): is it another data set, "
                 f"or another batch size?"
             )
-        rest = self._order(cursor.epoch)[cursor.step * self.batch_size :]
+        end = len(self) * self.batch_size
+        rest = self._order(cursor.epoch)[cursor.step * self.batch_size : end]
         return self._batches(cursor.epoch, [*rest.split(self.batch_size)] if len(rest) else [])
 
     def _order(self, epoch: int) -> torch.Tensor:

@@ -1,0 +1,52 @@
+# One command for each thing a person wants of this repository; `make help` lists them.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --momentum 0.9 --epochs 20
+
+.PHONY: help install demo test slow lint types format check bench docs clean
+
+help:
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
+
+install: $(VENV)/installed ## a virtual environment in .venv with evenstep and what its tests need
+
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: install ## train LeNet on handwritten digits on 1 and on 2 devices: the same weights
+	@$(DEMO) --devices 1 --json $(VENV)/demo-1.json
+	@$(DEMO) --devices 2 --json $(VENV)/demo-2.json
+	@$(BIN)/python examples/compare_runs.py $(VENV)/demo-1.json $(VENV)/demo-2.json
+
+test: install ## the tests (under 8 minutes on two cores)
+	$(BIN)/python -m pytest -m 'not slow'
+
+slow: install ## the long tests too
+	$(BIN)/python -m pytest
+
+lint: install ## format and lint, as CI wants them
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+types: install
+	$(BIN)/mypy
+
+check: lint types test ## everything that a change must pass
+
+format: install ## put the code into its format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: install ## measure again and write docs/benchmarks.md (half an hour; needs a quiet machine)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/python benchmarks/training_speed.py
+	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/write_docs.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,447 @@
+"""The trainer as a user meets it: their model as it is, clear errors, nothing left half done."""
+
+import logging
+import signal
+import threading
+
+import pytest
+import torch
+from layouts import own, shared
+from reference import assert_same_bits, reference_training, whole_state
+from torch import nn
+from zoo import build, make_batches
+
+import evenstep
+from evenstep.errors import (
+    BatchError,
+    ClosedError,
+    DeviceError,
+    InputError,
+    ModelError,
+    NonFiniteLossError,
+)
+
+LAYOUTS = [1, 2, 3, own(2), own(3)]
+
+
+def sgd(model, lr=0.1):
+    return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def open_trainer(model, loss=None, **options):
+    options = {"devices": 2, **options}
+    return evenstep.Trainer(model, sgd(model), loss or nn.CrossEntropyLoss(), **options)
+
+
+def state_of(trainer):
+    return {name: torch.as_tensor(value).clone() for name, value in whole_state(
+        trainer.model, trainer.optimizer).items()}  # fmt: skip
+
+
+# The user's own module and optimizer, used as they are
+
+
+def test_model_and_optimizer_stay_the_users_own():
+    model = build("batch_norm")
+    names = list(model.state_dict())
+    with open_trainer(model) as trainer:
+        trainer.step(*make_batches((16,))[0])
+        assert trainer.model is model
+        assert list(model.state_dict()) == names
+        assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_the_gradient_left_on_a_parameter_is_the_mean_gradient():
+    X, y = make_batches((16,))[0]
+    plain, model = build("convolution").double(), build("convolution").double()
+    nn.functional.cross_entropy(plain(X.double()), y).backward()
+    with open_trainer(model) as trainer:
+        trainer.step(X.double(), y)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, its.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_cpu_devices_share_the_parameters_memory_and_others_do_not():
+    def addresses(devices):
+        model = build("convolution")
+        trainer = open_trainer(model, devices=devices)
+        return [
+            [parameter.data_ptr() for parameter in replica.parameters]
+            for replica in trainer._replicas.all
+        ]
+
+    one, two, three = addresses(shared(3))
+    assert one == two == three
+    one, two, three = addresses(["cpu:0", "cpu:1:own", "cpu:2"])
+    assert one == three
+    assert not set(one) & set(two)
+
+
+def test_a_step_returns_its_loss_as_a_handle():
+    with open_trainer(build("convolution")) as trainer:
+        loss = trainer.step(*make_batches((16,))[0])
+        loss.wait_to_read()
+        assert float(loss) == loss.item() > 0
+        assert f"{loss:.3f}" == f"{loss.item():.3f}"
+
+
+def test_steps_and_cursor_are_counted():
+    loader = evenstep.data.Loader(torch.utils.data.TensorDataset(*make_batches((20,))[0]), 8)
+    with open_trainer(build("convolution")) as trainer:
+        for epoch in range(2):
+            places = []
+            for X, y in trainer.epoch(loader):
+                places.append((trainer.cursor.epoch, trainer.cursor.step))
+                trainer.step(X, y)
+            assert places == [(epoch, step) for step in range(3)]
+        assert trainer.cursor == evenstep.data.Cursor(2, 0)
+        assert trainer.steps_done == 6
+
+
+# What the user does to the model between steps holds on every device
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(36, 8), nn.Linear(8, 5)
+        self.temperature = 1.0
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x):
+        return self.head(self.dropout(self.body(x.flatten(1)))) * self.temperature
+
+
+def set_temperature(model):
+    model.temperature = 2.5
+
+
+def raise_dropout(model):
+    model.dropout.p = 0.5
+
+
+def freeze(model):
+    model.body.requires_grad_(False)
+
+
+def evaluation_mode(model):
+    model.eval()
+
+
+def overwrite(model):
+    with torch.no_grad():
+        model.head.weight.mul_(0.5)
+
+
+def load(model):
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def swap_storage(model):
+    model.head.weight.data = model.head.weight.data * 0.5
+
+
+@pytest.mark.parametrize(
+    "change",
+    [set_temperature, raise_dropout, freeze, evaluation_mode, overwrite, load, swap_storage],
+)
+def test_changes_between_steps_reach_every_device(change):
+    def run(devices):
+        model = Tempered()
+        with open_trainer(model, devices=devices) as trainer:
+            for number, (X, y) in enumerate(make_batches((16, 16, 16))):
+                if number == 1:
+                    change(model)
+                trainer.step(X, y)
+            return trainer.fingerprint()
+
+    prints = {str(devices): run(devices) for devices in LAYOUTS}
+    assert len(set(prints.values())) == 1
+    unchanged = Tempered()
+    with open_trainer(unchanged, devices=1) as trainer:
+        for X, y in make_batches((16, 16, 16)):
+            trainer.step(X, y)
+    assert trainer.fingerprint() not in prints.values()
+
+
+def test_waitall_hands_the_model_over_even_to_writers_past_the_version_counters():
+    def run(devices):
+        model = Tempered()
+        with open_trainer(model, devices=devices) as trainer:
+            for X, y in make_batches((16, 16)):
+                trainer.step(X, y)
+                trainer.waitall()
+                model.head.weight.data.mul_(0.5)
+            return trainer.fingerprint()
+
+    assert len({run(devices) for devices in LAYOUTS}) == 1
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+def test_evaluation_counts_every_example_once_and_changes_nothing(devices):
+    model = build("batch_norm")
+    batches = make_batches((16, 16, 7))
+    with open_trainer(model, devices=devices) as trainer:
+        trainer.step(*batches[0])
+        model[3].eval()
+        before = state_of(trainer)
+        measured = trainer.evaluate(batches, {"accuracy": evenstep.metrics.accuracy})
+        assert_same_bits(state_of(trainer), before)
+    assert model.training
+    assert not model[3].training
+    model.eval()
+    right = sum((model(X).argmax(1) == y).sum().item() for X, y in batches)
+    assert measured == {"accuracy": right / 39}
+
+
+def test_evaluation_without_examples_is_refused():
+    with open_trainer(build("convolution")) as trainer, pytest.raises(BatchError, match="at least"):
+        trainer.evaluate([], {"accuracy": evenstep.metrics.accuracy})
+
+
+def test_evaluation_that_draws_is_the_same_everywhere():
+    """Dropout left on for evaluation (Monte Carlo dropout)."""
+
+    class AlwaysDrop(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.head = nn.Linear(36, 5)
+
+        def forward(self, x):
+            return self.head(nn.functional.dropout(x.flatten(1), 0.5, training=True))
+
+    def summed(output, _):
+        return output.double().sum(), len(output)
+
+    def run(devices):
+        with open_trainer(AlwaysDrop(), devices=devices) as trainer:
+            return trainer.evaluate(make_batches((16, 9)), {"sum": summed})
+
+    results = [run(devices) for devices in LAYOUTS]
+    assert all(result == results[0] for result in results)
+
+
+# Random ops that show up late
+
+
+def test_a_random_op_that_first_runs_in_a_later_step():
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(36, 5)
+            self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+        def forward(self, x):
+            self.calls += 1
+            x = x.flatten(1)
+            return self.head(nn.functional.dropout(x, 0.5) if self.calls > 2 else x)
+
+    batches = make_batches((16, 16, 16, 16))
+
+    def fresh():
+        torch.manual_seed(0)
+        return Late()
+
+    expected, _ = reference_training(
+        fresh(), lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9), batches,
+        shards=8,
+    )  # fmt: skip
+    for devices in LAYOUTS:
+        model = fresh()
+        with open_trainer(model, devices=devices) as trainer:
+            for X, y in batches:
+                trainer.step(X, y)
+        assert_same_bits(whole_state(model, trainer.optimizer), expected)
+
+
+# Bad input: one clear line, and nothing is lost
+
+
+class Bomb(nn.Module):
+    """A model with batch statistics that fails, or gives NaN, for examples marked in the batch."""
+
+    def __init__(self, bang):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(36)
+        self.head = nn.Linear(36, 5)
+        self.bang = bang
+
+    def forward(self, x):
+        output = self.head(self.norm(x.flatten(1)))
+        return self.bang(output) if (x > 1e6).any() else output
+
+
+def marked(X, example):
+    X = X.clone()
+    X[example] = 1e9
+    return X
+
+
+def fail(output):
+    raise RuntimeError("bang")
+
+
+@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("bang", "error"),
+    [(lambda output: output * torch.nan, NonFiniteLossError), (fail, RuntimeError)],
+)
+def test_a_failed_step_leaves_the_model_as_it_was(devices, bang, error):
+    (X, y), (X2, y2) = make_batches((24, 24))
+    with open_trainer(Bomb(bang), devices=devices) as trainer:
+        trainer.step(X, y)
+        before = state_of(trainer)
+        with pytest.raises(error):
+            trainer.step(marked(X2, 13), y2)
+        assert_same_bits(state_of(trainer), before)
+        assert trainer.steps_done == 1
+        trainer.step(X2, y2)
+    with open_trainer(Bomb(bang), devices=1) as undisturbed:
+        undisturbed.step(X, y)
+        undisturbed.step(X2, y2)
+    assert trainer.fingerprint() == undisturbed.fingerprint()
+
+
+def test_nan_says_where():
+    X, y = make_batches((24,))[0]
+    with (
+        open_trainer(Bomb(lambda output: output * torch.nan)) as trainer,
+        pytest.raises(NonFiniteLossError, match=r"shard 4 \(examples 12 to 14.*step 0.*nan"),
+    ):
+        trainer.step(marked(X, 13), y)
+
+
+@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+def test_interrupted_within_a_step(devices):
+    """Ctrl-C while shards compute: the step is not taken, and nothing is left at work."""
+    (X, y), (X2, y2) = make_batches((24, 24))
+    at_work = threading.Event()
+
+    def interrupt(output):
+        at_work.set()
+        signal.raise_signal(signal.SIGINT)
+        return output
+
+    with open_trainer(Bomb(interrupt), devices=devices) as trainer:
+        trainer.step(X, y)
+        before = state_of(trainer)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(marked(X2, 13), y2)
+        assert at_work.is_set()
+        assert_same_bits(state_of(trainer), before)
+        assert trainer.steps_done == 1
+        trainer.step(X, y)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "line"),
+    [
+        ({"devices": ["cuda:0"]}, DeviceError, "0 GPUs"),
+        ({"devices": ["tpu:0"]}, DeviceError, "'tpu:0'"),
+        ({"devices": 0}, DeviceError, "at least 1"),
+        ({"devices": []}, DeviceError, "empty list"),
+        ({"devices": ["cpu:0", "cpu:0"]}, DeviceError, "twice"),
+        ({"shards": 0}, InputError, "shards=0"),
+        ({"shards": 2.0}, InputError, "shards=2.0"),
+        ({"seed": -1}, InputError, "seed=-1"),
+        ({"precision": "fp8"}, InputError, "fp32, bf16"),
+        ({"memory_format": "nchw"}, InputError, "channels_last"),
+        ({"max_in_flight": 0}, InputError, "max_in_flight=0"),
+    ],
+)
+def test_options_that_cannot_be(options, error, line):
+    if torch.cuda.is_available() and "cuda:0" in str(options):
+        pytest.skip("there is a GPU here")
+    with pytest.raises(error, match=line):
+        open_trainer(build("convolution"), **options)
+
+
+@pytest.mark.parametrize(
+    ("batch", "line"),
+    [
+        ((), "without tensors"),
+        ((torch.zeros(0, 1, 6, 6), torch.zeros(0).long()), "0 examples"),
+        ((torch.zeros(8, 1, 6, 6), torch.zeros(7).long()), r"\[0\] has 8, .*\[1\] has 7"),
+        ((torch.zeros(8, 1, 6, 6), 3), "int, not a tensor"),
+        ((torch.zeros(8, 1, 6, 6), torch.tensor(3)), "single number"),
+    ],
+)
+def test_batches_that_cannot_be_cut(batch, line):
+    with open_trainer(build("convolution")) as trainer, pytest.raises(BatchError, match=line):
+        trainer.step(*batch)
+
+
+def test_batch_norm_with_lonely_examples_says_the_numbers():
+    with open_trainer(build("batch_norm")) as trainer:
+        with pytest.raises(
+            BatchError,
+            match=r"batch of 3 examples over 8 shards leaves shard 0 with 1 example, too few for "
+            r"BatchNorm: use at most 1 shard, or drop the last batch",
+        ):
+            trainer.step(*make_batches((3,))[0])
+        trainer.model.eval()
+        trainer.step(*make_batches((3,))[0])
+
+
+def test_a_model_that_cannot_be_copied():
+    class Locked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lock = threading.Lock()
+            self.head = nn.Linear(2, 2)
+
+    open_trainer(Locked(), devices=1)
+    with pytest.raises(ModelError, match=r"Locked can't be copied.*deepcopy.*train on one device"):
+        open_trainer(Locked(), devices=2)
+
+
+def test_an_optimizer_over_something_else():
+    model, other = build("convolution"), build("convolution")
+    with pytest.raises(ModelError, match=r"4 of 4 parameters that are not the model's"):
+        evenstep.Trainer(model, sgd(other), nn.CrossEntropyLoss(), devices=1)
+
+
+def test_lazy_parameters_need_a_batch_first():
+    model = nn.Sequential(nn.Flatten(), nn.LazyLinear(5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ModelError, match=r"1\.weight has no shape yet"):
+        evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss())
+
+
+def test_a_trainer_that_is_not_open():
+    trainer = open_trainer(build("convolution"))
+    with pytest.raises(ClosedError, match="with evenstep"):
+        trainer.step(*make_batches((8,))[0])
+    with trainer:
+        trainer.step(*make_batches((8,))[0])
+    with pytest.raises(ClosedError):
+        trainer.step(*make_batches((8,))[0])
+    assert len(trainer.fingerprint()) == 64
+
+
+def test_autocast_around_a_step_is_refused():
+    with (
+        open_trainer(build("convolution")) as trainer,
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(InputError, match=r'precision="bf16"'),
+    ):
+        trainer.step(*make_batches((8,))[0])
+
+
+def test_too_many_devices_are_said_in_one_line(caplog):
+    with caplog.at_level(logging.WARNING, "evenstep"):
+        with open_trainer(build("convolution"), devices=12) as trainer:
+            trainer.step(*make_batches((8,))[0])
+    lines = [record.getMessage() for record in caplog.records]
+    assert any(
+        "8 shards keep 8 of 12 devices busy: --shards 12 uses them all, and is another experiment"
+        in line
+        for line in lines
+    )
+    assert lines == trainer.notes
