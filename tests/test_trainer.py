@@ -142,9 +142,27 @@ def swap_storage(model):
     model.head.weight.data = model.head.weight.data * 0.5
 
 
+def add_hook(model):
+    model.body.register_forward_hook(lambda module, inputs, output: output * 0.5)
+
+
+def add_layer(model):
+    model.dropout = nn.Sequential(nn.Tanh(), nn.Dropout(0.2))
+
+
 @pytest.mark.parametrize(
     "change",
-    [set_temperature, raise_dropout, freeze, evaluation_mode, overwrite, load, swap_storage],
+    [
+        set_temperature,
+        raise_dropout,
+        freeze,
+        evaluation_mode,
+        overwrite,
+        load,
+        swap_storage,
+        add_hook,
+        add_layer,
+    ],
 )
 def test_changes_between_steps_reach_every_device(change):
     def run(devices):
@@ -196,6 +214,23 @@ def test_evaluation_counts_every_example_once_and_changes_nothing(devices):
     model.eval()
     right = sum((model(X).argmax(1) == y).sum().item() for X, y in batches)
     assert measured == {"accuracy": right / 39}
+
+
+@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+def test_evaluation_leaves_buffers_alone_that_the_model_writes_even_then(devices):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(36, 5)
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen += len(x)
+            return self.head(x.flatten(1))
+
+    with open_trainer(Counting(), devices=devices) as trainer:
+        trainer.evaluate(make_batches((16,)), {"accuracy": evenstep.metrics.accuracy})
+        assert trainer.model.seen == 0
 
 
 def test_evaluation_without_examples_is_refused():
@@ -425,13 +460,16 @@ def test_a_trainer_that_is_not_open():
     assert len(trainer.fingerprint()) == 64
 
 
-def test_autocast_around_a_step_is_refused():
-    with (
-        open_trainer(build("convolution")) as trainer,
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(InputError, match=r'precision="bf16"'),
-    ):
-        trainer.step(*make_batches((8,))[0])
+def test_autocast_around_a_step_is_refused_and_changes_nothing():
+    with open_trainer(build("batch_norm")) as trainer:
+        trainer.step(*make_batches((16,))[0])
+        before = state_of(trainer)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(InputError, match=r'precision="bf16"'),
+        ):
+            trainer.step(*make_batches((16,))[0])
+        assert_same_bits(state_of(trainer), before)
 
 
 def test_too_many_devices_are_said_in_one_line(caplog):

@@ -76,10 +76,16 @@ class Replicas:
     """
 
     def __init__(self, model: nn.Module, devices: Sequence[Device]) -> None:
-        self.home = Replica(devices[0], model)
+        self._model = model
+        self._devices = tuple(devices)
+        self._build()
+
+    def _build(self) -> None:
+        model = self._model
+        self.home = Replica(self._devices[0], model)
         self.all = [self.home]
         self._owners = {self.home.device.memory: self.home}  # who holds a memory's parameters
-        for device in devices[1:]:
+        for device in self._devices[1:]:
             self._add(device)
         self._pairs = [
             (mine.__dict__, its.__dict__)
@@ -89,15 +95,20 @@ class Replicas:
         self.copies = [
             replica for replica in self.all[1:] if self._owners[replica.device.memory] is replica
         ]
+        self._modules = list(model.modules())
+        self._structure = _structure(self._modules)
         self._synchronised: list[tuple[int, int]] = []
 
     def follow_home(self) -> bool:
         """Bring every replica up to what the user has done to the module since the last step.
 
         Training flags and plain attributes (a dropout rate, a temperature) are carried over, as is
-        `requires_grad`; storage that was swapped is shared anew. Says whether there are copies that
-        are stale, because somebody wrote the parameters since `mark_synchronised`.
+        `requires_grad`; storage that was swapped is shared anew; after a change of layers or hooks
+        the replicas are made again. Says whether there are copies that are stale, because somebody
+        wrote the parameters since `mark_synchronised`.
         """
+        if self._structure != _structure(self._modules):
+            self._build()
         for mine, its in self._pairs:
             _carry_over_attributes(mine, its)
         for replica in self.all[1:]:
@@ -140,9 +151,13 @@ class Replicas:
             with torch.no_grad():
                 torch._foreach_copy_(home.buffers, values)
 
-    def abandon_step(self) -> None:
-        """Leave the user's module as the step found it."""
+    def restore_opening(self) -> None:
+        """Give the user's module the step's opening values back."""
         self.close_step([None] * len(self.home.buffers))
+
+    def abandon_step(self) -> None:
+        """Leave the user's module as `open_step` found it, without gradients."""
+        self.restore_opening()
         for replica in self.all:
             for parameter in replica.parameters:
                 parameter.grad = None
@@ -239,6 +254,19 @@ def _buffer_slots(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
             if buffer is not None:
                 places.setdefault(id(buffer), []).append((child._buffers, key))
     return [places[id(buffer)] for buffer in module.buffers()]
+
+
+def _structure(modules: Sequence[nn.Module]) -> list[tuple[list[Any], ...]]:
+    """Return what tells a change of layers, parameters, buffers or hooks (by identity)."""
+    return [
+        (
+            [*map(id, module._modules.values())],
+            [*map(id, module._parameters.values())],
+            [*map(id, module._buffers.values())],
+            [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks],
+        )
+        for module in modules
+    ]
 
 
 def _carry_over_attributes(mine: dict[str, Any], its: dict[str, Any]) -> None:

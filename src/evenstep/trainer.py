@@ -155,8 +155,8 @@ class Trainer:
         """
         cut = self._runner.split(batch)
         steps_before = self.steps_done
+        self._open_step()
         try:
-            self._open_step()
             if isinstance(self.optimizer, torch.optim.LBFGS):
                 loss = self._minimise(cut)
             else:
@@ -187,15 +187,7 @@ class Trainer:
         sums = dict.fromkeys(metrics, (0.0, 0.0))
         with evaluation_mode(self.model):
             for number, batch in enumerate(batches):
-                self._open_step()
-                measured = self._runner.measure(
-                    self._open_lanes(),
-                    self._runner.split(_as_arguments(batch)),
-                    self._measure,
-                    metrics,
-                    functools.partial(derive_seed, "evaluation", self.experiment.seed, number),
-                )
-                for name, (total, count) in measured.items():
+                for name, (total, count) in self._measure_batch(number, batch, metrics).items():
                     sums[name] = (sums[name][0] + total, sums[name][1] + count)
         if any(count == 0 for _, count in sums.values()):
             raise BatchError("evaluate counted no examples: give at least one batch")
@@ -274,6 +266,17 @@ class Trainer:
         if self._replicas.follow_home():
             self._run(self._bring_copies_up_to_date)
         self._replicas.open_step()
+
+    def _measure_batch(
+        self, number: int, batch: Batch, metrics: Mapping[str, Metric]
+    ) -> dict[str, tuple[float, float]]:
+        cut = self._runner.split(_as_arguments(batch))
+        seed_of = functools.partial(derive_seed, "evaluation", self.experiment.seed, number)
+        self._open_step()
+        try:
+            return self._runner.measure(self._open_lanes(), cut, self._measure, metrics, seed_of)
+        finally:
+            self._replicas.restore_opening()
 
     def _sum_shards(self, cut: Cut) -> tuple[float, float, NodeSum]:
         """Compute every shard; return the mean loss, its count, and the sum over the shards."""
