@@ -5,12 +5,12 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from layouts import own
 from torch import nn
-from zoo import CLASSES, build, make_batches
 
 import evenstep
 from evenstep.errors import BatchError, ModelError, NonFiniteLossError
+from layouts import own
+from zoo import CLASSES, build, make_batches
 
 WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0])
 
@@ -48,9 +48,7 @@ LOSSES = {
     "class weights": nn.CrossEntropyLoss(weight=WEIGHT.double()),
     "ignored": nn.CrossEntropyLoss(ignore_index=-7),
     "weights and ignored": nn.CrossEntropyLoss(weight=WEIGHT.double(), ignore_index=-7),
-    "smoothing": nn.CrossEntropyLoss(
-        weight=WEIGHT.double(), ignore_index=-7, label_smoothing=0.1
-    ),
+    "smoothing": nn.CrossEntropyLoss(weight=WEIGHT.double(), ignore_index=-7, label_smoothing=0.1),
     "functional": F.cross_entropy,
     "functional partial": functools.partial(
         F.cross_entropy, weight=WEIGHT.double(), ignore_index=-7

@@ -5,12 +5,12 @@ import inspect
 
 import pytest
 import torch
-from layouts import own, shared
-from reference import assert_same_bits, reference_training, whole_state
 from torch import nn
-from zoo import build, make_batches
 
 import evenstep
+from layouts import own, shared
+from reference import assert_same_bits, reference_training, whole_state
+from zoo import build, make_batches
 
 SETTINGS = {
     torch.optim.SGD: {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},

@@ -4,15 +4,15 @@ import json
 
 import pytest
 import torch
-from layouts import own
-from reference import assert_same_bits, whole_state
 from torch import nn
-from zoo import build, make_batches
 
 import evenstep
 from evenstep.checkpoint import write_checkpoint
 from evenstep.data import Loader
 from evenstep.errors import CheckpointError, SaveError
+from layouts import own
+from reference import assert_same_bits, whole_state
+from zoo import build, make_batches
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -72,9 +72,7 @@ def test_resuming_on_other_devices_mid_epoch(tmp_path, stop, devices):
         run(resumed, 8)
     whole = unbroken(8)
     assert resumed.fingerprint() == whole.fingerprint()
-    assert_same_bits(
-        whole_state(model, optimizer), whole_state(whole.model, whole.optimizer)
-    )
+    assert_same_bits(whole_state(model, optimizer), whole_state(whole.model, whole.optimizer))
 
 
 @pytest.mark.parametrize(
@@ -134,9 +132,7 @@ def test_another_experiment_is_refused(saved, option, line):
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(CheckpointError, match=line):
         evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1, **option)
-    assert all(
-        torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True)
-    )
+    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
 
 
 def test_another_model_is_refused_by_naming_tensors(saved):
@@ -154,7 +150,8 @@ def test_another_shape_is_refused_by_naming_both(saved):
     model[4] = nn.Linear(20, 7)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     with pytest.raises(
-        CheckpointError, match=r"4\.weight is float32 \(5, 20\) in it, float32 \(7, 20\) in the model"
+        CheckpointError,
+        match=r"4\.weight is float32 \(5, 20\) in it, float32 \(7, 20\) in the model",
     ):
         evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1)
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layouts import LAYOUTS, DelayedLanes, own, shared
-from reference import assert_same_bits, reference_training, whole_state
 from torch import nn
-from zoo import ZOO, build, make_batches
 
 import evenstep
 from evenstep.engine import InlineLanes
+from layouts import LAYOUTS, DelayedLanes, own, shared
+from reference import assert_same_bits, reference_training, whole_state
+from zoo import ZOO, build, make_batches
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -75,7 +75,9 @@ def test_batch_norm_with_any_sizes(shards, per_shard, extra, layout):
     assert_equals_reference("batch_norm", sizes, LAYOUTS[layout], shards)
 
 
-@pytest.mark.parametrize("name", sorted(ZOO.keys() - {"noisy", "dropout", "recurrent", "attention"}))
+@pytest.mark.parametrize(
+    "name", sorted(ZOO.keys() - {"noisy", "dropout", "recurrent", "attention"})
+)
 @pytest.mark.parametrize("devices", [1, 2])
 def test_one_shard_is_a_plain_pytorch_loop(name, devices):
     batches = make_batches((12, 12, 7))

@@ -6,10 +6,7 @@ import threading
 
 import pytest
 import torch
-from layouts import own, shared
-from reference import assert_same_bits, reference_training, whole_state
 from torch import nn
-from zoo import build, make_batches
 
 import evenstep
 from evenstep.errors import (
@@ -20,6 +17,9 @@ from evenstep.errors import (
     ModelError,
     NonFiniteLossError,
 )
+from layouts import own, shared
+from reference import assert_same_bits, reference_training, whole_state
+from zoo import build, make_batches
 
 LAYOUTS = [1, 2, 3, own(2), own(3)]
 
