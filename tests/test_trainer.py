@@ -473,9 +473,9 @@ def test_autocast_around_a_step_is_refused_and_changes_nothing():
 
 
 def test_too_many_devices_are_said_in_one_line(caplog):
-    with caplog.at_level(logging.WARNING, "evenstep"):
-        with open_trainer(build("convolution"), devices=12) as trainer:
-            trainer.step(*make_batches((8,))[0])
+    caplog.set_level(logging.WARNING, "evenstep")
+    with open_trainer(build("convolution"), devices=12) as trainer:
+        trainer.step(*make_batches((8,))[0])
     lines = [record.getMessage() for record in caplog.records]
     assert any(
         "8 shards keep 8 of 12 devices busy: --shards 12 uses them all, and is another experiment"
