@@ -16,6 +16,7 @@ from torch import nn
 
 from evenstep import fingerprint as fingerprints
 from evenstep import state
+from evenstep.allocator import kept_memory
 from evenstep.checkpoint import read_checkpoint, write_checkpoint
 from evenstep.compute import Leaf, NodeSum, closing_buffers, divide_gradients
 from evenstep.data.loader import Loader
@@ -130,6 +131,7 @@ class Trainer:
         """Start the lanes."""
         for note in self.notes:
             logger.warning(note)
+        self._opened.enter_context(kept_memory())
         self._opened.enter_context(deterministic_kernels(self.devices))
         self._lanes = self._opened.enter_context(self._make_lanes(self.devices))
         return self
