@@ -218,8 +218,8 @@ def _check(devices: Sequence[Device]) -> None:
     for device in devices:
         if device.kind == "cuda" and device.index >= gpus:
             raise DeviceError(
-                f"got {device}, but torch sees {gpus} GPUs here: use "
-                + (f"cuda:0 to cuda:{gpus - 1}, or " if gpus else "")
+                f"got {device}, but torch sees {gpus} GPU{'s' * (gpus != 1)} here: use "
+                + ("", "cuda:0, or ", f"cuda:0 to cuda:{gpus - 1}, or ")[min(gpus, 2)]
                 + "CPU devices (cpu:0, cpu:1, ...)"
             )
     names = [device.name for device in devices if device.kind == "cpu"]

@@ -47,7 +47,7 @@ def tensor_digest(value: Any) -> str:
 
 def _update(digest: Any, name: str, value: Any) -> None:
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().contiguous().reshape(-1)
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         digest.update(f"{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
         digest.update(flat.view(torch.uint8).numpy().data)
     else:

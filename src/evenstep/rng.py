@@ -38,9 +38,9 @@ def shard_seed(seed: int, epoch: int, step: int, shard: int) -> int:
 class ShardRandomness(TorchDispatchMode):
     """While active in a thread, every random op there draws from the shard's own generator.
 
-    Ops that take a generator get it. The others (`aten.rand`, CUDA's fused dropout) run with the
-    default generator lent the shard's state, one at a time. A generator that the model passes
-    itself is left alone.
+    Ops that take a generator, or have a twin that does (`aten.rand`), get it. The others (CUDA's
+    fused dropout) run with the default generator lent the shard's state, one at a time. A generator
+    that the model passes itself is left alone.
 
     Raises (from inside the op) ModelError when activations are recomputed in the backward pass:
     `torch.utils.checkpoint` replays the default generator, which the forward pass did not use.
@@ -57,7 +57,7 @@ class ShardRandomness(TorchDispatchMode):
     ) -> Any:
         """Run one op, with the shard's generator where it is a random one."""
         kwargs = kwargs or {}
-        if not _is_random(func) or _has_generator(args, kwargs):
+        if not _is_random(func) or _has_generator(args, kwargs) or _is_off(func, args, kwargs):
             return func(*args, **kwargs)
         if self.in_backward and torch.is_grad_enabled():
             raise ModelError(
@@ -66,8 +66,9 @@ class ShardRandomness(TorchDispatchMode):
                 f"their rate to 0"
             )
         generator = self._generator(_device_of(args, kwargs))
-        if _takes_generator(func):
-            return func(*args, **{**kwargs, "generator": generator})
+        seedable = _seedable(func)
+        if seedable is not None:
+            return seedable(*args, **{**kwargs, "generator": generator})
         with _lent_to_default(generator):
             return func(*args, **kwargs)
 
@@ -121,9 +122,39 @@ def _is_random(func: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags
 
 
+def _is_off(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Say whether `func` is fused attention without dropout: it counts as random, but isn't."""
+    position = _dropout_position(func)
+    if position is None:
+        return False
+    given = args[position] if position < len(args) else kwargs.get("dropout_p", 0.0)
+    return bool(given == 0.0)
+
+
 @functools.cache
-def _takes_generator(func: Any) -> bool:
-    return any(argument.name == "generator" for argument in func._schema.arguments)
+def _dropout_position(func: Any) -> int | None:
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("dropout_p") if "dropout_p" in names else None
+
+
+@functools.cache
+def _seedable(func: Any) -> Any:
+    """Return the overload of `func` that takes a generator besides the same arguments, or None."""
+    wanted = _arguments_but_generator(func)
+    packet = func.overloadpacket
+    for overload in (func, *(getattr(packet, name) for name in packet.overloads())):
+        rest = _arguments_but_generator(overload)
+        if rest == wanted and len(rest) < len(overload._schema.arguments):
+            return overload
+    return None
+
+
+def _arguments_but_generator(func: Any) -> list[tuple[str, str]]:
+    return [
+        (argument.name, str(argument.type))
+        for argument in func._schema.arguments
+        if argument.name != "generator"
+    ]
 
 
 def _has_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -87,6 +87,7 @@ class ThreadLanes:
         self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> ThreadLanes:
+        torch.get_num_threads()  # settle the caller's own number before the lanes set theirs
         self._inboxes = [queue.SimpleQueue() for _ in self.devices]
         self._threads = [
             threading.Thread(
@@ -141,7 +142,7 @@ class ThreadLanes:
 
     def _work(self, lane: int) -> None:
         device = self.devices[lane]
-        torch.set_num_threads(device.threads)
+        _settle_threads(device.threads)
         if device.kind == "cuda":
             torch.cuda.set_device(device.index)
         while (job := self._inboxes[lane].get()) is not None:
@@ -149,6 +150,16 @@ class ThreadLanes:
             job()
             self.busy_s[lane] += time.perf_counter() - began
             del job  # an idle lane must not keep a step's tensors alive
+
+
+def _settle_threads(threads: int) -> None:
+    """Let torch use `threads` threads in this new thread, whatever other threads ask for later.
+
+    At its first use of torch a thread takes the number that any thread has set last, even over its
+    own: so the first use comes before the setting.
+    """
+    torch.get_num_threads()
+    torch.set_num_threads(threads)
 
 
 class _Join:

@@ -1,0 +1,59 @@
+"""The program `evenstep`: its commands, its exit codes, and its one line for every error.
+
+Exit codes: 0 done, 1 failed, stopped or not identical, 2 bad input.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any, NoReturn
+
+import click
+
+from evenstep.cli.devices import devices
+from evenstep.cli.train import train
+from evenstep.cli.verify import verify
+from evenstep.errors import EvenstepError, InputError
+
+
+class Program(click.Group):
+    """A group of commands whose errors are one line on stderr that begins with `evenstep: `."""
+
+    def main(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Run the command that the arguments name, and exit."""
+        # CUDA reads it once, when it starts; without it cuBLAS is not deterministic.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        try:
+            code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.ClickException as error:
+            _fail(_spell(error), error.exit_code)
+        except click.Abort:
+            _fail("stopped", 1)
+        except EvenstepError as error:
+            _fail(str(error), 2 if isinstance(error, InputError) else 1)
+        sys.exit(code or 0)
+
+
+@click.group(cls=Program, invoke_without_command=True)
+@click.version_option(package_name="evenstep", message="%(prog)s %(version)s")
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Train one PyTorch model on every device: the same weights, bit for bit, on any number."""
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+for _command in (train, verify, devices):
+    main.add_command(_command)
+
+
+def _spell(error: click.ClickException) -> str:
+    context = error.ctx if isinstance(error, click.UsageError) else None
+    hint = f" ({context.command_path} --help shows what is possible)" if context else ""
+    return error.format_message() + hint
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    click.echo(f"evenstep: {' '.join(message.split())}", err=True)
+    sys.exit(code)

@@ -1,0 +1,46 @@
+"""Notes of the library (its logger, and warnings) as lines on stderr, each of them once."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+import click
+
+_LOGGER = logging.getLogger("evenstep")
+
+
+class NoteHandler(logging.Handler):
+    """Prints each message once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._printed: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record's message, unless it has been printed."""
+        self.note(record.getMessage())
+
+    def note(self, message: str) -> None:
+        """Print a line, unless it has been printed."""
+        if message not in self._printed:
+            self._printed.add(message)
+            click.echo(f"note: {message}", err=True)
+
+
+@contextlib.contextmanager
+def notes_on_stderr() -> Iterator[None]:
+    """For a while, print what the library logs and warns of as plain lines."""
+    handler = NoteHandler()
+    propagate = _LOGGER.propagate
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *place, **more: handler.note(str(message))
+        _LOGGER.addHandler(handler)
+        _LOGGER.propagate = False
+        try:
+            yield
+        finally:
+            _LOGGER.removeHandler(handler)
+            _LOGGER.propagate = propagate

@@ -1,0 +1,75 @@
+"""From a run's choices to its data, model, optimizer and trainer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from evenstep.cli.options import Choices
+from evenstep.data import Loader, digits, fashion_mnist
+from evenstep.devices import Devices
+from evenstep.errors import DataError, ModelError
+from evenstep.sharding import Batch
+from evenstep.trainer import Trainer
+
+_PINNED = ("shards", "seed", "precision", "memory_format", "threads")
+"""The choices that a checkpoint pins by itself: left alone at a resume, they are its own."""
+
+
+def load_data(choices: Choices, *, train: bool) -> TensorDataset:
+    """Return the examples to train on, or those to test with."""
+    if choices.data == "digits":
+        if choices.data_dir is not None:
+            raise DataError(
+                "got --data-dir, but the digits come with scikit-learn: "
+                "leave it out, or say --data fashion-mnist"
+            )
+        return digits(train)
+    return fashion_mnist(train, choices.data_dir, progress=sys.stderr.isatty())
+
+
+def make_trainer(choices: Choices, devices: Devices, factory: Callable[[], nn.Module]) -> Trainer:
+    """Build model, optimizer and trainer afresh; the weights are a function of the seed."""
+    torch.manual_seed(choices.seed)
+    model = factory()
+    pinned = {name: getattr(choices, name) for name in _PINNED}
+    return Trainer(model, _optimizer(model, choices), _loss(), devices=devices, **pinned)
+
+
+def load_trainer(
+    choices: Choices, devices: Devices, factory: Callable[[], nn.Module], folder: Path
+) -> Trainer:
+    """Build a trainer that goes on from the newest checkpoint in `folder`.
+
+    Raises:
+        CheckpointError: none is there, it is damaged, or an option that stood on the command line
+            asks for another experiment.
+    """
+    model = factory()
+    asked: dict[str, Any] = {
+        name: getattr(choices, name) for name in _PINNED if name in choices.given
+    }
+    optimizer = _optimizer(model, choices)
+    return Trainer.load(folder, model, optimizer, _loss(), devices=devices, **asked)
+
+
+def train_batches(trainer: Trainer, loader: Loader) -> Iterator[Batch]:
+    """Yield the batches from the trainer's place in the data on, epoch after epoch, endlessly."""
+    while True:
+        yield from trainer.epoch(loader)
+
+
+def _optimizer(model: nn.Module, choices: Choices) -> torch.optim.Optimizer:
+    if not any(True for _ in model.parameters()):
+        raise ModelError(f"the model {choices.model} has no parameters: there is nothing to train")
+    return torch.optim.SGD(model.parameters(), lr=choices.lr, momentum=choices.momentum)
+
+
+def _loss() -> nn.Module:
+    return nn.CrossEntropyLoss()

@@ -1,0 +1,251 @@
+"""`evenstep train`: train, show it, save it, test it, record it."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from evenstep import metrics
+from evenstep.checkpoint import latest_checkpoint, list_checkpoints
+from evenstep.cli.display import Display, open_display, print_table
+from evenstep.cli.lookup import blamed_on_model, find_factory
+from evenstep.cli.notes import notes_on_stderr
+from evenstep.cli.options import Choices, takes_choices
+from evenstep.cli.progress import Goal, Progress
+from evenstep.cli.runfile import resumed_choices, write_choices
+from evenstep.cli.saver import Saver
+from evenstep.cli.setup import load_data, load_trainer, make_trainer, train_batches
+from evenstep.cli.stop import StopRequest
+from evenstep.data import Loader
+from evenstep.devices import intra_op_threads
+from evenstep.errors import CheckpointError, InputError, NonFiniteLossError, SaveError
+from evenstep.records import TrainRecord
+from evenstep.sharding import Batch, count_examples
+from evenstep.trainer import Trainer
+
+_DEFAULT_EPOCHS = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A training run that is ready to begin."""
+
+    choices: Choices
+    trainer: Trainer
+    loader: Loader
+    test: Loader
+    goal: Goal
+    saver: Saver
+
+
+@click.command()
+@takes_choices
+@click.option(
+    "--devices",
+    default="auto",
+    show_default=True,
+    metavar="auto|N|LIST",
+    help="All GPUs, else a CPU device for each core; a number of devices; or names: cpu:0,cpu:1.",
+)
+@click.option(
+    "--checkpoint-dir",
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Save here: after every epoch, at the end, and when the run is stopped.",
+)
+@click.option(
+    "--checkpoint-every",
+    metavar="STEPS",
+    type=click.IntRange(min=1),
+    help="Save after so many steps instead of after every epoch.",
+)
+@click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in DIR.")
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    help="Write the record of the run here; - for stdout, which then holds nothing else.",
+)
+def train(
+    choices: Choices,
+    devices: str,
+    checkpoint_dir: Path | None,
+    checkpoint_every: int | None,
+    resume: bool,
+    json_file: str | None,
+) -> None:
+    """Train a model; the result is the same on any number of devices.
+
+    Without --epochs and --steps it trains 10 epochs. A resumed run has the options of the run that
+    it goes on with; only its devices and its length may be others.
+    """
+    if checkpoint_dir is None and (resume or checkpoint_every):
+        option = "--resume" if resume else "--checkpoint-every"
+        raise InputError(f"got {option} without --checkpoint-dir: say in which folder")
+    _check_json_file(json_file)
+    console = Console(stderr=json_file == "-")
+    # This thread only fetches data: threads of its own would fight with the devices for the cores.
+    with notes_on_stderr(), intra_op_threads(1):
+        run = _prepare(choices, devices, checkpoint_dir, resume, checkpoint_every)
+        record = _train_and_test(run, console)
+    print_table(console, _table(record, checkpoint_dir))
+    _write_json(record, json_file)
+
+
+def _prepare(
+    choices: Choices, devices: str, folder: Path | None, resume: bool, every: int | None
+) -> Run:
+    """Build everything that the run needs; only then its folder is made."""
+    if folder is not None and resume:
+        latest_checkpoint(folder)  # raises where there is none
+        choices = resumed_choices(folder, choices)
+    elif folder is not None:
+        _refuse_used(folder)
+    factory = find_factory(choices.model)
+    examples = load_data(choices, train=True)
+    test = Loader(load_data(choices, train=False), choices.batch_size, shuffle=False)
+    if folder is not None and resume:
+        trainer = load_trainer(choices, devices, factory, folder)
+    else:
+        trainer = make_trainer(choices, devices, factory)
+    if folder is not None:
+        write_choices(folder, choices)
+    loader = Loader(examples, choices.batch_size, seed=trainer.experiment.seed)
+    goal = Goal(
+        first_step=trainer.steps_done,
+        steps=choices.target_steps(len(loader), default=_DEFAULT_EPOCHS * len(loader)),
+        epoch_steps=len(loader),
+        epoch_examples=loader.examples,
+        devices=tuple(device.name for device in trainer.devices),
+    )
+    saver = Saver(trainer, folder, every or len(loader))
+    return Run(choices=choices, trainer=trainer, loader=loader, test=test, goal=goal, saver=saver)
+
+
+def _train_and_test(run: Run, console: Console) -> TrainRecord:
+    """Train to the goal and test; whatever ends the training, save what is worth it."""
+    progress = Progress(run.goal)
+    with StopRequest() as stop, run.trainer, open_display(console) as display:
+        try:
+            _train(run, progress, display, stop)
+            run.saver.save()
+            accuracy = _test(run, display, stop)
+        except KeyboardInterrupt:
+            run.saver.save()
+            raise click.ClickException(
+                f"stopped after step {run.trainer.steps_done} of {run.goal.steps}; "
+                f"{run.saver.story()}"
+            ) from None
+        except NonFiniteLossError as error:
+            # Not saved: weights on the verge of NaN would push out checkpoints from better days.
+            raise NonFiniteLossError(f"{error}; {run.saver.story()}") from error
+        except SaveError:
+            raise
+        except BaseException:
+            run.saver.save()
+            raise
+    return _record(run, progress, accuracy)
+
+
+def _train(run: Run, progress: Progress, display: Display, stop: StopRequest) -> None:
+    trainer = run.trainer
+    batches = train_batches(trainer, run.loader)
+    if trainer.steps_done >= run.goal.steps:
+        display.say(f"step {trainer.steps_done} of {run.goal.steps}: nothing is left to train")
+    while trainer.steps_done < run.goal.steps:
+        stop.check()
+        began = time.perf_counter()
+        batch = next(batches)
+        with blamed_on_model(run.choices.model, f"in step {trainer.steps_done}"):
+            loss = float(trainer.step(*batch))
+        progress.add(
+            loss=loss,
+            examples=count_examples(batch),
+            took_s=time.perf_counter() - began,
+            busy_s=trainer.busy_s,
+        )
+        display.show(progress)
+        if run.saver.is_due:
+            run.saver.save()
+
+
+def _test(run: Run, display: Display, stop: StopRequest) -> float:
+    def stoppable() -> Iterator[Batch]:
+        for batch in run.test:
+            stop.check()
+            yield batch
+
+    display.say(f"testing on {run.test.examples} examples")
+    with blamed_on_model(run.choices.model, "while it was tested"):
+        measured = run.trainer.evaluate(stoppable(), {"accuracy": metrics.accuracy})
+    return measured["accuracy"]
+
+
+def _record(run: Run, progress: Progress, accuracy: float) -> TrainRecord:
+    return TrainRecord(
+        model=run.choices.model,
+        data=run.choices.data,
+        devices=run.goal.devices,
+        shards=run.trainer.experiment.shards,
+        batch_size=run.choices.batch_size,
+        epochs=progress.epoch,
+        steps=progress.step,
+        seed=run.trainer.experiment.seed,
+        train_loss=progress.loss,
+        test_accuracy=accuracy,
+        seconds_per_epoch=progress.epoch_s,
+        examples_per_second=progress.examples_per_s,
+        fingerprint=run.trainer.fingerprint(),
+    )
+
+
+def _table(record: TrainRecord, folder: Path | None) -> list[tuple[str, str]]:
+    def spell(value: float | None, spec: str) -> str:
+        return "- (no step was trained)" if value is None else format(value, spec)
+
+    rows = [
+        ("test accuracy", f"{record.test_accuracy:.4f}"),
+        ("train loss", spell(record.train_loss, ".4f")),
+        ("seconds/epoch", spell(record.seconds_per_epoch, ",.2f")),
+        ("examples/s", spell(record.examples_per_second, ",.0f")),
+        ("devices", ", ".join(record.devices)),
+        ("shards", str(record.shards)),
+    ]
+    checkpoint = [] if folder is None else [("checkpoints", str(folder))]
+    return [*rows, *checkpoint, ("fingerprint", record.fingerprint)]
+
+
+def _refuse_used(folder: Path) -> None:
+    used = list_checkpoints(folder)
+    if used:
+        raise CheckpointError(
+            f"{folder} has checkpoints of a run already (the newest is {used[-1].name}): "
+            f"go on from it with --resume, or give another --checkpoint-dir"
+        )
+
+
+def _check_json_file(name: str | None) -> None:
+    """Refuse, before hours of training, a file that can't be written after them."""
+    if name in (None, "-"):
+        return
+    path = Path(name)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise InputError(f"got --json {name}: a file in a folder that is there is needed")
+
+
+def _write_json(record: TrainRecord, name: str | None) -> None:
+    if name == "-":
+        click.echo(record.to_json())
+    elif name is not None:
+        try:
+            Path(name).write_text(record.to_json() + "\n", encoding="utf-8")
+        except OSError as error:
+            raise SaveError(
+                f"{name} could not be written ({error.strerror or error}): "
+                f"the record is {record.to_json()}"
+            ) from error

@@ -1,0 +1,88 @@
+"""Models for the command line: `--model cli_models:Net`. Most of them misbehave."""
+
+import os
+import random
+import signal
+import threading
+
+import torch
+from torch import nn
+
+SHARDS = 8  # the default; on one device the number of calls then tells step and shard
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(784, 10)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x.flatten(1))
+
+    def is_at(self, step, shard):
+        return self.calls == step * SHARDS + shard
+
+
+class Interrupted(Net):
+    """Presses Ctrl-C in the middle of step 2."""
+
+    def forward(self, x):
+        if self.is_at(step=2, shard=3):
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().forward(x)
+
+
+class Diverges(Net):
+    """Its loss is NaN in step 4, shard 5."""
+
+    def forward(self, x):
+        factor = torch.nan if self.is_at(step=4, shard=5) else 1
+        return super().forward(x) * factor
+
+
+class Breaks(Net):
+    """Raises in step 2, with a message of two lines."""
+
+    def forward(self, x):
+        if self.is_at(step=2, shard=0):
+            raise RuntimeError("out of ideas\nand of memory")
+        return super().forward(x)
+
+
+class DrawsFromRandom(Net):
+    def forward(self, x):
+        return super().forward(x) * (1 + random.random())
+
+
+class Scaled(Net):
+    """A shard's scale depends on how many its replica has computed before."""
+
+    def forward(self, x):
+        return super().forward(x) * (1 + self.calls)
+
+
+class Uncopyable(Net):
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def unfit():
+    return nn.Linear(3, 3)
+
+
+def no_module():
+    return 3
+
+
+def without_parameters():
+    return nn.Flatten()
+
+
+def raises():
+    raise KeyError("no such\nthing")
+
+
+not_a_function = 3

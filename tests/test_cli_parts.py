@@ -1,0 +1,133 @@
+"""The parts of the command line that are easier to look at one by one."""
+
+import io
+import logging
+import signal
+import threading
+import warnings
+
+import pytest
+from rich.console import Console
+
+from evenstep.cli.display import draw, print_table
+from evenstep.cli.notes import notes_on_stderr
+from evenstep.cli.progress import Goal, Progress
+from evenstep.cli.stop import StopRequest
+
+SIGNALS = [signal.SIGINT, signal.SIGTERM]
+
+
+@pytest.fixture(autouse=True)
+def signals_as_in_a_shell():
+    """Ctrl-C is ignored in background jobs; these tests need what a shell's command has."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_the_first_signal_waits_for_check_and_a_second_one_does_not(number):
+    with StopRequest() as stop:
+        stop.check()
+        signal.raise_signal(number)
+        with pytest.raises(KeyboardInterrupt):
+            stop.check()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(number)
+
+
+def test_handlers_are_put_back():
+    before = [signal.getsignal(number) for number in SIGNALS]
+    with StopRequest():
+        assert before != [signal.getsignal(number) for number in SIGNALS]
+    assert before == [signal.getsignal(number) for number in SIGNALS]
+
+
+def test_an_ignored_signal_stays_ignored():
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGINT)
+        stop.check()
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+
+
+def test_outside_the_main_thread_signals_are_left_alone():
+    errors = []
+
+    def use():
+        try:
+            with StopRequest() as stop:
+                stop.check()
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert errors == []
+
+
+def progress(*, first_step=0, devices=("cpu:0", "cpu:1")):
+    goal = Goal(first_step=first_step, steps=9, epoch_steps=4, epoch_examples=35, devices=devices)
+    return Progress(goal)
+
+
+def add(done, *, loss=1.0, examples=10, took_s=0.5):
+    busy_s = [0.25 * (done.step + 1 - done.goal.first_step)] * len(done.goal.devices)
+    done.add(loss=loss, examples=examples, took_s=took_s, busy_s=busy_s)
+
+
+def test_before_the_first_step_nothing_is_known():
+    done = progress()
+    assert (done.step, done.epoch, done.left_s) == (0, 0, 0)
+    assert done.loss is done.examples_per_s is done.epoch_s is None
+
+
+def test_the_loss_weighs_each_example_of_the_epoch_once():
+    done = progress()
+    for loss, examples in ((1.0, 10), (2.0, 10), (3.0, 10), (10.0, 5)):
+        add(done, loss=loss, examples=examples)
+    assert done.loss == (10 + 20 + 30 + 50) / 35
+    assert done.ends_epoch
+    add(done, loss=0.5)
+    assert done.loss == 0.5
+    assert (done.epoch, done.goal.epochs) == (2, 3)
+
+
+def test_speed_and_time_left_count_from_where_this_process_began():
+    done = progress(first_step=5)
+    add(done, took_s=1.0)
+    add(done, took_s=3.0)
+    assert done.examples_per_s == 20 / 4
+    assert done.epoch_s == 35 / 5
+    assert done.left_s == 2 * 2.0  # steps 8 and 9, at 2 seconds each
+    assert done.busy == [0.5 / 4] * 2
+    assert (done.step, done.epoch) == (7, 2)
+
+
+def test_the_view_sums_up_more_devices_than_fit():
+    done = progress(devices=tuple(f"cpu:{number}" for number in range(64)))
+    add(done)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(draw(done))
+    lines = console.export_text().splitlines()
+    assert [line.split()[0] for line in lines if "busy" in line] == [
+        *(f"cpu:{number}" for number in range(8)),
+        "56",
+    ]
+    assert lines[-1].rstrip().endswith("50% busy")
+
+
+def test_a_table_is_neither_cut_nor_broken(capsys):
+    print_table(Console(width=20), [("a", "0" * 64), ("label", "[bold]x[/] :smile:")])
+    assert capsys.readouterr().out == "a      " + "0" * 64 + "\nlabel  [bold]x[/] :smile:\n"
+
+
+def test_notes_and_warnings_are_lines_printed_once(capsys, caplog):
+    with notes_on_stderr(), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        for _ in range(2):
+            logging.getLogger("evenstep").warning("two devices, %s", "one core")
+            warnings.warn("could not be removed", stacklevel=1)
+    assert capsys.readouterr().err == ("note: two devices, one core\nnote: could not be removed\n")
+    assert caplog.records == []  # or whoever listens to the root logger would print them again
