@@ -407,8 +407,10 @@ def torch_settings():
 
 def test_gpus_are_kept_to_deterministic_kernels(torch_settings):
     torch.backends.cudnn.benchmark = True
-    with pytest.raises(ZeroDivisionError), deterministic_kernels([Device("cuda", 0)]):
+    with deterministic_kernels([Device("cuda", 0), Device("cpu", 0)]):
         assert torch_settings() == (False, True)
+    assert torch_settings() == (True, False)
+    with pytest.raises(ZeroDivisionError), deterministic_kernels([Device("cuda", 0)]):
         _ = 1 / 0
     assert torch_settings() == (True, False)
 

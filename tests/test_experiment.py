@@ -83,9 +83,7 @@ def test_a_chosen_memory_format_stays(chosen):
 
 
 def test_only_images_are_laid_out_channels_last():
-    last, contiguous = (
-        Experiment(memory_format=name) for name in ("channels_last", "contiguous")
-    )
+    last, contiguous = (Experiment(memory_format=name) for name in ("channels_last", "contiguous"))
     for ndim in (1, 2, 3, 4, 5):
         tensor = torch.zeros([1] * ndim)
         expected = torch.channels_last if ndim == 4 else torch.contiguous_format

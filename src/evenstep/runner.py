@@ -75,7 +75,7 @@ class ShardRunner:
         observe: Callable[[int, NodeSum], None] | None = None,
     ) -> tuple[list[Leaf | None], NodeSum]:
         """Compute every shard forward and backward; return the leaves' losses and the sum."""
-        _refuse_lonely_batch_norm(self.replicas.home.module, cut)
+        refuse_lonely_batch_norm(self.replicas.home.module, cut.bounds)
 
         def attempt() -> tuple[list[Leaf | None], NodeSum]:
             tree = TreeSum(tree_plan(len(cut.bounds), cut.filled), add_nodes)
@@ -171,16 +171,20 @@ def sum_floats(values: Sequence[float | torch.Tensor | None]) -> float:
     return total
 
 
-def _refuse_lonely_batch_norm(model: nn.Module, cut: Cut) -> None:
-    shards = len(cut.bounds)
-    lonely = [shard for shard, (lo, hi) in enumerate(cut.bounds) if hi - lo == 1]
-    if not lonely or shards == 1:
+def refuse_lonely_batch_norm(model: nn.Module, bounds: Sequence[tuple[int, int]]) -> None:
+    """Refuse a batch that leaves a training BatchNorm layer a shard of one example.
+
+    Raises:
+        BatchError: which shard, and how many shards would do.
+    """
+    lonely = [shard for shard, (lo, hi) in enumerate(bounds) if hi - lo == 1]
+    if not lonely or len(bounds) == 1:
         return
     if any(isinstance(child, _BatchNorm) and child.training for child in model.modules()):
-        examples = cut.bounds[-1][1]
+        examples = bounds[-1][1]
         most = examples // 2
-        remedy = f"use at most {most} shards, or drop the last batch" if most else "drop it"
+        remedy = f"use at most {most} shard{'s' * (most > 1)}, or drop the last batch"
         raise BatchError(
-            f"batch of {examples} examples over {shards} shards leaves shard {lonely[0]} with 1 "
-            f"example, too few for BatchNorm: {remedy.replace('1 shards', '1 shard')}"
+            f"batch of {examples} examples over {len(bounds)} shards leaves shard {lonely[0]} with "
+            f"1 example, too few for BatchNorm: {remedy if most else 'drop the last batch'}"
         )

@@ -36,8 +36,8 @@ from evenstep.experiment import Experiment, MemoryFormat, Precision
 from evenstep.objective import Loss, UserObjective, choose_objective
 from evenstep.replicas import Replicas, broadcast, check_trainable, move_home
 from evenstep.rng import derive_seed, shard_seed
-from evenstep.runner import Cut, ShardRunner, sum_floats
-from evenstep.sharding import Batch
+from evenstep.runner import Cut, ShardRunner, refuse_lonely_batch_norm, sum_floats
+from evenstep.sharding import Batch, shard_bounds
 
 logger = logging.getLogger("evenstep")
 
@@ -171,7 +171,13 @@ class Trainer:
         return Handle(loss)
 
     def epoch(self, loader: Loader) -> Iterator[Batch]:
-        """Yield what is left of the current epoch's batches; then the next epoch begins."""
+        """Yield what is left of the current epoch's batches; then the next epoch begins.
+
+        Raises:
+            BatchError: the epoch's last batch can't be trained on; said before its first.
+        """
+        last = loader.epoch_examples - (len(loader) - 1) * loader.batch_size
+        refuse_lonely_batch_norm(self.model, shard_bounds(last, self.experiment.shards))
         yield from loader.epoch(self.cursor)
         self.cursor = Cursor(self.cursor.epoch + 1, 0)
 

@@ -30,6 +30,7 @@ class Choices:
     data_dir: str | None
     shards: int
     batch_size: int
+    drop_last: bool
     lr: float
     momentum: float
     precision: Precision
@@ -93,6 +94,11 @@ _OPTIONS: tuple[Callable[[Command], Command], ...] = (
         default=256,
         show_default=True,
         help="Examples of a minibatch, over all devices.",
+    ),
+    click.option(
+        "--drop-last",
+        is_flag=True,
+        help="Leave out the short last batch of an epoch.",
     ),
     click.option(
         "--lr",

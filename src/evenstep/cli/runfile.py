@@ -18,11 +18,12 @@ from evenstep.errors import CheckpointError, SaveError
 
 NAME = "run.json"
 _FORMAT = "evenstep run"
-_EXPERIMENT = ("model", "data", "batch_size", "lr", "momentum")
+_EXPERIMENT = ("model", "data", "batch_size", "drop_last", "lr", "momentum")
 _KINDS: dict[str, tuple[type, ...]] = {
     "model": (str,),
     "data": (str,),
     "batch_size": (int,),
+    "drop_last": (bool,),
     "lr": (float, int),
     "momentum": (float, int),
     "data_dir": (str, type(None)),

@@ -34,6 +34,11 @@ def load_data(choices: Choices, *, train: bool) -> TensorDataset:
     return fashion_mnist(train, choices.data_dir, progress=sys.stderr.isatty())
 
 
+def make_loader(choices: Choices, examples: TensorDataset, seed: int) -> Loader:
+    """Return the batches to train on."""
+    return Loader(examples, choices.batch_size, seed=seed, drop_last=choices.drop_last)
+
+
 def make_trainer(choices: Choices, devices: Devices, factory: Callable[[], nn.Module]) -> Trainer:
     """Build model, optimizer and trainer afresh; the weights are a function of the seed."""
     torch.manual_seed(choices.seed)

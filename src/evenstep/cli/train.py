@@ -19,7 +19,7 @@ from evenstep.cli.options import Choices, takes_choices
 from evenstep.cli.progress import Goal, Progress
 from evenstep.cli.runfile import resumed_choices, write_choices
 from evenstep.cli.saver import Saver
-from evenstep.cli.setup import load_data, load_trainer, make_trainer, train_batches
+from evenstep.cli.setup import load_data, load_trainer, make_loader, make_trainer, train_batches
 from evenstep.cli.stop import StopRequest
 from evenstep.data import Loader
 from evenstep.devices import intra_op_threads
@@ -28,7 +28,7 @@ from evenstep.records import TrainRecord
 from evenstep.sharding import Batch, count_examples
 from evenstep.trainer import Trainer
 
-_DEFAULT_EPOCHS = 10
+_DEFAULT_EPOCHS = {"digits": 40, "fashion-mnist": 10}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,8 +81,9 @@ def train(
 ) -> None:
     """Train a model; the result is the same on any number of devices.
 
-    Without --epochs and --steps it trains 10 epochs. A resumed run has the options of the run that
-    it goes on with; only its devices and its length may be others.
+    Without --epochs and --steps it trains 40 epochs of the digits, 10 of fashion-mnist. A resumed
+    run has the options of the run that it goes on with; only its devices and its length may be
+    others.
     """
     if checkpoint_dir is None and (resume or checkpoint_every):
         option = "--resume" if resume else "--checkpoint-every"
@@ -115,12 +116,13 @@ def _prepare(
         trainer = make_trainer(choices, devices, factory)
     if folder is not None:
         write_choices(folder, choices)
-    loader = Loader(examples, choices.batch_size, seed=trainer.experiment.seed)
+    loader = make_loader(choices, examples, trainer.experiment.seed)
+    default = _DEFAULT_EPOCHS[choices.data] * len(loader)
     goal = Goal(
         first_step=trainer.steps_done,
-        steps=choices.target_steps(len(loader), default=_DEFAULT_EPOCHS * len(loader)),
+        steps=choices.target_steps(len(loader), default=default),
         epoch_steps=len(loader),
-        epoch_examples=loader.examples,
+        epoch_examples=loader.epoch_examples,
         devices=tuple(device.name for device in trainer.devices),
     )
     saver = Saver(trainer, folder, every or len(loader))

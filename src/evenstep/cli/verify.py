@@ -9,8 +9,7 @@ import click
 from evenstep.cli.lookup import blamed_on_model, find_factory
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.options import Choices, takes_choices
-from evenstep.cli.setup import load_data, make_trainer, train_batches
-from evenstep.data import Loader
+from evenstep.cli.setup import load_data, make_loader, make_trainer, train_batches
 from evenstep.devices import Devices, find_devices, intra_op_threads
 from evenstep.errors import InputError
 from evenstep.verify import Difference, LayoutRun, Verdict
@@ -48,7 +47,7 @@ def verify(context: click.Context, choices: Choices, wanted: str) -> None:
     if len(layouts) < 2:
         raise InputError(f"got --devices {wanted}: give at least two to compare, such as 1,2")
     factory = find_factory(choices.model)
-    loader = Loader(load_data(choices, train=True), choices.batch_size, seed=choices.seed)
+    loader = make_loader(choices, load_data(choices, train=True), choices.seed)
     steps = choices.target_steps(len(loader), default=_DEFAULT_STEPS)
     width = max(map(len, ("devices", *labels)))
     click.echo(f"{'devices':<{width}}  fingerprint after {_count(steps, 'step')}")

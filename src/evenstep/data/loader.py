@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from evenstep.data.order import Cursor, epoch_order
 from evenstep.data.seeded import SeededExamples
+from evenstep.devices import intra_op_threads
 from evenstep.errors import DataError, InputError
 from evenstep.rng import derive_seed
 from evenstep.sharding import Batch
@@ -68,6 +69,11 @@ class Loader:
         full, rest = divmod(self.examples, self.batch_size)
         return full if self.drop_last or not rest else full + 1
 
+    @property
+    def epoch_examples(self) -> int:
+        """The number of examples that an epoch visits."""
+        return min(self.examples, len(self) * self.batch_size)
+
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of epoch 0."""
         return self.epoch(Cursor())
@@ -95,7 +101,7 @@ class Loader:
     def _batches(self, epoch: int, indices: list[torch.Tensor]) -> Iterator[Batch]:
         if _is_indexable(self.dataset):
             for index in indices:
-                yield tuple(t.index_select(0, index.to(t.device)) for t in self.dataset.tensors)
+                yield _rows(self.dataset.tensors, index)
         else:
             yield from self._collated(epoch, indices)
 
@@ -115,6 +121,15 @@ class Loader:
             if self.workers:
                 # Its `__del__` does this too, but not while a traceback holds it.
                 batches._shutdown_workers()
+
+
+def _rows(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> Batch:
+    """Copy some examples, with one thread: a pool of threads here fights with the devices' lanes.
+
+    (Measured with an MLP on two CPU devices: 3 to 11 ms with two threads, 0.02 ms with one.)
+    """
+    with intra_op_threads(1):
+        return tuple(tensor.index_select(0, index.to(tensor.device)) for tensor in tensors)
 
 
 def _count(dataset: Dataset[Any]) -> int:

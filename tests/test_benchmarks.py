@@ -1,0 +1,237 @@
+"""The pure parts of `benchmarks/`: order, medians, ratios, pages. Nothing is measured here."""
+
+# ruff: noqa: E402  (the scripts import one another from their own folder)
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import fresh
+import lineup
+import records
+import targets
+import text
+import write_docs
+from notes import parse_notes, read_notes
+from pages.memory import bound_bytes
+from pages.speed import ratio_rows
+from rounds import Summary, paired_ratios, rotated, summarise
+
+FACTS = {
+    "date_utc": "2025-01-02 03:04",
+    "cpu": "a processor",
+    "cpu_capability": "AVX2",
+    "usable_cores": 2,
+    "memory_gib": 8.0,
+    "load_average_at_start": 0.1,
+    "system": "Linux x86_64",
+    "python": "3.11.0",
+    "packages": {"torch": "2.13.0", "accelerate": None},
+    "git_revision": "abc",
+}
+OURS, THEIRS = "lenet.evenstep.2.v8.n256", "lenet.ddp.2.contiguous"
+
+
+def test_every_round_starts_one_item_later_and_has_them_all():
+    assert [rotated("abc", number) for number in range(4)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
+    assert rotated([], 3) == []
+
+
+def test_a_summary_has_the_median_and_the_extremes():
+    assert summarise([3.0, 1.0, 10.0]) == Summary(3.0, 1.0, 10.0, 3)
+    assert summarise([1.0, 2.0]).median == 1.5
+
+
+def test_ratios_pair_the_rounds_that_both_were_measured_in():
+    assert paired_ratios({0: 4.0, 1: 6.0, 2: 9.0}, {2: 3.0, 0: 2.0}) == [2.0, 3.0]
+    assert paired_ratios({0: 1.0}, {}) == []
+
+
+def test_a_result_is_the_last_json_line_whatever_a_launcher_prints():
+    assert fresh.last_json_line('W0102 launcher\n{"a": 1}\n{"b": 2}\n{not json\nbye\n') == {"b": 2}
+    assert fresh.last_json_line("nothing\n") is None
+
+
+def test_threads_and_allocators_are_not_inherited():
+    inherited = {"PATH": "p", "OMP_NUM_THREADS": "2", "MALLOC_ARENA_MAX": "1", "MKL_X": ""}
+    assert fresh.clean_environment(inherited) == {"PATH": "p"}
+
+
+def test_a_recorded_command_names_no_place_of_the_machine():
+    script = str(BENCHMARKS / "memory.py")
+    assert records.command_line([script, "--out", str(BENCHMARKS / "results" / "x.json")]) == (
+        "python benchmarks/memory.py --out benchmarks/results/x.json"
+    )
+    assert records.command_line([script, "--out", "/secret/x.json"]).endswith("--out x.json")
+
+
+def test_a_record_is_written_run_by_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(records.machine, "facts", lambda: FACTS)
+    record = records.Record("b", tmp_path / "new" / "b.json", settings={"rounds": 1})
+    record.add({"round": 0})
+    document = records.load("b", tmp_path / "new")
+    assert document["runs"] == [{"round": 0}]
+    assert document["machine"] == FACTS
+    assert records.load("c", tmp_path) is None
+
+
+def test_the_lineup_has_every_contender_that_a_target_names():
+    keys = [contender.key for contender in lineup.lineup()]
+    assert len(keys) == len(set(keys))
+    for ratio in (ratio for ratios in targets.RATIOS.values() for ratio in ratios):
+        assert {ratio.ours, ratio.theirs} <= set(keys), ratio.text
+
+
+def test_peers_run_with_one_thread_and_evenstep_sets_its_own():
+    for contender in lineup.lineup():
+        threads = contender.variables.get("OMP_NUM_THREADS")
+        if ".evenstep." in contender.key:
+            assert threads is None
+        elif ".plain." in contender.key:
+            assert threads == str(contender.job["threads"])
+        else:
+            assert threads == "1"
+
+
+def test_only_chooses_by_the_beginning_of_keys():
+    assert {one.network for one in lineup.chosen("resnet18")} == {"resnet18"}
+    assert [one.key for one in lineup.chosen("lenet.fabric,resnet18.accel")] == [
+        "lenet.fabric.2.contiguous",
+        "resnet18.accelerate.2.contiguous",
+    ]
+    with pytest.raises(SystemExit, match="names no contender"):
+        lineup.chosen("alexnet")
+
+
+def test_numbers_have_three_digits_or_more():
+    assert [text.number(value) for value in (0.5, 12.34, 123.4, 12345.6)] == [
+        "0.50",
+        "12.3",
+        "123",
+        "12,346",
+    ]
+
+
+def test_a_target_is_held_against_the_median_of_the_ratios():
+    ratio = targets.Ratio(text="a over b", ours="a", theirs="b", at_least=1.4)
+    runs = [*_speeds("a", 14.0, 30.0, 15.0), *_speeds("b", 10.0, 10.0, 11.0)]
+    assert ratio_rows([ratio], runs) == [["a over b", "≥ 1.40", "1.40", "1.36 to 3.00", "reached"]]
+    worse = [*_speeds("a", 13.9), *_speeds("b", 10.0)]
+    assert ratio_rows([ratio], worse)[0][-1] == "**not reached**"
+    assert ratio_rows([ratio], _speeds("a", 1.0))[0][-1] == "not measured"
+
+
+def test_the_bound_on_memory_grows_with_gradients_and_activations():
+    sizes = {"gradients_bytes": 10, "activations_bytes": 5}
+    assert [bound_bytes(100, devices, sizes) for devices in (1, 2, 4)] == [100, 115, 145]
+
+
+def test_the_page_has_a_section_for_each_file_and_its_note(tmp_path):
+    for name, document in _documents().items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    page = write_docs.page(tmp_path, {"lenet": "A word on LeNet.", "memory": "A word on memory."})
+    assert "| DDP | 256 | 10.0 | 10.0 to 10.0 | 2 | 25% | – |" in page
+    assert "| evenstep | 256 | 20.0 | 20.0 to 20.0 | 2 | 25% | 50%, 75% |" in page
+    assert "DDP as its documentation says | ≥ 1.40 | 2.00 | 2.00 to 2.00 | reached |" in page
+    assert "A word on LeNet." in page
+    assert "| evenstep, 2 devices | 0.800 | 0.800 to 0.800 | 0.700 to 0.900 | ≤ 0.7 |" in page
+    assert "| as evenstep sets it | 2 | 120 | 120 to 120 | 115 | **not reached** |" in page
+    assert "| as evenstep sets it | 3 | 129 | 129 to 129 | 130 | reached |" in page
+    assert "| `aten::mm` | 2.0 | 3.0 |\n| `aten::add` | 1.0 | – |" in page
+    assert "| between | 0.5 | 1.0 |" in page
+    assert page.count("python benchmarks/it.py") == 4
+    assert "a processor (AVX2), 2 usable cores" in page
+    assert "accelerate None" not in page
+
+
+def test_without_files_the_page_is_its_head(tmp_path):
+    assert write_docs.page(tmp_path, {}) == write_docs.HEAD + "\n"
+
+
+def test_notes_are_found_by_name_and_hold_no_figures():
+    assert parse_notes("For writers.\n\n## lenet\nV = 8 and 2 devices.\n\n## memory\nB.\n") == {
+        "lenet": "V = 8 and 2 devices.",
+        "memory": "B.",
+    }
+    assert parse_notes("For writers alone.\n") == {}
+    with pytest.raises(ValueError, match="has a section 'elephant'"):
+        parse_notes("## elephant\nBig.\n")
+    for figure in ("1.5 times", "12%", "3 ms", "80 MiB", "2× faster"):
+        with pytest.raises(ValueError, match="holds the figure"):
+            parse_notes(f"## lenet\nIt takes {figure}.\n")
+
+
+def test_the_committed_page_is_what_the_committed_files_make():
+    if not write_docs.PAGE.exists():
+        pytest.skip("docs/benchmarks.md has not been made yet")
+    assert write_docs.PAGE.read_text() == write_docs.page(write_docs.RESULTS, read_notes())
+
+
+def _speeds(key, *speeds):
+    return [
+        {"contender": key, "round": number, "examples_per_s": speed}
+        for number, speed in enumerate(speeds)
+    ]
+
+
+def _documents():
+    common = {"command": "python benchmarks/it.py", "machine": FACTS}
+    job = {"network": "lenet", "examples": 256, "warmup_steps": 1, "steps": 4}
+    costs = {"page_faults": 8, "kernel_s": 1.0, "seconds": 4.0}
+    mib = 2**20
+    return {
+        "training_speed": common
+        | {
+            "contenders": [
+                {"key": THEIRS, "label": "DDP", **job},
+                {"key": OURS, "label": "evenstep", **job},
+            ],
+            "runs": [
+                _speeds(THEIRS, 10.0)[0] | costs,
+                _speeds(OURS, 20.0)[0] | costs | {"busy_s": [2.0, 3.0]},
+            ],
+        },
+        "step_overhead": common
+        | {
+            "settings": {"shards": 8, "steps": 100},
+            "variants": {"2": "evenstep, 2 devices"},
+            "runs": [{"devices": 2, "median_ms": 0.8, "tenth_ms": 0.7, "ninetieth_ms": 0.9}],
+        },
+        "memory": common
+        | {
+            "settings": {"shards": 8, "examples": 64, "steps": 4},
+            "sizes": {"mlp": {"gradients_bytes": 10 * mib, "activations_bytes": 5 * mib}},
+            "runs": [
+                {
+                    "network": "mlp",
+                    "malloc": "default",
+                    "devices": devices,
+                    "peak_bytes": peak * mib,
+                }
+                for devices, peak in ((1, 100), (2, 120), (3, 129))
+            ],
+        },
+        "step_profile": common
+        | {
+            "settings": {"lenet": {"examples": 256}},
+            "runs": [
+                _profiled("whole", 1, mm=2.0, add=1.0) | {"profiled_step_ms": 3.5, "step_ms": 3.0},
+                _profiled("evenstep", 8, mm=3.0) | {"profiled_step_ms": 4.0, "step_ms": 3.2},
+            ],
+        },
+    }
+
+
+def _profiled(way, shards, **operators):
+    times = {f"aten::{name}": {"self_ms": ms, "calls": 1.0} for name, ms in operators.items()}
+    return {"network": "lenet", "way": way, "shards": shards, "operators": times}

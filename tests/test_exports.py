@@ -1,0 +1,106 @@
+"""What evenstep exports, pinned: a change here is a change for users."""
+
+import ast
+import importlib
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import evenstep
+
+SOURCE = Path(evenstep.__file__).parent
+
+EXPORTS = {
+    "evenstep": [
+        "Device",
+        "Trainer",
+        "data",
+        "errors",
+        "find_devices",
+        "metrics",
+        "models",
+        "try_all_gpus",
+        "try_gpu",
+    ],
+    "evenstep.cli": ["main"],
+    "evenstep.collectives": ["TreePlan", "TreeSum", "tree_plan", "tree_sum"],
+    "evenstep.data": ["Cursor", "Loader", "digits", "epoch_order", "fashion_mnist"],
+    "evenstep.engine": ["Handle", "InlineLanes", "Lanes", "Task", "ThreadLanes"],
+    "evenstep.models": ["lenet", "mlp", "resnet18"],
+}
+PACKAGES = {
+    ".".join(["evenstep", *path.parent.relative_to(SOURCE).parts]): path
+    for path in sorted(SOURCE.rglob("__init__.py"))
+}
+
+
+def test_every_package_is_pinned():
+    assert sorted(EXPORTS) == sorted(PACKAGES)
+
+
+@pytest.mark.parametrize("package", EXPORTS)
+def test_exports_are_pinned_and_sorted(package):
+    exported = importlib.import_module(package).__all__
+    assert exported == EXPORTS[package]
+    assert exported == sorted(exported)
+
+
+@pytest.mark.parametrize(
+    ("package", "name"), [(package, name) for package, names in EXPORTS.items() for name in names]
+)
+def test_what_is_exported_is_there_and_documented(package, name):
+    value = getattr(importlib.import_module(package), name)
+    assert value is not None
+    assert value.__doc__
+
+
+def is_plain(node, package):
+    """Say whether a statement may stand in an `__init__.py`."""
+    if isinstance(node, ast.ImportFrom):
+        return all(alias.asname is None for alias in node.names)
+    if isinstance(node, ast.Assign):
+        (target,) = node.targets
+        allowed = {"__all__", "__version__"} if package == "evenstep" else {"__all__"}
+        return isinstance(target, ast.Name) and target.id in allowed
+    return isinstance(node, ast.Import)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_an_init_holds_exports_only(package):
+    docstring, *statements = ast.parse(PACKAGES[package].read_text(encoding="utf-8")).body
+    assert isinstance(docstring, ast.Expr)
+    assert isinstance(ast.literal_eval(docstring.value), str)
+    assert [ast.unparse(node) for node in statements if not is_plain(node, package)] == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_an_init_imports_is_exported(package):
+    names = {
+        alias.name
+        for node in ast.parse(PACKAGES[package].read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert sorted(names) == EXPORTS[package]
+
+
+def test_the_version_is_the_distributions():
+    assert evenstep.__version__ == importlib.metadata.version("evenstep")
+
+
+def test_the_package_is_typed():
+    assert (SOURCE / "py.typed").is_file()
+
+
+def test_importing_evenstep_loads_no_command_line():
+    """And none of what is slow to import and seldom needed."""
+    script = "import evenstep, sys; print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
+    modules = set(done.stdout.split())
+    assert "evenstep.trainer" in modules
+    assert not modules & {"evenstep.cli", "click", "rich", "pooch", "requests", "sklearn"}
