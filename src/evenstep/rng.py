@@ -83,14 +83,20 @@ def default_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
     return [_default_generator(device).get_state() for device in devices]
 
 
+def have_moved(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> bool:
+    """Say whether any of the default generators is no longer in its state of `states`."""
+    return any(
+        not torch.equal(_default_generator(device).get_state(), state)
+        for device, state in zip(devices, states, strict=True)
+    )
+
+
 def restore_default_states(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> bool:
     """Put the default generators back to `states`; say whether any of them had moved."""
-    moved = False
-    for device, state in zip(devices, states, strict=True):
-        generator = _default_generator(device)
-        if not torch.equal(generator.get_state(), state):
-            generator.set_state(state)
-            moved = True
+    moved = have_moved(devices, states)
+    if moved:
+        for device, state in zip(devices, states, strict=True):
+            _default_generator(device).set_state(state)
     return moved
 
 

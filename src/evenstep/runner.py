@@ -17,9 +17,9 @@ from evenstep.engine import Lanes, Task
 from evenstep.errors import BatchError
 from evenstep.evaluation import Measure, Metric, measure_shard
 from evenstep.experiment import Experiment
-from evenstep.objective import ShardObjective
+from evenstep.objective import Number, ShardObjective
 from evenstep.replicas import Replica, Replicas, carry
-from evenstep.rng import default_states, restore_default_states
+from evenstep.rng import default_states, have_moved, restore_default_states
 from evenstep.sharding import Batch, contiguous_runs, count_examples, shard_bounds, take
 
 T = TypeVar("T")
@@ -55,6 +55,7 @@ class ShardRunner:
         self.replicas = replicas
         self.draws_random = False
         self._backward_seen = False
+        self._seen_drawing = False
         self._torch_devices = sorted(
             {replica.device.torch_device for replica in replicas.all} | {torch.device("cpu")},
             key=str,
@@ -80,7 +81,7 @@ class ShardRunner:
         def attempt() -> tuple[list[Leaf | None], NodeSum]:
             tree = TreeSum(tree_plan(len(cut.bounds), cut.filled), add_nodes)
             compute = functools.partial(
-                compute_shard, objective=objective, tree=tree, observe=observe
+                compute_shard, objective=self._watched(objective), tree=tree, observe=observe
             )
             return self._run(lanes, cut, compute, seed_of), tree.take_root()
 
@@ -141,6 +142,24 @@ class ShardRunner:
             precision=self.experiment.autocast_dtype,
         )
 
+    def _watched(self, objective: ShardObjective) -> ShardObjective:
+        """Let `objective` look for draws from a default generator after each forward pass.
+
+        The end of the attempt can be too late to see them: where activations are recomputed, every
+        lane puts the default generator back to what it was when the lane began to.
+        """
+        if self.draws_random:
+            return objective
+        before = default_states(self._torch_devices)
+
+        def watched(model: nn.Module, batch: Batch, alone: bool) -> tuple[torch.Tensor, Number]:
+            result = objective(model, batch, alone)
+            if have_moved(self._torch_devices, before):
+                self._seen_drawing = True
+            return result
+
+        return watched
+
     def _repeatable(self, attempt: Callable[[], T]) -> T:
         """Return `attempt()`, whose random ops must not have come from a default generator.
 
@@ -154,7 +173,7 @@ class ShardRunner:
             result = attempt()
         except Exception as caught:
             error = caught
-        if restore_default_states(self._torch_devices, before):
+        if restore_default_states(self._torch_devices, before) or self._seen_drawing:
             self.draws_random = True
             return attempt()
         if error is not None:

@@ -1,0 +1,1 @@
+"""The sections of docs/benchmarks.md, each from one result file."""
