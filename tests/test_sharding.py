@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from evenstep.devices import Device
 from evenstep.errors import BatchError
 from evenstep.replicas import carry
-from evenstep.sharding import contiguous_runs, count_examples, shard_bounds, take
+from evenstep.sharding import contiguous_runs, count_examples, cut_batch, shard_bounds
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
@@ -72,8 +72,10 @@ def test_examples_of_any_nesting(batch):
 
 @pytest.mark.parametrize("batch", [(), [], {}, (None, {"mask": None})], ids=str)
 def test_a_batch_needs_a_tensor(batch):
-    assert message(count_examples, batch) == (
-        "got a batch without tensors: give at least one, examples first"
+    assert (
+        message(count_examples, batch)
+        == message(cut_batch, batch, 3)
+        == ("got a batch without tensors: give at least one, examples first")
     )
 
 
@@ -88,9 +90,13 @@ def test_a_batch_needs_a_tensor(batch):
     ids=["tuple", "dict", "list", "namedtuple"],
 )
 def test_tensors_that_disagree_are_named(batch, place):
-    assert message(count_examples, batch) == (
-        f"the tensors of a batch need one and the same number of examples (first dimension), "
-        f"but {place}"
+    assert (
+        message(count_examples, batch)
+        == message(cut_batch, batch, 3)
+        == (
+            f"the tensors of a batch need one and the same number of examples (first dimension), "
+            f"but {place}"
+        )
     )
 
 
@@ -104,20 +110,26 @@ def test_tensors_that_disagree_are_named(batch, place):
     ids=["number", "array", "string"],
 )
 def test_another_kind_of_leaf_is_named(batch, place):
-    assert message(count_examples, batch) == (
-        f"{place}, not a tensor: give tensors, examples first"
+    assert (
+        message(count_examples, batch)
+        == message(cut_batch, batch, 3)
+        == (f"{place}, not a tensor: give tensors, examples first")
     )
 
 
 def test_a_single_number_has_no_examples():
-    assert message(count_examples, (X, torch.tensor(3))) == (
-        "batch[1] of the batch is a single number: give tensors, examples first"
+    assert (
+        message(count_examples, (X, torch.tensor(3)))
+        == message(cut_batch, (X, torch.tensor(3)), 3)
+        == ("batch[1] of the batch is a single number: give tensors, examples first")
     )
 
 
 def test_an_empty_batch_is_refused():
-    assert message(count_examples, (X[:0], Y[:0])) == (
-        "got a batch of 0 examples: skip it, or drop the last batch"
+    assert (
+        message(count_examples, (X[:0], Y[:0]))
+        == message(cut_batch, (X[:0], Y[:0]), 3)
+        == ("got a batch of 0 examples: skip it, or drop the last batch")
     )
 
 
@@ -125,12 +137,15 @@ def place(examples):
     return carry(examples, Device("cpu", 0), torch.contiguous_format)
 
 
-@pytest.mark.parametrize("bounds", [(0, 1), (1, 2), (1, 4), (3, 7), (6, 7)])
-def test_a_shard_is_a_copy_of_exactly_its_examples(bounds):
-    lo, hi = bounds
+@pytest.mark.parametrize(("shards", "shard"), [(1, 0), (2, 1), (3, 0), (3, 2), (7, 6), (9, 6)])
+def test_a_shard_is_a_copy_of_exactly_its_examples(shards, shard):
+    lo, hi = shard_bounds(7, shards)[shard]
     source = {"x": torch.arange(7 * 3.0).reshape(7, 3), "y": Pair(torch.arange(7), torch.ones(7))}
     expected = source["x"].tolist()[lo:hi], source["y"].left.tolist()[lo:hi]
-    shard = take(source, bounds, place)
+    cut = cut_batch(source, shards)
+    assert cut.bounds == shard_bounds(7, shards)
+    assert cut.filled == min(7, shards)
+    shard = cut.take(shard, place)
     source["x"].zero_()  # a view would follow
     source["y"].left.zero_()
     assert isinstance(shard["y"], Pair)
@@ -146,5 +161,6 @@ def test_a_shard_is_a_copy_of_exactly_its_examples(bounds):
 def test_a_view_of_the_batch_would_not_be_aligned():
     """The test above can fail: what `place` gets lies where it lies."""
     seen = []
-    take(torch.arange(7 * 3.0).reshape(7, 3), (1, 4), lambda view: seen.append(view) or view)
+    cut = cut_batch(torch.arange(7 * 3.0).reshape(7, 3), 7)
+    cut.take(1, lambda view: seen.append(view) or view)
     assert seen[0].data_ptr() % 64 == 12

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 # malloc.h of the GNU C library: the parameters of mallopt(3).
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
 _LARGEST_IN_HEAP_NBYTES = 32 << 20  # what glibc's own adaptation stops at
 _GROW_HEAP_BY_NBYTES = 64 << 20
 _NEVER = 2**31 - 1
@@ -24,8 +24,11 @@ _NEVER = 2**31 - 1
 def kept_memory() -> Iterator[None]:
     """Keep freed memory in the process while it is open; then give it back to the system.
 
+    Threads that start from now on share one arena, so that what one lane frees, another can use.
+
     Does nothing but where malloc is glibc's. The settings are the process's: afterwards they are
-    what glibc's own adaptation tends to (its thresholds can't be read, so not what they were).
+    what glibc's own adaptation tends to (its thresholds can't be read, so not what they were); the
+    one arena stays.
     """
     libc = _glibc()
     if libc is None:
@@ -34,6 +37,7 @@ def kept_memory() -> Iterator[None]:
     libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP_NBYTES)
     libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
     libc.mallopt(_M_TOP_PAD, _GROW_HEAP_BY_NBYTES)
+    libc.mallopt(_M_ARENA_MAX, 1)
     try:
         yield
     finally:

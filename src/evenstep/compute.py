@@ -148,7 +148,9 @@ def _forward_backward(replica: Replica, work: ShardWork, objective: ShardObjecti
         with randomness if work.watch_backward else nullcontext():
             total.backward()
         replica.has_learned = replica.has_learned or _reached(replica)
-    return total.detach(), count.detach() if isinstance(count, torch.Tensor) else count
+    if isinstance(count, torch.Tensor) and count.requires_grad:
+        count = count.detach()
+    return total.detach(), count
 
 
 def _reached(replica: Replica) -> bool:

@@ -218,7 +218,9 @@ def carry(
     tensor: torch.Tensor, device: Device, memory_format: torch.memory_format = torch.preserve_format
 ) -> torch.Tensor:
     """Return a copy of `tensor` in the memory of `device`, in an allocation of its own."""
-    return tensor.detach().to(device.torch_device, copy=True, memory_format=memory_format)
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.to(device.torch_device, copy=True, memory_format=memory_format)
 
 
 def broadcast(home: Replica, replica: Replica) -> None:

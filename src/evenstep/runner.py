@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
@@ -20,26 +19,11 @@ from evenstep.experiment import Experiment
 from evenstep.objective import Number, ShardObjective
 from evenstep.replicas import Replica, Replicas, carry
 from evenstep.rng import default_states, have_moved, restore_default_states
-from evenstep.sharding import Batch, contiguous_runs, count_examples, shard_bounds, take
+from evenstep.sharding import Batch, Cut, contiguous_runs, cut_batch
 
 T = TypeVar("T")
 SeedOf: TypeAlias = Callable[[int], int]
 """The seed of the random ops of a shard, by its number."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Cut:
-    """A minibatch and where it is cut.
-
-    Attributes:
-        batch: the whole minibatch, wherever the user's tensors are.
-        bounds: the examples [lo, hi) of each shard; only the first `filled` have any.
-        filled: the number of shards with examples.
-    """
-
-    batch: Batch
-    bounds: Sequence[tuple[int, int]]
-    filled: int
 
 
 class ShardRunner:
@@ -56,6 +40,7 @@ class ShardRunner:
         self.draws_random = False
         self._backward_seen = False
         self._seen_drawing = False
+        self._is_first = True
         self._torch_devices = sorted(
             {replica.device.torch_device for replica in replicas.all} | {torch.device("cpu")},
             key=str,
@@ -63,9 +48,7 @@ class ShardRunner:
 
     def split(self, batch: Batch) -> Cut:
         """Cut `batch` into the experiment's shards."""
-        examples = count_examples(batch)
-        bounds = shard_bounds(examples, self.experiment.shards)
-        return Cut(batch, bounds, min(examples, len(bounds)))
+        return cut_batch(batch, self.experiment.shards)
 
     def train(
         self,
@@ -87,6 +70,7 @@ class ShardRunner:
 
         result = self._repeatable(attempt)
         self._backward_seen = self.draws_random
+        self._is_first = False
         return result
 
     def measure(
@@ -134,7 +118,7 @@ class ShardRunner:
         alone = cut.filled == 1
         return ShardWork(
             shard=shard,
-            batch=take(cut.batch, (lo, hi), place),
+            batch=cut.take(shard, place),
             weight=1 if alone else hi - lo,
             alone=alone,
             random_seed=seed_of(shard) if self.draws_random else None,
@@ -143,12 +127,13 @@ class ShardRunner:
         )
 
     def _watched(self, objective: ShardObjective) -> ShardObjective:
-        """Let `objective` look for draws from a default generator after each forward pass.
+        """In the first step, let `objective` look for draws after each forward pass too.
 
         The end of the attempt can be too late to see them: where activations are recomputed, every
-        lane puts the default generator back to what it was when the lane began to.
+        lane puts the default generator back to what it was when the lane began to. In later steps
+        the end must do: looking costs 16 µs a shard.
         """
-        if self.draws_random:
+        if self.draws_random or not self._is_first:
             return objective
         before = default_states(self._torch_devices)
 

@@ -7,9 +7,10 @@ Which device computes a shard moves time, never bits.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import optree
 import torch
@@ -37,39 +38,77 @@ def contiguous_runs(items: Sequence[int], parts: int) -> list[list[int]]:
     return [list(items[lo:hi]) for lo, hi in shard_bounds(len(items), parts)]
 
 
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A minibatch, cut into shards.
+
+    Attributes:
+        bounds: the examples [lo, hi) of each shard; only the first `filled` have any.
+        filled: the number of shards with examples.
+        views: for each shard its part of each tensor of the batch.
+        structure: how a shard's tensors are nested: as the batch's are.
+    """
+
+    bounds: Sequence[tuple[int, int]]
+    filled: int
+    views: Sequence[tuple[torch.Tensor, ...]]
+    structure: optree.PyTreeSpec
+
+    def take(self, shard: int, place: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return one shard as a batch, each tensor carried to a device by `place`.
+
+        `place` gets a view and must return a copy in memory of its own: a shard is computed on
+        tensors of exactly its own shape, never on views at an odd offset of a larger one.
+        """
+        return self.structure.unflatten([place(view) for view in self.views[shard]])
+
+
+def cut_batch(batch: Batch, shards: int) -> Cut:
+    """Cut `batch` into `shards` shards.
+
+    Raises BatchError for a batch without tensors, with another kind of leaf, without examples, or
+    whose tensors disagree in their first dimension.
+    """
+    leaves, structure = optree.tree_flatten(batch)
+    bounds = shard_bounds(_check_examples(batch, leaves), shards)
+    sizes = [hi - lo for lo, hi in bounds]
+    views = list(zip(*(leaf.detach().split(sizes) for leaf in leaves), strict=True))
+    return Cut(bounds, sum(size > 0 for size in sizes), views, structure)
+
+
 def count_examples(batch: Batch) -> int:
     """Return the length of the first dimension that all tensors of `batch` share.
 
-    Raises BatchError for a batch without tensors, with another kind of leaf, without examples, or
-    whose tensors disagree.
+    Raises BatchError as `cut_batch` does.
     """
+    return _check_examples(batch, optree.tree_leaves(batch))
+
+
+def _check_examples(batch: Batch, leaves: Sequence[object]) -> int:
+    lengths = {
+        leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None for leaf in leaves
+    }
+    if len(lengths) != 1 or None in lengths:
+        _refuse(batch)
+    (examples,) = lengths
+    if not examples:
+        raise BatchError("got a batch of 0 examples: skip it, or drop the last batch")
+    return examples
+
+
+def _refuse(batch: Batch) -> NoReturn:
+    """Say what is wrong with a batch whose tensors have not one first dimension."""
     paths, leaves, _ = optree.tree_flatten_with_path(batch)
     if not leaves:
         raise BatchError("got a batch without tensors: give at least one, examples first")
     lengths = [_first_dimension(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-    if len(set(lengths)) > 1:
-        got = ", ".join(
-            f"{_spell(path)} has {length}" for path, length in zip(paths, lengths, strict=True)
-        )
-        raise BatchError(
-            f"the tensors of a batch need one and the same number of examples "
-            f"(first dimension), but {got}"
-        )
-    if lengths[0] == 0:
-        raise BatchError("got a batch of 0 examples: skip it, or drop the last batch")
-    return lengths[0]
-
-
-def take(
-    batch: Batch, bounds: tuple[int, int], place: Callable[[torch.Tensor], torch.Tensor]
-) -> Batch:
-    """Return the examples [lo, hi) of `batch`, each tensor carried to a device by `place`.
-
-    `place` gets a view and must return a copy in memory of its own: a shard is computed on tensors
-    of exactly its own shape, never on views at an odd offset of a larger one.
-    """
-    lo, hi = bounds
-    return optree.tree_map(lambda tensor: place(tensor[lo:hi]), batch)
+    got = ", ".join(
+        f"{_spell(path)} has {length}" for path, length in zip(paths, lengths, strict=True)
+    )
+    raise BatchError(
+        f"the tensors of a batch need one and the same number of examples (first dimension), "
+        f"but {got}"
+    )
 
 
 def _first_dimension(path: tuple[Any, ...], leaf: object) -> int:

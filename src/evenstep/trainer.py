@@ -36,8 +36,8 @@ from evenstep.experiment import Experiment, MemoryFormat, Precision
 from evenstep.objective import Loss, UserObjective, choose_objective
 from evenstep.replicas import Replicas, broadcast, check_trainable, move_home
 from evenstep.rng import derive_seed, shard_seed
-from evenstep.runner import Cut, ShardRunner, refuse_lonely_batch_norm, sum_floats
-from evenstep.sharding import Batch, shard_bounds
+from evenstep.runner import ShardRunner, refuse_lonely_batch_norm, sum_floats
+from evenstep.sharding import Batch, Cut, shard_bounds
 
 logger = logging.getLogger("evenstep")
 
