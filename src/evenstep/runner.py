@@ -12,13 +12,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.collectives import TreeSum, tree_plan, tree_sum
 from evenstep.compute import Leaf, NodeSum, ShardWork, add_nodes, compute_shard
+from evenstep.devices import carry
 from evenstep.draws import DrawWatch
 from evenstep.engine import Lanes, Task
 from evenstep.errors import BatchError
 from evenstep.evaluation import Measure, Metric, measure_shard
 from evenstep.experiment import Experiment
 from evenstep.objective import ShardObjective
-from evenstep.replicas import Replica, Replicas, carry
+from evenstep.replicas import Replica, Replicas
 from evenstep.sharding import Batch, Cut, contiguous_runs, cut_batch
 
 T = TypeVar("T")
