@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.devices import Device
+from evenstep.devices import Device, carry
 from evenstep.errors import BatchError
-from evenstep.replicas import carry
 from evenstep.sharding import contiguous_runs, count_examples, cut_batch, shard_bounds
 
 Pair = collections.namedtuple("Pair", ["left", "right"])

@@ -107,10 +107,14 @@ class Tempered(nn.Module):
         torch.manual_seed(0)
         self.body, self.head = nn.Linear(36, 8), nn.Linear(8, 5)
         self.temperature = 1.0
+        self.mask = torch.ones(36)  # no buffer
+        self.factors = [1.0, {"low": (1.0, 1.0)}]
         self.dropout = nn.Dropout(0.2)
 
     def forward(self, x):
-        return self.head(self.dropout(self.body(x.flatten(1)))) * self.temperature
+        low, high = self.factors[1]["low"]
+        x = self.dropout(self.body(x.flatten(1) * self.mask * low))
+        return self.head(x) * self.temperature * high
 
 
 def set_temperature(model):
@@ -146,6 +150,22 @@ def add_hook(model):
     model.body.register_forward_hook(lambda module, inputs, output: output * 0.5)
 
 
+def add_gradient_hook(model):
+    model.head.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def set_mask(model):
+    model.mask = torch.linspace(0, 1, 36)
+
+
+def write_mask(model):
+    model.mask[3:9] = 0
+
+
+def set_factors(model):
+    model.factors[1] = {"low": (0.5, 2.0)}
+
+
 def add_layer(model):
     model.dropout = nn.Sequential(nn.Tanh(), nn.Dropout(0.2))
 
@@ -161,7 +181,11 @@ def add_layer(model):
         load,
         swap_storage,
         add_hook,
+        add_gradient_hook,
         add_layer,
+        set_mask,
+        write_mask,
+        set_factors,
     ],
 )
 def test_changes_between_steps_reach_every_device(change):
@@ -450,6 +474,33 @@ def test_an_optimizer_over_something_else():
     model, other = build("convolution"), build("convolution")
     with pytest.raises(ModelError, match=r"4 of 4 parameters that are not the model's"):
         evenstep.Trainer(model, sgd(other), nn.CrossEntropyLoss(), devices=1)
+
+
+def test_gradient_hooks_hold_on_every_device():
+    def run(devices):
+        model = Tempered()
+        model.body.weight.register_hook(lambda gradient: gradient * 0)
+        before = model.body.weight.detach().clone()
+        with open_trainer(model, devices=devices) as trainer:
+            for X, y in make_batches((16, 16)):
+                trainer.step(X, y)
+        assert torch.equal(model.body.weight, before)
+        return trainer.fingerprint()
+
+    assert len({run(devices) for devices in LAYOUTS}) == 1
+
+
+def test_hooks_on_accumulated_gradients_are_refused():
+    model = Tempered()
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ModelError, match=r"head\.weight has a hook on its accumulated gradient"):
+        open_trainer(model)
+    model = Tempered()
+    with open_trainer(model) as trainer:
+        trainer.step(*make_batches((16,))[0])
+        model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        with pytest.raises(ModelError, match="accumulated gradient"):
+            trainer.step(*make_batches((16,))[0])
 
 
 def test_lazy_parameters_need_a_batch_first():

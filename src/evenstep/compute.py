@@ -10,9 +10,10 @@ from typing import TypeAlias
 import torch
 
 from evenstep.collectives import TreeSum
+from evenstep.devices import carry
 from evenstep.errors import ModelError
 from evenstep.objective import Number, ShardObjective
-from evenstep.replicas import Replica, carry
+from evenstep.replicas import Replica
 from evenstep.rng import ShardRandomness
 from evenstep.sharding import Batch
 

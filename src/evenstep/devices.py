@@ -149,6 +149,15 @@ def cgroup_quota_cores(
     return min(quotas, default=None)
 
 
+def carry(
+    tensor: torch.Tensor, device: Device, memory_format: torch.memory_format = torch.preserve_format
+) -> torch.Tensor:
+    """Return a copy of `tensor` in the memory of `device`, in an allocation of its own."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.to(device.torch_device, copy=True, memory_format=memory_format)
+
+
 def layout_notes(devices: Sequence[Device], shards: int) -> list[str]:
     """Return a line for each thing about `devices` that costs time or weakens the promise."""
     notes = []

@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+import optree
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -53,8 +54,8 @@ def choose_objective(loss: Loss | None, objective: UserObjective | None) -> Shar
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
         total_loss = copy.copy(loss)
         total_loss.reduction = "sum"
-        return functools.partial(_class_objective, loss, total_loss)
-    return functools.partial(_mean_objective, loss)
+        return functools.partial(_class_objective, _PlacedLoss(loss), _PlacedLoss(total_loss))
+    return functools.partial(_mean_objective, _PlacedLoss(loss))
 
 
 def split_batch(batch: Batch) -> tuple[Any, tuple[Any, ...]]:
@@ -67,6 +68,22 @@ def split_batch(batch: Batch) -> tuple[Any, tuple[Any, ...]]:
     return batch[0], tuple(batch[1:])
 
 
+class _PlacedLoss:
+    """A loss whose tensors (class weights) are at hand on the device of each output."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self._copies: dict[torch.device, Any] = {}
+
+    def on(self, device: torch.device) -> Any:
+        """Return the loss for `device`: the user's own on the CPU, a copy on a GPU."""
+        if device.type == "cpu" or not isinstance(self._loss, nn.Module):
+            return self._loss
+        if device not in self._copies:
+            self._copies[device] = copy.deepcopy(self._loss).to(device)
+        return self._copies[device]
+
+
 def _user_objective(
     objective: UserObjective, model: nn.Module, batch: Batch, alone: bool
 ) -> tuple[torch.Tensor, Number]:
@@ -76,33 +93,31 @@ def _user_objective(
 
 
 def _mean_objective(
-    loss: Loss, model: nn.Module, batch: Batch, alone: bool
+    loss: _PlacedLoss, model: nn.Module, batch: Batch, alone: bool
 ) -> tuple[torch.Tensor, Number]:
     source, targets = split_batch(batch)
-    mean = loss(model(source), *targets)
+    output = model(source)
+    mean = loss.on(_device_of(batch))(output, *targets)
     _check_scalar(mean, "the loss")
     examples = count_examples(batch)
     return (mean, 1) if alone else (mean * examples, examples)
 
 
 def _class_objective(
-    mean_loss: nn.CrossEntropyLoss | nn.NLLLoss,
-    total_loss: nn.CrossEntropyLoss | nn.NLLLoss,
-    model: nn.Module,
-    batch: Batch,
-    alone: bool,
+    mean_loss: _PlacedLoss, total_loss: _PlacedLoss, model: nn.Module, batch: Batch, alone: bool
 ) -> tuple[torch.Tensor, Number]:
     source, targets = split_batch(batch)
     if len(targets) != 1:
         raise ModelError(
-            f"{type(mean_loss).__name__} takes (output, target), got a batch of {len(batch)} "
-            f"parts: give trainer.step(X, y), or use objective=... for other batches"
+            f"cross entropy and NLL take (output, target), got a batch of {len(batch)} parts: give "
+            f"trainer.step(X, y), or use objective=... for other batches"
         )
     target = targets[0]
     output = model(source)
     if alone:
-        return mean_loss(output, target), 1
-    return total_loss(output, target), _class_count(mean_loss, output, target)
+        return mean_loss.on(output.device)(output, target), 1
+    loss = total_loss.on(output.device)
+    return loss(output, target), _class_count(loss, output, target)
 
 
 def _class_count(
@@ -114,8 +129,13 @@ def _class_count(
     counted = target != loss.ignore_index
     if loss.weight is None:
         return counted.sum()
-    weights = loss.weight.to(target.device)[torch.where(counted, target, 0)]
+    weights = loss.weight[torch.where(counted, target, 0)]
     return torch.where(counted, weights, 0.0).sum()
+
+
+def _device_of(batch: Batch) -> torch.device:
+    device: torch.device = optree.tree_leaves(batch)[0].device
+    return device
 
 
 def _as_module(loss: Loss) -> Loss:

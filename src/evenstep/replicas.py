@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenstep.devices import Device
+from evenstep.devices import Device, carry
 from evenstep.errors import ModelError
-
-_COPIED_ATTRIBUTES = (int, float, str, type(None))  # bool is an int
+from evenstep.mirror import carry_over_attributes, gradient_hooks, structure
 
 
 class Replica:
@@ -82,13 +81,14 @@ class Replicas:
 
     def _build(self) -> None:
         model = self._model
+        _refuse_hooks_on_sums(model)
         self.home = Replica(self._devices[0], model)
         self.all = [self.home]
         self._owners = {self.home.device.memory: self.home}  # who holds a memory's parameters
         for device in self._devices[1:]:
             self._add(device)
         self._pairs = [
-            (mine.__dict__, its.__dict__)
+            (mine.__dict__, its.__dict__, replica.device)
             for replica in self.all[1:]
             for mine, its in zip(model.modules(), replica.module.modules(), strict=True)
         ]
@@ -96,21 +96,21 @@ class Replicas:
             replica for replica in self.all[1:] if self._owners[replica.device.memory] is replica
         ]
         self._modules = list(model.modules())
-        self._structure = _structure(self._modules)
+        self._structure = structure(self._modules)
         self._synchronised: list[tuple[int, int]] = []
 
     def follow_home(self) -> bool:
         """Bring every replica up to what the user has done to the module since the last step.
 
-        Training flags and plain attributes (a dropout rate, a temperature) are carried over, as is
-        `requires_grad`; storage that was swapped is shared anew; after a change of layers or hooks
-        the replicas are made again. Says whether there are copies that are stale, because somebody
-        wrote the parameters since `mark_synchronised`.
+        Training flags and plain attributes (a dropout rate, a temperature, a mask) are carried
+        over, as is `requires_grad`; storage that was swapped is shared anew; after a change of
+        layers or hooks the replicas are made again. Says whether there are copies that are stale,
+        because somebody wrote the parameters since `mark_synchronised`.
         """
-        if self._structure != _structure(self._modules):
+        if self._structure != structure(self._modules):
             self._build()
-        for mine, its in self._pairs:
-            _carry_over_attributes(mine, its)
+        for mine, its, device in self._pairs:
+            carry_over_attributes(mine, its, device)
         for replica in self.all[1:]:
             owner = self._owners[replica.device.memory]
             for parameter, source in zip(replica.parameters, owner.parameters, strict=True):
@@ -182,8 +182,10 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse what can't be trained, before anything is changed.
 
     Raises:
-        ModelError: lazy parameters, or an optimizer with parameters that the model doesn't have.
+        ModelError: lazy parameters, hooks on accumulated gradients, or an optimizer with parameters
+            that the model doesn't have.
     """
+    _refuse_hooks_on_sums(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ModelError(
@@ -214,15 +216,6 @@ def move_home(
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-def carry(
-    tensor: torch.Tensor, device: Device, memory_format: torch.memory_format = torch.preserve_format
-) -> torch.Tensor:
-    """Return a copy of `tensor` in the memory of `device`, in an allocation of its own."""
-    if tensor.requires_grad:
-        tensor = tensor.detach()
-    return tensor.to(device.torch_device, copy=True, memory_format=memory_format)
-
-
 def broadcast(home: Replica, replica: Replica) -> None:
     """Copy the home's parameters into those of a replica with memory of its own."""
     with torch.no_grad():
@@ -231,9 +224,12 @@ def broadcast(home: Replica, replica: Replica) -> None:
 
 def _copy_parameter(parameter: nn.Parameter, device: Device, *, share: bool) -> nn.Parameter:
     data = parameter.detach() if share else carry(parameter, device)
-    replica = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    hooks = gradient_hooks(parameter)
+    replica = nn.Parameter(data, requires_grad=bool(hooks) or parameter.requires_grad)
     replica.__dict__.update(parameter.__dict__)
-    return replica
+    for hook in hooks.values():
+        replica.register_hook(hook)
+    return replica.requires_grad_(parameter.requires_grad)
 
 
 def _copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Module:
@@ -258,20 +254,11 @@ def _buffer_slots(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
     return [places[id(buffer)] for buffer in module.buffers()]
 
 
-def _structure(modules: Sequence[nn.Module]) -> list[tuple[list[Any], ...]]:
-    """Return what tells a change of layers, parameters, buffers or hooks (by identity)."""
-    return [
-        (
-            [*map(id, module._modules.values())],
-            [*map(id, module._parameters.values())],
-            [*map(id, module._buffers.values())],
-            [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks],
-        )
-        for module in modules
-    ]
-
-
-def _carry_over_attributes(mine: dict[str, Any], its: dict[str, Any]) -> None:
-    for key, value in mine.items():
-        if its.get(key, its) is not value and isinstance(value, _COPIED_ATTRIBUTES):
-            its[key] = value
+def _refuse_hooks_on_sums(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise ModelError(
+                f"the parameter {name} has a hook on its accumulated gradient, which would see "
+                f"sums of some shards: work on the mean gradient in before_update=..., or use "
+                f"register_hook"
+            )

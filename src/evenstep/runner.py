@@ -12,13 +12,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.collectives import TreeSum, tree_plan, tree_sum
 from evenstep.compute import Leaf, NodeSum, ShardWork, add_nodes, compute_shard
+from evenstep.devices import carry
+from evenstep.draws import DrawWatch
 from evenstep.engine import Lanes, Task
 from evenstep.errors import BatchError
 from evenstep.evaluation import Measure, Metric, measure_shard
 from evenstep.experiment import Experiment
-from evenstep.objective import Number, ShardObjective
-from evenstep.replicas import Replica, Replicas, carry
-from evenstep.rng import default_states, have_moved, restore_default_states
+from evenstep.objective import ShardObjective
+from evenstep.replicas import Replica, Replicas
 from evenstep.sharding import Batch, Cut, contiguous_runs, cut_batch
 
 T = TypeVar("T")
@@ -30,21 +31,13 @@ class ShardRunner:
     """Runs a function over the shards of minibatches, each on the replica of some device.
 
     Attributes:
-        draws_random: whether the model was seen to use random ops. Until then its shards run
-            without the dispatch mode that gives them generators of their own, which costs time.
+        watch: what is known of the model's random ops.
     """
 
     def __init__(self, experiment: Experiment, replicas: Replicas) -> None:
         self.experiment = experiment
         self.replicas = replicas
-        self.draws_random = False
-        self._backward_seen = False
-        self._seen_drawing = False
-        self._is_first = True
-        self._torch_devices = sorted(
-            {replica.device.torch_device for replica in replicas.all} | {torch.device("cpu")},
-            key=str,
-        )
+        self.watch = DrawWatch([replica.device.torch_device for replica in replicas.all])
 
     def split(self, batch: Batch) -> Cut:
         """Cut `batch` into the experiment's shards."""
@@ -64,13 +57,12 @@ class ShardRunner:
         def attempt() -> tuple[list[Leaf | None], NodeSum]:
             tree = TreeSum(tree_plan(len(cut.bounds), cut.filled), add_nodes)
             compute = functools.partial(
-                compute_shard, objective=self._watched(objective), tree=tree, observe=observe
+                compute_shard, objective=self.watch.watched(objective), tree=tree, observe=observe
             )
             return self._run(lanes, cut, compute, seed_of), tree.take_root()
 
-        result = self._repeatable(attempt)
-        self._backward_seen = self.draws_random
-        self._is_first = False
+        result = self.watch.repeat(attempt)
+        self.watch.step_done()
         return result
 
     def measure(
@@ -83,7 +75,7 @@ class ShardRunner:
     ) -> dict[str, tuple[float, float]]:
         """Return each metric's total and count over the shards, summed in the canonical tree."""
         compute = functools.partial(measure_shard, measure=measure, metrics=metrics)
-        shards = self._repeatable(lambda: self._run(lanes, cut, compute, seed_of))
+        shards = self.watch.repeat(lambda: self._run(lanes, cut, compute, seed_of))
         return {
             name: (
                 sum_floats([None if shard is None else shard[name][0] for shard in shards]),
@@ -121,49 +113,10 @@ class ShardRunner:
             batch=cut.take(shard, place),
             weight=1 if alone else hi - lo,
             alone=alone,
-            random_seed=seed_of(shard) if self.draws_random else None,
-            watch_backward=not self._backward_seen,
+            random_seed=seed_of(shard) if self.watch.draws else None,
+            watch_backward=self.watch.watch_backward,
             precision=self.experiment.autocast_dtype,
         )
-
-    def _watched(self, objective: ShardObjective) -> ShardObjective:
-        """In the first step, let `objective` look for draws after each forward pass too.
-
-        The end of the attempt can be too late to see them: where activations are recomputed, every
-        lane puts the default generator back to what it was when the lane began to. In later steps
-        the end must do: looking costs 16 µs a shard.
-        """
-        if self.draws_random or not self._is_first:
-            return objective
-        before = default_states(self._torch_devices)
-
-        def watched(model: nn.Module, batch: Batch, alone: bool) -> tuple[torch.Tensor, Number]:
-            result = objective(model, batch, alone)
-            if have_moved(self._torch_devices, before):
-                self._seen_drawing = True
-            return result
-
-        return watched
-
-    def _repeatable(self, attempt: Callable[[], T]) -> T:
-        """Return `attempt()`, whose random ops must not have come from a default generator.
-
-        If they did, it is done again with a generator for each shard, now and from here on.
-        """
-        if self.draws_random:
-            return attempt()
-        before = default_states(self._torch_devices)
-        error: Exception | None = None
-        try:
-            result = attempt()
-        except Exception as caught:
-            error = caught
-        if restore_default_states(self._torch_devices, before) or self._seen_drawing:
-            self.draws_random = True
-            return attempt()
-        if error is not None:
-            raise error
-        return result
 
 
 def sum_floats(values: Sequence[float | torch.Tensor | None]) -> float:

@@ -223,7 +223,7 @@ class Trainer:
             "experiment": dataclasses.asdict(self.experiment),
             "cursor": dataclasses.asdict(self.cursor),
             "steps_done": self.steps_done,
-            "draws_random": self._runner.draws_random,
+            "draws_random": self._runner.watch.draws,
             "model": state.model_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
@@ -368,7 +368,7 @@ class Trainer:
         state.restore_scheduler(self.scheduler, saved["scheduler"])
         self.cursor = Cursor(**saved["cursor"])
         self.steps_done = saved["steps_done"]
-        self._runner.draws_random = saved["draws_random"]
+        self._runner.watch.draws = saved["draws_random"]
         state.check_fingerprint(self.fingerprint(), saved["fingerprint"])
 
     def _run(self, function: Callable[..., None], *arguments: Any) -> None:

@@ -1,0 +1,79 @@
+"""What a user does to the module between two steps, noticed and carried over to its copies."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenstep.devices import Device, carry
+
+_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+
+
+def structure(modules: Sequence[nn.Module]) -> list[tuple[list[Any], ...]]:
+    """Return what tells a change of layers, parameters, buffers or hooks (by identity)."""
+    return [
+        (
+            [*map(id, module._modules.values())],
+            [*map(id, module._parameters.values())],
+            [*map(id, module._buffers.values())],
+            [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks],
+            [hook for p in _own_parameters(module) for hook in gradient_hooks(p)],
+            [bool(p._post_accumulate_grad_hooks) for p in _own_parameters(module)],
+        )
+        for module in modules
+    ]
+
+
+def gradient_hooks(parameter: nn.Parameter) -> dict[int, Any]:
+    """Return the gradient hooks of a parameter (`register_hook`), by their numbers."""
+    return parameter._backward_hooks or {}
+
+
+def carry_over_attributes(mine: dict[str, Any], its: dict[str, Any], device: Device) -> None:
+    """Bring the plain attributes of a copied module up to those of the user's.
+
+    Args:
+        mine: the `__dict__` of a module of the user's.
+        its: that of the copy.
+        device: where the copy is.
+    """
+    for key, value in mine.items():
+        theirs = its.get(key)
+        if value is theirs or key in _MODULE_INTERNALS:
+            continue
+        if _differs(value, theirs):
+            its[key] = carry(value, device) if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+def _differs(mine: Any, its: Any) -> bool:
+    """Say whether a plain value, a tensor, or a nesting of them is not what the copy has.
+
+    Other objects count as equal: the copy has its own. So do results of a forward pass that a
+    module keeps: they are no input of the next.
+    """
+    if mine is its:
+        return False
+    if isinstance(mine, int | float | str | bytes | None):
+        return type(mine) is not type(its) or mine != its
+    if isinstance(mine, torch.Tensor):
+        if mine.grad_fn is not None or isinstance(mine, nn.Parameter):
+            return False
+        return not isinstance(its, torch.Tensor) or not torch.equal(mine, its.to(mine.device))
+    if isinstance(mine, list | tuple):
+        return type(mine) is not type(its) or len(mine) != len(its) or any(map(_differs, mine, its))
+    if isinstance(mine, dict):
+        return (
+            type(mine) is not type(its)
+            or mine.keys() != its.keys()
+            or any(_differs(value, its[key]) for key, value in mine.items())
+        )
+    return False
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module._parameters.values() if parameter is not None]
