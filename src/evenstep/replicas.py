@@ -229,7 +229,8 @@ def _copy_parameter(parameter: nn.Parameter, device: Device, *, share: bool) -> 
     replica.__dict__.update(parameter.__dict__)
     for hook in hooks.values():
         replica.register_hook(hook)
-    return replica.requires_grad_(parameter.requires_grad)
+    replica.requires_grad_(parameter.requires_grad)
+    return replica
 
 
 def _copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Module:

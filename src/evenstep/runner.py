@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
@@ -121,9 +122,7 @@ class ShardRunner:
 
 def sum_floats(values: Sequence[float | torch.Tensor | None]) -> float:
     """Sum numbers of shards (None for an empty one) in canonical order, in double precision."""
-    total = tree_sum(
-        [None if value is None else float(value) for value in values], lambda a, b: a + b
-    )
+    total = tree_sum([None if value is None else float(value) for value in values], operator.add)
     assert total is not None
     return total
 

@@ -21,14 +21,20 @@ def split_point(lo: int, hi: int) -> int:
 
 
 def tree_sum(leaves: Sequence[T | None], add: Callable[[T, T], T]) -> T | None:
-    """Sum `leaves` (None for an empty shard) in canonical order; None if all are empty."""
-    if len(leaves) <= 1:
-        return leaves[0] if leaves else None
-    middle = split_point(0, len(leaves))
-    left, right = tree_sum(leaves[:middle], add), tree_sum(leaves[middle:], add)
-    if left is None or right is None:
-        return right if left is None else left
-    return add(left, right)
+    """Sum `leaves` (None for an empty shard) in canonical order; None if all are empty.
+
+    Neighbours are added level by level, a last one without a neighbour going up as it is: that is
+    the canonical tree, from its leaves up.
+    """
+    level = list(leaves)
+    while len(level) > 1:
+        pairs = zip(level[::2], level[1::2], strict=False)
+        above = [
+            right if left is None else left if right is None else add(left, right)
+            for left, right in pairs
+        ]
+        level = above + level[len(above) * 2 :]
+    return level[0] if level else None
 
 
 class TreePlan:
