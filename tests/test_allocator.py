@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 MEASURE = """
-import contextlib, json, resource, sys
+import json, resource
 import torch
 from evenstep.allocator import kept_memory
 
@@ -33,34 +33,35 @@ def resident():
         return int(file.read().split()[1]) * resource.getpagesize()
 
 start = resident()
-with kept_memory() if sys.argv[1] == "kept" else contextlib.nullcontext():
-    work()
-    before = faults()
+with kept_memory():
     for _ in range(5):
+        work()
+    before = faults()
+    for _ in range(30):
         work()
     reused_faults = faults() - before
     kept_nbytes = resident() - start
 print(json.dumps({
     "mapped_nbytes": reused_faults * resource.getpagesize(),
-    "worked_nbytes": 5 * 3 * NBYTES,
+    "worked_nbytes": 30 * 3 * NBYTES,
     "kept_nbytes": kept_nbytes,
     "left_nbytes": resident() - start,
 }))
 """
 
 
-def measure(how):
-    command = [sys.executable, "-c", MEASURE, how]
+def measure():
+    command = [sys.executable, "-c", MEASURE]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def test_memory_is_reused_without_being_mapped_again():
-    kept, usual = measure("kept"), measure("usual")
-    assert kept["mapped_nbytes"] < kept["worked_nbytes"] / 10
-    assert usual["mapped_nbytes"] > usual["worked_nbytes"] / 2
+    """Left to itself, malloc maps two thirds of it anew in about every second process."""
+    kept = measure()
+    assert kept["mapped_nbytes"] < kept["worked_nbytes"] / 20
 
 
 def test_memory_goes_back_when_closed():
-    kept = measure("kept")
+    kept = measure()
     assert kept["kept_nbytes"] > 40 << 20
     assert kept["left_nbytes"] < kept["kept_nbytes"] / 4
