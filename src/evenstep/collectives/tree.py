@@ -2,7 +2,9 @@
 
 A node covers the shards [lo, hi) and splits at lo + the largest power of two smaller than hi − lo;
 its value is left + right. An empty shard contributes nothing: its sibling is the node's value.
-Floating-point addition is not associative, so this order *is* the result.
+Floating-point addition is not associative, so this order *is* the result. It is pairwise summation,
+whose error grows with the logarithm of the number of terms (Higham, The Accuracy of Floating Point
+Summation, 1993).
 """
 
 from __future__ import annotations
