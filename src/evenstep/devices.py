@@ -76,7 +76,7 @@ def find_devices(wanted: Devices = "auto", *, threads: int = 1) -> tuple[Device,
 
     Args:
         wanted: "auto" (all GPUs, else one CPU device for each usable core), a number of devices
-            (GPUs where there are any, else CPU devices), or names. A GPU may be named twice, for two
+            (GPUs where there are any, else CPU devices), or names. A GPU may be named twice: two
             lanes on it.
         threads: intra-op threads for each device that `wanted` doesn't give as a `Device`.
 

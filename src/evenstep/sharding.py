@@ -2,8 +2,9 @@
 
 A minibatch of n examples is always cut into the same V shards, whatever the devices: the
 boundaries are those of `numpy.array_split` (sizes differ by at most one, the longer ones first).
-Which device computes a shard moves time, never bits. (VirtualFlow, MLSys 2022, has virtual nodes in
-this sense; `split_and_load` of Dive into Deep Learning, "Training on Multiple GPUs", cuts by device.)
+Which device computes a shard moves time, never bits. (VirtualFlow, MLSys 2022, has virtual nodes
+in this sense; `split_and_load` of Dive into Deep Learning, "Training on Multiple GPUs", cuts by
+device.)
 """
 
 from __future__ import annotations

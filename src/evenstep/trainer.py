@@ -1,7 +1,8 @@
 """The trainer: the user's model and optimizer, stepped on every device.
 
 A step is the recipe of Dive into Deep Learning, "Training on Multiple GPUs" (`train_batch`): split
-the batch, compute losses and gradients side by side, sum them, update; here over shards, not devices.
+the batch, compute losses and gradients side by side, sum them, update; here over shards instead of
+devices.
 """
 
 from __future__ import annotations
