@@ -119,6 +119,29 @@ def test_bf16_equals_the_reference_under_autocast(name):
         assert_same_bits(state, expected)
 
 
+def test_a_weight_with_sparse_gradients_in_some_shards_and_dense_ones_in_others():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.table = nn.Embedding(9, 5, sparse=True)
+
+        def forward(self, x):
+            tokens = (x.flatten(1) * 2).long().clamp(-4, 4) + 4
+            if x.flatten()[0] > 0:
+                return self.table(tokens).mean(1)
+            return nn.functional.one_hot(tokens, 9).float().mean(1) @ self.table.weight
+
+    batches = make_batches((61, 64))
+    make_optimizer = functools.partial(torch.optim.SGD, lr=0.1)
+    states = [
+        train(Tied(), make_optimizer, batches, devices=devices, shards=16)[0]
+        for devices in (1, 2, 3, 16, own(4))
+    ]
+    for state in states[1:]:
+        assert_same_bits(state, states[0])
+
+
 def test_inline_lanes_give_the_same_bits():
     batches = make_batches((33, 16))
     expected, _ = reference_training(build("recurrent"), ADAM, batches, shards=8)

@@ -75,14 +75,15 @@ def compute_shard(
     """Run one shard forward and backward and put its gradients and buffers into the tree.
 
     Where the sum of the shards to its left is there already, the backward pass accumulates onto
-    it: `left + right`, as the tree wants it, without a second set of gradients. An observer is
-    shown every shard's own value instead (before anything is added to it).
+    it: `left + right`, as the tree wants it, without a second set of gradients. Not so with sparse
+    gradients, whose repeated rows must be summed before anything else, nor with an observer, which
+    is shown every shard's own value.
 
     Returns:
         (total, count): the shard's detached objective and what it is to be divided by.
     """
     replica.open_shard()
-    may_claim = replica.has_learned and observe is None
+    may_claim = replica.has_learned and observe is None and not replica.may_be_sparse
     node, left = tree.claim(work.shard, lambda value: may_claim and _fits(value, replica))
     for number, parameter in enumerate(replica.parameters):
         parameter.grad = None if left is None else left.gradients[number]

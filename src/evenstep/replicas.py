@@ -33,6 +33,7 @@ class Replica:
         buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
         opening: the values that the buffers have when a shard starts, in this replica's memory.
         has_learned: whether a backward pass was seen to reach its parameters.
+        may_be_sparse: whether it has layers with sparse gradients.
     """
 
     def __init__(self, device: Device, module: nn.Module) -> None:
@@ -42,6 +43,7 @@ class Replica:
         self.buffers = list(module.buffers())
         self.opening: list[torch.Tensor] = []
         self.has_learned = False
+        self.may_be_sparse = any(getattr(child, "sparse", False) for child in module.modules())
         self._slots = _buffer_slots(module)
 
     def open_shard(self) -> None:
