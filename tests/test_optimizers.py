@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import evenstep
+from evenstep.errors import NonFiniteLossError
 from layouts import own, shared
 from reference import assert_same_bits, reference_training, whole_state
 from zoo import build, make_batches
@@ -109,6 +110,46 @@ def test_lbfgs_with_one_shard_is_plain_lbfgs():
         trainer.step(X, y)
     for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("devices", [1, 2, own(2)], ids=str)
+def test_lbfgs_that_fails_between_evaluations_leaves_everything_as_it_was(devices, steps_before):
+    X, y = make_batches((24,))[0]
+    model = build("convolution")
+    optimizer = torch.optim.LBFGS(model.parameters(), **SETTINGS[torch.optim.LBFGS])
+    evaluations = []
+    fails = False
+
+    def loss(output, target):
+        value = nn.functional.cross_entropy(output, target)
+        return value * torch.nan if fails and len(evaluations) > 1 else value
+
+    def counted(module):
+        evaluations.append(module)
+
+    with evenstep.Trainer(
+        model, optimizer, loss, devices=devices, before_update=counted
+    ) as trainer:
+        for _ in range(steps_before):
+            trainer.step(X, y)
+        evaluations.clear()
+        fails = True
+        before = trainer.fingerprint()
+        with pytest.raises(NonFiniteLossError):
+            trainer.step(X, y)
+        assert len(evaluations) == 2  # the parameters had been moved
+        assert trainer.fingerprint() == before
+        assert trainer.steps_done == steps_before
+        fails = False
+        trainer.step(X, y)
+        after = trainer.fingerprint()
+    undisturbed = build("convolution")
+    again = torch.optim.LBFGS(undisturbed.parameters(), **SETTINGS[torch.optim.LBFGS])
+    with evenstep.Trainer(undisturbed, again, loss, devices=1) as trainer:
+        for _ in range(steps_before + 1):
+            trainer.step(X, y)
+        assert trainer.fingerprint() == after
 
 
 def test_groups_with_their_own_rates_and_a_scheduler():

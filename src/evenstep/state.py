@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,21 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
                 continue
             if loaded.dtype != value.dtype or loaded.stride() != value.stride():
                 optimizer.state[parameter][key] = value.to(loaded.device, copy=True)
+
+
+@contextmanager
+def rolled_back_on_error(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Put parameters and optimizer state back if the block fails (it may fail half-way)."""
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    saved = copy.deepcopy(optimizer.state_dict())
+    try:
+        yield
+    except BaseException:
+        with torch.no_grad():
+            for parameter, value in zip(model.parameters(), before, strict=True):
+                parameter.copy_(value)
+        restore_optimizer(optimizer, saved)
+        raise
 
 
 def check_experiment(experiment: Experiment, saved: Mapping[str, Any]) -> None:

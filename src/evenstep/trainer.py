@@ -339,7 +339,10 @@ class Trainer:
             roots[:] = [root]
             return loss
 
-        with intra_op_threads(self.experiment.threads):
+        with (
+            state.rolled_back_on_error(self.model, self.optimizer),
+            intra_op_threads(self.experiment.threads),
+        ):
             self.optimizer.step(closure)
         self._close_step(roots[0])
         return losses[0]

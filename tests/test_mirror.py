@@ -1,0 +1,155 @@
+"""What a user does to the model between two steps holds on every device."""
+
+import pytest
+import torch
+from torch import nn
+
+from evenstep.errors import ModelError
+from trainers import LAYOUTS, open_trainer
+from zoo import make_batches
+
+
+class Tempered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(36, 8), nn.Linear(8, 5)
+        self.temperature = 1.0
+        self.mask = torch.ones(36)  # no buffer
+        self.factors = [1.0, {"low": (1.0, 1.0)}]
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x):
+        low, high = self.factors[1]["low"]
+        x = self.dropout(self.body(x.flatten(1) * self.mask * low))
+        return self.head(x) * self.temperature * high
+
+
+def set_temperature(model):
+    model.temperature = 2.5
+
+
+def raise_dropout(model):
+    model.dropout.p = 0.5
+
+
+def freeze(model):
+    model.body.requires_grad_(False)
+
+
+def evaluation_mode(model):
+    model.eval()
+
+
+def overwrite(model):
+    with torch.no_grad():
+        model.head.weight.mul_(0.5)
+
+
+def load(model):
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def swap_storage(model):
+    model.head.weight.data = model.head.weight.data * 0.5
+
+
+def add_hook(model):
+    model.body.register_forward_hook(lambda module, inputs, output: output * 0.5)
+
+
+def add_gradient_hook(model):
+    model.head.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def set_mask(model):
+    model.mask = torch.linspace(0, 1, 36)
+
+
+def write_mask(model):
+    model.mask[3:9] = 0
+
+
+def set_factors(model):
+    model.factors[1] = {"low": (0.5, 2.0)}
+
+
+def add_layer(model):
+    model.dropout = nn.Sequential(nn.Tanh(), nn.Dropout(0.2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_temperature,
+        raise_dropout,
+        freeze,
+        evaluation_mode,
+        overwrite,
+        load,
+        swap_storage,
+        add_hook,
+        add_gradient_hook,
+        add_layer,
+        set_mask,
+        write_mask,
+        set_factors,
+    ],
+)
+def test_changes_between_steps_reach_every_device(change):
+    def run(devices):
+        model = Tempered()
+        with open_trainer(model, devices=devices) as trainer:
+            for number, (X, y) in enumerate(make_batches((16, 16, 16))):
+                if number == 1:
+                    change(model)
+                trainer.step(X, y)
+            return trainer.fingerprint()
+
+    prints = {str(devices): run(devices) for devices in LAYOUTS}
+    assert len(set(prints.values())) == 1
+    unchanged = Tempered()
+    with open_trainer(unchanged, devices=1) as trainer:
+        for X, y in make_batches((16, 16, 16)):
+            trainer.step(X, y)
+    assert trainer.fingerprint() not in prints.values()
+
+
+def test_waitall_hands_the_model_over_even_to_writers_past_the_version_counters():
+    def run(devices):
+        model = Tempered()
+        with open_trainer(model, devices=devices) as trainer:
+            for X, y in make_batches((16, 16)):
+                trainer.step(X, y)
+                trainer.waitall()
+                model.head.weight.data.mul_(0.5)
+            return trainer.fingerprint()
+
+    assert len({run(devices) for devices in LAYOUTS}) == 1
+
+
+def test_gradient_hooks_hold_on_every_device():
+    def run(devices):
+        model = Tempered()
+        model.body.weight.register_hook(lambda gradient: gradient * 0)
+        before = model.body.weight.detach().clone()
+        with open_trainer(model, devices=devices) as trainer:
+            for X, y in make_batches((16, 16)):
+                trainer.step(X, y)
+        assert torch.equal(model.body.weight, before)
+        return trainer.fingerprint()
+
+    assert len({run(devices) for devices in LAYOUTS}) == 1
+
+
+def test_hooks_on_accumulated_gradients_are_refused():
+    model = Tempered()
+    model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ModelError, match=r"head\.weight has a hook on its accumulated gradient"):
+        open_trainer(model)
+    model = Tempered()
+    with open_trainer(model) as trainer:
+        trainer.step(*make_batches((16,))[0])
+        model.head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        with pytest.raises(ModelError, match="accumulated gradient"):
+            trainer.step(*make_batches((16,))[0])
