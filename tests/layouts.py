@@ -3,7 +3,7 @@
 import random
 import time
 
-from evenstep.engine import Task, ThreadLanes
+from evenstep.engine.forkjoin import Task, ThreadLanes
 
 
 def shared(count):

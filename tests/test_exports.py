@@ -16,6 +16,7 @@ SOURCE = Path(evenstep.__file__).parent
 EXPORTS = {
     "evenstep": [
         "Device",
+        "Engine",
         "Trainer",
         "data",
         "errors",
@@ -28,7 +29,18 @@ EXPORTS = {
     "evenstep.cli": ["main"],
     "evenstep.collectives": ["TreePlan", "TreeSum", "tree_plan", "tree_sum"],
     "evenstep.data": ["Cursor", "Loader", "digits", "epoch_order", "fashion_mnist"],
-    "evenstep.engine": ["Handle", "InlineLanes", "Lanes", "Task", "ThreadLanes"],
+    "evenstep.engine": [
+        "Engine",
+        "Handle",
+        "InlineLanes",
+        "Lanes",
+        "Pending",
+        "Span",
+        "Task",
+        "ThreadLanes",
+        "Trace",
+        "Var",
+    ],
     "evenstep.models": ["lenet", "mlp", "resnet18"],
 }
 PACKAGES = {

@@ -124,7 +124,7 @@ def test_an_import_from_above_would_be_found(module, source):
     [
         ("evenstep.trainer", "from evenstep import fingerprint as fingerprints\nimport torch"),
         ("evenstep.cli.lookup", "import evenstep"),
-        ("evenstep.engine", "from evenstep.engine.lanes import Task"),
+        ("evenstep.engine", "from evenstep.engine.task import Task"),
     ],
 )
 def test_an_import_from_below_is_fine(module, source):

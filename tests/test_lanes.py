@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from evenstep.devices import Device
-from evenstep.engine import InlineLanes, Task, ThreadLanes
+from evenstep.engine.forkjoin import InlineLanes, Task, ThreadLanes
 from evenstep.errors import ClosedError
 
 PATIENCE_S = 30  # far more than a right program needs: a wrong one fails instead of hanging
@@ -170,7 +170,7 @@ def test_a_callers_number_that_was_never_set_stays():
     script = """
 import torch
 from evenstep.devices import Device
-from evenstep.engine import Task, ThreadLanes
+from evenstep.engine.forkjoin import Task, ThreadLanes
 with ThreadLanes([Device("cpu", 0, threads=3)]) as lanes:
     assert lanes.run([Task(0, torch.get_num_threads)]) == [3]
 print(torch.get_num_threads())

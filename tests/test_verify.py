@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.engine import InlineLanes
+from evenstep.engine.forkjoin import InlineLanes
 from evenstep.errors import InputError
 from evenstep.models import mlp
 from evenstep.trainer import Trainer

@@ -2,12 +2,14 @@
 
 from evenstep import data, errors, metrics, models
 from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
+from evenstep.engine import Engine
 from evenstep.trainer import Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Device",
+    "Engine",
     "Trainer",
     "data",
     "errors",

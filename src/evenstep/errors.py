@@ -9,6 +9,8 @@
     │   └── CheckpointError              a checkpoint that is missing, damaged or of another run
     ├── NonFiniteLossError               a shard's loss is NaN or infinite; the step was not taken
     ├── SaveError                        a checkpoint can't be written; the earlier ones are whole
+    ├── DeviceLostError                  a device failed or stopped, and what needed it can't go on
+    ├── DeadlockError                    a task waits inside a lane, where it could wait for ever
     └── ClosedError                      used before `with` opened it, or after `with` closed it
 
 A message says what was got, what is needed, and what to do.
@@ -51,6 +53,14 @@ class NonFiniteLossError(EvenstepError):
 
 class SaveError(EvenstepError):
     """A checkpoint could not be written; the earlier ones are whole."""
+
+
+class DeviceLostError(EvenstepError):
+    """A device failed or stopped, and what needed it can't go on."""
+
+
+class DeadlockError(EvenstepError):
+    """A task waits inside a lane, where it could wait for ever."""
 
 
 class ClosedError(EvenstepError):

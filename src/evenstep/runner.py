@@ -15,7 +15,7 @@ from evenstep.collectives import TreeSum, tree_plan, tree_sum
 from evenstep.compute import Leaf, NodeSum, ShardWork, add_nodes, compute_shard
 from evenstep.devices import carry
 from evenstep.draws import DrawWatch
-from evenstep.engine import Lanes, Task
+from evenstep.engine.forkjoin import Lanes, Task
 from evenstep.errors import BatchError
 from evenstep.evaluation import Measure, Metric, measure_shard
 from evenstep.experiment import Experiment

@@ -34,7 +34,8 @@ from evenstep.devices import (
     intra_op_threads,
     layout_notes,
 )
-from evenstep.engine import Handle, Lanes, Task, ThreadLanes
+from evenstep.engine.forkjoin import ForkJoinHandle as Handle
+from evenstep.engine.forkjoin import Lanes, Task, ThreadLanes
 from evenstep.errors import BatchError, ClosedError, InputError, NonFiniteLossError
 from evenstep.evaluation import Metric, evaluation_mode, measure_model, measure_output
 from evenstep.experiment import Experiment, MemoryFormat, Precision

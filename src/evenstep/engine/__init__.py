@@ -1,6 +1,20 @@
-"""The engine: lanes that run work on devices, and handles to results not yet waited for."""
+"""The engine: tasks that run as soon as what they read has been written, on lanes of devices."""
 
-from evenstep.engine.handle import Handle
-from evenstep.engine.lanes import InlineLanes, Lanes, Task, ThreadLanes
+from evenstep.engine.engine import Engine
+from evenstep.engine.handle import Handle, Pending, Var
+from evenstep.engine.lanes import InlineLanes, Lanes, ThreadLanes
+from evenstep.engine.task import Task
+from evenstep.engine.trace import Span, Trace
 
-__all__ = ["Handle", "InlineLanes", "Lanes", "Task", "ThreadLanes"]
+__all__ = [
+    "Engine",
+    "Handle",
+    "InlineLanes",
+    "Lanes",
+    "Pending",
+    "Span",
+    "Task",
+    "ThreadLanes",
+    "Trace",
+    "Var",
+]

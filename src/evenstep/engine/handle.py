@@ -1,26 +1,125 @@
-"""A handle to a number that a step computes."""
+"""What a person holds of the engine: a result not yet computed, and mutable state that tasks share.
+
+Reading one waits: `result`, `item`, `numpy`, `float` and `print` are the synchronising functions
+(Dive into Deep Learning, "Asynchronous Computation").
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 
-class Handle:
-    """The mean loss of a step; `float(handle)` waits for it."""
+import numpy as np
 
-    def __init__(self, value: float) -> None:
-        self._value = value
+from evenstep.engine.graph import Place
+from evenstep.engine.task import Source, Task
+
+
+class Pending(Source):
+    """A value that tasks may still be at work on."""
+
+    __slots__ = ()
 
     def wait_to_read(self) -> None:
-        """Block until the value is there."""
+        """Block until the value is there.
 
-    def item(self) -> float:
+        Raises:
+            the error of the task that failed to make it, with that task's traceback and story.
+            DeadlockError: called inside a lane, which the awaited task might need.
+        """
+        raise NotImplementedError
+
+    def result(self) -> Any:
         """Wait, and return the value."""
         self.wait_to_read()
-        return self._value
+        return self.value_in_task()
 
-    __float__ = item
+    def item(self) -> Any:
+        """Wait, and return the value as a Python number."""
+        value = self.result()
+        return value.item() if hasattr(value, "item") else value
 
-    def __repr__(self) -> str:
-        return f"Handle({self.item()})"
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """Wait, and return the value as a numpy array (a tensor on a GPU is copied)."""
+        value = self.result()
+        return value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
+
+    def __float__(self) -> float:
+        return float(self.result())
+
+    def __int__(self) -> int:
+        return int(self.result())
+
+    def __bool__(self) -> bool:
+        return bool(self.result())
+
+    def __str__(self) -> str:
+        return str(self.result())
 
     def __format__(self, spec: str) -> str:
-        return format(self.item(), spec)
+        return format(self.item() if spec else self.result(), spec)
+
+
+class Handle(Pending):
+    """The result of a task; among the arguments of another it is a dependency."""
+
+    __slots__ = ("_wait", "task")
+
+    def __init__(self, task: Task, wait: Callable[[Task], None]) -> None:
+        self.task = task
+        self._wait = wait
+
+    def value_in_task(self) -> Any:
+        """Return the result; only called once it is there."""
+        return self.task.result
+
+    def wait_to_read(self) -> None:
+        """Block until the task has ended; raise its error."""
+        self._wait(self.task)
+
+    @property
+    def told(self) -> str:
+        """What it is, in a task's story."""
+        return f"the result of {self.task.name!r} (number {self.task.number})"
+
+    @property
+    def done(self) -> bool:
+        """Whether the task has ended; never waits."""
+        return self.task.ended
+
+    def __repr__(self) -> str:
+        return f"Handle({self.result()!r})"
+
+
+class Var(Place, Pending):
+    """Mutable state that tasks read and write, each in its turn.
+
+    Among the arguments of a task it arrives as its value. A task that changes the value names it in
+    `writes`, one that only looks at it in `reads` (or just takes it as an argument). Where a writer
+    fails the value is undefined, so tasks after it fail with it; a new Var makes a fresh start.
+    """
+
+    __slots__ = ("_value", "_wait", "fences", "name")
+
+    def __init__(self, value: Any, name: str, wait: Callable[[Var], None]) -> None:
+        super().__init__()
+        self.name = name
+        self.fences: list[Any] = []
+        self._value = value
+        self._wait = wait
+
+    def value_in_task(self) -> Any:
+        """Return the value; only called while no task writes it."""
+        return self._value
+
+    @property
+    def told(self) -> str:
+        """What it is, in a task's story."""
+        return self.name
+
+    def wait_to_read(self) -> None:
+        """Block until every task submitted so far that writes it has ended."""
+        self._wait(self)
+
+    def __repr__(self) -> str:
+        return f"Var({self.result()!r})"

@@ -1,155 +1,150 @@
-"""Lanes: a worker thread for each device, started and stopped by `with`.
+"""Lanes: where tasks are carried out, each task wholly, one at a time a lane.
 
-`run` is fork and join: it gives each task to the lane of its device, waits for all, and returns
-what they returned. After the first error, or Ctrl-C, tasks not yet begun are dropped and the ones
-that run are waited for, so that when `run` ends nothing is still at work.
+A lane is told what to do with `put` and tells the engine when it is done, by the function that
+`open` gave it. It decides nothing.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import queue
 import threading
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 
 from evenstep.devices import Device
-from evenstep.errors import ClosedError
+from evenstep.engine.task import Task
+
+CarryOut: TypeAlias = "Callable[[int, Task], None]"
+"""Runs a task in the calling thread, as that lane, and reports its end."""
 
 
-class Task(NamedTuple):
-    """A call to be made in the lane of one device (an index into the lanes' devices)."""
+class Lanes(Protocol):
+    """What the engine needs of its lanes: two for each device, the second one for copies."""
 
-    lane: int
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...] = ()
+    def open(self, carry_out: CarryOut) -> None:
+        """Start."""
+        ...
 
+    def put(self, lane: int, task: Task) -> None:
+        """Have `carry_out(lane, task)` called, after what was put there before."""
+        ...
 
-class Lanes(contextlib.AbstractContextManager["Lanes"], Protocol):
-    """What the trainer needs of its lanes."""
+    def work(self) -> None:
+        """Carry out what was put, if the lanes have no threads of their own for it."""
+        ...
 
-    busy_s: list[float]
+    def close(self, lost: set[int]) -> None:
+        """Stop, and wait for the end of every lane but the `lost` ones, which may never end."""
+        ...
 
-    def run(self, tasks: Sequence[Task]) -> list[Any]:
-        """Run `tasks` in their lanes; return their results in the order of `tasks`."""
+    @property
+    def inside(self) -> bool:
+        """Whether the caller is a task, which must not wait for others."""
         ...
 
 
+class ThreadLanes:
+    """Lanes with a thread each; the threads live from `open` to `close`."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        self.devices = tuple(devices)
+        self._inboxes: list[queue.SimpleQueue[Task | None]] = []
+        self._threads: list[threading.Thread] = []
+        self._here = threading.local()
+
+    def open(self, carry_out: CarryOut) -> None:
+        """Start a computing and a copying thread for each device."""
+        torch.get_num_threads()  # settle the caller's own number before the lanes set theirs
+        roles = [(device, f"evenstep {device}") for device in self.devices]
+        roles += [(device, f"evenstep copy {device}") for device in self.devices]
+        self._inboxes = [queue.SimpleQueue() for _ in roles]
+        self._threads = [
+            threading.Thread(target=self._work, args=(lane, *role, carry_out), daemon=True)
+            for lane, role in enumerate(roles)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def put(self, lane: int, task: Task) -> None:
+        """Give a lane its next task."""
+        self._inboxes[lane].put(task)
+
+    def work(self) -> None:
+        """Nothing to do: the threads are at work."""
+
+    def close(self, lost: set[int]) -> None:
+        """Stop every thread, and wait for its end."""
+        for inbox in self._inboxes:
+            inbox.put(None)
+        for lane, thread in enumerate(self._threads):
+            if lane not in lost:
+                thread.join()
+        self._inboxes, self._threads = [], []
+
+    @property
+    def inside(self) -> bool:
+        """Whether the calling thread is one of the lanes."""
+        return getattr(self._here, "is_lane", False)
+
+    def _work(self, lane: int, device: Device, name: str, carry_out: CarryOut) -> None:
+        threading.current_thread().name = name
+        self._here.is_lane = True
+        _settle_threads(device.threads)
+        inbox = self._inboxes[lane]
+        if device.kind == "cuda":
+            torch.cuda.set_device(device.index)
+            torch.cuda.set_stream(torch.cuda.Stream(device.index))
+        while (task := inbox.get()) is not None:
+            carry_out(lane, task)
+            del task  # an idle lane must not keep a step's tensors alive
+
+
 class InlineLanes:
-    """Lanes without threads: every task runs at once, in the caller's thread, in order.
+    """Lanes without threads: a task runs in the thread that submits it, before `submit` returns.
 
     A real stand-in: the same results with nothing beside anything else, for tests and debuggers.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
-        self.busy_s = [0.0] * len(self.devices)
+        self._todo: deque[tuple[int, Task]] = deque()
+        self._carry_out: CarryOut | None = None
+        self._at_work = False
 
-    def __enter__(self) -> InlineLanes:
-        return self
+    def open(self, carry_out: CarryOut) -> None:
+        """Keep what is called for each task."""
+        self._carry_out = carry_out
 
-    def __exit__(self, *exception: object) -> None:
-        """Nothing to stop."""
+    def put(self, lane: int, task: Task) -> None:
+        """Note the task for `work`."""
+        self._todo.append((lane, task))
 
-    def run(self, tasks: Sequence[Task]) -> list[Any]:
-        """Run `tasks` one after the other, each with its device's number of threads."""
+    def work(self) -> None:
+        """Run what was put, and what that starts, one after the other."""
+        if self._at_work:
+            return
+        assert self._carry_out is not None
+        self._at_work = True
         before = torch.get_num_threads()
         try:
-            return [self._run_one(task) for task in tasks]
+            while self._todo:
+                lane, task = self._todo.popleft()
+                torch.set_num_threads(self.devices[lane % len(self.devices)].threads)
+                self._carry_out(lane, task)
         finally:
+            self._at_work = False
             torch.set_num_threads(before)
 
-    def _run_one(self, task: Task) -> Any:
-        torch.set_num_threads(self.devices[task.lane].threads)
-        began = time.perf_counter()
-        try:
-            return task.function(*task.arguments)
-        finally:
-            self.busy_s[task.lane] += time.perf_counter() - began
+    def close(self, lost: set[int]) -> None:
+        """Nothing to stop."""
 
-
-class ThreadLanes:
-    """Lanes with a worker thread for each device; the threads live from `with` to its end.
-
-    Attributes:
-        busy_s: for each device, the seconds in which its lane ran a task.
-    """
-
-    def __init__(self, devices: Sequence[Device]) -> None:
-        self.devices = tuple(devices)
-        self.busy_s = [0.0] * len(self.devices)
-        self._inboxes: list[queue.SimpleQueue[Callable[[], None] | None]] = []
-        self._threads: list[threading.Thread] = []
-
-    def __enter__(self) -> ThreadLanes:
-        torch.get_num_threads()  # settle the caller's own number before the lanes set theirs
-        self._inboxes = [queue.SimpleQueue() for _ in self.devices]
-        self._threads = [
-            threading.Thread(
-                target=self._work, args=(lane,), name=f"evenstep {device}", daemon=True
-            )
-            for lane, device in enumerate(self.devices)
-        ]
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Stop every thread and wait for its end."""
-        for inbox in self._inboxes:
-            inbox.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._inboxes, self._threads = [], []
-
-    def run(self, tasks: Sequence[Task]) -> list[Any]:
-        """Run `tasks` in their lanes at the same time; return results in the order of `tasks`.
-
-        Raises the error of the first task, in the order of `tasks`, that failed.
-        """
-        if not self._threads:
-            raise ClosedError("the lanes are not open: use them inside `with`")
-        join = _Join(len(tasks))
-        try:
-            for number, task in enumerate(tasks):
-                self._inboxes[task.lane].put(functools.partial(join.carry_out, number, task))
-            join.all_ended.wait()
-        except BaseException:  # Ctrl-C
-            join.dropped = True
-            self._drain()
-            raise
-        return join.results()
-
-    def _drain(self) -> None:
-        """Wait until every lane has gone through its inbox, however often Ctrl-C is pressed."""
-        passed = [threading.Event() for _ in self._inboxes]
-        for inbox, event in zip(self._inboxes, passed, strict=True):
-            inbox.put(event.set)
-        while not all(event.is_set() for event in passed):
-            with contextlib.suppress(KeyboardInterrupt):
-                for event in passed:
-                    event.wait()
-
-    def _work(self, lane: int) -> None:
-        device = self.devices[lane]
-        _settle_threads(device.threads)
-        if device.kind == "cuda":
-            torch.cuda.set_device(device.index)
-        while (job := self._inboxes[lane].get()) is not None:
-            began = time.perf_counter()
-            job()
-            self.busy_s[lane] += time.perf_counter() - began
-            del job  # an idle lane must not keep a step's tensors alive
+    @property
+    def inside(self) -> bool:
+        """Whether a task runs."""
+        return self._at_work
 
 
 def _settle_threads(threads: int) -> None:
@@ -160,35 +155,3 @@ def _settle_threads(threads: int) -> None:
     """
     torch.get_num_threads()
     torch.set_num_threads(threads)
-
-
-class _Join:
-    """What `run` waits for: the results and errors of its tasks, and a latch for the last one."""
-
-    def __init__(self, count: int) -> None:
-        self.all_ended = threading.Event()
-        self.dropped = False
-        self._results: list[Any] = [None] * count
-        self._errors: dict[int, BaseException] = {}
-        self._left = count
-        self._lock = threading.Lock()
-        if count == 0:
-            self.all_ended.set()
-
-    def carry_out(self, number: int, task: Task) -> None:
-        if not self.dropped:
-            try:
-                self._results[number] = task.function(*task.arguments)
-            except BaseException as error:
-                self._errors[number] = error
-                self.dropped = True
-        with self._lock:
-            self._left -= 1
-            last = self._left == 0
-        if last:
-            self.all_ended.set()
-
-    def results(self) -> list[Any]:
-        if self._errors:
-            raise self._errors[min(self._errors)]
-        return self._results

@@ -1,0 +1,147 @@
+"""A task: a call to be made in a lane, with its story."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+
+from evenstep.engine.context import PLAIN, Modes, current_modes, in_modes
+from evenstep.engine.graph import Place
+from evenstep.engine.schedule import Job
+
+
+class Task(Job):
+    """A call and what came of it.
+
+    Attributes:
+        name: what it is called in errors and in the trace.
+        category: what its seconds count as: "compute", "sum", "update", "copy", or a name of the
+            user's.
+        story: more to say about it: the step, the shard.
+        sources: the handles and Vars that it was given.
+        result: what the call returned.
+        error: what it raised; for a task that was not run, why not.
+        traceback: where it raised it.
+        seen: whether somebody was told of the error.
+        fence: with GPUs: the events behind the submission; once launched, that behind the task.
+        wakes: what is to be set at its end.
+    """
+
+    __slots__ = (
+        "arguments",
+        "category",
+        "context",
+        "error",
+        "fence",
+        "function",
+        "modes",
+        "name",
+        "result",
+        "seen",
+        "sources",
+        "story",
+        "traceback",
+        "wakes",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...] = (),
+        *,
+        lane: int | None = None,
+        run: int | None = None,
+        name: str | None = None,
+        category: str = "compute",
+        story: Mapping[str, object] | None = None,
+    ) -> None:
+        super().__init__(lane, run, category)
+        self.function: Callable[..., Any] | None = function
+        self.arguments = arguments
+        self.sources = sources_in(arguments)
+        self.name = name or getattr(function, "__name__", None) or repr(function)
+        self.category = category
+        self.story = story
+        self.modes: Modes = current_modes()
+        self.context = contextvars.copy_context()
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.traceback: TracebackType | None = None
+        self.seen = False
+        self.fence: Any = None
+        self.wakes: list[threading.Event] = []
+
+    def call(self) -> None:
+        """Make the call, as the submitting thread would; keep its result or error."""
+        function = self.function
+        assert function is not None
+        try:
+            arguments = [value_of(argument) for argument in self.arguments]
+            if self.modes == PLAIN:
+                self.result = self.context.run(function, *arguments)
+            else:
+                with in_modes(self.modes):
+                    self.result = self.context.run(function, *arguments)
+        except BaseException as error:
+            self.error = error
+
+    def let_go(self) -> None:
+        """Forget the call: what it was given must not stay alive with its result."""
+        self.function = None
+        self.arguments = ()
+        self.sources = []
+
+    def tell(self, device: object) -> str:
+        """Say in a line what the task is, and what it reads and writes."""
+        parts = [f"in task {self.name!r} (number {self.number}) on {device}"]
+        parts += [f"{key} {value}" for key, value in (self.story or {}).items()]
+        inputs = [source for source in self.sources if not isinstance(source, Place)]
+        for verb, things in (("takes", inputs), ("reads", self.reads), ("writes", self.writes)):
+            names = ", ".join(str(getattr(thing, "told", thing)) for thing in things)
+            parts += [f"{verb} {names}"] if names else []
+        return "; ".join(parts)
+
+
+class Source:
+    """What a task may be given in place of a value: it arrives as the value."""
+
+    __slots__ = ()
+
+    @property
+    def told(self) -> str:
+        """What it is, in a task's story."""
+        raise NotImplementedError
+
+    def value_in_task(self) -> Any:
+        """Return the value; only called once it is there."""
+        raise NotImplementedError
+
+
+def value_of(argument: Any) -> Any:
+    """Return `argument` with every source in it (also in lists, tuples and dicts) replaced."""
+    if isinstance(argument, Source):
+        return argument.value_in_task()
+    kind = type(argument)
+    if kind is list or kind is tuple:
+        return kind(map(value_of, argument))
+    if kind is dict:
+        return {key: value_of(value) for key, value in argument.items()}
+    return argument
+
+
+def sources_in(arguments: Any) -> list[Source]:
+    """Return every source in nested lists, tuples and dicts."""
+    found: list[Source] = []
+    for argument in arguments:
+        if isinstance(argument, Source):
+            found.append(argument)
+        else:
+            kind = type(argument)
+            if kind is list or kind is tuple:
+                found += sources_in(argument)
+            elif kind is dict:
+                found += sources_in(argument.values())
+    return found
