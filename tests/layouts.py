@@ -3,7 +3,7 @@
 import random
 import time
 
-from evenstep.engine.forkjoin import Task, ThreadLanes
+from evenstep.engine import ThreadLanes
 
 
 def shared(count):
@@ -31,12 +31,9 @@ LAYOUTS = {
 class DelayedLanes(ThreadLanes):
     """Lanes that start each task up to 2 ms late, so that shards end in another order each time."""
 
-    def run(self, tasks):
-        return super().run(
-            [Task(lane, _late, (random.random() * 2e-3, *call)) for lane, *call in tasks]
-        )
+    def open(self, carry_out):
+        def late(lane, task):
+            time.sleep(random.random() * 2e-3)
+            carry_out(lane, task)
 
-
-def _late(delay_s, function, arguments):
-    time.sleep(delay_s)
-    return function(*arguments)
+        super().open(late)

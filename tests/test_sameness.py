@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import evenstep
-from evenstep.engine.forkjoin import InlineLanes
+from evenstep.engine import InlineLanes
 from layouts import LAYOUTS, DelayedLanes, own, shared
 from reference import assert_same_bits, reference_training, whole_state
 from zoo import ZOO, build, make_batches

@@ -40,12 +40,40 @@ def test_no_shards_are_refused(shards):
 
 @given(items=st.lists(st.integers()), parts=st.integers(1, 40))
 def test_runs_are_contiguous_and_even(items, parts):
-    runs = contiguous_runs(items, parts)
+    runs = contiguous_runs(items, [0.3] * parts)
     assert len(runs) == parts
     assert [item for run in runs for item in run] == items
     lengths = [len(run) for run in runs]
     assert max(lengths) - min(lengths) <= 1
     assert lengths == sorted(lengths, reverse=True)
+
+
+@given(
+    items=st.lists(st.integers()),
+    speeds=st.lists(st.floats(0, 1e6), min_size=1, max_size=20).filter(any),
+)
+def test_runs_are_as_long_as_speeds_deserve(items, speeds):
+    runs = contiguous_runs(items, speeds)
+    assert [item for run in runs for item in run] == items
+    for run, speed in zip(runs, speeds, strict=True):
+        assert abs(len(run) - len(items) * speed / sum(speeds)) < 1 + 1e-6
+    assert all(
+        len(run) <= (speed > 0) * len(items) for run, speed in zip(runs, speeds, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("speeds", "lengths"),
+    [
+        ([3, 1], [6, 2]),
+        ([1, 3], [2, 6]),
+        ([1, 0], [8, 0]),
+        ([2, 1, 1], [4, 2, 2]),
+        ([20, 1], [8, 0]),
+    ],
+)
+def test_a_fast_device_gets_a_longer_run(speeds, lengths):
+    assert [len(run) for run in contiguous_runs(range(8), speeds)] == lengths
 
 
 X, Y = torch.zeros(6, 2), torch.zeros(6, dtype=torch.int64)

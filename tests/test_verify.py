@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.engine.forkjoin import InlineLanes
+from evenstep.engine import InlineLanes
 from evenstep.errors import InputError
 from evenstep.models import mlp
 from evenstep.trainer import Trainer
@@ -139,9 +139,9 @@ def test_random_in_forward_is_found_and_is_not_repeatable():
 def test_python_state_of_a_replica_is_found_where_the_second_device_begins():
     verdict = verify(maker(CountsItsCalls), batches, [1, 2], STEPS)
     found = verdict.difference
-    # Two devices: the second one computes shards 4 to 7, and starts to count at 4.
-    assert (found.step, found.shard, found.tensor) == (0, 4, FIRST_GRADIENT)
-    assert found.repeats
+    # The second device starts to count at shard 4, or at one that it takes from the first one.
+    assert (found.step, found.tensor) == (0, FIRST_GRADIENT)
+    assert 1 <= found.shard <= 4
 
 
 def test_it_compares_with_the_first_layout_that_differs():
@@ -173,7 +173,8 @@ def test_a_difference_that_does_not_come_back_is_said_to_be_unknown():
 
 def test_a_buffer_is_named_when_the_gradients_agree():
     found = verify(maker(CountsInABuffer), batches, [1, 2], 1).difference
-    assert (found.step, found.shard, found.tensor) == (0, 4, "buffer sum")
+    assert (found.step, found.tensor) == (0, "buffer sum")
+    assert 1 <= found.shard <= 4
 
 
 def test_the_state_is_named_when_all_shards_agree():

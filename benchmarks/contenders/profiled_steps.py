@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import evenstep
 from contenders.workload import Job, make_loader, make_network, make_optimizer
-from evenstep.engine.forkjoin import InlineLanes
+from evenstep.engine import InlineLanes
 
 Step = Callable[[torch.Tensor, torch.Tensor], object]
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from evenstep.collectives import TreeSum
-from evenstep.devices import carry
+from evenstep.devices import Device, carry
+from evenstep.engine import streams
 from evenstep.errors import ModelError
 from evenstep.objective import Number, ShardObjective
 from evenstep.replicas import Replica
@@ -33,12 +34,17 @@ class NodeSum:
             integer one the value after shard 0; None where no shard wrote it.
         weight: the sum of the shards' weights, in examples.
         replica: whose memory holds the tensors.
+        lo, hi: the shards [lo, hi) that are in it.
+        fence: on a GPU, what is to be waited for before the tensors are used.
     """
 
     gradients: Tensors
     buffers: Tensors
     weight: int
     replica: Replica
+    lo: int
+    hi: int
+    fence: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +91,8 @@ def compute_shard(
     replica.open_shard()
     may_claim = replica.has_learned and observe is None and not replica.may_be_sparse
     node, left = tree.claim(work.shard, lambda value: may_claim and _fits(value, replica))
+    if left is not None:
+        _receive(left, replica.device)
     for number, parameter in enumerate(replica.parameters):
         parameter.grad = None if left is None else left.gradients[number]
     leaf = _forward_backward(replica, work, objective)
@@ -94,19 +102,25 @@ def compute_shard(
     if left is not None:
         value.buffers = _add_buffers(left, value)
         value.weight += left.weight
+        value.lo = left.lo
     if replica.device.kind == "cuda":
-        torch.cuda.synchronize(replica.device.index)
+        value.fence = streams.fence_here(replica.device)
     tree.put(node, value)
     return leaf
 
 
 def add_nodes(left: NodeSum, right: NodeSum) -> NodeSum:
     """Return left + right, in the memory of `left` (which is reused)."""
+    device = left.replica.device
+    _receive(left, device)
+    _receive(right, device)
     if right.replica.device.memory != left.replica.device.memory:
         right = _carry_node(right, left.replica)
     buffers = _add_buffers(left, right)
     gradients = _add_gradients(left.gradients, right.gradients)
-    return NodeSum(gradients, buffers, left.weight + right.weight, left.replica)
+    weight = left.weight + right.weight
+    fence = streams.fence_here(device) if device.kind == "cuda" else None
+    return NodeSum(gradients, buffers, weight, left.replica, left.lo, right.hi, fence)
 
 
 def closing_buffers(root: NodeSum) -> Tensors:
@@ -179,7 +193,7 @@ def _collect(replica: Replica, work: ShardWork) -> NodeSum:
         _weigh(buffer, work, opening)
         for buffer, opening in zip(replica.changed_buffers(), replica.opening, strict=True)
     ]
-    return NodeSum(gradients, buffers, work.weight, replica)
+    return NodeSum(gradients, buffers, work.weight, replica, work.shard, work.shard + 1)
 
 
 def _weigh(
@@ -251,4 +265,12 @@ def _carry_node(node: NodeSum, replica: Replica) -> NodeSum:
     def moved(tensors: Tensors) -> Tensors:
         return [None if tensor is None else carry(tensor, replica.device) for tensor in tensors]
 
-    return NodeSum(moved(node.gradients), moved(node.buffers), node.weight, replica)
+    gradients, buffers = moved(node.gradients), moved(node.buffers)
+    return NodeSum(gradients, buffers, node.weight, replica, node.lo, node.hi)
+
+
+def _receive(node: NodeSum, device: Device) -> None:
+    """Order what the calling lane does next behind the kernels that made a node's tensors."""
+    if node.fence is not None:
+        streams.wait_for([node.fence], device)
+        streams.keep((node.gradients, node.buffers))

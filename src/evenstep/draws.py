@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -13,6 +13,8 @@ from evenstep.rng import default_states, have_moved, restore_default_states
 from evenstep.sharding import Batch
 
 T = TypeVar("T")
+States: TypeAlias = "list[torch.Tensor]"
+"""The states of the default generators."""
 
 
 class DrawWatch:
@@ -35,23 +37,40 @@ class DrawWatch:
         self._is_first_step = True
         self._seen_between = False
 
+    def states(self) -> States | None:
+        """Return the default generators' states, to be given to `drew`; None if it need not be."""
+        return None if self.draws else default_states(self._devices)
+
+    def drew(self, before: States | None) -> bool:
+        """Say whether random ops drew from a default generator since `before`."""
+        return before is not None and (self._seen_between or have_moved(self._devices, before))
+
+    def note_draws(self, before: States | None, *, restore: bool) -> None:
+        """From now on give shards generators of their own; the last step is to be done again.
+
+        Args:
+            before: the states before that step.
+            restore: whether to put the default generators back. Not where the front end went on
+                meanwhile, and may have drawn from them itself.
+        """
+        self.draws = True
+        if restore and before is not None:
+            restore_default_states(self._devices, before)
+
     def repeat(self, attempt: Callable[[], T]) -> T:
         """Return `attempt()`, whose random ops did not come from a default generator.
 
         If they did, it is done again with generators for each shard, now and from here on. The
         default generators are left as they were.
         """
-        if self.draws:
-            return attempt()
-        before = default_states(self._devices)
+        before = self.states()
         error: BaseException | None = None
         try:
             result = attempt()
         except BaseException as caught:
             error = caught
-        drew = restore_default_states(self._devices, before) or self._seen_between
-        if drew and (error is None or isinstance(error, Exception)):
-            self.draws = True
+        if self.drew(before) and (error is None or isinstance(error, Exception)):
+            self.note_draws(before, restore=True)
             return attempt()
         if error is not None:
             raise error
@@ -75,6 +94,11 @@ class DrawWatch:
             return result
 
         return watched
+
+    @property
+    def is_first_step(self) -> bool:
+        """Whether no training step has gone through yet."""
+        return self._is_first_step
 
     def step_done(self) -> None:
         """Note that a training step has gone through."""

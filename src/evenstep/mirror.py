@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,8 +35,10 @@ def gradient_hooks(parameter: nn.Parameter) -> dict[int, Any]:
     return parameter._backward_hooks or {}
 
 
-def carry_over_attributes(mine: dict[str, Any], its: dict[str, Any], device: Device) -> None:
-    """Bring the plain attributes of a copied module up to those of the user's.
+def carry_over_attributes(
+    mine: dict[str, Any], its: dict[str, Any], device: Device
+) -> Iterator[Callable[[], None]]:
+    """Yield, for each plain attribute in which a copied module is behind, what brings it over.
 
     Args:
         mine: the `__dict__` of a module of the user's.
@@ -47,7 +50,11 @@ def carry_over_attributes(mine: dict[str, Any], its: dict[str, Any], device: Dev
         if value is theirs or key in _MODULE_INTERNALS:
             continue
         if _differs(value, theirs):
-            its[key] = carry(value, device) if isinstance(value, torch.Tensor) else copy.copy(value)
+            yield functools.partial(_carry_over, its, key, value, device)
+
+
+def _carry_over(its: dict[str, Any], key: str, value: Any, device: Device) -> None:
+    its[key] = carry(value, device) if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def _differs(mine: Any, its: Any) -> bool:

@@ -12,14 +12,15 @@ needs no second optimizer state, holds for any optimizer, and copies can't drift
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
-from evenstep.errors import ModelError
+from evenstep.errors import InputError, ModelError
 from evenstep.mirror import carry_over_attributes, gradient_hooks, structure
 
 
@@ -70,33 +71,41 @@ class Replica:
 class Replicas:
     """The replicas of one model over all devices.
 
+    Args:
+        model: the user's module.
+        devices: the first one is where the module is.
+        apart: whether the first device too computes on a copy of the module (with the same
+            parameters in memory). Then what the user does to the module, to its gradients or
+            training flags, doesn't reach the shards of a step in flight.
+
     Attributes:
         home: the replica that is the user's module; the update is done there.
-        all: one replica for each device, home first.
+        all: one replica for each device; without `apart` the first is home.
         copies: the replicas that hold copies of the home's parameters in a memory of their own.
     """
 
-    def __init__(self, model: nn.Module, devices: Sequence[Device]) -> None:
+    def __init__(self, model: nn.Module, devices: Sequence[Device], *, apart: bool = False) -> None:
         self._model = model
         self._devices = tuple(devices)
+        self._apart = apart
+        self._lost: set[int] = set()
         self._build()
 
     def _build(self) -> None:
         model = self._model
         _refuse_hooks_on_sums(model)
         self.home = Replica(self._devices[0], model)
-        self.all = [self.home]
+        self.all = [] if self._apart else [self.home]
         self._owners = {self.home.device.memory: self.home}  # who holds a memory's parameters
-        for device in self._devices[1:]:
+        for device in self._devices[len(self.all) :]:
             self._add(device)
+        self._others = [replica for replica in self.all if replica is not self.home]
         self._pairs = [
             (mine.__dict__, its.__dict__, replica.device)
-            for replica in self.all[1:]
+            for replica in self._others
             for mine, its in zip(model.modules(), replica.module.modules(), strict=True)
         ]
-        self.copies = [
-            replica for replica in self.all[1:] if self._owners[replica.device.memory] is replica
-        ]
+        self._find_copies()
         self._modules = list(model.modules())
         self._structure = structure(self._modules)
         self._synchronised: list[tuple[int, int]] = []
@@ -111,22 +120,70 @@ class Replicas:
         """
         if self._structure != structure(self._modules):
             self._build()
+        for bring_over in self._differences():
+            bring_over()
+        return bool(self.copies) and self._synchronised != self._home_versions()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the user has changed the module since `follow_home`; nothing is done about it."""
+        if self._structure != structure(self._modules):
+            return True
+        return any(True for _ in self._differences())
+
+    def _differences(self) -> Iterator[Callable[[], object]]:
+        """Yield, for each thing in which a replica is behind the home, what brings it over."""
         for mine, its, device in self._pairs:
-            carry_over_attributes(mine, its, device)
-        for replica in self.all[1:]:
+            yield from carry_over_attributes(mine, its, device)
+        for replica in self._others:
             owner = self._owners[replica.device.memory]
-            for parameter, source in zip(replica.parameters, owner.parameters, strict=True):
-                if owner is not replica and parameter.data_ptr() != source.data_ptr():
-                    parameter.data = source.detach()
+            if owner is not replica:
+                for parameter, source in zip(replica.parameters, owner.parameters, strict=True):
+                    if parameter.data_ptr() != source.data_ptr():
+                        yield functools.partial(_share, parameter, source)
             for parameter, source in zip(replica.parameters, self.home.parameters, strict=True):
                 if parameter.requires_grad != source.requires_grad:
-                    parameter.requires_grad_(source.requires_grad)
-        return bool(self.copies) and self._synchronised != self._home_versions()
+                    yield functools.partial(parameter.requires_grad_, source.requires_grad)
+
+    def can_do_without(self, lost: set[int]) -> bool:
+        """Say whether training can go on without the devices of some lanes, and give them up.
+
+        It can't without the one that holds the user's module, unless that is in the CPU's memory
+        and its lane computes on a copy.
+        """
+        if len(lost) >= len(self.all):
+            return False
+        if 0 in lost and not (self._apart and self.home.device.kind == "cpu"):
+            return False
+        self._lost = set(lost)
+        self._find_copies()
+        return True
+
+    def _find_copies(self) -> None:
+        self.copies = [
+            replica
+            for lane, replica in enumerate(self.all)
+            if lane not in self._lost
+            and self._owners[replica.device.memory] is replica
+            and replica is not self.home
+        ]
 
     def mark_synchronised(self) -> None:
         """Note that every copy now equals the home's parameters."""
-        if self.copies:
+        if self.copies or self._apart:
             self._synchronised = self._home_versions()
+
+    def refuse_written(self) -> None:
+        """Refuse parameters that somebody wrote since `mark_synchronised`.
+
+        Raises:
+            InputError: somebody did, while a step was in flight.
+        """
+        if self._synchronised and self._synchronised != self._home_versions():
+            raise InputError(
+                "the parameters were written to while a step was in flight: call "
+                "trainer.waitall() before you change the model, or use max_in_flight=1"
+            )
 
     def mark_touched(self) -> None:
         """Note that somebody may have written the home's parameters, in whatever way."""
@@ -136,7 +193,10 @@ class Replicas:
         """Take the home's buffers as the step's opening values, for every replica."""
         opening = [buffer.detach().clone() for buffer in self.home.buffers]
         per_memory = {self.home.device.memory: opening}
-        for replica in self.all:
+        self.home.opening = opening
+        for lane, replica in enumerate(self.all):
+            if lane in self._lost:
+                continue
             memory = replica.device.memory
             if memory not in per_memory:
                 per_memory[memory] = [carry(value, replica.device) for value in opening]
@@ -160,7 +220,7 @@ class Replicas:
     def abandon_step(self) -> None:
         """Leave the user's module as `open_step` found it, without gradients."""
         self.restore_opening()
-        for replica in self.all:
+        for replica in (self.home, *self._others):
             for parameter in replica.parameters:
                 parameter.grad = None
 
@@ -245,6 +305,10 @@ def _copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.M
             f"and computed tensors out of its attributes (or give it __deepcopy__), or train on "
             f"one device"
         ) from error
+
+
+def _share(parameter: nn.Parameter, source: nn.Parameter) -> None:
+    parameter.data = source.detach()
 
 
 def _buffer_slots(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn, TypeAlias
 import optree
 import torch
 
+from evenstep.devices import Device
 from evenstep.errors import BatchError
 
 Batch: TypeAlias = Any
@@ -35,9 +36,26 @@ def shard_bounds(examples: int, shards: int) -> list[tuple[int, int]]:
     return list(itertools.pairwise(starts))
 
 
-def contiguous_runs(items: Sequence[int], parts: int) -> list[list[int]]:
-    """Deal `items` in their order to `parts` devices, as evenly as can be (longer runs first)."""
-    return [list(items[lo:hi]) for lo, hi in shard_bounds(len(items), parts)]
+def contiguous_runs(items: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
+    """Deal `items` in their order to devices, to each a run as long as its speed deserves.
+
+    Largest remainders (Hamilton's apportionment; of equal ones, the first devices'): equal speeds
+    get runs whose lengths differ by at most one, the longer ones first.
+
+    Args:
+        items: what is dealt.
+        speeds: of each device, relative to each other, at least 0; not all 0.
+    """
+    total = sum(speeds)
+    shares = [len(items) * speed / total for speed in speeds]
+    lengths = [int(share) for share in shares]
+    by_remainder = sorted(
+        range(len(speeds)), key=lambda device: (lengths[device] - shares[device], device)
+    )
+    for device in by_remainder[: len(items) - sum(lengths)]:
+        lengths[device] += 1
+    ends = list(itertools.accumulate(lengths))
+    return [list(items[end - n : end]) for n, end in zip(lengths, ends, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +67,15 @@ class Cut:
         filled: the number of shards with examples.
         views: for each shard its part of each tensor of the batch.
         structure: how a shard's tensors are nested: as the batch's are.
+        versions: for each tensor of the batch how often it had been written to; None where torch
+            doesn't count.
     """
 
     bounds: Sequence[tuple[int, int]]
     filled: int
     views: Sequence[tuple[torch.Tensor, ...]]
     structure: optree.PyTreeSpec
+    versions: Sequence[int | None] = ()
 
     def take(self, shard: int, place: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return one shard as a batch, each tensor carried to a device by `place`.
@@ -63,6 +84,24 @@ class Cut:
         tensors of exactly its own shape, never on views at an odd offset of a larger one.
         """
         return self.structure.unflatten([place(view) for view in self.views[shard]])
+
+    def lies_on(self, taken: Batch, device: Device) -> bool:
+        """Say whether a shard that was taken is where `device` computes."""
+        return all(
+            leaf.device == device.torch_device for leaf in self.structure.flatten_up_to(taken)
+        )
+
+    def check_unchanged(self) -> None:
+        """Refuse a batch that was written to since it was cut.
+
+        Raises:
+            BatchError: it was.
+        """
+        if self.views and self.versions != _versions(self.views[0]):
+            raise BatchError(
+                "the batch was written to while its step was in flight: give each step tensors of "
+                "its own, or call waitall() first, or use max_in_flight=1"
+            )
 
 
 def cut_batch(batch: Batch, shards: int) -> Cut:
@@ -75,7 +114,12 @@ def cut_batch(batch: Batch, shards: int) -> Cut:
     bounds = shard_bounds(_check_examples(batch, leaves), shards)
     sizes = [hi - lo for lo, hi in bounds]
     views = list(zip(*(leaf.detach().split(sizes) for leaf in leaves), strict=True))
-    return Cut(bounds, sum(size > 0 for size in sizes), views, structure)
+    return Cut(bounds, sum(size > 0 for size in sizes), views, structure, _versions(leaves))
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """Return how often each tensor was written to; a view counts with its base."""
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def count_examples(batch: Batch) -> int:

@@ -11,9 +11,10 @@ import contextlib
 import dataclasses
 import functools
 import logging
-import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from torch import nn
 
 from evenstep import fingerprint as fingerprints
 from evenstep import state
+from evenstep.account import DeviceShares
 from evenstep.allocator import kept_memory
 from evenstep.checkpoint import read_checkpoint, write_checkpoint
-from evenstep.compute import Leaf, NodeSum, closing_buffers, divide_gradients
+from evenstep.compute import Leaf, NodeSum
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
 from evenstep.devices import (
@@ -34,16 +36,19 @@ from evenstep.devices import (
     intra_op_threads,
     layout_notes,
 )
-from evenstep.engine.forkjoin import ForkJoinHandle as Handle
-from evenstep.engine.forkjoin import Lanes, Task, ThreadLanes
-from evenstep.errors import BatchError, ClosedError, InputError, NonFiniteLossError
+from evenstep.engine import Engine, Lanes, Pending, ThreadLanes, Trace
+from evenstep.errors import BatchError, ClosedError, InputError
 from evenstep.evaluation import Metric, evaluation_mode, measure_model, measure_output
 from evenstep.experiment import Experiment, MemoryFormat, Precision
 from evenstep.objective import Loss, UserObjective, choose_objective
-from evenstep.replicas import Replicas, broadcast, check_trainable, move_home
+from evenstep.optimizer_twin import OptimizerTwin
+from evenstep.replicas import Replicas, check_trainable, move_home
 from evenstep.rng import derive_seed, shard_seed
-from evenstep.runner import ShardRunner, refuse_lonely_batch_norm, sum_floats
+from evenstep.runner import Attempt, ShardRunner, refuse_lonely_batch_norm
 from evenstep.sharding import Batch, Cut, shard_bounds
+from evenstep.steps import Flight, StepLoss, StepRun
+from evenstep.timing import Timekeeper
+from evenstep.update import Update, settle
 
 logger = logging.getLogger("evenstep")
 
@@ -70,8 +75,12 @@ class Trainer:
         before_update: called with the module between sum and update, when each `parameter.grad`
             holds the mean gradient of the batch: the place for clipping.
         scheduler: saved and resumed with the rest; stepping it stays with the user.
-        max_in_flight: steps that may be unfinished when `step` returns; 1: a returned step is
-            finished.
+        max_in_flight: steps that may be unfinished at once. 1: a step is finished when `step`
+            returns. 2: `step` returns at once, so that the next batch is loaded and copied
+            meanwhile; then call `waitall` before you read or change the model. Schedulers and
+            changes of the optimizer's groups take effect at the right step all the same.
+        lost_after_s: a device that is at one shard for so long (and for twenty times its usual
+            time) while another one waits is given up, and the others do its shards.
         lanes: what runs the work; `InlineLanes` does without threads.
 
     Attributes:
@@ -101,6 +110,7 @@ class Trainer:
         before_update: Callable[[nn.Module], object] | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_in_flight: int = 1,
+        lost_after_s: float = 60.0,
         lanes: Callable[[Sequence[Device]], Lanes] = ThreadLanes,
     ) -> None:
         experiment = Experiment(
@@ -110,8 +120,8 @@ class Trainer:
             memory_format=memory_format,
             threads=threads,
         )
-        if max_in_flight != 1:
-            raise InputError(f"got max_in_flight={max_in_flight}: only 1 is possible so far")
+        if max_in_flight < 1:
+            raise InputError(f"got max_in_flight={max_in_flight}: at least 1 is needed")
         self.devices = find_devices(devices, threads=threads)
         self._objective = choose_objective(loss, objective)
         self._measure = measure_model if loss is None else measure_output
@@ -123,15 +133,27 @@ class Trainer:
         self.notes = layout_notes(self.devices, shards)
         self.cursor = Cursor(0, 0)
         self.steps_done = 0
-        self._before_update = before_update
         self.on_shard: Callable[[int, NodeSum], None] | None = None
-        self._make_lanes = lanes
-        self._lanes: Lanes | None = None
+        self._max_in_flight = max_in_flight
+        self._is_open = False
         self._opened = contextlib.ExitStack()
         channels_last = self.experiment.memory_format == "channels_last"
         move_home(model, optimizer, self.devices[0], channels_last=channels_last)
-        self._replicas = Replicas(model, self.devices)
-        self._runner = ShardRunner(self.experiment, self._replicas)
+        overlap = max_in_flight > 1
+        self._engine = Engine(self.devices, lanes=lanes)
+        self._timekeeper = Timekeeper(self._engine)
+        self._replicas = Replicas(model, self.devices, apart=overlap)
+        self._runner = ShardRunner(self.experiment, self._replicas, self._engine)
+        self._twin = OptimizerTwin(optimizer) if overlap else None
+        self._update = Update(optimizer, self._replicas, before_update, self._twin)
+        self._flight = Flight(
+            self._engine,
+            self._runner,
+            self._timekeeper,
+            overlap=overlap,
+            lost_after_s=lost_after_s,
+            abandoned=self._abandoned,
+        )
 
     def __enter__(self) -> Trainer:
         """Start the lanes."""
@@ -139,15 +161,30 @@ class Trainer:
             logger.warning(note)
         self._opened.enter_context(kept_memory())
         self._opened.enter_context(deterministic_kernels(self.devices))
-        self._lanes = self._opened.enter_context(self._make_lanes(self.devices))
+        self._opened.enter_context(self._engine)
+        self._is_open = True
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        """Stop the lanes; the model stays usable."""
-        self._lanes = None
-        self._opened.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Finish the steps in flight (after an error, drop them), and stop the lanes.
 
-    def step(self, *batch: Batch) -> Handle:
+        The model stays usable.
+        """
+        try:
+            if error is None:
+                self.waitall()
+            else:
+                self._flight.abandon(error)
+        finally:
+            self._is_open = False
+            self._opened.close()
+
+    def step(self, *batch: Batch) -> Pending:
         """Train on one minibatch: split, compute the shards, sum, update.
 
         Args:
@@ -159,22 +196,24 @@ class Trainer:
         Raises:
             BatchError: the batch can't be cut into shards.
             NonFiniteLossError: a shard's loss is NaN or infinite. As after every error before the
-                update, and Ctrl-C, the model is as the step found it.
+                update, and Ctrl-C, the model is as the step found it. With `max_in_flight` above 1
+                a step's error is raised where somebody waits for it: by its handle, a later
+                `step`, or `waitall`; the steps after it were not taken.
         """
         cut = self._runner.split(batch)
-        steps_before = self.steps_done
-        self._open_step()
-        try:
-            if isinstance(self.optimizer, torch.optim.LBFGS):
-                loss = self._minimise(cut)
-            else:
-                loss, count, root = self._sum_shards(cut)
-                self._run(self._update, count, root)
-        except BaseException:
-            if self.steps_done == steps_before:
-                self._replicas.abandon_step()
-            raise
-        return Handle(loss)
+        self._open_flight(leave=self._max_in_flight - 1)
+        refuse_lonely_batch_norm(self.model, cut.bounds)
+        if isinstance(self.optimizer, torch.optim.LBFGS):
+            return self._minimise(cut)
+        run = self._next_run(cut, self._update)
+        if self._twin:
+            run.settings = self._twin.record()
+        self._flight.start(run)
+        self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
+        self.steps_done += 1
+        if self._max_in_flight == 1 or self._runner.watch.is_first_step:
+            self._flight.complete()
+        return StepLoss(run, lambda run: self._flight.complete(until=run))
 
     def epoch(self, loader: Loader) -> Iterator[Batch]:
         """Yield what is left of the current epoch's batches; then the next epoch begins.
@@ -184,7 +223,12 @@ class Trainer:
         """
         last = loader.epoch_examples - (len(loader) - 1) * loader.batch_size
         refuse_lonely_batch_norm(self.model, shard_bounds(last, self.experiment.shards))
-        yield from loader.epoch(self.cursor)
+        batches = loader.epoch(self.cursor)
+        began_s = time.perf_counter()
+        for batch in batches:
+            self._timekeeper.loaded(began_s)
+            yield batch
+            began_s = time.perf_counter()
         self.cursor = Cursor(self.cursor.epoch + 1, 0)
 
     def evaluate(self, batches: Iterable[Batch], metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -199,6 +243,7 @@ class Trainer:
             BatchError: there is no batch, or none that counts.
         """
         sums = dict.fromkeys(metrics, (0.0, 0.0))
+        self._open_flight()
         with evaluation_mode(self.model):
             for number, batch in enumerate(batches):
                 for name, (total, count) in self._measure_batch(number, batch, metrics).items():
@@ -208,11 +253,23 @@ class Trainer:
         return {name: total / count for name, (total, count) in sums.items()}
 
     def waitall(self) -> None:
-        """Wait for every step; afterwards the model may be read, and changed in any way."""
+        """Wait for every step; afterwards the model may be read, and changed in any way.
+
+        Raises:
+            the error of a step in flight; it and those after it were not taken.
+        """
+        self._flight.complete()
+        if self._twin:
+            self._twin.give_back()
         self._replicas.mark_touched()
+        self._timekeeper.rest()
 
     def fingerprint(self) -> str:
-        """Return the SHA-256 of parameters, buffers and optimizer state (hexadecimal)."""
+        """Return the SHA-256 of parameters, buffers and optimizer state (hexadecimal).
+
+        Waits for the steps in flight.
+        """
+        self.waitall()
         return fingerprints.fingerprint(self.model, self.optimizer)
 
     def save(self, folder: str | Path, *, keep: int = 3) -> Path:
@@ -225,6 +282,7 @@ class Trainer:
         Raises:
             SaveError: it can't be written; the checkpoints before it are whole.
         """
+        self.waitall()
         tree = {
             "experiment": dataclasses.asdict(self.experiment),
             "cursor": dataclasses.asdict(self.cursor),
@@ -266,109 +324,121 @@ class Trainer:
         return trainer
 
     @property
-    def busy_s(self) -> list[float]:
-        """For each device, the seconds in which its lane had work since `with` opened it."""
-        return list(self._lanes.busy_s) if self._lanes else [0.0] * len(self.devices)
+    def trace(self) -> Trace:
+        """What ran where and when; `trace.save(file)` writes it for Perfetto."""
+        return self._engine.trace
 
-    def _open_step(self) -> None:
-        """Let every replica start from the user's model as it is now."""
+    def shares(self) -> tuple[DeviceShares, ...]:
+        """Return for each device where the time of the training steps went."""
+        return self._timekeeper.shares()
+
+    @property
+    def busy_s(self) -> list[float]:
+        """For each device, the seconds of training steps in which it had work."""
+        return [own.compute_s + own.sum_s + own.update_s for own in self.shares()]
+
+    # ---- the rest is what the steps above are made of
+
+    def _open_flight(self, leave: int = 0) -> None:
+        """Wait until at most `leave` steps are in flight, and let replicas start from the model."""
+        if not self._is_open:
+            raise ClosedError(
+                "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`"
+            )
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise InputError(
                 "torch.autocast around a step has no hold in the lanes: use "
                 'Trainer(precision="bf16") instead'
             )
+        self._flight.complete(down_to=leave)
+        if len(self._flight) and (self._replicas.is_behind or not self._twin_fits):
+            self._flight.complete()
+        if not len(self._flight):
+            self._follow_user()
+
+    def _follow_user(self) -> None:
+        """Bring replicas and twin up to what the user did to the model and the optimizer."""
         if self._replicas.follow_home():
-            self._run(self._bring_copies_up_to_date)
-        self._replicas.open_step()
+            self._in_first_lane(self._update.bring_copies_up_to_date)
+        if self._twin and not self._twin.fits:
+            self._twin.renew()
+
+    @property
+    def _twin_fits(self) -> bool:
+        return self._twin is None or self._twin.fits
+
+    def _next_run(self, cut: Cut, finish: Callable[..., None]) -> StepRun:
+        cursor = self.cursor
+        return StepRun(
+            number=self.steps_done,
+            cursor=cursor,
+            attempt=Attempt(cut),
+            objective=self._objective,
+            seed_of=functools.partial(shard_seed, self.experiment.seed, cursor.epoch, cursor.step),
+            observe=self.on_shard,
+            finish=finish,
+        )
+
+    def _abandoned(self, run: StepRun) -> None:
+        """Steps from `run` on were not taken: go back to where it was to begin."""
+        self.cursor, self.steps_done = run.cursor, run.number
+        if self._twin:
+            self._twin.renew()
 
     def _measure_batch(
         self, number: int, batch: Batch, metrics: Mapping[str, Metric]
     ) -> dict[str, tuple[float, float]]:
         cut = self._runner.split(_as_arguments(batch))
         seed_of = functools.partial(derive_seed, "evaluation", self.experiment.seed, number)
-        self._open_step()
+        self._open_flight()
+        self._replicas.open_step()
         try:
-            return self._runner.measure(self._open_lanes(), cut, self._measure, metrics, seed_of)
+            return self._runner.measure(cut, self._measure, metrics, seed_of)
         finally:
             self._replicas.restore_opening()
+            self._timekeeper.rest()
 
-    def _sum_shards(self, cut: Cut) -> tuple[float, float, NodeSum]:
-        """Compute every shard; return the mean loss, its count, and the sum over the shards."""
-        cursor = self.cursor
-        seed_of = functools.partial(shard_seed, self.experiment.seed, cursor.epoch, cursor.step)
-        leaves, root = self._runner.train(
-            self._open_lanes(), cut, self._objective, seed_of, self.on_shard
-        )
-        self._refuse_non_finite(cut, leaves)
-        count = sum_floats([leaf and leaf[1] for leaf in leaves])
-        if count == 0:
-            raise NonFiniteLossError(
-                f"step {self.steps_done} counts nothing (is every target ignored?), so its mean "
-                f"loss is 0/0: the step was not taken"
-            )
-        return sum_floats([leaf and leaf[0] for leaf in leaves]) / count, count, root
-
-    def _install(self, count: float, root: NodeSum) -> None:
-        """Put the mean gradients where the optimizer looks, and let the user's hook see them."""
-        divide_gradients(root.gradients, count)
-        for parameter, gradient in zip(self._replicas.home.parameters, root.gradients, strict=True):
-            parameter.grad = gradient
-        if self._before_update:
-            self._before_update(self.model)
-
-    def _update(self, count: float, root: NodeSum) -> None:
-        self._install(count, root)
-        self.optimizer.step()
-        self._close_step(root)
-
-    def _minimise(self, cut: Cut) -> float:
+    def _minimise(self, cut: Cut) -> Pending:
         """Update with an optimizer that evaluates the batch as often as it likes (LBFGS).
 
         Its own arithmetic runs in the caller's thread, with the devices' number of threads. It
         writes parameters between evaluations, and wants gradients that can be viewed as flat.
         """
-        losses: list[float] = []
-        roots: list[NodeSum] = []
+        first: StepRun | None = None
+        root: NodeSum | None = None
+
+        def install(run: StepRun, leaves: Sequence[Leaf | None], found: NodeSum) -> None:
+            nonlocal root
+            run.loss, count = settle(run, leaves)
+            found.gradients = [g if g is None else g.contiguous() for g in found.gradients]
+            self._update.install(count, found)
+            root = found
 
         def closure() -> float:
-            if self._replicas.follow_home():
-                self._run(self._bring_copies_up_to_date)
-            loss, count, root = self._sum_shards(cut)
-            root.gradients = [g if g is None else g.contiguous() for g in root.gradients]
-            self._install(count, root)
-            losses.append(loss)
-            roots[:] = [root]
-            return loss
+            nonlocal first
+            self._follow_user()
+            run = self._next_run(cut, install)
+            self._flight.start(run)
+            self._flight.complete()
+            first = first or run
+            return run.loss
 
+        self._flight.complete()
         with (
             state.rolled_back_on_error(self.model, self.optimizer),
             intra_op_threads(self.experiment.threads),
         ):
             self.optimizer.step(closure)
-        self._close_step(roots[0])
-        return losses[0]
-
-    def _close_step(self, root: NodeSum) -> None:
-        self._replicas.close_step(closing_buffers(root))
-        self._bring_copies_up_to_date()
+        assert first is not None
+        assert root is not None
+        self._in_first_lane(functools.partial(self._update.close, root))
         self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
         self.steps_done += 1
+        return StepLoss(first, lambda run: None)
 
-    def _bring_copies_up_to_date(self) -> None:
-        for replica in self._replicas.copies:
-            broadcast(self._replicas.home, replica)
-        self._replicas.mark_synchronised()
-
-    def _refuse_non_finite(self, cut: Cut, leaves: Sequence[Leaf | None]) -> None:
-        for shard, leaf in enumerate(leaves):
-            if leaf is not None and not math.isfinite(float(leaf[0])):
-                lo, hi = cut.bounds[shard]
-                raise NonFiniteLossError(
-                    f"the loss of shard {shard} (examples {lo} to {hi - 1} of the batch) in step "
-                    f"{self.steps_done} (epoch {self.cursor.epoch}, batch {self.cursor.step}) is "
-                    f"{float(leaf[0])}: the step was not taken. Try a lower learning rate, clip "
-                    f"gradients in before_update, or look at those examples"
-                )
+    def _in_first_lane(self, function: Callable[[], None]) -> None:
+        """Run `function` where the update is done, and wait for it."""
+        self._engine.submit(function, device=self.devices[self._engine.first_lane]).wait_to_read()
 
     def _restore(self, saved: Mapping[str, Any]) -> None:
         state.check_experiment(self.experiment, saved["experiment"])
@@ -379,17 +449,6 @@ class Trainer:
         self.steps_done = saved["steps_done"]
         self._runner.watch.draws = saved["draws_random"]
         state.check_fingerprint(self.fingerprint(), saved["fingerprint"])
-
-    def _run(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Run `function` in the first device's lane, where the update is done."""
-        self._open_lanes().run([Task(0, function, arguments)])
-
-    def _open_lanes(self) -> Lanes:
-        if self._lanes is None:
-            raise ClosedError(
-                "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`"
-            )
-        return self._lanes
 
 
 def _as_arguments(batch: Batch) -> tuple[Batch, ...]:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from evenstep.devices import Device, Devices, find_devices
 from evenstep.engine import handle as handles
 from evenstep.engine import streams
@@ -52,6 +54,9 @@ class Engine:
     Attributes:
         devices: where tasks run.
         trace: what ran where and when.
+        scheduler: who decides; its questions may be asked at any time.
+        listener: called in the lanes, one at a time, as `listener(lane, task, seconds)` at the end
+            of each task.
 
     Raises:
         InputError: (its subclass DeviceError, too) for arguments that can't be.
@@ -83,6 +88,7 @@ class Engine:
         self._wanted: list[tuple[int, threading.Event]] = []
         self._dropping = False
         self._vars = 0
+        self.listener: Callable[[int, Task, float], None] | None = None
 
     def __enter__(self) -> Engine:
         """Start the lanes."""
@@ -233,6 +239,48 @@ class Engine:
         """Return the lane that copies to the device of a computing lane."""
         return len(self.devices) + lane
 
+    def drain(self, task: Task) -> None:
+        """Wait for the end of `task`, however often Ctrl-C is pressed."""
+        while not task.ended:
+            with contextlib.suppress(KeyboardInterrupt):
+                self.wait_for(task)
+
+    def failure_of(self, task: Task) -> BaseException | None:
+        """Return what an ended task failed with, itself or by what it needed; None if it didn't."""
+        if task.cause is None:
+            return None
+        assert isinstance(task.cause, Task)
+        return _told(task.cause)
+
+    @property
+    def lane_here(self) -> int:
+        """The lane that the calling task runs on."""
+        assert self._lanes is not None
+        return self._lanes.here
+
+    @property
+    def first_lane(self) -> int:
+        """The first computing lane that is not lost."""
+        return min(set(range(len(self.devices))) - self.scheduler.lost)
+
+    @property
+    def lost_lanes(self) -> set[int]:
+        """The computing lanes whose devices were given up."""
+        return {lane for lane in self.scheduler.lost if lane < len(self.devices)}
+
+    def give_up_device_of(self, task: Task) -> None:
+        """Give up the device that made an ended task fail, if it is a device that failed."""
+        cause = task.cause
+        if isinstance(cause, Task) and _is_device_failure(cause.error):
+            lane = cause.lane if cause.ran_on is None else cause.ran_on
+            if lane is not None and lane not in self.scheduler.lost:
+                self.lose(lane % len(self.devices))
+
+    def stuck_lanes(self, after_s: float) -> list[int]:
+        """Return the lanes that keep others waiting (see `Scheduler.stuck`)."""
+        with self._guard:
+            return self.scheduler.stuck(after_s, time.perf_counter())
+
     def lose(self, lane: int) -> None:
         """Give a device up: its tasks fail, nothing is given to it, and nobody waits for it."""
         with self._guard:
@@ -332,6 +380,7 @@ class Engine:
     def _carry_out(self, lane: int, task: Task) -> None:
         """Run a task in the calling lane, and start what waited for its end."""
         device = self.devices[lane % len(self.devices)]
+        task.ran_on = lane
         began = time.perf_counter()
         if self._dropping:
             task.error = ClosedError(f"{task.name!r} was dropped: the engine was closed before it")
@@ -345,8 +394,11 @@ class Engine:
                 task.traceback = task.error.__traceback__
                 _add_note(task.error, task.tell(device))
         ended = time.perf_counter()
+        story = {**(task.story or {}), "stolen": True} if task.stolen else task.story
         with self._guard:
-            self.trace.add(Span(lane, task.name, task.category, began, ended, task.story))
+            self.trace.add(Span(lane, task.name, task.category, began, ended, story))
+            if self.listener:
+                self.listener(lane, task, ended - began)
             self._act(self.scheduler.ended(lane, task, ended, failed=task.error is not None))
 
     def _act(self, decisions: Decisions) -> None:
@@ -371,7 +423,8 @@ class Engine:
             task.error = DeviceLostError(
                 f"the device of {task.name!r} was lost: it is out of use now"
             )
-        self._failed.append(task)
+        if not task.seen:
+            self._failed.append(task)
 
 
 def _submission(
@@ -380,6 +433,14 @@ def _submission(
     inputs = [source.task for source in task.sources if isinstance(source, Handle)]
     given = [source for source in task.sources if isinstance(source, handles.Var)]
     return task, inputs, (*given, *reads) if given else reads, writes
+
+
+def _is_device_failure(error: BaseException | None) -> bool:
+    """Say whether an error is a device's own: ours, or what torch raises for a broken GPU."""
+    accelerator_error = getattr(torch, "AcceleratorError", None)
+    return isinstance(error, DeviceLostError) or (
+        accelerator_error is not None and isinstance(error, accelerator_error)
+    )
 
 
 def _told(cause: Task) -> BaseException:

@@ -45,6 +45,11 @@ class Lanes(Protocol):
         """Whether the caller is a task, which must not wait for others."""
         ...
 
+    @property
+    def here(self) -> int:
+        """The lane of the calling task."""
+        ...
+
 
 class ThreadLanes:
     """Lanes with a thread each; the threads live from `open` to `close`."""
@@ -87,11 +92,17 @@ class ThreadLanes:
     @property
     def inside(self) -> bool:
         """Whether the calling thread is one of the lanes."""
-        return getattr(self._here, "is_lane", False)
+        return hasattr(self._here, "lane")
+
+    @property
+    def here(self) -> int:
+        """The lane of the calling thread."""
+        lane: int = self._here.lane
+        return lane
 
     def _work(self, lane: int, device: Device, name: str, carry_out: CarryOut) -> None:
         threading.current_thread().name = name
-        self._here.is_lane = True
+        self._here.lane = lane
         _settle_threads(device.threads)
         inbox = self._inboxes[lane]
         if device.kind == "cuda":
@@ -106,6 +117,9 @@ class InlineLanes:
     """Lanes without threads: a task runs in the thread that submits it, before `submit` returns.
 
     A real stand-in: the same results with nothing beside anything else, for tests and debuggers.
+
+    Attributes:
+        here: the lane of the task that runs.
     """
 
     def __init__(self, devices: Sequence[Device]) -> None:
@@ -113,6 +127,7 @@ class InlineLanes:
         self._todo: deque[tuple[int, Task]] = deque()
         self._carry_out: CarryOut | None = None
         self._at_work = False
+        self.here = -1
 
     def open(self, carry_out: CarryOut) -> None:
         """Keep what is called for each task."""
@@ -132,6 +147,7 @@ class InlineLanes:
         try:
             while self._todo:
                 lane, task = self._todo.popleft()
+                self.here = lane
                 torch.set_num_threads(self.devices[lane % len(self.devices)].threads)
                 self._carry_out(lane, task)
         finally:

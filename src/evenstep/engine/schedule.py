@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 from evenstep.engine.graph import Graph, Node, Place
 
 _RECENT = 0.3  # the share of the newest duration in a lane's moving average
+_LATE = 20  # times its usual duration after which a job is stuck
 _FORGET = 0.995  # what an idle lane's pace shrinks by for each run it got nothing of
 
 
@@ -85,7 +86,8 @@ class Scheduler:
         decisions = Decisions([], [])
         for job, inputs, reads, writes in jobs:
             for ready in self.graph.add(job, inputs, reads, writes):
-                self._ready(ready, decisions)
+                if not self._queue(ready):
+                    self._end(ready, decisions, failed=ready.cause is None)
         return self._fill(now, decisions)
 
     def ended(self, lane: int, job: Job, now: float, *, failed: bool = False) -> Decisions:
@@ -106,7 +108,10 @@ class Scheduler:
         return self._fill(now, Decisions([], []))
 
     def lose(self, lane: int, now: float) -> Decisions:
-        """A lane is lost: what it runs and what is bound to it fails, its run goes to others."""
+        """A lane is lost: what it runs and what is bound to it fails, its run goes to others.
+
+        With the last computing lane everything fails that only such a lane could run.
+        """
         decisions = Decisions([], [])
         self.lost.add(lane)
         self._idle.discard(lane)
@@ -114,11 +119,14 @@ class Scheduler:
         orphans = [running[0]] if running else []
         orphans += self._bound[lane]
         self._bound[lane].clear()
-        for job in orphans:
-            self._end(job, decisions, failed=True)
         if lane < self.compute:
             self._anywhere.extend(self._runs[lane])
             self._runs[lane].clear()
+            if not self._has_lanes:
+                orphans += self._anywhere
+                self._anywhere.clear()
+        for job in orphans:
+            self._end(job, decisions, failed=True)
         return self._fill(now, decisions)
 
     # ---- questions
@@ -138,6 +146,23 @@ class Scheduler:
         best = min(known, default=1.0)
         return [0.0 if lane in self.lost else 1 / (pace or best) for lane, pace in enumerate(paces)]
 
+    def stuck(self, after_s: float, now: float) -> list[int]:
+        """Return the lanes that have been at one job of a run too long while another is idle.
+
+        Too long is `after_s`, and twenty times what the slowest lane takes for such a job; before
+        anything was measured nothing is too long.
+        """
+        alive = [lane for lane in range(self.compute) if lane not in self.lost]
+        running = [(lane, *at) for lane in alive if (at := self.running[lane]) is not None]
+        if len(running) == len(alive):
+            return []
+        stuck = []
+        for lane, job, began in running:
+            slowest = max((pace or 0.0 for pace in self._pace.get(job.kind, ())), default=0.0)
+            if job.run is not None and slowest and now - began > max(after_s, _LATE * slowest):
+                stuck.append(lane)
+        return stuck
+
     def forget_idle(self, kind: str, lanes: Iterable[int]) -> None:
         """Trust the pace of `lanes`, which got nothing of a run, a little less.
 
@@ -150,29 +175,35 @@ class Scheduler:
 
     # ---- decisions
 
-    def _ready(self, job: Job, decisions: Decisions) -> None:
-        """A job waits for nothing any more: queue it, or end it if it must not run."""
+    @property
+    def _has_lanes(self) -> bool:
+        """Whether there is a computing lane left."""
+        return not self.lost or any(lane not in self.lost for lane in range(self.compute))
+
+    def _queue(self, job: Job) -> bool:
+        """Queue a job that waits for nothing any more; False: it must end, as nothing can run it."""
         if job.cause is not None:
-            self._end(job, decisions)
-        elif job.lane is not None and job.lane in self.lost:
-            self._end(job, decisions, failed=True)
-        elif job.lane is not None:
+            return False
+        if job.lane is not None:
+            if job.lane in self.lost:
+                return False
             self._bound[job.lane].append(job)
         elif job.run is not None and job.run not in self.lost:
             self._runs[job.run].append(job)
-        else:
+        elif self._has_lanes:
             self._anywhere.append(job)
+        else:
+            return False
+        return True
 
-    def _end(self, job: Job, decisions: Decisions, *, failed: bool = False) -> None:
+    def _end(self, job: Job, decisions: Decisions, *, failed: bool) -> None:
         ends = [(job, failed)]
-        while ends:  # not recursive: a chain of poisoned jobs may be long
+        while ends:  # not recursive: a chain of jobs that can't run may be long
             ending, failed = ends.pop()
             decisions.ends.append(ending)
             for ready in self.graph.end(ending, failed=failed):
-                if ready.cause is not None:
-                    ends.append((ready, False))
-                else:
-                    self._ready(ready, decisions)
+                if not self._queue(ready):
+                    ends.append((ready, ready.cause is None))
 
     def _fill(self, now: float, decisions: Decisions) -> Decisions:
         """Give idle lanes what they should run next: first their own, then what they can steal."""

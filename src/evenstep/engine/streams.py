@@ -57,7 +57,7 @@ def open_task(task: Task, device: Device) -> None:
         if isinstance(source, Handle):
             wait_for([source.task.fence], device)
             if device.kind == "cuda":
-                _keep(source.task.result, device)
+                keep(source.task.result)
     for place in (*task.reads, *task.writes):
         assert isinstance(place, Var)
         wait_for(place.fences, device)
@@ -77,9 +77,8 @@ def _fences_of(place: Place) -> list[Any]:
     return place.fences
 
 
-def _keep(value: Any, device: Device) -> None:
-    """Tell the allocator that the memory of `value` is used on this lane's stream too."""
-    stream = torch.cuda.current_stream(device.index)
+def keep(value: Any) -> None:
+    """Tell torch's allocator that the calling lane's stream uses the memory of `value` too."""
     for leaf in optree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-            leaf.record_stream(stream)
+            leaf.record_stream(torch.cuda.current_stream(leaf.device))

@@ -25,7 +25,8 @@ class Task(Job):
         result: what the call returned.
         error: what it raised; for a task that was not run, why not.
         traceback: where it raised it.
-        seen: whether somebody was told of the error.
+        seen: whether somebody was told of the error, or none but whoever submitted it shall be.
+        ran_on: the lane that it ran on.
         fence: with GPUs: the events behind the submission; once launched, that behind the task.
         wakes: what is to be set at its end.
     """
@@ -39,6 +40,7 @@ class Task(Job):
         "function",
         "modes",
         "name",
+        "ran_on",
         "result",
         "seen",
         "sources",
@@ -57,6 +59,7 @@ class Task(Job):
         name: str | None = None,
         category: str = "compute",
         story: Mapping[str, object] | None = None,
+        quiet: bool = False,
     ) -> None:
         super().__init__(lane, run, category)
         self.function: Callable[..., Any] | None = function
@@ -70,7 +73,8 @@ class Task(Job):
         self.result: Any = None
         self.error: BaseException | None = None
         self.traceback: TracebackType | None = None
-        self.seen = False
+        self.seen = quiet
+        self.ran_on: int | None = None
         self.fence: Any = None
         self.wakes: list[threading.Event] = []
 

@@ -1,0 +1,273 @@
+"""The steps in flight: submitted as tasks, waited for in order, done again or abandoned.
+
+The tasks of a step are its copies (where a step may overlap the one before), its shards, and its
+end: the settling of the loss and the update. Shards read the model and the end writes it, so the
+shards of the next step wait for the end, while its copies do not. A node of the canonical tree is
+summed in the task of whichever shard brings its second child.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from evenstep.compute import Leaf, NodeSum
+from evenstep.data.order import Cursor
+from evenstep.engine import Engine, Pending, Task
+from evenstep.errors import ClosedError, EvenstepError
+from evenstep.objective import ShardObjective
+from evenstep.runner import Attempt, SeedOf, ShardRunner
+from evenstep.timing import StepClock, Timekeeper
+
+logger = logging.getLogger("evenstep")
+
+_LOOK_EVERY_S = 1.0
+
+
+@dataclasses.dataclass(eq=False, kw_only=True)
+class StepRun:
+    """A step on its way.
+
+    Attributes:
+        number: steps done before it.
+        cursor: its place in the data.
+        attempt: the current go at its batch.
+        objective: of a shard.
+        seed_of: seeds of the shards' random ops.
+        observe: called with every shard's own value.
+        finish: called in a lane with the step, the leaves' losses and the root of the tree.
+        settings: what the front end changed in the optimizer since the step before.
+        end: its last task.
+        loss: its mean loss, once it is finished.
+        finished: whether `finish` is through.
+        error: why it was abandoned.
+    """
+
+    number: int
+    cursor: Cursor
+    attempt: Attempt
+    objective: ShardObjective
+    seed_of: SeedOf
+    observe: Callable[[int, NodeSum], None] | None
+    finish: Callable[[StepRun, Sequence[Leaf | None], NodeSum], None]
+    settings: Sequence[Any] = ()
+    end: Task | None = None
+    loss: float = math.nan
+    finished: bool = False
+    error: BaseException | None = None
+
+
+class StepLoss(Pending):
+    """The mean loss of a step, before its update: a handle."""
+
+    __slots__ = ("_complete", "_run")
+
+    def __init__(self, run: StepRun, complete: Callable[[StepRun], None]) -> None:
+        self._run = run
+        self._complete = complete
+
+    @property
+    def told(self) -> str:
+        """What it is, in a task's story."""
+        return f"the loss of step {self._run.number}"
+
+    def value_in_task(self) -> float:
+        """Return the loss; only called once it is there."""
+        return self._run.loss
+
+    def wait_to_read(self) -> None:
+        """Block until the step is finished; raise its error."""
+        if not self._run.finished and self._run.error is None:
+            self._complete(self._run)
+        if self._run.error is not None:
+            raise self._run.error
+
+    def __repr__(self) -> str:
+        return f"Handle({self.item()})"
+
+
+class Flight:
+    """The steps that are not finished, oldest first.
+
+    Args:
+        engine: where their tasks run.
+        runner: makes the tasks of their shards.
+        timekeeper: is told of every step that ends.
+        overlap: whether a step may be submitted while the one before runs.
+        lost_after_s: how long a device may be at one shard while another one waits.
+        abandoned: called with the first step that was not finished when steps are abandoned.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        runner: ShardRunner,
+        timekeeper: Timekeeper,
+        *,
+        overlap: bool,
+        lost_after_s: float,
+        abandoned: Callable[[StepRun], None],
+    ) -> None:
+        self._engine = engine
+        self._runner = runner
+        self._timekeeper = timekeeper
+        self._overlap = overlap
+        self._lost_after_s = lost_after_s
+        self._abandoned = abandoned
+        self._runs: deque[StepRun] = deque()
+        self._lost: set[int] = set()
+        self._model = engine.Var(None, "the model")
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def start(self, run: StepRun) -> None:
+        """Submit the tasks of a step; return at once."""
+        engine, runner, attempt = self._engine, self._runner, run.attempt
+        copies = runner.copy_tasks(attempt, run.number) if self._overlap else []
+        shards = runner.train_tasks(
+            attempt, run.number, run.objective, run.seed_of, run.observe, copies
+        )
+        leaves = [engine.handle(task) for task in shards]
+        opening = self._task(self._open, attempt, name="open", category="open", run=run)
+        run.end = self._task(self._end, run, leaves, name="update", category="update", run=run)
+        engine.submit_tasks(copies)
+        if self._runs:
+            engine.submit_tasks([opening], writes=[self._model])
+        else:
+            self._open(attempt)
+        self._runs.append(run)
+        engine.submit_tasks(shards, reads=[self._model])
+        engine.submit_tasks([run.end], writes=[self._model])
+
+    def complete(self, *, down_to: int = 0, until: StepRun | None = None) -> None:
+        """Wait for the oldest steps, until `down_to` are left, or until `until` is finished.
+
+        Raises:
+            the error of a step; that step and those after it are abandoned.
+        """
+        while len(self._runs) > down_to and (until is None or until in self._runs):
+            run = self._runs[0]
+            assert run.end is not None
+            try:
+                self._wait_for(run.end)
+            except BaseException as interrupt:  # Ctrl-C
+                self.abandon(interrupt)
+                raise
+            failure = self._engine.failure_of(run.end)
+            if failure is None:
+                self._runs.popleft()
+                self._runner.watch.step_done()
+            elif self._can_mend(run, failure):
+                self._start_again()
+            else:
+                self.abandon(failure)
+                raise failure
+
+    def abandon(self, error: BaseException) -> None:
+        """Drop what has not begun, wait for what runs, and leave the model as it was found."""
+        self._drop_all()
+        while self._runs and self._runs[0].finished:
+            self._runs.popleft()
+        if not self._runs:
+            return
+        for run in self._runs:
+            run.error = error
+        first = self._runs[0]
+        self._forget_runs()
+        self._abandoned(first)
+
+    # ---- in the lanes
+
+    def _task(
+        self, function: Callable[..., None], *given: Any, name: str, category: str, run: StepRun
+    ) -> Task:
+        return Task(
+            function,
+            given,
+            lane=self._engine.first_lane,
+            name=f"{name} {run.number}",
+            category=category,
+            story={"step": run.number},
+            quiet=True,
+        )
+
+    def _open(self, attempt: Attempt) -> None:
+        """Take the model's buffers as the step's opening values."""
+        if self._overlap:
+            self._runner.replicas.refuse_written()
+        else:
+            attempt.clock.data_are_there()
+        self._runner.replicas.open_step()
+        attempt.before = self._runner.watch.states()
+
+    def _end(self, run: StepRun, leaves: list[Leaf]) -> None:
+        """Finish a step whose shards are all there."""
+        attempt = run.attempt
+        if attempt.dropped:
+            raise ClosedError(f"step {run.number} was dropped")
+        if self._runner.watch.drew(attempt.before):
+            raise _DrawsSeenError(f"step {run.number} drew from the default generator")
+        assert attempt.tree is not None
+        empty = [None] * (len(attempt.cut.bounds) - len(leaves))
+        run.finish(run, [*leaves, *empty], attempt.tree.take_root())
+        run.finished = True
+        self._timekeeper.step_ended(run.number, attempt.clock)
+
+    # ---- when something is in the way
+
+    def _wait_for(self, end: Task) -> None:
+        """Wait for a step's last task; give up a device that stands still meanwhile."""
+        while not self._engine.wait_for(end, timeout_s=_LOOK_EVERY_S):
+            for lane in self._engine.stuck_lanes(self._lost_after_s):
+                self._engine.lose(lane)
+
+    def _can_mend(self, run: StepRun, error: BaseException) -> bool:
+        """Say whether the step can be done again, with what was learnt from its failure."""
+        watch, before = self._runner.watch, run.attempt.before
+        if isinstance(error, Exception) and watch.drew(before):
+            watch.note_draws(before, restore=not self._overlap)
+            return True
+        assert run.end is not None
+        self._engine.give_up_device_of(run.end)
+        lost = self._engine.lost_lanes
+        newly_lost = lost - self._lost
+        if not newly_lost or not self._runner.replicas.can_do_without(lost):
+            return False
+        self._lost = lost
+        for lane in sorted(newly_lost):
+            logger.warning(
+                f"{self._engine.devices[lane]} was lost in step {run.number} ({error}): the other "
+                f"devices go on without it, with the same result"
+            )
+        return True
+
+    def _start_again(self) -> None:
+        self._drop_all()
+        runs = [*self._runs]
+        self._forget_runs()
+        for run in runs:
+            ready_s = run.attempt.clock.ready_s
+            run.attempt = Attempt(run.attempt.cut, StepClock(ready_s))
+            self.start(run)
+
+    def _forget_runs(self) -> None:
+        self._runs.clear()
+        self._runner.replicas.abandon_step()
+        self._model = self._engine.Var(None, "the model")  # the old one's writer failed
+
+    def _drop_all(self) -> None:
+        """Let no further task begin, and wait for those that run."""
+        for run in self._runs:
+            run.attempt.dropped = True
+        for run in self._runs:
+            if run.end is not None:
+                self._engine.drain(run.end)
+
+
+class _DrawsSeenError(EvenstepError):
+    """A step drew random numbers without generators of its own: it must be done again."""

@@ -1,0 +1,85 @@
+"""The end of a step: from the shards' losses and the sum of their gradients to the update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from evenstep.compute import Leaf, NodeSum, closing_buffers, divide_gradients
+from evenstep.errors import NonFiniteLossError
+from evenstep.optimizer_twin import OptimizerTwin
+from evenstep.replicas import Replicas, broadcast
+from evenstep.runner import sum_floats
+from evenstep.steps import StepRun
+
+
+class Update:
+    """Ends steps: settles the loss, divides, lets the user's hook see, updates, closes buffers."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        replicas: Replicas,
+        before_update: Callable[[nn.Module], object] | None,
+        twin: OptimizerTwin | None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._replicas = replicas
+        self._before_update = before_update
+        self._twin = twin
+
+    def __call__(self, run: StepRun, leaves: Sequence[Leaf | None], root: NodeSum) -> None:
+        """Take the step; called in a lane."""
+        run.loss, count = settle(run, leaves)
+        self.install(count, root)
+        if self._twin is None:
+            self._optimizer.step()
+        else:
+            self._twin.step(run.settings)
+        self.close(root)
+
+    def install(self, count: float, root: NodeSum) -> None:
+        """Put the mean gradients where the optimizer looks, and let the user's hook see them."""
+        divide_gradients(root.gradients, count)
+        for parameter, gradient in zip(self._replicas.home.parameters, root.gradients, strict=True):
+            parameter.grad = gradient
+        if self._before_update:
+            self._before_update(self._replicas.home.module)
+
+    def close(self, root: NodeSum) -> None:
+        """Write the closing buffers, and bring every memory's parameters up to date."""
+        self._replicas.close_step(closing_buffers(root))
+        self.bring_copies_up_to_date()
+
+    def bring_copies_up_to_date(self) -> None:
+        """Give every memory that holds copies the home's parameters."""
+        for replica in self._replicas.copies:
+            broadcast(self._replicas.home, replica)
+        self._replicas.mark_synchronised()
+
+
+def settle(run: StepRun, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
+    """Return the step's mean loss, and the count that its gradients are to be divided by.
+
+    Raises:
+        NonFiniteLossError: a shard's loss is not a number, or nothing counts.
+    """
+    for shard, leaf in enumerate(leaves):
+        if leaf is not None and not math.isfinite(float(leaf[0])):
+            lo, hi = run.attempt.cut.bounds[shard]
+            raise NonFiniteLossError(
+                f"the loss of shard {shard} (examples {lo} to {hi - 1} of the batch) in step "
+                f"{run.number} (epoch {run.cursor.epoch}, batch {run.cursor.step}) is "
+                f"{float(leaf[0])}: the step was not taken. Try a lower learning rate, clip "
+                f"gradients in before_update, or look at those examples"
+            )
+    count = sum_floats([leaf and leaf[1] for leaf in leaves])
+    if count == 0:
+        raise NonFiniteLossError(
+            f"step {run.number} counts nothing (is every target ignored?), so its mean "
+            f"loss is 0/0: the step was not taken"
+        )
+    return sum_floats([leaf and leaf[0] for leaf in leaves]) / count, count
