@@ -23,25 +23,29 @@ def train(model, make_optimizer, batches, **options):
     optimizer = make_optimizer(model.parameters())
     options = {"memory_format": "contiguous", "lanes": DelayedLanes, **options}
     with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
-        losses = [float(trainer.step(X, y)) for X, y in batches]
+        losses = [float(loss) for loss in [trainer.step(X, y) for X, y in batches]]
     return whole_state(model, optimizer), losses
 
 
-def assert_equals_reference(name, sizes, devices, shards, make_optimizer=MOMENTUM):
+def assert_equals_reference(
+    name, sizes, devices, shards, make_optimizer=MOMENTUM, max_in_flight=1
+):
     batches = make_batches(sizes)
     expected, expected_losses = reference_training(
         build(name), make_optimizer, batches, shards=shards
     )
-    state, losses = train(build(name), make_optimizer, batches, devices=devices, shards=shards)
+    options = {"devices": devices, "shards": shards, "max_in_flight": max_in_flight}
+    state, losses = train(build(name), make_optimizer, batches, **options)
     assert_same_bits(state, expected)
     assert losses == expected_losses
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ZOO)
-def test_every_model_on_every_layout_equals_the_reference(name, layout):
-    for shards, sizes in ((7, (21, 19)), (8, (33, 16, 30))):
-        assert_equals_reference(name, sizes, LAYOUTS[layout], shards)
+def test_every_model_on_every_layout_equals_the_reference(name, layout, max_in_flight):
+    for shards, sizes in ((7, (21, 19)), (8, (33, 16, 30, 24))):
+        assert_equals_reference(name, sizes, LAYOUTS[layout], shards, ADAM, max_in_flight)
 
 
 @pytest.mark.parametrize("shards", [1, 2, 7, 8])
@@ -58,9 +62,10 @@ def test_last_batches_of_every_awkward_size(shards, last):
     shards=st.integers(1, 17),
     layout=st.sampled_from(sorted(LAYOUTS)),
     make_optimizer=st.sampled_from([MOMENTUM, ADAM]),
+    max_in_flight=st.integers(1, 4),
 )
-def test_any_sizes_and_shards(name, sizes, shards, layout, make_optimizer):
-    assert_equals_reference(name, sizes, LAYOUTS[layout], shards, make_optimizer)
+def test_any_sizes_and_shards(name, sizes, shards, layout, make_optimizer, max_in_flight):
+    assert_equals_reference(name, sizes, LAYOUTS[layout], shards, make_optimizer, max_in_flight)
 
 
 @settings(max_examples=25, deadline=None)

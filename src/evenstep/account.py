@@ -157,13 +157,14 @@ class Account:
 
 def together(devices: Sequence[DeviceShares]) -> DeviceShares:
     """Return all devices as one: the means of their seconds, the sums of their shards."""
-    seconds = {
-        f"{part}_s": sum(device.seconds[part] for device in devices) / max(1, len(devices))
-        for part in PARTS
-    }
+    count = max(1, len(devices))
     return DeviceShares(
         device="all",
-        **seconds,
+        compute_s=sum(device.compute_s for device in devices) / count,
+        sum_s=sum(device.sum_s for device in devices) / count,
+        update_s=sum(device.update_s for device in devices) / count,
+        wait_data_s=sum(device.wait_data_s for device in devices) / count,
+        wait_others_s=sum(device.wait_others_s for device in devices) / count,
         shards=sum(device.shards for device in devices),
         stolen=sum(device.stolen for device in devices),
     )

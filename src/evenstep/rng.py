@@ -79,15 +79,16 @@ class ShardRandomness(TorchDispatchMode):
 
 
 def default_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Return the states of the default generators behind `devices`."""
-    return [_default_generator(device).get_state() for device in devices]
+    """Return the states of the default generators behind `devices`, while none is lent."""
+    with DEFAULT_GENERATORS:
+        return [_default_generator(device).get_state() for device in devices]
 
 
 def have_moved(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> bool:
     """Say whether any of the default generators is no longer in its state of `states`."""
     return any(
-        not torch.equal(_default_generator(device).get_state(), state)
-        for device, state in zip(devices, states, strict=True)
+        not torch.equal(now, then)
+        for now, then in zip(default_states(devices), states, strict=True)
     )
 
 
@@ -100,13 +101,14 @@ def restore_default_states(devices: Sequence[torch.device], states: Sequence[tor
     return moved
 
 
-_DEFAULT_GENERATOR_LOCK = threading.Lock()
+DEFAULT_GENERATORS = threading.Lock()
+"""Held while a default generator is in a state that is not its own, to be put back soon."""
 
 
 @contextmanager
 def _lent_to_default(generator: torch.Generator) -> Iterator[None]:
     default = _default_generator(generator.device)
-    with _DEFAULT_GENERATOR_LOCK:
+    with DEFAULT_GENERATORS:
         before = default.get_state()
         default.set_state(generator.get_state())
         try:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
-from evenstep.rng import derive_seed
+from evenstep.rng import DEFAULT_GENERATORS, derive_seed
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,14 @@ def seeded(seed: int) -> Iterator[None]:
     """Seed the three global generators and compute on one thread; put all back at the end.
 
     One thread, because a worker process has one: a sum over an image could else differ by a bit.
-    The generators belong to the whole process: other threads see them move meanwhile.
+    The generators belong to the whole process, so no lane borrows or looks at torch's meanwhile
+    (a worker process has no lanes, and may have been forked while one of its parent's did).
     """
+    with DEFAULT_GENERATORS if get_worker_info() is None else nullcontext():
+        yield from _seeded(seed)
+
+
+def _seeded(seed: int) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch_state, random_state, numpy_state = (
         torch.default_generator.get_state(),

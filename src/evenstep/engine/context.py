@@ -42,18 +42,19 @@ def current_modes() -> Modes:
 
 @contextlib.contextmanager
 def in_modes(modes: Modes) -> Iterator[None]:
-    """Put the calling thread into `modes`, and back at the end.
+    """Put the calling thread into `modes`, whatever it is in, and back at the end.
 
     Autocast's cache of cast weights belongs to the process, and the end of autocast in one thread
     clears it for all, so it stays off.
     """
     with contextlib.ExitStack() as stack:
-        if modes.inference:
-            stack.enter_context(torch.inference_mode())
+        stack.enter_context(torch.inference_mode(modes.inference))
         stack.enter_context(torch.set_grad_enabled(modes.grad))
         for kind, dtype in zip(_AUTOCAST_KINDS, modes.autocast, strict=True):
             if dtype is not None:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+            elif torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

@@ -26,7 +26,7 @@ from evenstep.engine.lanes import Lanes, ThreadLanes
 from evenstep.engine.schedule import Decisions, Scheduler, Submission
 from evenstep.engine.task import Task
 from evenstep.engine.trace import Span, Trace
-from evenstep.errors import ClosedError, DeadlockError, DeviceLostError, InputError
+from evenstep.errors import ClosedError, DeadlockError, DeviceError, DeviceLostError, InputError
 
 logger = logging.getLogger("evenstep")
 
@@ -84,7 +84,7 @@ class Engine:
         self._guard = Guard()
         self._numbers = {device.name: number for number, device in enumerate(self.devices)}
         self._has_gpu = any(device.kind == "cuda" for device in self.devices)
-        self._failed: list[Task] = []
+        self._failed: set[Task] = set()
         self._wanted: list[tuple[int, threading.Event]] = []
         self._dropping = False
         self._vars = 0
@@ -94,10 +94,13 @@ class Engine:
         """Start the lanes."""
         if self._lanes is not None:
             raise ClosedError("the engine is open already")
-        self._opened.enter_context(self._guard.protected())
-        lanes = self._make_lanes(self.devices)
-        lanes.open(self._carry_out)
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(self._guard.protected())
+            lanes = self._make_lanes(self.devices)
+            lanes.open(self._carry_out)
+            self._opened = opened.pop_all()
         self._lanes = lanes
+        self._dropping = False
         return self
 
     def __exit__(
@@ -119,20 +122,25 @@ class Engine:
         """Wait for every task and end every thread.
 
         Raises:
+            KeyboardInterrupt: Ctrl-C was pressed meanwhile; what had not begun was dropped.
             the first error that nobody waited for.
         """
         if self._lanes is None:
             return
         self._refuse_inside("close the engine")
+        interrupted: KeyboardInterrupt | None = None
         while True:
             try:
                 self._wait_until(0)
+                self._lanes.close(self.scheduler.lost)
                 break
-            except KeyboardInterrupt:  # what runs can't be stopped, but what waits can be dropped
+            except KeyboardInterrupt as error:  # what runs can't be stopped, what waits is dropped
+                interrupted = error
                 self._dropping = True
-        self._lanes.close(self.scheduler.lost)
         self._lanes = None
         self._opened.close()
+        if interrupted is not None:
+            raise interrupted
         self._raise_unseen()
 
     def submit(
@@ -249,8 +257,7 @@ class Engine:
         """Return what an ended task failed with, itself or by what it needed; None if it didn't."""
         if task.cause is None:
             return None
-        assert isinstance(task.cause, Task)
-        return _told(task.cause)
+        return self._told(task.cause)
 
     @property
     def lane_here(self) -> int:
@@ -286,6 +293,8 @@ class Engine:
         with self._guard:
             self._act(self.scheduler.lose(lane, time.perf_counter()))
             self._act(self.scheduler.lose(self.copy_lane(lane), time.perf_counter()))
+        if self._lanes is not None:
+            self._lanes.work()
 
     def wait_for(self, task: Task, timeout_s: float | None = None) -> bool:
         """Wait until `task` has ended; say whether it has."""
@@ -308,7 +317,7 @@ class Engine:
             (found,) = find_devices([device])
             lane = self._numbers.get(found.name)
         if lane is None:
-            raise InputError(
+            raise DeviceError(
                 f"got device {name}, but the engine has {', '.join(self._numbers)}: use one of them"
             )
         return lane
@@ -316,8 +325,7 @@ class Engine:
     def _wait_for(self, task: Task) -> None:
         self.wait_for(task)
         if task.cause is not None:
-            assert isinstance(task.cause, Task)
-            raise _told(task.cause)
+            raise self._told(task.cause)
         if task.fence is not None and not isinstance(task.fence, list):
             task.fence.synchronize()
 
@@ -327,8 +335,7 @@ class Engine:
             assert isinstance(writer, Task)
             self._wait_for(writer)
         elif cause is not None:
-            assert isinstance(cause, Task)
-            raise _told(cause)
+            raise self._told(cause)
         for fence in var.fences:
             if fence is not None:
                 fence.synchronize()
@@ -348,11 +355,13 @@ class Engine:
         """Wait for `event`, and look meanwhile whether a late run is worth stealing from."""
         waited_s = 0.0
         while timeout_s is None or waited_s < timeout_s:
+            if self._lanes is not None:
+                self._lanes.work()
             if event.wait(_TICK_S):
                 return True
             waited_s += _TICK_S
-            if self.scheduler.can_steal:
-                with self._guard:
+            with self._guard:
+                if self.scheduler.can_steal:
                     self._act(self.scheduler.tick(time.perf_counter()))
         return False
 
@@ -365,46 +374,65 @@ class Engine:
 
     def _raise_unseen(self) -> None:
         with self._guard:
-            failed, self._failed = self._failed, []
-        unseen = sorted((t for t in failed if not t.seen), key=lambda task: task.number)
+            unseen = sorted(self._failed, key=lambda task: task.number)
+            self._failed.clear()
         for task in unseen:
             task.seen = True
         if unseen:
-            error = _told(unseen[0])
+            error = self._told(unseen[0])
             if len(unseen) > 1:
                 _add_note(error, f"{len(unseen) - 1} more failed: {unseen[1].error!r}, ...")
             raise error
+
+    def _told(self, cause: object) -> BaseException:
+        """Return the error of a task that failed, with its own traceback, and note who knows."""
+        assert isinstance(cause, Task)
+        with self._guard:  # it ends wholly before it is told
+            cause.seen = True
+            self._failed.discard(cause)
+        assert cause.error is not None
+        return cause.error.with_traceback(cause.traceback)
 
     # ---- in the lanes
 
     def _carry_out(self, lane: int, task: Task) -> None:
         """Run a task in the calling lane, and start what waited for its end."""
         device = self.devices[lane % len(self.devices)]
-        task.ran_on = lane
+        result, error = None, None
         began = time.perf_counter()
-        if self._dropping:
-            task.error = ClosedError(f"{task.name!r} was dropped: the engine was closed before it")
-        else:
-            if self._has_gpu:
-                streams.open_task(task, device)
-            task.call()
-            if self._has_gpu:
-                streams.close_task(task, device)
-            if task.error is not None:
-                task.traceback = task.error.__traceback__
-                _add_note(task.error, task.tell(device))
+        try:
+            result = self._call(task, device)
+        except BaseException as caught:
+            error = caught
+            _add_note(error, _tell(task, device))
         ended = time.perf_counter()
         story = {**(task.story or {}), "stolen": True} if task.stolen else task.story
         with self._guard:
+            if not task.ended:  # else its lane was lost meanwhile
+                task.result = result
+                if error is not None:
+                    task.error, task.traceback = error, error.__traceback__
             self.trace.add(Span(lane, task.name, task.category, began, ended, story))
             if self.listener:
                 self.listener(lane, task, ended - began)
-            self._act(self.scheduler.ended(lane, task, ended, failed=task.error is not None))
+            self._act(self.scheduler.ended(lane, task, ended, failed=error is not None))
+
+    def _call(self, task: Task, device: Device) -> Any:
+        if self._dropping:
+            task.seen = True  # whoever dropped it knows
+            raise ClosedError(f"{task.name!r} was dropped: the engine was closed before it")
+        if self._has_gpu:
+            streams.open_task(task, device)
+        result = task.call()
+        if self._has_gpu:
+            streams.close_task(task, device)
+        return result
 
     def _act(self, decisions: Decisions) -> None:
         """Carry decisions out; called under the guard."""
         for lane, task in decisions.starts:
             assert self._lanes is not None
+            task.ran_on = lane
             self._lanes.put(lane, task)
         for task in decisions.ends:
             if task.cause is task:
@@ -420,11 +448,14 @@ class Engine:
 
     def _note_failure(self, task: Task) -> None:
         if task.error is None:
+            lane = task.lane if task.ran_on is None else task.ran_on
+            device = "every device" if lane is None else self.devices[lane % len(self.devices)]
             task.error = DeviceLostError(
-                f"the device of {task.name!r} was lost: it is out of use now"
+                f"{device} was lost, and {task.name!r} with it: it is out of use now"
             )
+            _add_note(task.error, _tell(task, device))
         if not task.seen:
-            self._failed.append(task)
+            self._failed.add(task)
 
 
 def _submission(
@@ -443,12 +474,11 @@ def _is_device_failure(error: BaseException | None) -> bool:
     )
 
 
-def _told(cause: Task) -> BaseException:
-    """Return the error of a task that failed, with the task's own traceback, and note who knows."""
-    cause.seen = True
-    error = cause.error
-    assert error is not None
-    return error.with_traceback(cause.traceback)
+def _tell(task: Task, device: object) -> str:
+    try:
+        return task.tell(device)
+    except Exception as error:  # what a user put into the story can't be printed
+        return f"in task {task.name!r} on {device}; its story can't be told: {error!r}"
 
 
 def _add_note(error: BaseException, note: str) -> None:

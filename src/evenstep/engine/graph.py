@@ -130,8 +130,8 @@ class Graph(Generic[N]):
         cause = node.cause
         for place in node.writes:
             if place.writer is node:
+                place.cause = cause  # first: who finds no writer may look at it at once
                 place.writer = None
-                place.cause = cause
         for place in node.reads:
             place.readers.discard(node)
         freed: list[N] = []
@@ -144,7 +144,7 @@ class Graph(Generic[N]):
             follower.missing -= 1
             if not follower.missing:
                 freed.append(follower)
-        node.takers, node.followers, node.reads, node.writes = [], [], (), ()
+        node.takers, node.followers = [], []
         if len(freed) > 1:
             freed.sort(key=_number)
         return freed

@@ -50,7 +50,8 @@ class Guard:
         try:
             yield
         finally:
-            if signal.getsignal(signal.SIGINT) == self._on_signal:
+            is_main = threading.get_ident() == self._main  # closed elsewhere, it stays: it forwards
+            if is_main and signal.getsignal(signal.SIGINT) == self._on_signal:
                 signal.signal(signal.SIGINT, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:

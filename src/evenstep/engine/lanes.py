@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from evenstep.devices import Device
+from evenstep.engine.context import PLAIN, in_modes
 from evenstep.engine.task import Task
 
 CarryOut: TypeAlias = "Callable[[int, Task], None]"
@@ -139,17 +140,18 @@ class InlineLanes:
 
     def work(self) -> None:
         """Run what was put, and what that starts, one after the other."""
-        if self._at_work:
+        if self._at_work or not self._todo:
             return
         assert self._carry_out is not None
         self._at_work = True
         before = torch.get_num_threads()
         try:
-            while self._todo:
-                lane, task = self._todo.popleft()
-                self.here = lane
-                torch.set_num_threads(self.devices[lane % len(self.devices)].threads)
-                self._carry_out(lane, task)
+            with in_modes(PLAIN):  # those of a lane; and what a task leaves behind is put back
+                while self._todo:
+                    lane, task = self._todo.popleft()
+                    self.here = lane
+                    torch.set_num_threads(self.devices[lane % len(self.devices)].threads)
+                    self._carry_out(lane, task)
         finally:
             self._at_work = False
             torch.set_num_threads(before)

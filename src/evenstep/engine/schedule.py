@@ -181,7 +181,7 @@ class Scheduler:
         return not self.lost or any(lane not in self.lost for lane in range(self.compute))
 
     def _queue(self, job: Job) -> bool:
-        """Queue a job that waits for nothing any more; False: it must end, as nothing can run it."""
+        """Queue a job that waits for nothing any more; False: nothing may run it, so it must end."""
         if job.cause is not None:
             return False
         if job.lane is not None:
@@ -201,9 +201,8 @@ class Scheduler:
         while ends:  # not recursive: a chain of jobs that can't run may be long
             ending, failed = ends.pop()
             decisions.ends.append(ending)
-            for ready in self.graph.end(ending, failed=failed):
-                if not self._queue(ready):
-                    ends.append((ready, ready.cause is None))
+            freed = self.graph.end(ending, failed=failed)
+            ends += [(ready, ready.cause is None) for ready in freed if not self._queue(ready)]
 
     def _fill(self, now: float, decisions: Decisions) -> Decisions:
         """Give idle lanes what they should run next: first their own, then what they can steal."""

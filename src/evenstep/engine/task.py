@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
-from evenstep.engine.context import PLAIN, Modes, current_modes, in_modes
+from evenstep.engine.context import Modes, current_modes, in_modes
 from evenstep.engine.graph import Place
 from evenstep.engine.schedule import Job
 
@@ -65,7 +65,7 @@ class Task(Job):
         self.function: Callable[..., Any] | None = function
         self.arguments = arguments
         self.sources = sources_in(arguments)
-        self.name = name or getattr(function, "__name__", None) or repr(function)
+        self.name = name or _name_of(function)
         self.category = category
         self.story = story
         self.modes: Modes = current_modes()
@@ -78,33 +78,31 @@ class Task(Job):
         self.fence: Any = None
         self.wakes: list[threading.Event] = []
 
-    def call(self) -> None:
-        """Make the call, as the submitting thread would; keep its result or error."""
-        function = self.function
-        assert function is not None
-        try:
-            arguments = [value_of(argument) for argument in self.arguments]
-            if self.modes == PLAIN:
-                self.result = self.context.run(function, *arguments)
-            else:
-                with in_modes(self.modes):
-                    self.result = self.context.run(function, *arguments)
-        except BaseException as error:
-            self.error = error
+    def call(self) -> Any:
+        """Make the call, as the submitting thread would, and return what it returns."""
+        given, function = self.arguments, self.function
+        if function is None:  # let go of just now: the lane was lost
+            return None
+        arguments = [value_of(argument) for argument in given]
+        if self.modes == current_modes():
+            return self.context.run(function, *arguments)
+        with in_modes(self.modes):
+            return self.context.run(function, *arguments)
 
     def let_go(self) -> None:
         """Forget the call: what it was given must not stay alive with its result."""
         self.function = None
         self.arguments = ()
         self.sources = []
+        self.reads = self.writes = ()
 
     def tell(self, device: object) -> str:
         """Say in a line what the task is, and what it reads and writes."""
         parts = [f"in task {self.name!r} (number {self.number}) on {device}"]
-        parts += [f"{key} {value}" for key, value in (self.story or {}).items()]
+        parts += [f"{key} {_told(value)}" for key, value in (self.story or {}).items()]
         inputs = [source for source in self.sources if not isinstance(source, Place)]
         for verb, things in (("takes", inputs), ("reads", self.reads), ("writes", self.writes)):
-            names = ", ".join(str(getattr(thing, "told", thing)) for thing in things)
+            names = ", ".join(_told(thing) for thing in things)
             parts += [f"{verb} {names}"] if names else []
         return "; ".join(parts)
 
@@ -122,6 +120,17 @@ class Source:
     def value_in_task(self) -> Any:
         """Return the value; only called once it is there."""
         raise NotImplementedError
+
+
+def _told(thing: object) -> str:
+    """Say what a thing is, without waiting for its value."""
+    return thing.told if isinstance(thing, Source) else str(thing)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    """Name a function; its `repr` might wait for a handle, or print a tensor."""
+    inner = getattr(function, "func", function)  # of functools.partial
+    return str(getattr(inner, "__name__", type(function).__name__))
 
 
 def value_of(argument: Any) -> Any:

@@ -5,6 +5,7 @@ The format is Chrome's "Trace Event Format" (complete events, `ph: X`, times in 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections import deque
@@ -71,10 +72,11 @@ class Trace:
         path = Path(file)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            part.write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
+            part.write_text(json.dumps(self.to_json(), default=str) + "\n", encoding="utf-8")
             part.replace(path)
         except OSError as error:
-            part.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                part.unlink()
             raise SaveError(
                 f"the trace could not be written to {path}: {error.strerror or error}"
             ) from error
