@@ -41,11 +41,12 @@ format: install ## put the code into its format
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: install ## measure again and write docs/benchmarks.md (half an hour; needs a quiet machine)
+bench: install ## measure again and write docs/benchmarks.md (an hour; needs a quiet machine)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/training_speed.py
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/engine_experiments.py
 	$(BIN)/python benchmarks/write_docs.py
 
 clean:

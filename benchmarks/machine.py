@@ -64,6 +64,11 @@ def peak_memory_bytes() -> int:
     return 1024 * _kib("/proc/self/status", "VmHWM")
 
 
+def resident_bytes() -> int:
+    """Return the resident memory of this process now (VmRSS), in bytes."""
+    return 1024 * _kib("/proc/self/status", "VmRSS")
+
+
 def _kib(file: str, field: str) -> int:
     found = re.search(rf"^{field}:\s*(\d+) kB", _read(file), re.MULTILINE)
     if found is None:

@@ -9,7 +9,18 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-NAMES = ("method", "lenet", "resnet18", "step_overhead", "memory", "step_profile")
+from book import EXPERIMENTS
+
+NAMES = (
+    "method",
+    "lenet",
+    "resnet18",
+    "step_overhead",
+    "memory",
+    "step_profile",
+    "engine",
+    *(f"engine.{experiment}" for experiment in EXPERIMENTS),
+)
 _FILE = Path(__file__).resolve().parent / "notes.md"
 _FIGURE = re.compile(r"\d+\.\d+|\d\s*(?:%|×|x\b|ms\b|s\b|[MGk]i?B\b|examples/s)")
 

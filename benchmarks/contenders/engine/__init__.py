@@ -1,0 +1,1 @@
+"""The book's experiments with the engine, each beside bare threads that do the same."""
