@@ -125,7 +125,7 @@ def account_of_trace(document: object) -> TraceAccount:
         for event in events
         if event.row in devices
         and event.category in _WORK
-        and _is_inside((event.began_s + event.ended_s) / 2, working)
+        and _touches((event.began_s, event.ended_s), working)
     ]
     lanes = {device: lane for lane, device in enumerate(devices)}
     for event in work:
@@ -242,11 +242,8 @@ def _devices(rows: Sequence[str], events: Iterable[_Event]) -> list[str]:
     """Return the rows of devices: those with a row for copies, or with work."""
     known = {row for row in rows if f"copy {row}" in rows}
     known |= {event.row for event in events if event.category in _WORK}
-    return [
-        row
-        for row in rows
-        if row in known and row not in _NAMED_ROWS and row.removeprefix("copy ") not in (known, "")
-    ]
+    known -= {*_NAMED_ROWS, *(f"copy {row}" for row in rows)}
+    return [row for row in rows if row in known]
 
 
 def _steps(events: Sequence[_Event], dropped: int) -> list[_Step]:
@@ -318,9 +315,11 @@ def _total(intervals: Iterable[Interval]) -> float:
     return sum(ended_s - began_s for began_s, ended_s in intervals)
 
 
-def _is_inside(time_s: float, intervals: Sequence[Interval]) -> bool:
-    at = bisect.bisect_right(intervals, (time_s, math.inf)) - 1
-    return at >= 0 and time_s <= intervals[at][1]
+def _touches(interval: Interval, intervals: Sequence[Interval]) -> bool:
+    """Say whether `interval` meets one of the disjoint `intervals`."""
+    began_s, ended_s = interval
+    at = bisect.bisect_right(intervals, (ended_s, math.inf)) - 1
+    return at >= 0 and began_s <= intervals[at][1]
 
 
 def _overlap(interval: Interval, intervals: Sequence[Interval]) -> float:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import click
 
 from evenstep.cli.devices import devices
+from evenstep.cli.explain import explain
 from evenstep.cli.train import train
 from evenstep.cli.verify import verify
 from evenstep.errors import EvenstepError, InputError
@@ -44,7 +45,7 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (train, verify, devices):
+for _command in (train, verify, explain, devices):
     main.add_command(_command)
 
 

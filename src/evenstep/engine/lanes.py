@@ -18,6 +18,8 @@ from evenstep.devices import Device
 from evenstep.engine.context import PLAIN, in_modes
 from evenstep.engine.task import Task
 
+_GRACE_S = 0.2  # for the thread of a lost lane to end, if it still can
+
 CarryOut: TypeAlias = "Callable[[int, Task], None]"
 """Runs a task in the calling thread, as that lane, and reports its end."""
 
@@ -86,8 +88,7 @@ class ThreadLanes:
         for inbox in self._inboxes:
             inbox.put(None)
         for lane, thread in enumerate(self._threads):
-            if lane not in lost:
-                thread.join()
+            thread.join(_GRACE_S if lane in lost else None)
         self._inboxes, self._threads = [], []
 
     @property

@@ -181,7 +181,7 @@ class Scheduler:
         return not self.lost or any(lane not in self.lost for lane in range(self.compute))
 
     def _queue(self, job: Job) -> bool:
-        """Queue a job that waits for nothing any more; False: nothing may run it, so it must end."""
+        """Queue a job that waits for nothing any more; False: it must end, none may run it."""
         if job.cause is not None:
             return False
         if job.lane is not None:

@@ -1,0 +1,173 @@
+"""Devices of different speed, and devices that fail: time is lost, bits never are."""
+
+import logging
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.engine import ThreadLanes
+from evenstep.errors import DeviceLostError
+from layouts import own, shared
+from reference import assert_same_bits
+from trainers import open_trainer, state_of
+from zoo import build, make_batches
+
+PATIENCE_S = 30
+BATCHES = make_batches((48, 40, 48, 33, 48, 40))
+
+
+class UnevenLanes(ThreadLanes):
+    """Lanes of which each takes so many milliseconds longer than it must."""
+
+    late_ms = (0, 0)
+
+    def open(self, carry_out):
+        def late(lane, task):
+            time.sleep(self.late_ms[lane % len(self.late_ms)] / 1e3)
+            carry_out(lane, task)
+
+        super().open(late)
+
+
+def even_run(name="dropout"):
+    with open_trainer(build(name), devices=1) as trainer:
+        for X, y in BATCHES:
+            trainer.step(X, y)
+        return state_of(trainer)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("late_ms", [(0, 6), (6, 0), (1, 0, 9)])
+def test_idle_devices_take_shards_from_slow_ones_and_move_no_bits(late_ms, max_in_flight):
+    lanes = type("Uneven", (UnevenLanes,), {"late_ms": late_ms})
+    options = {"devices": len(late_ms), "lanes": lanes, "max_in_flight": max_in_flight}
+    with open_trainer(build("dropout"), **options) as trainer:
+        for X, y in BATCHES:
+            trainer.step(X, y)
+        trainer.waitall()
+        shares = trainer.shares()
+        assert_same_bits(state_of(trainer), even_run())
+    shards = [own.shards for own in shares]
+    assert sum(shards) >= len(BATCHES) * 8  # a step that is done again counts twice
+    assert shards[late_ms.index(0)] > shards[late_ms.index(max(late_ms))]
+    assert sum(own.stolen for own in shares) > 0
+
+
+def test_runs_follow_the_measured_speeds():
+    """After the first steps the fast device gets a longer run, and little is left to steal."""
+    lanes = type("Uneven", (UnevenLanes,), {"late_ms": (0, 30)})
+    with open_trainer(build("convolution"), devices=2, lanes=lanes) as trainer:
+        for X, y in BATCHES:
+            trainer.step(X, y)
+        runs = trainer._runner._deal(trainer._runner.split(BATCHES[0]), "compute")
+        assert len(runs[0]) > len(runs[1])
+        trace = trainer.trace.spans
+    last = [span for span in trace if span.story and span.story.get("step") == len(BATCHES) - 1]
+    assert not any(span.story.get("stolen") for span in last)
+
+
+class Stops(nn.Module):
+    """A model whose forward pass stops dead in one lane, at its third shard there."""
+
+    def __init__(self, lane_name, stop):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = build("batch_norm")
+        self._lane_name, self._stop, self._seen = lane_name, stop, []
+
+    def __deepcopy__(self, memo):
+        copy = Stops.__new__(Stops)
+        nn.Module.__init__(copy)
+        copy._lane_name, copy._stop, copy._seen = self._lane_name, self._stop, self._seen
+        copy.body = __import__("copy").deepcopy(self.body, memo)
+        return copy
+
+    def forward(self, x):
+        if threading.current_thread().name == self._lane_name:
+            self._seen.append(None)
+            if len(self._seen) == 7:
+                self._stop()
+        return self.body(x)
+
+
+def train_with(stop, lane_name="evenstep cpu:1", devices=("cpu:0", "cpu:1"), **options):
+    options = {"lost_after_s": 0.3, **options}
+    with open_trainer(Stops(lane_name, stop), devices=list(devices), **options) as trainer:
+        losses = [trainer.step(X, y) for X, y in BATCHES]
+        losses = [float(loss) for loss in losses]
+        trainer.waitall()
+        return state_of(trainer), losses, trainer
+
+
+def fail():
+    raise DeviceLostError("the device fell off the bus")
+
+
+@pytest.fixture
+def hang():
+    """A function that stops dead; at the end of the test it goes on, so that its thread ends."""
+    released = threading.Event()
+    threads = []
+
+    def stop():
+        threads.append(threading.current_thread())
+        assert released.wait(PATIENCE_S)
+
+    yield stop
+    released.set()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+
+
+@pytest.fixture
+def stops(request, hang):
+    return {"fails": fail, "hangs": hang}[request.param]
+
+
+@pytest.mark.parametrize("stops", ["fails", "hangs"], indirect=True)
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize("devices", [shared(2), shared(3), ["cpu:0", "cpu:1:own"]], ids=str)
+def test_a_lost_device_costs_time_only(stops, max_in_flight, devices, caplog):
+    expected, losses, _ = train_with(lambda: None, devices=["cpu:0"])
+    with caplog.at_level(logging.WARNING):
+        state, found, trainer = train_with(
+            stops, f"evenstep {devices[1]}", devices, max_in_flight=max_in_flight
+        )
+    assert_same_bits(state, expected)
+    assert found == losses
+    assert trainer.steps_done == len(BATCHES)
+    (line,) = [record.message for record in caplog.records if "was lost" in record.message]
+    assert line.startswith(f"{devices[1]} was lost in step ")
+    assert "the other devices go on without it, with the same result" in line
+
+
+def test_a_first_device_that_computes_on_a_copy_can_be_lost_too(hang):
+    expected, losses, _ = train_with(lambda: None, devices=["cpu:0"])
+    state, found, _ = train_with(hang, "evenstep cpu:0", max_in_flight=2)
+    assert_same_bits(state, expected)
+    assert found == losses
+
+
+@pytest.mark.parametrize("devices", [shared(2), own(2), shared(1)], ids=str)
+def test_without_the_device_that_holds_the_model_training_ends_with_an_error(devices):
+    with pytest.raises(DeviceLostError, match="fell off"):
+        train_with(fail, f"evenstep {devices[0]}", devices)
+
+
+def test_a_device_that_is_merely_slow_is_not_given_up(caplog):
+    """It is at a shard for longer than `lost_after_s`, but not for twenty times its usual time."""
+    lanes = type("Uneven", (UnevenLanes,), {"late_ms": (0, 30)})
+    with open_trainer(build("convolution"), devices=2, lanes=lanes, lost_after_s=0.001) as trainer:
+        for X, y in BATCHES:
+            trainer.step(X, y)
+    assert not [record for record in caplog.records if "lost" in record.message]
+
+
+def test_devices_of_different_kinds_are_said_to_agree_within_rounding():
+    devices = [evenstep.Device("cpu", 0, threads=1), evenstep.Device("cpu", 1, threads=2)]
+    (note,) = [n for n in open_trainer(build("convolution"), devices=devices).notes if "kinds" in n]
+    assert "equal within rounding, not bit for bit" in note
