@@ -136,7 +136,7 @@ def _unevenness(account: TraceAccount) -> str:
     paces = {} if _gpus(account) else account.shard_s  # on a GPU a shard's end is not awaited
     slow = max(paces, key=lambda device: paces[device], default="")
     fast = min(paces, key=lambda device: paces[device], default="")
-    if paces and paces[slow] >= UNEVEN * paces[fast]:
+    if paces and paces[slow] > UNEVEN * paces[fast]:
         return (
             f"{slow} takes {_ms(paces[slow])} a shard, {fast} {_ms(paces[fast])}. "
             f"More shards (--shards {2 * shards}, another experiment) are finer pieces to share "

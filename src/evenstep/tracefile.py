@@ -116,6 +116,8 @@ def account_of_trace(document: object) -> TraceAccount:
     rows, events, dropped = _parse(document)
     devices = _devices(rows, events)
     steps = _steps(events, dropped)
+    if not devices:
+        raise InputError(f"got a trace with steps, but without a row of a device: {_NEEDED}")
     account = Account(devices)
     for step in steps:
         account.add_step(*step)
@@ -225,8 +227,8 @@ def _text(number: int, values: Mapping[str, Any], key: str) -> str:
 
 
 def _number(number: int, event: Mapping[str, Any], key: str) -> float:
-    value = event.get(key)
-    if type(value) not in (int, float) or not abs(value) < 1e300:
+    value: Any = event.get(key)
+    if type(value) not in (int, float) or not abs(value) < 1e300:  # NaN neither
         raise _damaged(number, f"has {key} = {value!r:.40}, not a number")
     return float(value)
 
