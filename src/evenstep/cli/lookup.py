@@ -40,7 +40,7 @@ def find_factory(name: str) -> Callable[[], nn.Module]:
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with blamed_on(f"the module {module_name} of --model {name}"):
+    with blamed_on(lambda: f"the module {module_name} of --model {name}"):
         module = importlib.import_module(module_name)
     factory = getattr(module, attribute, None)
     if not callable(factory):
@@ -53,7 +53,7 @@ def find_factory(name: str) -> Callable[[], nn.Module]:
 
 
 @contextlib.contextmanager
-def blamed_on(what: str) -> Iterator[None]:
+def blamed_on(what: Callable[[], str]) -> Iterator[None]:
     """Turn whatever the user's own code raises into one line that says where it was raised."""
     try:
         yield
@@ -62,17 +62,19 @@ def blamed_on(what: str) -> Iterator[None]:
     except Exception as error:
         told = str(error).strip().splitlines() or ["(without a message)"]
         raise ModelError(
-            f"{what} failed{_place(error)} with {type(error).__name__}: {told[0]}"
+            f"{what()} failed{_place(error)} with {type(error).__name__}: {told[0]}"
         ) from error
 
 
-def blamed_on_model(name: str, when: str) -> contextlib.AbstractContextManager[None]:
+def blamed_on_model(name: str, when: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
     """Like `blamed_on`, for the model `name` at work; errors of a built-in one are our own."""
-    return contextlib.nullcontext() if name in BUILT_IN else blamed_on(f"the model {name} {when}")
+    if name in BUILT_IN:
+        return contextlib.nullcontext()
+    return blamed_on(lambda: f"the model {name} {when()}")
 
 
 def _build(name: str, factory: Callable[[], object]) -> nn.Module:
-    with blamed_on(f"the factory of --model {name}"):
+    with blamed_on(lambda: f"the factory of --model {name}"):
         model = factory()
     if not isinstance(model, nn.Module):
         raise ModelError(

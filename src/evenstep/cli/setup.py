@@ -39,16 +39,23 @@ def make_loader(choices: Choices, examples: TensorDataset, seed: int) -> Loader:
     return Loader(examples, choices.batch_size, seed=seed, drop_last=choices.drop_last)
 
 
-def make_trainer(choices: Choices, devices: Devices, factory: Callable[[], nn.Module]) -> Trainer:
+def make_trainer(
+    choices: Choices, devices: Devices, factory: Callable[[], nn.Module], in_flight: int = 1
+) -> Trainer:
     """Build model, optimizer and trainer afresh; the weights are a function of the seed."""
     torch.manual_seed(choices.seed)
     model = factory()
     pinned = {name: getattr(choices, name) for name in _PINNED}
-    return Trainer(model, _optimizer(model, choices), _loss(), devices=devices, **pinned)
+    optimizer = _optimizer(model, choices)
+    return Trainer(model, optimizer, _loss(), devices=devices, max_in_flight=in_flight, **pinned)
 
 
 def load_trainer(
-    choices: Choices, devices: Devices, factory: Callable[[], nn.Module], folder: Path
+    choices: Choices,
+    devices: Devices,
+    factory: Callable[[], nn.Module],
+    in_flight: int,
+    folder: Path,
 ) -> Trainer:
     """Build a trainer that goes on from the newest checkpoint in `folder`.
 
@@ -61,7 +68,8 @@ def load_trainer(
         name: getattr(choices, name) for name in _PINNED if name in choices.given
     }
     optimizer = _optimizer(model, choices)
-    return Trainer.load(folder, model, optimizer, _loss(), devices=devices, **asked)
+    options = {"devices": devices, "max_in_flight": in_flight, **asked}
+    return Trainer.load(folder, model, optimizer, _loss(), **options)
 
 
 def train_batches(trainer: Trainer, loader: Loader) -> Iterator[Batch]:

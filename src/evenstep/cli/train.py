@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,8 @@ from rich.console import Console
 
 from evenstep import metrics
 from evenstep.checkpoint import latest_checkpoint, list_checkpoints
-from evenstep.cli.display import Display, open_display, print_table
+from evenstep.cli.display import Display, open_display, print_line, print_table
+from evenstep.cli.landing import Landing
 from evenstep.cli.lookup import blamed_on_model, find_factory
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.options import Choices, takes_choices
@@ -20,6 +20,7 @@ from evenstep.cli.progress import Goal, Progress
 from evenstep.cli.runfile import resumed_choices, write_choices
 from evenstep.cli.saver import Saver
 from evenstep.cli.setup import load_data, load_trainer, make_loader, make_trainer, train_batches
+from evenstep.cli.shares import print_shares
 from evenstep.cli.stop import StopRequest
 from evenstep.data import Loader
 from evenstep.devices import intra_op_threads
@@ -41,6 +42,15 @@ class Run:
     test: Loader
     goal: Goal
     saver: Saver
+    in_flight: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Places:
+    """What moves a run's time and not its result: its devices, and how many steps at once."""
+
+    devices: str
+    in_flight: int
 
 
 @click.command()
@@ -64,6 +74,20 @@ class Run:
     type=click.IntRange(min=1),
     help="Save after so many steps instead of after every epoch.",
 )
+@click.option(
+    "--in-flight",
+    metavar="STEPS",
+    type=click.IntRange(min=1),
+    default=2,
+    show_default=True,
+    help="Steps at once: with 2 the next batch is loaded and copied while a step is computed.",
+)
+@click.option(
+    "--trace",
+    "trace_file",
+    metavar="FILE",
+    help="Write what ran where and when, for evenstep explain, Perfetto and chrome://tracing.",
+)
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in DIR.")
 @click.option(
     "--json",
@@ -76,6 +100,8 @@ def train(
     devices: str,
     checkpoint_dir: Path | None,
     checkpoint_every: int | None,
+    in_flight: int,
+    trace_file: str | None,
     resume: bool,
     json_file: str | None,
 ) -> None:
@@ -88,18 +114,27 @@ def train(
     if checkpoint_dir is None and (resume or checkpoint_every):
         option = "--resume" if resume else "--checkpoint-every"
         raise InputError(f"got {option} without --checkpoint-dir: say in which folder")
-    _check_json_file(json_file)
+    _check_file("--json", json_file)
+    _check_file("--trace", trace_file)
     console = Console(stderr=json_file == "-")
     # This thread only fetches data: threads of its own would fight with the devices for the cores.
     with notes_on_stderr(), intra_op_threads(1):
-        run = _prepare(choices, devices, checkpoint_dir, resume, checkpoint_every)
-        record = _train_and_test(run, console)
+        places = Places(devices=devices, in_flight=in_flight)
+        run = _prepare(choices, places, checkpoint_dir, resume, checkpoint_every)
+        try:
+            record = _train_and_test(run, console)
+        finally:
+            if trace_file is not None:
+                run.trainer.trace.save(trace_file)
     print_table(console, _table(record, checkpoint_dir))
+    if record.train_loss is not None:
+        print_line(console, "")
+        print_shares(console, run.trainer.shares())
     _write_json(record, json_file)
 
 
 def _prepare(
-    choices: Choices, devices: str, folder: Path | None, resume: bool, every: int | None
+    choices: Choices, places: Places, folder: Path | None, resume: bool, every: int | None
 ) -> Run:
     """Build everything that the run needs; only then its folder is made."""
     if folder is not None and resume:
@@ -111,9 +146,9 @@ def _prepare(
     examples = load_data(choices, train=True)
     test = Loader(load_data(choices, train=False), choices.batch_size, shuffle=False)
     if folder is not None and resume:
-        trainer = load_trainer(choices, devices, factory, folder)
+        trainer = load_trainer(choices, places.devices, factory, places.in_flight, folder)
     else:
-        trainer = make_trainer(choices, devices, factory)
+        trainer = make_trainer(choices, places.devices, factory, places.in_flight)
     if folder is not None:
         write_choices(folder, choices)
     loader = make_loader(choices, examples, trainer.experiment.seed)
@@ -125,8 +160,15 @@ def _prepare(
         epoch_examples=loader.epoch_examples,
         devices=tuple(device.name for device in trainer.devices),
     )
-    saver = Saver(trainer, folder, every or len(loader))
-    return Run(choices=choices, trainer=trainer, loader=loader, test=test, goal=goal, saver=saver)
+    return Run(
+        choices=choices,
+        trainer=trainer,
+        loader=loader,
+        test=test,
+        goal=goal,
+        saver=Saver(trainer, folder, every or len(loader)),
+        in_flight=places.in_flight,
+    )
 
 
 def _train_and_test(run: Run, console: Console) -> TrainRecord:
@@ -159,21 +201,17 @@ def _train(run: Run, progress: Progress, display: Display, stop: StopRequest) ->
     batches = train_batches(trainer, run.loader)
     if trainer.steps_done >= run.goal.steps:
         display.say(f"step {trainer.steps_done} of {run.goal.steps}: nothing is left to train")
+    landing = Landing(trainer, progress, display)
     while trainer.steps_done < run.goal.steps:
         stop.check()
-        began = time.perf_counter()
         batch = next(batches)
-        with blamed_on_model(run.choices.model, f"in step {trainer.steps_done}"):
-            loss = float(trainer.step(*batch))
-        progress.add(
-            loss=loss,
-            examples=count_examples(batch),
-            took_s=time.perf_counter() - began,
-            busy_s=trainer.busy_s,
-        )
-        display.show(progress)
+        with blamed_on_model(run.choices.model, lambda: f"in step {trainer.steps_done}"):
+            landing.expect(trainer.step(*batch), count_examples(batch))
+            ends = run.saver.is_due or trainer.steps_done == run.goal.steps
+            landing.wait(down_to=0 if ends else run.in_flight - 1)
         if run.saver.is_due:
             run.saver.save()
+            landing.leave_out()
 
 
 def _test(run: Run, display: Display, stop: StopRequest) -> float:
@@ -183,7 +221,7 @@ def _test(run: Run, display: Display, stop: StopRequest) -> float:
             yield batch
 
     display.say(f"testing on {run.test.examples} examples")
-    with blamed_on_model(run.choices.model, "while it was tested"):
+    with blamed_on_model(run.choices.model, lambda: "while it was tested"):
         measured = run.trainer.evaluate(stoppable(), {"accuracy": metrics.accuracy})
     return measured["accuracy"]
 
@@ -231,13 +269,13 @@ def _refuse_used(folder: Path) -> None:
         )
 
 
-def _check_json_file(name: str | None) -> None:
+def _check_file(option: str, name: str | None) -> None:
     """Refuse, before hours of training, a file that can't be written after them."""
     if name in (None, "-"):
         return
     path = Path(name)
     if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(f"got --json {name}: a file in a folder that is there is needed")
+        raise InputError(f"got {option} {name}: a file in a folder that is there is needed")
 
 
 def _write_json(record: TrainRecord, name: str | None) -> None:

@@ -56,7 +56,7 @@ def verify(context: click.Context, choices: Choices, wanted: str) -> None:
     def print_run(run: LayoutRun) -> None:
         click.echo(f"{next(waiting):<{width}}  {run.fingerprints[-1]}")
 
-    blamed = blamed_on_model(choices.model, "in training")
+    blamed = blamed_on_model(choices.model, lambda: "in training")
     with notes_on_stderr(), intra_op_threads(1), blamed:
         verdict = compare(
             functools.partial(make_trainer, choices, factory=factory),
