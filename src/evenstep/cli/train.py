@@ -78,7 +78,7 @@ class Places:
     "--in-flight",
     metavar="STEPS",
     type=click.IntRange(min=1),
-    default=2,
+    default=1,
     show_default=True,
     help="Steps at once: with 2 the next batch is loaded and copied while a step is computed.",
 )
