@@ -125,3 +125,27 @@ def test_evaluation_counts_every_example_once():
         measured = trainer.evaluate(test_batches, {"accuracy": evenstep.metrics.accuracy})
     X, y = digits(train=False).tensors
     assert measured["accuracy"] == (model(X).argmax(1) == y).sum().item() / len(y)
+
+
+def test_steps_in_flight_have_the_same_bits():
+    model = small_net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with evenstep.Trainer(
+        model, optimizer, loss=nn.CrossEntropyLoss(), devices=2, max_in_flight=2
+    ) as trainer:
+        batches = trainer.epoch(Loader(digits(), batch_size=64, seed=0))
+        losses = [trainer.step(X, y) for _, (X, y) in zip(range(4), batches, strict=False)]
+        trainer.waitall()
+        assert all(float(loss) > 0 for loss in losses)
+        assert trainer.fingerprint() == train(1)[1]
+
+
+def test_the_engine_alone(tmp_path):
+    x = torch.eye(3)
+    with evenstep.Engine(devices=["cpu:0", "cpu:1"]) as engine:
+        y = engine.submit(torch.mm, x, x)
+        z = engine.submit(torch.add, y, 2, device="cpu:1")
+        total = engine.Var(torch.zeros_like(x))
+        engine.submit(torch.Tensor.add_, total, z, writes=[total])
+        assert torch.equal(total.result(), x + 2)
+        engine.trace.save(tmp_path / "timeline.json")

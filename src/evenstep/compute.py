@@ -92,7 +92,7 @@ def compute_shard(
     may_claim = replica.has_learned and observe is None and not replica.may_be_sparse
     node, left = tree.claim(work.shard, lambda value: may_claim and _fits(value, replica))
     if left is not None:
-        _receive(left, replica.device)
+        receive(left, replica.device)
     for number, parameter in enumerate(replica.parameters):
         parameter.grad = None if left is None else left.gradients[number]
     leaf = _forward_backward(replica, work, objective)
@@ -112,8 +112,8 @@ def compute_shard(
 def add_nodes(left: NodeSum, right: NodeSum) -> NodeSum:
     """Return left + right, in the memory of `left` (which is reused)."""
     device = left.replica.device
-    _receive(left, device)
-    _receive(right, device)
+    receive(left, device)
+    receive(right, device)
     if right.replica.device.memory != left.replica.device.memory:
         right = _carry_node(right, left.replica)
     buffers = _add_buffers(left, right)
@@ -269,7 +269,7 @@ def _carry_node(node: NodeSum, replica: Replica) -> NodeSum:
     return NodeSum(gradients, buffers, node.weight, replica, node.lo, node.hi)
 
 
-def _receive(node: NodeSum, device: Device) -> None:
+def receive(node: NodeSum, device: Device) -> None:
     """Order what the calling lane does next behind the kernels that made a node's tensors."""
     if node.fence is not None:
         streams.wait_for([node.fence], device)

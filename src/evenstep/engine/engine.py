@@ -213,6 +213,9 @@ class Engine:
         """
         self._refuse_inside("wait for all tasks")
         self._wait_until(0)
+        for device in self.devices:
+            if device.kind == "cuda":
+                torch.cuda.synchronize(device.index)
         self._raise_unseen()
 
     # ---- for those who build on the engine
@@ -233,7 +236,7 @@ class Engine:
         if self._has_gpu:
             fences = [streams.fence_here(d) for d in self.devices if d.kind == "cuda"]
             for task in tasks:
-                task.fence = fences
+                task.after = fences
         submissions = [_submission(task, reads, writes) for task in tasks]
         with self._guard:
             self._act(self.scheduler.submit(submissions, time.perf_counter()))
@@ -297,15 +300,19 @@ class Engine:
             self._lanes.work()
 
     def wait_for(self, task: Task, timeout_s: float | None = None) -> bool:
-        """Wait until `task` has ended; say whether it has."""
+        """Wait until `task` has ended, on a GPU too; say whether it has."""
         if not task.ended:
             self._refuse_inside(f"wait for {task.name!r}")
             ended = threading.Event()
             with self._guard:
                 if task.ended:
-                    return True
-                task.wakes.append(ended)
-            return self._await(ended, timeout_s)
+                    ended.set()
+                else:
+                    task.wakes.append(ended)
+            if not self._await(ended, timeout_s):
+                return False
+        if task.fence is not None:
+            task.fence.synchronize()
         return True
 
     # ---- in the front end
@@ -326,8 +333,6 @@ class Engine:
         self.wait_for(task)
         if task.cause is not None:
             raise self._told(task.cause)
-        if task.fence is not None and not isinstance(task.fence, list):
-            task.fence.synchronize()
 
     def _wait_for_var(self, var: handles.Var) -> None:
         writer, cause = var.writer, var.cause

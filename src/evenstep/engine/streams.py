@@ -23,11 +23,7 @@ def copy_to(value: Any, device: Device) -> Any:
     """Return a copy of every tensor in `value` in the memory of `device`; the rest as it is."""
 
     def copied(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        if device.kind == "cuda" and not leaf.is_cuda:
-            return leaf.detach().pin_memory().to(device.torch_device, non_blocking=True)
-        return carry(leaf, device)
+        return carry(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
 
     return optree.tree_map(copied, value)
 
@@ -52,7 +48,7 @@ def wait_for(fences: Iterable[Any], device: Device) -> None:
 
 def open_task(task: Task, device: Device) -> None:
     """Order the lane's stream behind the submission, and behind all that the task takes."""
-    wait_for(task.fence or (), device)
+    wait_for(task.after, device)
     for source in task.sources:
         if isinstance(source, Handle):
             wait_for([source.task.fence], device)
@@ -69,7 +65,9 @@ def close_task(task: Task, device: Device) -> None:
     for place in task.writes:
         _fences_of(place)[:] = [task.fence]
     for place in task.reads:
-        _fences_of(place).append(task.fence)
+        fences = _fences_of(place)
+        fences[:] = [fence for fence in fences if fence is not None and not fence.query()]
+        fences.append(task.fence)
 
 
 def _fences_of(place: Place) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -27,11 +27,13 @@ class Task(Job):
         traceback: where it raised it.
         seen: whether somebody was told of the error, or none but whoever submitted it shall be.
         ran_on: the lane that it ran on.
-        fence: with GPUs: the events behind the submission; once launched, that behind the task.
+        after: with GPUs: events behind what the submitting thread had launched there.
+        fence: on a GPU: the event behind what the task has launched.
         wakes: what is to be set at its end.
     """
 
     __slots__ = (
+        "after",
         "arguments",
         "category",
         "context",
@@ -75,6 +77,7 @@ class Task(Job):
         self.traceback: TracebackType | None = None
         self.seen = quiet
         self.ran_on: int | None = None
+        self.after: Sequence[Any] = ()
         self.fence: Any = None
         self.wakes: list[threading.Event] = []
 
