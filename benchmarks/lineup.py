@@ -77,6 +77,7 @@ def _lenet() -> list[Contender]:
         *_peers(network, examples),
         _evenstep(network, examples, 1, 8),
         _evenstep(network, examples, 2, 8),
+        _evenstep(network, examples, 2, 8, max_in_flight=2),
         _evenstep(network, examples, 2, 2),
         _evenstep(network, examples, 1, 8, memory_format="contiguous"),
         _evenstep(network, examples, 2, 8, memory_format="contiguous"),
@@ -93,6 +94,7 @@ def _resnet18() -> list[Contender]:
         _evenstep(network, one, 1, 8),
         _evenstep(network, two, 1, 8),
         _evenstep(network, two, 2, 8),
+        _evenstep(network, two, 2, 8, max_in_flight=2),
         _evenstep(network, one, 1, 2),
         _evenstep(network, two, 2, 2),
         _evenstep(network, one, 1, 8, precision="bf16"),
@@ -161,14 +163,17 @@ def _evenstep(
     *,
     memory_format: str = "auto",
     precision: str = "fp32",
+    max_in_flight: int = 1,
 ) -> Contender:
     layout = "" if memory_format == "auto" else f".{memory_format}"
     bf16 = "" if precision == "fp32" else f".{precision}"
+    flight = "" if max_in_flight == 1 else f".flight{max_in_flight}"
     return Contender(
-        key=f"{network}.evenstep.{devices}.v{shards}.n{examples}{layout}{bf16}",
+        key=f"{network}.evenstep.{devices}.v{shards}.n{examples}{layout}{bf16}{flight}",
         label=f"evenstep, {_count(devices, 'device')}, V = {shards}"
         + (f", {_spelled(memory_format)}" if layout else "")
-        + (f", {precision}" if bf16 else ""),
+        + (f", {precision}" if bf16 else "")
+        + (f", {max_in_flight} steps in flight" if flight else ""),
         module="contenders.evenstep_devices",
         job=_job(
             network,
@@ -177,6 +182,7 @@ def _evenstep(
             shards=shards,
             memory_format=memory_format,
             precision=precision,
+            max_in_flight=max_in_flight,
         ),
     )
 

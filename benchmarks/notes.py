@@ -18,6 +18,7 @@ NAMES = (
     "step_overhead",
     "memory",
     "step_profile",
+    "uneven_devices",
     "engine",
     *(f"engine.{experiment}" for experiment in EXPERIMENTS),
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from notes import read_notes
-from pages import engine, memory, overhead, profile, speed
+from pages import engine, memory, overhead, profile, speed, uneven
 from records import RESULTS, ROOT, load
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -27,6 +27,7 @@ SECTIONS: dict[str, Section] = {
     "step_overhead": overhead.section,
     "memory": memory.section,
     "step_profile": profile.section,
+    "uneven_devices": uneven.section,
     "engine_experiments": engine.section,
 }
 

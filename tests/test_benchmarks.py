@@ -164,7 +164,10 @@ def test_the_page_has_a_section_for_each_file_and_its_note(tmp_path):
     assert "| as evenstep sets it | 3 | 129 | 129 to 129 | 130 | reached |" in page
     assert "| `aten::mm` | 2.0 | 3.0 |\n| `aten::add` | 1.0 | – |" in page
     assert "| between | 0.5 | 1.0 |" in page
-    assert page.count("python benchmarks/it.py") == 4
+    assert "| both | 380 | 6 and 2 | 0.95 | 0.95 to 0.95 | ≥ 0.9 | reached |" in page
+    assert "| both, without stealing | 200 | 6 and 2 | 0.50 | 0.50 to 0.50 | – | – |" in page
+    assert "1 fingerprint over 4 runs" in page
+    assert page.count("python benchmarks/it.py") == 5
     assert "a processor (AVX2), 2 usable cores" in page
     assert "accelerate None" not in page
 
@@ -234,6 +237,20 @@ def _documents():
                     "peak_bytes": peak * mib,
                 }
                 for devices, peak in ((1, 100), (2, 120), (3, 129))
+            ],
+        },
+        "uneven_devices": common
+        | {
+            "settings": {"examples": 64, "shards": 8, "factor": 3},
+            "runs": [
+                {"round": 0, "part": part, "examples_per_s": speed, "fingerprint": "abc"}
+                | {"shards": [6, 2], "stolen": [1, 0]}
+                for part, speed in (
+                    ("fast alone", 300.0),
+                    ("delay.slow alone", 100.0),
+                    ("delay.both", 380.0),
+                    ("delay.both, without stealing", 200.0),
+                )
             ],
         },
         "step_profile": common

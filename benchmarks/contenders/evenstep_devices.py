@@ -28,11 +28,15 @@ def main() -> None:
         memory_format=job.memory_format,
         precision=job.precision,
         threads=job.threads,
+        max_in_flight=job.max_in_flight,
     ) as trainer:
         opened: list[list[float]] = []
-        timing = time_steps(
-            job, list(make_loader(job)), trainer.step, lambda: opened.append(trainer.busy_s)
-        )
+
+        def meet() -> None:
+            trainer.waitall()
+            opened.append(trainer.busy_s)
+
+        timing = time_steps(job, list(make_loader(job)), trainer.step, meet)
     before, after = opened
     busy_s = [late - early for early, late in zip(before, after, strict=True)]
     report(job, timing, model, busy_s=busy_s, memory_format=trainer.experiment.memory_format)

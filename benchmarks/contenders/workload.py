@@ -36,6 +36,7 @@ class Job:
         memory_format: "contiguous" or "channels_last"; for evenstep also "auto".
         precision: "fp32" or "bf16".
         shards: V; evenstep only.
+        max_in_flight: steps at once; evenstep only.
         warmup_steps: not timed.
         steps: timed.
     """
@@ -47,6 +48,7 @@ class Job:
     memory_format: str = "contiguous"
     precision: str = "fp32"
     shards: int = 8
+    max_in_flight: int = 1
     warmup_steps: int
     steps: int
 

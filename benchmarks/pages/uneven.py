@@ -1,0 +1,70 @@
+"""The section on devices of different speed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pages.common import joined, note, origin
+from rounds import summarise
+from targets import UNEVEN_SHARE
+from text import NOTHING, number, spread, table, verdict
+from uneven_devices import shares_of_sum
+
+SLOWED = {
+    "delay": "a delay in its lane after each task",
+    "rivals": "busy processes pinned to its core",
+}
+ROWS = ("both", "both, without stealing")
+
+
+def section(document: dict[str, Any], notes: Mapping[str, str]) -> str:
+    """Return the section."""
+    settings = document["settings"]
+    text = (
+        f"LeNet, batches of {settings['examples']:,}, V = {settings['shards']}, two CPU devices, "
+        f"each pinned to a core; the second one is slowed {settings['factor']} times, in two ways. "
+        f"The share is the speed of both together over the sum of the speeds that each has alone. "
+        f"Without stealing both get the same number of shards. Every run ends with the same "
+        f"weights: {_sameness(document)}."
+    )
+    head = ("slowed by", "devices", "examples/s", "shards of each", "share of the sum", "spread")
+    rows = [_row(document["runs"], slowed, part) for slowed in SLOWED for part in ROWS]
+    return joined(
+        "## Devices of different speed",
+        origin(document),
+        text,
+        table((*head, "target", "verdict"), rows, text_columns=2),
+        note(notes, "uneven_devices"),
+    )
+
+
+def _row(runs: list[dict[str, Any]], slowed: str, part: str) -> list[str]:
+    own = [run for run in runs if run["part"] == f"{slowed}.{part}"]
+    shares = shares_of_sum(runs, slowed, part)
+    if not own or not shares:
+        return [SLOWED[slowed], part, *[NOTHING] * 5, "not measured"]
+    speed = summarise([run["examples_per_s"] for run in own]).median
+    shards = [round(sum(counts) / len(own)) for counts in zip(*_shards(own), strict=True)]
+    share = summarise(shares)
+    judged = part == ROWS[0]
+    return [
+        SLOWED[slowed],
+        part,
+        number(speed),
+        " and ".join(map(str, shards)),
+        number(share.median),
+        spread(share),
+        f"≥ {UNEVEN_SHARE}" if judged else NOTHING,
+        verdict(share.median >= UNEVEN_SHARE) if judged else NOTHING,
+    ]
+
+
+def _shards(runs: list[dict[str, Any]]) -> list[list[int]]:
+    return [run["shards"] for run in runs]
+
+
+def _sameness(document: dict[str, Any]) -> str:
+    fingerprints = {run["fingerprint"] for run in document["runs"]}
+    runs = len(document["runs"])
+    return f"{len(fingerprints)} fingerprint{'s' * (len(fingerprints) != 1)} over {runs} runs"
