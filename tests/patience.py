@@ -1,0 +1,23 @@
+"""Waiting in tests: with an end, so that a wrong program fails instead of hanging."""
+
+import threading
+
+PATIENCE_S = 30  # far more than a right program needs
+
+
+def wait(*events):
+    for event in events:
+        assert event.wait(PATIENCE_S)
+
+
+def meet(barrier):
+    barrier.wait(PATIENCE_S)
+
+
+def wait_until(condition):
+    """Look every millisecond whether `condition()` holds."""
+    for _ in range(PATIENCE_S * 1000):
+        if condition():
+            return
+        threading.Event().wait(0.001)
+    raise AssertionError("it never came to be")

@@ -1,0 +1,199 @@
+"""Ctrl-C: wherever it comes, what runs ends, what has not begun is dropped, nothing hangs."""
+
+import signal
+import threading
+
+import pytest
+
+from evenstep.engine import Engine, InlineLanes, ThreadLanes
+from evenstep.errors import ClosedError
+from patience import PATIENCE_S, meet, wait
+
+both = pytest.mark.parametrize("lanes", [ThreadLanes, InlineLanes])
+
+
+@pytest.fixture
+def press_ctrl_c():
+    """Return a function that interrupts the main thread once, as a terminal does, where it waits.
+
+    A signal that comes just before a thread falls asleep does not wake it, so it is sent until it
+    is noticed.
+    """
+    pressed = []
+
+    def on_signal(number, frame):
+        asleep = frame.f_code is threading.Condition.wait.__code__
+        if pressed and asleep and frame.f_locals.get("gotit") is False:
+            pressed.clear()
+            raise KeyboardInterrupt
+
+    def press():
+        pressed.append("^C")
+        for _ in range(PATIENCE_S * 1000):
+            if not pressed:
+                return
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            threading.Event().wait(0.001)
+        raise AssertionError("nobody noticed Ctrl-C")
+
+    before = signal.signal(signal.SIGINT, on_signal)
+    yield press
+    signal.signal(signal.SIGINT, before)
+
+
+# ---- while the front end waits
+
+
+@pytest.mark.parametrize("waiting", ["a handle", "a var", "all", "the bound"])
+def test_ctrl_c_ends_the_wait_and_the_engine_goes_on(press_ctrl_c, waiting):
+    release = threading.Event()
+    with Engine(2, max_in_flight=2 if waiting == "the bound" else None) as engine:
+        x = engine.Var("x")
+        stuck = engine.submit(wait, release, device="cpu:0", writes=[x])
+        engine.submit(press_ctrl_c, device="cpu:1")
+        ways = {
+            "a handle": stuck.result,
+            "a var": x.result,
+            "all": engine.waitall,
+            "the bound": lambda: (engine.submit(int), engine.submit(int, device="cpu:0"), x.item()),
+        }
+        with pytest.raises(KeyboardInterrupt):
+            ways[waiting]()
+        release.set()
+        assert engine.submit(int).result() == 0
+        assert x.result() == "x"
+
+
+@pytest.mark.parametrize("presses", [1, 2, 4])
+def test_ctrl_c_drops_what_has_not_begun_and_waits_for_what_runs(press_ctrl_c, presses):
+    """However often it is pressed, `with` does not end while a task is at work."""
+    ran = []
+    begun = threading.Barrier(2)
+
+    def work(name, times):
+        meet(begun)
+        for _ in range(times):
+            press_ctrl_c()
+        threading.Event().wait(0.02)  # an interrupt that did not wait would overtake this
+        ran.append(name)
+
+    handles = []
+
+    def use():
+        with Engine(2) as engine:
+            handles.append(engine.submit(work, "one", presses, device="cpu:0"))
+            handles.append(engine.submit(work, "two", 0, device="cpu:1"))
+            handles.extend(engine.submit(ran.append, "never", device=d) for d in engine.devices)
+            if presses % 2:
+                handles[0].result()  # else it is pressed while `with` ends
+
+    with pytest.raises(KeyboardInterrupt):
+        use()
+    assert sorted(ran) == ["one", "two"]
+    assert handles[0].result() is handles[1].result() is None
+    for handle in handles[2:]:
+        with pytest.raises(ClosedError, match="was dropped"):
+            handle.result()
+
+
+def test_ctrl_c_at_the_end_is_raised_even_if_there_is_nothing_to_drop(press_ctrl_c):
+    engine = Engine(1)
+    engine.__enter__()
+    handle = engine.submit(press_ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert handle.result() is None
+
+
+# ---- while the front end keeps its books
+
+
+@both
+def test_ctrl_c_during_submission_comes_when_the_task_is_whole(lanes, monkeypatch):
+    with Engine(2, lanes=lanes) as engine:
+        submit = engine.scheduler.submit
+        ran = []
+
+        def interrupted(*arguments):
+            signal.raise_signal(signal.SIGINT)
+            decisions = submit(*arguments)
+            signal.raise_signal(signal.SIGINT)
+            return decisions
+
+        x = engine.Var([])
+        for number in range(5):
+            with monkeypatch.context() as patch:
+                patch.setattr(engine.scheduler, "submit", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    engine.submit(ran.append, number, writes=[x], device=f"cpu:{number % 2}")
+        assert x.result() == []  # waits for all of them
+        assert ran == list(range(5))
+        assert engine.scheduler.graph.unfinished == 0
+
+
+@both
+def test_ctrl_c_during_the_last_submission_does_not_hang_the_end(lanes):
+    engine = Engine(1, lanes=lanes)
+    submit = engine.scheduler.submit
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGINT)
+        return submit(*arguments)
+
+    engine.scheduler.submit = interrupted
+    with pytest.raises(KeyboardInterrupt), engine:
+        engine.submit(int)
+    assert engine.scheduler.graph.unfinished == 0
+
+
+def engine_is_in(frame):
+    while frame and "/evenstep/engine/" not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return frame is not None
+
+
+def test_a_storm_of_ctrl_c_leaves_the_books_right():
+    """Interrupts anywhere in the engine's front end: each task is submitted wholly or not at all.
+
+    Only those that come within the engine are raised, lest the test's own books be hit.
+    """
+    hits = []
+
+    def on_signal(number, frame):
+        if engine_is_in(frame):
+            hits.append(frame.f_code.co_name)
+            raise KeyboardInterrupt
+
+    stop = threading.Event()
+
+    def storm():
+        while not stop.wait(0.0003):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    ran, told = [], []
+    before = signal.signal(signal.SIGINT, on_signal)
+    thread = threading.Thread(target=storm)
+    try:
+        with Engine(2, max_in_flight=8) as engine:
+            x = engine.Var(None)
+            thread.start()
+            number = 0
+            while len(hits) < 300:
+                try:
+                    told.append((number, engine.submit(ran.append, number, writes=[x])))
+                    if number % 7 == 0:
+                        engine.wait_for(told[-1][1].task)
+                except KeyboardInterrupt:
+                    pass
+                number += 1
+            stop.set()
+            thread.join()
+            engine.waitall()
+            assert engine.scheduler.graph.unfinished == 0
+            assert not any(engine.scheduler.running)
+            assert engine.submit(int).result() == 0
+    finally:
+        stop.set()
+        signal.signal(signal.SIGINT, before)
+    assert ran == sorted(set(ran))
+    assert {number for number, _ in told} <= set(ran)
