@@ -97,8 +97,12 @@ class DrawWatch:
 
     @property
     def is_first_step(self) -> bool:
-        """Whether no training step has gone through yet."""
+        """Whether no training step has gone through yet, since the module may draw."""
         return self._is_first_step
+
+    def look_again(self) -> None:
+        """The user has changed the module: the next step is looked at as the first one was."""
+        self._is_first_step = self._is_first_step or not self.draws
 
     def step_done(self) -> None:
         """Note that a training step has gone through."""

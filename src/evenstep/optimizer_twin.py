@@ -1,18 +1,20 @@
 """The user's optimizer, stepped later than it was asked for, with the settings of then.
 
 While a step is in flight the front end goes on: a scheduler sets the next learning rate in
-`optimizer.param_groups` before the update that wants the old one. So the lanes step a twin, which
-shares the optimizer's state and parameters but has groups of its own; what the front end changes
-in its groups is recorded with each step and reaches the twin's when that step is updated.
+`optimizer.param_groups` before the update that wants the old one, and `zero_grad` drops gradients
+that the update is to see. So the lanes step a twin. It shares the optimizer's state and the memory
+of its parameters, but has groups and gradients of its own; what the front end changes in its groups
+is recorded with each step and reaches the twin's when that step is updated.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 
 class Change(NamedTuple):
@@ -24,34 +26,25 @@ class Change(NamedTuple):
 
 
 class OptimizerTwin:
-    """Steps an optimizer in a lane while its owner may change its groups."""
+    """Steps an optimizer in a lane while its owner may change its groups and drop gradients."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self.renew()
+        self._take()
 
     def renew(self) -> None:
-        """Take the optimizer as it is now; only while no step is in flight."""
-        twin = object.__new__(type(self._optimizer))
-        twin.__dict__.update(self._optimizer.__dict__)
-        # A scheduler wraps `step` on the instance, bound to the instance.
-        twin.__dict__.pop("step", None)
-        twin.param_groups = [_settings(group) for group in self._optimizer.param_groups]
-        self._twin = twin
-        self._seen = [_settings(group) for group in self._optimizer.param_groups]
+        """Give back, then take the optimizer as it is now; only while no step is in flight."""
+        self.give_back()
+        self._take()
 
     @property
     def fits(self) -> bool:
         """Whether the optimizer has the state and the parameters that it had."""
-        ours, theirs = self._twin.param_groups, self._optimizer.param_groups
         return (
-            self._twin.state is self._optimizer.state
-            and len(ours) == len(theirs)
-            and all(
-                len(own["params"]) == len(its["params"])
-                and all(map(_is, own["params"], its["params"]))
-                for own, its in zip(ours, theirs, strict=True)
-            )
+            self._state is self._optimizer.state
+            and [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
+            == self._held
+            and all(map(_share_memory, self._originals, self._originals.values()))
         )
 
     def record(self) -> list[Change]:
@@ -64,41 +57,118 @@ class OptimizerTwin:
                 zip(self._optimizer.param_groups, self._seen, strict=True)
             )
             for key, value in group.items()
-            if key != "params" and not (key in seen and _equal(value, seen[key]))
+            if _differs(key, value, seen)
         ]
         for change in changes:
             self._seen[change.group][change.key] = copy.deepcopy(change.value)
         return changes
 
-    def step(self, changes: Sequence[Change]) -> None:
-        """Update the parameters with the settings of when `changes` was recorded."""
+    def step(
+        self, changes: Sequence[Change], gradients: Mapping[nn.Parameter, torch.Tensor | None]
+    ) -> None:
+        """Update the parameters with the settings of when `changes` was recorded.
+
+        Args:
+            changes: what `record` returned for this step.
+            gradients: of the user's parameters.
+        """
         for change in changes:
             self._twin.param_groups[change.group][change.key] = change.value
-        self._twin.step()
+        for parameter, original in self._originals.items():
+            parameter.grad = gradients.get(original, original.grad)
+        try:
+            self._twin.step()
+        finally:
+            for parameter in self._originals:
+                parameter.grad = None
 
     def give_back(self) -> None:
-        """Write what the updates have changed in the groups into the user's; none in flight."""
+        """Write what the updates have changed in the groups into the user's; none in flight.
+
+        Groups that the user has put in their place meanwhile (`load_state_dict`) stay as they are.
+        """
+        present = {id(group) for group in self._optimizer.param_groups}
         for group, ours, seen in zip(
-            self._optimizer.param_groups, self._twin.param_groups, self._seen, strict=True
+            self._groups, self._twin.param_groups, self._seen, strict=True
         ):
             for key, value in ours.items():
-                if key != "params" and not (key in seen and _equal(value, seen[key])):
-                    group[key] = seen[key] = copy.deepcopy(value)
+                if id(group) in present and _differs(key, value, seen):
+                    group[key] = copy.deepcopy(value)
+                    seen[key] = copy.deepcopy(value)
+
+    def _take(self) -> None:
+        optimizer = self._optimizer
+        twin = object.__new__(type(optimizer))
+        twin.__dict__.update(optimizer.__dict__)
+        # A scheduler wraps `step` on the instance, bound to the instance.
+        twin.__dict__.pop("step", None)
+        self._groups = list(optimizer.param_groups)
+        self._held = [[id(p) for p in group["params"]] for group in self._groups]
+        self._state = optimizer.state
+        self._originals: dict[nn.Parameter, nn.Parameter] = {}
+        twin.param_groups = [
+            {**_settings(group), "params": [*map(self._twin_of, group["params"])]}
+            for group in self._groups
+        ]
+        twin.state = _StateOfTwin(optimizer.state, self._originals)  # type: ignore[assignment]
+        self._twin = twin
+        self._seen = [_settings(group) for group in self._groups]
+
+    def _twin_of(self, original: nn.Parameter) -> nn.Parameter:
+        """Return another parameter in the same memory, with a gradient of its own."""
+        twin = nn.Parameter(original.detach(), requires_grad=original.requires_grad)
+        twin.__dict__.update(original.__dict__)
+        self._originals[twin] = original
+        return twin
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Copy a group: its values, but the same parameters."""
-    return {
-        key: list(value) if key == "params" else copy.deepcopy(value)
-        for key, value in group.items()
-    }
+class _StateOfTwin(MutableMapping[Any, Any]):
+    """The state of an optimizer, asked for by the twins of its parameters."""
+
+    def __init__(
+        self, state: MutableMapping[Any, Any], originals: Mapping[nn.Parameter, nn.Parameter]
+    ) -> None:
+        self._state = state
+        self._originals = originals
+        self._twins = {original: twin for twin, original in originals.items()}
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._state[self._originals.get(key, key)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._state[self._originals.get(key, key)] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._state[self._originals.get(key, key)]
+
+    def __contains__(self, key: object) -> bool:
+        return self._originals.get(key, key) in self._state  # type: ignore[call-overload]
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._twins.get(key, key) for key in [*self._state])
+
+    def __len__(self) -> int:
+        return len(self._state)
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a group's values; not the parameters."""
+    return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
+
+
+def _differs(key: str, value: Any, seen: Mapping[str, Any]) -> bool:
+    return key != "params" and not (key in seen and _equal(value, seen[key]))
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.data_ptr() == other.data_ptr()
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return type(one) is type(other) and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and one.device == other.device and torch.equal(one, other)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)

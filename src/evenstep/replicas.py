@@ -82,6 +82,7 @@ class Replicas:
         home: the replica that is the user's module; the update is done there.
         all: one replica for each device; without `apart` the first is home.
         copies: the replicas that hold copies of the home's parameters in a memory of their own.
+        have_followed: whether `follow_home` has found the module changed, since this was unset.
     """
 
     def __init__(self, model: nn.Module, devices: Sequence[Device], *, apart: bool = False) -> None:
@@ -89,6 +90,7 @@ class Replicas:
         self._devices = tuple(devices)
         self._apart = apart
         self._lost: set[int] = set()
+        self.have_followed = False
         self._build()
 
     def _build(self) -> None:
@@ -120,8 +122,12 @@ class Replicas:
         """
         if self._structure != structure(self._modules):
             self._build()
+            self.have_followed = True
         for bring_over in self._differences():
             bring_over()
+            self.have_followed = True
+        if not self.copies:
+            self.mark_synchronised()
         return bool(self.copies) and self._synchronised != self._home_versions()
 
     @property
@@ -174,16 +180,20 @@ class Replicas:
             self._synchronised = self._home_versions()
 
     def refuse_written(self) -> None:
-        """Refuse parameters that somebody wrote since `mark_synchronised`.
+        """Refuse parameters and buffers that somebody wrote since `mark_synchronised`.
 
         Raises:
             InputError: somebody did, while a step was in flight.
         """
-        if self._synchronised and self._synchronised != self._home_versions():
+        if self._were_written:
             raise InputError(
-                "the parameters were written to while a step was in flight: call "
+                "the parameters or buffers were written to while a step was in flight: call "
                 "trainer.waitall() before you change the model, or use max_in_flight=1"
             )
+
+    @property
+    def _were_written(self) -> bool:
+        return bool(self._synchronised) and self._synchronised != self._home_versions()
 
     def mark_touched(self) -> None:
         """Note that somebody may have written the home's parameters, in whatever way."""
@@ -219,7 +229,10 @@ class Replicas:
 
     def abandon_step(self) -> None:
         """Leave the user's module as `open_step` found it, without gradients."""
+        is_synchronised = bool(self._synchronised) and not self._were_written
         self.restore_opening()
+        if is_synchronised:
+            self.mark_synchronised()
         for replica in (self.home, *self._others):
             for parameter in replica.parameters:
                 parameter.grad = None
@@ -237,7 +250,10 @@ class Replicas:
         self.all.append(replica)
 
     def _home_versions(self) -> list[tuple[int, int]]:
-        return [(values._version, values.data_ptr()) for values in self.home.parameters]
+        written = (
+            [*self.home.parameters, *self.home.buffers] if self._apart else (self.home.parameters)
+        )
+        return [(values._version, values.data_ptr()) for values in written]
 
 
 def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from evenstep.compute import Leaf, NodeSum
 from evenstep.data.order import Cursor
 from evenstep.engine import Engine, Pending, Task
-from evenstep.errors import ClosedError, EvenstepError
+from evenstep.errors import BatchError, ClosedError, EvenstepError, InputError
 from evenstep.objective import ShardObjective
 from evenstep.runner import Attempt, SeedOf, ShardRunner
 from evenstep.timing import StepClock, Timekeeper
@@ -59,6 +59,10 @@ class StepRun:
     loss: float = math.nan
     finished: bool = False
     error: BaseException | None = None
+
+    def let_go(self) -> None:
+        """Forget the batch: whoever keeps the loss of a step must not keep its examples."""
+        self.attempt.cut = dataclasses.replace(self.attempt.cut, views=())
 
 
 class StepLoss(Pending):
@@ -128,6 +132,9 @@ class Flight:
     def start(self, run: StepRun) -> None:
         """Submit the tasks of a step; return at once."""
         engine, runner, attempt = self._engine, self._runner, run.attempt
+        if self._overlap and runner.replicas.have_followed:
+            runner.watch.look_again()
+            runner.replicas.have_followed = False
         copies = runner.copy_tasks(attempt, run.number) if self._overlap else []
         shards = runner.train_tasks(
             attempt, run.number, run.objective, run.seed_of, run.observe, copies
@@ -158,9 +165,9 @@ class Flight:
             except BaseException as interrupt:  # Ctrl-C
                 self.abandon(interrupt)
                 raise
-            failure = self._engine.failure_of(run.end)
+            failure = self._failure_of(run.end)
             if failure is None:
-                self._runs.popleft()
+                self._runs.popleft().let_go()
                 self._runner.watch.step_done()
             elif self._can_mend(run, failure):
                 self._start_again()
@@ -172,11 +179,12 @@ class Flight:
         """Drop what has not begun, wait for what runs, and leave the model as it was found."""
         self._drop_all()
         while self._runs and self._runs[0].finished:
-            self._runs.popleft()
+            self._runs.popleft().let_go()
         if not self._runs:
             return
         for run in self._runs:
             run.error = error
+            run.let_go()
         first = self._runs[0]
         self._forget_runs()
         self._abandoned(first)
@@ -198,12 +206,12 @@ class Flight:
 
     def _open(self, attempt: Attempt) -> None:
         """Take the model's buffers as the step's opening values."""
-        if self._overlap:
-            self._runner.replicas.refuse_written()
-        else:
+        if not self._overlap:
             attempt.clock.data_are_there()
         self._runner.replicas.open_step()
         attempt.before = self._runner.watch.states()
+        if self._overlap:
+            self._runner.replicas.refuse_written()
 
     def _end(self, run: StepRun, leaves: list[Leaf]) -> None:
         """Finish a step whose shards are all there."""
@@ -229,8 +237,10 @@ class Flight:
     def _can_mend(self, run: StepRun, error: BaseException) -> bool:
         """Say whether the step can be done again, with what was learnt from its failure."""
         watch, before = self._runner.watch, run.attempt.before
+        if type(error) in (BatchError, InputError):  # a batch or a model that was written to
+            return False
         if isinstance(error, Exception) and watch.drew(before):
-            watch.note_draws(before, restore=not self._overlap)
+            watch.note_draws(before, restore=not self._overlap or watch.is_first_step)
             return True
         assert run.end is not None
         self._engine.give_up_device_of(run.end)
@@ -245,6 +255,21 @@ class Flight:
                 f"devices go on without it, with the same result"
             )
         return True
+
+    def _failure_of(self, end: Task) -> BaseException | None:
+        """Return what a step's last task failed with.
+
+        Where somebody wrote the model meanwhile (torch notices, and fails a shard), say so.
+        """
+        failure = self._engine.failure_of(end)
+        before_update = end.cause is not end or isinstance(failure, _DrawsSeenError)
+        if failure is not None and self._overlap and before_update:
+            try:
+                self._runner.replicas.refuse_written()
+            except InputError as written:
+                written.__cause__ = failure
+                return written
+        return failure
 
     def _start_again(self) -> None:
         self._drop_all()

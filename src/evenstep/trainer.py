@@ -412,6 +412,7 @@ class Trainer:
             run.loss, count = settle(run, leaves)
             found.gradients = [g if g is None else g.contiguous() for g in found.gradients]
             self._update.install(count, found)
+            self._replicas.restore_opening()  # every evaluation starts from the same buffers
             root = found
 
         def closure() -> float:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from evenstep.compute import Leaf, NodeSum, closing_buffers, divide_gradients
+from evenstep.compute import Leaf, NodeSum, closing_buffers, divide_gradients, receive
 from evenstep.errors import NonFiniteLossError
 from evenstep.optimizer_twin import OptimizerTwin
 from evenstep.replicas import Replicas, broadcast
@@ -34,20 +34,43 @@ class Update:
     def __call__(self, run: StepRun, leaves: Sequence[Leaf | None], root: NodeSum) -> None:
         """Take the step; called in a lane."""
         run.loss, count = settle(run, leaves)
-        self.install(count, root)
         if self._twin is None:
+            self.install(count, root)
             self._optimizer.step()
         else:
-            self._twin.step(run.settings)
+            self._replicas.refuse_written()
+            self._step_twin(self._twin, run, count, root)
         self.close(root)
+
+    def _step_twin(self, twin: OptimizerTwin, run: StepRun, count: float, root: NodeSum) -> None:
+        """Update with gradients that the front end's `zero_grad` can't reach meanwhile.
+
+        But a `before_update` looks for them, and they lie open while it runs.
+        """
+        if self._before_update:
+            self.install(count, root)
+            root.gradients = [parameter.grad for parameter in self._replicas.home.parameters]
+            self._show([None] * len(root.gradients))
+        else:
+            self._divide(root, count)
+        home = self._replicas.home.parameters
+        twin.step(run.settings, dict(zip(home, root.gradients, strict=True)))
+        self._show(root.gradients)
 
     def install(self, count: float, root: NodeSum) -> None:
         """Put the mean gradients where the optimizer looks, and let the user's hook see them."""
-        divide_gradients(root.gradients, count)
-        for parameter, gradient in zip(self._replicas.home.parameters, root.gradients, strict=True):
-            parameter.grad = gradient
+        self._divide(root, count)
+        self._show(root.gradients)
         if self._before_update:
             self._before_update(self._replicas.home.module)
+
+    def _divide(self, root: NodeSum, count: float) -> None:
+        receive(root, self._replicas.home.device)
+        divide_gradients(root.gradients, count)
+
+    def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self._replicas.home.parameters, gradients, strict=True):
+            parameter.grad = gradient
 
     def close(self, root: NodeSum) -> None:
         """Write the closing buffers, and bring every memory's parameters up to date."""

@@ -1,0 +1,114 @@
+"""What the user does to the module while steps are in flight holds from the next step on."""
+
+import pytest
+import torch
+from torch import nn
+
+from in_flight import DEVICES, assert_same_as_one_at_a_time, train
+
+on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.norm, self.head = nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)
+        self.dropout = nn.Dropout(0.2)
+        self.temperature = 1.0
+        self.mask = torch.ones(36)
+
+    def forward(self, x):
+        x = self.norm(self.body(x.flatten(1) * self.mask))
+        return self.head(self.dropout(x)) * self.temperature
+
+
+def raise_dropout(model):
+    model.dropout.p = 0.5
+
+
+def norm_evaluates(model):
+    model.norm.eval()
+
+
+def evaluation_mode(model):
+    model.eval()
+
+
+def freeze(model):
+    model.body.requires_grad_(False)
+
+
+def swap_layer(model):
+    model.dropout = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
+
+
+def add_hook(model):
+    model.body.register_forward_hook(lambda module, inputs, output: output * 0.5)
+
+
+def add_gradient_hook(model):
+    model.head.weight.register_hook(lambda gradient: gradient * 0.5)
+
+
+def set_temperature(model):
+    model.temperature = 2.0
+
+
+def write_mask(model):
+    model.mask[3:9] = 0
+
+
+@on_devices
+@pytest.mark.parametrize(
+    "change",
+    [
+        raise_dropout,
+        norm_evaluates,
+        evaluation_mode,
+        freeze,
+        swap_layer,
+        add_hook,
+        add_gradient_hook,
+        set_temperature,
+        write_mask,
+    ],
+)
+def test_a_change_of_the_module_holds_from_the_next_step_on(devices, change):
+    def act_at(wanted):
+        def act(trainer, number, loss):
+            if number == wanted:
+                change(trainer.model)
+
+        return act
+
+    assert_same_as_one_at_a_time(devices, act_at(2), model=Parts, waits=True)
+    earlier = train(1, act_at(1), model=Parts, max_in_flight=1)
+    later = train(1, act_at(2), model=Parts, max_in_flight=1)
+    assert earlier[1][:2] == later[1][:2]
+    assert earlier[1] != later[1]
+
+
+@on_devices
+def test_switching_a_part_there_and_back_between_steps(devices):
+    def act(trainer, number, loss):
+        trainer.model.norm.train(number % 2 == 0)
+        trainer.model.dropout.p = 0.1 * number
+
+    assert_same_as_one_at_a_time(devices, act, model=Parts, waits=True)
+
+
+@on_devices
+def test_after_waitall_and_after_a_loss_was_read_the_parameters_may_be_written(devices):
+    def act(trainer, number, loss):
+        if number == 2:
+            trainer.waitall()
+        if number >= 2:
+            float(loss)
+            with torch.no_grad():
+                trainer.model.head.weight.mul_(0.5)
+                trainer.model.norm.running_mean.zero_()
+        if number == 4:
+            trainer.model.head.weight.data = trainer.model.head.weight.data * 0.5
+
+    assert_same_as_one_at_a_time(devices, act, model=Parts, waits="before")
