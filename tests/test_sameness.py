@@ -10,7 +10,7 @@ from torch import nn
 
 import evenstep
 from evenstep.engine import InlineLanes
-from layouts import LAYOUTS, DelayedLanes, own, shared
+from layouts import LAYOUTS, DelayedLanes, delayed, own, shared
 from reference import assert_same_bits, reference_training, whole_state
 from zoo import ZOO, build, make_batches
 
@@ -20,16 +20,14 @@ ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 
 def train(model, make_optimizer, batches, **options):
     """Train `model` with evenstep; return (its whole state by name, the losses)."""
-    optimizer = make_optimizer(model.parameters())
+    optimizer = make_optimizer(delayed(model).parameters())
     options = {"memory_format": "contiguous", "lanes": DelayedLanes, **options}
     with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
         losses = [float(loss) for loss in [trainer.step(X, y) for X, y in batches]]
     return whole_state(model, optimizer), losses
 
 
-def assert_equals_reference(
-    name, sizes, devices, shards, make_optimizer=MOMENTUM, max_in_flight=1
-):
+def assert_equals_reference(name, sizes, devices, shards, make_optimizer=MOMENTUM, max_in_flight=1):
     batches = make_batches(sizes)
     expected, expected_losses = reference_training(
         build(name), make_optimizer, batches, shards=shards

@@ -209,20 +209,20 @@ def test_there_is_nothing_to_steal_for_lanes_of_bound_work():
 
 def test_speeds_are_relative_and_of_one_kind():
     lanes = Lanes(3)
-    assert lanes.scheduler.speeds("work") == [1.0, 1.0, 1.0]
+    assert lanes.scheduler.pace.speeds("work") == [1.0, 1.0, 1.0]
     lanes.measure(0.5, 2.0)
-    assert lanes.scheduler.speeds("work") == [2.0, 0.5, 2.0]  # not measured: as the fastest
-    assert lanes.scheduler.speeds("other") == [1.0, 1.0, 1.0]
+    assert lanes.scheduler.pace.speeds("work") == [2.0, 0.5, 2.0]  # not measured: as the fastest
+    assert lanes.scheduler.pace.speeds("other") == [1.0, 1.0, 1.0]
 
 
 def test_a_pace_follows_what_a_lane_takes_now():
     lanes = Lanes(1)
     lanes.measure(1.0)
     lanes.measure(2.0)
-    assert lanes.scheduler.speeds("work") == [1 / 1.3]
+    assert lanes.scheduler.pace.speeds("work") == [1 / 1.3]
     for _ in range(50):
         lanes.measure(2.0)
-    assert lanes.scheduler.speeds("work") == [pytest.approx(0.5)]
+    assert lanes.scheduler.pace.speeds("work") == [pytest.approx(0.5)]
 
 
 def test_failures_and_jobs_outside_runs_say_nothing_about_pace():
@@ -233,16 +233,16 @@ def test_failures_and_jobs_outside_runs_say_nothing_about_pace():
     lanes.submit(lanes.job("b", kind="work"), lanes.job("c", lane=0, kind="work"))
     lanes.end(0, after_s=9.0)
     lanes.end(0, after_s=9.0)
-    assert lanes.scheduler.speeds("work") == [1.0]
+    assert lanes.scheduler.pace.speeds("work") == [1.0]
 
 
 def test_a_slow_lane_that_gets_nothing_is_forgiven_in_time():
     lanes = Lanes(2)
-    lanes.scheduler.forget_idle("work", [0, 1])  # nothing to forget
+    lanes.scheduler.pace.forget_idle("work", [0, 1])  # nothing to forget
     lanes.measure(1.0, 10.0)
     for _ in range(1000):
-        lanes.scheduler.forget_idle("work", [1])
-    fast, slow = lanes.scheduler.speeds("work")
+        lanes.scheduler.pace.forget_idle("work", [1])
+    fast, slow = lanes.scheduler.pace.speeds("work")
     assert fast == 1.0
     assert slow > 1.0
 
@@ -251,32 +251,8 @@ def test_forgetting_leaves_lanes_alone_that_were_never_measured():
     lanes = Lanes(2)
     lanes.runs("x")
     lanes.end(0, after_s=2.0)
-    lanes.scheduler.forget_idle("work", [1])
-    assert lanes.scheduler.speeds("work") == [0.5, 0.5]
-
-
-# ---- stuck
-
-
-def test_a_lane_is_stuck_when_it_is_far_beyond_the_slowest_and_another_one_waits():
-    lanes = Lanes(2)
-    lanes.measure(1.0, 2.0)
-    lanes.runs("a", "b")
-    assert lanes.scheduler.stuck(5.0, 1000.0) == []  # nobody waits
-    lanes.end(1)
-    began = lanes.now
-    assert lanes.scheduler.stuck(5.0, began + 20.0) == []  # the slowest takes longer now and then
-    assert lanes.scheduler.stuck(5.0, began + 41.0) == [0]
-    assert lanes.scheduler.stuck(60.0, began + 41.0) == []
-
-
-def test_before_anything_was_measured_and_outside_runs_nothing_is_stuck():
-    lanes = Lanes(2)
-    lanes.runs("a")
-    assert lanes.scheduler.stuck(0.0, 1e6) == []
-    lanes.end(0, after_s=1.0)
-    lanes.bound(0, "b")
-    assert lanes.scheduler.stuck(0.0, 1e6) == []
+    lanes.scheduler.pace.forget_idle("work", [1])
+    assert lanes.scheduler.pace.speeds("work") == [0.5, 0.5]
 
 
 # ---- lost lanes
@@ -318,7 +294,7 @@ def test_a_lost_lane_has_no_speed_and_does_not_count_for_others():
     lanes = Lanes(3)
     lanes.measure(1.0, 2.0)
     lanes.lose(0)
-    assert lanes.scheduler.speeds("work") == [0.0, 0.5, 0.5]
+    assert lanes.scheduler.pace.speeds("work", {0}) == [0.0, 0.5, 0.5]
 
 
 @pytest.mark.parametrize("where", [{}, {"run": 0}, {"run": 1}])

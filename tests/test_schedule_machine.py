@@ -111,8 +111,8 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(lane=st.integers(0, MOST_LANES - 1), kind=st.sampled_from("ab"))
     def forget(self, lane, kind):
-        self.scheduler.forget_idle(kind, [lane % self.compute])
-        speeds = self.scheduler.speeds(kind)
+        self.scheduler.pace.forget_idle(kind, [lane % self.compute])
+        speeds = self.scheduler.pace.speeds(kind, self.scheduler.lost)
         assert [speed == 0 for speed in speeds] == [
             lane in self.scheduler.lost for lane in range(self.compute)
         ]

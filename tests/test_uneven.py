@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.engine import ThreadLanes
 from evenstep.errors import DeviceLostError
 from layouts import own, shared
 from reference import assert_same_bits
@@ -20,17 +19,15 @@ PATIENCE_S = 30
 BATCHES = make_batches((48, 40, 48, 33, 48, 40))
 
 
-class UnevenLanes(ThreadLanes):
-    """Lanes of which each takes so many milliseconds longer than it must."""
+def uneven(model, late_ms):
+    """Have each CPU device take so many milliseconds longer for a shard than it must."""
+    late_s = {f"evenstep cpu:{number}": late / 1e3 for number, late in enumerate(late_ms)}
 
-    late_ms = (0, 0)
+    def wait_a_little(module, inputs):
+        time.sleep(late_s[threading.current_thread().name])
 
-    def open(self, carry_out):
-        def late(lane, task):
-            time.sleep(self.late_ms[lane % len(self.late_ms)] / 1e3)
-            carry_out(lane, task)
-
-        super().open(late)
+    model.register_forward_pre_hook(wait_a_little)
+    return model
 
 
 def even_run(name="dropout"):
@@ -43,9 +40,8 @@ def even_run(name="dropout"):
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("late_ms", [(0, 6), (6, 0), (1, 0, 9)])
 def test_idle_devices_take_shards_from_slow_ones_and_move_no_bits(late_ms, max_in_flight):
-    lanes = type("Uneven", (UnevenLanes,), {"late_ms": late_ms})
-    options = {"devices": len(late_ms), "lanes": lanes, "max_in_flight": max_in_flight}
-    with open_trainer(build("dropout"), **options) as trainer:
+    options = {"devices": len(late_ms), "max_in_flight": max_in_flight}
+    with open_trainer(uneven(build("dropout"), late_ms), **options) as trainer:
         for X, y in BATCHES:
             trainer.step(X, y)
         trainer.waitall()
@@ -59,8 +55,7 @@ def test_idle_devices_take_shards_from_slow_ones_and_move_no_bits(late_ms, max_i
 
 def test_runs_follow_the_measured_speeds():
     """After the first steps the fast device gets a longer run, and little is left to steal."""
-    lanes = type("Uneven", (UnevenLanes,), {"late_ms": (0, 30)})
-    with open_trainer(build("convolution"), devices=2, lanes=lanes) as trainer:
+    with open_trainer(uneven(build("convolution"), (0, 30)), devices=2) as trainer:
         for X, y in BATCHES:
             trainer.step(X, y)
         runs = trainer._runner._deal(trainer._runner.split(BATCHES[0]), "compute")
@@ -160,8 +155,8 @@ def test_without_the_device_that_holds_the_model_training_ends_with_an_error(dev
 
 def test_a_device_that_is_merely_slow_is_not_given_up(caplog):
     """It is at a shard for longer than `lost_after_s`, but not for twenty times its usual time."""
-    lanes = type("Uneven", (UnevenLanes,), {"late_ms": (0, 30)})
-    with open_trainer(build("convolution"), devices=2, lanes=lanes, lost_after_s=0.001) as trainer:
+    model = uneven(build("convolution"), (0, 30))
+    with open_trainer(model, devices=2, lost_after_s=0.001) as trainer:
         for X, y in BATCHES:
             trainer.step(X, y)
     assert not [record for record in caplog.records if "lost" in record.message]

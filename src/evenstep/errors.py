@@ -65,3 +65,10 @@ class DeadlockError(EvenstepError):
 
 class ClosedError(EvenstepError):
     """Used before `with` opened it, or after `with` closed it."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line to what Python prints of an error (PEP 678; before Python 3.11 it only keeps)."""
+    notes = getattr(error, "__notes__", [])
+    if note not in notes:
+        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]

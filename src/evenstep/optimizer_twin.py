@@ -75,7 +75,8 @@ class OptimizerTwin:
         for change in changes:
             self._twin.param_groups[change.group][change.key] = change.value
         for parameter, original in self._originals.items():
-            parameter.grad = gradients.get(original, original.grad)
+            # Not `gradients.get`: nobody else may look at a gradient that `zero_grad` just frees.
+            parameter.grad = gradients[original] if original in gradients else original.grad  # noqa: SIM401
         try:
             self._twin.step()
         finally:

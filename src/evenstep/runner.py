@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
@@ -17,14 +18,14 @@ from evenstep.collectives import TreeSum, tree_plan, tree_sum
 from evenstep.compute import NodeSum, ShardWork, add_nodes, compute_shard
 from evenstep.devices import Device, carry
 from evenstep.draws import DrawWatch, States
-from evenstep.engine import Engine, Task
-from evenstep.errors import BatchError
+from evenstep.engine import Engine, Runs, Task, Var
+from evenstep.errors import BatchError, add_note
 from evenstep.evaluation import Measure, Metric, measure_shard
 from evenstep.experiment import Experiment
 from evenstep.objective import ShardObjective
 from evenstep.replicas import Replica, Replicas
 from evenstep.sharding import Batch, Cut, contiguous_runs, cut_batch
-from evenstep.timing import NodeTime, StepClock
+from evenstep.timing import NodeTime, StepClock, Timekeeper
 
 T = TypeVar("T")
 SeedOf: TypeAlias = Callable[[int], int]
@@ -37,17 +38,48 @@ class Attempt:
 
     Attributes:
         cut: the batch.
+        number: of the step.
         clock: its times.
+        runs: the shards that no lane has begun.
         tree: the sum over its shards (of a training step).
         dropped: whether what has not begun of it shall not begin.
         before: the states of the default generators when it began; None where nobody looks.
     """
 
     cut: Cut
+    number: int = 0
     clock: StepClock = dataclasses.field(default_factory=StepClock)
+    runs: Runs[int] | None = None
     tree: TreeSum[NodeSum] | None = None
     dropped: bool = False
     before: States | None = None
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+    def next_shard(self, lane: int, before: int | None) -> tuple[int, bool] | None:
+        """End the shard that a lane was at `before`; return its next one and whether it is stolen.
+
+        None: nothing is left for it to do.
+        """
+        runs, now = self.runs, time.perf_counter()
+        assert runs is not None
+        with self.lock:
+            if before is not None:
+                runs.end(lane, now)
+            stolen = runs.first(lane) is None
+            shard = None
+            if not self.dropped:
+                shard = runs.steal(lane, now) if stolen else runs.take(lane)
+            if shard is None:
+                return None
+            runs.begin(lane, shard, now)
+        return shard, stolen
+
+    def stuck_lanes(self, alive: set[int], after_s: float) -> list[int]:
+        """Return the lanes that are at a shard too long while another one has none."""
+        if self.runs is None:
+            return []
+        with self.lock:
+            return self.runs.stuck(alive, after_s, time.perf_counter())
 
 
 class ShardRunner:
@@ -58,50 +90,60 @@ class ShardRunner:
         engine: where the tasks run.
     """
 
-    def __init__(self, experiment: Experiment, replicas: Replicas, engine: Engine) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        replicas: Replicas,
+        engine: Engine,
+        timekeeper: Timekeeper,
+    ) -> None:
         self.experiment = experiment
         self.replicas = replicas
         self.engine = engine
+        self._timekeeper = timekeeper
         self.watch = DrawWatch([device.torch_device for device in engine.devices])
 
     def split(self, batch: Batch) -> Cut:
         """Cut `batch` into the experiment's shards."""
         return cut_batch(batch, self.experiment.shards)
 
-    def copy_tasks(self, attempt: Attempt, number: int) -> list[Task]:
-        """Return tasks that bring each shard's examples to the device whose run it begins in."""
+    def copy_tasks(self, attempt: Attempt) -> list[Task]:
+        """Return tasks that bring shards' examples to the devices whose runs they begin in."""
+        engine = self.engine
         return [
             Task(
                 self._copy,
-                (attempt, shard, self.engine.devices[lane]),
-                lane=self.engine.copy_lane(lane),
-                name=f"copy shard {shard}",
+                (attempt, shards, engine.devices[lane]),
+                lane=engine.copy_lane(lane),
+                name=f"copy {_spelled(shards)}",
                 category="copy",
-                story={"step": number, "shard": shard},
+                story={"step": attempt.number},
                 quiet=True,
             )
             for lane, shards in enumerate(self._deal(attempt.cut, "compute"))
-            for shard in shards
+            if shards
         ]
 
     def train_tasks(
         self,
         attempt: Attempt,
-        number: int,
         objective: ShardObjective,
         seed_of: SeedOf,
         observe: Callable[[int, NodeSum], None] | None,
         copies: Sequence[Task] = (),
+        reads: Sequence[Var] = (),
     ) -> list[Task]:
-        """Return tasks that compute the shards and sum them in the attempt's tree.
+        """Return a task for each lane: they compute the shards and sum them in the attempt's tree.
+
+        The result of each is a dict from shards to their losses.
 
         Args:
             attempt: the batch, and what becomes of it.
-            number: of the step.
             objective: of a shard.
             seed_of: seeds of the shards' random ops.
             observe: called with each shard's own value.
-            copies: the tasks that bring each shard's examples; none: the shards fetch them.
+            copies: the tasks that bring the shards' examples; none: the shards fetch them.
+            reads: what the shards read besides.
         """
         cut = attempt.cut
         add = functools.partial(self._add_nodes, attempt.clock)
@@ -112,7 +154,7 @@ class ShardRunner:
             tree=attempt.tree,
             observe=observe,
         )
-        return self._tasks(attempt, compute, seed_of, "compute", number, copies)
+        return self._tasks(attempt, compute, seed_of, "compute", copies, reads)
 
     def measure(
         self, cut: Cut, measure: Measure, metrics: Mapping[str, Metric], seed_of: SeedOf
@@ -122,8 +164,8 @@ class ShardRunner:
 
         def attempt() -> list[Any]:
             go = Attempt(cut)
-            tasks = self._tasks(go, compute, seed_of, "evaluate", 0)
-            return self._run_all(go, tasks)
+            shards = self._run_all(go, self._tasks(go, compute, seed_of, "evaluate"))
+            return [shards[shard] for shard in range(cut.filled)]
 
         shards = self.watch.repeat(attempt)
         return {
@@ -134,14 +176,13 @@ class ShardRunner:
             for name in metrics
         }
 
-    def _run_all(self, attempt: Attempt, tasks: Sequence[Task]) -> list[Any]:
-        """Run `tasks` to their end; return their results, or raise the first one's error."""
+    def _run_all(self, attempt: Attempt, tasks: Sequence[Task]) -> dict[int, Any]:
+        """Run `tasks` to their end; return what each shard gave, or raise the first error."""
         engine = self.engine
         engine.submit_tasks(tasks)
         try:
             for task in tasks:
                 engine.wait_for(task)
-                attempt.dropped = attempt.dropped or task.error is not None
         except BaseException:  # Ctrl-C
             attempt.dropped = True
             for task in tasks:
@@ -150,46 +191,72 @@ class ShardRunner:
         for task in tasks:
             if task.error is not None:
                 raise task.error
-        return [task.result for task in tasks]
+        return {shard: value for task in tasks for shard, value in task.result.items()}
 
     def _tasks(
+        self,
+        attempt: Attempt,
+        function: Callable[[Replica, ShardWork], Any],
+        seed_of: SeedOf,
+        category: str,
+        copies: Sequence[Task] = (),
+        reads: Sequence[Var] = (),
+    ) -> list[Task]:
+        """Return a task for each lane that is not lost, and deal the shards to their runs."""
+        engine = self.engine
+        attempt.runs = Runs(len(engine.devices), engine.scheduler.pace, lambda shard: category)
+        for lane, shards in enumerate(self._deal(attempt.cut, category)):
+            for shard in shards:
+                attempt.runs.add(lane, shard)
+        work_off = functools.partial(self._work_off, attempt, function, seed_of, category)
+        carried = [engine.handle(task) for task in copies]
+        return [
+            Task(
+                work_off,
+                (carried,),
+                lane=lane,
+                name="shards",
+                category="shards",
+                reads=reads,
+                story={"step": attempt.number},
+                quiet=True,
+            )
+            for lane in range(len(engine.devices))
+            if lane not in engine.scheduler.lost
+        ]
+
+    def _work_off(
         self,
         attempt: Attempt,
         function: Callable[[Replica, ShardWork], T],
         seed_of: SeedOf,
         category: str,
-        number: int,
-        copies: Sequence[Task] = (),
-    ) -> list[Task]:
-        def run(shard: int, batch: Batch | None = None) -> T | None:
-            if attempt.dropped:
-                return None
-            replica = self.replicas.all[self.engine.lane_here]
-            return function(replica, self._work(replica, attempt.cut, shard, batch, seed_of))
-
-        carried = {task.arguments[1]: (self.engine.handle(task),) for task in copies}
-        return sorted(
-            (
-                Task(
-                    run,
-                    (shard, *carried.get(shard, ())),
-                    run=lane,
-                    name=f"shard {shard}",
-                    category=category,
-                    story={"step": number, "shard": shard},
-                    quiet=True,
-                )
-                for lane, shards in enumerate(self._deal(attempt.cut, category))
-                for shard in shards
-            ),
-            key=lambda task: task.arguments[0],
-        )
+        carried: Sequence[dict[int, Batch]],
+    ) -> dict[int, T]:
+        """Compute the shards of the calling lane's run, and what it can steal; in that lane."""
+        lane, timekeeper = self.engine.lane_here, self._timekeeper
+        replica = self.replicas.all[lane]
+        batches = {shard: batch for run in carried for shard, batch in run.items()}
+        results: dict[int, T] = {}
+        shard: int | None = None
+        while (taken := attempt.next_shard(lane, shard)) is not None:
+            shard, stolen = taken
+            began_s = time.perf_counter()
+            try:
+                work = self._work(replica, attempt.cut, shard, batches.pop(shard, None), seed_of)
+                results[shard] = function(replica, work)
+            except BaseException as error:
+                attempt.dropped = True
+                add_note(error, f"in shard {shard} of step {attempt.number} on {replica.device}")
+                raise
+            timekeeper.shard_ended(lane, shard, category, attempt.number, began_s, stolen)
+        return results
 
     def _deal(self, cut: Cut, category: str) -> list[list[int]]:
         """Give every device a contiguous run of shards, as long as its measured speed deserves."""
-        scheduler = self.engine.scheduler
-        runs = contiguous_runs(range(cut.filled), scheduler.speeds(category))
-        scheduler.forget_idle(category, [lane for lane, run in enumerate(runs) if not run])
+        pace, lost = self.engine.scheduler.pace, self.engine.lost_lanes
+        runs = contiguous_runs(range(cut.filled), pace.speeds(category, lost))
+        pace.forget_idle(category, [lane for lane, run in enumerate(runs) if not run])
         return runs
 
     def _work(
@@ -221,13 +288,15 @@ class ShardRunner:
 
         return cut.take(shard, place)
 
-    def _copy(self, attempt: Attempt, shard: int, device: Device) -> Batch:
-        if attempt.dropped:
-            return None
-        batch = self._take(attempt.cut, shard, None, device)
+    def _copy(self, attempt: Attempt, shards: Sequence[int], device: Device) -> dict[int, Batch]:
+        """Bring some shards to `device`; in its copy lane."""
+        batches = {}
+        for shard in shards:
+            if not attempt.dropped:
+                batches[shard] = self._take(attempt.cut, shard, None, device)
         attempt.cut.check_unchanged()
         attempt.clock.data_are_there()
-        return batch
+        return batches
 
     def _add_nodes(self, clock: StepClock, left: NodeSum, right: NodeSum) -> NodeSum:
         began = time.perf_counter()
@@ -235,6 +304,10 @@ class ShardRunner:
         lane = self.engine.lane_here
         clock.nodes.append(NodeTime(lane, left.lo, right.hi, began, time.perf_counter()))
         return node
+
+
+def _spelled(shards: Sequence[int]) -> str:
+    return f"shards [{shards[0]},{shards[-1] + 1})"
 
 
 def sum_floats(values: Sequence[float | torch.Tensor | None]) -> float:

@@ -135,21 +135,19 @@ class Flight:
         if self._overlap and runner.replicas.have_followed:
             runner.watch.look_again()
             runner.replicas.have_followed = False
-        copies = runner.copy_tasks(attempt, run.number) if self._overlap else []
+        copies = runner.copy_tasks(attempt) if self._overlap else []
         shards = runner.train_tasks(
-            attempt, run.number, run.objective, run.seed_of, run.observe, copies
+            attempt, run.objective, run.seed_of, run.observe, copies, [self._model]
         )
         leaves = [engine.handle(task) for task in shards]
-        opening = self._task(self._open, attempt, name="open", category="open", run=run)
-        run.end = self._task(self._end, run, leaves, name="update", category="update", run=run)
+        run.end = self._task("update", self._end, run, run, leaves)
         engine.submit_tasks(copies)
         if self._runs:
-            engine.submit_tasks([opening], writes=[self._model])
+            engine.submit_tasks([self._task("open", self._open, run, attempt)])
         else:
             self._open(attempt)
         self._runs.append(run)
-        engine.submit_tasks(shards, reads=[self._model])
-        engine.submit_tasks([run.end], writes=[self._model])
+        engine.submit_tasks([*shards, run.end])
 
     def complete(self, *, down_to: int = 0, until: StepRun | None = None) -> None:
         """Wait for the oldest steps, until `down_to` are left, or until `until` is finished.
@@ -192,14 +190,16 @@ class Flight:
     # ---- in the lanes
 
     def _task(
-        self, function: Callable[..., None], *given: Any, name: str, category: str, run: StepRun
+        self, category: str, function: Callable[..., None], run: StepRun, *given: Any
     ) -> Task:
+        """Return a task of the first lane that writes the model."""
         return Task(
             function,
             given,
             lane=self._engine.first_lane,
-            name=f"{name} {run.number}",
+            name=f"{category} {run.number}",
             category=category,
+            writes=(self._model,),
             story={"step": run.number},
             quiet=True,
         )
@@ -213,7 +213,7 @@ class Flight:
         if self._overlap:
             self._runner.replicas.refuse_written()
 
-    def _end(self, run: StepRun, leaves: list[Leaf]) -> None:
+    def _end(self, run: StepRun, found: list[dict[int, Leaf]]) -> None:
         """Finish a step whose shards are all there."""
         attempt = run.attempt
         if attempt.dropped:
@@ -221,8 +221,9 @@ class Flight:
         if self._runner.watch.drew(attempt.before):
             raise _DrawsSeenError(f"step {run.number} drew from the default generator")
         assert attempt.tree is not None
-        empty = [None] * (len(attempt.cut.bounds) - len(leaves))
-        run.finish(run, [*leaves, *empty], attempt.tree.take_root())
+        by_shard = {shard: leaf for leaves in found for shard, leaf in leaves.items()}
+        leaves = [by_shard.get(shard) for shard in range(len(attempt.cut.bounds))]
+        run.finish(run, leaves, attempt.tree.take_root())
         run.finished = True
         self._timekeeper.step_ended(run.number, attempt.clock)
 
@@ -230,9 +231,11 @@ class Flight:
 
     def _wait_for(self, end: Task) -> None:
         """Wait for a step's last task; give up a device that stands still meanwhile."""
-        while not self._engine.wait_for(end, timeout_s=_LOOK_EVERY_S):
-            for lane in self._engine.stuck_lanes(self._lost_after_s):
-                self._engine.lose(lane)
+        engine, attempt = self._engine, self._runs[0].attempt
+        while not engine.wait_for(end, timeout_s=_LOOK_EVERY_S):
+            alive = set(range(len(engine.devices))) - engine.lost_lanes
+            for lane in attempt.stuck_lanes(alive, self._lost_after_s):
+                engine.lose(lane)
 
     def _can_mend(self, run: StepRun, error: BaseException) -> bool:
         """Say whether the step can be done again, with what was learnt from its failure."""
@@ -277,7 +280,7 @@ class Flight:
         self._forget_runs()
         for run in runs:
             ready_s = run.attempt.clock.ready_s
-            run.attempt = Attempt(run.attempt.cut, StepClock(ready_s))
+            run.attempt = Attempt(run.attempt.cut, run.number, StepClock(ready_s))
             self.start(run)
 
     def _forget_runs(self) -> None:

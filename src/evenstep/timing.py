@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import NamedTuple
 
@@ -45,6 +46,7 @@ class Timekeeper:
         self._account = Account([device.name for device in engine.devices])
         self._compute = len(engine.devices)
         self._free_s: float | None = None
+        self._lock = threading.Lock()
         engine.listener = self._task_ended
 
     def rest(self) -> None:
@@ -55,6 +57,18 @@ class Timekeeper:
         """The front end has fetched a batch since `began_s`."""
         self._trace.add(Span("front end", "load", "load", began_s, time.perf_counter(), None))
 
+    def shard_ended(
+        self, lane: int, shard: int, category: str, step: int, began_s: float, stolen: bool
+    ) -> None:
+        """A lane has computed a shard, just now; called in that lane."""
+        now = time.perf_counter()
+        story: dict[str, object] = {"step": step, "shard": shard}
+        if stolen:
+            story["stolen"] = True
+        with self._lock:
+            self._trace.add(Span(lane, f"shard {shard}", category, began_s, now, story))
+            self._account.add(lane, category, now - began_s, shard=True, stolen=stolen)
+
     def step_ended(self, number: int, clock: StepClock) -> None:
         """A step's update is done, just now; called in its lane."""
         now = time.perf_counter()
@@ -62,12 +76,14 @@ class Timekeeper:
         opened_s = ready_s if self._free_s is None else self._free_s
         began_s = max(opened_s, ready_s)
         self._free_s = now
-        self._account.add_step(opened_s, began_s, now)
+        with self._lock:
+            self._account.add_step(opened_s, began_s, now)
+            for node in clock.nodes:
+                self._account.add(node.lane, "sum", node.ended_s - node.began_s)
         if began_s > opened_s:
             self._trace.add(Span("steps", "waiting for data", "wait", opened_s, began_s, None))
         self._trace.add(Span("steps", f"step {number}", "step", began_s, now, {"step": number}))
         for node in clock.nodes:
-            self._account.add(node.lane, "sum", node.ended_s - node.began_s)
             name = f"sum [{node.lo},{node.hi})"
             story = {"step": number}
             self._trace.add(Span(node.lane, name, "sum", node.began_s, node.ended_s, story))
@@ -78,6 +94,6 @@ class Timekeeper:
 
     def _task_ended(self, lane: int, task: Task, seconds: float) -> None:
         """Called by the engine under its lock."""
-        if lane < self._compute:
-            shard = task.category == "compute"
-            self._account.add(lane, task.category, seconds, shard=shard, stolen=task.stolen)
+        if lane < self._compute and task.category == "update":
+            with self._lock:
+                self._account.add(lane, task.category, seconds)

@@ -143,7 +143,7 @@ class Trainer:
         self._engine = Engine(self.devices, lanes=lanes)
         self._timekeeper = Timekeeper(self._engine)
         self._replicas = Replicas(model, self.devices, apart=overlap)
-        self._runner = ShardRunner(self.experiment, self._replicas, self._engine)
+        self._runner = ShardRunner(self.experiment, self._replicas, self._engine, self._timekeeper)
         self._twin = OptimizerTwin(optimizer) if overlap else None
         self._update = Update(optimizer, self._replicas, before_update, self._twin)
         self._flight = Flight(
@@ -372,7 +372,7 @@ class Trainer:
         return StepRun(
             number=self.steps_done,
             cursor=cursor,
-            attempt=Attempt(cut),
+            attempt=Attempt(cut, self.steps_done),
             objective=self._objective,
             seed_of=functools.partial(shard_seed, self.experiment.seed, cursor.epoch, cursor.step),
             observe=self.on_shard,

@@ -30,6 +30,7 @@ class Update:
         self._replicas = replicas
         self._before_update = before_update
         self._twin = twin
+        self._shown: Sequence[torch.Tensor | None] = ()
 
     def __call__(self, run: StepRun, leaves: Sequence[Leaf | None], root: NodeSum) -> None:
         """Take the step; called in a lane."""
@@ -69,8 +70,14 @@ class Update:
         divide_gradients(root.gradients, count)
 
     def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Let the user's parameters have `gradients`, and keep these alive until the next.
+
+        Else the front end's `zero_grad` would free them; torch lets other threads run meanwhile,
+        and a lane that got at the same `.grad` would crash.
+        """
         for parameter, gradient in zip(self._replicas.home.parameters, gradients, strict=True):
             parameter.grad = gradient
+        self._shown = gradients
 
     def close(self, root: NodeSum) -> None:
         """Write the closing buffers, and bring every memory's parameters up to date."""

@@ -3,6 +3,7 @@
 from evenstep.engine.engine import Engine
 from evenstep.engine.handle import Handle, Pending, Var
 from evenstep.engine.lanes import InlineLanes, Lanes, ThreadLanes
+from evenstep.engine.stealing import Pace, Runs
 from evenstep.engine.task import Task
 from evenstep.engine.trace import Span, Trace
 
@@ -11,7 +12,9 @@ __all__ = [
     "Handle",
     "InlineLanes",
     "Lanes",
+    "Pace",
     "Pending",
+    "Runs",
     "Span",
     "Task",
     "ThreadLanes",

@@ -31,13 +31,12 @@ class Modes(NamedTuple):
 
 def current_modes() -> Modes:
     """Return the modes of the calling thread."""
-    autocast = tuple(
-        [
-            torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-            for kind in _AUTOCAST_KINDS
-        ]
-    )
-    return Modes(torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast)
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    on_cpu, on_cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    if grad and not (inference or on_cpu or on_cuda):
+        return PLAIN
+    cpu = torch.get_autocast_dtype("cpu") if on_cpu else None
+    return Modes(grad, inference, (cpu, torch.get_autocast_dtype("cuda") if on_cuda else None))
 
 
 @contextlib.contextmanager

@@ -26,7 +26,14 @@ from evenstep.engine.lanes import Lanes, ThreadLanes
 from evenstep.engine.schedule import Decisions, Scheduler, Submission
 from evenstep.engine.task import Task
 from evenstep.engine.trace import Span, Trace
-from evenstep.errors import ClosedError, DeadlockError, DeviceError, DeviceLostError, InputError
+from evenstep.errors import (
+    ClosedError,
+    DeadlockError,
+    DeviceError,
+    DeviceLostError,
+    InputError,
+    add_note,
+)
 
 logger = logging.getLogger("evenstep")
 
@@ -178,9 +185,11 @@ class Engine:
             lane=None if device is None else self._lane(device),
             run=None if prefer is None else self._lane(prefer),
             name=name,
+            reads=tuple(reads),
+            writes=tuple(writes),
             story=story,
         )
-        self.submit_tasks([task], reads=reads, writes=writes)
+        self.submit_tasks([task])
         return self.handle(task)
 
     def copy(self, value: Any, device: str | Device) -> Handle:
@@ -220,14 +229,8 @@ class Engine:
 
     # ---- for those who build on the engine
 
-    def submit_tasks(
-        self,
-        tasks: Sequence[Task],
-        *,
-        reads: Iterable[handles.Var] = (),
-        writes: Iterable[handles.Var] = (),
-    ) -> None:
-        """Submit `tasks` together, all with the same `reads` and `writes`."""
+    def submit_tasks(self, tasks: Sequence[Task]) -> None:
+        """Submit `tasks` together, in this order."""
         lanes = self._lanes
         if lanes is None:
             raise ClosedError("the engine is not open: use it inside `with`")
@@ -237,7 +240,7 @@ class Engine:
             fences = [streams.fence_here(d) for d in self.devices if d.kind == "cuda"]
             for task in tasks:
                 task.after = fences
-        submissions = [_submission(task, reads, writes) for task in tasks]
+        submissions = [_submission(task) for task in tasks]
         with self._guard:
             self._act(self.scheduler.submit(submissions, time.perf_counter()))
         lanes.work()
@@ -285,11 +288,6 @@ class Engine:
             lane = cause.lane if cause.ran_on is None else cause.ran_on
             if lane is not None and lane not in self.scheduler.lost:
                 self.lose(lane % len(self.devices))
-
-    def stuck_lanes(self, after_s: float) -> list[int]:
-        """Return the lanes that keep others waiting (see `Scheduler.stuck`)."""
-        with self._guard:
-            return self.scheduler.stuck(after_s, time.perf_counter())
 
     def lose(self, lane: int) -> None:
         """Give a device up: its tasks fail, nothing is given to it, and nobody waits for it."""
@@ -386,7 +384,7 @@ class Engine:
         if unseen:
             error = self._told(unseen[0])
             if len(unseen) > 1:
-                _add_note(error, f"{len(unseen) - 1} more failed: {unseen[1].error!r}, ...")
+                add_note(error, f"{len(unseen) - 1} more failed: {unseen[1].error!r}, ...")
             raise error
 
     def _told(self, cause: object) -> BaseException:
@@ -409,7 +407,7 @@ class Engine:
             result = self._call(task, device)
         except BaseException as caught:
             error = caught
-            _add_note(error, _tell(task, device))
+            add_note(error, _tell(task, device))
         ended = time.perf_counter()
         story = {**(task.story or {}), "stolen": True} if task.stolen else task.story
         with self._guard:
@@ -458,17 +456,17 @@ class Engine:
             task.error = DeviceLostError(
                 f"{device} was lost, and {task.name!r} with it: it is out of use now"
             )
-            _add_note(task.error, _tell(task, device))
+            add_note(task.error, _tell(task, device))
         if not task.seen:
             self._failed.add(task)
 
 
-def _submission(
-    task: Task, reads: Iterable[handles.Var], writes: Iterable[handles.Var]
-) -> Submission:
+def _submission(task: Task) -> Submission:
+    if not task.sources:
+        return task, (), task.reads, task.writes
     inputs = [source.task for source in task.sources if isinstance(source, Handle)]
     given = [source for source in task.sources if isinstance(source, handles.Var)]
-    return task, inputs, (*given, *reads) if given else reads, writes
+    return task, inputs, (*given, *task.reads), task.writes
 
 
 def _is_device_failure(error: BaseException | None) -> bool:
@@ -484,10 +482,3 @@ def _tell(task: Task, device: object) -> str:
         return task.tell(device)
     except Exception as error:  # what a user put into the story can't be printed
         return f"in task {task.name!r} on {device}; its story can't be told: {error!r}"
-
-
-def _add_note(error: BaseException, note: str) -> None:
-    """Add a line to what Python prints of an error (PEP 678; before Python 3.11 it only keeps)."""
-    notes = getattr(error, "__notes__", [])
-    if note not in notes:
-        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]

@@ -9,7 +9,7 @@ writes), kept as edges between tasks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 
@@ -52,8 +52,8 @@ class Node:
         self.missing = 0
         self.takers: list[Any] = []
         self.followers: list[Any] = []
-        self.reads: Iterable[Place] = ()
-        self.writes: Iterable[Place] = ()
+        self.reads: Sequence[Place] = ()
+        self.writes: Sequence[Place] = ()
         self.ended = False
         self.cause: Node | None = None
 
@@ -81,8 +81,8 @@ class Graph(Generic[N]):
         self,
         node: N,
         inputs: Iterable[Node] = (),
-        reads: Iterable[Place] = (),
-        writes: Iterable[Place] = (),
+        reads: Sequence[Place] = (),
+        writes: Sequence[Place] = (),
     ) -> list[N]:
         """Add a task after all those added before it.
 
@@ -101,8 +101,8 @@ class Graph(Generic[N]):
         for source in inputs:
             _take(node, source)
         if writes:
-            node.writes = writes = tuple(dict.fromkeys(writes))
-            reads = [place for place in reads if place not in writes]
+            node.writes = writes = _distinct(writes)
+            node.reads = reads = [place for place in reads if place not in writes]
             for place in writes:
                 _take_place(node, place)
                 node.missing += len(place.readers)
@@ -112,7 +112,7 @@ class Graph(Generic[N]):
                 if place.readers:
                     place.readers = set()
         if reads:
-            node.reads = reads = tuple(dict.fromkeys(reads))
+            node.reads = reads = _distinct(reads)
             for place in reads:
                 _take_place(node, place)
                 place.readers.add(node)
@@ -148,6 +148,11 @@ class Graph(Generic[N]):
         if len(freed) > 1:
             freed.sort(key=_number)
         return freed
+
+
+def _distinct(places: Iterable[Place]) -> Sequence[Place]:
+    found = tuple(places)
+    return found if len(found) < 2 else tuple(dict.fromkeys(found))
 
 
 def _number(node: Node) -> int:

@@ -5,21 +5,17 @@ what has ended. No threads, no clock, no torch: the time is an argument, and tes
 look at the decisions. (The style of dask.distributed's worker state machine.)
 
 A task is bound to a lane, or belongs to the run of a lane, from whose far end idle lanes may steal
-it, or may run anywhere. Stealing moves time and never results (Blumofe and Leiserson, "Scheduling
-Multithreaded Computations by Work Stealing", 1999, steal at the far end too).
+it, or may run anywhere.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from evenstep.engine.graph import Graph, Node, Place
-
-_RECENT = 0.3  # the share of the newest duration in a lane's moving average
-_LATE = 20  # times its usual duration after which a job is stuck
-_FORGET = 0.995  # what an idle lane's pace shrinks by for each run it got nothing of
+from evenstep.engine.stealing import Pace, Runs
 
 
 class Job(Node):
@@ -42,7 +38,7 @@ class Job(Node):
         self.stolen = False
 
 
-Submission: TypeAlias = "tuple[Job, Iterable[Node], Iterable[Place], Iterable[Place]]"
+Submission: TypeAlias = "tuple[Job, Iterable[Node], Sequence[Place], Sequence[Place]]"
 """A job; the jobs whose results it takes; what it reads; what it writes."""
 
 
@@ -63,6 +59,7 @@ class Scheduler:
 
     Attributes:
         graph: who waits for whom.
+        pace: how fast lanes are with tasks of runs.
         lost: lanes that get nothing any more.
         running: for each lane the job it runs and the time it started.
     """
@@ -74,10 +71,10 @@ class Scheduler:
         self.lost: set[int] = set()
         self.running: list[tuple[Job, float] | None] = [None] * lanes
         self._bound: list[deque[Job]] = [deque() for _ in range(lanes)]
-        self._runs: list[deque[Job]] = [deque() for _ in range(compute)]
+        self.pace = Pace(compute)
+        self._runs: Runs[Job] = Runs(compute, self.pace, _kind_of)
         self._anywhere: deque[Job] = deque()
         self._idle = set(range(lanes))
-        self._pace: dict[str, list[float | None]] = {}
 
     # ---- events
 
@@ -98,8 +95,11 @@ class Scheduler:
             return decisions
         self.running[lane] = None
         self._idle.add(lane)
-        if job.run is not None and not failed:
-            self._learn(lane, job.kind, now - running[1])
+        if lane < self.compute:
+            if job.run is not None and not failed:
+                self._runs.end(lane, now)
+            else:
+                self._runs.drop(lane)
         self._end(job, decisions, failed=failed)
         return self._fill(now, decisions)
 
@@ -120,8 +120,8 @@ class Scheduler:
         orphans += self._bound[lane]
         self._bound[lane].clear()
         if lane < self.compute:
-            self._anywhere.extend(self._runs[lane])
-            self._runs[lane].clear()
+            self._runs.drop(lane)
+            self._anywhere.extend(self._runs.take_all(lane))
             if not self._has_lanes:
                 orphans += self._anywhere
                 self._anywhere.clear()
@@ -134,44 +134,7 @@ class Scheduler:
     @property
     def can_steal(self) -> bool:
         """Whether a lane is idle beside another one's run: then `tick` is worth calling."""
-        return any(self._runs) and any(lane < self.compute for lane in self._idle)
-
-    def speeds(self, kind: str) -> list[float]:
-        """Return how fast each compute lane is with runs of `kind`, relative to each other.
-
-        A lane that was not yet measured counts as the fastest one does; a lost one has 0.
-        """
-        paces = self._pace.get(kind, [None] * self.compute)
-        known = [pace for lane, pace in enumerate(paces) if pace and lane not in self.lost]
-        best = min(known, default=1.0)
-        return [0.0 if lane in self.lost else 1 / (pace or best) for lane, pace in enumerate(paces)]
-
-    def stuck(self, after_s: float, now: float) -> list[int]:
-        """Return the lanes that have been at one job of a run too long while another is idle.
-
-        Too long is `after_s`, and twenty times what the slowest lane takes for such a job; before
-        anything was measured nothing is too long.
-        """
-        alive = [lane for lane in range(self.compute) if lane not in self.lost]
-        running = [(lane, *at) for lane in alive if (at := self.running[lane]) is not None]
-        if len(running) == len(alive):
-            return []
-        stuck = []
-        for lane, job, began in running:
-            slowest = max((pace or 0.0 for pace in self._pace.get(job.kind, ())), default=0.0)
-            if job.run is not None and slowest and now - began > max(after_s, _LATE * slowest):
-                stuck.append(lane)
-        return stuck
-
-    def forget_idle(self, kind: str, lanes: Iterable[int]) -> None:
-        """Trust the pace of `lanes`, which got nothing of a run, a little less.
-
-        So a lane that was slow for a while is tried again some day.
-        """
-        if paces := self._pace.get(kind):
-            for lane in lanes:
-                pace = paces[lane]
-                paces[lane] = pace and pace * _FORGET
+        return bool(self._runs) and any(lane < self.compute for lane in self._idle)
 
     # ---- decisions
 
@@ -189,7 +152,7 @@ class Scheduler:
                 return False
             self._bound[job.lane].append(job)
         elif job.run is not None and job.run not in self.lost:
-            self._runs[job.run].append(job)
+            self._runs.add(job.run, job)
         elif self._has_lanes:
             self._anywhere.append(job)
         else:
@@ -206,62 +169,45 @@ class Scheduler:
 
     def _fill(self, now: float, decisions: Decisions) -> Decisions:
         """Give idle lanes what they should run next: first their own, then what they can steal."""
-        for choose in (self._own, self._steal):
-            if not self._idle:
-                break
-            for lane in sorted(self._idle):
-                job = choose(lane, now)
-                if job is not None:
-                    self._idle.remove(lane)
-                    self.running[lane] = (job, now)
-                    decisions.starts.append((lane, job))
+        if self._idle:
+            self._start(self._own, now, decisions)
+            if self._idle and self._runs:
+                self._start(self._steal, now, decisions)
         return decisions
+
+    def _start(
+        self, choose: Callable[[int, float], Job | None], now: float, decisions: Decisions
+    ) -> None:
+        for lane in sorted(self._idle):
+            job = choose(lane, now)
+            if job is not None:
+                self._idle.remove(lane)
+                self.running[lane] = (job, now)
+                if lane < self.compute:
+                    self._runs.begin(lane, job, now)
+                decisions.starts.append((lane, job))
 
     def _own(self, lane: int, now: float) -> Job | None:
         """Take the earliest job that is bound to the lane, in its run, or free."""
         bound = self._bound[lane]
         if lane >= self.compute:
             return bound.popleft() if bound else None
-        first: deque[Job] | None = bound or None
-        for queue in (self._runs[lane], self._anywhere):
-            if queue and (first is None or queue[0].number < first[0].number):
-                first = queue
-        return first.popleft() if first else None
+        own = self._runs.first(lane)
+        queue = bound
+        if self._anywhere and (not bound or self._anywhere[0].number < bound[0].number):
+            queue = self._anywhere
+        if own is not None and (not queue or own.number < queue[0].number):
+            return self._runs.take(lane)
+        return queue.popleft() if queue else None
 
     def _steal(self, thief: int, now: float) -> Job | None:
-        """Take the last job of the run that will end last, if the thief would be done before."""
         if thief >= self.compute:
             return None
-        victim = max(
-            (lane for lane in range(self.compute) if self._runs[lane]),
-            key=lambda lane: self._left_s(lane, now),
-            default=None,
-        )
-        if victim is None:
-            return None
-        pace = self._pace_of(thief, self._runs[victim][-1].kind)
-        if pace is not None and pace >= self._left_s(victim, now):
-            return None
-        job = self._runs[victim].pop()
-        job.stolen = True
+        job = self._runs.steal(thief, now)
+        if job is not None:
+            job.stolen = True
         return job
 
-    def _left_s(self, lane: int, now: float) -> float:
-        """Guess the seconds until a lane has done what it runs and its run."""
-        run = self._runs[lane]
-        pace = self._pace_of(lane, run[-1].kind)
-        if pace is None:
-            return float("inf")
-        running = self.running[lane]
-        # A job that is late: as late as it is, as long it may still take.
-        current = abs(pace - (now - running[1])) if running else 0.0
-        return current + pace * len(run)
 
-    def _pace_of(self, lane: int, kind: str) -> float | None:
-        paces = self._pace.get(kind)
-        return paces[lane] if paces else None
-
-    def _learn(self, lane: int, kind: str, took_s: float) -> None:
-        paces = self._pace.setdefault(kind, [None] * self.compute)
-        before = paces[lane]
-        paces[lane] = took_s if before is None else before + _RECENT * (took_s - before)
+def _kind_of(job: Job) -> str:
+    return job.kind

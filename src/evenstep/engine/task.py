@@ -60,12 +60,16 @@ class Task(Job):
         run: int | None = None,
         name: str | None = None,
         category: str = "compute",
+        reads: Sequence[Place] = (),
+        writes: Sequence[Place] = (),
         story: Mapping[str, object] | None = None,
         quiet: bool = False,
     ) -> None:
         super().__init__(lane, run, category)
         self.function: Callable[..., Any] | None = function
         self.arguments = arguments
+        self.reads = reads
+        self.writes = writes
         self.sources = sources_in(arguments)
         self.name = name or _name_of(function)
         self.category = category
@@ -87,7 +91,8 @@ class Task(Job):
         if function is None:  # let go of just now: the lane was lost
             return None
         arguments = [value_of(argument) for argument in given]
-        if self.modes == current_modes():
+        modes = current_modes()
+        if self.modes is modes or self.modes == modes:
             return self.context.run(function, *arguments)
         with in_modes(self.modes):
             return self.context.run(function, *arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,11 +48,13 @@ class Trace:
         self.rows = tuple(rows)
         self._spans: deque[Span] = deque(maxlen=limit)
         self._added = 0
+        self._lock = threading.Lock()
 
     def add(self, span: Span) -> None:
         """Keep a span; called from any thread."""
-        self._spans.append(span)
-        self._added += 1
+        with self._lock:
+            self._spans.append(span)
+            self._added += 1
 
     @property
     def spans(self) -> list[Span]:
