@@ -2,7 +2,12 @@
 
 import threading
 
+import pytest
+
 PATIENCE_S = 30  # far more than a right program needs
+
+# An engine whose lane has died would wait for it again after pytest's own interruption.
+HUNG_TESTS_ABORT = pytest.mark.timeout(90, method="thread")
 
 
 def wait(*events):

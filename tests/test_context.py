@@ -9,7 +9,9 @@ import torch
 
 from evenstep.devices import Device
 from evenstep.engine import Engine, InlineLanes, Task, ThreadLanes
-from patience import wait
+from patience import HUNG_TESTS_ABORT, wait
+
+pytestmark = HUNG_TESTS_ABORT
 
 TWO = ["cpu:0", "cpu:1"]
 

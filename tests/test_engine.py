@@ -10,7 +10,9 @@ import torch
 from evenstep.devices import Device
 from evenstep.engine import Engine, Handle, InlineLanes, Task, ThreadLanes, Var
 from evenstep.errors import ClosedError, DeadlockError, DeviceError, InputError
-from patience import wait
+from patience import HUNG_TESTS_ABORT, wait
+
+pytestmark = HUNG_TESTS_ABORT
 
 TWO = ["cpu:0", "cpu:1"]
 

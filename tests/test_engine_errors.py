@@ -11,7 +11,9 @@ import pytest
 
 from evenstep.engine import Engine, InlineLanes, Task, ThreadLanes
 from evenstep.errors import ClosedError
-from patience import meet, wait
+from patience import HUNG_TESTS_ABORT, meet, wait
+
+pytestmark = HUNG_TESTS_ABORT
 
 TWO = ["cpu:0", "cpu:1"]
 

@@ -7,7 +7,9 @@ import pytest
 
 from evenstep.engine import Engine, InlineLanes, ThreadLanes
 from evenstep.errors import ClosedError
-from patience import PATIENCE_S, meet, wait
+from patience import HUNG_TESTS_ABORT, PATIENCE_S, meet, wait
+
+pytestmark = HUNG_TESTS_ABORT
 
 both = pytest.mark.parametrize("lanes", [ThreadLanes, InlineLanes])
 

@@ -10,6 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from evenstep.engine import Engine, InlineLanes, ThreadLanes
+from patience import HUNG_TESTS_ABORT
+
+pytestmark = HUNG_TESTS_ABORT
 
 VARS = 3
 _HALF_WRITTEN = -1
@@ -31,10 +34,10 @@ class Call(NamedTuple):
 places = st.sets(st.integers(0, VARS - 1), max_size=2)
 calls = st.builds(
     Call,
-    takes=st.lists(st.integers(1, 6), max_size=2),
+    takes=st.lists(st.integers(1, 6), max_size=3),
     reads=places,
     writes=places,
-    fails=st.sampled_from(["", "", "", "", "", "", "before", "between"]),
+    fails=st.sampled_from(["", "", "", "", "before", "between"]),
     where=st.sampled_from(["", "", "device", "device", "prefer", "prefer", "copy"]),
     lane=st.integers(0, 3),
     delay_s=st.sampled_from([0.0, 0.0, 0.0, 1e-4, 5e-4]),
@@ -212,7 +215,7 @@ steady = settings(
 
 
 @a_run
-@settings(steady, max_examples=100)
+@settings(steady, max_examples=150)
 def test_random_graphs_equal_a_sequential_run(graph, count, max_in_flight, order):
     check(graph, lanes=ThreadLanes, count=count, max_in_flight=max_in_flight, order=order)
 
@@ -224,7 +227,7 @@ def test_random_graphs_without_threads_equal_a_sequential_run(graph, count, max_
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600, method="thread")
 @a_run
 @settings(steady, max_examples=10_000)
 def test_ten_thousand_random_graphs_equal_a_sequential_run(graph, count, max_in_flight, order):

@@ -12,7 +12,9 @@ import torch
 from evenstep.devices import Device
 from evenstep.engine import Engine, InlineLanes, Task, ThreadLanes
 from evenstep.errors import DeviceLostError
-from patience import meet, wait, wait_until
+from patience import HUNG_TESTS_ABORT, meet, wait, wait_until
+
+pytestmark = HUNG_TESTS_ABORT
 
 TWO = ["cpu:0", "cpu:1"]
 

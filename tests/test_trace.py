@@ -8,6 +8,9 @@ import torch
 
 from evenstep.engine import Engine, InlineLanes, Span, ThreadLanes, Trace
 from evenstep.errors import SaveError
+from patience import HUNG_TESTS_ABORT
+
+pytestmark = HUNG_TESTS_ABORT
 
 ROWS = ["cpu:0", "cpu:1", "copy cpu:0", "copy cpu:1"]
 
