@@ -26,8 +26,8 @@ def device(**parts):
 
 def test_parts_by_hand():
     account = Account(["cpu:0", "cpu:1"])
-    account.add(0, "compute", 4.0, shard=True)
-    account.add(1, "compute", 2.0, shard=True, stolen=True)
+    account.add(0, "compute", 4.0, shards=1)
+    account.add(1, "compute", 2.0, shards=1, stolen=1)
     account.add_step(10.0, 13.0, 20.0)
     account.add(0, "sum", 0.5)  # inside the shard's four seconds
     account.add(0, "update", 1.0)
@@ -58,7 +58,7 @@ def test_before_the_first_step_all_is_nothing():
 
 def test_work_of_a_step_that_has_not_ended_counts_no_time():
     account = Account(["cpu:0"])
-    account.add(0, "compute", 4.0, shard=True)
+    account.add(0, "compute", 4.0, shards=1)
     assert account.shares() == (device(shards=1),)
 
 
@@ -104,7 +104,7 @@ def test_jitter_takes_from_waiting_first():
 def test_parts_add_up_whatever_is_told(spans, steps):
     account = Account(["a", "b", "c"])
     for lane, category, took, shard, stolen in spans:
-        account.add(lane, category, took, shard=shard, stolen=stolen)
+        account.add(lane, category, took, shards=shard, stolen=shard and stolen)
     for times in steps:
         account.add_step(*times)
     for shares in account.shares():
@@ -126,7 +126,7 @@ def test_real_steps_lose_nothing(steps):
     for wait, computes, update, idle in steps:
         began, now = now + wait, now + wait + max(computes) + update + idle
         for lane, took in enumerate(computes):
-            account.add(lane, "compute", took, shard=True)
+            account.add(lane, "compute", took, shards=1)
         account.add(0, "update", update)
         account.add_step(began - wait, began, now)
     for lane, shares in enumerate(account.shares()):

@@ -1,7 +1,7 @@
 """evenstep on two CPU devices of which the second is slowed: by a delay, or by rival processes.
 
-Each lane is pinned to a core of its own. `slowed` is "no", "delay" (after each task the lane sleeps
-`factor` - 1 times as long as the task took) or "rivals" (`factor` - 1 busy processes pinned to the
+Each lane is pinned to a core. `slowed` is "no", "delay" (after each shard the lane sleeps
+`factor` - 1 times as long as the shard took) or "rivals" (`factor` - 1 busy processes pinned to the
 core). `devices` are those that take part: [0], [1] or [0, 1].
 """
 
@@ -21,8 +21,8 @@ import torch
 
 import evenstep
 from contenders.workload import Job, make_loader, make_network, make_optimizer
-from evenstep.devices import Device
-from evenstep.engine import Task, ThreadLanes
+from evenstep import runner
+from evenstep.engine import Pace, Runs, Task, ThreadLanes
 
 SLOW = 1
 BUSY = "while True: pass"
@@ -41,8 +41,10 @@ def main() -> None:
         devices=[f"cpu:{number}" for number in devices],
         shards=job.shards,
         max_in_flight=wanted["max_in_flight"],
-        lanes=lambda places: PinnedLanes(places, factor if slowed == "delay" else 1),
+        lanes=PinnedLanes,
     )
+    if slowed == "delay":
+        runner.compute_shard = delayed(runner.compute_shard, factor)
     if not wanted["steal"]:
         hold_still(trainer)
     batches = itertools.cycle(list(make_loader(job)))
@@ -66,35 +68,30 @@ def main() -> None:
 
 
 class PinnedLanes(ThreadLanes):
-    """Lanes pinned to a core each; the slow device's sleep after each task."""
-
-    def __init__(self, devices: tuple[Device, ...], factor: float) -> None:
-        super().__init__(devices)
-        self._factor = factor
+    """Lanes that pin themselves to a core each, when they get their first task."""
 
     def open(self, carry_out: Callable[[int, Task], None]) -> None:
-        """Start the lanes, each of which pins itself when it gets its first task."""
+        """Start the lanes."""
         pinned = threading.local()
 
-        def slowly(lane: int, task: Task) -> None:
-            device = self.devices[lane % len(self.devices)]
+        def on_its_core(lane: int, task: Task) -> None:
             if not hasattr(pinned, "core"):
+                device = self.devices[lane % len(self.devices)]
                 pinned.core = sorted(os.sched_getaffinity(0))[device.index]
                 os.sched_setaffinity(0, {pinned.core})
-            if device.index == SLOW and self._factor > 1:
-                task.function = delayed(task.function, self._factor)
             carry_out(lane, task)
 
-        super().open(slowly)
+        super().open(on_its_core)
 
 
 def delayed(function: Callable[..., object], factor: float) -> Callable[..., object]:
-    """Return `function`, taking `factor` times as long."""
+    """Return `function`, taking `factor` times as long on the slow device."""
 
-    def slow(*arguments: object) -> object:
+    def slow(*arguments: object, **options: object) -> object:
         began = time.perf_counter()
-        result = function(*arguments)
-        time.sleep((factor - 1) * (time.perf_counter() - began))
+        result = function(*arguments, **options)
+        if threading.current_thread().name == f"evenstep cpu:{SLOW}":
+            time.sleep((factor - 1) * (time.perf_counter() - began))
         return result
 
     return slow
@@ -102,9 +99,8 @@ def delayed(function: Callable[..., object], factor: float) -> Callable[..., obj
 
 def hold_still(trainer: evenstep.Trainer) -> None:
     """Give every device the same number of shards, and let nobody steal."""
-    scheduler = trainer._engine.scheduler
-    scheduler._steal = lambda lane, now: None
-    scheduler.speeds = lambda kind: [1.0] * scheduler.compute
+    Runs.steal = lambda runs, thief, now: None
+    Pace.speeds = lambda pace, kind, lost: [1.0] * len(trainer.devices)
 
 
 @contextlib.contextmanager

@@ -91,8 +91,8 @@ class Account:
         category: str,
         seconds: float,
         *,
-        shard: bool = False,
-        stolen: bool = False,
+        shards: int = 0,
+        stolen: int = 0,
     ) -> None:
         """Note what a lane did.
 
@@ -101,15 +101,15 @@ class Account:
             category: "compute", "sum" or "update"; anything else is left out of the account.
             seconds: how long. Those of a "sum" lie inside a "compute" (or an "update") that is
                 added too, earlier or later, with all its seconds.
-            shard: whether it was a shard's computation.
-            stolen: whether that shard was in another device's run.
+            shards: how many shards were computed in these seconds.
+            stolen: how many of them were in another device's run.
         """
         spent = self._spent.get(category)
         if spent is None:
             return
         spent[lane] += seconds
-        self._shards[lane] += shard
-        self._stolen[lane] += shard and stolen
+        self._shards[lane] += shards
+        self._stolen[lane] += stolen
 
     def add_step(self, opened_s: float, began_s: float, ended_s: float) -> None:
         """Note a step, in the order of their ends; what overlaps the step before counts once.

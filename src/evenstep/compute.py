@@ -154,19 +154,27 @@ def autocast(kind: str, precision: torch.dtype | None) -> AbstractContextManager
 
 
 def _forward_backward(replica: Replica, work: ShardWork, objective: ShardObjective) -> Leaf:
-    seed = work.random_seed
-    randomness = nullcontext() if seed is None else ShardRandomness(seed)
-    with torch.enable_grad(), randomness, autocast(replica.device.kind, work.precision):
+    randomness = None if work.random_seed is None else ShardRandomness(work.random_seed)
+    if randomness is None and work.precision is None:
         total, count = objective(replica.module, work.batch, work.alone)
-    if isinstance(randomness, ShardRandomness):
-        randomness.in_backward = True
+    else:
+        with randomness or nullcontext(), autocast(replica.device.kind, work.precision):
+            total, count = objective(replica.module, work.batch, work.alone)
     if total.requires_grad:
-        with randomness if work.watch_backward else nullcontext():
-            total.backward()
+        _backward(total, randomness, watch=work.watch_backward)
         replica.has_learned = replica.has_learned or _reached(replica)
     if isinstance(count, torch.Tensor) and count.requires_grad:
         count = count.detach()
     return total.detach(), count
+
+
+def _backward(total: torch.Tensor, randomness: ShardRandomness | None, *, watch: bool) -> None:
+    if randomness is None or not watch:
+        total.backward()
+        return
+    randomness.in_backward = True
+    with randomness:
+        total.backward()
 
 
 def _reached(replica: Replica) -> bool:

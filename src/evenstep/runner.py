@@ -19,13 +19,14 @@ from evenstep.compute import NodeSum, ShardWork, add_nodes, compute_shard
 from evenstep.devices import Device, carry
 from evenstep.draws import DrawWatch, States
 from evenstep.engine import Engine, Runs, Task, Var
+from evenstep.engine.context import PLAIN
 from evenstep.errors import BatchError, add_note
 from evenstep.evaluation import Measure, Metric, measure_shard
 from evenstep.experiment import Experiment
 from evenstep.objective import ShardObjective
 from evenstep.replicas import Replica, Replicas
 from evenstep.sharding import Batch, Cut, contiguous_runs, cut_batch
-from evenstep.timing import NodeTime, StepClock, Timekeeper
+from evenstep.timing import NodeTime, ShardTime, StepClock, Timekeeper
 
 T = TypeVar("T")
 SeedOf: TypeAlias = Callable[[int], int]
@@ -54,25 +55,25 @@ class Attempt:
     dropped: bool = False
     before: States | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    _at: dict[int, tuple[int, float, bool]] = dataclasses.field(default_factory=dict)
 
-    def next_shard(self, lane: int, before: int | None) -> tuple[int, bool] | None:
-        """End the shard that a lane was at `before`; return its next one and whether it is stolen.
-
-        None: nothing is left for it to do.
-        """
+    def next_shard(self, lane: int) -> int | None:
+        """End the shard that a lane was at, if any; return its next one, or None for no more."""
         runs, now = self.runs, time.perf_counter()
         assert runs is not None
         with self.lock:
-            if before is not None:
+            if (at := self._at.pop(lane, None)) is not None:
                 runs.end(lane, now)
-            stolen = runs.first(lane) is None
-            shard = None
-            if not self.dropped:
-                shard = runs.steal(lane, now) if stolen else runs.take(lane)
-            if shard is None:
+                shard, began_s, stolen = at
+                self.clock.shards.append(ShardTime(lane, shard, began_s, now, stolen))
+            if self.dropped:
                 return None
-            runs.begin(lane, shard, now)
-        return shard, stolen
+            stolen = runs.first(lane) is None
+            following = runs.steal(lane, now) if stolen else runs.take(lane)
+            if following is not None:
+                runs.begin(lane, following, now)
+                self._at[lane] = (following, now, stolen)
+        return following
 
     def stuck_lanes(self, alive: set[int], after_s: float) -> list[int]:
         """Return the lanes that are at a shard too long while another one has none."""
@@ -165,6 +166,7 @@ class ShardRunner:
         def attempt() -> list[Any]:
             go = Attempt(cut)
             shards = self._run_all(go, self._tasks(go, compute, seed_of, "evaluate"))
+            self._timekeeper.noted(0, go.clock, "evaluate")
             return [shards[shard] for shard in range(cut.filled)]
 
         shards = self.watch.repeat(attempt)
@@ -218,6 +220,7 @@ class ShardRunner:
                 name="shards",
                 category="shards",
                 reads=reads,
+                modes=PLAIN,
                 story={"step": attempt.number},
                 quiet=True,
             )
@@ -234,22 +237,18 @@ class ShardRunner:
         carried: Sequence[dict[int, Batch]],
     ) -> dict[int, T]:
         """Compute the shards of the calling lane's run, and what it can steal; in that lane."""
-        lane, timekeeper = self.engine.lane_here, self._timekeeper
+        lane = self.engine.lane_here
         replica = self.replicas.all[lane]
         batches = {shard: batch for run in carried for shard, batch in run.items()}
         results: dict[int, T] = {}
-        shard: int | None = None
-        while (taken := attempt.next_shard(lane, shard)) is not None:
-            shard, stolen = taken
-            began_s = time.perf_counter()
-            try:
+        try:
+            while (shard := attempt.next_shard(lane)) is not None:
                 work = self._work(replica, attempt.cut, shard, batches.pop(shard, None), seed_of)
                 results[shard] = function(replica, work)
-            except BaseException as error:
-                attempt.dropped = True
-                add_note(error, f"in shard {shard} of step {attempt.number} on {replica.device}")
-                raise
-            timekeeper.shard_ended(lane, shard, category, attempt.number, began_s, stolen)
+        except BaseException as error:
+            attempt.dropped = True
+            add_note(error, f"in shard {shard} of step {attempt.number} on {replica.device}")
+            raise
         return results
 
     def _deal(self, cut: Cut, category: str) -> list[list[int]]:

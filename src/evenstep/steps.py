@@ -18,6 +18,7 @@ from typing import Any
 from evenstep.compute import Leaf, NodeSum
 from evenstep.data.order import Cursor
 from evenstep.engine import Engine, Pending, Task
+from evenstep.engine.context import PLAIN
 from evenstep.errors import BatchError, ClosedError, EvenstepError, InputError
 from evenstep.objective import ShardObjective
 from evenstep.runner import Attempt, SeedOf, ShardRunner
@@ -200,6 +201,7 @@ class Flight:
             name=f"{category} {run.number}",
             category=category,
             writes=(self._model,),
+            modes=PLAIN,
             story={"step": run.number},
             quiet=True,
         )

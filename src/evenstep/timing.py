@@ -1,13 +1,25 @@
-"""Where the time of the devices went: told by the engine, task by task, kept in an account."""
+"""Where the time of the devices went: noted while a step runs, told to account and trace then."""
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from evenstep.account import Account, DeviceShares
 from evenstep.engine import Engine, Span, Task
+
+
+class ShardTime(NamedTuple):
+    """When a lane computed a shard, and whether it was from another lane's run."""
+
+    lane: int
+    shard: int
+    began_s: float
+    ended_s: float
+    stolen: bool
 
 
 class NodeTime(NamedTuple):
@@ -21,15 +33,17 @@ class NodeTime(NamedTuple):
 
 
 class StepClock:
-    """The times of one step, by `time.perf_counter`.
+    """The times of one step, by `time.perf_counter`; noted in the lanes.
 
     Attributes:
         ready_s: when its first examples were where devices can get at them; None before.
+        shards: when its shards were computed.
         nodes: when the nodes of its tree were summed.
     """
 
     def __init__(self, ready_s: float | None = None) -> None:
         self.ready_s = ready_s
+        self.shards: list[ShardTime] = []
         self.nodes: list[NodeTime] = []
 
     def data_are_there(self) -> None:
@@ -37,9 +51,17 @@ class StepClock:
         if self.ready_s is None:
             self.ready_s = time.perf_counter()
 
+    def spans(self, number: int, category: str) -> Iterator[Span]:
+        """Yield a span for each shard, and for each node, of step `number`."""
+        for lane, shard, began_s, ended_s, stolen in self.shards:
+            story = {"step": number, "shard": shard, **({"stolen": True} if stolen else {})}
+            yield Span(lane, f"shard {shard}", category, began_s, ended_s, story)
+        for lane, lo, hi, began_s, ended_s in self.nodes:
+            yield Span(lane, f"sum [{lo},{hi})", "sum", began_s, ended_s, {"step": number})
+
 
 class Timekeeper:
-    """Keeps the account of an engine's devices, and writes steps and nodes into its trace."""
+    """Keeps the account of an engine's devices, and writes steps into its trace."""
 
     def __init__(self, engine: Engine) -> None:
         self._trace = engine.trace
@@ -57,18 +79,6 @@ class Timekeeper:
         """The front end has fetched a batch since `began_s`."""
         self._trace.add(Span("front end", "load", "load", began_s, time.perf_counter(), None))
 
-    def shard_ended(
-        self, lane: int, shard: int, category: str, step: int, began_s: float, stolen: bool
-    ) -> None:
-        """A lane has computed a shard, just now; called in that lane."""
-        now = time.perf_counter()
-        story: dict[str, object] = {"step": step, "shard": shard}
-        if stolen:
-            story["stolen"] = True
-        with self._lock:
-            self._trace.add(Span(lane, f"shard {shard}", category, began_s, now, story))
-            self._account.add(lane, category, now - began_s, shard=True, stolen=stolen)
-
     def step_ended(self, number: int, clock: StepClock) -> None:
         """A step's update is done, just now; called in its lane."""
         now = time.perf_counter()
@@ -76,24 +86,41 @@ class Timekeeper:
         opened_s = ready_s if self._free_s is None else self._free_s
         began_s = max(opened_s, ready_s)
         self._free_s = now
+        computed, summed = [0.0] * self._compute, [0.0] * self._compute
+        shards, stolen = [0] * self._compute, [0] * self._compute
+        for done in clock.shards:
+            computed[done.lane] += done.ended_s - done.began_s
+            shards[done.lane] += 1
+            stolen[done.lane] += done.stolen
+        for node in clock.nodes:
+            summed[node.lane] += node.ended_s - node.began_s
         with self._lock:
             self._account.add_step(opened_s, began_s, now)
-            for node in clock.nodes:
-                self._account.add(node.lane, "sum", node.ended_s - node.began_s)
+            for lane in range(self._compute):
+                self._account.add(
+                    lane, "compute", computed[lane], shards=shards[lane], stolen=stolen[lane]
+                )
+                self._account.add(lane, "sum", summed[lane])
         if began_s > opened_s:
             self._trace.add(Span("steps", "waiting for data", "wait", opened_s, began_s, None))
         self._trace.add(Span("steps", f"step {number}", "step", began_s, now, {"step": number}))
-        for node in clock.nodes:
-            name = f"sum [{node.lo},{node.hi})"
-            story = {"step": number}
-            self._trace.add(Span(node.lane, name, "sum", node.began_s, node.ended_s, story))
+        self.noted(number, clock, "compute")
+
+    def noted(self, number: int, clock: StepClock, category: str) -> None:
+        """Write the shards of a step, or of an evaluation, into the trace."""
+        count = len(clock.shards) + len(clock.nodes)
+        self._trace.add_later(count, functools.partial(_listed, clock, number, category))
 
     def shares(self) -> tuple[DeviceShares, ...]:
         """Return for each device where its time went."""
         return self._account.shares()
 
     def _task_ended(self, lane: int, task: Task, seconds: float) -> None:
-        """Called by the engine under its lock."""
+        """Called by the engine at the end of each task."""
         if lane < self._compute and task.category == "update":
             with self._lock:
                 self._account.add(lane, task.category, seconds)
+
+
+def _listed(clock: StepClock, number: int, category: str) -> list[Span]:
+    return [*clock.spans(number, category)]

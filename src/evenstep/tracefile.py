@@ -135,8 +135,8 @@ def account_of_trace(document: object) -> TraceAccount:
             lanes[event.row],
             event.category,
             event.seconds,
-            shard=_is_shard(event),
-            stolen=event.story.get("stolen") is True,
+            shards=_is_shard(event),
+            stolen=_is_shard(event) and event.story.get("stolen") is True,
         )
     shards = [event for event in work if _is_shard(event)]
     seconds = sorted(event.seconds for event in shards)

@@ -17,6 +17,7 @@ class Task(Job):
     """A call and what came of it.
 
     Attributes:
+        modes: what it is called in; those of the submitting thread, unless given.
         name: what it is called in errors and in the trace.
         category: what its seconds count as: "compute", "sum", "update", "copy", or a name of the
             user's.
@@ -62,6 +63,7 @@ class Task(Job):
         category: str = "compute",
         reads: Sequence[Place] = (),
         writes: Sequence[Place] = (),
+        modes: Modes | None = None,
         story: Mapping[str, object] | None = None,
         quiet: bool = False,
     ) -> None:
@@ -74,7 +76,7 @@ class Task(Job):
         self.name = name or _name_of(function)
         self.category = category
         self.story = story
-        self.modes: Modes = current_modes()
+        self.modes: Modes = modes or current_modes()
         self.context = contextvars.copy_context()
         self.result: Any = None
         self.error: BaseException | None = None

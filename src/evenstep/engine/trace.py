@@ -10,7 +10,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,25 +46,41 @@ class Trace:
 
     def __init__(self, rows: Sequence[str], *, limit: int = 200_000) -> None:
         self.rows = tuple(rows)
-        self._spans: deque[Span] = deque(maxlen=limit)
-        self._added = 0
+        self.dropped = 0
+        self._limit = limit
+        self._count = 0
+        self._kept: deque[tuple[int, Callable[[], Sequence[Span]] | Span]] = deque()
         self._lock = threading.Lock()
 
     def add(self, span: Span) -> None:
         """Keep a span; called from any thread."""
+        self._keep(1, span)
+
+    def add_later(self, count: int, make: Callable[[], Sequence[Span]]) -> None:
+        """Keep `count` spans that are made when somebody looks; called from any thread."""
+        self._keep(count, make)
+
+    def _keep(self, count: int, what: Callable[[], Sequence[Span]] | Span) -> None:
         with self._lock:
-            self._spans.append(span)
-            self._added += 1
+            self._kept.append((count, what))
+            self._count += count
+            while self._count > self._limit:
+                oldest, _ = self._kept.popleft()
+                self._count -= oldest
+                self.dropped += oldest
 
     @property
     def spans(self) -> list[Span]:
-        """The spans that are kept, in the order in which they ended."""
-        return list(self._spans.copy())
-
-    @property
-    def dropped(self) -> int:
-        """How many spans, the oldest, are not kept any more."""
-        return max(0, self._added - len(self._spans))
+        """The spans that are kept, in the order in which they were added."""
+        with self._lock:
+            kept = [*self._kept]
+        spans: list[Span] = []
+        for _, what in kept:
+            if isinstance(what, Span):
+                spans.append(what)
+            else:
+                spans += what()
+        return spans
 
     def save(self, file: str | Path) -> None:
         """Write the trace as JSON; https://ui.perfetto.dev and chrome://tracing open it.
