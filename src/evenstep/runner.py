@@ -18,7 +18,7 @@ from evenstep.collectives import TreeSum, tree_plan, tree_sum
 from evenstep.compute import NodeSum, ShardWork, add_nodes, compute_shard
 from evenstep.devices import Device, carry
 from evenstep.draws import DrawWatch, States
-from evenstep.engine import Engine, Runs, Task, Var
+from evenstep.engine import Engine, Runs, Task, Var, streams
 from evenstep.engine.context import PLAIN
 from evenstep.errors import BatchError, add_note
 from evenstep.evaluation import Measure, Metric, measure_shard
@@ -276,11 +276,11 @@ class ShardRunner:
     def _take(self, cut: Cut, shard: int, batch: Batch | None, device: Device) -> Batch:
         """Bring one shard's examples to `device`; straight from the user's tensors, or on again.
 
-        `batch` is what a copy lane brought to the device whose run the shard began in; where that
-        is on another GPU, or on none, it is carried on.
+        `batch` is what a copy lane has made of them; it may lie on another GPU, whose run the shard
+        began in.
         """
-        if batch is not None and cut.lies_on(batch, device):
-            return batch
+        if batch is not None:
+            return batch if cut.lies_on(batch, device) else streams.copy_to(batch, device)
 
         def place(examples: torch.Tensor) -> torch.Tensor:
             return carry(examples, device, self.experiment.image_format(examples))

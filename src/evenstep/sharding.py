@@ -104,6 +104,10 @@ class Cut:
             )
 
 
+NO_CUT = Cut((), 0, (), optree.treespec_tuple())
+"""What is left of a minibatch that nobody needs any more."""
+
+
 def cut_batch(batch: Batch, shards: int) -> Cut:
     """Cut `batch` into `shards` shards.
 

@@ -22,6 +22,7 @@ from evenstep.engine.context import PLAIN
 from evenstep.errors import BatchError, ClosedError, EvenstepError, InputError
 from evenstep.objective import ShardObjective
 from evenstep.runner import Attempt, SeedOf, ShardRunner
+from evenstep.sharding import NO_CUT
 from evenstep.timing import StepClock, Timekeeper
 
 logger = logging.getLogger("evenstep")
@@ -63,7 +64,7 @@ class StepRun:
 
     def let_go(self) -> None:
         """Forget the batch: whoever keeps the loss of a step must not keep its examples."""
-        self.attempt.cut = dataclasses.replace(self.attempt.cut, views=())
+        self.attempt.cut = NO_CUT
 
 
 class StepLoss(Pending):
@@ -142,7 +143,8 @@ class Flight:
         )
         leaves = [engine.handle(task) for task in shards]
         run.end = self._task("update", self._end, run, run, leaves)
-        engine.submit_tasks(copies)
+        if copies:
+            engine.submit_tasks(copies)
         if self._runs:
             engine.submit_tasks([self._task("open", self._open, run, attempt)])
         else:
@@ -295,7 +297,7 @@ class Flight:
         for run in self._runs:
             run.attempt.dropped = True
         for run in self._runs:
-            if run.end is not None:
+            if run.end is not None and run.end.was_submitted:
                 self._engine.drain(run.end)
 
 

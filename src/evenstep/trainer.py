@@ -78,7 +78,8 @@ class Trainer:
         max_in_flight: steps that may be unfinished at once. 1: a step is finished when `step`
             returns. 2: `step` returns at once, so that the next batch is loaded and copied
             meanwhile; then call `waitall` before you read or change the model. Schedulers and
-            changes of the optimizer's groups take effect at the right step all the same.
+            changes of the optimizer's groups take effect at the right step all the same (not so
+            those of an optimizer inside another one: leave these at 1).
         lost_after_s: a device that is at one shard for so long (and for twenty times its usual
             time) while another one waits is given up, and the others do its shards.
         lanes: what runs the work; `InlineLanes` does without threads.
@@ -208,9 +209,15 @@ class Trainer:
         run = self._next_run(cut, self._update)
         if self._twin:
             run.settings = self._twin.record()
-        self._flight.start(run)
         self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
         self.steps_done += 1
+        try:
+            self._flight.start(run)
+        except BaseException as error:  # Ctrl-C
+            self._flight.abandon(error)
+            if not run.finished:
+                self._abandoned(run)
+            raise
         if self._max_in_flight == 1 or self._runner.watch.is_first_step:
             self._flight.complete()
         return StepLoss(run, lambda run: self._flight.complete(until=run))

@@ -57,6 +57,11 @@ class Node:
         self.ended = False
         self.cause: Node | None = None
 
+    @property
+    def was_submitted(self) -> bool:
+        """Whether it was added to a graph."""
+        return self.number >= 0
+
     def suffer(self, cause: Node | None) -> None:
         """Note that a failure reaches this task; of several, the first submitted counts."""
         if cause is not None and (self.cause is None or cause.number < self.cause.number):
