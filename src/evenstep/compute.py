@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -47,8 +47,7 @@ class NodeSum:
     fence: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class ShardWork:
+class ShardWork(NamedTuple):
     """All that one shard of a step needs besides a replica.
 
     Attributes:

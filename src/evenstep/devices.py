@@ -159,12 +159,11 @@ def carry(
     """
     if tensor.requires_grad:
         tensor = tensor.detach()
-    upload = device.kind == "cuda" and not tensor.is_cuda
-    if upload:
-        tensor = tensor.pin_memory()
-    return tensor.to(
-        device.torch_device, copy=True, memory_format=memory_format, non_blocking=upload
-    )
+    target = device.torch_device
+    if device.kind == "cuda" and not tensor.is_cuda:
+        pinned = tensor.pin_memory()
+        return pinned.to(target, copy=True, memory_format=memory_format, non_blocking=True)
+    return tensor.to(target, copy=True, memory_format=memory_format)
 
 
 def layout_notes(devices: Sequence[Device], shards: int) -> list[str]:

@@ -26,7 +26,7 @@ from evenstep.experiment import Experiment
 from evenstep.objective import ShardObjective
 from evenstep.replicas import Replica, Replicas
 from evenstep.sharding import Batch, Cut, contiguous_runs, cut_batch
-from evenstep.timing import NodeTime, ShardTime, StepClock, Timekeeper
+from evenstep.timing import StepClock, Timekeeper
 
 T = TypeVar("T")
 SeedOf: TypeAlias = Callable[[int], int]
@@ -55,25 +55,25 @@ class Attempt:
     dropped: bool = False
     before: States | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    _at: dict[int, tuple[int, float, bool]] = dataclasses.field(default_factory=dict)
+    _at: dict[int, tuple[int, bool, float]] = dataclasses.field(default_factory=dict)
 
     def next_shard(self, lane: int) -> int | None:
         """End the shard that a lane was at, if any; return its next one, or None for no more."""
         runs, now = self.runs, time.perf_counter()
         assert runs is not None
         with self.lock:
-            if (at := self._at.pop(lane, None)) is not None:
+            at = self._at.pop(lane, None)
+            if at is not None:
                 runs.end(lane, now)
-                shard, began_s, stolen = at
-                self.clock.shards.append(ShardTime(lane, shard, began_s, now, stolen))
+                self.clock.shards.append((lane, *at, now))
             if self.dropped:
                 return None
             stolen = runs.first(lane) is None
-            following = runs.steal(lane, now) if stolen else runs.take(lane)
-            if following is not None:
-                runs.begin(lane, following, now)
-                self._at[lane] = (following, now, stolen)
-        return following
+            shard = runs.steal(lane, now) if stolen else runs.take(lane)
+            if shard is not None:
+                runs.begin(lane, shard, now)
+                self._at[lane] = (shard, stolen, now)
+        return shard
 
     def stuck_lanes(self, alive: set[int], after_s: float) -> list[int]:
         """Return the lanes that are at a shard too long while another one has none."""
@@ -301,7 +301,7 @@ class ShardRunner:
         began = time.perf_counter()
         node = add_nodes(left, right)
         lane = self.engine.lane_here
-        clock.nodes.append(NodeTime(lane, left.lo, right.hi, began, time.perf_counter()))
+        clock.nodes.append((lane, left.lo, right.hi, began, time.perf_counter()))
         return node
 
 

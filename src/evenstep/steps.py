@@ -127,6 +127,8 @@ class Flight:
         self._runs: deque[StepRun] = deque()
         self._lost: set[int] = set()
         self._model = engine.Var(None, "the model")
+        kinds = {(device.kind, device.threads) for device in engine.devices}
+        self._any_lane = len(kinds) == 1 and engine.devices[0].kind == "cpu"
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -195,11 +197,15 @@ class Flight:
     def _task(
         self, category: str, function: Callable[..., None], run: StepRun, *given: Any
     ) -> Task:
-        """Return a task of the first lane that writes the model."""
+        """Return a task that writes the model.
+
+        On CPUs of one kind any lane may run it, mostly that which is done last: it is awake. Else
+        it runs where the user's module is.
+        """
         return Task(
             function,
             given,
-            lane=self._engine.first_lane,
+            lane=None if self._any_lane else self._engine.first_lane,
             name=f"{category} {run.number}",
             category=category,
             writes=(self._model,),

@@ -6,30 +6,16 @@ import functools
 import threading
 import time
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TypeAlias
 
 from evenstep.account import Account, DeviceShares
 from evenstep.engine import Engine, Span, Task
 
+ShardTime: TypeAlias = "tuple[int, int, bool, float, float]"
+"""Of a shard: the lane, its number, whether it was from another lane's run, began_s, ended_s."""
 
-class ShardTime(NamedTuple):
-    """When a lane computed a shard, and whether it was from another lane's run."""
-
-    lane: int
-    shard: int
-    began_s: float
-    ended_s: float
-    stolen: bool
-
-
-class NodeTime(NamedTuple):
-    """When a lane added the two children of the node [lo, hi) of the tree."""
-
-    lane: int
-    lo: int
-    hi: int
-    began_s: float
-    ended_s: float
+NodeTime: TypeAlias = "tuple[int, int, int, float, float]"
+"""Of a sum of two children: the lane, the node [lo, hi), began_s, ended_s."""
 
 
 class StepClock:
@@ -53,7 +39,7 @@ class StepClock:
 
     def spans(self, number: int, category: str) -> Iterator[Span]:
         """Yield a span for each shard, and for each node, of step `number`."""
-        for lane, shard, began_s, ended_s, stolen in self.shards:
+        for lane, shard, stolen, began_s, ended_s in self.shards:
             story = {"step": number, "shard": shard, **({"stolen": True} if stolen else {})}
             yield Span(lane, f"shard {shard}", category, began_s, ended_s, story)
         for lane, lo, hi, began_s, ended_s in self.nodes:
@@ -88,12 +74,12 @@ class Timekeeper:
         self._free_s = now
         computed, summed = [0.0] * self._compute, [0.0] * self._compute
         shards, stolen = [0] * self._compute, [0] * self._compute
-        for done in clock.shards:
-            computed[done.lane] += done.ended_s - done.began_s
-            shards[done.lane] += 1
-            stolen[done.lane] += done.stolen
-        for node in clock.nodes:
-            summed[node.lane] += node.ended_s - node.began_s
+        for lane, _, was_stolen, start_s, end_s in clock.shards:
+            computed[lane] += end_s - start_s
+            shards[lane] += 1
+            stolen[lane] += was_stolen
+        for lane, _, _, start_s, end_s in clock.nodes:
+            summed[lane] += end_s - start_s
         with self._lock:
             self._account.add_step(opened_s, began_s, now)
             for lane in range(self._compute):

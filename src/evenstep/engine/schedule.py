@@ -11,7 +11,7 @@ it, or may run anywhere.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from evenstep.engine.graph import Graph, Node, Place
@@ -101,7 +101,7 @@ class Scheduler:
             else:
                 self._runs.drop(lane)
         self._end(job, decisions, failed=failed)
-        return self._fill(now, decisions)
+        return self._fill(now, decisions, first=lane)
 
     def tick(self, now: float) -> Decisions:
         """Time has passed: a run that is late may now be worth stealing from."""
@@ -167,25 +167,27 @@ class Scheduler:
             freed = self.graph.end(ending, failed=failed)
             ends += [(ready, ready.cause is None) for ready in freed if not self._queue(ready)]
 
-    def _fill(self, now: float, decisions: Decisions) -> Decisions:
-        """Give idle lanes what they should run next: first their own, then what they can steal."""
-        if self._idle:
-            self._start(self._own, now, decisions)
-            if self._idle and self._runs:
-                self._start(self._steal, now, decisions)
-        return decisions
+    def _fill(self, now: float, decisions: Decisions, *, first: int = -1) -> Decisions:
+        """Give idle lanes what they should run next: first their own, then what they can steal.
 
-    def _start(
-        self, choose: Callable[[int, float], Job | None], now: float, decisions: Decisions
-    ) -> None:
-        for lane in sorted(self._idle):
-            job = choose(lane, now)
-            if job is not None:
-                self._idle.remove(lane)
-                self.running[lane] = (job, now)
-                if lane < self.compute:
-                    self._runs.begin(lane, job, now)
-                decisions.starts.append((lane, job))
+        Lane `first` comes first: its thread is awake, and its cache warm.
+        """
+        for choose in (self._own, self._steal):
+            if not self._idle or (choose == self._steal and not self._runs):
+                break
+            lanes = sorted(self._idle)
+            if first in self._idle and first != lanes[0]:
+                lanes.remove(first)
+                lanes.insert(0, first)
+            for lane in lanes:
+                job = choose(lane, now)
+                if job is not None:
+                    self._idle.remove(lane)
+                    self.running[lane] = (job, now)
+                    if lane < self.compute:
+                        self._runs.begin(lane, job, now)
+                    decisions.starts.append((lane, job))
+        return decisions
 
     def _own(self, lane: int, now: float) -> Job | None:
         """Take the earliest job that is bound to the lane, in its run, or free."""

@@ -37,7 +37,9 @@ class Pace:
 
     def learn(self, lane: int, kind: str, took_s: float) -> None:
         """Note what an item took."""
-        seconds = self._seconds.setdefault(kind, [None] * self._lanes)
+        seconds = self._seconds.get(kind)
+        if seconds is None:
+            seconds = self._seconds[kind] = [None] * self._lanes
         before = seconds[lane]
         seconds[lane] = took_s if before is None else before + _RECENT * (took_s - before)
 
@@ -101,12 +103,14 @@ class Runs(Generic[T]):
 
     def steal(self, thief: int, now: float) -> T | None:
         """Take the last item of the run that will end last, if the thief would be done before."""
-        lanes = [lane for lane, run in enumerate(self._runs) if run]
-        if not lanes:
+        victim, longest_s = -1, -1.0
+        for lane, run in enumerate(self._runs):
+            if run and (left_s := self._left_s(lane, now)) > longest_s:
+                victim, longest_s = lane, left_s
+        if victim < 0:
             return None
-        victim = max(lanes, key=lambda lane: self._left_s(lane, now))
         pace = self._pace.of(thief, self._kind_of(self._runs[victim][-1]))
-        if pace is not None and pace >= self._left_s(victim, now):
+        if pace is not None and pace >= longest_s:
             return None
         return self._runs[victim].pop()
 
