@@ -22,6 +22,7 @@ FACTOR = 3
 JOB = {"network": "lenet", "examples": 1024, "shards": 8, "warmup_steps": 10, "steps": 40}
 PARTS = {
     "fast alone": {"devices": [0], "slowed": "no"},
+    "rivals.fast alone": {"devices": [0], "slowed": "rivals"},  # on the other core
     **{
         f"{slowed}.{name}": {"slowed": slowed, **part}
         for slowed in ("delay", "rivals")
@@ -57,15 +58,21 @@ def main() -> None:
 
 
 def shares_of_sum(runs: list[dict[str, Any]], slowed: str, name: str) -> list[float]:
-    """Return, round by round, the speed of both over the sum of each one's own."""
+    """Return, round by round, the speed of both over the sum of each one's own.
+
+    Rivals that keep the slow device's core busy slow the fast one's too (caches, memory), so its
+    own speed is that beside them.
+    """
     by_round: dict[int, dict[str, float]] = {}
     for run in runs:
         by_round.setdefault(run["round"], {})[run["part"]] = run["examples_per_s"]
-    return [
-        speeds[f"{slowed}.{name}"] / (speeds["fast alone"] + speeds[f"{slowed}.slow alone"])
-        for speeds in by_round.values()
-        if {"fast alone", f"{slowed}.slow alone", f"{slowed}.{name}"} <= speeds.keys()
-    ]
+    shares = []
+    for speeds in by_round.values():
+        fast = speeds.get(f"{slowed}.fast alone", speeds.get("fast alone"))
+        slow, both = speeds.get(f"{slowed}.slow alone"), speeds.get(f"{slowed}.{name}")
+        if fast and slow and both:
+            shares.append(both / (fast + slow))
+    return shares
 
 
 if __name__ == "__main__":

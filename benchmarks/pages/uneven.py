@@ -24,7 +24,8 @@ def section(document: dict[str, Any], notes: Mapping[str, str]) -> str:
     text = (
         f"LeNet, batches of {settings['examples']:,}, V = {settings['shards']}, two CPU devices, "
         f"each pinned to a core; the second one is slowed {settings['factor']} times, in two ways. "
-        f"The share is the speed of both together over the sum of the speeds that each has alone. "
+        f"The share is the speed of both together over the sum of the speeds that each has alone "
+        f"(beside the same rivals, where there are rivals). "
         f"Without stealing both get the same number of shards. Every run ends with the same "
         f"weights: {_sameness(document)}."
     )

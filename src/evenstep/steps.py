@@ -256,6 +256,8 @@ class Flight:
             watch.note_draws(before, restore=not self._overlap or watch.is_first_step)
             return True
         assert run.end is not None
+        if run.end.cause is run.end:  # the update may have begun
+            return False
         self._engine.give_up_device_of(run.end)
         lost = self._engine.lost_lanes
         newly_lost = lost - self._lost

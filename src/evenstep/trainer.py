@@ -25,7 +25,7 @@ from evenstep import state
 from evenstep.account import DeviceShares
 from evenstep.allocator import kept_memory
 from evenstep.checkpoint import read_checkpoint, write_checkpoint
-from evenstep.compute import Leaf, NodeSum
+from evenstep.compute import NodeSum
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
 from evenstep.devices import (
@@ -48,7 +48,7 @@ from evenstep.runner import Attempt, ShardRunner, refuse_lonely_batch_norm
 from evenstep.sharding import Batch, Cut, shard_bounds
 from evenstep.steps import Flight, StepLoss, StepRun
 from evenstep.timing import Timekeeper
-from evenstep.update import Update, settle
+from evenstep.update import Closure, Update
 
 logger = logging.getLogger("evenstep")
 
@@ -209,8 +209,7 @@ class Trainer:
         run = self._next_run(cut, self._update)
         if self._twin:
             run.settings = self._twin.record()
-        self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
-        self.steps_done += 1
+        self._count_step()
         try:
             self._flight.start(run)
         except BaseException as error:  # Ctrl-C
@@ -408,41 +407,31 @@ class Trainer:
     def _minimise(self, cut: Cut) -> Pending:
         """Update with an optimizer that evaluates the batch as often as it likes (LBFGS).
 
-        Its own arithmetic runs in the caller's thread, with the devices' number of threads. It
-        writes parameters between evaluations, and wants gradients that can be viewed as flat.
+        Its own arithmetic runs in the caller's thread, with the devices' number of threads.
         """
-        first: StepRun | None = None
-        root: NodeSum | None = None
-
-        def install(run: StepRun, leaves: Sequence[Leaf | None], found: NodeSum) -> None:
-            nonlocal root
-            run.loss, count = settle(run, leaves)
-            found.gradients = [g if g is None else g.contiguous() for g in found.gradients]
-            self._update.install(count, found)
-            self._replicas.restore_opening()  # every evaluation starts from the same buffers
-            root = found
-
-        def closure() -> float:
-            nonlocal first
-            self._follow_user()
-            run = self._next_run(cut, install)
-            self._flight.start(run)
-            self._flight.complete()
-            first = first or run
-            return run.loss
-
+        closure = Closure(functools.partial(self._evaluate_once, cut), self._update, self._replicas)
         self._flight.complete()
         with (
             state.rolled_back_on_error(self.model, self.optimizer),
             intra_op_threads(self.experiment.threads),
         ):
             self.optimizer.step(closure)
-        assert first is not None
-        assert root is not None
-        self._in_first_lane(functools.partial(self._update.close, root))
+        assert closure.first is not None
+        assert closure.root is not None
+        self._in_first_lane(functools.partial(self._update.close, closure.root))
+        self._count_step()
+        return StepLoss(closure.first, lambda run: None)
+
+    def _evaluate_once(self, cut: Cut, finish: Callable[..., None]) -> StepRun:
+        self._follow_user()
+        run = self._next_run(cut, finish)
+        self._flight.start(run)
+        self._flight.complete()
+        return run
+
+    def _count_step(self) -> None:
         self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
         self.steps_done += 1
-        return StepLoss(first, lambda run: None)
 
     def _in_first_lane(self, function: Callable[[], None]) -> None:
         """Run `function` where the update is done, and wait for it."""

@@ -91,6 +91,47 @@ class Update:
         self._replicas.mark_synchronised()
 
 
+class Closure:
+    """What an optimizer calls that evaluates the batch as often as it likes (LBFGS).
+
+    It writes parameters between evaluations, and wants gradients that can be viewed as flat.
+
+    Args:
+        evaluate: computes the batch's shards once, ends with the function it is given, and waits.
+        update: puts gradients where the optimizer looks.
+        replicas: whose buffers each evaluation starts from anew.
+
+    Attributes:
+        first: the first evaluation.
+        root: the sum over the shards of the last one.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[Callable[..., None]], StepRun],
+        update: Update,
+        replicas: Replicas,
+    ) -> None:
+        self._evaluate = evaluate
+        self._update = update
+        self._replicas = replicas
+        self.first: StepRun | None = None
+        self.root: NodeSum | None = None
+
+    def __call__(self) -> float:
+        """Evaluate once; return the loss."""
+        run = self._evaluate(self._install)
+        self.first = self.first or run
+        return run.loss
+
+    def _install(self, run: StepRun, leaves: Sequence[Leaf | None], root: NodeSum) -> None:
+        run.loss, count = settle(run, leaves)
+        root.gradients = [g if g is None else g.contiguous() for g in root.gradients]
+        self._update.install(count, root)
+        self._replicas.restore_opening()
+        self.root = root
+
+
 def settle(run: StepRun, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
     """Return the step's mean loss, and the count that its gradients are to be divided by.
 

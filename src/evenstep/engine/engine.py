@@ -24,7 +24,7 @@ from evenstep.engine.guard import Guard
 from evenstep.engine.handle import Handle
 from evenstep.engine.lanes import Lanes, ThreadLanes
 from evenstep.engine.schedule import Decisions, Scheduler, Submission
-from evenstep.engine.task import Task
+from evenstep.engine.task import Task, is_device_failure
 from evenstep.engine.trace import Span, Trace
 from evenstep.errors import (
     ClosedError,
@@ -284,7 +284,7 @@ class Engine:
     def give_up_device_of(self, task: Task) -> None:
         """Give up the device that made an ended task fail, if it is a device that failed."""
         cause = task.cause
-        if isinstance(cause, Task) and _is_device_failure(cause.error):
+        if isinstance(cause, Task) and is_device_failure(cause.error):
             lane = cause.lane if cause.ran_on is None else cause.ran_on
             if lane is not None and lane not in self.scheduler.lost:
                 self.lose(lane % len(self.devices))
@@ -407,7 +407,7 @@ class Engine:
             result = self._call(task, device)
         except BaseException as caught:
             error = caught
-            add_note(error, _tell(task, device))
+            add_note(error, task.tell(device))
         ended = time.perf_counter()
         story = {**(task.story or {}), "stolen": True} if task.stolen else task.story
         with self._guard:
@@ -456,7 +456,7 @@ class Engine:
             task.error = DeviceLostError(
                 f"{device} was lost, and {task.name!r} with it: it is out of use now"
             )
-            add_note(task.error, _tell(task, device))
+            add_note(task.error, task.tell(device))
         if not task.seen:
             self._failed.add(task)
 
@@ -467,18 +467,3 @@ def _submission(task: Task) -> Submission:
     inputs = [source.task for source in task.sources if isinstance(source, Handle)]
     given = [source for source in task.sources if isinstance(source, handles.Var)]
     return task, inputs, (*given, *task.reads), task.writes
-
-
-def _is_device_failure(error: BaseException | None) -> bool:
-    """Say whether an error is a device's own: ours, or what torch raises for a broken GPU."""
-    accelerator_error = getattr(torch, "AcceleratorError", None)
-    return isinstance(error, DeviceLostError) or (
-        accelerator_error is not None and isinstance(error, accelerator_error)
-    )
-
-
-def _tell(task: Task, device: object) -> str:
-    try:
-        return task.tell(device)
-    except Exception as error:  # what a user put into the story can't be printed
-        return f"in task {task.name!r} on {device}; its story can't be told: {error!r}"

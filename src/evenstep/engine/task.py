@@ -8,9 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from evenstep.engine.context import Modes, current_modes, in_modes
 from evenstep.engine.graph import Place
 from evenstep.engine.schedule import Job
+from evenstep.errors import DeviceLostError
 
 
 class Task(Job):
@@ -108,6 +111,12 @@ class Task(Job):
 
     def tell(self, device: object) -> str:
         """Say in a line what the task is, and what it reads and writes."""
+        try:
+            return self._tell(device)
+        except Exception as error:  # what a user put into the story can't be printed
+            return f"in task {self.name!r} on {device}; its story can't be told: {error!r}"
+
+    def _tell(self, device: object) -> str:
         parts = [f"in task {self.name!r} (number {self.number}) on {device}"]
         parts += [f"{key} {_told(value)}" for key, value in (self.story or {}).items()]
         inputs = [source for source in self.sources if not isinstance(source, Place)]
@@ -168,3 +177,11 @@ def sources_in(arguments: Any) -> list[Source]:
             elif kind is dict:
                 found += sources_in(argument.values())
     return found
+
+
+def is_device_failure(error: BaseException | None) -> bool:
+    """Say whether an error is a device's own: ours, or what torch raises for a broken GPU."""
+    accelerator_error = getattr(torch, "AcceleratorError", None)
+    return isinstance(error, DeviceLostError) or (
+        accelerator_error is not None and isinstance(error, accelerator_error)
+    )
