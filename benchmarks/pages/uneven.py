@@ -12,7 +12,7 @@ from text import NOTHING, number, spread, table, verdict
 from uneven_devices import shares_of_sum
 
 SLOWED = {
-    "delay": "a delay in its lane after each task",
+    "delay": "a delay in its lane after each shard",
     "rivals": "busy processes pinned to its core",
 }
 ROWS = ("both", "both, without stealing")
@@ -31,6 +31,7 @@ def section(document: dict[str, Any], notes: Mapping[str, str]) -> str:
     )
     head = ("slowed by", "devices", "examples/s", "shards of each", "share of the sum", "spread")
     rows = [_row(document["runs"], slowed, part) for slowed in SLOWED for part in ROWS]
+    rows.append(_even_row(document["runs"]))
     return joined(
         "## Devices of different speed",
         origin(document),
@@ -46,7 +47,7 @@ def _row(runs: list[dict[str, Any]], slowed: str, part: str) -> list[str]:
     if not own or not shares:
         return [SLOWED[slowed], part, *[NOTHING] * 5, "not measured"]
     speed = summarise([run["examples_per_s"] for run in own]).median
-    shards = [round(sum(counts) / len(own)) for counts in zip(*_shards(own), strict=True)]
+    shards = [round(count) for count in _means(_shards(own))]
     share = summarise(shares)
     judged = part == ROWS[0]
     return [
@@ -59,6 +60,30 @@ def _row(runs: list[dict[str, Any]], slowed: str, part: str) -> list[str]:
         f"≥ {UNEVEN_SHARE}" if judged else NOTHING,
         verdict(share.median >= UNEVEN_SHARE) if judged else NOTHING,
     ]
+
+
+def _even_row(runs: list[dict[str, Any]]) -> list[str]:
+    """Return the row of two devices that nobody slows: what sharing the machine costs alone."""
+    by_part = {
+        part: {run["round"]: run for run in runs if run["part"] == part}
+        for part in ("even", "fast alone")
+    }
+    even, alone = by_part["even"], by_part["fast alone"]
+    shares = [
+        even[turn]["examples_per_s"] / (2 * alone[turn]["examples_per_s"])
+        for turn in sorted(even.keys() & alone.keys())
+    ]
+    if not shares:
+        return ["nothing", ROWS[0], *[NOTHING] * 5, "not measured"]
+    speed = summarise([run["examples_per_s"] for run in even.values()]).median
+    shards = " and ".join(str(round(count)) for count in _means(_shards([*even.values()])))
+    share = summarise(shares)
+    cells = [number(speed), shards, number(share.median), spread(share)]
+    return ["nothing", ROWS[0], *cells, NOTHING, NOTHING]
+
+
+def _means(rows: list[list[int]]) -> list[float]:
+    return [sum(column) / len(rows) for column in zip(*rows, strict=True)]
 
 
 def _shards(runs: list[dict[str, Any]]) -> list[list[int]]:

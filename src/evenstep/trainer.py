@@ -181,6 +181,8 @@ class Trainer:
                 self.waitall()
             else:
                 self._flight.abandon(error)
+                if self._twin:
+                    self._twin.give_back()
         finally:
             self._is_open = False
             self._opened.close()
