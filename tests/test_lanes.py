@@ -1,8 +1,5 @@
 """Lanes: tasks are carried out one at a time a lane, each with its device's number of threads."""
 
-import os
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -56,23 +53,6 @@ def test_a_lane_has_its_devices_threads_whatever_the_caller_has(make, callers):
     seen = carried_out(make, cpus(1, 2, 3), puts)
     assert [results[0][1] for results in seen.values()] == [1, 2, 3, 1, 2, 3]
     assert torch.get_num_threads() == callers
-
-
-def test_a_callers_number_that_was_never_set_stays():
-    """In a fresh process: torch settles a thread's number at its first use of torch."""
-    script = """
-import torch
-from evenstep.devices import Device
-from evenstep.engine import Engine
-with Engine([Device("cpu", 0, threads=3)]) as engine:
-    assert engine.submit(torch.get_num_threads).result() == 3
-print(torch.get_num_threads())
-"""
-    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "2\n"
 
 
 def test_lanes_run_at_the_same_time_each_with_its_own_threads():
