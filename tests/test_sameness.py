@@ -122,6 +122,12 @@ def test_bf16_equals_the_reference_under_autocast(name):
         assert_same_bits(state, expected)
 
 
+@pytest.mark.parametrize("layout", ["1 shared", "2 shared", "3 own"])
+def test_a_buffer_that_only_some_shards_write_is_averaged_shard_by_shard(layout):
+    """A node whose shards all left it alone stands for their sum in the tree, not for a product."""
+    assert_equals_reference("branching", (5, 27), LAYOUTS[layout], 8)
+
+
 def test_a_weight_with_sparse_gradients_in_some_shards_and_dense_ones_in_others():
     class Tied(nn.Module):
         def __init__(self):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from evenstep.collectives import TreeSum
+from evenstep.collectives import TreeSum, tree_sum
 from evenstep.devices import Device, carry
 from evenstep.engine import streams
 from evenstep.errors import ModelError
@@ -32,7 +32,7 @@ class NodeSum:
             touched it. Sparse ones are coalesced.
         buffers: for each floating buffer the sum of weight × value over the shards, for an
             integer one the value after shard 0; None where no shard wrote it.
-        weight: the sum of the shards' weights, in examples.
+        weights: of its shards, in examples.
         replica: whose memory holds the tensors.
         lo, hi: the shards [lo, hi) that are in it.
         fence: on a GPU, what is to be waited for before the tensors are used.
@@ -40,11 +40,16 @@ class NodeSum:
 
     gradients: Tensors
     buffers: Tensors
-    weight: int
+    weights: tuple[int, ...]
     replica: Replica
     lo: int
     hi: int
     fence: Any = None
+
+    @property
+    def weight(self) -> int:
+        """The sum of the weights."""
+        return sum(self.weights)
 
 
 class ShardWork(NamedTuple):
@@ -100,7 +105,7 @@ def compute_shard(
         observe(work.shard, value)
     if left is not None:
         value.buffers = _add_buffers(left, value)
-        value.weight += left.weight
+        value.weights = (*left.weights, *value.weights)
         value.lo = left.lo
     if replica.device.kind == "cuda":
         value.fence = streams.fence_here(replica.device)
@@ -117,9 +122,9 @@ def add_nodes(left: NodeSum, right: NodeSum) -> NodeSum:
         right = _carry_node(right, left.replica)
     buffers = _add_buffers(left, right)
     gradients = _add_gradients(left.gradients, right.gradients)
-    weight = left.weight + right.weight
+    weights = (*left.weights, *right.weights)
     fence = streams.fence_here(device) if device.kind == "cuda" else None
-    return NodeSum(gradients, buffers, weight, left.replica, left.lo, right.hi, fence)
+    return NodeSum(gradients, buffers, weights, left.replica, left.lo, right.hi, fence)
 
 
 def closing_buffers(root: NodeSum) -> Tensors:
@@ -200,7 +205,7 @@ def _collect(replica: Replica, work: ShardWork) -> NodeSum:
         _weigh(buffer, work, opening)
         for buffer, opening in zip(replica.changed_buffers(), replica.opening, strict=True)
     ]
-    return NodeSum(gradients, buffers, work.weight, replica, work.shard, work.shard + 1)
+    return NodeSum(gradients, buffers, (work.weight,), replica, work.shard, work.shard + 1)
 
 
 def _weigh(
@@ -240,9 +245,16 @@ def _add_buffers(left: NodeSum, right: NodeSum) -> Tensors:
         elif not _is_averaged(opening):
             result.append(theirs if ours is None else ours)
         else:
-            addend = opening * right.weight if theirs is None else theirs
-            result.append((opening * left.weight if ours is None else ours) + addend)
+            addend = _unwritten(opening, right) if theirs is None else theirs
+            result.append((_unwritten(opening, left) if ours is None else ours) + addend)
     return result
+
+
+def _unwritten(opening: torch.Tensor, node: NodeSum) -> torch.Tensor:
+    """Return the sum, in the tree, of a buffer that none of a node's shards wrote."""
+    total = tree_sum([opening * weight for weight in node.weights], torch.add)
+    assert total is not None
+    return total
 
 
 def _add_gradients(left: Tensors, right: Tensors) -> Tensors:
@@ -273,7 +285,7 @@ def _carry_node(node: NodeSum, replica: Replica) -> NodeSum:
         return [None if tensor is None else carry(tensor, replica.device) for tensor in tensors]
 
     gradients, buffers = moved(node.gradients), moved(node.buffers)
-    return NodeSum(gradients, buffers, node.weight, replica, node.lo, node.hi)
+    return NodeSum(gradients, buffers, node.weights, replica, node.lo, node.hi)
 
 
 def receive(node: NodeSum, device: Device) -> None:
