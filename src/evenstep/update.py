@@ -70,14 +70,14 @@ class Update:
         divide_gradients(root.gradients, count)
 
     def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Let the user's parameters have `gradients`, and keep these alive until the next.
+        """Let the user's parameters have `gradients`; with steps in flight keep these alive.
 
         Else the front end's `zero_grad` would free them; torch lets other threads run meanwhile,
         and a lane that got at the same `.grad` would crash.
         """
         for parameter, gradient in zip(self._replicas.home.parameters, gradients, strict=True):
             parameter.grad = gradient
-        self._shown = gradients
+        self._shown = gradients if self._twin else ()
 
     def close(self, root: NodeSum) -> None:
         """Write the closing buffers, and bring every memory's parameters up to date."""
