@@ -6,6 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from evenstep.engine import Engine, InlineLanes, ThreadLanes
+from layouts import TWO
+
 SHARED = Path(__file__).parents[2] / "shared"
 
 
@@ -22,6 +25,13 @@ def no_thread_is_left():
     yield
     left = [thread.name for thread in threading.enumerate() if thread.name.startswith("evenstep")]
     assert not left
+
+
+@pytest.fixture(params=[ThreadLanes, InlineLanes])
+def engine(request):
+    """An open engine of two devices, with and without threads."""
+    with Engine(TWO, lanes=request.param) as engine:
+        yield engine
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ def mixed(count):
     return ["cpu:0", "cpu:1:own", *(f"cpu:{number}" for number in range(2, count))]
 
 
+TWO = shared(2)
+
 LAYOUTS = {
     **{f"{count} shared": shared(count) for count in (1, 2, 3, 5)},
     **{f"{count} own": own(count) for count in (1, 2, 3, 5)},

@@ -1,5 +1,6 @@
 """Waiting in tests: with an end, so that a wrong program fails instead of hanging."""
 
+import signal
 import threading
 
 import pytest
@@ -26,3 +27,17 @@ def wait_until(condition):
             return
         threading.Event().wait(0.001)
     raise AssertionError("it never came to be")
+
+
+def only_one_interrupt(request):
+    """Have the first Ctrl-C raise, and others not; return the list of those that came."""
+    noticed = []
+
+    def on_signal(number, frame):
+        if not noticed:
+            noticed.append(number)
+            raise KeyboardInterrupt
+
+    handler = signal.signal(signal.SIGINT, on_signal)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
+    return noticed

@@ -1,17 +1,15 @@
 """The book's experiments with the engine: each runs, at tiny sizes, and has its table."""
 
-# ruff: noqa: E402  (the scripts import one another from their own folder)
+# ruff: noqa: I001  (what puts the scripts on the path comes first)
 
 import importlib
 import json
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+from benchmarking import BENCHMARKS, FACTS
 
 import engine_experiments
 import findings
@@ -24,18 +22,6 @@ from engine_lineup import BOOK, TINY, lineup
 from pages import engine as page
 from rounds import Summary
 
-FACTS = {
-    "cpu": "a processor",
-    "cpu_capability": "AVX2",
-    "usable_cores": 2,
-    "memory_gib": 8.0,
-    "load_average_at_start": 0.1,
-    "system": "Linux x86_64",
-    "python": "3.11.0",
-    "packages": {"torch": "2.13.0"},
-    "date_utc": "2025-01-02 03:04",
-    "git_revision": "abc",
-}
 GAIN = Finding(text="gain", figure="a:s", over="b:s", unit="×", book=4.0, at_least=2.0)
 
 

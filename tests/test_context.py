@@ -9,17 +9,10 @@ import torch
 
 from evenstep.devices import Device
 from evenstep.engine import Engine, InlineLanes, Task, ThreadLanes
+from layouts import TWO
 from patience import HUNG_TESTS_ABORT, wait
 
 pytestmark = HUNG_TESTS_ABORT
-
-TWO = ["cpu:0", "cpu:1"]
-
-
-@pytest.fixture(params=[ThreadLanes, InlineLanes])
-def engine(request):
-    with Engine(TWO, lanes=request.param) as engine:
-        yield engine
 
 
 place = contextvars.ContextVar("place", default="nowhere")

@@ -10,19 +10,13 @@ import torch
 from evenstep.devices import Device
 from evenstep.engine import Engine, Handle, InlineLanes, Task, ThreadLanes, Var
 from evenstep.errors import ClosedError, DeadlockError, DeviceError, InputError
+from layouts import TWO
 from patience import HUNG_TESTS_ABORT, wait
 
 pytestmark = HUNG_TESTS_ABORT
 
-TWO = ["cpu:0", "cpu:1"]
 
 both = pytest.mark.parametrize("lanes", [ThreadLanes, InlineLanes])
-
-
-@pytest.fixture(params=[ThreadLanes, InlineLanes])
-def engine(request):
-    with Engine(TWO, lanes=request.param) as engine:
-        yield engine
 
 
 def add(x, y):

@@ -11,19 +11,13 @@ import pytest
 
 from evenstep.engine import Engine, InlineLanes, Task, ThreadLanes
 from evenstep.errors import ClosedError
+from layouts import TWO
 from patience import HUNG_TESTS_ABORT, meet, wait
 
 pytestmark = HUNG_TESTS_ABORT
 
-TWO = ["cpu:0", "cpu:1"]
 
 both = pytest.mark.parametrize("lanes", [ThreadLanes, InlineLanes])
-
-
-@pytest.fixture(params=[ThreadLanes, InlineLanes])
-def engine(request):
-    with Engine(TWO, lanes=request.param) as engine:
-        yield engine
 
 
 def divide_by_zero(*ignored):

@@ -12,11 +12,10 @@ import torch
 from evenstep.devices import Device
 from evenstep.engine import Engine, InlineLanes, Task, ThreadLanes
 from evenstep.errors import DeviceLostError
+from layouts import TWO
 from patience import HUNG_TESTS_ABORT, meet, wait, wait_until
 
 pytestmark = HUNG_TESTS_ABORT
-
-TWO = ["cpu:0", "cpu:1"]
 
 
 # ---- beside each other

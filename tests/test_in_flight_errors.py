@@ -10,7 +10,7 @@ import torch
 from evenstep.data import Cursor
 from evenstep.errors import BatchError, InputError, NonFiniteLossError
 from in_flight import DEVICES, HeldCopies, numbered, opened, outcome
-from patience import wait, wait_until
+from patience import only_one_interrupt, wait, wait_until
 from reference import assert_same_bits
 
 on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
@@ -264,15 +264,7 @@ def is_waiting():
 @pytest.mark.parametrize("wait_somewhere", [float_of, next_step, waitall])
 def test_interrupted_while_waiting(devices, wait_somewhere, request):
     """Ctrl-C while somebody waits: neither step is taken, and nothing is left at work."""
-    noticed = []
-
-    def on_signal(number, frame):
-        if not noticed:
-            noticed.append(number)
-            raise KeyboardInterrupt
-
-    handler = signal.signal(signal.SIGINT, on_signal)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
+    noticed = only_one_interrupt(request)
 
     with opened(devices) as (trainer, gates):
         before = two_steps(trainer)

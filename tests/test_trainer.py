@@ -18,6 +18,7 @@ from evenstep.errors import (
     NonFiniteLossError,
 )
 from layouts import shared
+from patience import only_one_interrupt
 from reference import assert_same_bits, reference_training, whole_state
 from trainers import LAYOUTS, open_trainer, sgd, state_of
 from zoo import build, make_batches
@@ -256,15 +257,7 @@ def test_interrupted_within_a_step(devices, request):
             threading.Event().wait(0.001)
         return output
 
-    noticed = []
-
-    def on_signal(number, frame):
-        if not noticed:
-            noticed.append(number)
-            raise KeyboardInterrupt
-
-    handler = signal.signal(signal.SIGINT, on_signal)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
+    noticed = only_one_interrupt(request)
     with open_trainer(Bomb(interrupt), devices=devices) as trainer:
         trainer.step(X, y)
         before = state_of(trainer)
