@@ -44,11 +44,16 @@ def put_one(tree, shard, *, claim):
     tree.put(node, str(shard) if left is None else write(left, shard))
 
 
+def root_of(tree):
+    (root,) = tree.take_tops()
+    return root
+
+
 def sum_in_order(shards, filled, order, *, claim):
     tree = TreeSum(TreePlan(shards, filled), write)
     for shard in order:
         put_one(tree, shard, claim=claim)
-    return tree.take_root()
+    return root_of(tree)
 
 
 EVERY_PREFIX = [(shards, filled) for shards in range(1, 21) for filled in range(1, shards + 1)]
@@ -80,7 +85,7 @@ def test_the_recursive_sum_passes_over_any_empty_shards(shards, data):
 def test_nothing_has_no_sum():
     assert tree_sum([], write) is None
     assert tree_sum([None] * 5, write) is None
-    assert TreePlan(5, []).root == -1
+    assert TreePlan(5, []).tops == []
 
 
 @pytest.mark.parametrize("claim", [False, True])
@@ -91,7 +96,7 @@ def test_the_sum_under_way_is_canonical_for_every_prefix(claim):
             tree = TreeSum(tree_plan(shards, filled), write)
             for shard in order:
                 put_one(tree, shard, claim=claim)
-            assert tree.take_root() == expected
+            assert root_of(tree) == expected
 
 
 @pytest.mark.parametrize("claim", [False, True])
@@ -130,7 +135,7 @@ def test_from_several_threads(threads, claim):
             worker.start()
         for worker in workers:
             worker.join()
-        assert tree.take_root() == expected
+        assert root_of(tree) == expected
 
 
 def test_each_value_is_added_once_and_the_tree_is_empty_afterwards():
@@ -138,10 +143,10 @@ def test_each_value_is_added_once_and_the_tree_is_empty_afterwards():
     tree = TreeSum(tree_plan(5, 5), lambda left, right: added.append((left, right)) or left + right)
     for shard in (3, 1, 4, 0, 2):
         tree.put(shard, 10**shard)
-    assert tree.take_root() == 11111
+    assert root_of(tree) == 11111
     assert len(added) == 4
     with pytest.raises(KeyError):
-        tree.take_root()
+        root_of(tree)
 
 
 def test_claim_hands_out_the_left_sibling_and_only_that():
@@ -155,7 +160,7 @@ def test_claim_hands_out_the_left_sibling_and_only_that():
     parent, left = tree.claim(3, anything)
     assert left == "2"
     tree.put(parent, write(left, "3"))
-    assert tree.take_root() == "((0+1)+(2+3))"
+    assert root_of(tree) == "((0+1)+(2+3))"
 
 
 def test_claim_hands_out_a_sum_that_stands_on_the_left():
@@ -165,7 +170,7 @@ def test_claim_hands_out_a_sum_that_stands_on_the_left():
     parent, left = tree.claim(2, lambda value: value == "(0+1)")
     assert left == "(0+1)"
     tree.put(parent, write(left, "2"))
-    assert tree.take_root() == "((0+1)+2)"
+    assert root_of(tree) == "((0+1)+2)"
 
 
 def test_claim_leaves_what_does_not_fit():
@@ -175,7 +180,7 @@ def test_claim_leaves_what_does_not_fit():
     assert tree.claim(1, lambda value: asked.append(value) or False) == (1, None)
     assert asked == ["0"]
     tree.put(1, "1")
-    assert tree.take_root() == "(0+1)"
+    assert root_of(tree) == "(0+1)"
 
 
 def test_what_was_claimed_is_gone_until_it_is_put():
@@ -184,14 +189,14 @@ def test_what_was_claimed_is_gone_until_it_is_put():
     parent, left = tree.claim(1, anything)
     assert tree.claim(1, anything) == (1, None)
     tree.put(parent, write(left, "1"))
-    assert tree.take_root() == "(0+1)"
+    assert root_of(tree) == "(0+1)"
 
 
 def test_a_lone_shard_is_the_root():
     tree = TreeSum(tree_plan(8, 1), write)
     assert tree.claim(0, anything) == (0, None)
     tree.put(0, "0")
-    assert tree.take_root() == "0"
+    assert root_of(tree) == "0"
 
 
 def test_floats_in_another_order_have_other_bits():

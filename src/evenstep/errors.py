@@ -10,6 +10,8 @@
     ├── NonFiniteLossError               a shard's loss is NaN or infinite; the step was not taken
     ├── SaveError                        a checkpoint can't be written; the earlier ones are whole
     ├── DeviceLostError                  a device failed or stopped, and what needed it can't go on
+    ├── PeerError                    another process failed, is gone, or did not come in time
+    │   └── DivergedError            a process is in another state than the others
     ├── DeadlockError                    a task waits inside a lane, where it could wait for ever
     └── ClosedError                      used before `with` opened it, or after `with` closed it
 
@@ -57,6 +59,22 @@ class SaveError(EvenstepError):
 
 class DeviceLostError(EvenstepError):
     """A device failed or stopped, and what needed it can't go on."""
+
+
+class PeerError(EvenstepError):
+    """Another process failed, is gone, or did not come in time.
+
+    Attributes:
+        rank: of that process; None if it isn't known.
+    """
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class DivergedError(PeerError):
+    """A process is in another state than the others."""
 
 
 class DeadlockError(EvenstepError):

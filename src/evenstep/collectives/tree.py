@@ -39,44 +39,66 @@ def tree_sum(leaves: Sequence[T | None], add: Callable[[T, T], T]) -> T | None:
     return level[0] if level else None
 
 
-class TreePlan:
-    """Who is summed with whom, for `shards` shards of which those not in `filled` are empty.
+_ELSEWHERE = -1  # stands for a shard that is summed elsewhere
 
-    Leaves are numbered as their shards, inner nodes from `shards` on.
+
+class TreePlan:
+    """Who is summed with whom: `shards` shards, those not in `filled` empty, those of `mine` here.
+
+    Leaves are numbered as their shards, inner nodes from `shards` on. A node is summed here when
+    all its shards are of `mine`; the highest such nodes are the tops. Where every shard is here,
+    there is one: the root.
 
     Attributes:
-        parent, sibling: node to node, for every node but the root.
+        parent, sibling: node to node, for every node below a top.
         lefts: the nodes that are left children.
-        root: the node whose value is the sum; -1 where every shard is empty.
+        tops: the nodes whose parents are not summed here, in the order of their shards.
+        spans: for each top its shards with examples: from the first to the last.
     """
 
-    def __init__(self, shards: int, filled: Sequence[int]) -> None:
+    def __init__(
+        self, shards: int, filled: Sequence[int], mine: Sequence[int] | None = None
+    ) -> None:
         self.parent: dict[int, int] = {}
         self.sibling: dict[int, int] = {}
         self.lefts: set[int] = set()
         self._filled = frozenset(filled)
+        self._mine = self._filled if mine is None else self._filled.intersection(mine)
+        self._spans: dict[int, range] = {}
         self._next = shards
-        self.root = self._build(0, shards)
+        self.tops = [node for node in self._build(0, shards) if node >= 0]
+        self.spans = [self._spans[node] for node in self.tops]
 
-    def _build(self, lo: int, hi: int) -> int:
+    def _build(self, lo: int, hi: int) -> list[int]:
+        """Return what stands for the node [lo, hi): nothing, itself, or the tops inside it."""
         if hi - lo == 1:
-            return lo if lo in self._filled else -1
+            return self._leaf(lo)
         middle = split_point(lo, hi)
-        left, right = self._build(lo, middle), self._build(middle, hi)
-        if left < 0 or right < 0:
-            return max(left, right)
+        found = self._build(lo, middle) + self._build(middle, hi)
+        return found if len(found) < 2 or _ELSEWHERE in found else [self._join(*found)]
+
+    def _leaf(self, shard: int) -> list[int]:
+        if shard not in self._filled:
+            return []
+        if shard not in self._mine:
+            return [_ELSEWHERE]
+        self._spans[shard] = range(shard, shard + 1)
+        return [shard]
+
+    def _join(self, left: int, right: int) -> int:
         node = self._next
         self._next += 1
         self.parent[left] = self.parent[right] = node
         self.sibling[left], self.sibling[right] = right, left
         self.lefts.add(left)
+        self._spans[node] = range(self._spans[left].start, self._spans[right].stop)
         return node
 
 
 @functools.cache
-def tree_plan(shards: int, filled: int) -> TreePlan:
-    """Return the plan for `shards` shards of which the first `filled` are not empty."""
-    return TreePlan(shards, range(filled))
+def tree_plan(shards: int, filled: int, mine: range | None = None) -> TreePlan:
+    """Return the plan for `shards` shards, the first `filled` not empty, those of `mine` here."""
+    return TreePlan(shards, range(filled), mine)
 
 
 class TreeSum(Generic[T]):
@@ -110,7 +132,7 @@ class TreeSum(Generic[T]):
     def put(self, node: int, value: T) -> None:
         """Bring the value of `node`, and sum upwards as far as siblings are there."""
         plan = self._plan
-        while node != plan.root:
+        while node in plan.parent:
             with self._lock:
                 if plan.sibling[node] not in self._waiting:
                     self._waiting[node] = value
@@ -120,6 +142,6 @@ class TreeSum(Generic[T]):
             node = plan.parent[node]
         self._waiting[node] = value
 
-    def take_root(self) -> T:
-        """Return the sum; every shard's value must have been put."""
-        return self._waiting.pop(self._plan.root)
+    def take_tops(self) -> list[T]:
+        """Return the sums of the plan's tops; every shard's value must have been put."""
+        return [self._waiting.pop(node) for node in self._plan.tops]
