@@ -1,0 +1,21 @@
+"""The processes of a job: found, linked, and heard."""
+
+from evenstep.processes.agreement import agree
+from evenstep.processes.board import Board
+from evenstep.processes.divergence import refuse_divergence
+from evenstep.processes.memory import shared_bytes
+from evenstep.processes.peers import Peers
+from evenstep.processes.world import is_first, join, local_share, restarts, was_launched
+
+__all__ = [
+    "Board",
+    "Peers",
+    "agree",
+    "is_first",
+    "join",
+    "local_share",
+    "refuse_divergence",
+    "restarts",
+    "shared_bytes",
+    "was_launched",
+]

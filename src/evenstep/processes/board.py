@@ -1,0 +1,84 @@
+"""A board where each process says what it is doing, for others to read when it does not come."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+
+class Board:
+    """Writes this process's note to a store, a few times a second, and reads the others'.
+
+    Inside `with` a thread does the writing, so that `note` costs nothing.
+
+    Args:
+        store: that all processes share; only the thread uses it, and `last_seen`.
+        rank: this process's.
+        every_s: seconds between two looks at the note.
+    """
+
+    def __init__(self, store: Store, rank: int, every_s: float = 0.25) -> None:
+        self._store = store
+        self._rank = rank
+        self._every_s = every_s
+        self._doing = "starting"
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Board:
+        """Start writing."""
+        self._thread = threading.Thread(target=self._write, name="evenstep board", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop writing."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def note(self, doing: str) -> None:
+        """Say what this process is doing from now on."""
+        self._doing = doing
+
+    def leave(self, story: str) -> None:
+        """Say why this process is about to be gone."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"left/{self._rank}", story)
+
+    def story_of(self, rank: int) -> str | None:
+        """Return why a process has left; None if it has not said so."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([f"left/{rank}"]):
+                return str(self._store.get(f"left/{rank}"), "utf-8", "replace")
+        return None
+
+    def last_seen(self, rank: int) -> str:
+        """Say what a process was last seen doing."""
+        try:
+            if self._store.check([f"doing/{rank}"]):
+                seen = json.loads(self._store.get(f"doing/{rank}"))
+                return f"last seen {max(0.0, time.time() - seen['at']):.0f} s ago, {seen['doing']}"
+        except (RuntimeError, ValueError):
+            return "the store that would know what it did is gone"
+        return "it was never seen"
+
+    def _write(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone: others will notice
+            while True:
+                seen = {"at": time.time(), "doing": self._doing}
+                self._store.set(f"doing/{self._rank}", json.dumps(seen))
+                if self._ended.wait(self._every_s):
+                    return
