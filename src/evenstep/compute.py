@@ -19,7 +19,7 @@ from evenstep.rng import ShardRandomness
 from evenstep.sharding import Batch
 
 Tensors: TypeAlias = "list[torch.Tensor | None]"
-Leaf: TypeAlias = "tuple[torch.Tensor, Number]"
+Leaf: TypeAlias = "tuple[Number, Number]"
 """A shard's (total, count), detached."""
 
 

@@ -71,7 +71,9 @@ Devices: TypeAlias = "str | int | Sequence[str | Device | torch.device]"
 """What a user may say: "auto", a number, "cpu:0,cpu:1", or a list of names or Devices."""
 
 
-def find_devices(wanted: Devices = "auto", *, threads: int = 1) -> tuple[Device, ...]:
+def find_devices(
+    wanted: Devices = "auto", *, threads: int = 1, share: tuple[int, int] = (0, 1)
+) -> tuple[Device, ...]:
     """Return the devices that `wanted` names, after checking that they exist.
 
     Args:
@@ -79,6 +81,8 @@ def find_devices(wanted: Devices = "auto", *, threads: int = 1) -> tuple[Device,
             (GPUs where there are any, else CPU devices), or names. A GPU may be named twice: two
             lanes on it.
         threads: intra-op threads for each device that `wanted` doesn't give as a `Device`.
+        share: (i, n): this is process i of n on this machine, and shares its devices with them,
+            unless `wanted` names them.
 
     Raises:
         DeviceError: an unknown name, no device at all, or a GPU that isn't there.
@@ -86,9 +90,9 @@ def find_devices(wanted: Devices = "auto", *, threads: int = 1) -> tuple[Device,
     if isinstance(wanted, str) and re.fullmatch(r"\s*-?\d+\s*", wanted):
         wanted = int(wanted)
     if wanted == "auto":
-        found = try_all_gpus(threads=threads)
+        found = try_all_gpus(threads=threads) if share == (0, 1) else _shared(threads, share)
     elif isinstance(wanted, int):
-        found = _numbered(wanted, threads)
+        found = _numbered(wanted, threads, share[0])
     else:
         names = wanted.split(",") if isinstance(wanted, str) else wanted
         found = tuple(
@@ -220,11 +224,22 @@ def deterministic_kernels(devices: Sequence[Device]) -> Iterator[None]:
         torch.use_deterministic_algorithms(algorithms)
 
 
-def _numbered(count: int, threads: int) -> tuple[Device, ...]:
+def _shared(threads: int, share: tuple[int, int]) -> tuple[Device, ...]:
+    """Return this process's share of all devices; at least one."""
+    rank, processes = share
+    if gpu_count():
+        found = try_all_gpus(threads=threads)
+        return found[rank::processes] or found[rank % len(found) :][:1]
+    count = max(1, usable_cores() // (threads * processes))
+    return tuple(Device("cpu", index, threads=threads) for index in range(count))
+
+
+def _numbered(count: int, threads: int, rank: int) -> tuple[Device, ...]:
     if count < 1:
         raise DeviceError(f"got {count} devices: at least 1 is needed")
     if gpu_count():
-        return tuple(Device("cuda", index, threads=threads) for index in range(count))
+        first = rank * count
+        return tuple(Device("cuda", first + index, threads=threads) for index in range(count))
     return tuple(Device("cpu", index, threads=threads) for index in range(count))
 
 

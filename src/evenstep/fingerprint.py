@@ -38,6 +38,11 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
             yield f"optimizer/{names[owner]}/{'/'.join(map(str, path))}", leaf
 
 
+def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the digest of everything that `named_state` yields, by name."""
+    return {name: tensor_digest(value) for name, value in named_state(model, optimizer)}
+
+
 def tensor_digest(value: Any) -> str:
     """Return the SHA-256 (hexadecimal) of one tensor's dtype, shape and bytes."""
     digest = hashlib.sha256()

@@ -112,6 +112,11 @@ class Replicas:
         self._structure = structure(self._modules)
         self._synchronised: list[tuple[int, int]] = []
 
+    @property
+    def on_cpus(self) -> bool:
+        """Whether every device is a CPU."""
+        return all(device.kind == "cpu" for device in self._devices)
+
     def follow_home(self) -> bool:
         """Bring every replica up to what the user has done to the module since the last step.
 

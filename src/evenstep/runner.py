@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from evenstep.collectives import TreeSum, tree_plan, tree_sum
+from evenstep.collectives import Forest, TreeSum, forest, tree_sum
 from evenstep.compute import NodeSum, ShardWork, add_nodes, compute_shard
 from evenstep.devices import Device, carry
 from evenstep.draws import DrawWatch, States
@@ -26,6 +26,7 @@ from evenstep.experiment import Experiment
 from evenstep.objective import ShardObjective
 from evenstep.replicas import Replica, Replicas
 from evenstep.sharding import Batch, Cut, contiguous_runs, cut_batch
+from evenstep.team import Team
 from evenstep.timing import StepClock, Timekeeper
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class Attempt:
         tree: the sum over its shards (of a training step).
         dropped: whether what has not begun of it shall not begin.
         before: the states of the default generators when it began; None where nobody looks.
+        told: whether the other processes were told how it went.
     """
 
     cut: Cut
@@ -54,8 +56,18 @@ class Attempt:
     tree: TreeSum[NodeSum] | None = None
     dropped: bool = False
     before: States | None = None
+    told: bool = False
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _at: dict[int, tuple[int, bool, float]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def trees(self) -> Forest:
+        """Which process sums what of it."""
+        return forest(len(self.cut.bounds), self.cut.filled, self.cut.part.runs)
+
+    def afresh(self) -> Attempt:
+        """Return another go at the same batch."""
+        return Attempt(self.cut, self.number, StepClock(self.clock.ready_s))
 
     def next_shard(self, lane: int) -> int | None:
         """End the shard that a lane was at, if any; return its next one, or None for no more."""
@@ -89,6 +101,7 @@ class ShardRunner:
     Attributes:
         watch: what is known of the model's random ops.
         engine: where the tasks run.
+        team: the processes that compute a batch together.
     """
 
     def __init__(
@@ -97,16 +110,22 @@ class ShardRunner:
         replicas: Replicas,
         engine: Engine,
         timekeeper: Timekeeper,
+        team: Team,
     ) -> None:
         self.experiment = experiment
         self.replicas = replicas
         self.engine = engine
         self._timekeeper = timekeeper
         self.watch = DrawWatch([device.torch_device for device in engine.devices])
+        self.team = team
 
-    def split(self, batch: Batch) -> Cut:
-        """Cut `batch` into the experiment's shards."""
-        return cut_batch(batch, self.experiment.shards)
+    def split(self, batch: Batch, step: int) -> Cut:
+        """Cut `batch` of step `step` (or this process's part of it) into shards."""
+        return cut_batch(batch, self.experiment.shards, self.team.part_of_batch(batch, step))
+
+    def shards_per_s(self) -> float:
+        """Return how many shards a second the devices compute together; 0 while it isn't known."""
+        return self.engine.scheduler.pace.total_speed("compute", self.engine.lost_lanes)
 
     def copy_tasks(self, attempt: Attempt) -> list[Task]:
         """Return tasks that bring shards' examples to the devices whose runs they begin in."""
@@ -121,7 +140,7 @@ class ShardRunner:
                 story={"step": attempt.number},
                 quiet=True,
             )
-            for lane, shards in enumerate(self._deal(attempt.cut, "compute"))
+            for lane, shards in enumerate(self._deal(attempt.cut.part.run, "compute"))
             if shards
         ]
 
@@ -146,9 +165,8 @@ class ShardRunner:
             copies: the tasks that bring the shards' examples; none: the shards fetch them.
             reads: what the shards read besides.
         """
-        cut = attempt.cut
         add = functools.partial(self._add_nodes, attempt.clock)
-        attempt.tree = TreeSum(tree_plan(len(cut.bounds), cut.filled), add)
+        attempt.tree = TreeSum(attempt.trees.plans[attempt.cut.part.rank], add)
         compute = functools.partial(
             compute_shard,
             objective=self.watch.watched(objective),
@@ -163,13 +181,16 @@ class ShardRunner:
         """Return each metric's total and count over the shards, summed in the canonical tree."""
         compute = functools.partial(measure_shard, measure=measure, metrics=metrics)
 
-        def attempt() -> list[Any]:
+        def attempt() -> dict[int, Any]:
             go = Attempt(cut)
             shards = self._run_all(go, self._tasks(go, compute, seed_of, "evaluate"))
             self._timekeeper.noted(0, go.clock, "evaluate")
-            return [shards[shard] for shard in range(cut.filled)]
+            return shards
 
-        shards = self.watch.repeat(attempt)
+        found = self.watch.repeat(attempt)
+        if self.team.exchange is not None:
+            found = self.team.exchange.pairs_of_all(cut.part.run, found, metrics)
+        shards = [found[shard] for shard in range(cut.filled)]
         return {
             name: (
                 sum_floats([shard[name][0] for shard in shards]),
@@ -207,7 +228,7 @@ class ShardRunner:
         """Return a task for each lane that is not lost, and deal the shards to their runs."""
         engine = self.engine
         attempt.runs = Runs(len(engine.devices), engine.scheduler.pace, lambda shard: category)
-        for lane, shards in enumerate(self._deal(attempt.cut, category)):
+        for lane, shards in enumerate(self._deal(attempt.cut.part.run, category)):
             for shard in shards:
                 attempt.runs.add(lane, shard)
         work_off = functools.partial(self._work_off, attempt, function, seed_of, category)
@@ -251,10 +272,10 @@ class ShardRunner:
             raise
         return results
 
-    def _deal(self, cut: Cut, category: str) -> list[list[int]]:
+    def _deal(self, shards: Sequence[int], category: str) -> list[list[int]]:
         """Give every device a contiguous run of shards, as long as its measured speed deserves."""
         pace, lost = self.engine.scheduler.pace, self.engine.lost_lanes
-        runs = contiguous_runs(range(cut.filled), pace.speeds(category, lost))
+        runs = contiguous_runs(shards, pace.speeds(category, lost))
         pace.forget_idle(category, [lane for lane, run in enumerate(runs) if not run])
         return runs
 

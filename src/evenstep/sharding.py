@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import optree
@@ -59,23 +59,69 @@ def contiguous_runs(items: Sequence[int], speeds: Sequence[float]) -> list[list[
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
-    """A minibatch, cut into shards.
+class Part:
+    """What a process has of a minibatch: the examples of its run of shards.
 
     Attributes:
-        bounds: the examples [lo, hi) of each shard; only the first `filled` have any.
-        filled: the number of shards with examples.
-        views: for each shard its part of each tensor of the batch.
+        examples: of the whole minibatch.
+        bounds: the examples [lo, hi) of each shard.
+        runs: for each process its shards; together those with examples, in order.
+        rank: this process among them.
+    """
+
+    examples: int
+    bounds: Sequence[tuple[int, int]]
+    runs: tuple[range, ...]
+    rank: int = 0
+
+    @property
+    def run(self) -> range:
+        """The shards of this process."""
+        return self.runs[self.rank]
+
+    @property
+    def own(self) -> slice:
+        """The examples of this process."""
+        run = self.run
+        return slice(self.bounds[run.start][0], self.bounds[run.stop - 1][1]) if run else slice(0)
+
+    @property
+    def own_examples(self) -> int:
+        """The number of examples of this process."""
+        return len(range(self.examples)[self.own])
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A minibatch, cut into shards; of several processes each may have only its own.
+
+    Attributes:
+        part: where it is cut, and which process has what.
+        views: for each shard that is here its part of each tensor of the batch.
         structure: how a shard's tensors are nested: as the batch's are.
         versions: for each tensor of the batch how often it had been written to; None where torch
             doesn't count.
     """
 
-    bounds: Sequence[tuple[int, int]]
-    filled: int
-    views: Sequence[tuple[torch.Tensor, ...]]
+    part: Part
+    views: Mapping[int, tuple[torch.Tensor, ...]]
     structure: optree.PyTreeSpec
     versions: Sequence[int | None] = ()
+
+    @property
+    def bounds(self) -> Sequence[tuple[int, int]]:
+        """The examples [lo, hi) of each shard; only the first `filled` have any."""
+        return self.part.bounds
+
+    @property
+    def filled(self) -> int:
+        """The number of shards with examples."""
+        return min(self.part.examples, len(self.part.bounds))
+
+    @property
+    def weights(self) -> list[int]:
+        """For each shard its examples; 1 for the only one that has any."""
+        return [1] if self.filled == 1 else [hi - lo for lo, hi in self.bounds]
 
     def take(self, shard: int, place: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return one shard as a batch, each tensor carried to a device by `place`.
@@ -97,28 +143,51 @@ class Cut:
         Raises:
             BatchError: it was.
         """
-        if self.views and self.versions != _versions(self.views[0]):
+        some = next(iter(self.views.values()), ())
+        if some and self.versions != _versions(some):
             raise BatchError(
                 "the batch was written to while its step was in flight: give each step tensors of "
                 "its own, or call waitall() first, or use max_in_flight=1"
             )
 
 
-NO_CUT = Cut((), 0, (), optree.treespec_tuple())
+NO_CUT = Cut(Part(0, (), (range(0),)), {}, optree.treespec_tuple())
 """What is left of a minibatch that nobody needs any more."""
 
 
-def cut_batch(batch: Batch, shards: int) -> Cut:
+def whole(examples: int, shards: int) -> Part:
+    """Return the part of a process that is alone: everything."""
+    return Part(examples, shard_bounds(examples, shards), (range(min(examples, shards)),))
+
+
+def cut_batch(batch: Batch, shards: int, part: Part | None = None) -> Cut:
     """Cut `batch` into `shards` shards.
 
-    Raises BatchError for a batch without tensors, with another kind of leaf, without examples, or
-    whose tensors disagree in their first dimension.
+    Args:
+        batch: a minibatch, or, if it is as long as `part` says, this process's examples of one.
+        shards: V.
+        part: what this process has of its next minibatch; None for one that is alone.
+
+    Raises:
+        BatchError: a batch without tensors, with another kind of leaf, without examples, or whose
+            tensors disagree in their first dimension.
     """
     leaves, structure = optree.tree_flatten(batch)
-    bounds = shard_bounds(_check_examples(batch, leaves), shards)
-    sizes = [hi - lo for lo, hi in bounds]
-    views = list(zip(*(leaf.detach().split(sizes) for leaf in leaves), strict=True))
-    return Cut(bounds, sum(size > 0 for size in sizes), views, structure, _versions(leaves))
+    here = _check_examples(batch, leaves, may_be_empty=part is not None)
+    tensors = [leaf.detach() for leaf in leaves]
+    if part is None:
+        part = whole(here, shards)
+    elif here == part.examples:
+        tensors = [tensor[part.own] for tensor in tensors]
+    elif here != part.own_examples:
+        raise BatchError(
+            f"got a batch of {here} examples, but the loader's last batch has {part.examples}, of "
+            f"which {part.own_examples} are this process's: give step what epoch() yields"
+        )
+    sizes = [part.bounds[shard][1] - part.bounds[shard][0] for shard in part.run]
+    views = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
+    mine = dict(zip(part.run, views, strict=True))
+    return Cut(part, mine, structure, _versions(leaves))
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
@@ -134,14 +203,15 @@ def count_examples(batch: Batch) -> int:
     return _check_examples(batch, optree.tree_leaves(batch))
 
 
-def _check_examples(batch: Batch, leaves: Sequence[object]) -> int:
+def _check_examples(batch: Batch, leaves: Sequence[object], *, may_be_empty: bool = False) -> int:
     lengths = {
         leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None for leaf in leaves
     }
     if len(lengths) != 1 or None in lengths:
         _refuse(batch)
     (examples,) = lengths
-    if not examples:
+    assert examples is not None
+    if not examples and not may_be_empty:
         raise BatchError("got a batch of 0 examples: skip it, or drop the last batch")
     return examples
 

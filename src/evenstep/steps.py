@@ -8,22 +8,24 @@ summed in the task of whichever shard brings its second child.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from evenstep.compute import Leaf, NodeSum
 from evenstep.data.order import Cursor
 from evenstep.engine import Engine, Pending, Task
 from evenstep.engine.context import PLAIN
-from evenstep.errors import BatchError, ClosedError, EvenstepError, InputError
+from evenstep.errors import BatchError, ClosedError, EvenstepError, InputError, PeerError
+from evenstep.exchange import AgainError, Exchange, Place, Verdict
 from evenstep.objective import ShardObjective
 from evenstep.runner import Attempt, SeedOf, ShardRunner
 from evenstep.sharding import NO_CUT
-from evenstep.timing import StepClock, Timekeeper
+from evenstep.timing import Timekeeper
 
 logger = logging.getLogger("evenstep")
 
@@ -61,6 +63,12 @@ class StepRun:
     loss: float = math.nan
     finished: bool = False
     error: BaseException | None = None
+
+    @property
+    def place(self) -> Place:
+        """The step, its epoch and batch there, and the batch's examples: the same everywhere."""
+        bounds = self.attempt.cut.bounds
+        return self.number, self.cursor.epoch, self.cursor.step, bounds[-1][1] if bounds else 0
 
     def let_go(self) -> None:
         """Forget the batch: whoever keeps the loss of a step must not keep its examples."""
@@ -136,6 +144,7 @@ class Flight:
     def start(self, run: StepRun) -> None:
         """Submit the tasks of a step; return at once."""
         engine, runner, attempt = self._engine, self._runner, run.attempt
+        runner.team.note(f"computing its shards of step {run.number}")
         if self._overlap and runner.replicas.have_followed:
             runner.watch.look_again()
             runner.replicas.have_followed = False
@@ -173,6 +182,8 @@ class Flight:
                 self._runs.popleft().let_go()
                 self._runner.watch.step_done()
             elif self._can_mend(run, failure):
+                with contextlib.suppress(AgainError):
+                    self._tell(run.attempt, run.place, Verdict.AGAIN)
                 self._start_again()
             else:
                 self.abandon(failure)
@@ -185,12 +196,19 @@ class Flight:
             self._runs.popleft().let_go()
         if not self._runs:
             return
+        first, place = self._runs[0], self._runs[0].place
         for run in self._runs:
             run.error = error
             run.let_go()
-        first = self._runs[0]
         self._forget_runs()
         self._abandoned(first)
+        with contextlib.suppress(PeerError, AgainError):  # this error came first
+            self._tell(first.attempt, place, Verdict.FAILED, repr(error))
+
+    def leave(self, error: BaseException) -> None:
+        """Let the other processes know why this one takes no further step."""
+        if self._runner.team.exchange is not None:
+            self._runner.team.exchange.leave(repr(error))
 
     # ---- in the lanes
 
@@ -231,11 +249,29 @@ class Flight:
         if self._runner.watch.drew(attempt.before):
             raise _DrawsSeenError(f"step {run.number} drew from the default generator")
         assert attempt.tree is not None
-        by_shard = {shard: leaf for leaves in found for shard, leaf in leaves.items()}
-        leaves = [by_shard.get(shard) for shard in range(len(attempt.cut.bounds))]
-        run.finish(run, leaves, attempt.tree.take_root())
+        by_shard: Mapping[int, Leaf] = {
+            shard: leaf for leaves in found for shard, leaf in leaves.items()
+        }
+        tops = attempt.tree.take_tops()
+        if self._runner.team.exchange is None:
+            (root,) = tops
+        else:
+            by_shard, root = self._exchange_with_peers(
+                self._runner.team.exchange, run, by_shard, tops
+            )
+        run.finish(run, [by_shard.get(shard) for shard in range(len(attempt.cut.bounds))], root)
         run.finished = True
+        self._runner.team.note(f"done with step {run.number}")
         self._timekeeper.step_ended(run.number, attempt.clock)
+
+    def _exchange_with_peers(
+        self, exchange: Exchange, run: StepRun, leaves: Mapping[int, Leaf], tops: list[NodeSum]
+    ) -> tuple[Mapping[int, Leaf], NodeSum]:
+        attempt, team = run.attempt, self._runner.team
+        report = exchange.report(attempt.trees, run.place, leaves, tops)
+        team.note(f"exchanging step {run.number}")
+        attempt.told = True
+        return exchange.complete(attempt.trees, attempt.cut.weights, report, tops)
 
     # ---- when something is in the way
 
@@ -252,7 +288,7 @@ class Flight:
         watch, before = self._runner.watch, run.attempt.before
         if type(error) in (BatchError, InputError):  # a batch or a model that was written to
             return False
-        if isinstance(error, Exception) and watch.drew(before):
+        if isinstance(error, AgainError) or (isinstance(error, Exception) and watch.drew(before)):
             watch.note_draws(before, restore=not self._overlap or watch.is_first_step)
             return True
         assert run.end is not None
@@ -271,13 +307,21 @@ class Flight:
             )
         return True
 
+    def _tell(self, attempt: Attempt, place: Place, verdict: Verdict, story: str = "") -> None:
+        """Let the other processes know what becomes of a step, unless they do."""
+        exchange = self._runner.team.exchange
+        if exchange is not None and not attempt.told:
+            attempt.told = True
+            exchange.tell(place, verdict, story)
+
     def _failure_of(self, end: Task) -> BaseException | None:
         """Return what a step's last task failed with.
 
         Where somebody wrote the model meanwhile (torch notices, and fails a shard), say so.
         """
         failure = self._engine.failure_of(end)
-        before_update = end.cause is not end or isinstance(failure, _DrawsSeenError)
+        early = isinstance(failure, (_DrawsSeenError, AgainError, PeerError))
+        before_update = end.cause is not end or early
         if failure is not None and self._overlap and before_update:
             try:
                 self._runner.replicas.refuse_written()
@@ -291,8 +335,7 @@ class Flight:
         runs = [*self._runs]
         self._forget_runs()
         for run in runs:
-            ready_s = run.attempt.clock.ready_s
-            run.attempt = Attempt(run.attempt.cut, run.number, StepClock(ready_s))
+            run.attempt = run.attempt.afresh()
             self.start(run)
 
     def _forget_runs(self) -> None:

@@ -42,11 +42,13 @@ from evenstep.evaluation import Metric, evaluation_mode, measure_model, measure_
 from evenstep.experiment import Experiment, MemoryFormat, Precision
 from evenstep.objective import Loss, UserObjective, choose_objective
 from evenstep.optimizer_twin import OptimizerTwin
+from evenstep.processes import local_share
 from evenstep.replicas import Replicas, check_trainable, move_home
 from evenstep.rng import derive_seed, shard_seed
 from evenstep.runner import Attempt, ShardRunner, refuse_lonely_batch_norm
 from evenstep.sharding import Batch, Cut, shard_bounds
 from evenstep.steps import Flight, StepLoss, StepRun
+from evenstep.team import Team
 from evenstep.timing import Timekeeper
 from evenstep.update import Closure, Update
 
@@ -56,7 +58,9 @@ logger = logging.getLogger("evenstep")
 class Trainer:
     """Trains a model on many devices with a result that does not depend on how many there are.
 
-    Used with `with`, which starts and stops a lane (a thread) for each device. The module and the
+    Used with `with`, which starts and stops a lane (a thread) for each device. In a script that
+    torchrun starts several times, it also finds the other processes: they train one model together,
+    each with devices of its own. The module and the
     optimizer stay the user's own and are used as they are: read, change, save them between steps,
     and step any scheduler after `step`.
 
@@ -82,6 +86,8 @@ class Trainer:
             those of an optimizer inside another one: leave these at 1).
         lost_after_s: a device that is at one shard for so long (and for twenty times its usual
             time) while another one waits is given up, and the others do its shards.
+        peer_timeout_s: with several processes: how long to wait for another one.
+        check_every: with several processes: after how many steps to compare their states.
         lanes: what runs the work; `InlineLanes` does without threads.
 
     Attributes:
@@ -112,6 +118,8 @@ class Trainer:
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_in_flight: int = 1,
         lost_after_s: float = 60.0,
+        peer_timeout_s: float = 60.0,
+        check_every: int = 1000,
         lanes: Callable[[Sequence[Device]], Lanes] = ThreadLanes,
     ) -> None:
         experiment = Experiment(
@@ -121,9 +129,12 @@ class Trainer:
             memory_format=memory_format,
             threads=threads,
         )
-        if max_in_flight < 1:
-            raise InputError(f"got max_in_flight={max_in_flight}: at least 1 is needed")
-        self.devices = find_devices(devices, threads=threads)
+        if max_in_flight < 1 or check_every < 1:
+            raise InputError(
+                f"got max_in_flight={max_in_flight} and check_every={check_every}: at least 1 is "
+                f"needed"
+            )
+        self.devices = find_devices(devices, threads=threads, share=local_share())
         self._objective = choose_objective(loss, objective)
         self._measure = measure_model if loss is None else measure_output
         check_trainable(model, optimizer)
@@ -135,6 +146,8 @@ class Trainer:
         self.cursor = Cursor(0, 0)
         self.steps_done = 0
         self.on_shard: Callable[[int, NodeSum], None] | None = None
+        self._peer_timeout_s = peer_timeout_s
+        self._check_every = check_every
         self._max_in_flight = max_in_flight
         self._is_open = False
         self._opened = contextlib.ExitStack()
@@ -144,7 +157,10 @@ class Trainer:
         self._engine = Engine(self.devices, lanes=lanes)
         self._timekeeper = Timekeeper(self._engine)
         self._replicas = Replicas(model, self.devices, apart=overlap)
-        self._runner = ShardRunner(self.experiment, self._replicas, self._engine, self._timekeeper)
+        self._team = Team(shards)
+        self._runner = ShardRunner(
+            self.experiment, self._replicas, self._engine, self._timekeeper, self._team
+        )
         self._twin = OptimizerTwin(optimizer) if overlap else None
         self._update = Update(optimizer, self._replicas, before_update, self._twin)
         self._flight = Flight(
@@ -160,6 +176,11 @@ class Trainer:
         """Start the lanes."""
         for note in self.notes:
             logger.warning(note)
+        self._opened.enter_context(
+            self._team.linked(
+                self._replicas, self._peer_timeout_s, self._facts, self._runner.shards_per_s
+            )
+        )
         self._opened.enter_context(kept_memory())
         self._opened.enter_context(deterministic_kernels(self.devices))
         self._opened.enter_context(self._engine)
@@ -181,6 +202,7 @@ class Trainer:
                 self.waitall()
             else:
                 self._flight.abandon(error)
+                self._flight.leave(error)
                 if self._twin:
                     self._twin.give_back()
         finally:
@@ -191,7 +213,8 @@ class Trainer:
         """Train on one minibatch: split, compute the shards, sum, update.
 
         Args:
-            batch: tensors, or nestings of tuples, lists and dicts of tensors, examples first.
+            batch: tensors, or nestings of tuples, lists and dicts of tensors, examples first. With
+                several processes: what `epoch` yields, or the same whole batch in each.
 
         Returns:
             A handle of the batch's mean loss (before the update).
@@ -203,7 +226,9 @@ class Trainer:
                 a step's error is raised where somebody waits for it: by its handle, a later
                 `step`, or `waitall`; the steps after it were not taken.
         """
-        cut = self._runner.split(batch)
+        if self.steps_done % self._check_every == 0 and self.steps_done:
+            self._compare_states()
+        cut = self._runner.split(batch, self.steps_done)
         self._open_flight(leave=self._max_in_flight - 1)
         refuse_lonely_batch_norm(self.model, cut.bounds)
         if isinstance(self.optimizer, torch.optim.LBFGS):
@@ -231,13 +256,21 @@ class Trainer:
         """
         last = loader.epoch_examples - (len(loader) - 1) * loader.batch_size
         refuse_lonely_batch_norm(self.model, shard_bounds(last, self.experiment.shards))
-        batches = loader.epoch(self.cursor)
+        batches = self._team.batches(loader, self.cursor, self.steps_done)
         began_s = time.perf_counter()
         for batch in batches:
             self._timekeeper.loaded(began_s)
             yield batch
+            self._team.note("loading a batch")
             began_s = time.perf_counter()
         self.cursor = Cursor(self.cursor.epoch + 1, 0)
+
+    def batches(self, loader: Loader) -> Iterator[Batch]:
+        """Yield the batches of the loader's epoch 0, to be given to `evaluate`.
+
+        Of several processes each gets, and fetches, its own part of each.
+        """
+        yield from self._team.batches(loader, Cursor(), self.steps_done)
 
     def evaluate(self, batches: Iterable[Batch], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Return each metric over all `batches`, computed on every device in evaluation mode.
@@ -253,6 +286,8 @@ class Trainer:
         sums = dict.fromkeys(metrics, (0.0, 0.0))
         self._open_flight()
         with evaluation_mode(self.model):
+            if isinstance(batches, Loader):
+                batches = self.batches(batches)
             for number, batch in enumerate(batches):
                 for name, (total, count) in self._measure_batch(number, batch, metrics).items():
                     sums[name] = (sums[name][0] + total, sums[name][1] + count)
@@ -287,6 +322,8 @@ class Trainer:
             folder: where this run's checkpoints lie; made if it isn't there.
             keep: how many of them are kept, the newest ones.
 
+        Of several processes, each of which must call this, the first one writes.
+
         Raises:
             SaveError: it can't be written; the checkpoints before it are whole.
         """
@@ -301,7 +338,10 @@ class Trainer:
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
             "fingerprint": self.fingerprint(),
         }
-        return write_checkpoint(Path(folder), tree, step=self.steps_done, keep=keep)
+        write = functools.partial(
+            write_checkpoint, Path(folder), tree, step=self.steps_done, keep=keep
+        )
+        return self._team.by_the_first(write)
 
     @classmethod
     def load(
@@ -331,6 +371,15 @@ class Trainer:
         trainer._restore(saved)
         return trainer
 
+    def ask_to_stop(self) -> None:
+        """Have `shall_stop` become true; of several processes in all, before the same step."""
+        self._team.ask_to_stop()
+
+    @property
+    def shall_stop(self) -> bool:
+        """Whether no further step shall be taken, because somebody called `ask_to_stop`."""
+        return self._team.shall_stop(self.steps_done, self._max_in_flight)
+
     @property
     def trace(self) -> Trace:
         """What ran where and when; `trace.save(file)` writes it for Perfetto."""
@@ -346,6 +395,26 @@ class Trainer:
         return [own.compute_s + own.sum_s + own.update_s for own in self.shares()]
 
     # ---- the rest is what the steps above are made of
+
+    def _compare_states(self) -> None:
+        """Make sure that all processes are in the same state (a flipped bit would spread)."""
+        if self._team.exchange:
+            self._flight.complete()
+        digests = functools.partial(fingerprints.digests, self.model, self.optimizer)
+        self._team.refuse_divergence(digests, self.steps_done)
+
+    def _facts(self) -> dict[str, object]:
+        """Return what must be the same in every process."""
+        return {
+            "the version of torch": torch.__version__,
+            "the kind of device": self.devices[0].model_name,
+            **dataclasses.asdict(self.experiment),
+            "the steps done": self.steps_done,
+            "the place in the data": [self.cursor.epoch, self.cursor.step],
+            "the fingerprint of model and optimizer": fingerprints.fingerprint(
+                self.model, self.optimizer
+            ),
+        }
 
     def _open_flight(self, leave: int = 0) -> None:
         """Wait until at most `leave` steps are in flight, and let replicas start from the model."""
@@ -396,7 +465,7 @@ class Trainer:
     def _measure_batch(
         self, number: int, batch: Batch, metrics: Mapping[str, Metric]
     ) -> dict[str, tuple[float, float]]:
-        cut = self._runner.split(_as_arguments(batch))
+        cut = self._runner.split(_as_arguments(batch), self.steps_done)
         seed_of = functools.partial(derive_seed, "evaluation", self.experiment.seed, number)
         self._open_flight()
         self._replicas.open_step()

@@ -13,9 +13,10 @@ import click
 
 from evenstep.cli.devices import devices
 from evenstep.cli.explain import explain
+from evenstep.cli.launch import hand_to_launcher
 from evenstep.cli.train import train
 from evenstep.cli.verify import verify
-from evenstep.errors import EvenstepError, InputError
+from evenstep.errors import EvenstepError, InputError, PeerError
 
 
 class Program(click.Group):
@@ -32,7 +33,8 @@ class Program(click.Group):
         except click.Abort:
             _fail("stopped", 1)
         except EvenstepError as error:
-            _fail(str(error), 2 if isinstance(error, InputError) else 1)
+            code = 2 if isinstance(error, InputError) else 1
+            _fail(str(error), code, follows=isinstance(error, PeerError))
         sys.exit(code or 0)
 
 
@@ -55,6 +57,9 @@ def _spell(error: click.ClickException) -> str:
     return error.format_message() + hint
 
 
-def _fail(message: str, code: int) -> NoReturn:
-    click.echo(f"evenstep: {' '.join(message.split())}", err=True)
+def _fail(message: str, code: int, *, follows: bool = False) -> NoReturn:
+    """Say what is wrong, and exit; `follows`: from what is wrong in another process."""
+    line = f"evenstep: {' '.join(message.split())}"
+    if not hand_to_launcher(line, code, follows=follows):
+        click.echo(line, err=True)
     sys.exit(code)

@@ -40,22 +40,25 @@ def make_loader(choices: Choices, examples: TensorDataset, seed: int) -> Loader:
 
 
 def make_trainer(
-    choices: Choices, devices: Devices, factory: Callable[[], nn.Module], in_flight: int = 1
+    choices: Choices, devices: Devices, factory: Callable[[], nn.Module], **places: Any
 ) -> Trainer:
-    """Build model, optimizer and trainer afresh; the weights are a function of the seed."""
+    """Build model, optimizer and trainer afresh; the weights are a function of the seed.
+
+    `places` are further options of the trainer that don't move its result.
+    """
     torch.manual_seed(choices.seed)
     model = factory()
     pinned = {name: getattr(choices, name) for name in _PINNED}
     optimizer = _optimizer(model, choices)
-    return Trainer(model, optimizer, _loss(), devices=devices, max_in_flight=in_flight, **pinned)
+    return Trainer(model, optimizer, _loss(), devices=devices, **places, **pinned)
 
 
 def load_trainer(
     choices: Choices,
     devices: Devices,
     factory: Callable[[], nn.Module],
-    in_flight: int,
     folder: Path,
+    **places: Any,
 ) -> Trainer:
     """Build a trainer that goes on from the newest checkpoint in `folder`.
 
@@ -68,8 +71,7 @@ def load_trainer(
         name: getattr(choices, name) for name in _PINNED if name in choices.given
     }
     optimizer = _optimizer(model, choices)
-    options = {"devices": devices, "max_in_flight": in_flight, **asked}
-    return Trainer.load(folder, model, optimizer, _loss(), **options)
+    return Trainer.load(folder, model, optimizer, _loss(), devices=devices, **places, **asked)
 
 
 def train_batches(trainer: Trainer, loader: Loader) -> Iterator[Batch]:

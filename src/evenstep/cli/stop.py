@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 from typing import Any
 
@@ -17,8 +18,10 @@ class StopRequest:
     as the step found it. A signal that is ignored (as in a background job) stays ignored.
     """
 
-    def __init__(self) -> None:
-        self._asked = False
+    def __init__(self, together_s: float = 0.0) -> None:
+        """Signals within `together_s` seconds of the first count as one: a launcher repeats it."""
+        self._together_s = together_s
+        self._asked_at: float | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -33,12 +36,19 @@ class StopRequest:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    @property
+    def asked(self) -> bool:
+        """Whether a signal has come."""
+        return self._asked_at is not None
+
     def check(self) -> None:
         """Raise KeyboardInterrupt if a signal has come."""
-        if self._asked:
+        if self.asked:
             raise KeyboardInterrupt
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked:
+        now = time.monotonic()
+        if self._asked_at is None:
+            self._asked_at = now
+        elif now - self._asked_at >= self._together_s:
             raise KeyboardInterrupt
-        self._asked = True

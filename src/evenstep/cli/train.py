@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 from rich.console import Console
@@ -13,6 +15,7 @@ from evenstep import metrics
 from evenstep.checkpoint import latest_checkpoint, list_checkpoints
 from evenstep.cli.display import Display, open_display, print_line, print_table
 from evenstep.cli.landing import Landing
+from evenstep.cli.launch import launch
 from evenstep.cli.lookup import blamed_on_model, find_factory
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.options import Choices, takes_choices
@@ -25,10 +28,12 @@ from evenstep.cli.stop import StopRequest
 from evenstep.data import Loader
 from evenstep.devices import intra_op_threads
 from evenstep.errors import CheckpointError, InputError, NonFiniteLossError, SaveError
+from evenstep.processes import is_first, restarts, was_launched
 from evenstep.records import TrainRecord
-from evenstep.sharding import Batch, count_examples
+from evenstep.sharding import Batch
 from evenstep.trainer import Trainer
 
+_ONE_SIGNAL_S = 3.0  # Ctrl-C reaches a process from the terminal and from its launcher
 _DEFAULT_EPOCHS = {"digits": 40, "fashion-mnist": 10}
 
 
@@ -47,10 +52,16 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Places:
-    """What moves a run's time and not its result: its devices, and how many steps at once."""
+    """What moves a run's time and not its result: its devices, how many steps at once, patience."""
 
     devices: str
     in_flight: int
+    timeout_s: float
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of a trainer for them, besides the devices."""
+        return {"max_in_flight": self.in_flight, "peer_timeout_s": self.timeout_s}
 
 
 @click.command()
@@ -88,6 +99,30 @@ class Places:
     metavar="FILE",
     help="Write what ran where and when, for evenstep explain, Perfetto and chrome://tracing.",
 )
+@click.option(
+    "--max-restarts",
+    metavar="N",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="With --processes: start them again so often, from the last checkpoint, if one fails.",
+)
+@click.option(
+    "--processes",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes on this machine, each with --devices of its own (torchrun starts more).",
+)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60.0,
+    show_default=True,
+    help="How long a process waits for another one before it says who is late, and ends.",
+)
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in DIR.")
 @click.option(
     "--json",
@@ -102,6 +137,9 @@ def train(
     checkpoint_every: int | None,
     in_flight: int,
     trace_file: str | None,
+    processes: int,
+    max_restarts: int,
+    timeout_s: float,
     resume: bool,
     json_file: str | None,
 ) -> None:
@@ -116,10 +154,15 @@ def train(
         raise InputError(f"got {option} without --checkpoint-dir: say in which folder")
     _check_file("--json", json_file)
     _check_file("--trace", trace_file)
-    console = Console(stderr=json_file == "-")
+    if processes > 1 and not was_launched():
+        launch(processes, max_restarts, sys.argv[1:])
+    resume = resume or _goes_on_after_failure(checkpoint_dir)
+    if not is_first():  # of several processes one speaks and writes
+        trace_file = json_file = None
+    console = Console(stderr=json_file == "-", quiet=not is_first())
     # This thread only fetches data: threads of its own would fight with the devices for the cores.
     with notes_on_stderr(), intra_op_threads(1):
-        places = Places(devices=devices, in_flight=in_flight)
+        places = Places(devices=devices, in_flight=in_flight, timeout_s=timeout_s)
         run = _prepare(choices, places, checkpoint_dir, resume, checkpoint_every)
         try:
             record = _train_and_test(run, console)
@@ -146,10 +189,10 @@ def _prepare(
     examples = load_data(choices, train=True)
     test = Loader(load_data(choices, train=False), choices.batch_size, shuffle=False)
     if folder is not None and resume:
-        trainer = load_trainer(choices, places.devices, factory, places.in_flight, folder)
+        trainer = load_trainer(choices, places.devices, factory, folder, **places.options)
     else:
-        trainer = make_trainer(choices, places.devices, factory, places.in_flight)
-    if folder is not None:
+        trainer = make_trainer(choices, places.devices, factory, **places.options)
+    if folder is not None and is_first():
         write_choices(folder, choices)
     loader = make_loader(choices, examples, trainer.experiment.seed)
     default = _DEFAULT_EPOCHS[choices.data] * len(loader)
@@ -171,10 +214,16 @@ def _prepare(
     )
 
 
+def _goes_on_after_failure(folder: Path | None) -> bool:
+    """Whether a launcher has started the run again, and it has something to go on from."""
+    return restarts() > 0 and folder is not None and bool(list_checkpoints(folder))
+
+
 def _train_and_test(run: Run, console: Console) -> TrainRecord:
     """Train to the goal and test; whatever ends the training, save what is worth it."""
     progress = Progress(run.goal)
-    with StopRequest() as stop, run.trainer, open_display(console) as display:
+    together_s = _ONE_SIGNAL_S if was_launched() else 0.0
+    with StopRequest(together_s) as stop, run.trainer, open_display(console) as display:
         try:
             _train(run, progress, display, stop)
             run.saver.save()
@@ -203,10 +252,14 @@ def _train(run: Run, progress: Progress, display: Display, stop: StopRequest) ->
         display.say(f"step {trainer.steps_done} of {run.goal.steps}: nothing is left to train")
     landing = Landing(trainer, progress, display)
     while trainer.steps_done < run.goal.steps:
-        stop.check()
+        if stop.asked:
+            trainer.ask_to_stop()
+        if trainer.shall_stop:
+            raise KeyboardInterrupt
         batch = next(batches)
         with blamed_on_model(run.choices.model, lambda: f"in step {trainer.steps_done}"):
-            landing.expect(trainer.step(*batch), count_examples(batch))
+            examples = run.loader.size_of(trainer.steps_done % len(run.loader))
+            landing.expect(trainer.step(*batch), examples)
             ends = run.saver.is_due or trainer.steps_done == run.goal.steps
             landing.wait(down_to=0 if ends else run.in_flight - 1)
         if run.saver.is_due:
@@ -216,7 +269,7 @@ def _train(run: Run, progress: Progress, display: Display, stop: StopRequest) ->
 
 def _test(run: Run, display: Display, stop: StopRequest) -> float:
     def stoppable() -> Iterator[Batch]:
-        for batch in run.test:
+        for batch in run.trainer.batches(run.test):
             stop.check()
             yield batch
 

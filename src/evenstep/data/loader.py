@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeAlias, TypeGuard
 
+import optree
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -13,7 +14,10 @@ from evenstep.data.seeded import SeededExamples
 from evenstep.devices import intra_op_threads
 from evenstep.errors import DataError, InputError
 from evenstep.rng import derive_seed
-from evenstep.sharding import Batch
+from evenstep.sharding import Batch, Part
+
+PartOf: TypeAlias = "Callable[[int, int], Part]"
+"""What this process gets of a batch, from its number in the epoch and its number of examples."""
 
 
 class Loader:
@@ -74,12 +78,21 @@ class Loader:
         """The number of examples that an epoch visits."""
         return min(self.examples, len(self) * self.batch_size)
 
+    def size_of(self, step: int) -> int:
+        """Return the number of examples in batch `step` of an epoch."""
+        return min(self.batch_size, self.examples - step * self.batch_size)
+
     def __iter__(self) -> Iterator[Batch]:
         """Yield the batches of epoch 0."""
         return self.epoch(Cursor())
 
-    def epoch(self, cursor: Cursor) -> Iterator[Batch]:
+    def epoch(self, cursor: Cursor, part: PartOf | None = None) -> Iterator[Batch]:
         """Yield the batches of `cursor.epoch` from batch `cursor.step` on.
+
+        Args:
+            cursor: where to begin.
+            part: which part of each batch to yield, and to fetch; None for all of it. It is asked
+                when a batch is fetched, with several workers some batches ahead.
 
         At the end of an epoch (`step == len(self)`) there are none. Raises InputError beyond it.
         """
@@ -91,25 +104,42 @@ class Loader:
             )
         end = len(self) * self.batch_size
         rest = self._order(cursor.epoch)[cursor.step * self.batch_size : end]
-        return self._batches(cursor.epoch, [*rest.split(self.batch_size)] if len(rest) else [])
+        indices = [*rest.split(self.batch_size)] if len(rest) else []
+        if part is None:
+            return self._batches(cursor.epoch, indices)
+        return self._parts(cursor, indices, part)
 
     def _order(self, epoch: int) -> torch.Tensor:
         if self.shuffle:
             return epoch_order(self.examples, self.seed, epoch)
         return torch.arange(self.examples)
 
-    def _batches(self, epoch: int, indices: list[torch.Tensor]) -> Iterator[Batch]:
+    def _batches(self, epoch: int, indices: Iterable[torch.Tensor]) -> Iterator[Batch]:
         if _is_indexable(self.dataset):
             for index in indices:
                 yield _rows(self.dataset.tensors, index)
         else:
             yield from self._collated(epoch, indices)
 
-    def _collated(self, epoch: int, indices: list[torch.Tensor]) -> Iterator[Batch]:
+    def _parts(self, cursor: Cursor, indices: list[torch.Tensor], part: PartOf) -> Iterator[Batch]:
+        """Yield parts of batches. Of one without examples: what is left of another's example."""
+        empty: set[int] = set()
+
+        def own() -> Iterator[torch.Tensor]:
+            for number, index in enumerate(indices, cursor.step):
+                mine = index[part(number, len(index)).own]
+                if not len(mine):
+                    empty.add(number)
+                yield mine if len(mine) else index[:1]
+
+        for number, batch in enumerate(self._batches(cursor.epoch, own()), cursor.step):
+            yield optree.tree_map(_none_of, batch) if number in empty else batch
+
+    def _collated(self, epoch: int, indices: Iterable[torch.Tensor]) -> Iterator[Batch]:
         batches: Any = iter(
             DataLoader(
                 SeededExamples(self.dataset, self.seed, epoch),
-                batch_sampler=[index.tolist() for index in indices],
+                batch_sampler=(index.tolist() for index in indices),
                 num_workers=self.workers,
                 # Its own: a DataLoader without one draws from the global generator.
                 generator=torch.Generator().manual_seed(derive_seed("workers", self.seed, epoch)),
@@ -121,6 +151,10 @@ class Loader:
             if self.workers:
                 # Its `__del__` does this too, but not while a traceback holds it.
                 batches._shutdown_workers()
+
+
+def _none_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:0]
 
 
 def _rows(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> Batch:

@@ -53,6 +53,12 @@ class Pace:
         best = min(known, default=1.0)
         return [0.0 if lane in lost else 1 / (took or best) for lane, took in enumerate(seconds)]
 
+    def total_speed(self, kind: str, lost: Collection[int] = ()) -> float:
+        """Return how many items a second all lanes do together; 0 while one isn't measured."""
+        seconds = self._seconds.get(kind, [None] * self._lanes)
+        alive = [took for lane, took in enumerate(seconds) if lane not in lost]
+        return sum(1 / took for took in alive if took) if all(alive) else 0.0
+
     def forget_idle(self, kind: str, lanes: Iterable[int]) -> None:
         """Trust the pace of `lanes`, which were given nothing, a little less.
 

@@ -1,0 +1,360 @@
+"""What the processes of a job bring together in every step: losses, buffers, gradients.
+
+Each process sums the canonical nodes inside its run of shards (its tops). All tell each other in a
+report how it went, the shards' losses, and what is small: buffers, and gradients that may be
+sparse. The dense gradients go by `canonical_sum`, as flat vectors. What comes out is the root of
+the tree, the same everywhere and the same as in one process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from safetensors.torch import load, save
+from torch import nn
+
+from evenstep.collectives import Forest
+from evenstep.compute import Leaf, NodeSum, add_nodes
+from evenstep.dealing import Dealing
+from evenstep.dense import dense_sum
+from evenstep.errors import EvenstepError, ModelError, PeerError, SaveError
+from evenstep.evaluation import Pairs
+from evenstep.flat import FlatSpace
+from evenstep.processes import Peers
+from evenstep.replicas import Replicas
+
+Place: TypeAlias = "tuple[int, ...]"
+"""The step, its epoch and batch there, and how many examples the batch has."""
+
+
+class Verdict(enum.IntEnum):
+    """What a process says of its part of a step."""
+
+    DONE = 0
+    AGAIN = 1
+    FAILED = 2
+
+
+class AgainError(EvenstepError):
+    """A process asks all to do the step again."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a process tells the others of its part of a step.
+
+    Attributes:
+        verdict: how it went.
+        place: where the process is.
+        story: why it failed.
+        stop: whether it was asked to stop.
+        speed: how many shards a second it computes; 0 while it isn't known.
+        leaves: float64 (shards of its own, 2): each one's total and count.
+        present: bool (tops of its own, parameters): which gradients a top has.
+        tensors: buffers and loose gradients of its tops, by a name of each.
+    """
+
+    verdict: Verdict
+    place: Place
+    story: str = ""
+    stop: bool = False
+    speed: float = 0.0
+    leaves: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 2))
+    present: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0))
+    tensors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def encoded(self) -> bytes:
+        """Return it as bytes (safetensors: nothing in it is ever run)."""
+        story = torch.tensor([self.verdict, *self.story.encode()], dtype=torch.uint8)
+        place = torch.tensor([*self.place, self.stop])
+        speed = torch.tensor(self.speed, dtype=torch.float64)
+        fixed = {"place": place, "story": story, "speed": speed}
+        sums = {"leaves": self.leaves, "present": self.present}
+        return save({**fixed, **sums, **self.tensors})
+
+
+def decoded(message: bytes) -> Report:
+    """Read what `Report.encoded` wrote."""
+    tensors = load(message)
+    verdict, *story = tensors.pop("story").tolist()
+    *place, stop = tensors.pop("place").tolist()
+    return Report(
+        Verdict(verdict),
+        tuple(place),
+        bytes(story).decode(errors="replace"),
+        bool(stop),
+        tensors.pop("speed").item(),
+        tensors.pop("leaves"),
+        tensors.pop("present"),
+        tensors,
+    )
+
+
+class Exchange:
+    """Brings the parts of each step together.
+
+    Args:
+        peers: the processes.
+        replicas: whose gradients and buffers they are.
+        speeds: for each process how fast it is, relative to the others, until that is measured.
+        own_speed: says how many shards a second this one computes; 0 while it isn't known.
+
+    Attributes:
+        peers: the processes.
+        dealing: which process computes which shards.
+        stop_asked: whether this process was asked to stop.
+        stop_seen: the first step in which one of them was; None so far.
+    """
+
+    def __init__(
+        self,
+        peers: Peers,
+        replicas: Replicas,
+        speeds: Sequence[float],
+        own_speed: Callable[[], float],
+    ) -> None:
+        self.peers = peers
+        self._replicas = replicas
+        self._own_speed = own_speed
+        self.dealing = Dealing(speeds)
+        self.stop_asked = False
+        self.stop_seen: int | None = None
+        self._settle_home()
+
+    def note(self, doing: str) -> None:
+        """Say what this process is doing from now on, for others that wait for it."""
+        self.peers.board.note(doing)
+
+    @property
+    def rank(self) -> int:
+        """This process's number."""
+        return self.peers.rank
+
+    def report(
+        self, trees: Forest, place: Place, leaves: Mapping[int, Leaf], tops: Sequence[NodeSum]
+    ) -> Report:
+        """Return what the others are to be told of this process's part of a step.
+
+        Raises:
+            ModelError: a gradient that can't be sent.
+        """
+        if self._home is not self._replicas.home:
+            self._settle_home()
+        self._dense.put(trees, [top.gradients for top in tops])
+        numbers = [[float(number) for number in leaves[shard]] for shard in trees.runs[self.rank]]
+        present = [[gradient is not None for gradient in top.gradients] for top in tops]
+        tensors: dict[str, torch.Tensor] = {}
+        for number, top in enumerate(tops):
+            self._refuse_sparse(top)
+            tensors |= _named(f"buffer/{number}", enumerate(top.buffers))
+            tensors |= _named(f"gradient/{number}", [(i, top.gradients[i]) for i in self._loose])
+        return Report(
+            Verdict.DONE,
+            place,
+            stop=self.stop_asked,
+            speed=self._own_speed(),
+            leaves=torch.tensor(numbers, dtype=torch.float64).reshape(-1, 2),
+            present=torch.tensor(present).reshape(-1, len(self._home.parameters)) > 0,
+            tensors=tensors,
+        )
+
+    def complete(
+        self, trees: Forest, weights: Sequence[int], report: Report, tops: Sequence[NodeSum]
+    ) -> tuple[dict[int, Leaf], NodeSum]:
+        """Bring a step's parts together; called by every process, in a lane.
+
+        Args:
+            trees: who sums what.
+            weights: of all shards, in examples.
+            report: this process's.
+            tops: this process's.
+
+        Returns:
+            the leaves of all shards, and the root of the tree.
+
+        Raises:
+            AgainError: a process asks for the step to be done again.
+            PeerError: a process failed, did not come in time, or is somewhere else.
+        """
+        reports = self._gather(report)
+        _heed(reports, self.peers)
+        self.dealing.hear(report.place[0], [other.speed for other in reports])
+        if self.stop_seen is None and any(report.stop for report in reports):
+            self.stop_seen = report.place[0]
+        try:
+            totals = self._dense.total(trees)
+        except PeerError as error:
+            raise self.peers.told(error, f"the gradients of step {report.place[0]}") from error
+        parts = [
+            self._small_parts(trees, top, reports[owner], weights)
+            for top, owner in enumerate(trees.owners)
+        ]
+        root = trees.add_up(parts, add_nodes)
+        present = torch.cat([report.present for report in reports]).any(0).tolist()
+        device = self._home.device.torch_device
+        for i, gradient in self._flats.views([total.to(device) for total in totals]):
+            root.gradients[i] = gradient if present[i] else None
+        rows = [row for report in reports for row in report.leaves.tolist()]
+        return {shard: (total, count) for shard, (total, count) in enumerate(rows)}, root
+
+    def tell(self, place: Place, verdict: Verdict, story: str) -> None:
+        """Take part in a step that this process can't complete.
+
+        Raises:
+            PeerError: another process failed too.
+        """
+        _heed(self._gather(Report(verdict, place, story)), self.peers, but=self.rank)
+
+    def leave(self, story: str) -> None:
+        """Let the others know that this process takes no further step; don't wait for them."""
+        self.peers.leave(story)
+
+    def by_the_first(self, function: Callable[[], Path]) -> Path:
+        """Have the first process call `function`; return everywhere what it returns.
+
+        Raises:
+            the error of the call; elsewhere SaveError.
+        """
+        error: Exception | None = None
+        answer = {"path": "", "error": ""}
+        if self.rank == 0:
+            try:
+                answer["path"] = str(function())
+            except Exception as caught:
+                error = caught
+                answer["error"] = str(caught) or repr(caught)
+        told = self.peers.gather(json.dumps(answer).encode(), "the checkpoint")[0]
+        answer = json.loads(told)
+        if error is not None:
+            raise error
+        if answer["error"]:
+            raise SaveError(answer["error"])
+        return Path(answer["path"])
+
+    def pairs_of_all(
+        self, run: range, found: Mapping[int, Pairs], metrics: Iterable[str]
+    ) -> dict[int, Pairs]:
+        """Return each metric's (total, count) of all shards from those of this process's."""
+        names = list(metrics)
+        own = [[found[shard][name] for name in names] for shard in run]
+        numbers = [[[float(total), float(count)] for total, count in pairs] for pairs in own]
+        values = torch.tensor(numbers, dtype=torch.float64).reshape(-1, len(names), 2)
+        told = self.peers.gather(save({"pairs": values}), "the metrics of a batch")
+        rows = [row for message in told for row in load(message)["pairs"].tolist()]
+        return {
+            shard: {name: (total, count) for name, (total, count) in zip(names, row, strict=True)}
+            for shard, row in enumerate(rows)
+        }
+
+    def _settle_home(self) -> None:
+        self._home = home = self._replicas.home
+        self._loose = _loose_parameters(home.module)
+        dense = [i for i in range(len(home.parameters)) if i not in self._loose]
+        self._flats = FlatSpace(home.parameters, dense)
+        self._dense = dense_sum(self.peers, self._flats, on_cpus=self._replicas.on_cpus)
+
+    def _gather(self, report: Report) -> list[Report]:
+        messages = self.peers.gather(report.encoded(), f"its part of step {report.place[0]}")
+        return [decoded(message) for message in messages]
+
+    def _refuse_sparse(self, top: NodeSum) -> None:
+        for i, gradient in enumerate(top.gradients):
+            if gradient is not None and gradient.is_sparse and i not in self._loose:
+                name = [name for name, _ in self._home.module.named_parameters()][i]
+                raise ModelError(
+                    f"{name} got a sparse gradient, but belongs to no layer with sparse=True: "
+                    f"with several processes only such layers may have one"
+                )
+
+    def _small_parts(
+        self, trees: Forest, top: int, report: Report, weights: Sequence[int]
+    ) -> NodeSum:
+        """Return what a report says of a top: its buffers and loose gradients."""
+        home, span = self._home, trees.spans[top]
+        number = trees.tops_of(trees.owners[top]).index(top)
+
+        def tensor(kind: str, i: int) -> torch.Tensor | None:
+            return _unnamed(report.tensors, f"{kind}/{number}/{i}", home.device.torch_device)
+
+        return NodeSum(
+            [tensor("gradient", i) for i in range(len(home.parameters))],
+            [tensor("buffer", i) for i in range(len(home.buffers))],
+            tuple(weights[shard] for shard in span),
+            home,
+            span.start,
+            span.stop,
+        )
+
+
+def _heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> None:
+    """Raise what the other processes say that has to be said."""
+    told = [(rank, report) for rank, report in enumerate(reports) if rank != but]
+    for rank, report in told:
+        if report.verdict is Verdict.FAILED:
+            raise PeerError(f"rank {rank} (on {peers.hosts[rank]}) failed: {report.story}", rank)
+    for rank, report in told:
+        if report.verdict is Verdict.AGAIN:
+            raise AgainError(f"rank {rank} asks for step {report.place[0]} to be done again")
+    own = reports[peers.rank].place
+    for rank, report in told:
+        if report.place != own:
+            raise PeerError(
+                f"rank {peers.rank} is at {_spelled(own)}, but rank {rank} (on "
+                f"{peers.hosts[rank]}) is at {_spelled(report.place)}: every process must take the "
+                f"same steps of the same batches",
+                rank,
+            )
+
+
+def _spelled(place: Place) -> str:
+    step, epoch, batch, examples = place
+    return f"step {step} (epoch {epoch}, batch {batch}, {examples} examples)"
+
+
+def _loose_parameters(model: nn.Module) -> frozenset[int]:
+    """Return the numbers of the parameters of layers that may have sparse gradients."""
+    numbers = {parameter: i for i, parameter in enumerate(model.parameters())}
+    return frozenset(
+        numbers[parameter]
+        for child in model.modules()
+        if getattr(child, "sparse", False)
+        for parameter in child.parameters(recurse=False)
+    )
+
+
+def _named(
+    prefix: str, tensors: Iterable[tuple[int, torch.Tensor | None]]
+) -> dict[str, torch.Tensor]:
+    """Return tensors by name, in plain memory; a sparse one as its indices and values."""
+    named = {}
+    for number, tensor in tensors:
+        if tensor is not None and tensor.is_sparse:
+            named[f"{prefix}/{number}/indices"] = _plain(tensor.indices())
+            named[f"{prefix}/{number}/values"] = _plain(tensor.values())
+            named[f"{prefix}/{number}/shape"] = torch.tensor(tensor.shape)
+        elif tensor is not None:
+            named[f"{prefix}/{number}"] = _plain(tensor)
+    return named
+
+
+def _unnamed(
+    tensors: Mapping[str, torch.Tensor], name: str, device: torch.device
+) -> torch.Tensor | None:
+    """Return what `_named` has put under `name`."""
+    if name in tensors:
+        return tensors[name].to(device)
+    if f"{name}/indices" not in tensors:
+        return None
+    indices, values = tensors[f"{name}/indices"], tensors[f"{name}/values"]
+    size = tensors[f"{name}/shape"].tolist()
+    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=True).to(device)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous()

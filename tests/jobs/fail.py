@@ -1,0 +1,57 @@
+"""A script one of whose processes does what the argument says in step 3; what the others see."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import evenstep
+from evenstep.errors import EvenstepError
+from zoo import build, make_batches
+
+
+def trouble(kind, model, batch):
+    """Do what goes wrong in rank 1."""
+    if kind == "raise":
+        raise RuntimeError("rank 1 has a problem of its own")
+    if kind == "bad batch":
+        return batch[0][:0], batch[1][:0]
+    if kind == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if kind == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "flipped bit":
+        with torch.no_grad():
+            next(model.parameters()).view(-1).view(torch.int32)[3] ^= 1
+    if kind == "other batch":
+        return batch[0][:20], batch[1][:20]
+    return batch
+
+
+def main():
+    """Train; write what ended it."""
+    out, kind, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+    model = build("convolution", seed=rank if kind == "other model" else 0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    began = time.monotonic()
+    try:
+        with evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), devices=1, peer_timeout_s=3.0, check_every=5
+        ) as trainer:
+            for step, batch in enumerate(make_batches([32] * 6)):
+                own = trouble(kind, model, batch) if (rank, step) == (1, 3) else batch
+                trainer.step(*own)
+        told = "nothing"
+    except (EvenstepError, RuntimeError) as error:
+        told = f"{type(error).__name__}: {error}"
+    (out / f"{rank}.txt").write_text(f"{time.monotonic() - began}\n{told}")
+
+
+if __name__ == "__main__":
+    main()

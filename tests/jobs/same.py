@@ -1,0 +1,84 @@
+"""A script as a user writes it: it trains, and writes what came of it. One process or many.
+
+    torchrun --nproc-per-node 2 tests/jobs/same.py OUT 1,1 8 2
+
+OUT is a folder for each rank's results, then the devices of each rank, V, and the steps in flight.
+"""
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import evenstep
+from evenstep.data import Loader, digits
+from evenstep.metrics import accuracy
+from zoo import ZOO, build, make_batches
+
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+SIZES = {7: (21, 19), 8: (33, 16, 30, 24)}
+LAST = (16, 3)  # fewer examples than shards
+
+
+class Rows(Dataset):
+    """The digits one by one, as a user's data set gives them; it knows which were asked for."""
+
+    def __init__(self, examples):
+        self.examples = examples
+        self.seen = []
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return self.examples[index]
+
+
+def on_whole_batches(name, sizes, options):
+    """Train on batches that every process has; return the fingerprint and the losses."""
+    model = build(name)
+    optimizer = ADAM(model.parameters())
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = [float(loss) for loss in [trainer.step(X, y) for X, y in make_batches(sizes)]]
+        return [trainer.fingerprint(), losses]
+
+
+def on_digits(options):
+    """Train an epoch on digits of which each process fetches its own; return what is measured."""
+    examples = TensorDataset(*(tensor[:203] for tensor in digits(train=True).tensors))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+    rows = Rows(examples)
+    with evenstep.Trainer(
+        model, ADAM(model.parameters()), nn.CrossEntropyLoss(), **options
+    ) as trainer:
+        for X, y in trainer.epoch(Loader(examples, 50, seed=1)):
+            trainer.step(X, y)
+        for X, y in trainer.epoch(Loader(rows, 50, seed=1)):
+            trainer.step(X, y)
+        measured = trainer.evaluate(Loader(examples, 64, shuffle=False), {"accuracy": accuracy})
+        return [trainer.fingerprint(), measured], sorted(rows.seen)
+
+
+def main():
+    """Train everything, and write the results of this rank."""
+    out, layout, shards, in_flight = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
+    rank = int(os.environ.get("RANK", "0"))
+    devices = int(layout.split(",")[rank])
+    options = {"devices": devices, "shards": shards, "max_in_flight": in_flight}
+    results = {name: on_whole_batches(name, SIZES[shards], options) for name in ZOO}
+    results["dropout, few examples"] = on_whole_batches("dropout", LAST, options)
+    results["digits"], seen = on_digits(options)
+    (out / f"{rank}.json").write_text(json.dumps({"results": results, "seen": seen}))
+
+
+if __name__ == "__main__":
+    main()

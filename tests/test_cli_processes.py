@@ -1,0 +1,114 @@
+"""`evenstep train --processes`: one fingerprint, one voice, one clear end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from commands import MLP, steps_kept, the_line, trained
+from evenstep.records import TrainRecord
+
+EVENSTEP = [sys.executable, "-m", "evenstep"]
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [*EVENSTEP, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def children_of(pid):
+    """Return the processes that a process has started."""
+    told = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in told.split()]
+
+
+def wait_for_workers(launcher, count):
+    """Return the workers of a launcher, once they are there."""
+    for _ in range(600):
+        workers = children_of(launcher.pid)
+        if len(workers) >= count:
+            return workers
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.05)
+    raise AssertionError("the workers did not start")
+
+
+def wait_for_step(folder, step, process):
+    """Wait until there is a checkpoint of a step that late."""
+    for _ in range(2400):
+        if any(kept >= step for kept in steps_kept(folder)):
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.025)
+    raise AssertionError(f"no checkpoint of step {step}")
+
+
+def is_alive(pid):
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_two_processes_give_the_fingerprint_of_one(tmp_path):
+    file = tmp_path / "record.json"
+    options = (*MLP, "--steps", 20, "--in-flight", 2)
+    process = start("train", *options, "--processes", 2, "--devices", 1, "--json", file)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert output.count("fingerprint") == 1
+    together, by_itself = TrainRecord.from_json(file.read_text()), trained(*options)
+    assert together.fingerprint == by_itself.fingerprint
+    assert together.train_loss == by_itself.train_loss
+    assert together.test_accuracy == by_itself.test_accuracy
+
+
+def test_what_fails_everywhere_is_said_once():
+    process = start("train", *MLP, "--processes", 2, "--model", "nowhere:model")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "nowhere" in the_line(errors)
+
+
+def test_sigterm_saves_one_checkpoint_and_leaves_no_process(tmp_path):
+    folder = tmp_path / "kept"
+    options = ("--processes", 2, "--devices", 1, "--steps", 10**6, "--checkpoint-every", 50)
+    process = start("train", *MLP, *options, "--checkpoint-dir", folder)
+    wait_for_step(folder, 50, process)
+    workers = children_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    step = int(re.search(r"stopped after step (\d+) of", errors)[1])
+    assert steps_kept(folder)[-1] == step
+    assert not [worker for worker in workers if is_alive(worker)]
+    resumed = trained("--resume", "--checkpoint-dir", folder, "--steps", step + 2)
+    assert resumed.fingerprint == trained(*MLP, "--steps", step + 2).fingerprint
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_after_a_kill_the_run_goes_on_from_the_last_checkpoint(tmp_path, victim):
+    folder, file = tmp_path / "kept", tmp_path / "record.json"
+    options = ("--processes", 2, "--max-restarts", 2, "--devices", 1, "--checkpoint-every", 25)
+    more = ("--checkpoint-dir", folder, "--json", file)
+    process = start("train", *MLP, "--steps", 900, *options, *more)
+    wait_for_step(folder, 50, process)
+    workers = children_of(process.pid)
+    os.kill(workers[victim], signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert TrainRecord.from_json(file.read_text()).fingerprint == (
+        trained(*MLP, "--steps", 900).fingerprint
+    )
+    assert not [worker for worker in workers if is_alive(worker)]

@@ -1,0 +1,91 @@
+"""What the other processes say when one of several fails, is late, or does something else."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from launched import JOBS, torchrun
+
+LIMIT_S = 3.0
+
+
+def told(tmp_path, kind, rank):
+    seconds, text = (tmp_path / f"{rank}.txt").read_text().split("\n", 1)
+    return float(seconds), text
+
+
+def run(tmp_path, kind):
+    return torchrun(2, "fail.py", tmp_path, kind)
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "of_others"),
+    [
+        (
+            "raise",
+            "RuntimeError: rank 1 has a problem of its own",
+            r"rank 1 .*failed: RuntimeError",
+        ),
+        ("bad batch", "BatchError: got a batch of 0 examples", r"rank 1 .*failed: BatchError"),
+        ("other batch", "PeerError: rank 1 is at step 3", r"rank 0 is at step 3 .*32 examples.*20"),
+    ],
+)
+def test_an_error_of_one_process_reaches_the_others(tmp_path, kind, own, of_others):
+    run(tmp_path, kind)
+    assert told(tmp_path, kind, 1)[1].startswith(own)
+    assert re.search(of_others, told(tmp_path, kind, 0)[1])
+
+
+def test_processes_with_other_weights_are_refused(tmp_path):
+    run(tmp_path, "other model")
+    for rank in range(2):
+        assert re.search(
+            r"InputError: the processes disagree about what is trained: the fingerprint of model "
+            r"and optimizer is \w+ on rank 1 .* but \w+ on rank 0",
+            told(tmp_path, "other model", rank)[1],
+        )
+
+
+def test_a_flipped_bit_is_named(tmp_path):
+    run(tmp_path, "flipped bit")
+    for rank in range(2):
+        assert re.search(
+            r"DivergedError: rank 1 .* is in another state than the others after step 5: the first "
+            r"tensor that differs is parameter/0\.weight",
+            told(tmp_path, "flipped bit", rank)[1],
+        )
+
+
+@pytest.mark.parametrize("kind", ["stop", "die"])
+def test_a_process_that_is_late_or_gone_is_named_within_the_time_limit(tmp_path, kind):
+    """Without an elastic launcher, which would kill the others first."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    variables |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2"}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(JOBS / "fail.py"), str(tmp_path), kind],
+            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        processes[0].wait(60)
+        seconds, text = told(tmp_path, kind, 0)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert seconds < 4 * LIMIT_S
+    reason = r"did not come within 3 s" if kind == "stop" else r"is gone"
+    assert re.search(
+        rf"PeerError: rank 1 {reason}.*: rank 0 waited for its part of step 3; rank 1 is on \S+, "
+        r"last seen \d s ago, \w+",
+        text,
+    )

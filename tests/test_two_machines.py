@@ -1,0 +1,105 @@
+"""Two machines, played by network namespaces with a cable between them."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from launched import JOBS, alone
+
+NAMES = ("evenstep-a", "evenstep-b")
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+
+
+def ip(*arguments, check=True):
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=check)
+
+
+def tear_down():
+    for name in NAMES:
+        ip("netns", "del", name, check=False)
+
+
+@pytest.fixture
+def machines():
+    """Two namespaces with a veth pair; their cable is `eth0` in each."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and the ip command")
+    tear_down()
+    if ip("netns", "add", NAMES[0], check=False).returncode:
+        pytest.skip("network namespaces are not permitted here")
+    try:
+        ip("netns", "add", NAMES[1])
+        ip(
+            "link",
+            "add",
+            "eth0",
+            "netns",
+            NAMES[0],
+            "type",
+            "veth",
+            "peer",
+            "eth0",
+            "netns",
+            NAMES[1],
+        )
+        for name, address in zip(NAMES, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield NAMES
+    finally:
+        tear_down()
+
+
+def torchrun_on(machine, number, *job):
+    """Start torchrun on a machine as docs/clusters.md says."""
+    inside = ("ip", "netns", "exec", machine, sys.executable)
+    torchrun = (
+        f"-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d "
+        f"--rdzv-endpoint {ADDRESSES[0]}:29511 --rdzv-id test --local-addr {ADDRESSES[number]} "
+        f"--rdzv-conf is_host={int(number == 0)}"
+    )
+    return subprocess.Popen(
+        [*inside, *torchrun.split(), *map(str, job)],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "eth0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def train_on_both(machines, out):
+    running = [
+        torchrun_on(machine, number, JOBS / "same.py", out, "1,1", 8, 1)
+        for number, machine in enumerate(machines)
+    ]
+    told = [process.communicate(timeout=300) for process in running]
+    assert [process.returncode for process in running] == [0, 0], told
+    return [json.loads((out / f"{rank}.json").read_text())["results"] for rank in range(2)]
+
+
+def expected_results(out):
+    out.mkdir()
+    finished = alone("same.py", out, "1", 8, 1)
+    assert finished.returncode == 0, finished.stderr
+    return json.loads((out / "0.json").read_text())["results"]
+
+
+def test_two_machines_give_what_one_gives(machines, tmp_path):
+    expected = expected_results(tmp_path / "alone")
+    assert train_on_both(machines, tmp_path) == [expected] * 2
+
+
+@pytest.mark.slow
+def test_a_slow_cable_that_loses_packets_changes_nothing(machines, tmp_path):
+    for machine in machines:
+        command = ["tc", "qdisc", "add", "dev", "eth0", "root", "netem"]
+        slow = ["ip", "netns", "exec", machine, *command, "delay", "50ms", "loss", "1%"]
+        if subprocess.run(slow, capture_output=True, check=False).returncode:
+            pytest.skip("tc netem is not permitted here")
+    expected = expected_results(tmp_path / "alone")
+    assert train_on_both(machines, tmp_path) == [expected] * 2
