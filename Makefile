@@ -46,8 +46,11 @@ bench: install ## measure again and write docs/benchmarks.md (an hour; needs a q
 	$(BIN)/python benchmarks/training_speed.py
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/step_profile.py
 	$(BIN)/python benchmarks/uneven_devices.py
+	$(BIN)/python benchmarks/processes.py
 	$(BIN)/python benchmarks/engine_experiments.py
+	$(BIN)/python benchmarks/kills.py
 	$(BIN)/python benchmarks/write_docs.py
 
 clean:

@@ -19,6 +19,7 @@ NAMES = (
     "memory",
     "step_profile",
     "uneven_devices",
+    "processes",
     "engine",
     *(f"engine.{experiment}" for experiment in EXPERIMENTS),
 )

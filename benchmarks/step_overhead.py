@@ -11,12 +11,24 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 import fresh
 from records import RESULTS, Record
 from rounds import rotated, summarise
 
-VARIANTS = {0: "plain loop over the shards", 1: "evenstep, 1 device", 2: "evenstep, 2 devices"}
+VARIANTS = {
+    "plain": "plain loop over the shards",
+    "1": "evenstep, 1 device",
+    "2": "evenstep, 2 devices",
+    "2.inline": "evenstep, 2 devices, their lanes in one thread",
+}
+JOBS: dict[str, dict[str, Any]] = {
+    "plain": {"devices": 0},
+    "1": {"devices": 1},
+    "2": {"devices": 2},
+    "2.inline": {"devices": 2, "inline": True},
+}
 SHARDS = 8
 WARMUP_STEPS = 200
 
@@ -31,12 +43,12 @@ def main() -> None:
     settings = {"shards": SHARDS, "warmup_steps": WARMUP_STEPS, "steps": options.steps}
     record = Record("step_overhead", options.out, settings=settings, variants=VARIANTS)
     for number in range(options.rounds):
-        for devices in rotated(list(VARIANTS), number):
-            measured = fresh.run_module("contenders.empty_steps", {"devices": devices, **settings})
-            record.add({"round": number, "devices": devices, **measured})
-            print(f"{number} {VARIANTS[devices]} {measured['median_ms']:.3f} ms", file=sys.stderr)
-    for devices, label in VARIANTS.items():
-        runs = [run for run in record.document["runs"] if run["devices"] == devices]
+        for variant in rotated(list(VARIANTS), number):
+            measured = fresh.run_module("contenders.empty_steps", {**JOBS[variant], **settings})
+            record.add({"round": number, "variant": variant, **measured})
+            print(f"{number} {VARIANTS[variant]} {measured['median_ms']:.3f} ms", file=sys.stderr)
+    for variant, label in VARIANTS.items():
+        runs = [run for run in record.document["runs"] if run["variant"] == variant]
         print(f"{label:28} {summarise([run['median_ms'] for run in runs]).median:.3f} ms a step")
 
 

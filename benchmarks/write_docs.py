@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, from benchmarks/results and benchmarks/notes.md alone.
+"""Write docs/benchmarks.md and docs/reliability.md, from benchmarks/results and notes.md alone.
 
     python benchmarks/write_docs.py
 
@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from notes import read_notes
-from pages import engine, memory, overhead, profile, speed, uneven
+from pages import engine, memory, overhead, processes, profile, reliability, speed, uneven
 from records import RESULTS, ROOT, load
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+RELIABILITY = ROOT / "docs" / "reliability.md"
 HEAD = """# Benchmarks
 
 This page is written by `python benchmarks/write_docs.py` from the files in `benchmarks/results`;
@@ -28,14 +29,18 @@ SECTIONS: dict[str, Section] = {
     "memory": memory.section,
     "step_profile": profile.section,
     "uneven_devices": uneven.section,
+    "processes": processes.section,
     "engine_experiments": engine.section,
 }
 
 
 def main() -> None:
-    """Write the page."""
+    """Write the pages."""
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(RESULTS, read_notes()))
+    kills = load("kills", RESULTS)
+    if kills is not None:
+        RELIABILITY.write_text(reliability.page(kills))
 
 
 def page(results: Path, notes: Mapping[str, str]) -> str:

@@ -1,15 +1,12 @@
 """The pure parts of `benchmarks/`: order, medians, ratios, pages. Nothing is measured here."""
 
-# ruff: noqa: E402  (the scripts import one another from their own folder)
+# ruff: noqa: I001  (what puts the scripts on the path comes first)
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
+from benchmarking import BENCHMARKS, FACTS
 
 import fresh
 import lineup
@@ -19,22 +16,11 @@ import text
 import training_speed
 import write_docs
 from notes import parse_notes, read_notes
+from pages import reliability
 from pages.memory import bound_bytes
 from pages.speed import ratio_rows
 from rounds import Summary, paired_ratios, rotated, summarise
 
-FACTS = {
-    "date_utc": "2025-01-02 03:04",
-    "cpu": "a processor",
-    "cpu_capability": "AVX2",
-    "usable_cores": 2,
-    "memory_gib": 8.0,
-    "load_average_at_start": 0.1,
-    "system": "Linux x86_64",
-    "python": "3.11.0",
-    "packages": {"torch": "2.13.0", "accelerate": None},
-    "git_revision": "abc",
-}
 OURS, THEIRS = "lenet.evenstep.2.v8.n256", "lenet.ddp.2.contiguous"
 
 
@@ -164,10 +150,13 @@ def test_the_page_has_a_section_for_each_file_and_its_note(tmp_path):
     assert "| as evenstep sets it | 3 | 129 | 129 to 129 | 130 | reached |" in page
     assert "| `aten::mm` | 2.0 | 3.0 |\n| `aten::add` | 1.0 | – |" in page
     assert "| between | 0.5 | 1.0 |" in page
+    assert "| canonical sum, network | 30.0 | 30.0 to 30.0 | 0.75 | ≤ 0.8 | reached |" in page
+    assert "memory, in place | 20.0 | 20.0 to 20.0 | 0.50 | ≤ 0.3 | **not reached** |" in page
+    assert "| lenet | ddp | 90.0 | 1.50× | 1.50 to 1.50 | ≥ 1.0× | reached |" in page
     assert "| both | 380 | 6 and 2 | 0.95 | 0.95 to 0.95 | ≥ 0.9 | reached |" in page
     assert "| both, without stealing | 200 | 6 and 2 | 0.50 | 0.50 to 0.50 | – | – |" in page
     assert "1 fingerprint over 4 runs" in page
-    assert page.count("python benchmarks/it.py") == 5
+    assert page.count("python benchmarks/it.py") == len(_documents())
     assert "a processor (AVX2), 2 usable cores" in page
     assert "accelerate None" not in page
 
@@ -193,6 +182,25 @@ def test_the_committed_page_is_what_the_committed_files_make():
     if not write_docs.PAGE.exists():
         pytest.skip("docs/benchmarks.md has not been made yet")
     assert write_docs.PAGE.read_text() == write_docs.page(write_docs.RESULTS, read_notes())
+
+
+def test_the_page_on_reliability_counts_what_went_well():
+    def run(kind, **more):
+        return {"kind": kind, "same": True, "left": [], "killed": 1, "seconds": 4.0, **more}
+
+    runs = [run("worker"), run("worker", same=False), run("worker", left=[7]), run("writer")]
+    settings = {"processes": 2, "steps": 9, "checkpoint_every": 3}
+    document = {"command": "python benchmarks/it.py", "machine": FACTS}
+    page = reliability.page(document | {"settings": settings, "runs": runs})
+    assert "| any process, once a random step is saved | 3 | 1 | 4.00 | 4.00 to 4.00 |" in page
+    assert "in the middle of a checkpoint | 1 | 1 | 4.00 | 4.00 to 4.00 |" in page
+
+
+def test_the_committed_page_on_reliability_is_what_the_committed_file_makes():
+    kills = records.load("kills")
+    if kills is None:
+        pytest.skip("docs/reliability.md has not been made yet")
+    assert write_docs.RELIABILITY.read_text() == reliability.page(kills)
 
 
 def _speeds(key, *speeds):
@@ -223,7 +231,7 @@ def _documents():
         | {
             "settings": {"shards": 8, "steps": 100},
             "variants": {"2": "evenstep, 2 devices"},
-            "runs": [{"devices": 2, "median_ms": 0.8, "tenth_ms": 0.7, "ninetieth_ms": 0.9}],
+            "runs": [{"variant": "2", "median_ms": 0.8, "tenth_ms": 0.7, "ninetieth_ms": 0.9}],
         },
         "memory": common
         | {
@@ -250,6 +258,20 @@ def _documents():
                     ("delay.slow alone", 100.0),
                     ("delay.both", 380.0),
                     ("delay.both, without stealing", 200.0),
+                )
+            ],
+        },
+        "processes": common
+        | {
+            "settings": {"exchange": {"elements": 11_000_000, "repetitions": 5}},
+            "runs": [
+                {"round": 0, "variant": variant, figure: value}
+                for variant, figure, value in (
+                    ("exchange.gloo", "median_ms", 40.0),
+                    ("exchange.network", "median_ms", 30.0),
+                    ("exchange.memory", "median_ms", 20.0),
+                    ("lenet.evenstep", "examples_per_s", 90.0),
+                    ("lenet.ddp", "examples_per_s", 60.0),
                 )
             ],
         },

@@ -1,7 +1,7 @@
 """Steps of an empty model (one scalar parameter): what is left is a step's own overhead.
 
 `{"devices": 0}` is a plain loop over the same shards without evenstep: forward, backward, the
-gradients added up by torch, divided and applied.
+gradients added up by torch, divided and applied. `"inline": true` takes lanes without threads.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import evenstep
+from evenstep.engine import InlineLanes, ThreadLanes
 
 LEARNING_RATE = 0.01
 
@@ -43,8 +44,9 @@ def main() -> None:
         seconds = time_each(job, lambda: plain_step(model, optimizer, batch, shards))
     else:
         devices = [f"cpu:{number}" for number in range(job["devices"])]
+        lanes = InlineLanes if job.get("inline") else ThreadLanes
         with evenstep.Trainer(
-            model, optimizer, objective=objective, devices=devices, shards=shards
+            model, optimizer, objective=objective, devices=devices, shards=shards, lanes=lanes
         ) as trainer:
             seconds = time_each(job, lambda: trainer.step(batch))
     tenths = statistics.quantiles(seconds, n=10)

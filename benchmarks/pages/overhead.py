@@ -10,7 +10,7 @@ from rounds import summarise
 from targets import STEP_OVERHEAD_MS
 from text import NOTHING, table, verdict
 
-JUDGED = 2  # devices
+JUDGED = "2"  # devices, each with a thread of its own
 
 
 def section(document: dict[str, Any], notes: Mapping[str, str]) -> str:
@@ -25,7 +25,7 @@ def section(document: dict[str, Any], notes: Mapping[str, str]) -> str:
         f"plain loop."
     )
     head = ("step", "ms", "least to most run", "10% to 90% of the steps", "target", "verdict")
-    rows = [_row(document, devices, label) for devices, label in document["variants"].items()]
+    rows = [_row(document, variant, label) for variant, label in document["variants"].items()]
     return joined(
         "## Overhead of a step",
         origin(document),
@@ -35,14 +35,14 @@ def section(document: dict[str, Any], notes: Mapping[str, str]) -> str:
     )
 
 
-def _row(document: dict[str, Any], devices: str, label: str) -> list[str]:
-    runs = [run for run in document["runs"] if run["devices"] == int(devices)]
+def _row(document: dict[str, Any], variant: str, label: str) -> list[str]:
+    runs = [run for run in document["runs"] if run["variant"] == variant]
     if not runs:
         return [label, *[NOTHING] * 4, "not measured"]
     median = summarise([run["median_ms"] for run in runs])
     low = summarise([run["tenth_ms"] for run in runs]).median
     high = summarise([run["ninetieth_ms"] for run in runs]).median
-    judged = int(devices) == JUDGED
+    judged = variant == JUDGED
     return [
         label,
         f"{median.median:.3f}",
