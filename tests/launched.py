@@ -1,10 +1,17 @@
 """Scripts of `tests/jobs`, started as a user starts them."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 JOBS = Path(__file__).parent / "jobs"
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def torchrun(processes, job, *arguments, timeout_s=120):

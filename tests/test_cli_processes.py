@@ -12,6 +12,8 @@ import pytest
 
 from commands import MLP, steps_kept, the_line, trained
 from evenstep.records import TrainRecord
+from launched import free_port
+from patience import wait_until
 
 EVENSTEP = [sys.executable, "-m", "evenstep"]
 
@@ -95,6 +97,41 @@ def test_sigterm_saves_one_checkpoint_and_leaves_no_process(tmp_path):
     assert not [worker for worker in workers if is_alive(worker)]
     resumed = trained("--resume", "--checkpoint-dir", folder, "--steps", step + 2)
     assert resumed.fingerprint == trained(*MLP, "--steps", step + 2).fingerprint
+
+
+def test_a_killed_launcher_leaves_no_process_and_the_run_is_saved(tmp_path):
+    folder = tmp_path / "kept"
+    options = ("--processes", 2, "--devices", 1, "--steps", 10**6, "--checkpoint-every", 10**6)
+    process = start("train", *MLP, *options, "--checkpoint-dir", folder)
+    workers = wait_for_workers(process, 2)
+    assert process.stdout.readline().startswith("epoch ")
+    process.kill()
+    wait_until(lambda: not any(is_alive(worker) for worker in workers))
+    process.communicate()
+    assert len(steps_kept(folder)) == 1
+
+
+def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(tmp_path):
+    folder = tmp_path / "kept"
+    trained(*MLP, "--steps", 20, "--checkpoint-every", 10, "--checkpoint-dir", folder)
+    newest = folder / "step-00000020" / "tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    launched_again = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": "1"}
+    launched_again |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    launched_again |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    file = tmp_path / "record.json"
+    finished = subprocess.run(
+        [*EVENSTEP, "train", *MLP, "--steps", "30", "--checkpoint-dir", folder, "--json", file],
+        env={**os.environ, **launched_again},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "step-00000020" in finished.stderr
+    assert TrainRecord.from_json(file.read_text()).fingerprint == (
+        trained(*MLP, "--steps", 30).fingerprint
+    )
 
 
 @pytest.mark.parametrize("victim", [0, 1])

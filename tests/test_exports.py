@@ -64,6 +64,7 @@ EXPORTS = {
     "evenstep.models": ["lenet", "mlp", "resnet18"],
     "evenstep.processes": [
         "Board",
+        "LauncherWatch",
         "Peers",
         "agree",
         "is_first",

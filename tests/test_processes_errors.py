@@ -2,13 +2,12 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 
 import pytest
 
-from launched import JOBS, torchrun
+from launched import JOBS, free_port, torchrun
 
 LIMIT_S = 3.0
 
@@ -60,13 +59,20 @@ def test_a_flipped_bit_is_named(tmp_path):
         )
 
 
+def test_processes_with_other_data_are_refused(tmp_path):
+    run(tmp_path, "other data")
+    for rank in range(2):
+        assert re.search(
+            r"InputError: the processes disagree about the data: a digest of some examples is",
+            told(tmp_path, "other data", rank)[1],
+        )
+
+
 @pytest.mark.parametrize("kind", ["stop", "die"])
 def test_a_process_that_is_late_or_gone_is_named_within_the_time_limit(tmp_path, kind):
     """Without an elastic launcher, which would kill the others first."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = {**address, "WORLD_SIZE": "2"}
     variables |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen(

@@ -13,7 +13,7 @@ from pathlib import Path
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
 from evenstep.exchange import Exchange
-from evenstep.processes import agree, join, refuse_divergence, was_launched
+from evenstep.processes import LauncherWatch, agree, join, refuse_divergence, was_launched
 from evenstep.replicas import Replicas
 from evenstep.sharding import Batch, Part, count_examples, shard_bounds
 
@@ -58,7 +58,7 @@ class Team:
         if peers is None or peers.size == 1:
             yield
             return
-        with peers.board:
+        with peers.board, LauncherWatch():
             agree(peers, facts(), "what is trained")
             told = peers.gather(str(len(replicas.all)).encode(), "its number of devices")
             devices = [int(count) for count in told]
@@ -77,6 +77,8 @@ class Team:
         if self.exchange is None:
             yield from loader.epoch(cursor)
             return
+
+        agree(self.exchange.peers, loader.facts(), "the data")
 
         def part(number: int, examples: int) -> Part:
             return self._part(examples, step + number - cursor.step)

@@ -256,6 +256,7 @@ class Trainer:
         """
         last = loader.epoch_examples - (len(loader) - 1) * loader.batch_size
         refuse_lonely_batch_norm(self.model, shard_bounds(last, self.experiment.shards))
+        self._wait_for_peers_steps()
         batches = self._team.batches(loader, self.cursor, self.steps_done)
         began_s = time.perf_counter()
         for batch in batches:
@@ -270,6 +271,7 @@ class Trainer:
 
         Of several processes each gets, and fetches, its own part of each.
         """
+        self._wait_for_peers_steps()
         yield from self._team.batches(loader, Cursor(), self.steps_done)
 
     def evaluate(self, batches: Iterable[Batch], metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -398,10 +400,14 @@ class Trainer:
 
     def _compare_states(self) -> None:
         """Make sure that all processes are in the same state (a flipped bit would spread)."""
-        if self._team.exchange:
-            self._flight.complete()
+        self._wait_for_peers_steps()
         digests = functools.partial(fingerprints.digests, self.model, self.optimizer)
         self._team.refuse_divergence(digests, self.steps_done)
+
+    def _wait_for_peers_steps(self) -> None:
+        """Let no step be in flight while the front end speaks with other processes."""
+        if self._team.exchange:
+            self._flight.complete()
 
     def _facts(self) -> dict[str, object]:
         """Return what must be the same in every process."""

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import evenstep
+from evenstep.data import Loader
 from evenstep.errors import EvenstepError
 from zoo import build, make_batches
 
@@ -44,6 +46,9 @@ def main():
         with evenstep.Trainer(
             model, optimizer, nn.CrossEntropyLoss(), devices=1, peer_timeout_s=3.0, check_every=5
         ) as trainer:
+            if kind == "other data":
+                X = torch.full((64, 1, 6, 6), float(rank))
+                next(iter(trainer.epoch(Loader(TensorDataset(X, torch.zeros(64).long()), 32))))
             for step, batch in enumerate(make_batches([32] * 6)):
                 own = trouble(kind, model, batch) if (rank, step) == (1, 3) else batch
                 trainer.step(*own)

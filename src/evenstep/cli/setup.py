@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import click
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from evenstep.checkpoint import list_checkpoints
 from evenstep.cli.options import Choices
 from evenstep.data import Loader, digits, fashion_mnist
 from evenstep.devices import Devices
-from evenstep.errors import DataError, ModelError
+from evenstep.errors import CheckpointError, DataError, ModelError
 from evenstep.sharding import Batch
 from evenstep.trainer import Trainer
 
@@ -72,6 +74,32 @@ def load_trainer(
     }
     optimizer = _optimizer(model, choices)
     return Trainer.load(folder, model, optimizer, _loss(), devices=devices, **places, **asked)
+
+
+def load_newest_whole(
+    choices: Choices,
+    devices: Devices,
+    factory: Callable[[], nn.Module],
+    folder: Path,
+    **places: Any,
+) -> Trainer:
+    """Build a trainer that goes on from the newest checkpoint that is whole; tell of the others.
+
+    Raises:
+        CheckpointError: none is.
+    """
+
+    def load(checkpoints: Sequence[Path]) -> Trainer:
+        *earlier, newest = checkpoints
+        try:
+            return load_trainer(choices, devices, factory, newest, **places)
+        except CheckpointError as error:
+            if not earlier:
+                raise
+            click.echo(f"note: {error}", err=True)
+        return load(earlier)
+
+    return load(list_checkpoints(folder))
 
 
 def train_batches(trainer: Trainer, loader: Loader) -> Iterator[Batch]:

@@ -22,7 +22,14 @@ from evenstep.cli.options import Choices, takes_choices
 from evenstep.cli.progress import Goal, Progress
 from evenstep.cli.runfile import resumed_choices, write_choices
 from evenstep.cli.saver import Saver
-from evenstep.cli.setup import load_data, load_trainer, make_loader, make_trainer, train_batches
+from evenstep.cli.setup import (
+    load_data,
+    load_newest_whole,
+    load_trainer,
+    make_loader,
+    make_trainer,
+    train_batches,
+)
 from evenstep.cli.shares import print_shares
 from evenstep.cli.stop import StopRequest
 from evenstep.data import Loader
@@ -189,7 +196,8 @@ def _prepare(
     examples = load_data(choices, train=True)
     test = Loader(load_data(choices, train=False), choices.batch_size, shuffle=False)
     if folder is not None and resume:
-        trainer = load_trainer(choices, places.devices, factory, folder, **places.options)
+        load = load_newest_whole if restarts() else load_trainer
+        trainer = load(choices, places.devices, factory, folder, **places.options)
     else:
         trainer = make_trainer(choices, places.devices, factory, **places.options)
     if folder is not None and is_first():

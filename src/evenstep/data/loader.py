@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
@@ -77,6 +78,29 @@ class Loader:
     def epoch_examples(self) -> int:
         """The number of examples that an epoch visits."""
         return min(self.examples, len(self) * self.batch_size)
+
+    def facts(self) -> dict[str, object]:
+        """Return what its batches depend on, for comparison with another process's.
+
+        Of tensors that are indexed directly: a digest of up to 64 examples, evenly spaced.
+        """
+        facts: dict[str, object] = {
+            "the data set": type(self.dataset).__name__,
+            "its examples": self.examples,
+            "batch_size": self.batch_size,
+            "the seed of the order": self.seed,
+            "shuffle": self.shuffle,
+            "drop_last": self.drop_last,
+        }
+        if _is_indexable(self.dataset):
+            some = torch.arange(0, self.examples, max(1, self.examples // 64))
+            rows = [tensor.cpu()[some].contiguous() for tensor in self.dataset.tensors]
+            digest = hashlib.sha256()
+            for row in rows:
+                digest.update(f"{row.dtype} {tuple(row.shape)}".encode())
+                digest.update(row.flatten().view(torch.uint8).numpy().data)
+            facts["a digest of some examples"] = digest.hexdigest()
+        return facts
 
     def size_of(self, step: int) -> int:
         """Return the number of examples in batch `step` of an epoch."""
