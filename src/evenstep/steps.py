@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -271,7 +272,10 @@ class Flight:
         report = exchange.report(attempt.trees, run.place, leaves, tops)
         team.note(f"exchanging step {run.number}")
         attempt.told = True
-        return exchange.complete(attempt.trees, attempt.cut.weights, report, tops)
+        began_s = time.perf_counter()
+        complete = exchange.complete(attempt.trees, attempt.cut.weights, report, tops)
+        attempt.clock.exchange_s = time.perf_counter() - began_s
+        return complete
 
     # ---- when something is in the way
 

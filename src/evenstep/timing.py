@@ -25,12 +25,14 @@ class StepClock:
         ready_s: when its first examples were where devices can get at them; None before.
         shards: when its shards were computed.
         nodes: when the nodes of its tree were summed.
+        exchange_s: seconds that its last task was with other processes.
     """
 
     def __init__(self, ready_s: float | None = None) -> None:
         self.ready_s = ready_s
         self.shards: list[ShardTime] = []
         self.nodes: list[NodeTime] = []
+        self.exchange_s = 0.0
 
     def data_are_there(self) -> None:
         """Note that the first examples are there."""
@@ -54,6 +56,7 @@ class Timekeeper:
         self._account = Account([device.name for device in engine.devices])
         self._compute = len(engine.devices)
         self._free_s: float | None = None
+        self._exchange_s = 0.0  # of the step whose last task is about to end
         self._lock = threading.Lock()
         engine.listener = self._task_ended
 
@@ -72,6 +75,7 @@ class Timekeeper:
         opened_s = ready_s if self._free_s is None else self._free_s
         began_s = max(opened_s, ready_s)
         self._free_s = now
+        self._exchange_s = clock.exchange_s
         computed, summed = [0.0] * self._compute, [0.0] * self._compute
         shards, stolen = [0] * self._compute, [0] * self._compute
         for lane, _, was_stolen, start_s, end_s in clock.shards:
@@ -104,8 +108,9 @@ class Timekeeper:
     def _task_ended(self, lane: int, task: Task, seconds: float) -> None:
         """Called by the engine at the end of each task."""
         if lane < self._compute and task.category == "update":
+            own_s, self._exchange_s = seconds - self._exchange_s, 0.0
             with self._lock:
-                self._account.add(lane, task.category, seconds)
+                self._account.add(lane, task.category, own_s)
 
 
 def _listed(clock: StepClock, number: int, category: str) -> list[Span]:
