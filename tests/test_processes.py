@@ -33,3 +33,18 @@ def test_every_layout_gives_what_one_process_gives(one_process, layout, in_fligh
         assert told["results"] == expected["results"]
         seen += told["seen"]
     assert sorted(seen) == list(range(203))
+
+
+def test_a_slow_process_gets_fewer_shards_and_nothing_else_changes(tmp_path):
+    """Five epochs of 40 steps: what is measured in the middle of 64 counts from the 64th on."""
+    (tmp_path / "alone").mkdir()
+    expected = results_of(alone("uneven.py", tmp_path / "alone"), tmp_path / "alone", 0)
+    finished = torchrun(2, "uneven.py", tmp_path)
+    fast, slow = (results_of(finished, tmp_path, rank) for rank in range(2))
+    assert fast["fingerprint"] == slow["fingerprint"] == expected["fingerprint"]
+    for ours, theirs, all_shards in zip(
+        fast["counts"], slow["counts"], expected["counts"], strict=True
+    ):
+        assert ours + theirs == all_shards
+    assert fast["counts"][0] == slow["counts"][0]
+    assert fast["counts"][-1] > slow["counts"][-1]

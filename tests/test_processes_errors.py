@@ -68,6 +68,16 @@ def test_processes_with_other_data_are_refused(tmp_path):
         )
 
 
+def test_who_comes_alone_waits_no_longer_than_the_limit(tmp_path):
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}
+    variables |= {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
+    command = [sys.executable, str(JOBS / "fail.py"), str(tmp_path), "nothing"]
+    subprocess.run(command, env={**os.environ, **variables}, timeout=60, check=True)
+    seconds, text = told(tmp_path, "nothing", 0)
+    assert seconds < 4 * LIMIT_S
+    assert re.match(r"PeerError: (the processes did not meet|rank 1 did not come) within 3 s", text)
+
+
 @pytest.mark.parametrize("kind", ["stop", "die"])
 def test_a_process_that_is_late_or_gone_is_named_within_the_time_limit(tmp_path, kind):
     """Without an elastic launcher, which would kill the others first."""

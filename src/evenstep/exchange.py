@@ -30,7 +30,7 @@ from evenstep.processes import Peers
 from evenstep.replicas import Replicas
 
 Place: TypeAlias = "tuple[int, ...]"
-"""The step, its epoch and batch there, and how many examples the batch has."""
+"""The step, its epoch and batch there, the batch's examples, and where each process's run ends."""
 
 
 class Verdict(enum.IntEnum):
@@ -313,8 +313,9 @@ def _heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> No
 
 
 def _spelled(place: Place) -> str:
-    step, epoch, batch, examples = place
-    return f"step {step} (epoch {epoch}, batch {batch}, {examples} examples)"
+    step, epoch, batch, examples, *ends = place
+    runs = ", ".join(map(str, ends))
+    return f"step {step} (epoch {epoch}, batch {batch}, {examples} examples, runs end at {runs})"
 
 
 def _loose_parameters(model: nn.Module) -> frozenset[int]:

@@ -67,9 +67,10 @@ class StepRun:
 
     @property
     def place(self) -> Place:
-        """The step, its epoch and batch there, and the batch's examples: the same everywhere."""
-        bounds = self.attempt.cut.bounds
-        return self.number, self.cursor.epoch, self.cursor.step, bounds[-1][1] if bounds else 0
+        """What of the step must be the same in every process."""
+        part = self.attempt.cut.part
+        ends = (run.stop for run in part.runs)
+        return (self.number, self.cursor.epoch, self.cursor.step, part.examples, *ends)
 
     def let_go(self) -> None:
         """Forget the batch: whoever keeps the loss of a step must not keep its examples."""

@@ -20,6 +20,9 @@ from evenstep.sharding import Batch, Part
 PartOf: TypeAlias = "Callable[[int, int], Part]"
 """What this process gets of a batch, from its number in the epoch and its number of examples."""
 
+MOST_WORKERS_FOR_PARTS = 12
+"""A worker fetches two batches ahead; parts are settled no further ahead than that (`dealing`)."""
+
 
 class Loader:
     """Cuts each epoch of a data set into batches.
@@ -51,7 +54,8 @@ class Loader:
             shuffle: visit the examples in `epoch_order`; else as they lie.
             drop_last: leave out the short last batch of an epoch; else it is trained on exactly.
             workers: processes that fetch examples; 0 fetches them in the caller's thread. Not
-                used for a `TensorDataset`, where nothing is computed.
+                used for a `TensorDataset`, where nothing is computed. Where several processes
+                train together, each takes 12 at the most.
 
         Raises:
             DataError: a data set without a length, or without examples.
@@ -138,12 +142,15 @@ class Loader:
             return epoch_order(self.examples, self.seed, epoch)
         return torch.arange(self.examples)
 
-    def _batches(self, epoch: int, indices: Iterable[torch.Tensor]) -> Iterator[Batch]:
+    def _batches(
+        self, epoch: int, indices: Iterable[torch.Tensor], most_workers: int | None = None
+    ) -> Iterator[Batch]:
         if _is_indexable(self.dataset):
             for index in indices:
                 yield _rows(self.dataset.tensors, index)
         else:
-            yield from self._collated(epoch, indices)
+            workers = self.workers if most_workers is None else min(self.workers, most_workers)
+            yield from self._collated(epoch, indices, workers)
 
     def _parts(self, cursor: Cursor, indices: list[torch.Tensor], part: PartOf) -> Iterator[Batch]:
         """Yield parts of batches. Of one without examples: what is left of another's example."""
@@ -156,15 +163,18 @@ class Loader:
                     empty.add(number)
                 yield mine if len(mine) else index[:1]
 
-        for number, batch in enumerate(self._batches(cursor.epoch, own()), cursor.step):
+        batches = self._batches(cursor.epoch, own(), most_workers=MOST_WORKERS_FOR_PARTS)
+        for number, batch in enumerate(batches, cursor.step):
             yield optree.tree_map(_none_of, batch) if number in empty else batch
 
-    def _collated(self, epoch: int, indices: Iterable[torch.Tensor]) -> Iterator[Batch]:
+    def _collated(
+        self, epoch: int, indices: Iterable[torch.Tensor], workers: int
+    ) -> Iterator[Batch]:
         batches: Any = iter(
             DataLoader(
                 SeededExamples(self.dataset, self.seed, epoch),
                 batch_sampler=(index.tolist() for index in indices),
-                num_workers=self.workers,
+                num_workers=workers,
                 # Its own: a DataLoader without one draws from the global generator.
                 generator=torch.Generator().manual_seed(derive_seed("workers", self.seed, epoch)),
             )
@@ -172,7 +182,7 @@ class Loader:
         try:
             yield from batches
         finally:
-            if self.workers:
+            if workers:
                 # Its `__del__` does this too, but not while a traceback holds it.
                 batches._shutdown_workers()
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+_GRACE_S = 2.0  # for the thread, which may wait for a store that is gone
+
 
 class Board:
     """Writes this process's note to a store, a few times a second, and reads the others'.
@@ -19,7 +21,7 @@ class Board:
     Inside `with` a thread does the writing, so that `note` costs nothing.
 
     Args:
-        store: that all processes share; only the thread uses it, and `last_seen`.
+        store: that all processes share.
         rank: this process's.
         every_s: seconds between two looks at the note.
     """
@@ -47,7 +49,7 @@ class Board:
         """Stop writing."""
         self._ended.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(_GRACE_S)
 
     def note(self, doing: str) -> None:
         """Say what this process is doing from now on."""
@@ -58,22 +60,20 @@ class Board:
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self._rank}", story)
 
-    def story_of(self, rank: int) -> str | None:
-        """Return why a process has left; None if it has not said so."""
-        with contextlib.suppress(RuntimeError):
-            if self._store.check([f"left/{rank}"]):
-                return str(self._store.get(f"left/{rank}"), "utf-8", "replace")
-        return None
-
-    def last_seen(self, rank: int) -> str:
-        """Say what a process was last seen doing."""
+    def word_of(self, rank: int) -> tuple[str | None, str]:
+        """Return why a process has left, if it has said so, and what it was last seen doing."""
         try:
-            if self._store.check([f"doing/{rank}"]):
-                seen = json.loads(self._store.get(f"doing/{rank}"))
-                return f"last seen {max(0.0, time.time() - seen['at']):.0f} s ago, {seen['doing']}"
+            if self._store.check([f"left/{rank}"]):
+                return str(self._store.get(f"left/{rank}"), "utf-8", "replace"), ""
+            if not self._store.check([f"doing/{rank}"]):
+                return None, "never seen"
+            seen = json.loads(self._store.get(f"doing/{rank}"))
+            return (
+                None,
+                f"last seen {max(0.0, time.time() - seen['at']):.0f} s ago, {seen['doing']}",
+            )
         except (RuntimeError, ValueError):
-            return "the store that would know what it did is gone"
-        return "it was never seen"
+            return None, "and the store that would know what it did is gone"
 
     def _write(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: others will notice

@@ -56,13 +56,12 @@ class Peers:
         """Return an error with all that is known: who, where, waited for what, doing what."""
         if error.rank is None:
             return error
-        story = self.board.story_of(error.rank)
+        host = self.hosts[error.rank]
+        story, seen = self.board.word_of(error.rank)
         if story is not None:
-            host = self.hosts[error.rank]
             return PeerError(f"rank {error.rank} (on {host}) failed: {story}", error.rank)
         return PeerError(
-            f"{error}: rank {self.rank} waited for {what}; rank {error.rank} is on "
-            f"{self.hosts[error.rank]}, {self.board.last_seen(error.rank)}",
+            f"{error}: rank {self.rank} waited for {what}; rank {error.rank} is on {host}, {seen}",
             error.rank,
         )
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from evenstep.errors import PeerError
 from evenstep.processes.board import Board
 from evenstep.processes.gloo import GlooLinks
 from evenstep.processes.peers import Peers
@@ -65,7 +66,7 @@ def join(timeout_s: float, interface: str | None = None) -> Peers:
     number = store.add(f"evenstep/joined/{rank}", 1)  # the trainers of a script, one by one
     mine = dist.distributed_c10d.PrefixStore(f"evenstep/{number}", store)
     mine.set(f"machine/{rank}", f"{_machine()}\n{socket.gethostname()}")
-    told = [mine.get(f"machine/{peer}").decode().split("\n") for peer in range(size)]
+    told = [_word_of(peer, mine, timeout_s).split("\n") for peer in range(size)]
     machines, hosts = [where for where, _ in told], [host for _, host in told]
     alone = len(set(machines)) == 1
     links = GlooLinks(mine, rank, size, interface or ("lo" if alone else None), timeout_s)
@@ -75,8 +76,26 @@ def join(timeout_s: float, interface: str | None = None) -> Peers:
 def _meeting_point(timeout_s: float) -> tuple[Store, int, int]:
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-    store, rank, size = next(rendezvous("env://", timeout=datetime.timedelta(seconds=timeout_s)))
+    limit = datetime.timedelta(seconds=timeout_s)
+    try:
+        store, rank, size = next(rendezvous("env://", timeout=limit))
+    except RuntimeError as error:
+        raise PeerError(
+            f"the processes did not meet within {timeout_s:g} s: all of them must be started, and "
+            f"reach the launcher's store ({error})"
+        ) from error
     return store, rank, size
+
+
+def _word_of(peer: int, store: Store, timeout_s: float) -> str:
+    try:
+        store.wait([f"machine/{peer}"], datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise PeerError(
+            f"rank {peer} did not come within {timeout_s:g} s: every process must open the trainer",
+            peer,
+        ) from error
+    return store.get(f"machine/{peer}").decode()
 
 
 def _machine() -> str:
