@@ -50,12 +50,11 @@ def main() -> None:
     record = Record("processes", options.out, settings={"exchange": EXCHANGE, "batch": NETWORKS})
     for number in range(options.rounds):
         for variant in rotated(variants, number):
-            measured = fresh.run_module(
-                variant["module"],
-                variant["job"],
-                launcher=TORCHRUN,
-                variables={"OMP_NUM_THREADS": "1"},
-            )
+            try:
+                measured = _run(variant)
+            except fresh.RunFailedError as error:  # torch's own processes abort at times
+                print(f"{error}\nonce more", file=sys.stderr)
+                measured = _run(variant)
             figures = {key: measured[key] for key in FIGURES if key in measured}
             record.add({"round": number, "variant": variant["key"], **figures})
             print(number, variant["key"], figures, file=sys.stderr)
@@ -66,6 +65,15 @@ def main() -> None:
 
 
 FIGURES = ("median_ms", "examples_per_s")
+
+
+def _run(variant: dict[str, Any]) -> dict[str, Any]:
+    return fresh.run_module(
+        variant["module"],
+        variant["job"],
+        launcher=TORCHRUN,
+        variables={"OMP_NUM_THREADS": "1"},
+    )
 
 
 def _exchanges() -> list[dict[str, Any]]:
