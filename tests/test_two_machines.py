@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from launched import JOBS, alone
+from patience import wait_until
 
 NAMES = ("evenstep-a", "evenstep-b")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -103,3 +104,21 @@ def test_a_slow_cable_that_loses_packets_changes_nothing(machines, tmp_path):
             pytest.skip("tc netem is not permitted here")
     expected = expected_results(tmp_path / "alone")
     assert train_on_both(machines, tmp_path) == [expected] * 2
+
+
+def test_a_cut_cable_is_noticed_on_both_sides_within_the_time_limit(machines, tmp_path):
+    running = [
+        torchrun_on(machine, number, JOBS / "fail.py", tmp_path, "cut cable")
+        for number, machine in enumerate(machines)
+    ]
+    try:
+        wait_until((tmp_path / "cut").exists)
+        ip("-n", machines[1], "link", "set", "eth0", "down")
+        wait_until(lambda: all((tmp_path / f"{rank}.txt").exists() for rank in range(2)))
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    for rank in range(2):
+        text = (tmp_path / f"{rank}.txt").read_text()
+        assert f"PeerError: rank {1 - rank} did not come within 3 s" in text

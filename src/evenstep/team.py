@@ -58,7 +58,7 @@ class Team:
         if peers is None or peers.size == 1:
             yield
             return
-        with peers.board, LauncherWatch():
+        with peers.board, LauncherWatch(), contextlib.closing(peers.links):
             agree(peers, facts(), "what is trained")
             told = peers.gather(str(len(replicas.all)).encode(), "its number of devices")
             devices = [int(count) for count in told]
@@ -67,7 +67,6 @@ class Team:
                 yield
             finally:
                 self.exchange = None
-                peers.links.close()
 
     def batches(self, loader: Loader, cursor: Cursor, step: int) -> Iterator[Batch]:
         """Yield the loader's batches from `cursor` on, as steps from `step` on.
@@ -83,10 +82,12 @@ class Team:
         def part(number: int, examples: int) -> Part:
             return self._part(examples, step + number - cursor.step)
 
-        for number, batch in enumerate(loader.epoch(cursor, part), cursor.step):
-            self._given = part(number, loader.size_of(number))
-            yield batch
-        self._given = None
+        try:
+            for number, batch in enumerate(loader.epoch(cursor, part), cursor.step):
+                self._given = part(number, loader.size_of(number))
+                yield batch
+        finally:
+            self._given = None
 
     def part_of_batch(self, batch: Batch, step: int) -> Part | None:
         """Return what this process has of the batch of a step; None if it is alone."""

@@ -6,13 +6,16 @@ import contextlib
 import json
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_GRACE_S = 2.0  # for the thread, which may wait for a store that is gone
+T = TypeVar("T")
+
+_GRACE_S = 2.0  # for a store that may be gone, whose own time limit is long
 
 
 class Board:
@@ -57,23 +60,33 @@ class Board:
 
     def leave(self, story: str) -> None:
         """Say why this process is about to be gone."""
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"left/{self._rank}", story)
+        self._in_time(lambda: self._store.set(f"left/{self._rank}", story))
 
     def word_of(self, rank: int) -> tuple[str | None, str]:
         """Return why a process has left, if it has said so, and what it was last seen doing."""
-        try:
-            if self._store.check([f"left/{rank}"]):
-                return str(self._store.get(f"left/{rank}"), "utf-8", "replace"), ""
-            if not self._store.check([f"doing/{rank}"]):
-                return None, "never seen"
-            seen = json.loads(self._store.get(f"doing/{rank}"))
-            return (
-                None,
-                f"last seen {max(0.0, time.time() - seen['at']):.0f} s ago, {seen['doing']}",
-            )
-        except (RuntimeError, ValueError):
-            return None, "and the store that would know what it did is gone"
+        unknown = (None, "and the launcher's store, which would know what it did, does not answer")
+        return self._in_time(lambda: self._look(rank)) or unknown
+
+    def _look(self, rank: int) -> tuple[str | None, str]:
+        if self._store.check([f"left/{rank}"]):
+            return str(self._store.get(f"left/{rank}"), "utf-8", "replace"), ""
+        if not self._store.check([f"doing/{rank}"]):
+            return None, "never seen"
+        seen = json.loads(self._store.get(f"doing/{rank}"))
+        return None, f"last seen {max(0.0, time.time() - seen['at']):.0f} s ago, {seen['doing']}"
+
+    def _in_time(self, function: Callable[[], T]) -> T | None:
+        """Return `function()`, which asks the store; None if it doesn't answer in a short while."""
+        answers: list[T] = []
+
+        def ask() -> None:
+            with contextlib.suppress(RuntimeError, ValueError):
+                answers.append(function())
+
+        asking = threading.Thread(target=ask, daemon=True)
+        asking.start()
+        asking.join(_GRACE_S)
+        return answers[0] if answers else None
 
     def _write(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone: others will notice
