@@ -51,6 +51,30 @@ def on_whole_batches(name, sizes, options):
         return [trainer.fingerprint(), losses]
 
 
+class Tokens(nn.Module):
+    """A table with sparse gradients, which some shards use densely."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, 5, sparse=True)
+
+    def forward(self, x):
+        tokens = (x.flatten(1) * 2).long().clamp(-4, 4) + 4
+        if x.flatten()[0] > 0:
+            return self.table(tokens).mean(1)
+        return nn.functional.one_hot(tokens, 9).float().mean(1) @ self.table.weight
+
+
+def on_sparse_gradients(options):
+    """Train a model whose gradients are sparse in some shards; return fingerprint and losses."""
+    model = Tokens()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = [float(trainer.step(X, y)) for X, y in make_batches((61, 64))]
+        return [trainer.fingerprint(), losses]
+
+
 def on_digits(options):
     """Train an epoch on digits of which each process fetches its own; return what is measured."""
     examples = TensorDataset(*(tensor[:203] for tensor in digits(train=True).tensors))
@@ -76,6 +100,7 @@ def main():
     options = {"devices": devices, "shards": shards, "max_in_flight": in_flight}
     results = {name: on_whole_batches(name, SIZES[shards], options) for name in ZOO}
     results["dropout, few examples"] = on_whole_batches("dropout", LAST, options)
+    results["sparse gradients"] = on_sparse_gradients(options)
     results["digits"], seen = on_digits(options)
     (out / f"{rank}.json").write_text(json.dumps({"results": results, "seen": seen}))
 
