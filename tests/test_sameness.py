@@ -12,7 +12,7 @@ import evenstep
 from evenstep.engine import InlineLanes
 from layouts import LAYOUTS, DelayedLanes, delayed, own, shared
 from reference import assert_same_bits, reference_training, whole_state
-from zoo import ZOO, build, make_batches
+from zoo import ZOO, SparseInPlaces, build, make_batches
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -129,22 +129,10 @@ def test_a_buffer_that_only_some_shards_write_is_averaged_shard_by_shard(layout)
 
 
 def test_a_weight_with_sparse_gradients_in_some_shards_and_dense_ones_in_others():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.table = nn.Embedding(9, 5, sparse=True)
-
-        def forward(self, x):
-            tokens = (x.flatten(1) * 2).long().clamp(-4, 4) + 4
-            if x.flatten()[0] > 0:
-                return self.table(tokens).mean(1)
-            return nn.functional.one_hot(tokens, 9).float().mean(1) @ self.table.weight
-
     batches = make_batches((61, 64))
     make_optimizer = functools.partial(torch.optim.SGD, lr=0.1)
     states = [
-        train(Tied(), make_optimizer, batches, devices=devices, shards=16)[0]
+        train(SparseInPlaces(), make_optimizer, batches, devices=devices, shards=16)[0]
         for devices in (1, 2, 3, 16, own(4))
     ]
     for state in states[1:]:

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import evenstep
 from evenstep.data import Loader, digits
 from evenstep.metrics import accuracy
-from zoo import ZOO, build, make_batches
+from zoo import ZOO, SparseInPlaces, build, make_batches
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 SIZES = {7: (21, 19), 8: (33, 16, 30, 24)}
@@ -51,24 +51,9 @@ def on_whole_batches(name, sizes, options):
         return [trainer.fingerprint(), losses]
 
 
-class Tokens(nn.Module):
-    """A table with sparse gradients, which some shards use densely."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.table = nn.Embedding(9, 5, sparse=True)
-
-    def forward(self, x):
-        tokens = (x.flatten(1) * 2).long().clamp(-4, 4) + 4
-        if x.flatten()[0] > 0:
-            return self.table(tokens).mean(1)
-        return nn.functional.one_hot(tokens, 9).float().mean(1) @ self.table.weight
-
-
 def on_sparse_gradients(options):
     """Train a model whose gradients are sparse in some shards; return fingerprint and losses."""
-    model = Tokens()
+    model = SparseInPlaces()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
         losses = [float(trainer.step(X, y)) for X, y in make_batches((61, 64))]
