@@ -1,6 +1,7 @@
 """Losses as totals and counts: exact means whatever they are over."""
 
 import functools
+import time
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import BatchError, ModelError, NonFiniteLossError
+from evenstep.runner import ShardRunner
 from layouts import own
 from zoo import CLASSES, build, make_batches
 
@@ -197,19 +199,42 @@ def test_a_loss_that_is_no_scalar_is_refused():
         trainer.step(torch.cat([X, X]), torch.cat([y, y]))
 
 
-def test_an_objective_that_uses_the_outer_model_is_refused():
+def outer_alone(model, outer, X, y):
+    return F.cross_entropy(outer(X), y, reduction="sum"), len(y)
+
+
+def outer_beside(model, outer, X, y):
+    decay = sum(parameter.square().sum() for parameter in outer.parameters())
+    return F.cross_entropy(model(X), y, reduction="sum") + decay, len(y)
+
+
+@pytest.mark.parametrize("objective", [outer_alone, outer_beside])
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("late", [0, 1])
+def test_an_objective_that_uses_the_outer_model_is_refused(objective, in_flight, late, monkeypatch):
     X, y = make_batches((16,))[0]
-    model = build("convolution")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer = build("convolution")
+    optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
+    deal = ShardRunner._work_off
 
-    def objective(_, X, y):
-        return F.cross_entropy(model(X), y, reduction="sum"), len(y)
+    def work_off_late(runner, *args):
+        if runner.engine.lane_here == late:
+            time.sleep(0.1)  # the other lane, being done, could take all shards of this one
+        return deal(runner, *args)
 
+    monkeypatch.setattr(ShardRunner, "_work_off", work_off_late)
     with (
-        evenstep.Trainer(model, optimizer, objective=objective, devices=2) as trainer,
+        evenstep.Trainer(
+            outer,
+            optimizer,
+            objective=lambda model, X, y: objective(model, outer, X, y),
+            devices=2,
+            max_in_flight=in_flight,
+        ) as trainer,
         pytest.raises(ModelError, match="the model that it is given"),
     ):
-        trainer.step(X, y)
+        trainer.step(X, y).item()
+    assert all(parameter.grad is None for parameter in outer.parameters())
 
 
 def test_a_batch_that_counts_nothing_is_not_trained_on():

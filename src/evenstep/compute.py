@@ -165,6 +165,8 @@ def _forward_backward(replica: Replica, work: ShardWork, objective: ShardObjecti
         with randomness or nullcontext(), autocast(replica.device.kind, work.precision):
             total, count = objective(replica.module, work.batch, work.alone)
     if total.requires_grad:
+        if not replica.has_learned:
+            _refuse_outer_model(total, replica)
         _backward(total, randomness, watch=work.watch_backward)
         replica.has_learned = replica.has_learned or _reached(replica)
     if isinstance(count, torch.Tensor) and count.requires_grad:
@@ -181,15 +183,36 @@ def _backward(total: torch.Tensor, randomness: ShardRandomness | None, *, watch:
         total.backward()
 
 
+def _refuse_outer_model(total: torch.Tensor, replica: Replica) -> None:
+    """Refuse a first objective on a copy of the model that depends on the user's own module.
+
+    Its gradients would go to the module, which another lane is computing on.
+    """
+    nodes, seen = [total.grad_fn], set[object]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) in replica.outer:
+            raise _outer_model_error(replica, "a parameter of the model itself")
+        nodes.extend(before for before, _ in node.next_functions)
+
+
 def _reached(replica: Replica) -> bool:
     """Make sure that the first backward pass on a replica reached that replica's parameters."""
     if all(parameter.grad is None for parameter in replica.parameters):
-        raise ModelError(
-            f"the backward pass on {replica.device} reached no parameter of its copy of the "
-            f"model: objective(model, *batch) must call the model that it is given, not one from "
-            f"outside"
-        )
+        raise _outer_model_error(replica, "no parameter")
     return True
+
+
+def _outer_model_error(replica: Replica, reached: str) -> ModelError:
+    return ModelError(
+        f"the backward pass on {replica.device}, which computes on a copy of the model, reaches "
+        f"{reached}: objective(model, *batch) must call the model that it is given, not one from "
+        f"outside"
+    )
 
 
 def _collect(replica: Replica, work: ShardWork) -> NodeSum:

@@ -35,9 +35,13 @@ class Replica:
         opening: the values that the buffers have when a shard starts, in this replica's memory.
         has_learned: whether a backward pass was seen to reach its parameters.
         may_be_sparse: whether it has layers with sparse gradients.
+        outer: the `id`s of the parameters that a copy stands for; none for the home replica.
+
+    Args:
+        copied: the user's module, where `module` is a copy of it.
     """
 
-    def __init__(self, device: Device, module: nn.Module) -> None:
+    def __init__(self, device: Device, module: nn.Module, copied: nn.Module | None = None) -> None:
         self.device = device
         self.module = module
         self.parameters = list(module.parameters())
@@ -45,6 +49,7 @@ class Replica:
         self.opening: list[torch.Tensor] = []
         self.has_learned = False
         self.may_be_sparse = any(getattr(child, "sparse", False) for child in module.modules())
+        self.outer = frozenset(map(id, copied.parameters() if copied is not None else ()))
         self._slots = _buffer_slots(module)
 
     def open_shard(self) -> None:
@@ -250,7 +255,8 @@ class Replicas:
             for parameter in source.parameters
         }
         module = _copy_module(source.module, parameters)
-        replica = Replica(device, module if owner else module.to(device.torch_device))
+        module = module if owner else module.to(device.torch_device)
+        replica = Replica(device, module, copied=self._model)
         self._owners.setdefault(device.memory, replica)
         self.all.append(replica)
 
