@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from commands import MLP, steps_kept, trained
+from evenstep.records import TrainRecord
 from launched import JOBS, alone
 from patience import wait_until
 
@@ -56,13 +58,13 @@ def machines():
         tear_down()
 
 
-def torchrun_on(machine, number, *job):
+def torchrun_on(machine, number, *job, nnodes="2", rendezvous=""):
     """Start torchrun on a machine as docs/clusters.md says."""
     inside = ("ip", "netns", "exec", machine, sys.executable)
     torchrun = (
-        f"-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d "
+        f"-m torch.distributed.run --nnodes {nnodes} --nproc-per-node 1 --rdzv-backend c10d "
         f"--rdzv-endpoint {ADDRESSES[0]}:29511 --rdzv-id test --local-addr {ADDRESSES[number]} "
-        f"--rdzv-conf is_host={int(number == 0)}"
+        f"--rdzv-conf is_host={int(number == 0)}{rendezvous} --max-restarts {int(nnodes != '2')}"
     )
     return subprocess.Popen(
         [*inside, *torchrun.split(), *map(str, job)],
@@ -122,3 +124,33 @@ def test_a_cut_cable_is_noticed_on_both_sides_within_the_time_limit(machines, tm
     for rank in range(2):
         text = (tmp_path / f"{rank}.txt").read_text()
         assert f"PeerError: rank {1 - rank} did not come within 3 s" in text
+
+
+def test_the_side_with_the_rendezvous_goes_on_alone_to_the_same_end(machines, tmp_path):
+    job = [*MLP, "--steps", 900, "--devices", 1]
+    undisturbed = trained(*job).fingerprint
+    runs, record = tmp_path / "runs", tmp_path / "record.json"
+    job += ["--checkpoint-dir", runs, "--checkpoint-every", 20, "--timeout", 3, "--json", record]
+    running = []
+    for number, machine in enumerate(machines):
+        # How long the kernel tries to reach a machine that is gone: torch's launcher waits for it.
+        retries = ["sysctl", "-qw", "net.ipv4.tcp_retries2=4"]
+        subprocess.run(["ip", "netns", "exec", machine, *retries], check=True)
+        wait = ",last_call_timeout=4,read_timeout=5"
+        command = ["-m", "evenstep", "train", *job]
+        running.append(torchrun_on(machine, number, *command, nnodes="1:2", rendezvous=wait))
+    stays, goes = running
+    try:
+        wait_until(lambda: max(steps_kept(runs), default=0) >= 40)
+        ip("-n", machines[1], "link", "set", "eth0", "down")
+        _, told = goes.communicate(timeout=90)
+        assert goes.returncode
+        assert "evenstep: rank 0" in told
+        out, errors = stays.communicate(timeout=90)
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+    assert stays.returncode == 0, errors
+    assert "rank 1" in errors
+    assert TrainRecord.from_json(record.read_text()).fingerprint == undisturbed
