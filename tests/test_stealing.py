@@ -53,6 +53,14 @@ def test_what_was_never_measured_is_worth_a_try():
     assert dealt(paced(9.0, None), "", "ab").steal(0, now=0.0) == "b"
 
 
+def test_a_lane_begins_its_run_itself_where_it_shall():
+    runs = dealt(paced(1.0, 1.0), "ab", "")
+    runs.leave_first(0)
+    assert runs.steal(1, now=0.0) == "b"
+    assert runs.steal(1, now=0.0) is None
+    assert runs.take(0) == "a"
+
+
 def test_nothing_to_steal():
     assert dealt(paced(1.0, 1.0), "", "").steal(0, now=0.0) is None
 

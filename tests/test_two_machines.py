@@ -146,7 +146,7 @@ def test_the_side_with_the_rendezvous_goes_on_alone_to_the_same_end(machines, tm
         _, told = goes.communicate(timeout=90)
         assert goes.returncode
         assert "evenstep: rank 0" in told
-        out, errors = stays.communicate(timeout=90)
+        _, errors = stays.communicate(timeout=90)
     finally:
         for process in running:
             process.kill()

@@ -47,8 +47,6 @@ class Attempt:
         dropped: whether what has not begun of it shall not begin.
         before: the states of the default generators when it began; None where nobody looks.
         told: whether the other processes were told how it went.
-        may_steal: whether a lane without shards takes another one's. Not while a replica has yet to
-            compute its first: whether a model is refused there must not depend on timing.
     """
 
     cut: Cut
@@ -59,7 +57,6 @@ class Attempt:
     dropped: bool = False
     before: States | None = None
     told: bool = False
-    may_steal: bool = True
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _at: dict[int, tuple[int, bool, float]] = dataclasses.field(default_factory=dict)
 
@@ -84,11 +81,7 @@ class Attempt:
             if self.dropped:
                 return None
             stolen = runs.first(lane) is None
-            shard: int | None = None
-            if not stolen:
-                shard = runs.take(lane)
-            elif self.may_steal:
-                shard = runs.steal(lane, now)
+            shard = runs.steal(lane, now) if stolen else runs.take(lane)
             if shard is not None:
                 runs.begin(lane, shard, now)
                 self._at[lane] = (shard, stolen, now)
@@ -238,8 +231,9 @@ class ShardRunner:
         for lane, shards in enumerate(self._deal(attempt.cut.part.run, category)):
             for shard in shards:
                 attempt.runs.add(lane, shard)
-            if shards and category == "compute" and not self.replicas.all[lane].has_learned:
-                attempt.may_steal = False
+            if category == "compute" and not self.replicas.all[lane].has_learned:
+                # Whether the model is refused on this replica must not depend on timing.
+                attempt.runs.leave_first(lane)
         work_off = functools.partial(self._work_off, attempt, function, seed_of, category)
         carried = [engine.handle(task) for task in copies]
         return [

@@ -82,6 +82,7 @@ class Runs(Generic[T]):
     def __init__(self, lanes: int, pace: Pace, kind_of: Callable[[T], str]) -> None:
         self._runs: list[deque[T]] = [deque() for _ in range(lanes)]
         self._since: list[tuple[T, float] | None] = [None] * lanes
+        self._own_first: set[int] = set()
         self._pace = pace
         self._kind_of = kind_of
 
@@ -93,6 +94,10 @@ class Runs(Generic[T]):
         """Put an item at the end of a lane's run."""
         self._runs[lane].append(item)
 
+    def leave_first(self, lane: int) -> None:
+        """Have a lane begin its run itself, whatever is stolen from the end."""
+        self._own_first.add(lane)
+
     def first(self, lane: int) -> T | None:
         """Return the next item of a lane's own run, and leave it there."""
         run = self._runs[lane]
@@ -100,6 +105,7 @@ class Runs(Generic[T]):
 
     def take(self, lane: int) -> T:
         """Take the next item of a lane's own run."""
+        self._own_first.discard(lane)
         return self._runs[lane].popleft()
 
     def take_all(self, lane: int) -> list[T]:
@@ -111,7 +117,8 @@ class Runs(Generic[T]):
         """Take the last item of the run that will end last, if the thief would be done before."""
         victim, longest_s = -1, -1.0
         for lane, run in enumerate(self._runs):
-            if run and (left_s := self._left_s(lane, now)) > longest_s:
+            may_go = len(run) - (lane in self._own_first)
+            if may_go > 0 and (left_s := self._left_s(lane, now)) > longest_s:
                 victim, longest_s = lane, left_s
         if victim < 0:
             return None
