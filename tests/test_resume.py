@@ -1,16 +1,20 @@
 """Stop anywhere, go on with other devices: the end is that of the unbroken run, bit for bit."""
 
+import contextlib
 import json
+import threading
 
 import pytest
 import torch
 from torch import nn
 
 import evenstep
-from evenstep.checkpoint import write_checkpoint
+from evenstep import saving
+from evenstep.checkpoint import list_checkpoints, write_checkpoint
 from evenstep.data import Loader
 from evenstep.errors import CheckpointError, SaveError
 from layouts import own
+from patience import wait
 from reference import assert_same_bits, whole_state
 from zoo import build, make_batches
 
@@ -208,3 +212,112 @@ def test_the_manifest_is_json_that_a_person_can_read(saved):
     manifest = json.loads(manifests[0].read_text())
     assert manifest["step"] == 2
     assert manifest["state"]["experiment"]["shards"] == 4
+
+
+class SlowDisk:
+    """Lets a checkpoint be written only when it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.asked, self.free = threading.Event(), threading.Event()
+        self._write = saving.write_checkpoint
+        monkeypatch.setattr(saving, "write_checkpoint", self)
+
+    def __call__(self, *args, **options):
+        self.asked.set()
+        wait(self.free)
+        return self._write(*args, **options)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, max_in_flight):
+    disk = SlowDisk(monkeypatch)
+    names = ("batch_norm", "adam", "steps")
+    model, optimizer, options = parts(*names)
+    options["max_in_flight"] = max_in_flight
+    with evenstep.Trainer(model, optimizer, LOSS, devices=2, **options) as trainer:
+        run(trainer, 3)
+        place = trainer.save(tmp_path, aside=True)
+        wait(disk.asked)
+        run(trainer, 5)
+        trainer.waitall()
+        assert list_checkpoints(tmp_path) == []
+        disk.free.set()
+        trainer.wait_for_save()
+        assert list_checkpoints(tmp_path) == [place]
+    model, optimizer, options = parts(*names, seed=9)
+    with evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=1, **options) as resumed:
+        assert resumed.steps_done == 3
+        run(resumed, 5)
+    assert resumed.fingerprint() == trainer.fingerprint()
+
+
+def test_closing_waits_for_the_disk(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    model, optimizer, _ = parts("convolution")
+    with evenstep.Trainer(model, optimizer, LOSS, devices=1) as trainer:
+        run(trainer, 2)
+        trainer.save(tmp_path, aside=True)
+        wait(disk.asked)
+        threading.Timer(0.2, disk.free.set).start()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
+    assert not [one for one in threading.enumerate() if one.name.startswith("evenstep")]
+
+
+def trainer_with_a_file_in_the_way(folder):
+    (folder / "file").write_text("in the way")
+    model, optimizer, _ = parts("convolution")
+    return evenstep.Trainer(model, optimizer, LOSS, devices=1)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda trainer, folder: trainer.save(folder),
+        lambda trainer, folder: trainer.save(folder, aside=True),
+        lambda trainer, folder: trainer.wait_for_save(),
+        lambda trainer, folder: trainer.__exit__(None, None, None),
+    ],
+)
+def test_what_goes_wrong_aside_is_raised_by_who_looks_next(tmp_path, use):
+    trainer = trainer_with_a_file_in_the_way(tmp_path)
+    with trainer:
+        run(trainer, 1)
+        trainer.save(tmp_path / "file", aside=True)
+        with pytest.raises(SaveError, match="in the way"):
+            use(trainer, tmp_path / "good")
+        if trainer._is_open:
+            trainer.save(tmp_path / "good")
+
+
+def test_a_step_raises_what_went_wrong_aside_and_is_not_taken(tmp_path):
+    trainer = trainer_with_a_file_in_the_way(tmp_path)
+    with trainer:
+        run(trainer, 1)
+        trainer.save(tmp_path / "file", aside=True)
+        with contextlib.suppress(SaveError):
+            trainer._saves._written.result()
+        with pytest.raises(SaveError, match="in the way"):
+            run(trainer, 2)
+        assert trainer.steps_done == 1
+        run(trainer, 2)
+
+
+def test_an_error_keeps_the_one_of_the_disk_as_a_note(tmp_path):
+    def fail(trainer):
+        with trainer:
+            run(trainer, 1)
+            trainer.save(tmp_path / "file", aside=True)
+            raise KeyError("of the user's")
+
+    with pytest.raises(KeyError) as caught:
+        fail(trainer_with_a_file_in_the_way(tmp_path))
+    assert "in the way" in caught.value.__notes__[0]
+
+
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path):
+    model, optimizer, _ = parts("convolution")
+    with evenstep.Trainer(model, optimizer, LOSS, devices=1) as trainer:
+        run(trainer, 1)
+        optimizer.state[next(model.parameters())]["a function"] = len
+        with pytest.raises(CheckpointError, match="a function"):
+            trainer.save(tmp_path, aside=True)

@@ -76,7 +76,7 @@ def write_checkpoint(
     if step < 0 or keep < 1:
         raise InputError(f"got step {step} and keep {keep}: give a step >= 0 and keep >= 1")
     folder = Path(folder)
-    final = folder / f"step-{step:08d}"
+    final = checkpoint_of(folder, step)
     plain, tensors = encode(tree)
     try:
         _make_folder(folder)
@@ -89,6 +89,11 @@ def write_checkpoint(
         raise SaveError(_explain_save(error, final, nbytes)) from error
     _remove_earlier(final, keep)
     return final
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """Return where the checkpoint after `step` steps lies."""
+    return folder / f"step-{step:08d}"
 
 
 def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import optree
@@ -17,8 +17,13 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     Entries are sorted by name; each brings its name, dtype, shape and little-endian bytes in
     row-major order. Two runs with the same fingerprint are in the same state, bit for bit.
     """
+    return digest_of(named_state(model, optimizer))
+
+
+def digest_of(entries: Iterable[tuple[str, Any]]) -> str:
+    """Return the fingerprint over what `named_state` has yielded."""
     digest = hashlib.sha256()
-    for name, value in sorted(named_state(model, optimizer), key=lambda entry: entry[0]):
+    for name, value in sorted(entries, key=lambda entry: entry[0]):
         _update(digest, name, value)
     return digest.hexdigest()
 

@@ -95,6 +95,11 @@ class Team:
             return None
         return self._given or self._part(count_examples(batch), step)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one that writes."""
+        return self.exchange is None or self.exchange.rank == 0
+
     def by_the_first(self, function: Callable[[], Path]) -> Path:
         """Have the first process call `function`; return everywhere what it returned."""
         return self.exchange.by_the_first(function) if self.exchange else function()

@@ -24,7 +24,7 @@ from evenstep import fingerprint as fingerprints
 from evenstep import state
 from evenstep.account import DeviceShares
 from evenstep.allocator import kept_memory
-from evenstep.checkpoint import read_checkpoint, write_checkpoint
+from evenstep.checkpoint import checkpoint_of, read_checkpoint
 from evenstep.compute import NodeSum
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
@@ -46,6 +46,7 @@ from evenstep.processes import local_share
 from evenstep.replicas import Replicas, check_trainable, move_home
 from evenstep.rng import derive_seed, shard_seed
 from evenstep.runner import Attempt, ShardRunner, refuse_lonely_batch_norm
+from evenstep.saving import Saves, write_state
 from evenstep.sharding import Batch, Cut, shard_bounds
 from evenstep.steps import Flight, StepLoss, StepRun
 from evenstep.team import Team
@@ -149,6 +150,7 @@ class Trainer:
         self._peer_timeout_s = peer_timeout_s
         self._check_every = check_every
         self._max_in_flight = max_in_flight
+        self._saves = Saves()
         self._is_open = False
         self._opened = contextlib.ExitStack()
         channels_last = self.experiment.memory_format == "channels_last"
@@ -184,6 +186,7 @@ class Trainer:
         self._opened.enter_context(kept_memory())
         self._opened.enter_context(deterministic_kernels(self.devices))
         self._opened.enter_context(self._engine)
+        self._opened.enter_context(self._saves)
         self._is_open = True
         return self
 
@@ -207,7 +210,7 @@ class Trainer:
                     self._twin.give_back()
         finally:
             self._is_open = False
-            self._opened.close()
+            self._opened.__exit__(kind, error, traceback)
 
     def step(self, *batch: Batch) -> Pending:
         """Train on one minibatch: split, compute the shards, sum, update.
@@ -226,6 +229,7 @@ class Trainer:
                 a step's error is raised where somebody waits for it: by its handle, a later
                 `step`, or `waitall`; the steps after it were not taken.
         """
+        self._saves.check()
         if self.steps_done % self._check_every == 0 and self.steps_done:
             self._compare_states()
         cut = self._runner.split(batch, self.steps_done)
@@ -317,12 +321,15 @@ class Trainer:
         self.waitall()
         return fingerprints.fingerprint(self.model, self.optimizer)
 
-    def save(self, folder: str | Path, *, keep: int = 3) -> Path:
+    def save(self, folder: str | Path, *, keep: int = 3, aside: bool = False) -> Path:
         """Save everything that training goes on from, in a new folder `step-…` in `folder`.
 
         Args:
             folder: where this run's checkpoints lie; made if it isn't there.
             keep: how many of them are kept, the newest ones.
+            aside: return as soon as the state is copied (which takes as much memory again), and
+                write the copy while training goes on. What goes wrong then is raised by a later
+                `step` or `save`, by `wait_for_save`, or at the end: closing the trainer waits.
 
         Of several processes, each of which must call this, the first one writes.
 
@@ -338,12 +345,23 @@ class Trainer:
             "model": state.model_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
-            "fingerprint": self.fingerprint(),
         }
-        write = functools.partial(
-            write_checkpoint, Path(folder), tree, step=self.steps_done, keep=keep
-        )
-        return self._team.by_the_first(write)
+        entries = fingerprints.named_state(self.model, self.optimizer)
+        given = (Path(folder), tree, entries, self.steps_done, keep)
+        if aside and self._is_open:
+            if self._team.is_first:
+                self._saves.start(*given)
+            return checkpoint_of(Path(folder), self.steps_done)
+        self.wait_for_save()
+        return self._team.by_the_first(lambda: write_state(*given))
+
+    def wait_for_save(self) -> None:
+        """Wait until what `save(aside=True)` has begun is on the disk.
+
+        Raises:
+            SaveError: it could not be written; the checkpoints before it are whole.
+        """
+        self._saves.wait()
 
     @classmethod
     def load(

@@ -29,14 +29,20 @@ class Saver:
         """Whether it is time for a checkpoint."""
         return self._trainer.steps_done % self._every == 0
 
-    def save(self) -> None:
-        """Save, unless the run has no folder or this step lies there already."""
+    def save(self, *, aside: bool = False) -> None:
+        """Save, unless the run has no folder or this step lies there already.
+
+        `aside`: while training goes on. Else the disk has it on return.
+        """
         if self._folder is not None and self._saved_step != self._trainer.steps_done:
-            self._trainer.save(self._folder)
+            self._trainer.save(self._folder, aside=aside)
             self._saved_step = self._trainer.steps_done
+        if not aside:
+            self._trainer.wait_for_save()
 
     def story(self) -> str:
-        """Say what is saved and how to go on."""
+        """Say what is saved and how to go on; wait for the disk."""
+        self._trainer.wait_for_save()
         if self._folder is None:
             return "nothing is saved (--checkpoint-dir would have been the place)"
         if self._saved_step == 0:

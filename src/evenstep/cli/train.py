@@ -271,7 +271,7 @@ def _train(run: Run, progress: Progress, display: Display, stop: StopRequest) ->
             ends = run.saver.is_due or trainer.steps_done == run.goal.steps
             landing.wait(down_to=0 if ends else run.in_flight - 1)
         if run.saver.is_due:
-            run.saver.save()
+            run.saver.save(aside=True)
             landing.leave_out()
 
 
