@@ -32,15 +32,17 @@ SECTIONS: dict[str, Section] = {
     "processes": processes.section,
     "engine_experiments": engine.section,
 }
+RELIABILITY_SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "kills": reliability.killed,
+    "checkpoints": reliability.saved,
+}
 
 
 def main() -> None:
     """Write the pages."""
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(RESULTS, read_notes()))
-    kills = load("kills", RESULTS)
-    if kills is not None:
-        RELIABILITY.write_text(reliability.page(kills))
+    RELIABILITY.write_text(reliability_page(RESULTS))
 
 
 def page(results: Path, notes: Mapping[str, str]) -> str:
@@ -51,6 +53,17 @@ def page(results: Path, notes: Mapping[str, str]) -> str:
         if document is not None:
             parts.append(section(document, notes))
     return "\n\n".join(parts) + "\n"
+
+
+def reliability_page(results: Path) -> str:
+    """Return the page on reliability, likewise."""
+    documents = {name: load(name, results) for name in RELIABILITY_SECTIONS}
+    sections = [
+        RELIABILITY_SECTIONS[name](document)
+        for name, document in documents.items()
+        if document is not None
+    ]
+    return reliability.page(*sections)
 
 
 if __name__ == "__main__":

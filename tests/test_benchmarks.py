@@ -191,16 +191,30 @@ def test_the_page_on_reliability_counts_what_went_well():
     runs = [run("worker"), run("worker", same=False), run("worker", left=[7]), run("writer")]
     settings = {"processes": 2, "steps": 9, "checkpoint_every": 3}
     document = {"command": "python benchmarks/it.py", "machine": FACTS}
-    page = reliability.page(document | {"settings": settings, "runs": runs})
+    page = reliability.killed(document | {"settings": settings, "runs": runs})
     assert "| any process, once a random step is saved | 3 | 1 | 4.00 | 4.00 to 4.00 |" in page
     assert "in the middle of a checkpoint | 1 | 1 | 4.00 | 4.00 to 4.00 |" in page
 
 
-def test_the_committed_page_on_reliability_is_what_the_committed_file_makes():
-    kills = records.load("kills")
-    if kills is None:
-        pytest.skip("docs/reliability.md has not been made yet")
-    assert write_docs.RELIABILITY.read_text() == reliability.page(kills)
+def test_the_page_on_reliability_says_what_saving_holds_up():
+    document = {
+        "command": "python benchmarks/it.py",
+        "machine": FACTS,
+        "settings": {"batch": 4, "every": 2, "steps": 6},
+        "variants": {"never": "not at all", "aside": "aside"},
+        "runs": [
+            {"variant": "never", "step_ms": 10.0, "saves_ms": []},
+            {"variant": "aside", "step_ms": 12.0, "saves_ms": [1.0, 3.0, 2.0]},
+        ],
+    }
+    page = reliability.saved(document)
+    assert "| aside | 2.00 | 1.00 to 3.00 | 12.0 |" in page
+    assert "| not at all | - | - | 10.0 |" in page.replace(text.NOTHING, "-")
+
+
+def test_the_committed_page_on_reliability_is_what_the_committed_files_make():
+    page = write_docs.reliability_page(records.RESULTS)
+    assert write_docs.RELIABILITY.read_text() == page
 
 
 def _speeds(key, *speeds):

@@ -1,4 +1,4 @@
-"""The page on what was killed, and what came of it."""
+"""The page on what was killed and what came of it, and on what saving costs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 from pages.common import joined, origin
 from rounds import summarise
-from text import number, spread, table
+from text import NOTHING, number, spread, table
 
 KINDS = {
     "worker": "any process, once a random step is saved",
@@ -14,12 +14,17 @@ KINDS = {
 }
 HEAD = """# Reliability
 
-This page is written by `python benchmarks/write_docs.py` from `benchmarks/results/kills.json`;
-don't edit it."""
+This page is written by `python benchmarks/write_docs.py` from files in `benchmarks/results`; don't
+edit it."""
 
 
-def page(document: dict[str, Any]) -> str:
+def page(*sections: str) -> str:
     """Return the page."""
+    return joined(HEAD, *sections) + "\n"
+
+
+def killed(document: dict[str, Any]) -> str:
+    """Return the section on killed processes."""
     settings = document["settings"]
     text = (
         f"`evenstep train --processes {settings['processes']} --max-restarts 3` for "
@@ -30,7 +35,33 @@ def page(document: dict[str, Any]) -> str:
     )
     head = ("killed", "runs", "well", "seconds from start to end", "spread")
     rows = [_row(document["runs"], kind) for kind in KINDS]
-    return joined(HEAD, "## Killed processes", origin(document), text, table(head, rows)) + "\n"
+    return joined("## Killed processes", origin(document), text, table(head, rows))
+
+
+def saved(document: dict[str, Any]) -> str:
+    """Return the section on what saving costs."""
+    settings = document["settings"]
+    text = (
+        f"ResNet-18, batch {settings['batch']}, momentum, two devices; a checkpoint after every "
+        f"{settings['every']} of {settings['steps']} steps. Beside the steps' own time a save that "
+        f"is waited for costs its hashing, writing and flushing; one aside a copy of the state, and "
+        f"then the writer's share of the cores. The last column has all of it in it, the end of the "
+        f"last write too."
+    )
+    head = ("training", "ms for which `save` holds training up", "spread", "ms a step, with all")
+    rows = [
+        _saving([run for run in document["runs"] if run["variant"] == variant], label)
+        for variant, label in document["variants"].items()
+    ]
+    return joined("## Checkpoints while training", origin(document), text, table(head, rows))
+
+
+def _saving(runs: list[dict[str, Any]], label: str) -> list[str]:
+    saves = [ms for run in runs for ms in run["saves_ms"]]
+    steps = number(summarise([run["step_ms"] for run in runs]).median)
+    if not saves:
+        return [label, NOTHING, NOTHING, steps]
+    return [label, number(summarise(saves).median), spread(summarise(saves)), steps]
 
 
 def _row(runs: list[dict[str, Any]], kind: str) -> list[str]:
