@@ -43,10 +43,10 @@ def saved(document: dict[str, Any]) -> str:
     settings = document["settings"]
     text = (
         f"ResNet-18, batch {settings['batch']}, momentum, two devices; a checkpoint after every "
-        f"{settings['every']} of {settings['steps']} steps. Beside the steps' own time a save that "
-        f"is waited for costs its hashing, writing and flushing; one aside a copy of the state, and "
-        f"then the writer's share of the cores. The last column has all of it in it, the end of the "
-        f"last write too."
+        f"{settings['every']} of {settings['steps']} steps. A save that is waited for hashes, "
+        f"writes and flushes; one aside copies the state, and the writer then takes its share of "
+        f"the cores. Where the devices are these cores, that share is what the last column shows "
+        f"(the end of the last write is in it); what training no longer waits for is the disk."
     )
     head = ("training", "ms for which `save` holds training up", "spread", "ms a step, with all")
     rows = [
