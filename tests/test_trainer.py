@@ -7,8 +7,10 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import evenstep
+from evenstep.data import Loader
 from evenstep.errors import (
     BatchError,
     ClosedError,
@@ -19,7 +21,7 @@ from evenstep.errors import (
 )
 from layouts import shared
 from patience import only_one_interrupt
-from reference import assert_same_bits, reference_training, whole_state
+from reference import assert_same_bits, bits_of, reference_training, whole_state
 from trainers import LAYOUTS, open_trainer, sgd, state_of
 from zoo import build, make_batches
 
@@ -388,3 +390,64 @@ def test_too_many_devices_are_said_in_one_line(caplog):
         for line in lines
     )
     assert lines == trainer.notes
+
+
+# Predictions
+
+
+def plain_outputs(model, X):
+    model.eval()
+    with torch.no_grad():
+        return model(X)
+
+
+@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+def test_predictions_are_a_row_for_each_example_in_order_and_change_nothing(devices):
+    batches = make_batches((16, 16, 7))
+    X, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    shuffled = Loader(TensorDataset(X, y), 16, seed=3, drop_last=True)
+    with open_trainer(build("batch_norm"), devices=devices) as trainer:
+        trainer.step(*batches[0])
+        before = state_of(trainer)
+        predicted = trainer.predict(shuffled)
+        assert trainer.model.training
+        assert_same_bits(state_of(trainer), before)
+        assert bits_of(trainer.predict(batches)) == bits_of(predicted)
+    with open_trainer(build("batch_norm"), devices=1) as alone:
+        alone.step(*batches[0])
+        assert bits_of(alone.predict(batches)) == bits_of(predicted)
+    torch.testing.assert_close(predicted, plain_outputs(alone.model, X))
+
+
+def test_what_is_predicted_may_be_a_nesting():
+    def forward(model, X, y):
+        output = model(X)
+        return {"class": output.argmax(1), "all": (output, [y])}
+
+    batches = make_batches((16, 3))
+    with open_trainer(build("convolution"), devices=2) as trainer:
+        predicted = trainer.predict(batches, forward)
+        output, (y,) = predicted["all"]
+    assert y.equal(torch.cat([y for _, y in batches]))
+    assert predicted["class"].equal(output.argmax(1))
+    assert not output.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("forward", "told"),
+    [
+        (lambda model, X, y: model(X).sum(), r"of shape \(\)"),
+        (lambda model, X, y: model(X)[1:], r"of shape \(1, 5\)"),
+        (lambda model, X, y: (model(X), 3.5), "a float"),
+    ],
+)
+def test_an_output_without_a_row_for_each_example_is_refused(forward, told):
+    with open_trainer(build("convolution")) as trainer:
+        with pytest.raises(ModelError, match=f"for 2 examples is {told}"):
+            trainer.predict(make_batches((16,)), forward)
+        assert trainer.model.training
+
+
+def test_predicting_nothing_is_refused():
+    with open_trainer(build("convolution")) as trainer, pytest.raises(BatchError, match="at least"):
+        trainer.predict([])

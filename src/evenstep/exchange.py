@@ -28,9 +28,14 @@ from evenstep.evaluation import Pairs
 from evenstep.flat import FlatSpace
 from evenstep.processes import Peers
 from evenstep.replicas import Replicas
+from evenstep.sharding import Batch
+from evenstep.statetree import decode, encode
 
 Place: TypeAlias = "tuple[int, ...]"
 """The step, its epoch and batch there, the batch's examples, and where each process's run ends."""
+
+
+_SHAPE = "the nesting of the outputs"  # no name that `encode` gives
 
 
 class Verdict(enum.IntEnum):
@@ -251,6 +256,18 @@ class Exchange:
             shard: {name: (total, count) for name, (total, count) in zip(names, row, strict=True)}
             for shard, row in enumerate(rows)
         }
+
+    def outputs_of_all(self, own: Sequence[Batch]) -> list[Batch]:
+        """Return the outputs of all shards from those of this process's, in their order."""
+        plain, tensors = encode(list(own))
+        shape = torch.tensor([*json.dumps(plain).encode()], dtype=torch.uint8)
+        told = self.peers.gather(save({**tensors, _SHAPE: shape}), "the outputs of a batch")
+        outputs: list[Batch] = []
+        for message in told:
+            named = load(message)
+            plain = json.loads(bytes(named.pop(_SHAPE).tolist()))
+            outputs += decode(plain, named.__getitem__)
+        return outputs
 
     def _settle_home(self) -> None:
         self._home = home = self._replicas.home

@@ -21,7 +21,7 @@ from evenstep.draws import DrawWatch, States
 from evenstep.engine import Engine, Runs, Task, Var, streams
 from evenstep.engine.context import PLAIN
 from evenstep.errors import BatchError, add_note
-from evenstep.evaluation import Measure, Metric, measure_shard
+from evenstep.evaluation import Forward, Measure, Metric, measure_shard, predict_shard
 from evenstep.experiment import Experiment
 from evenstep.objective import ShardObjective
 from evenstep.replicas import Replica, Replicas
@@ -180,14 +180,7 @@ class ShardRunner:
     ) -> dict[str, tuple[float, float]]:
         """Return each metric's total and count over the shards, summed in the canonical tree."""
         compute = functools.partial(measure_shard, measure=measure, metrics=metrics)
-
-        def attempt() -> dict[int, Any]:
-            go = Attempt(cut)
-            shards = self._run_all(go, self._tasks(go, compute, seed_of, "evaluate"))
-            self._timekeeper.noted(0, go.clock, "evaluate")
-            return shards
-
-        found = self.watch.repeat(attempt)
+        found = self._evaluate(cut, compute, seed_of)
         if self.team.exchange is not None:
             found = self.team.exchange.pairs_of_all(cut.part.run, found, metrics)
         shards = [found[shard] for shard in range(cut.filled)]
@@ -198,6 +191,31 @@ class ShardRunner:
             )
             for name in metrics
         }
+
+    def predict(self, cut: Cut, forward: Forward, seed_of: SeedOf) -> list[Batch]:
+        """Return the outputs of all shards, in their order."""
+        compute = functools.partial(predict_shard, forward=forward)
+        found = self._evaluate(cut, compute, seed_of)
+        own = [found[shard] for shard in cut.part.run]
+        return self.team.exchange.outputs_of_all(own) if self.team.exchange is not None else own
+
+    def _evaluate(
+        self, cut: Cut, compute: Callable[[Replica, ShardWork], T], seed_of: SeedOf
+    ) -> dict[int, T]:
+        """Return what `compute` gives for each of this process's shards."""
+
+        def attempt() -> dict[int, T]:
+            go = Attempt(cut)
+            shards = self._run_all(go, self._tasks(go, compute, seed_of, "evaluate"))
+            self._timekeeper.noted(0, go.clock, "evaluate")
+            return shards
+
+        self.replicas.open_step()
+        try:
+            return self.watch.repeat(attempt)
+        finally:
+            self.replicas.restore_opening()
+            self._timekeeper.rest()
 
     def _run_all(self, attempt: Attempt, tasks: Sequence[Task]) -> dict[int, Any]:
         """Run `tasks` to their end; return what each shard gave, or raise the first error."""

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import optree
 import torch
 from torch import nn
 
@@ -38,14 +39,21 @@ from evenstep.devices import (
 )
 from evenstep.engine import Engine, Lanes, Pending, ThreadLanes, Trace
 from evenstep.errors import BatchError, ClosedError, InputError
-from evenstep.evaluation import Metric, evaluation_mode, measure_model, measure_output
+from evenstep.evaluation import (
+    Forward,
+    Metric,
+    evaluation_mode,
+    measure_model,
+    measure_output,
+    output_of,
+)
 from evenstep.experiment import Experiment, MemoryFormat, Precision
 from evenstep.objective import Loss, UserObjective, choose_objective
 from evenstep.optimizer_twin import OptimizerTwin
 from evenstep.processes import local_share
 from evenstep.replicas import Replicas, check_trainable, move_home
 from evenstep.rng import derive_seed, shard_seed
-from evenstep.runner import Attempt, ShardRunner, refuse_lonely_batch_norm
+from evenstep.runner import Attempt, SeedOf, ShardRunner, refuse_lonely_batch_norm
 from evenstep.saving import Saves, write_state
 from evenstep.sharding import Batch, Cut, shard_bounds
 from evenstep.steps import Flight, StepLoss, StepRun
@@ -292,14 +300,41 @@ class Trainer:
         sums = dict.fromkeys(metrics, (0.0, 0.0))
         self._open_flight()
         with evaluation_mode(self.model):
-            if isinstance(batches, Loader):
-                batches = self.batches(batches)
-            for number, batch in enumerate(batches):
-                for name, (total, count) in self._measure_batch(number, batch, metrics).items():
+            for cut, seed_of in self._cuts(batches):
+                measured = self._runner.measure(cut, self._measure, metrics, seed_of)
+                for name, (total, count) in measured.items():
                     sums[name] = (sums[name][0] + total, sums[name][1] + count)
         if any(count == 0 for _, count in sums.values()):
             raise BatchError("evaluate counted no examples: give at least one batch")
         return {name: total / count for name, (total, count) in sums.items()}
+
+    def predict(self, batches: Iterable[Batch], forward: Forward = output_of) -> Batch:
+        """Return the model's output for every example, computed as `evaluate` does.
+
+        Args:
+            batches: as for `evaluate`. Of a Loader every example is taken once, as they lie in the
+                data set, whether it shuffles or not.
+            forward: `forward(model, *batch)`, a tensor or a nesting of tensors with a row for each
+                example; by default the model's output for the batch's first part.
+
+        Returns:
+            What `forward` returns, for all examples in their order, on the CPU; of several
+            processes in each.
+
+        Raises:
+            BatchError: there is no batch.
+            ModelError: an output has not one row for each example.
+        """
+        if isinstance(batches, Loader):
+            batches = batches.in_order()
+        outputs: list[Batch] = []
+        self._open_flight()
+        with evaluation_mode(self.model):
+            for cut, seed_of in self._cuts(batches):
+                outputs += self._runner.predict(cut, forward, seed_of)
+        if not outputs:
+            raise BatchError("predict got no examples: give at least one batch")
+        return optree.tree_map(lambda *rows: torch.cat(rows), *outputs)
 
     def waitall(self) -> None:
         """Wait for every step; afterwards the model may be read, and changed in any way.
@@ -486,18 +521,14 @@ class Trainer:
         if self._twin:
             self._twin.renew()
 
-    def _measure_batch(
-        self, number: int, batch: Batch, metrics: Mapping[str, Metric]
-    ) -> dict[str, tuple[float, float]]:
-        cut = self._runner.split(_as_arguments(batch), self.steps_done)
-        seed_of = functools.partial(derive_seed, "evaluation", self.experiment.seed, number)
-        self._open_flight()
-        self._replicas.open_step()
-        try:
-            return self._runner.measure(cut, self._measure, metrics, seed_of)
-        finally:
-            self._replicas.restore_opening()
-            self._timekeeper.rest()
+    def _cuts(self, batches: Iterable[Batch]) -> Iterator[tuple[Cut, SeedOf]]:
+        """Yield each batch to be evaluated, cut, and the seeds of its shards."""
+        if isinstance(batches, Loader):
+            batches = self.batches(batches)
+        for number, batch in enumerate(batches):
+            cut = self._runner.split(_as_arguments(batch), self.steps_done)
+            self._open_flight()
+            yield cut, functools.partial(derive_seed, "evaluation", self.experiment.seed, number)
 
     def _minimise(self, cut: Cut) -> Pending:
         """Update with an optimizer that evaluates the batch as often as it likes (LBFGS).

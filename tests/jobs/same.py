@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import evenstep
 from evenstep.data import Loader, digits
+from evenstep.fingerprint import tensor_digest
 from evenstep.metrics import accuracy
 from zoo import ZOO, SparseInPlaces, build, make_batches
 
@@ -74,7 +75,15 @@ def on_digits(options):
         for X, y in trainer.epoch(Loader(rows, 50, seed=1)):
             trainer.step(X, y)
         measured = trainer.evaluate(Loader(examples, 64, shuffle=False), {"accuracy": accuracy})
-        return [trainer.fingerprint(), measured], sorted(rows.seen)
+        output, label = trainer.predict(Loader(rows, 64, seed=5, drop_last=True), forward)
+        assert label.equal(examples.tensors[1])
+        predicted = tensor_digest(output)
+        return [trainer.fingerprint(), measured, predicted], sorted(rows.seen)
+
+
+def forward(model, X, y):
+    """Return the output beside the label, which tells the order."""
+    return model(X), y
 
 
 def main():

@@ -106,6 +106,12 @@ class Loader:
             facts["a digest of some examples"] = digest.hexdigest()
         return facts
 
+    def in_order(self) -> Loader:
+        """Return one that visits every example as they lie, over the same data set."""
+        return Loader(
+            self.dataset, self.batch_size, seed=self.seed, shuffle=False, workers=self.workers
+        )
+
     def size_of(self, step: int) -> int:
         """Return the number of examples in batch `step` of an epoch."""
         return min(self.batch_size, self.examples - step * self.batch_size)
