@@ -76,6 +76,43 @@ def test_two_processes_give_the_fingerprint_of_one(tmp_path):
     assert together.test_accuracy == by_itself.test_accuracy
 
 
+def listening_addresses():
+    """Return the local (hexadecimal) address of every listening TCP socket, by its inode."""
+    found = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":  # LISTEN
+                found[fields[9]] = fields[1].rpartition(":")[0]
+    return found
+
+
+def sockets_of(pid):
+    """Return the inodes of the sockets that a process has open."""
+    links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+    return [link[8:-1] for link in links if link.startswith("socket:[")]
+
+
+def test_on_one_machine_everything_listens_on_the_loopback_alone():
+    options = ("--processes", 2, "--devices", 1, "--steps", 10**6)
+    process = start("train", *MLP, *options)
+    try:
+        workers = wait_for_workers(process, 2)
+        assert process.stdout.readline().startswith("epoch ")
+        addresses = listening_addresses()
+        listens = [
+            addresses[inode]
+            for pid in (process.pid, *workers)
+            for inode in sockets_of(pid)
+            if inode in addresses
+        ]
+    finally:
+        process.terminate()
+        process.communicate()
+    assert len(listens) >= 3  # the store's, and each worker's
+    assert set(listens) == {"0100007F"}  # 127.0.0.1
+
+
 def test_what_fails_everywhere_is_said_once():
     process = start("train", *MLP, "--processes", 2, "--model", "nowhere:model")
     _, errors = process.communicate(timeout=120)

@@ -74,6 +74,10 @@ def forbidden(source):
 ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv"}
 PICKLE = {"pickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 PICKLE |= {"torch.load", "torch.save", "numpy.load", "np.load"}
+# torch.distributed pickles what these send.
+OBJECTS = ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list")
+OBJECTS += ("send_object_list", "recv_object_list")
+PICKLE |= {f"{place}.{name}" for place in ("dist", "torch.distributed") for name in OBJECTS}
 
 
 def test_every_file_has_one_place():
@@ -156,6 +160,8 @@ def test_nothing_is_pickled(file):
         "import torch\ntorch.load('x')",
         "from torch import load",
         "from torch import save as keep",
+        "import torch.distributed as dist\ndist.all_gather_object([], 1)",
+        "from torch.distributed import broadcast_object_list",
     ],
 )
 def test_what_is_forbidden_would_be_found(source):

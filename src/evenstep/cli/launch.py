@@ -22,7 +22,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-_LOOPBACK = "127.0.0.1"
+from evenstep.cli import meeting
+
 _OURS = "EVENSTEP_LAUNCHER"  # tells a process that this module has started it
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torch's launcher looks for a process's error
 
@@ -31,15 +32,14 @@ def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> NoRet
     """Run `evenstep` with `arguments` in `processes` processes, and exit as they do."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     os.environ[_OURS] = "1"
+    meeting.register()
     with tempfile.TemporaryDirectory(prefix="evenstep-") as folder:
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
             nproc_per_node=processes,
             run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=f"{_LOOPBACK}:0",
-            local_addr=_LOOPBACK,
+            rdzv_backend=meeting.BACKEND,
             max_restarts=max_restarts,
             logs_specs=DefaultLogsSpecs(folder, dict.fromkeys(range(1, processes), Std.ALL)),
         )
