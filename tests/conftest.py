@@ -8,6 +8,7 @@ import torch
 
 from evenstep.engine import Engine, InlineLanes, ThreadLanes
 from layouts import TWO
+from machines import two_machines
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -32,6 +33,12 @@ def engine(request):
     """An open engine of two devices, with and without threads."""
     with Engine(TWO, lanes=request.param) as engine:
         yield engine
+
+
+@pytest.fixture
+def machines():
+    with two_machines() as names:
+        yield names
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from commands import MLP, steps_kept, the_line, trained
+from commands import MLP, complaint, run, steps_kept, the_line, trained
 from evenstep.records import TrainRecord
 from launched import free_port
 from patience import wait_until
@@ -186,3 +186,27 @@ def test_after_a_kill_the_run_goes_on_from_the_last_checkpoint(tmp_path, victim)
         trained(*MLP, "--steps", 900).fingerprint
     )
     assert not [worker for worker in workers if is_alive(worker)]
+
+
+def test_auto_resume_begins_where_nothing_is_and_else_goes_on_from_the_newest_whole(tmp_path):
+    options = (
+        *MLP,
+        "--auto-resume",
+        "--checkpoint-every",
+        10,
+        "--checkpoint-dir",
+        tmp_path / "kept",
+    )
+    assert trained(*options, "--steps", 20).steps == 20
+    newest = tmp_path / "kept" / "step-00000020" / "tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    again = run("train", *options, "--steps", 30, "--json", "-")
+    assert "step-00000020" in again.stderr
+    expected = trained(*MLP, "--steps", 30).fingerprint
+    assert TrainRecord.from_json(again.stdout).fingerprint == expected
+
+
+def test_auto_resume_needs_a_folder():
+    assert "got --auto-resume without --checkpoint-dir" in complaint(
+        "train", "--auto-resume", code=2
+    )

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 
@@ -11,51 +10,8 @@ import pytest
 from commands import MLP, steps_kept, trained
 from evenstep.records import TrainRecord
 from launched import JOBS, alone
+from machines import ADDRESSES, ip
 from patience import wait_until
-
-NAMES = ("evenstep-a", "evenstep-b")
-ADDRESSES = ("10.213.77.1", "10.213.77.2")
-
-
-def ip(*arguments, check=True):
-    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=check)
-
-
-def tear_down():
-    for name in NAMES:
-        ip("netns", "del", name, check=False)
-
-
-@pytest.fixture
-def machines():
-    """Two namespaces with a veth pair; their cable is `eth0` in each."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
-        pytest.skip("network namespaces need root and the ip command")
-    tear_down()
-    if ip("netns", "add", NAMES[0], check=False).returncode:
-        pytest.skip("network namespaces are not permitted here")
-    try:
-        ip("netns", "add", NAMES[1])
-        ip(
-            "link",
-            "add",
-            "eth0",
-            "netns",
-            NAMES[0],
-            "type",
-            "veth",
-            "peer",
-            "eth0",
-            "netns",
-            NAMES[1],
-        )
-        for name, address in zip(NAMES, ADDRESSES, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
-            ip("-n", name, "link", "set", "eth0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield NAMES
-    finally:
-        tear_down()
 
 
 def torchrun_on(machine, number, *job, nnodes="2", rendezvous=""):

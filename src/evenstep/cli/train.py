@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +132,12 @@ class Places:
 )
 @click.option("--resume", is_flag=True, help="Go on from the newest checkpoint in DIR.")
 @click.option(
+    "--auto-resume",
+    is_flag=True,
+    help="Go on from the newest whole checkpoint in DIR if there is one, else begin: for jobs that "
+    "a cluster starts again.",
+)
+@click.option(
     "--json",
     "json_file",
     metavar="FILE",
@@ -148,6 +154,7 @@ def train(
     max_restarts: int,
     timeout_s: float,
     resume: bool,
+    auto_resume: bool,
     json_file: str | None,
 ) -> None:
     """Train a model; the result is the same on any number of devices.
@@ -156,21 +163,25 @@ def train(
     run has the options of the run that it goes on with; only its devices and its length may be
     others.
     """
-    if checkpoint_dir is None and (resume or checkpoint_every):
-        option = "--resume" if resume else "--checkpoint-every"
+    if checkpoint_dir is None and (resume or auto_resume or checkpoint_every):
+        resuming = "--resume" if resume else "--auto-resume"
+        option = resuming if resume or auto_resume else "--checkpoint-every"
         raise InputError(f"got {option} without --checkpoint-dir: say in which folder")
     _check_file("--json", json_file)
     _check_file("--trace", trace_file)
     if processes > 1 and not was_launched():
         launch(processes, max_restarts, sys.argv[1:])
-    resume = resume or _goes_on_after_failure(checkpoint_dir)
+    started_again = auto_resume or restarts() > 0
+    if started_again and checkpoint_dir is not None:
+        resume = resume or bool(list_checkpoints(checkpoint_dir))
     if not is_first():  # of several processes one speaks and writes
         trace_file = json_file = None
     console = Console(stderr=json_file == "-", quiet=not is_first())
     # This thread only fetches data: threads of its own would fight with the devices for the cores.
     with notes_on_stderr(), intra_op_threads(1):
         places = Places(devices=devices, in_flight=in_flight, timeout_s=timeout_s)
-        run = _prepare(choices, places, checkpoint_dir, resume, checkpoint_every)
+        load = load_newest_whole if started_again else load_trainer
+        run = _prepare(choices, places, checkpoint_dir, load if resume else None, checkpoint_every)
         try:
             record = _train_and_test(run, console)
         finally:
@@ -184,10 +195,17 @@ def train(
 
 
 def _prepare(
-    choices: Choices, places: Places, folder: Path | None, resume: bool, every: int | None
+    choices: Choices,
+    places: Places,
+    folder: Path | None,
+    load: Callable[..., Trainer] | None,
+    every: int | None,
 ) -> Run:
-    """Build everything that the run needs; only then its folder is made."""
-    if folder is not None and resume:
+    """Build everything that the run needs; only then its folder is made.
+
+    `load` makes the trainer that goes on from a checkpoint; None to begin.
+    """
+    if folder is not None and load:
         latest_checkpoint(folder)  # raises where there is none
         choices = resumed_choices(folder, choices)
     elif folder is not None:
@@ -195,8 +213,7 @@ def _prepare(
     factory = find_factory(choices.model)
     examples = load_data(choices, train=True)
     test = Loader(load_data(choices, train=False), choices.batch_size, shuffle=False)
-    if folder is not None and resume:
-        load = load_newest_whole if restarts() else load_trainer
+    if folder is not None and load:
         trainer = load(choices, places.devices, factory, folder, **places.options)
     else:
         trainer = make_trainer(choices, places.devices, factory, **places.options)
@@ -220,11 +237,6 @@ def _prepare(
         saver=Saver(trainer, folder, every or len(loader)),
         in_flight=places.in_flight,
     )
-
-
-def _goes_on_after_failure(folder: Path | None) -> bool:
-    """Whether a launcher has started the run again, and it has something to go on from."""
-    return restarts() > 0 and folder is not None and bool(list_checkpoints(folder))
 
 
 def _train_and_test(run: Run, console: Console) -> TrainRecord:

@@ -1,0 +1,58 @@
+"""Two machines, played by network namespaces with a cable between them."""
+
+import contextlib
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+NAMES = ("evenstep-a", "evenstep-b")
+ADDRESSES = ("10.213.77.1", "10.213.77.2")
+
+
+def ip(*arguments, check=True):
+    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=check)
+
+
+def tear_down():
+    for name in NAMES:
+        ip("netns", "del", name, check=False)
+        shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def two_machines():
+    """Two namespaces with a veth pair; their cable is `eth0` in each."""
+    if shutil.which("ip") is None or os.geteuid() != 0:
+        pytest.skip("network namespaces need root and the ip command")
+    tear_down()
+    if ip("netns", "add", NAMES[0], check=False).returncode:
+        pytest.skip("network namespaces are not permitted here")
+    try:
+        ip("netns", "add", NAMES[1])
+        ends = [("eth0", "netns", name) for name in NAMES]
+        ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
+        for name, address in zip(NAMES, ADDRESSES, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+            ip("-n", name, "link", "set", "eth0", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield NAMES
+    finally:
+        tear_down()
+
+
+def name_hosts(names):
+    """Let both machines know each other by names."""
+    lines = [f"{address} {name}" for address, name in zip(ADDRESSES, names, strict=True)]
+    for machine in NAMES:
+        folder = Path("/etc/netns") / machine  # what `ip netns exec` puts over /etc
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+
+
+def on_host(machine, name):
+    """Return what runs a command on a machine whose host has that name."""
+    rename = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', name]
+    return ["ip", "netns", "exec", machine, *rename]
