@@ -51,6 +51,15 @@ class Breaks(Net):
         return super().forward(x)
 
 
+class BreaksInRankOne(Net):
+    """Raises in one of several processes, some steps after the start."""
+
+    def forward(self, x):
+        if os.environ.get("RANK") == "1" and self.calls == 20:
+            raise RuntimeError("rank 1 has a problem of its own")
+        return super().forward(x)
+
+
 class DrawsFromRandom(Net):
     def forward(self, x):
         return super().forward(x) * (1 + random.random())

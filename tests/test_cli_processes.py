@@ -120,6 +120,24 @@ def test_what_fails_everywhere_is_said_once():
     assert "nowhere" in the_line(errors)
 
 
+def test_under_torchrun_the_first_error_is_said_once():
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    train = ["-m", "evenstep", "train", "--model", "cli_models:BreaksInRankOne", "--devices", "1"]
+    finished = subprocess.run(
+        [sys.executable, *torchrun, *train],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode
+    lines = [line for line in finished.stderr.splitlines() if line.startswith("evenstep: ")]
+    assert len(lines) == 1, finished.stderr
+    assert "rank 1 has a problem of its own" in lines[0]
+    assert "failed at" in lines[0]  # the place in the code, as the process itself knows it
+
+
 def test_sigterm_saves_one_checkpoint_and_leaves_no_process(tmp_path):
     folder = tmp_path / "kept"
     options = ("--processes", 2, "--devices", 1, "--steps", 10**6, "--checkpoint-every", 50)

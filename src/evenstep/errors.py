@@ -66,11 +66,13 @@ class PeerError(EvenstepError):
 
     Attributes:
         rank: of that process; None if it isn't known.
+        told: whether that process says itself what is wrong.
     """
 
-    def __init__(self, message: str, rank: int | None = None) -> None:
+    def __init__(self, message: str, rank: int | None = None, *, told: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
+        self.told = told
 
 
 class DivergedError(PeerError):

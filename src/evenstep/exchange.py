@@ -314,7 +314,8 @@ def _heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> No
     told = [(rank, report) for rank, report in enumerate(reports) if rank != but]
     for rank, report in told:
         if report.verdict is Verdict.FAILED:
-            raise PeerError(f"rank {rank} (on {peers.hosts[rank]}) failed: {report.story}", rank)
+            failed = f"rank {rank} (on {peers.hosts[rank]}) failed: {report.story}"
+            raise PeerError(failed, rank, told=True)
     for rank, report in told:
         if report.verdict is Verdict.AGAIN:
             raise AgainError(f"rank {rank} asks for step {report.place[0]} to be done again")

@@ -34,7 +34,8 @@ class Program(click.Group):
             _fail("stopped", 1)
         except EvenstepError as error:
             code = 2 if isinstance(error, InputError) else 1
-            _fail(str(error), code, follows=isinstance(error, PeerError))
+            follows, told = isinstance(error, PeerError), getattr(error, "told", False)
+            _fail(str(error), code, follows=follows, told=told)
         sys.exit(code or 0)
 
 
@@ -57,9 +58,16 @@ def _spell(error: click.ClickException) -> str:
     return error.format_message() + hint
 
 
-def _fail(message: str, code: int, *, follows: bool = False) -> NoReturn:
-    """Say what is wrong, and exit; `follows`: from what is wrong in another process."""
+def _fail(message: str, code: int, *, follows: bool = False, told: bool = False) -> NoReturn:
+    """Say what is wrong, and exit.
+
+    Args:
+        message: what is wrong.
+        code: to exit with.
+        follows: whether it follows from what is wrong in another process.
+        told: whether that one says so itself.
+    """
     line = f"evenstep: {' '.join(message.split())}"
-    if not hand_to_launcher(line, code, follows=follows):
+    if not hand_to_launcher(line, code, follows=follows) and not told:
         click.echo(line, err=True)
     sys.exit(code)

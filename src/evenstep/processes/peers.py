@@ -59,7 +59,8 @@ class Peers:
         host = self.hosts[error.rank]
         story, seen = self.board.word_of(error.rank)
         if story is not None:
-            return PeerError(f"rank {error.rank} (on {host}) failed: {story}", error.rank)
+            failed = f"rank {error.rank} (on {host}) failed: {story}"
+            return PeerError(failed, error.rank, told=True)
         return PeerError(
             f"{error}: rank {self.rank} waited for {what}; rank {error.rank} is on {host}, {seen}",
             error.rank,
