@@ -75,12 +75,12 @@ class Counting:
         self.rank, self.size = links.rank, links.size
         self.sent = 0
 
-    def send(self, tensor, to):
+    def send(self, tensor, to, tag=0):
         self.sent += tensor.nbytes
-        return self._links.send(tensor, to)
+        return self._links.send(tensor, to, tag)
 
-    def receive(self, tensor, source):
-        return self._links.receive(tensor, source)
+    def receive(self, tensor, source, tag=0):
+        return self._links.receive(tensor, source, tag)
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])

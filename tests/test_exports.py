@@ -28,6 +28,7 @@ EXPORTS = {
     ],
     "evenstep.cli": ["main"],
     "evenstep.collectives": [
+        "CanonicalSum",
         "CLASSIC",
         "Forest",
         "Links",

@@ -6,8 +6,15 @@ import pytest
 
 from launched import alone, torchrun
 
-LAYOUTS = [("1,1", 1), ("2,2", 1), ("1,1,1", 1), ("2,1", 1), ("2,1", 2)]
-"""The devices of each process, and the steps in flight."""
+LAYOUTS = [
+    ("1,1", 1, "plain"),
+    ("1,1", 2, "network"),
+    ("2,2", 1, "memory"),
+    ("1,1,1", 1, "network"),
+    ("2,1", 1, "memory"),
+    ("2,1", 2, "plain"),
+]
+"""The devices of each process, the steps in flight, and how gradients go (see `jobs/same.py`)."""
 
 
 def results_of(finished, out, rank):
@@ -22,11 +29,11 @@ def one_process(request, tmp_path_factory):
     return request.param, results_of(alone("same.py", out, "1", request.param, 1), out, 0)
 
 
-@pytest.mark.parametrize(("layout", "in_flight"), LAYOUTS)
-def test_every_layout_gives_what_one_process_gives(one_process, layout, in_flight, tmp_path):
+@pytest.mark.parametrize(("layout", "in_flight", "way"), LAYOUTS)
+def test_every_layout_gives_what_one_process_gives(one_process, layout, in_flight, way, tmp_path):
     shards, expected = one_process
     processes = len(layout.split(","))
-    finished = torchrun(processes, "same.py", tmp_path, layout, shards, in_flight)
+    finished = torchrun(processes, "same.py", tmp_path, layout, shards, in_flight, way)
     seen = []
     for rank in range(processes):
         told = results_of(finished, tmp_path, rank)

@@ -17,8 +17,8 @@ def told(tmp_path, kind, rank):
     return float(seconds), text
 
 
-def run(tmp_path, kind):
-    return torchrun(2, "fail.py", tmp_path, kind)
+def run(tmp_path, kind, *more):
+    return torchrun(2, "fail.py", tmp_path, kind, *more)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,15 @@ def test_an_error_of_one_process_reaches_the_others(tmp_path, kind, own, of_othe
     run(tmp_path, kind)
     assert told(tmp_path, kind, 1)[1].startswith(own)
     assert re.search(of_others, told(tmp_path, kind, 0)[1])
+
+
+@pytest.mark.parametrize("how", [(), ("in buckets",)], ids=str)
+def test_an_error_while_gradients_are_under_way_reaches_the_others(tmp_path, how):
+    run(tmp_path, "raise in backward", *how)
+    assert told(tmp_path, "", 1)[1].startswith("RuntimeError: rank 1 has a problem of its own")
+    seconds, text = told(tmp_path, "", 0)
+    assert re.match(r"PeerError: rank 1 .*failed: RuntimeError", text)
+    assert seconds < LIMIT_S
 
 
 def test_processes_with_other_weights_are_refused(tmp_path):
@@ -78,15 +87,19 @@ def test_who_comes_alone_waits_no_longer_than_the_limit(tmp_path):
     assert re.match(r"PeerError: (the processes did not meet|rank 1 did not come) within 3 s", text)
 
 
-@pytest.mark.parametrize("kind", ["stop", "die"])
-def test_a_process_that_is_late_or_gone_is_named_within_the_time_limit(tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [("stop", ()), ("die", ()), ("stop", ("in buckets",)), ("die in backward", ("in buckets",))],
+    ids=str,
+)
+def test_a_process_that_is_late_or_gone_is_named_within_the_time_limit(tmp_path, kind, how):
     """Without an elastic launcher, which would kill the others first."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     variables = {**address, "WORLD_SIZE": "2"}
     variables |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2"}
     processes = [
         subprocess.Popen(
-            [sys.executable, str(JOBS / "fail.py"), str(tmp_path), kind],
+            [sys.executable, str(JOBS / "fail.py"), str(tmp_path), kind, *how],
             env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
         )
         for rank in range(2)

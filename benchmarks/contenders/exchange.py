@@ -17,7 +17,7 @@ from torch import distributed
 
 from evenstep.allocator import kept_memory
 from evenstep.collectives import CLASSIC, canonical_sum, forest
-from evenstep.dense import SharedSum
+from evenstep.dense import BUCKET_BYTES, SharedSum, add_up_shared
 from evenstep.flat import FlatSpace
 from evenstep.processes import Peers, join
 
@@ -64,12 +64,13 @@ def by_memory(peers: Peers, elements: int) -> Callable[[], object]:
     """The canonical sum through shared memory, from gradients that lie there to sums there."""
     flats = FlatSpace([torch.ones(elements)], [0])
     trees = forest(peers.size, peers.size, tuple(range(r, r + 1) for r in range(peers.size)))
-    shared = SharedSum(peers, flats)
-    shared.put(trees, [[torch.ones(elements)]])
+    shared = SharedSum(peers, flats, BUCKET_BYTES)
+    shared.settle(trees, 0)
+    shared.begin(trees, 1, 0).write_rest([[torch.ones(elements)]])
 
     def once() -> None:
         peers.gather(b"", "the others")
-        shared.add_up(trees)
+        add_up_shared(peers, trees, shared.rooms[-1])
 
     return once
 
@@ -79,12 +80,14 @@ def by_memory_with_copies(peers: Peers, elements: int) -> Callable[[], object]:
     vector = torch.ones(elements)
     flats = FlatSpace([vector], [0])
     trees = forest(peers.size, peers.size, tuple(range(r, r + 1) for r in range(peers.size)))
-    shared = SharedSum(peers, flats)
+    shared = SharedSum(peers, flats, BUCKET_BYTES)
+    shared.settle(trees, 0)
 
     def once() -> None:
-        shared.put(trees, [[vector]])
+        sending = shared.begin(trees, 1, 0)
+        sending.write_rest([[vector]])
         peers.gather(b"", "the others")
-        shared.total(trees)
+        sending.total()
 
     return once
 

@@ -13,12 +13,12 @@ from evenstep.collectives import TreeSum, tree_sum
 from evenstep.devices import Device, carry
 from evenstep.engine import streams
 from evenstep.errors import ModelError
+from evenstep.gradients import GradientStream, Tensors, add_gradients
 from evenstep.objective import Number, ShardObjective
 from evenstep.replicas import Replica
 from evenstep.rng import ShardRandomness
 from evenstep.sharding import Batch
 
-Tensors: TypeAlias = "list[torch.Tensor | None]"
 Leaf: TypeAlias = "tuple[Number, Number]"
 """A shard's (total, count), detached."""
 
@@ -80,6 +80,7 @@ def compute_shard(
     *,
     objective: ShardObjective,
     tree: TreeSum[NodeSum],
+    stream: GradientStream | None = None,
     observe: Callable[[int, NodeSum], None] | None = None,
 ) -> Leaf:
     """Run one shard forward and backward and put its gradients and buffers into the tree.
@@ -99,7 +100,11 @@ def compute_shard(
         receive(left, replica.device)
     for number, parameter in enumerate(replica.parameters):
         parameter.grad = None if left is None else left.gradients[number]
-    leaf = _forward_backward(replica, work, objective)
+    if stream is None:
+        leaf = _forward_backward(replica, work, objective)
+    else:
+        with stream.of_shard(replica, work.shard, node, accumulates=left is not None):
+            leaf = _forward_backward(replica, work, objective)
     value = _collect(replica, work)
     if observe:
         observe(work.shard, value)
@@ -121,7 +126,7 @@ def add_nodes(left: NodeSum, right: NodeSum) -> NodeSum:
     if right.replica.device.memory != left.replica.device.memory:
         right = _carry_node(right, left.replica)
     buffers = _add_buffers(left, right)
-    gradients = _add_gradients(left.gradients, right.gradients)
+    gradients = add_gradients(left.gradients, right.gradients)
     weights = (*left.weights, *right.weights)
     fence = streams.fence_here(device) if device.kind == "cuda" else None
     return NodeSum(gradients, buffers, weights, left.replica, left.lo, right.hi, fence)
@@ -278,29 +283,6 @@ def _unwritten(opening: torch.Tensor, node: NodeSum) -> torch.Tensor:
     total = tree_sum([opening * weight for weight in node.weights], torch.add)
     assert total is not None
     return total
-
-
-def _add_gradients(left: Tensors, right: Tensors) -> Tensors:
-    result = list(left)
-    dense: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    for number, (ours, theirs) in enumerate(zip(left, right, strict=True)):
-        if ours is None or theirs is None:
-            result[number] = theirs if ours is None else ours
-        elif ours.is_sparse or theirs.is_sparse:
-            result[number] = _add_sparse(ours, theirs)
-        else:
-            dense[0].append(ours)
-            dense[1].append(theirs)
-    if dense[0]:
-        torch._foreach_add_(*dense)
-    return result
-
-
-def _add_sparse(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Add where one or both are sparse: two terms an element, so their order makes no odds."""
-    if left.is_sparse and right.is_sparse:
-        return (left + right).coalesce()
-    return right + left if left.is_sparse else left + right
 
 
 def _carry_node(node: NodeSum, replica: Replica) -> NodeSum:

@@ -22,12 +22,13 @@ from torch import nn
 from evenstep.collectives import Forest
 from evenstep.compute import Leaf, NodeSum, add_nodes
 from evenstep.dealing import Dealing
-from evenstep.dense import dense_sum
-from evenstep.errors import EvenstepError, ModelError, PeerError, SaveError
+from evenstep.dense import Sending, dense_sum
+from evenstep.errors import EvenstepError, PeerError, SaveError
 from evenstep.evaluation import Pairs
 from evenstep.flat import FlatSpace
+from evenstep.gradients import sparse_error
 from evenstep.processes import Peers
-from evenstep.replicas import Replicas
+from evenstep.replicas import Replica, Replicas
 from evenstep.sharding import Batch
 from evenstep.statetree import decode, encode
 
@@ -109,6 +110,7 @@ class Exchange:
         replicas: whose gradients and buffers they are.
         speeds: for each process how fast it is, relative to the others, until that is measured.
         own_speed: says how many shards a second this one computes; 0 while it isn't known.
+        in_flight: how many steps may be begun and not finished.
 
     Attributes:
         peers: the processes.
@@ -123,14 +125,19 @@ class Exchange:
         replicas: Replicas,
         speeds: Sequence[float],
         own_speed: Callable[[], float],
+        in_flight: int,
     ) -> None:
         self.peers = peers
+        self._in_flight = in_flight
         self._replicas = replicas
         self._own_speed = own_speed
         self.dealing = Dealing(speeds)
         self.stop_asked = False
         self.stop_seen: int | None = None
-        self._settle_home()
+        self._home = replicas.home
+        self._loose = _loose_parameters(self._home.module)
+        self._flats = _places_of(self._home, self._loose)
+        self._dense = dense_sum(peers, self._flats, on_cpus=replicas.on_cpus)
 
     def note(self, doing: str) -> None:
         """Say what this process is doing from now on, for others that wait for it."""
@@ -141,22 +148,37 @@ class Exchange:
         """This process's number."""
         return self.peers.rank
 
+    def begin(self, trees: Forest, step: int) -> Sending:
+        """Return where the gradients of a step go as they become final."""
+        if self._home is not self._replicas.home:
+            self._follow_home()
+        return self._dense.begin(trees, len(self._home.parameters), step)
+
     def report(
-        self, trees: Forest, place: Place, leaves: Mapping[int, Leaf], tops: Sequence[NodeSum]
+        self,
+        trees: Forest,
+        place: Place,
+        leaves: Mapping[int, Leaf],
+        tops: Sequence[NodeSum],
+        sending: Sending,
     ) -> Report:
         """Return what the others are to be told of this process's part of a step.
 
         Raises:
             ModelError: a gradient that can't be sent.
         """
-        if self._home is not self._replicas.home:
-            self._settle_home()
-        self._dense.put(trees, [top.gradients for top in tops])
+        for top in tops:
+            for i, gradient in enumerate(top.gradients):
+                if gradient is not None and gradient.is_sparse and i not in self._loose:
+                    raise sparse_error(self._home, i)
+        sending.write_rest([top.gradients for top in tops])
         numbers = [[float(number) for number in leaves[shard]] for shard in trees.runs[self.rank]]
-        present = [[gradient is not None for gradient in top.gradients] for top in tops]
+        present = torch.tensor(sending.present).reshape(-1, len(self._home.parameters)) > 0
         tensors: dict[str, torch.Tensor] = {}
         for number, top in enumerate(tops):
-            self._refuse_sparse(top)
+            present[number, sorted(self._loose)] = torch.tensor(
+                [top.gradients[i] is not None for i in sorted(self._loose)], dtype=torch.bool
+            )
             tensors |= _named(f"buffer/{number}", enumerate(top.buffers))
             tensors |= _named(f"gradient/{number}", [(i, top.gradients[i]) for i in self._loose])
         return Report(
@@ -165,12 +187,12 @@ class Exchange:
             stop=self.stop_asked,
             speed=self._own_speed(),
             leaves=torch.tensor(numbers, dtype=torch.float64).reshape(-1, 2),
-            present=torch.tensor(present).reshape(-1, len(self._home.parameters)) > 0,
+            present=present,
             tensors=tensors,
         )
 
     def complete(
-        self, trees: Forest, weights: Sequence[int], report: Report, tops: Sequence[NodeSum]
+        self, trees: Forest, weights: Sequence[int], report: Report, sending: Sending
     ) -> tuple[dict[int, Leaf], NodeSum]:
         """Bring a step's parts together; called by every process, in a lane.
 
@@ -178,7 +200,7 @@ class Exchange:
             trees: who sums what.
             weights: of all shards, in examples.
             report: this process's.
-            tops: this process's.
+            sending: where its gradients went.
 
         Returns:
             the leaves of all shards, and the root of the tree.
@@ -193,7 +215,8 @@ class Exchange:
         if self.stop_seen is None and any(report.stop for report in reports):
             self.stop_seen = report.place[0]
         try:
-            totals = self._dense.total(trees)
+            totals = sending.total()
+            self._dense.settle(trees, report.place[0] + self._in_flight)
         except PeerError as error:
             raise self.peers.told(error, f"the gradients of step {report.place[0]}") from error
         parts = [
@@ -215,6 +238,10 @@ class Exchange:
             PeerError: another process failed too.
         """
         _heed(self._gather(Report(verdict, place, story)), self.peers, but=self.rank)
+
+    def close(self) -> None:
+        """End what works beside the lanes."""
+        self._dense.close()
 
     def leave(self, story: str) -> None:
         """Let the others know that this process takes no further step; don't wait for them."""
@@ -269,25 +296,18 @@ class Exchange:
             outputs += decode(plain, named.__getitem__)
         return outputs
 
-    def _settle_home(self) -> None:
+    def _follow_home(self) -> None:
+        """Take the user's module as it is now: its parameters' places, and which may be sparse."""
         self._home = home = self._replicas.home
-        self._loose = _loose_parameters(home.module)
-        dense = [i for i in range(len(home.parameters)) if i not in self._loose]
-        self._flats = FlatSpace(home.parameters, dense)
-        self._dense = dense_sum(self.peers, self._flats, on_cpus=self._replicas.on_cpus)
+        self._loose, flats = _loose_parameters(home.module), self._flats
+        self._flats = _places_of(home, self._loose)
+        if not self._flats.is_like(flats):  # a hook may have been added in this process alone
+            self._dense.close()
+            self._dense = dense_sum(self.peers, self._flats, on_cpus=self._replicas.on_cpus)
 
     def _gather(self, report: Report) -> list[Report]:
         messages = self.peers.gather(report.encoded(), f"its part of step {report.place[0]}")
         return [decoded(message) for message in messages]
-
-    def _refuse_sparse(self, top: NodeSum) -> None:
-        for i, gradient in enumerate(top.gradients):
-            if gradient is not None and gradient.is_sparse and i not in self._loose:
-                name = [name for name, _ in self._home.module.named_parameters()][i]
-                raise ModelError(
-                    f"{name} got a sparse gradient, but belongs to no layer with sparse=True: "
-                    f"with several processes only such layers may have one"
-                )
 
     def _small_parts(
         self, trees: Forest, top: int, report: Report, weights: Sequence[int]
@@ -345,6 +365,12 @@ def _loose_parameters(model: nn.Module) -> frozenset[int]:
         if getattr(child, "sparse", False)
         for parameter in child.parameters(recurse=False)
     )
+
+
+def _places_of(home: Replica, loose: frozenset[int]) -> FlatSpace:
+    """Lay gradients out about in the order in which a backward pass makes them final."""
+    dense = [i for i in reversed(range(len(home.parameters))) if i not in loose]
+    return FlatSpace(home.parameters, dense)
 
 
 def _named(

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.collectives import Forest, TreeSum, forest, tree_sum
 from evenstep.compute import NodeSum, ShardWork, add_nodes, compute_shard
+from evenstep.dense import Sending
 from evenstep.devices import Device, carry
 from evenstep.draws import DrawWatch, States
 from evenstep.engine import Engine, Runs, Task, Var, streams
@@ -23,6 +24,7 @@ from evenstep.engine.context import PLAIN
 from evenstep.errors import BatchError, add_note
 from evenstep.evaluation import Forward, Measure, Metric, measure_shard, predict_shard
 from evenstep.experiment import Experiment
+from evenstep.gradients import GradientStream
 from evenstep.objective import ShardObjective
 from evenstep.replicas import Replica, Replicas
 from evenstep.sharding import Batch, Cut, contiguous_runs, cut_batch
@@ -47,6 +49,7 @@ class Attempt:
         dropped: whether what has not begun of it shall not begin.
         before: the states of the default generators when it began; None where nobody looks.
         told: whether the other processes were told how it went.
+        sending: where its gradients go, where there are other processes.
     """
 
     cut: Cut
@@ -57,6 +60,7 @@ class Attempt:
     dropped: bool = False
     before: States | None = None
     told: bool = False
+    sending: Sending | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _at: dict[int, tuple[int, bool, float]] = dataclasses.field(default_factory=dict)
 
@@ -102,6 +106,7 @@ class ShardRunner:
         watch: what is known of the model's random ops.
         engine: where the tasks run.
         team: the processes that compute a batch together.
+        may_stream: whether gradients may be sent while a backward pass still runs.
     """
 
     def __init__(
@@ -118,6 +123,7 @@ class ShardRunner:
         self._timekeeper = timekeeper
         self.watch = DrawWatch([device.torch_device for device in engine.devices])
         self.team = team
+        self.may_stream = replicas.on_cpus
 
     def split(self, batch: Batch, step: int) -> Cut:
         """Cut `batch` of step `step` (or this process's part of it) into shards."""
@@ -171,9 +177,19 @@ class ShardRunner:
             compute_shard,
             objective=self.watch.watched(objective),
             tree=attempt.tree,
+            stream=self._stream(attempt, observed=observe is not None),
             observe=observe,
         )
         return self._tasks(attempt, compute, seed_of, "compute", copies, reads)
+
+    def _stream(self, attempt: Attempt, *, observed: bool) -> GradientStream | None:
+        """Let gradients leave as they become final, where there is anything to gain by that."""
+        if self.team.exchange is None:
+            return None
+        attempt.sending = self.team.exchange.begin(attempt.trees, attempt.number)
+        if observed or not self.may_stream or len(attempt.sending.buckets) < 2:
+            return None
+        return GradientStream(attempt.trees.plans[attempt.cut.part.rank], attempt.sending)
 
     def measure(
         self, cut: Cut, measure: Measure, metrics: Mapping[str, Metric], seed_of: SeedOf

@@ -23,6 +23,7 @@ from evenstep.engine import Engine, Pending, Task
 from evenstep.engine.context import PLAIN
 from evenstep.errors import BatchError, ClosedError, EvenstepError, InputError, PeerError
 from evenstep.exchange import AgainError, Exchange, Place, Verdict
+from evenstep.gradients import AccumulatedTwiceError
 from evenstep.objective import ShardObjective
 from evenstep.runner import Attempt, SeedOf, ShardRunner
 from evenstep.sharding import NO_CUT
@@ -186,6 +187,8 @@ class Flight:
             elif self._can_mend(run, failure):
                 with contextlib.suppress(AgainError):
                     self._tell(run.attempt, run.place, Verdict.AGAIN)
+                self._drop_all()
+                self._drop_gradients(run.attempt)
                 self._start_again()
             else:
                 self.abandon(failure)
@@ -206,6 +209,7 @@ class Flight:
         self._abandoned(first)
         with contextlib.suppress(PeerError, AgainError):  # this error came first
             self._tell(first.attempt, place, Verdict.FAILED, repr(error))
+            self._drop_gradients(first.attempt)
 
     def leave(self, error: BaseException) -> None:
         """Let the other processes know why this one takes no further step."""
@@ -270,11 +274,13 @@ class Flight:
         self, exchange: Exchange, run: StepRun, leaves: Mapping[int, Leaf], tops: list[NodeSum]
     ) -> tuple[Mapping[int, Leaf], NodeSum]:
         attempt, team = run.attempt, self._runner.team
-        report = exchange.report(attempt.trees, run.place, leaves, tops)
+        sending = attempt.sending
+        assert sending is not None
+        report = exchange.report(attempt.trees, run.place, leaves, tops, sending)
         team.note(f"exchanging step {run.number}")
         attempt.told = True
         began_s = time.perf_counter()
-        complete = exchange.complete(attempt.trees, attempt.cut.weights, report, tops)
+        complete = exchange.complete(attempt.trees, attempt.cut.weights, report, sending)
         attempt.clock.exchange_s = time.perf_counter() - began_s
         return complete
 
@@ -291,6 +297,9 @@ class Flight:
     def _can_mend(self, run: StepRun, error: BaseException) -> bool:
         """Say whether the step can be done again, with what was learnt from its failure."""
         watch, before = self._runner.watch, run.attempt.before
+        if isinstance(error, AccumulatedTwiceError):
+            self._runner.may_stream = False
+            return True
         if type(error) in (BatchError, InputError):  # a batch or a model that was written to
             return False
         if isinstance(error, AgainError) or (isinstance(error, Exception) and watch.drew(before)):
@@ -318,6 +327,11 @@ class Flight:
         if exchange is not None and not attempt.told:
             attempt.told = True
             exchange.tell(place, verdict, story)
+
+    def _drop_gradients(self, attempt: Attempt) -> None:
+        """Let the other processes have what they wait for, though nobody wants it any more."""
+        if attempt.sending is not None:
+            attempt.sending.drop()
 
     def _failure_of(self, end: Task) -> BaseException | None:
         """Return what a step's last task failed with.

@@ -41,6 +41,7 @@ class Team:
         timeout_s: float,
         facts: Callable[[], Mapping[str, object]],
         own_speed: Callable[[], float],
+        in_flight: int,
     ) -> Iterator[None]:
         """Find the other processes, if there are any, and make sure that all train the same.
 
@@ -49,6 +50,7 @@ class Team:
             timeout_s: the most seconds that any wait for another process may take.
             facts: what must be the same everywhere, by name.
             own_speed: says how many shards a second this process computes; 0 while it isn't known.
+            in_flight: how many steps may be begun and not finished.
 
         Raises:
             PeerError: the processes are not all there within the time limit.
@@ -62,10 +64,11 @@ class Team:
             agree(peers, facts(), "what is trained")
             told = peers.gather(str(len(replicas.all)).encode(), "its number of devices")
             devices = [int(count) for count in told]
-            self.exchange = Exchange(peers, replicas, devices, own_speed)
+            self.exchange = Exchange(peers, replicas, devices, own_speed, in_flight)
             try:
                 yield
             finally:
+                self.exchange.close()
                 self.exchange = None
 
     def batches(self, loader: Loader, cursor: Cursor, step: int) -> Iterator[Batch]:

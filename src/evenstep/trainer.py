@@ -188,7 +188,11 @@ class Trainer:
             logger.warning(note)
         self._opened.enter_context(
             self._team.linked(
-                self._replicas, self._peer_timeout_s, self._facts, self._runner.shards_per_s
+                self._replicas,
+                self._peer_timeout_s,
+                self._facts,
+                self._runner.shards_per_s,
+                self._max_in_flight,
             )
         )
         self._opened.enter_context(kept_memory())

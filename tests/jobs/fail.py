@@ -13,9 +13,21 @@ from torch.utils.data import TensorDataset
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import evenstep
+from evenstep import dense
 from evenstep.data import Loader
 from evenstep.errors import EvenstepError
 from zoo import build, make_batches
+
+
+def fail(_):
+    raise RuntimeError("rank 1 has a problem of its own")
+
+
+def die(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+LATE = {"raise in backward": fail, "die in backward": die}
 
 
 def trouble(kind, model, batch):
@@ -24,6 +36,8 @@ def trouble(kind, model, batch):
         raise RuntimeError("rank 1 has a problem of its own")
     if kind == "bad batch":
         return batch[0][:0], batch[1][:0]
+    if kind in LATE:
+        next(model.parameters()).register_hook(LATE[kind])  # of the first layer, so called last
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "die":
@@ -39,6 +53,8 @@ def trouble(kind, model, batch):
 def main():
     """Train; write what ended it."""
     out, kind, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
+    if "in buckets" in sys.argv[3:]:  # which leave while a backward pass still runs
+        dense.BUCKET_BYTES, dense.SharedSum = 200, dense.NetworkSum
     model = build("convolution", seed=rank if kind == "other model" else 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     began = time.monotonic()

@@ -1,8 +1,10 @@
 """A script as a user writes it: it trains, and writes what came of it. One process or many.
 
-    torchrun --nproc-per-node 2 tests/jobs/same.py OUT 1,1 8 2
+    torchrun --nproc-per-node 2 tests/jobs/same.py OUT 1,1 8 2 plain
 
-OUT is a folder for each rank's results, then the devices of each rank, V, and the steps in flight.
+OUT is a folder for each rank's results, then the devices of each rank, V, the steps in flight, and
+how gradients go: "plain" as for small models, all at once; "memory" and "network" in tiny buckets,
+each as soon as it is final.
 """
 
 import functools
@@ -13,11 +15,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import evenstep
+from evenstep import dense
 from evenstep.data import Loader, digits
 from evenstep.fingerprint import tensor_digest
 from evenstep.metrics import accuracy
@@ -25,6 +29,7 @@ from zoo import ZOO, SparseInPlaces, build, make_batches
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 SIZES = {7: (21, 19), 8: (33, 16, 30, 24)}
+TINY_BYTES = 200
 LAST = (16, 3)  # fewer examples than shards
 
 
@@ -61,6 +66,30 @@ def on_sparse_gradients(options):
         return [trainer.fingerprint(), losses]
 
 
+class Recomputed(nn.Module):
+    """A layer in two recomputed parts: one backward pass adds to its gradient twice."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.Linear(36, 36), nn.Linear(36, 5)
+
+    def forward(self, x):
+        hidden = x.flatten(1).requires_grad_()
+        for _ in range(2):
+            hidden = checkpoint(lambda h: self.layer(h).tanh(), hidden, use_reentrant=True)
+        return self.head(hidden)
+
+
+def on_gradients_added_to_twice(options):
+    """Train a model one of whose gradients is not final when it looks so; return what came out."""
+    model = Recomputed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = [float(trainer.step(X, y)) for X, y in make_batches((40, 33))]
+        return [trainer.fingerprint(), losses]
+
+
 def on_digits(options):
     """Train an epoch on digits of which each process fetches its own; return what is measured."""
     examples = TensorDataset(*(tensor[:203] for tensor in digits(train=True).tensors))
@@ -89,12 +118,18 @@ def forward(model, X, y):
 def main():
     """Train everything, and write the results of this rank."""
     out, layout, shards, in_flight = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
+    way = sys.argv[5] if len(sys.argv) > 5 else "plain"
+    if way != "plain":
+        dense.BUCKET_BYTES = TINY_BYTES
+    if way == "network":
+        dense.SharedSum = dense.NetworkSum
     rank = int(os.environ.get("RANK", "0"))
     devices = int(layout.split(",")[rank])
     options = {"devices": devices, "shards": shards, "max_in_flight": in_flight}
     results = {name: on_whole_batches(name, SIZES[shards], options) for name in ZOO}
     results["dropout, few examples"] = on_whole_batches("dropout", LAST, options)
     results["sparse gradients"] = on_sparse_gradients(options)
+    results["added to twice"] = on_gradients_added_to_twice(options)
     results["digits"], seen = on_digits(options)
     (out / f"{rank}.json").write_text(json.dumps({"results": results, "seen": seen}))
 

@@ -1,7 +1,7 @@
 """Sums in one canonical order, whoever computed the terms."""
 
 from evenstep.collectives.autograd import all_gather, all_reduce
-from evenstep.collectives.canonical import add_in_order, canonical_sum
+from evenstep.collectives.canonical import CanonicalSum, add_in_order, canonical_sum
 from evenstep.collectives.classic import CLASSIC
 from evenstep.collectives.forest import Forest, forest
 from evenstep.collectives.links import Links, Transfer, chunk_bounds, wait_all
@@ -10,6 +10,7 @@ from evenstep.collectives.tree import TreePlan, TreeSum, tree_plan, tree_sum
 
 __all__ = [
     "CLASSIC",
+    "CanonicalSum",
     "Forest",
     "Links",
     "LocalLinks",

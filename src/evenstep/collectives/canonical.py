@@ -45,15 +45,33 @@ def canonical_sum(
     """
     elements = max(1, bucket_bytes // out.element_size())
     starts = range(0, out.numel(), elements)
-    buckets = [_Bucket(links, forest, tops, out, lo, lo + elements) for lo in starts]
+    buckets = [
+        CanonicalSum(
+            links,
+            forest,
+            [top[lo : lo + elements] for top in tops],
+            out[lo : lo + elements],
+            name=f"the bucket from {lo} on",
+        )
+        for lo in starts
+    ]
     for bucket in buckets:
         bucket.add_up()
     for bucket in buckets:
         bucket.wait()
 
 
-class _Bucket:
-    """A slice of the flat vectors on its way; made, it has been sent to its chunks' owners."""
+class CanonicalSum:
+    """A slice of the flat vectors on its way; made, it has been sent to its chunks' owners.
+
+    Args:
+        links: as for `canonical_sum`.
+        forest: likewise.
+        tops: this process's own of the slice, each (n,).
+        out: (n,), where the sum comes to lie.
+        tag: sets buckets apart which processes don't begin in the same order.
+        name: of the bucket, for errors.
+    """
 
     def __init__(
         self,
@@ -61,39 +79,44 @@ class _Bucket:
         forest: Forest,
         tops: Sequence[torch.Tensor],
         out: torch.Tensor,
-        lo: int,
-        hi: int,
+        *,
+        tag: int = 0,
+        name: str = "a bucket",
     ) -> None:
         self._links = links
         self._forest = forest
-        self._lo = lo
-        self._out = out[lo:hi]
-        self._chunks = chunk_bounds(len(self._out), links.size)
+        self._out = out
+        self._tag = tag
+        self._name = name
+        self._chunks = chunk_bounds(len(out), links.size)
         first, last = self._chunks[links.rank]
-        own = forest.tops_of(links.rank)
-        parts = dict(zip(own, (top[lo:hi] for top in tops), strict=True))
+        parts = dict(zip(forest.tops_of(links.rank), tops, strict=True))
         self._sent = [
-            links.send(part[slice(*self._chunks[peer])], peer)
+            links.send(part[slice(*self._chunks[peer])], peer, tag)
             for peer in _others(links)
             for part in parts.values()
             if self._chunks[peer][0] < self._chunks[peer][1]
         ]
         self._mine = [
-            parts[top][first:last] if top in parts else torch.empty_like(self._out[first:last])
+            parts[top][first:last] if top in parts else torch.empty_like(out[first:last])
             for top in range(len(forest.owners))
         ]
         self._received = [
-            links.receive(self._mine[top], owner)
+            links.receive(self._mine[top], owner, tag)
             for top, owner in enumerate(forest.owners)
             if owner != links.rank and first < last
         ]
 
     def add_up(self) -> None:
-        """Wait for this process's chunk of every top, add it up, and send the sum on its way."""
+        """Wait for this process's chunk of every top, add it up, and send the sum on its way.
+
+        Raises:
+            PeerError: a process did not come in time, or is gone; with the bucket's name.
+        """
         try:
             wait_all(self._received)
         except PeerError as error:
-            raise PeerError(f"{error}, in the bucket from {self._lo} on", error.rank) from error
+            raise PeerError(f"{error}, in {self._name}", error.rank) from error
         first, last = self._chunks[self._links.rank]
         total = self._out[first:last]
         add_in_order(self._forest, self._mine, total)
@@ -101,11 +124,11 @@ class _Bucket:
         peers = _others(links)
         back: list[Transfer] = []
         if first < last:
-            back += [links.send(total, peer) for peer in peers]
+            back += [links.send(total, peer, self._tag) for peer in peers]
         for peer in peers:
             chunk = self._out[slice(*self._chunks[peer])]
             if chunk.numel():
-                back.append(links.receive(chunk, peer))
+                back.append(links.receive(chunk, peer, self._tag))
         self._sent += back
 
     def wait(self) -> None:

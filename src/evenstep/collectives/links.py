@@ -24,8 +24,9 @@ class Transfer(Protocol):
 class Links(Protocol):
     """The processes of a group and the way from this one to each other one.
 
-    Tensors between two processes arrive in the order in which they are sent. They are contiguous,
-    in the CPU's memory, and left alone until their transfer is waited for.
+    Tensors of one tag between two processes arrive in the order in which they are sent. They are
+    contiguous, in the CPU's memory, and left alone until their transfer is waited for. Any thread
+    may send and receive.
 
     Attributes:
         rank: this process among them.
@@ -35,12 +36,12 @@ class Links(Protocol):
     rank: int
     size: int
 
-    def send(self, tensor: torch.Tensor, to: int) -> Transfer:
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Transfer:
         """Begin to send `tensor`."""
         ...
 
-    def receive(self, tensor: torch.Tensor, source: int) -> Transfer:
-        """Begin to receive into `tensor` what `source` sends, of the same size."""
+    def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Transfer:
+        """Begin to receive into `tensor` what `source` sends with that tag, of the same size."""
         ...
 
     def close(self) -> None:

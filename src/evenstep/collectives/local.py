@@ -13,38 +13,61 @@ from evenstep.errors import PeerError
 
 
 class LocalLinks:
-    """One of several ends in one process; `connect` makes them. For each a thread calls its own."""
+    """One of several ends in one process; `connect` makes them."""
 
-    def __init__(self, rank: int, wires: list[list[_Wire]], timeout_s: float) -> None:
+    def __init__(self, rank: int, wires: list[list[_Cable]], timeout_s: float) -> None:
         self.rank = rank
         self.size = len(wires)
         self._wires = wires
         self._timeout_s = timeout_s
 
-    def send(self, tensor: torch.Tensor, to: int) -> Transfer:
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Transfer:
         """Send a copy of `tensor` at once."""
-        self._wires[self.rank][to].to_send().set_result(tensor.clone())
+        self._wires[self.rank][to].wire(tag).to_send().set_result(tensor.clone())
         return _Left()
 
-    def receive(self, tensor: torch.Tensor, source: int) -> Transfer:
+    def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Transfer:
         """Take the next tensor of `source`, once somebody waits for it."""
-        arrival = self._wires[source][self.rank].to_receive()
+        arrival = self._wires[source][self.rank].wire(tag).to_receive()
         return _Arrival(arrival, tensor, source, self._timeout_s)
 
     def close(self) -> None:
         """Let nothing more come from here."""
-        for wire in self._wires[self.rank]:
-            wire.close(PeerError(f"rank {self.rank} is gone", self.rank))
+        for cable in self._wires[self.rank]:
+            cable.close(PeerError(f"rank {self.rank} is gone", self.rank))
 
 
 def connect(size: int, *, timeout_s: float = 60.0) -> list[LocalLinks]:
     """Return `size` ends that are linked to each other."""
-    wires = [[_Wire() for _ in range(size)] for _ in range(size)]
+    wires = [[_Cable() for _ in range(size)] for _ in range(size)]
     return [LocalLinks(rank, wires, timeout_s) for rank in range(size)]
 
 
+class _Cable:
+    """What goes from one end to another: a wire for each tag."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wires: dict[int, _Wire] = {}
+        self._closed: PeerError | None = None
+
+    def wire(self, tag: int) -> _Wire:
+        with self._lock:
+            if tag not in self._wires:
+                self._wires[tag] = _Wire()
+                if self._closed:
+                    self._wires[tag].close(self._closed)
+            return self._wires[tag]
+
+    def close(self, error: PeerError) -> None:
+        with self._lock:
+            self._closed = error
+            for wire in self._wires.values():
+                wire.close(error)
+
+
 class _Wire:
-    """What goes from one end to another: the n-th sent is the n-th received."""
+    """What has one tag: the n-th sent is the n-th received."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

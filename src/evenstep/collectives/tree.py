@@ -105,12 +105,23 @@ class TreeSum(Generic[T]):
     """A sum under way: lanes put values of nodes in any order, from any thread.
 
     Whoever brings the second child of a node adds the two (left first) and carries the value up.
-    `add(left, right)` may reuse the memory of both: neither is read again.
+
+    Args:
+        plan: which shards, and who is added to whom.
+        add: `add(left, right)`; it may reuse the memory of both: neither is read again.
+        close: `close(top, left, right)` is called with what makes a top (numbered as in
+            `plan.tops`), instead of adding and keeping it; right is None for a value that is whole.
     """
 
-    def __init__(self, plan: TreePlan, add: Callable[[T, T], T]) -> None:
+    def __init__(
+        self,
+        plan: TreePlan,
+        add: Callable[[T, T], T],
+        close: Callable[[int, T, T | None], None] | None = None,
+    ) -> None:
         self._plan = plan
         self._add = add
+        self._close = close
         self._waiting: dict[int, T] = {}
         self._lock = threading.Lock()
 
@@ -129,6 +140,11 @@ class TreeSum(Generic[T]):
                 return plan.parent[shard], self._waiting.pop(left)
         return shard, None
 
+    def take(self, node: int) -> T:
+        """Take back the value of a node whose sibling is not there yet."""
+        with self._lock:
+            return self._waiting.pop(node)
+
     def put(self, node: int, value: T) -> None:
         """Bring the value of `node`, and sum upwards as far as siblings are there."""
         plan = self._plan
@@ -138,9 +154,16 @@ class TreeSum(Generic[T]):
                     self._waiting[node] = value
                     return
                 other = self._waiting.pop(plan.sibling[node])
-            value = self._add(value, other) if node in plan.lefts else self._add(other, value)
+            left, right = (value, other) if node in plan.lefts else (other, value)
             node = plan.parent[node]
-        self._waiting[node] = value
+            if self._close is not None and node not in plan.parent:
+                self._close(plan.tops.index(node), left, right)
+                return
+            value = self._add(left, right)
+        if self._close is not None:
+            self._close(plan.tops.index(node), value, None)
+        else:
+            self._waiting[node] = value
 
     def take_tops(self) -> list[T]:
         """Return the sums of the plan's tops; every shard's value must have been put."""

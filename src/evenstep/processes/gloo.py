@@ -42,23 +42,23 @@ class GlooLinks:
             options._devices = [make.create_device(interface=interface)]
             self._group = make(store, rank, size, options)
 
-    def send(self, tensor: torch.Tensor, to: int) -> Transfer:
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Transfer:
         """Begin to send `tensor`."""
-        return _Transfer(self._begin(self._group.send, tensor, to), to, self._timeout)
+        return _Transfer(self._begin(self._group.send, tensor, to, tag), to, self._timeout)
 
-    def receive(self, tensor: torch.Tensor, source: int) -> Transfer:
+    def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Transfer:
         """Begin to receive into `tensor`."""
-        return _Transfer(self._begin(self._group.recv, tensor, source), source, self._timeout)
+        return _Transfer(self._begin(self._group.recv, tensor, source, tag), source, self._timeout)
 
     def close(self) -> None:
         """Close the connections."""
         self._group = None
 
     def _begin(
-        self, operation: Callable[..., dist.Work], tensor: torch.Tensor, peer: int
+        self, operation: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int
     ) -> dist.Work:
         try:
-            return operation([tensor], peer, 0)
+            return operation([tensor], peer, tag)
         except RuntimeError as error:
             raise _told(error, peer, self._timeout) from error
 
