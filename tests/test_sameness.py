@@ -12,7 +12,7 @@ import evenstep
 from evenstep.engine import InlineLanes
 from layouts import LAYOUTS, DelayedLanes, delayed, own, shared
 from reference import assert_same_bits, reference_training, whole_state
-from zoo import ZOO, SparseInPlaces, build, make_batches
+from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -137,6 +137,16 @@ def test_a_weight_with_sparse_gradients_in_some_shards_and_dense_ones_in_others(
     ]
     for state in states[1:]:
         assert_same_bits(state, states[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_backward_pass_that_adds_to_a_gradient_twice(layout):
+    """Onto the sum of the shards to the left this would be (left + a) + b, not left + (a + b)."""
+    batches = make_batches((40, 33, 40))
+    expected, expected_losses = reference_training(Recomputed(), ADAM, batches, shards=8)
+    state, losses = train(Recomputed(), ADAM, batches, devices=LAYOUTS[layout])
+    assert_same_bits(state, expected)
+    assert losses == expected_losses
 
 
 def test_inline_lanes_give_the_same_bits():

@@ -13,7 +13,7 @@ from evenstep.collectives import TreeSum, tree_sum
 from evenstep.devices import Device, carry
 from evenstep.engine import streams
 from evenstep.errors import ModelError
-from evenstep.gradients import GradientStream, Tensors, add_gradients
+from evenstep.gradients import GradientStream, Tensors, add_gradients, refused_twice
 from evenstep.objective import Number, ShardObjective
 from evenstep.replicas import Replica
 from evenstep.rng import ShardRandomness
@@ -81,6 +81,7 @@ def compute_shard(
     objective: ShardObjective,
     tree: TreeSum[NodeSum],
     stream: GradientStream | None = None,
+    may_accumulate: bool = True,
     observe: Callable[[int, NodeSum], None] | None = None,
 ) -> Leaf:
     """Run one shard forward and backward and put its gradients and buffers into the tree.
@@ -90,20 +91,30 @@ def compute_shard(
     gradients, whose repeated rows must be summed before anything else, nor with an observer, which
     is shown every shard's own value.
 
+    Args:
+        replica: of the lane.
+        work: the shard.
+        objective: of a shard.
+        tree: of everything, but for what `stream` takes.
+        stream: takes gradients as they become final.
+        may_accumulate: whether a backward pass adds to each gradient once.
+        observe: called with the shard's own value.
+
     Returns:
         (total, count): the shard's detached objective and what it is to be divided by.
     """
     replica.open_shard()
-    may_claim = replica.has_learned and observe is None and not replica.may_be_sparse
+    may_claim = may_accumulate and replica.has_learned and not (observe or replica.may_be_sparse)
     node, left = tree.claim(work.shard, lambda value: may_claim and _fits(value, replica))
     if left is not None:
         receive(left, replica.device)
     for number, parameter in enumerate(replica.parameters):
         parameter.grad = None if left is None else left.gradients[number]
-    if stream is None:
-        leaf = _forward_backward(replica, work, objective)
-    else:
+    if stream is not None:
         with stream.of_shard(replica, work.shard, node, accumulates=left is not None):
+            leaf = _forward_backward(replica, work, objective)
+    else:
+        with refused_twice([] if left is None else left.gradients):
             leaf = _forward_backward(replica, work, objective)
     value = _collect(replica, work)
     if observe:

@@ -8,7 +8,7 @@ same shape as the tree for everything else, so the same additions in the same or
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -23,7 +23,26 @@ Tensors: TypeAlias = "list[torch.Tensor | None]"
 
 
 class AccumulatedTwiceError(EvenstepError):
-    """A backward pass has added to a gradient that was taken for final, and is on its way."""
+    """A backward pass has added to a gradient twice, where that would be another sum.
+
+    Backward passes inside the backward pass do it (recomputed activations with `use_reentrant`),
+    where they share a parameter. Onto a left sum that is (left + a) + b instead of left + (a + b);
+    and what was sent after a is not final.
+    """
+
+
+@contextmanager
+def refused_twice(lefts: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    """Refuse a backward pass in it that adds twice to one of the sums `lefts`.
+
+    Raises:
+        AccumulatedTwiceError: it did.
+    """
+    before = [left._version for left in lefts if left is not None]
+    yield
+    after = [left._version for left in lefts if left is not None]
+    if any(late > early + 1 for early, late in zip(before, after, strict=True)):
+        raise AccumulatedTwiceError("a backward pass added to a gradient twice")
 
 
 class GradientStream:

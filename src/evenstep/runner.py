@@ -106,7 +106,7 @@ class ShardRunner:
         watch: what is known of the model's random ops.
         engine: where the tasks run.
         team: the processes that compute a batch together.
-        may_stream: whether gradients may be sent while a backward pass still runs.
+        adds_once: whether a backward pass adds to each gradient once, as far as was seen.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class ShardRunner:
         self._timekeeper = timekeeper
         self.watch = DrawWatch([device.torch_device for device in engine.devices])
         self.team = team
-        self.may_stream = replicas.on_cpus
+        self.adds_once = True
 
     def split(self, batch: Batch, step: int) -> Cut:
         """Cut `batch` of step `step` (or this process's part of it) into shards."""
@@ -178,6 +178,7 @@ class ShardRunner:
             objective=self.watch.watched(objective),
             tree=attempt.tree,
             stream=self._stream(attempt, observed=observe is not None),
+            may_accumulate=self.adds_once,
             observe=observe,
         )
         return self._tasks(attempt, compute, seed_of, "compute", copies, reads)
@@ -187,7 +188,8 @@ class ShardRunner:
         if self.team.exchange is None:
             return None
         attempt.sending = self.team.exchange.begin(attempt.trees, attempt.number)
-        if observed or not self.may_stream or len(attempt.sending.buckets) < 2:
+        may_stream = self.adds_once and self.replicas.on_cpus and not observed
+        if not may_stream or len(attempt.sending.buckets) < 2:
             return None
         return GradientStream(attempt.trees.plans[attempt.cut.part.rank], attempt.sending)
 

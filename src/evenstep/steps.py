@@ -298,7 +298,7 @@ class Flight:
         """Say whether the step can be done again, with what was learnt from its failure."""
         watch, before = self._runner.watch, run.attempt.before
         if isinstance(error, AccumulatedTwiceError):
-            self._runner.may_stream = False
+            self._runner.adds_once = False
             return True
         if type(error) in (BatchError, InputError):  # a batch or a model that was written to
             return False

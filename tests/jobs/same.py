@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -25,7 +24,7 @@ from evenstep import dense
 from evenstep.data import Loader, digits
 from evenstep.fingerprint import tensor_digest
 from evenstep.metrics import accuracy
-from zoo import ZOO, SparseInPlaces, build, make_batches
+from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 SIZES = {7: (21, 19), 8: (33, 16, 30, 24)}
@@ -64,21 +63,6 @@ def on_sparse_gradients(options):
     with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
         losses = [float(trainer.step(X, y)) for X, y in make_batches((61, 64))]
         return [trainer.fingerprint(), losses]
-
-
-class Recomputed(nn.Module):
-    """A layer in two recomputed parts: one backward pass adds to its gradient twice."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.head = nn.Linear(36, 36), nn.Linear(36, 5)
-
-    def forward(self, x):
-        hidden = x.flatten(1).requires_grad_()
-        for _ in range(2):
-            hidden = checkpoint(lambda h: self.layer(h).tanh(), hidden, use_reentrant=True)
-        return self.head(hidden)
 
 
 def on_gradients_added_to_twice(options):
