@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -62,6 +63,23 @@ def test_a_slow_cable_that_loses_packets_changes_nothing(machines, tmp_path):
             pytest.skip("tc netem is not permitted here")
     expected = expected_results(tmp_path / "alone")
     assert train_on_both(machines, tmp_path) == [expected] * 2
+
+
+def dropped_packets(machine):
+    told = ip("netns", "exec", machine, "tc", "-s", "qdisc", "show", "dev", "eth0").stdout
+    return int(re.search(r"dropped (\d+)", told)[1])
+
+
+def test_a_narrow_cable_that_drops_packets_changes_nothing(machines, tmp_path):
+    """A bucket of tokens with a queue of a few packets: what comes too fast is lost, sent again."""
+    for machine in machines:
+        bucket = ["root", "tbf", "rate", "40mbit", "burst", "4kb", "limit", "8kb"]
+        command = ["ip", "netns", "exec", machine, "tc", "qdisc", "add", "dev", "eth0", *bucket]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            pytest.skip("tc tbf is not permitted here")
+    expected = expected_results(tmp_path / "alone")
+    assert train_on_both(machines, tmp_path) == [expected] * 2
+    assert all(dropped_packets(machine) > 0 for machine in machines)
 
 
 def test_a_cut_cable_is_noticed_on_both_sides_within_the_time_limit(machines, tmp_path):
