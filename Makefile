@@ -49,6 +49,7 @@ bench: install ## measure again and write docs/benchmarks.md (an hour; needs a q
 	$(BIN)/python benchmarks/step_profile.py
 	$(BIN)/python benchmarks/uneven_devices.py
 	$(BIN)/python benchmarks/processes.py
+	$(BIN)/python benchmarks/cable.py
 	$(BIN)/python benchmarks/engine_experiments.py
 	$(BIN)/python benchmarks/kills.py
 	$(BIN)/python benchmarks/checkpoints.py

@@ -20,6 +20,7 @@ NAMES = (
     "step_profile",
     "uneven_devices",
     "processes",
+    "cable",
     "engine",
     *(f"engine.{experiment}" for experiment in EXPERIMENTS),
 )

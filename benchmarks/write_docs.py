@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from notes import read_notes
-from pages import engine, memory, overhead, processes, profile, reliability, speed, uneven
+from pages import cable, engine, memory, overhead, processes, profile, reliability, speed, uneven
 from records import RESULTS, ROOT, load
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -30,6 +30,7 @@ SECTIONS: dict[str, Section] = {
     "step_profile": profile.section,
     "uneven_devices": uneven.section,
     "processes": processes.section,
+    "cable": cable.section,
     "engine_experiments": engine.section,
 }
 RELIABILITY_SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {

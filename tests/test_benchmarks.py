@@ -289,6 +289,16 @@ def _documents():
                 )
             ],
         },
+        "cable": common
+        | {
+            "settings": {"rate": "1gbit", "examples": 8},
+            "variants": {"evenstep": "evenstep, V = 8", "ddp": "DDP"},
+            "runs": [
+                {"round": number, "variant": variant, "examples_per_s": speed}
+                for number in range(2)
+                for variant, speed in (("evenstep", 90.0), ("ddp", 100.0))
+            ],
+        },
         "step_profile": common
         | {
             "settings": {"lenet": {"examples": 256}},
