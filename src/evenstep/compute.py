@@ -13,7 +13,7 @@ from evenstep.collectives import TreeSum, tree_sum
 from evenstep.devices import Device, carry
 from evenstep.engine import streams
 from evenstep.errors import ModelError
-from evenstep.gradients import GradientStream, Tensors, add_gradients, refused_twice
+from evenstep.gradients import GradientStream, Tensors, add_gradients, refuse_twice, versions
 from evenstep.objective import Number, ShardObjective
 from evenstep.replicas import Replica
 from evenstep.rng import ShardRandomness
@@ -113,9 +113,12 @@ def compute_shard(
     if stream is not None:
         with stream.of_shard(replica, work.shard, node, accumulates=left is not None):
             leaf = _forward_backward(replica, work, objective)
+    elif left is not None:
+        before = versions(left.gradients)
+        leaf = _forward_backward(replica, work, objective)
+        refuse_twice(left.gradients, before)
     else:
-        with refused_twice([] if left is None else left.gradients):
-            leaf = _forward_backward(replica, work, objective)
+        leaf = _forward_backward(replica, work, objective)
     value = _collect(replica, work)
     if observe:
         observe(work.shard, value)

@@ -8,7 +8,7 @@ same shape as the tree for everything else, so the same additions in the same or
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -31,18 +31,20 @@ class AccumulatedTwiceError(EvenstepError):
     """
 
 
-@contextmanager
-def refused_twice(lefts: Sequence[torch.Tensor | None]) -> Iterator[None]:
-    """Refuse a backward pass in it that adds twice to one of the sums `lefts`.
+def versions(gradients: Tensors) -> list[int]:
+    """Return how often each gradient was written, as torch counts."""
+    return [gradient._version for gradient in gradients if gradient is not None]
+
+
+def refuse_twice(lefts: Tensors, before: list[int]) -> None:
+    """Make sure that a backward pass has added at most once to each of the sums `lefts`.
 
     Raises:
-        AccumulatedTwiceError: it did.
+        AccumulatedTwiceError: it has not.
     """
-    before = [left._version for left in lefts if left is not None]
-    yield
-    after = [left._version for left in lefts if left is not None]
-    if any(late > early + 1 for early, late in zip(before, after, strict=True)):
-        raise AccumulatedTwiceError("a backward pass added to a gradient twice")
+    for late, early in zip(versions(lefts), before, strict=True):
+        if late > early + 1:
+            raise AccumulatedTwiceError("a backward pass added to a gradient twice")
 
 
 class GradientStream:

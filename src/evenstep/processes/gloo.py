@@ -78,6 +78,7 @@ class _Transfer:
 
 def _told(error: RuntimeError, peer: int, timeout: datetime.timedelta) -> PeerError:
     """Say in our words what gloo says: a time limit, or a connection that is no more."""
-    if "imed out" in str(error):
+    text = str(error).lower()
+    if "timed out" in text or "timeout" in text:  # of this wait, or of another one's before it
         return PeerError(f"rank {peer} did not come within {timeout.total_seconds():g} s", peer)
     return PeerError(f"rank {peer} is gone: its connection is closed", peer)
