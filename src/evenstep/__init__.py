@@ -3,6 +3,8 @@
 from evenstep import data, errors, metrics, models
 from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
 from evenstep.engine import Engine
+from evenstep.exporting import Exported, export, load_exported
+from evenstep.hybrid import Hybrid, hybridize
 from evenstep.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -10,10 +12,15 @@ __version__ = "0.1.0"
 __all__ = [
     "Device",
     "Engine",
+    "Exported",
+    "Hybrid",
     "Trainer",
     "data",
     "errors",
+    "export",
     "find_devices",
+    "hybridize",
+    "load_exported",
     "metrics",
     "models",
     "try_all_gpus",

@@ -6,7 +6,8 @@
     │   ├── BatchError                   a batch that can't be cut into shards
     │   ├── ModelError                   a model, loss or optimizer that can't be trained here
     │   ├── DataError                    a data file that is missing, damaged or out of range
-    │   └── CheckpointError              a checkpoint that is missing, damaged or of another run
+    │   ├── CheckpointError              a checkpoint that is missing, damaged or of another run
+    │   └── ExportError                  a model that can't be exported, or a bad exported file
     ├── NonFiniteLossError               a shard's loss is NaN or infinite; the step was not taken
     ├── SaveError                        a checkpoint can't be written; the earlier ones are whole
     ├── DeviceLostError                  a device failed or stopped, and what needed it can't go on
@@ -47,6 +48,10 @@ class DataError(InputError):
 
 class CheckpointError(InputError):
     """A checkpoint that is missing, damaged or of another run."""
+
+
+class ExportError(InputError):
+    """A model that can't be exported, or an exported file that is missing or damaged."""
 
 
 class NonFiniteLossError(EvenstepError):

@@ -13,6 +13,7 @@ import click
 
 from evenstep.cli.devices import devices
 from evenstep.cli.explain import explain
+from evenstep.cli.export import export
 from evenstep.cli.launch import hand_to_launcher
 from evenstep.cli.train import train
 from evenstep.cli.verify import verify
@@ -48,7 +49,7 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (train, verify, explain, devices):
+for _command in (train, verify, explain, export, devices):
     main.add_command(_command)
 
 

@@ -58,6 +58,15 @@ def write_choices(folder: Path, choices: Choices) -> None:
         ) from error
 
 
+def saved_choices(folder: Path) -> dict[str, Any]:
+    """Return the choices of the run in `folder`, by name: its model, its data and how it trained.
+
+    Raises:
+        CheckpointError: the file is missing or damaged.
+    """
+    return _read(folder / NAME)
+
+
 def resumed_choices(folder: Path, choices: Choices) -> Choices:
     """Return the choices of the run in `folder`, with the length that `choices` asks for.
 

@@ -24,16 +24,16 @@ _PINNED = ("shards", "seed", "precision", "memory_format", "threads")
 """The choices that a checkpoint pins by itself: left alone at a resume, they are its own."""
 
 
-def load_data(choices: Choices, *, train: bool) -> TensorDataset:
+def load_data(data: str, data_dir: str | None, *, train: bool) -> TensorDataset:
     """Return the examples to train on, or those to test with."""
-    if choices.data == "digits":
-        if choices.data_dir is not None:
+    if data == "digits":
+        if data_dir is not None:
             raise DataError(
                 "got --data-dir, but the digits come with scikit-learn: "
                 "leave it out, or say --data fashion-mnist"
             )
         return digits(train)
-    return fashion_mnist(train, choices.data_dir, progress=sys.stderr.isatty())
+    return fashion_mnist(train, data_dir, progress=sys.stderr.isatty())
 
 
 def make_loader(choices: Choices, examples: TensorDataset, seed: int) -> Loader:

@@ -211,8 +211,10 @@ def _prepare(
     elif folder is not None:
         _refuse_used(folder)
     factory = find_factory(choices.model)
-    examples = load_data(choices, train=True)
-    test = Loader(load_data(choices, train=False), choices.batch_size, shuffle=False)
+    examples = load_data(choices.data, choices.data_dir, train=True)
+    test = Loader(
+        load_data(choices.data, choices.data_dir, train=False), choices.batch_size, shuffle=False
+    )
     if folder is not None and load:
         trainer = load(choices, places.devices, factory, folder, **places.options)
     else:

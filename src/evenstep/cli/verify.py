@@ -47,7 +47,9 @@ def verify(context: click.Context, choices: Choices, wanted: str) -> None:
     if len(layouts) < 2:
         raise InputError(f"got --devices {wanted}: give at least two to compare, such as 1,2")
     factory = find_factory(choices.model)
-    loader = make_loader(choices, load_data(choices, train=True), choices.seed)
+    loader = make_loader(
+        choices, load_data(choices.data, choices.data_dir, train=True), choices.seed
+    )
     steps = choices.target_steps(len(loader), default=_DEFAULT_STEPS)
     width = max(map(len, ("devices", *labels)))
     click.echo(f"{'devices':<{width}}  fingerprint after {_count(steps, 'step')}")

@@ -1,0 +1,61 @@
+"""`evenstep export`: a trained model as one file that runs without its Python source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+
+from evenstep import state
+from evenstep.checkpoint import list_checkpoints, read_checkpoint
+from evenstep.cli.display import print_table
+from evenstep.cli.lookup import find_factory
+from evenstep.cli.runfile import saved_choices
+from evenstep.cli.setup import load_data
+from evenstep.evaluation import evaluation_mode
+from evenstep.exporting import export as write_program
+from evenstep.exporting import load_exported
+
+_COMPARED = 64  # examples
+
+
+@click.command()
+@click.option(
+    "--checkpoint",
+    required=True,
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="The folder of a run (its newest checkpoint counts), or one checkpoint in it.",
+)
+@click.option(
+    "--out",
+    required=True,
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="The file to write, .pt2.",
+)
+def export(checkpoint: Path, out: Path) -> None:
+    """Write the model of a checkpoint into one file, for evenstep.load_exported.
+
+    The file runs without the model's Python source. What it computes is compared with the model, on
+    examples of the run's test data.
+    """
+    saved = read_checkpoint(checkpoint)
+    state.check_is_training_state(saved, checkpoint)
+    choices = saved_choices(checkpoint if list_checkpoints(checkpoint) else checkpoint.parent)
+    model = find_factory(choices["model"])()
+    state.restore_model(model, saved["model"])
+    examples = load_data(choices["data"], choices["data_dir"], train=False).tensors[0][:_COMPARED]
+    write_program(model, examples, out)
+    exported = load_exported(out)
+    with evaluation_mode(model), torch.no_grad():
+        difference = (exported(examples) - model(examples)).abs().max().item()
+    rows = [
+        ("file", str(out)),
+        ("input", ", ".join(map(str, exported.inputs))),
+        ("step", str(saved["steps_done"])),
+        ("max difference", f"{difference:.1e} on {len(examples)} test examples"),
+    ]
+    print_table(Console(), rows)
