@@ -51,6 +51,7 @@ bench: install ## measure again and write docs/benchmarks.md (an hour; needs a q
 	$(BIN)/python benchmarks/processes.py
 	$(BIN)/python benchmarks/cable.py
 	$(BIN)/python benchmarks/engine_experiments.py
+	$(BIN)/python benchmarks/hybridize.py
 	$(BIN)/python benchmarks/kills.py
 	$(BIN)/python benchmarks/checkpoints.py
 	$(BIN)/python benchmarks/write_docs.py

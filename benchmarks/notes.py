@@ -21,6 +21,7 @@ NAMES = (
     "uneven_devices",
     "processes",
     "cable",
+    "hybrid",
     "engine",
     *(f"engine.{experiment}" for experiment in EXPERIMENTS),
 )

@@ -12,7 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from notes import read_notes
-from pages import cable, engine, memory, overhead, processes, profile, reliability, speed, uneven
+from pages import (
+    cable,
+    engine,
+    hybridize,
+    memory,
+    overhead,
+    processes,
+    profile,
+    reliability,
+    speed,
+    uneven,
+)
 from records import RESULTS, ROOT, load
 
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -31,6 +42,7 @@ SECTIONS: dict[str, Section] = {
     "uneven_devices": uneven.section,
     "processes": processes.section,
     "cable": cable.section,
+    "hybridize": hybridize.section,
     "engine_experiments": engine.section,
 }
 RELIABILITY_SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {

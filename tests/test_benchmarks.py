@@ -299,6 +299,14 @@ def _documents():
                 for variant, speed in (("evenstep", 90.0), ("ddp", 100.0))
             ],
         },
+        "hybridize": common
+        | {
+            "settings": {"calls": 10, "rounds": 2},
+            "runs": [
+                {"eager_us": 30.0, "hybrid_us": 15.0, "way": "traced"}
+                | {"found_s": 20.0, "max_difference": 1e-7}
+            ],
+        },
         "step_profile": common
         | {
             "settings": {"lenet": {"examples": 256}},
