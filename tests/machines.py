@@ -12,8 +12,13 @@ NAMES = ("evenstep-a", "evenstep-b")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
 
+SYSTEM = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where ip, tc and sysctl may be
+
+
 def ip(*arguments, check=True):
-    return subprocess.run(["ip", *arguments], capture_output=True, text=True, check=check)
+    command = [shutil.which("ip", path=SYSTEM), *arguments]
+    environment = {**os.environ, "PATH": SYSTEM}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=check)
 
 
 def tear_down():
@@ -25,7 +30,7 @@ def tear_down():
 @contextlib.contextmanager
 def two_machines():
     """Two namespaces with a veth pair; their cable is `eth0` in each."""
-    if shutil.which("ip") is None or os.geteuid() != 0:
+    if shutil.which("ip", path=SYSTEM) is None or os.geteuid() != 0:
         pytest.skip("network namespaces need root and the ip command")
     tear_down()
     if ip("netns", "add", NAMES[0], check=False).returncode:

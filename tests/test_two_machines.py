@@ -57,9 +57,9 @@ def test_two_machines_give_what_one_gives(machines, tmp_path):
 @pytest.mark.slow
 def test_a_slow_cable_that_loses_packets_changes_nothing(machines, tmp_path):
     for machine in machines:
-        command = ["tc", "qdisc", "add", "dev", "eth0", "root", "netem"]
-        slow = ["ip", "netns", "exec", machine, *command, "delay", "50ms", "loss", "1%"]
-        if subprocess.run(slow, capture_output=True, check=False).returncode:
+        slow = ("root", "netem", "delay", "50ms", "loss", "1%")
+        add = ("tc", "qdisc", "add", "dev", "eth0", *slow)
+        if ip("netns", "exec", machine, *add, check=False).returncode:
             pytest.skip("tc netem is not permitted here")
     expected = expected_results(tmp_path / "alone")
     assert train_on_both(machines, tmp_path) == [expected] * 2
@@ -74,8 +74,8 @@ def test_a_narrow_cable_that_drops_packets_changes_nothing(machines, tmp_path):
     """A bucket of tokens with a queue of a few packets: what comes too fast is lost, sent again."""
     for machine in machines:
         bucket = ["root", "tbf", "rate", "40mbit", "burst", "4kb", "limit", "8kb"]
-        command = ["ip", "netns", "exec", machine, "tc", "qdisc", "add", "dev", "eth0", *bucket]
-        if subprocess.run(command, capture_output=True, check=False).returncode:
+        add = ("tc", "qdisc", "add", "dev", "eth0", *bucket)
+        if ip("netns", "exec", machine, *add, check=False).returncode:
             pytest.skip("tc tbf is not permitted here")
     expected = expected_results(tmp_path / "alone")
     assert train_on_both(machines, tmp_path) == [expected] * 2
@@ -108,8 +108,7 @@ def test_the_side_with_the_rendezvous_goes_on_alone_to_the_same_end(machines, tm
     running = []
     for number, machine in enumerate(machines):
         # How long the kernel tries to reach a machine that is gone: torch's launcher waits for it.
-        retries = ["sysctl", "-qw", "net.ipv4.tcp_retries2=4"]
-        subprocess.run(["ip", "netns", "exec", machine, *retries], check=True)
+        ip("netns", "exec", machine, "sysctl", "-qw", "net.ipv4.tcp_retries2=4")
         wait = ",last_call_timeout=4,read_timeout=5"
         command = ["-m", "evenstep", "train", *job]
         running.append(torchrun_on(machine, number, *command, nnodes="1:2", rendezvous=wait))
