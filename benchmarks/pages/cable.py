@@ -13,8 +13,9 @@ from text import NOTHING, number, spread, table
 def section(document: dict[str, Any], notes: Mapping[str, str]) -> str:
     """Return the section."""
     settings = document["settings"]
+    rate = settings["rate"].replace("gbit", " Gbit")
     text = (
-        f"ResNet-18 over two machines of one core each, with {settings['rate']} a second between "
+        f"ResNet-18 over two machines of one core each, with {rate} a second between "
         f"them: network namespaces of one machine, and a token bucket at each end of their cable. "
         f"The same global batch of {settings['examples']} for all. Ratios are taken within a round."
     )
