@@ -10,6 +10,7 @@ from torch import nn
 
 import evenstep
 from commands import complaint, run, trained
+from evenstep import onnx
 from evenstep.errors import BatchError, ExportError, SaveError
 
 ALONE = """
@@ -156,7 +157,7 @@ def test_a_bad_example_is_refused(tmp_path, example, told):
 
 
 def test_a_file_of_another_kind_is_refused(tmp_path):
-    with pytest.raises(ExportError, match=r"ends in \.pt2"):
+    with pytest.raises(ExportError, match=r"ends in \.pt2 or \.onnx"):
         evenstep.export(nn.Linear(2, 2), torch.ones(2, 2), tmp_path / "it.pth")
 
 
@@ -173,6 +174,10 @@ def test_the_command_exports_a_run_and_says_how_far_it_is_off(tmp_path):
         assert "float32 (batch, 1, 28, 28)" in told
         assert "max difference" in told
     assert evenstep.load_exported(file)(torch.zeros(5, 1, 28, 28)).shape == (5, 10)
+    pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
+    other = file.with_suffix(".onnx")
+    assert "onnxruntime" in run("export", "--checkpoint", folder, "--out", other).stdout
+    assert other.stat().st_size > 100_000
 
 
 def test_the_command_refuses_what_is_no_run(tmp_path):
@@ -235,3 +240,44 @@ def test_a_number_from_python_is_the_recorded_one_for_ever(tmp_path):
     file = evenstep.export(RandomInPython(), torch.ones(2, 4), tmp_path / "it.pt2")
     exported = evenstep.load_exported(file)
     assert exported(torch.ones(1, 4)).equal(exported(torch.ones(1, 4)))
+
+
+# ONNX
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "resnet18"])
+def test_onnxruntime_computes_the_same_of_any_batch_size(name, tmp_path):
+    runtime = pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
+    net, example = networks()[name]
+    file = evenstep.export(net, example, tmp_path / "it.onnx")
+    assert net.training
+    session = runtime.InferenceSession(file.read_bytes())
+    (given,) = session.get_inputs()
+    for size in (1, 5):
+        images = torch.randn(size, 1, 28, 28)
+        (found,) = session.run(None, {given.name: images.numpy()})
+        expected = outputs(net, images)
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_is_no_onnx_says_why(tmp_path):
+    pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
+    with pytest.raises(ExportError, match="BranchesOnValues can't be written as ONNX") as caught:
+        evenstep.export(BranchesOnValues(), torch.ones(2, 3), tmp_path / "it.onnx")
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_outputs_that_differ_are_noticed(tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
+    run_it = onnx._run
+    monkeypatch.setattr(onnx, "_run", lambda *args: [one + 0.1 for one in run_it(*args)])
+    with pytest.raises(ExportError, match=r"differ from those of Linear by 1\.0e-01: nothing"):
+        evenstep.export(nn.Linear(2, 2), torch.ones(2, 2), tmp_path / "it.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_missing_for_onnx_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx, "_NEEDED", ("onnx", "no_such_package"))
+    with pytest.raises(ExportError, match=r"no_such_package is missing: pip install"):
+        evenstep.export(nn.Linear(2, 2), torch.ones(2, 2), tmp_path / "it.onnx")

@@ -24,6 +24,7 @@ from torch import nn
 
 from evenstep.errors import BatchError, ExportError, SaveError
 from evenstep.evaluation import evaluation_mode
+from evenstep.onnx import as_onnx
 
 Inputs: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 
@@ -99,26 +100,31 @@ def export(net: nn.Module, example: Inputs, path: str | os.PathLike[str]) -> Pat
         net: the model; it is left as it was.
         example: what it is called with: a tensor, or a tuple of tensors, with the batch first. Its
             values don't matter; another batch size may be used later.
-        path: the file, `.pt2`.
+        path: the file: `.pt2` for `load_exported`, or `.onnx` for other programs (that needs
+            `pip install evenstep[onnx]`; the file is run in onnxruntime before it is written).
 
     Returns:
         The file's path.
 
     Raises:
-        ExportError: the model can't be recorded as one program; why, and where.
+        ExportError: the model can't be recorded as one program, and why; or onnxruntime computes
+            something else.
         SaveError: the file can't be written; one that was there before is whole.
     """
     path = Path(path)
-    if path.suffix != ".pt2":
-        raise ExportError(f"got the file {path}: give one that ends in .pt2")
+    if path.suffix not in (".pt2", ".onnx"):
+        raise ExportError(f"got the file {path}: give one that ends in .pt2 or .onnx")
     # Two rows at least: a batch of one would be taken for a constant.
     inputs = tuple(torch.cat([one, one]) if len(one) == 1 else one for one in as_inputs(example))
+    if path.suffix == ".onnx":
+        _write_whole(path, as_onnx(net, inputs))
+        return path
     note = {"format": _FORMAT, "version": _VERSION}
     note["inputs"] = [dataclasses.asdict(Input.like(tensor)) for tensor in inputs]
     program = recorded(net, inputs)
     content = io.BytesIO()
     torch.export.save(program, content, extra_files={_NOTE: json.dumps(note)})
-    _write_whole(path, content.getbuffer())
+    _write_whole(path, content.getvalue())
     return path
 
 
@@ -192,7 +198,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-def _write_whole(path: Path, content: memoryview) -> None:
+def _write_whole(path: Path, content: bytes) -> None:
     """Write a file that takes the place of `path` at once, or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:

@@ -34,13 +34,12 @@ _COMPARED = 64  # examples
     required=True,
     metavar="FILE",
     type=click.Path(path_type=Path),
-    help="The file to write, .pt2.",
+    help="The file to write: .pt2 for evenstep.load_exported, or .onnx.",
 )
 def export(checkpoint: Path, out: Path) -> None:
-    """Write the model of a checkpoint into one file, for evenstep.load_exported.
+    """Write the model of a checkpoint into one file that runs without its Python source.
 
-    The file runs without the model's Python source. What it computes is compared with the model, on
-    examples of the run's test data.
+    What the file computes is compared with the model, on examples of the run's test data.
     """
     saved = read_checkpoint(checkpoint)
     state.check_is_training_state(saved, checkpoint)
@@ -49,13 +48,13 @@ def export(checkpoint: Path, out: Path) -> None:
     state.restore_model(model, saved["model"])
     examples = load_data(choices["data"], choices["data_dir"], train=False).tensors[0][:_COMPARED]
     write_program(model, examples, out)
-    exported = load_exported(out)
-    with evaluation_mode(model), torch.no_grad():
-        difference = (exported(examples) - model(examples)).abs().max().item()
-    rows = [
-        ("file", str(out)),
-        ("input", ", ".join(map(str, exported.inputs))),
-        ("step", str(saved["steps_done"])),
-        ("max difference", f"{difference:.1e} on {len(examples)} test examples"),
-    ]
+    rows = [("file", str(out)), ("step", str(saved["steps_done"]))]
+    if out.suffix == ".onnx":
+        rows.append(("compared", f"in onnxruntime, on {len(examples)} test examples"))
+    else:
+        exported = load_exported(out)
+        with evaluation_mode(model), torch.no_grad():
+            difference = (exported(examples) - model(examples)).abs().max().item()
+        rows.append(("input", ", ".join(map(str, exported.inputs))))
+        rows.append(("max difference", f"{difference:.1e} on {len(examples)} test examples"))
     print_table(Console(), rows)
