@@ -84,6 +84,15 @@ def reference_training(model, make_optimizer, batches, **settings):
     return whole_state(model, optimizer), losses
 
 
+def plain_outputs(model, *inputs):
+    """Return what `model` gives in evaluation mode, and leave its mode as it was."""
+    training = model.training
+    with torch.no_grad():
+        found = model.eval()(*inputs)
+    model.train(training)
+    return found
+
+
 def whole_state(model, optimizer):
     return dict(named_state(model, optimizer))
 

@@ -12,6 +12,7 @@ import evenstep
 from commands import complaint, run, trained
 from evenstep import onnx
 from evenstep.errors import BatchError, ExportError, SaveError
+from reference import plain_outputs
 
 ALONE = """
 import sys, torch, evenstep
@@ -29,14 +30,6 @@ def networks():
     }
 
 
-def outputs(net, *inputs):
-    training = net.training
-    with torch.no_grad():
-        found = net.eval()(*inputs)
-    net.train(training)
-    return found
-
-
 @pytest.mark.parametrize("name", ["mlp", "lenet", "resnet18"])
 def test_the_file_computes_what_the_model_does_in_evaluation_mode(name, tmp_path):
     net, example = networks()[name]
@@ -46,7 +39,7 @@ def test_the_file_computes_what_the_model_does_in_evaluation_mode(name, tmp_path
         images = torch.randn(size, 1, 28, 28)
         found = exported(images)
         assert not found.requires_grad
-        torch.testing.assert_close(found, outputs(net, images), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found, plain_outputs(net, images), rtol=1e-5, atol=1e-5)
 
 
 def test_it_runs_in_a_process_where_the_models_module_does_not_exist(tmp_path):
@@ -256,7 +249,7 @@ def test_onnxruntime_computes_the_same_of_any_batch_size(name, tmp_path):
     for size in (1, 5):
         images = torch.randn(size, 1, 28, 28)
         (found,) = session.run(None, {given.name: images.numpy()})
-        expected = outputs(net, images)
+        expected = plain_outputs(net, images)
         torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-4)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 import evenstep
 from evenstep import hybrid
 from evenstep.errors import ExportError, ModelError
+from reference import plain_outputs
 
 
 def net():
@@ -22,14 +23,6 @@ def net():
         nn.ReLU(),
         nn.Linear(128, 2),
     )
-
-
-def outputs(model, *inputs):
-    training = model.training
-    with torch.no_grad():
-        found = model.eval()(*inputs)
-    model.train(training)
-    return found
 
 
 @pytest.fixture
@@ -45,7 +38,7 @@ def test_it_gives_the_models_outputs_and_is_never_slower_than_it():
     assert {way.name for way in called.ways} == {"eager", "traced"}
     assert called.way.call_us == min(way.call_us for way in called.ways)
     for inputs in (x, torch.randn(1, 512)):
-        torch.testing.assert_close(called(inputs), outputs(model, inputs))
+        torch.testing.assert_close(called(inputs), plain_outputs(model, inputs))
     assert not called(x).requires_grad
 
 
@@ -55,7 +48,7 @@ def test_other_inputs_than_the_examples_go_to_the_model_itself():
     called = evenstep.hybridize(model, torch.randn(1, 512))
     for size in (2, 5):
         x = torch.randn(size, 512)
-        assert called(x).equal(outputs(model, x))
+        assert called(x).equal(plain_outputs(model, x))
     assert model.training
 
 
@@ -66,7 +59,7 @@ def test_compiled_ahead_it_agrees_too():
     (compiled,) = [way for way in called.ways if way.name == "compiled"]
     assert compiled.why_not == ""
     assert compiled.max_difference < 1e-5
-    torch.testing.assert_close(called(x), outputs(model, x))
+    torch.testing.assert_close(called(x), plain_outputs(model, x))
 
 
 class BranchesOnValues(nn.Module):

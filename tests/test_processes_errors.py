@@ -48,33 +48,29 @@ def test_an_error_while_gradients_are_under_way_reaches_the_others(tmp_path, how
     assert seconds < LIMIT_S
 
 
-def test_processes_with_other_weights_are_refused(tmp_path):
-    run(tmp_path, "other model")
-    for rank in range(2):
-        assert re.search(
+@pytest.mark.parametrize(
+    ("kind", "pattern"),
+    [
+        (
+            "other model",
             r"InputError: the processes disagree about what is trained: the fingerprint of model "
             r"and optimizer is \w+ on rank 1 .* but \w+ on rank 0",
-            told(tmp_path, "other model", rank)[1],
-        )
-
-
-def test_a_flipped_bit_is_named(tmp_path):
-    run(tmp_path, "flipped bit")
-    for rank in range(2):
-        assert re.search(
+        ),
+        (
+            "flipped bit",
             r"DivergedError: rank 1 .* is in another state than the others after step 5: the first "
             r"tensor that differs is parameter/0\.weight",
-            told(tmp_path, "flipped bit", rank)[1],
-        )
-
-
-def test_processes_with_other_data_are_refused(tmp_path):
-    run(tmp_path, "other data")
-    for rank in range(2):
-        assert re.search(
+        ),
+        (
+            "other data",
             r"InputError: the processes disagree about the data: a digest of some examples is",
-            told(tmp_path, "other data", rank)[1],
-        )
+        ),
+    ],
+)
+def test_what_differs_between_processes_is_named_in_all(tmp_path, kind, pattern):
+    run(tmp_path, kind)
+    for rank in range(2):
+        assert re.search(pattern, told(tmp_path, kind, rank)[1])
 
 
 def test_who_comes_alone_waits_no_longer_than_the_limit(tmp_path):

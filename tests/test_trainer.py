@@ -21,7 +21,7 @@ from evenstep.errors import (
 )
 from layouts import shared
 from patience import only_one_interrupt
-from reference import assert_same_bits, bits_of, reference_training, whole_state
+from reference import assert_same_bits, bits_of, plain_outputs, reference_training, whole_state
 from trainers import LAYOUTS, open_trainer, sgd, state_of
 from zoo import build, make_batches
 
@@ -393,12 +393,6 @@ def test_too_many_devices_are_said_in_one_line(caplog):
 
 
 # Predictions
-
-
-def plain_outputs(model, X):
-    model.eval()
-    with torch.no_grad():
-        return model(X)
 
 
 @pytest.mark.parametrize("devices", LAYOUTS, ids=str)

@@ -70,6 +70,7 @@ def dropped_packets(machine):
     return int(re.search(r"dropped (\d+)", told)[1])
 
 
+@pytest.mark.slow
 def test_a_narrow_cable_that_drops_packets_changes_nothing(machines, tmp_path):
     """A bucket of tokens with a queue of a few packets: what comes too fast is lost, sent again."""
     for machine in machines:
