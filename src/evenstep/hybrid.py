@@ -55,7 +55,8 @@ class Way:
 class Hybrid:
     """A model in evaluation mode, called in the fastest way that was found.
 
-    With inputs of another shape or dtype than the example's it calls the model itself.
+    With inputs of another kind than the example's (shape, strides, dtype, device), which compiled
+    code takes for granted, it calls the model itself.
 
     Attributes:
         ways: all that were tried, the fastest first.
@@ -69,14 +70,17 @@ class Hybrid:
         self.way = ways[0]
         self._net = net
         self._call = call
-        self._shapes = [tensor.shape for tensor in inputs]
-        self._dtypes = [tensor.dtype for tensor in inputs]
+        self._kinds = [_kind(tensor) for tensor in inputs]
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
         """Return the model's outputs, without gradients."""
-        if [x.shape for x in inputs] == self._shapes and [x.dtype for x in inputs] == self._dtypes:
+        if [*map(_kind, inputs)] == self._kinds:
             return self._call(*inputs)
         return eager(self._net)(*inputs)
+
+
+def _kind(x: torch.Tensor) -> tuple[object, ...]:
+    return x.shape, x.stride(), x.dtype, x.device
 
 
 def hybridize(net: nn.Module, example: Inputs) -> Hybrid:
