@@ -79,6 +79,7 @@ EXPORTS = {
         "refuse_divergence",
         "restarts",
         "shared_bytes",
+        "show_told_in_a_line",
         "was_launched",
     ],
 }

@@ -21,6 +21,22 @@ def run(tmp_path, kind, *more):
     return torchrun(2, "fail.py", tmp_path, kind, *more)
 
 
+def without_launcher(tmp_path, *job):
+    """Start two processes without an elastic launcher, which would kill the others first."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    variables = {**address, "WORLD_SIZE": "2"}
+    variables |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2"}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(JOBS / "fail.py"), str(tmp_path), *job],
+            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
 @pytest.mark.parametrize(
     ("kind", "own", "of_others"),
     [
@@ -37,6 +53,16 @@ def test_an_error_of_one_process_reaches_the_others(tmp_path, kind, own, of_othe
     run(tmp_path, kind)
     assert told(tmp_path, kind, 1)[1].startswith(own)
     assert re.search(of_others, told(tmp_path, kind, 0)[1])
+
+
+def test_an_uncaught_error_shows_its_traceback_once(tmp_path):
+    processes = without_launcher(tmp_path, "raise", "uncaught")
+    others, own = [process.communicate(timeout=60)[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1]
+    assert "Traceback" in own
+    assert "raise RuntimeError" in own
+    told = r"evenstep: rank 1 \(on \S+\) failed: RuntimeError: rank 1 has a problem of its own"
+    assert re.fullmatch(told, others.strip())
 
 
 @pytest.mark.parametrize("how", [(), ("in buckets",)], ids=str)
@@ -89,24 +115,14 @@ def test_who_comes_alone_waits_no_longer_than_the_limit(tmp_path):
     ids=str,
 )
 def test_a_process_that_is_late_or_gone_is_named_within_the_time_limit(tmp_path, kind, how):
-    """Without an elastic launcher, which would kill the others first."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    variables = {**address, "WORLD_SIZE": "2"}
-    variables |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2"}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(JOBS / "fail.py"), str(tmp_path), kind, *how],
-            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
+    processes = without_launcher(tmp_path, kind, *how)
     try:
         processes[0].wait(60)
         seconds, text = told(tmp_path, kind, 0)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
+            process.communicate()
     assert seconds < 4 * LIMIT_S
     reason = r"did not come within 3 s" if kind == "stop" else r"is gone"
     assert re.search(

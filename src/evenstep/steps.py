@@ -208,13 +208,13 @@ class Flight:
         self._forget_runs()
         self._abandoned(first)
         with contextlib.suppress(PeerError, AgainError):  # this error came first
-            self._tell(first.attempt, place, Verdict.FAILED, repr(error))
+            self._tell(first.attempt, place, Verdict.FAILED, _spelled(error))
             self._drop_gradients(first.attempt)
 
     def leave(self, error: BaseException) -> None:
         """Let the other processes know why this one takes no further step."""
         if self._runner.team.exchange is not None:
-            self._runner.team.exchange.leave(repr(error))
+            self._runner.team.exchange.leave(_spelled(error))
 
     # ---- in the lanes
 
@@ -373,3 +373,7 @@ class Flight:
 
 class _DrawsSeenError(EvenstepError):
     """A step drew random numbers without generators of its own: it must be done again."""
+
+
+def _spelled(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")

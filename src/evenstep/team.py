@@ -13,7 +13,14 @@ from pathlib import Path
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
 from evenstep.exchange import Exchange
-from evenstep.processes import LauncherWatch, agree, join, refuse_divergence, was_launched
+from evenstep.processes import (
+    LauncherWatch,
+    agree,
+    join,
+    refuse_divergence,
+    show_told_in_a_line,
+    was_launched,
+)
 from evenstep.replicas import Replicas
 from evenstep.sharding import Batch, Part, count_examples, shard_bounds
 
@@ -60,6 +67,7 @@ class Team:
         if peers is None or peers.size == 1:
             yield
             return
+        show_told_in_a_line()
         with peers.board, LauncherWatch(), contextlib.closing(peers.links):
             agree(peers, facts(), "what is trained")
             told = peers.gather(str(len(replicas.all)).encode(), "its number of devices")

@@ -6,6 +6,7 @@ from evenstep.processes.divergence import refuse_divergence
 from evenstep.processes.memory import shared_bytes
 from evenstep.processes.parent import LauncherWatch
 from evenstep.processes.peers import Peers
+from evenstep.processes.uncaught import show_told_in_a_line
 from evenstep.processes.world import is_first, join, local_share, restarts, was_launched
 
 __all__ = [
@@ -19,5 +20,6 @@ __all__ = [
     "refuse_divergence",
     "restarts",
     "shared_bytes",
+    "show_told_in_a_line",
     "was_launched",
 ]
