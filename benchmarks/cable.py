@@ -18,10 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fresh
+from evenstep.bench import fresh
+from evenstep.bench.rounds import rotated, summarise
 from lineup import STEPS
 from records import RESULTS, Record
-from rounds import rotated, summarise
 
 RATE = "1gbit"
 MACHINES = {"evenstep-bench-a": "10.213.80.1", "evenstep-bench-b": "10.213.80.2"}
@@ -34,10 +34,10 @@ VARIANTS = {
     "ddp.channels_last": "DDP, channels-last",
 }
 JOBS: dict[str, tuple[str, dict[str, Any]]] = {
-    "evenstep": ("contenders.evenstep_processes", {"memory_format": "auto"}),
-    "evenstep.2": ("contenders.evenstep_processes", {"memory_format": "auto", "shards": 2}),
-    "ddp": ("contenders.ddp", {"memory_format": "contiguous"}),
-    "ddp.channels_last": ("contenders.ddp", {"memory_format": "channels_last"}),
+    "evenstep": ("evenstep_processes", {"memory_format": "auto"}),
+    "evenstep.2": ("evenstep_processes", {"memory_format": "auto", "shards": 2}),
+    "ddp": ("ddp", {"memory_format": "contiguous"}),
+    "ddp.channels_last": ("ddp", {"memory_format": "channels_last"}),
 }
 
 
@@ -104,7 +104,7 @@ def on_both(module: str, job: dict[str, Any]) -> dict[str, Any]:
                 *("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"),
                 *("--rdzv-endpoint", f"{address}:29511", "--rdzv-id", "cable"),
                 *("--local-addr", own, "--rdzv-conf", f"is_host={int(own == address)}"),
-                *("-m", module, json.dumps(job)),
+                *("-m", f"evenstep.bench.contenders.{module}", json.dumps(job)),
             ],
             cwd=Path(__file__).resolve().parent,
             env=environment,
@@ -122,7 +122,7 @@ def on_both(module: str, job: dict[str, Any]) -> dict[str, Any]:
     lines = [fresh.last_json_line(out) for out, _ in told]
     found = next((line for line in lines if line is not None), None)
     if found is None:
-        raise fresh.RunFailedError("\n".join(errors for _, errors in told))
+        raise fresh.RunFailedError(f"{module} failed", "\n".join(errors for _, errors in told))
     return found
 
 

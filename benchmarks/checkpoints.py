@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import fresh
+from evenstep.bench.rounds import rotated
 from records import RESULTS, Record
-from rounds import rotated
 
 VARIANTS = {
     "never": "without saving",

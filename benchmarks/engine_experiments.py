@@ -17,8 +17,8 @@ import findings
 import fresh
 from book import EXPERIMENTS
 from engine_lineup import BOOK, TINY, Measurement, lineup
+from evenstep.bench.rounds import rotated
 from records import RESULTS, Record
-from rounds import rotated
 
 
 def main() -> None:

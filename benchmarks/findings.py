@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from book import Finding
-from rounds import Summary, paired_ratios, summarise
+from evenstep.bench.rounds import Summary, paired_ratios, summarise
 from text import NOTHING, number, verdict
 
 HEAD = ("", "the book", "here", "spread", "here / book", "target", "verdict")

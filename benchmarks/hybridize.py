@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 
 import fresh
+from evenstep.bench.rounds import summarise
 from records import RESULTS, Record
-from rounds import summarise
 
 SETTINGS = {"calls": 1000, "rounds": 15}
 

@@ -21,8 +21,8 @@ from typing import Any
 import fresh
 from allocators import ALLOCATORS
 from contenders.peak_memory import EXAMPLES, NETWORKS, STEPS
+from evenstep.bench.rounds import rotated, summarise
 from records import RESULTS, Record
-from rounds import rotated, summarise
 
 SHARDS = 8
 DEVICES = (1, 2, 3, 4)

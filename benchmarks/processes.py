@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import fresh
-from lineup import STEPS, TORCHRUN
+from evenstep.bench.lineup import torchrun
+from evenstep.bench.rounds import rotated, summarise
+from lineup import STEPS
 from records import RESULTS, Record
-from rounds import rotated, summarise
 
 ELEMENTS = 11_173_962  # parameters of ResNet-18 with one channel and ten classes: 44.7 MB
 EXCHANGE = {"elements": ELEMENTS, "warmup": 3, "repetitions": 15}
@@ -31,9 +32,9 @@ WAYS = {
 }
 NETWORKS = {"lenet": 256, "resnet18": 128}
 CONTENDERS = {
-    "evenstep": ("contenders.evenstep_processes", "auto"),
-    "ddp": ("contenders.ddp", "contiguous"),
-    "ddp.channels_last": ("contenders.ddp", "channels_last"),
+    "evenstep": ("evenstep.bench.contenders.evenstep_processes", "auto"),
+    "ddp": ("evenstep.bench.contenders.ddp", "contiguous"),
+    "ddp.channels_last": ("evenstep.bench.contenders.ddp", "channels_last"),
 }
 
 
@@ -71,7 +72,7 @@ def _run(variant: dict[str, Any]) -> dict[str, Any]:
     return fresh.run_module(
         variant["module"],
         variant["job"],
-        launcher=TORCHRUN,
+        launcher=torchrun(2),
         variables={"OMP_NUM_THREADS": "1"},
     )
 

@@ -1,4 +1,4 @@
-"""Result files: what was run, where, how, and every repetition; medians are taken by readers."""
+"""Where the result files of this repository lie, and the commands that write them."""
 
 from __future__ import annotations
 
@@ -9,34 +9,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import machine
+from evenstep.bench import Record as _Record
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-class Record:
-    """A result file that grows by one run at a time.
-
-    Attributes:
-        document: what the file holds: benchmark, command, machine, settings, runs, and more.
-    """
+class Record(_Record):
+    """A result file that names the script which is running."""
 
     def __init__(self, benchmark: str, out: Path, **fields: Any) -> None:
-        self.out = out
-        self.document: dict[str, Any] = {
-            "benchmark": benchmark,
-            "command": command_line(sys.argv),
-            "machine": machine.facts(),
-            **fields,
-            "runs": [],
-        }
-
-    def add(self, run: dict[str, Any]) -> None:
-        """Note a run, and write the file: what is measured isn't lost if a later run fails."""
-        self.document["runs"].append(run)
-        self.out.parent.mkdir(parents=True, exist_ok=True)
-        self.out.write_text(json.dumps(self.document, indent=1) + "\n")
+        super().__init__(benchmark, command_line(sys.argv), out, **fields)
 
 
 def command_line(argv: Sequence[str]) -> str:

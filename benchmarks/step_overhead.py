@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import fresh
+from evenstep.bench.rounds import rotated, summarise
 from records import RESULTS, Record
-from rounds import rotated, summarise
 
 VARIANTS = {
     "plain": "plain loop over the shards",

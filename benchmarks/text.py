@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rounds import Summary
+from evenstep.bench.rounds import Summary
 
 NOTHING = "–"
 

@@ -10,37 +10,40 @@ take 20 to 25 minutes on two cores (`--only lenet`, `--only resnet18`: about hal
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from pathlib import Path
-from typing import Any
 
-import fresh
-from lineup import Contender, chosen
+from evenstep.bench import Contender, missing, run_rounds, speeds, summarise
+from evenstep.bench.running import shortened
+from lineup import chosen
 from records import RESULTS, Record
-from rounds import rotated, summarise
 
 
 def main() -> None:
     """Run the rounds, write the file, print the medians."""
     options = parse()
-    contenders = [_shortened(contender, options) for contender in chosen(options.only)]
-    for missing in (contender for contender in contenders if not contender.is_there):
-        print(f"left out, {missing.needs} is not installed: {missing.label}", file=sys.stderr)
+    contenders = chosen(options.only)
+    if options.steps is not None:
+        contenders = [shortened(contender, options.steps) for contender in contenders]
+    for absent in missing(contenders):
+        print(f"left out, {absent.needs} is not installed: {absent.label}", file=sys.stderr)
     contenders = [contender for contender in contenders if contender.is_there]
     record = Record(
         "training_speed",
         options.out,
         settings={"rounds": options.rounds},
-        contenders=[describe(contender) for contender in contenders],
+        contenders=[contender.described() for contender in contenders],
     )
-    for number in range(options.rounds):
-        for contender in rotated(contenders, number):
-            run = {"contender": contender.key, "round": number, **measure(contender)}
-            record.add(run)
-            print(f"{number} {run['examples_per_s']:10.1f} {contender.key}", file=sys.stderr)
+    run_rounds(
+        contenders,
+        options.rounds,
+        record,
+        lambda run: print(
+            f"{run['round']} {run['examples_per_s']:10.1f} {run['contender']}", file=sys.stderr
+        ),
+    )
     for contender in contenders:
-        print(summary_line(contender, record.document["runs"]))
+        print(summary_line(contender, record))
 
 
 def parse() -> argparse.Namespace:
@@ -53,49 +56,11 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(contender: Contender) -> dict[str, Any]:
-    """Run a contender in a fresh process; once more if it fails, which the file then says.
-
-    gloo's threads abort a process at its very end now and then ("terminate called without an active
-    exception"), and with it the launcher's whole run; that must not cost the rounds before.
-    """
-    try:
-        return {**_run(contender), "attempts": 1}
-    except fresh.RunFailedError as error:
-        print(error, file=sys.stderr)
-        return {**_run(contender), "attempts": 2}
-
-
-def describe(contender: Contender) -> dict[str, Any]:
-    """Return what the file says of a contender."""
-    return {
-        "key": contender.key,
-        "label": contender.label,
-        "malloc": contender.malloc,
-        **contender.job,
-    }
-
-
-def summary_line(contender: Contender, runs: list[dict[str, Any]]) -> str:
+def summary_line(contender: Contender, record: Record) -> str:
     """Return a contender's line for the terminal."""
-    speeds = summarise([run["examples_per_s"] for run in runs if run["contender"] == contender.key])
-    spread = f"({speeds.least:.1f} to {speeds.most:.1f})"
-    return f"{contender.network:9} {contender.label:48} {speeds.median:9.1f} examples/s {spread}"
-
-
-def _run(contender: Contender) -> dict[str, Any]:
-    return fresh.run_module(
-        contender.module,
-        contender.job,
-        launcher=contender.launcher,
-        variables=contender.variables,
-    )
-
-
-def _shortened(contender: Contender, options: argparse.Namespace) -> Contender:
-    if options.steps is None:
-        return contender
-    return dataclasses.replace(contender, job={**contender.job, "steps": options.steps})
+    found = summarise(list(speeds(record.document["runs"], contender.key).values()))
+    spread = f"({found.least:.1f} to {found.most:.1f})"
+    return f"{contender.network:9} {contender.label:48} {found.median:9.1f} examples/s {spread}"
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import fresh
+from evenstep.bench.rounds import rotated
 from records import RESULTS, Record
-from rounds import rotated
 
 FACTOR = 3
 JOB = {"network": "lenet", "examples": 1024, "shards": 8, "warmup_steps": 10, "steps": 40}

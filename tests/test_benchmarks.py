@@ -8,50 +8,18 @@ import pytest
 
 from benchmarking import BENCHMARKS, FACTS
 
-import fresh
 import lineup
 import records
 import targets
 import text
-import training_speed
 import write_docs
 from notes import parse_notes, read_notes
 from pages import reliability
 from pages.memory import bound_bytes
 from pages.speed import ratio_rows
-from rounds import Summary, paired_ratios, rotated, summarise
+from evenstep.bench import machine
 
 OURS, THEIRS = "lenet.evenstep.2.v8.n256", "lenet.ddp.2.contiguous"
-
-
-def test_every_round_starts_one_item_later_and_has_them_all():
-    assert [rotated("abc", number) for number in range(4)] == [
-        ["a", "b", "c"],
-        ["b", "c", "a"],
-        ["c", "a", "b"],
-        ["a", "b", "c"],
-    ]
-    assert rotated([], 3) == []
-
-
-def test_a_summary_has_the_median_and_the_extremes():
-    assert summarise([3.0, 1.0, 10.0]) == Summary(3.0, 1.0, 10.0, 3)
-    assert summarise([1.0, 2.0]).median == 1.5
-
-
-def test_ratios_pair_the_rounds_that_both_were_measured_in():
-    assert paired_ratios({0: 4.0, 1: 6.0, 2: 9.0}, {2: 3.0, 0: 2.0}) == [2.0, 3.0]
-    assert paired_ratios({0: 1.0}, {}) == []
-
-
-def test_a_result_is_the_last_json_line_whatever_a_launcher_prints():
-    assert fresh.last_json_line('W0102 launcher\n{"a": 1}\n{"b": 2}\n{not json\nbye\n') == {"b": 2}
-    assert fresh.last_json_line("nothing\n") is None
-
-
-def test_threads_and_allocators_are_not_inherited():
-    inherited = {"PATH": "p", "OMP_NUM_THREADS": "2", "MALLOC_ARENA_MAX": "1", "MKL_X": ""}
-    assert fresh.clean_environment(inherited) == {"PATH": "p"}
 
 
 def test_a_recorded_command_names_no_place_of_the_machine():
@@ -63,26 +31,13 @@ def test_a_recorded_command_names_no_place_of_the_machine():
 
 
 def test_a_record_is_written_run_by_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(records.machine, "facts", lambda: FACTS)
+    monkeypatch.setattr(machine, "facts", lambda: FACTS)
     record = records.Record("b", tmp_path / "new" / "b.json", settings={"rounds": 1})
     record.add({"round": 0})
     document = records.load("b", tmp_path / "new")
     assert document["runs"] == [{"round": 0}]
     assert document["machine"] == FACTS
     assert records.load("c", tmp_path) is None
-
-
-def test_a_contender_that_fails_is_run_once_more_and_the_file_says_so(monkeypatch):
-    outcomes = iter([fresh.RunFailedError("aborted"), {"seconds": 1.0}])
-
-    def run_module(*_, **__):
-        outcome = next(outcomes)
-        if isinstance(outcome, Exception):
-            raise outcome
-        return outcome
-
-    monkeypatch.setattr(fresh, "run_module", run_module)
-    assert training_speed.measure(lineup.lineup()[0]) == {"seconds": 1.0, "attempts": 2}
 
 
 def test_the_lineup_has_every_contender_that_a_target_names():

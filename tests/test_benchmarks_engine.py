@@ -14,13 +14,13 @@ from benchmarking import BENCHMARKS, FACTS
 import engine_experiments
 import findings
 import fresh
-import records
 import write_docs
 from book import EXPERIMENTS, Finding
 from contenders.engine.common import BareThreads
 from engine_lineup import BOOK, TINY, lineup
 from pages import engine as page
-from rounds import Summary
+from evenstep.bench import machine
+from evenstep.bench.rounds import Summary
 
 GAIN = Finding(text="gain", figure="a:s", over="b:s", unit="×", book=4.0, at_least=2.0)
 
@@ -51,7 +51,7 @@ def test_every_figure_of_the_tables_is_one_of_the_lineup():
 def test_the_script_runs_in_fresh_processes_and_prints_the_book_beside_it(
     tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(records.machine, "facts", lambda: FACTS)
+    monkeypatch.setattr(machine, "facts", lambda: FACTS)
     out = tmp_path / "engine_experiments.json"
     options = ["--rounds", "1", "--tiny", "--only", "queued", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "engine_experiments.py"), *options])
@@ -63,7 +63,7 @@ def test_the_script_runs_in_fresh_processes_and_prints_the_book_beside_it(
 
 
 def test_each_round_starts_with_another_measurement(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(records.machine, "facts", lambda: FACTS)
+    monkeypatch.setattr(machine, "facts", lambda: FACTS)
     monkeypatch.setattr(fresh, "run_module", lambda *_: {"submit_us": 1.0, "task_us": 2.0})
     out = tmp_path / "engine_experiments.json"
     options = ["--rounds", "2", "--only", "cost", "--out", str(out)]

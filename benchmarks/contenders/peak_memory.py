@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-import machine
 from evenstep import trainer as trainer_module
+from evenstep.bench import machine
 
 EXAMPLES = 64
 WIDTH = 2048

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import evenstep
-from contenders.workload import Job, make_loader, make_network, make_optimizer
+from evenstep.bench.workload import Job, make_loader, make_network, make_optimizer
 from evenstep.engine import InlineLanes
 
 Step = Callable[[torch.Tensor, torch.Tensor], object]

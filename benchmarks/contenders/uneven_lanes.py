@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 import evenstep
-from contenders.workload import Job, make_loader, make_network, make_optimizer
 from evenstep import runner
+from evenstep.bench.workload import Job, make_loader, make_network, make_optimizer
 from evenstep.engine import Pace, Runs, Task, ThreadLanes
 
 SLOW = 1

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from evenstep.bench.rounds import Summary, summarise
 from pages.common import joined, note, origin
-from rounds import Summary, summarise
 from text import NOTHING, mebibytes, table, verdict
 
 LABELS = {"resnet18": "ResNet-18", "mlp": "MLP, four layers of 2048 x 2048"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from evenstep.bench.rounds import summarise
 from pages.common import joined, note, origin
-from rounds import summarise
 from targets import STEP_OVERHEAD_MS
 from text import NOTHING, table, verdict
 

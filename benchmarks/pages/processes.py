@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from evenstep.bench.rounds import paired_ratios, summarise
 from pages.common import joined, note, origin
 from processes import NETWORKS, WAYS
-from rounds import paired_ratios, summarise
 from targets import NETWORK_EXCHANGE_SHARE, PROCESSES_OVER_DDP, SHARED_EXCHANGE_SHARE
 from text import NOTHING, number, spread, table, verdict
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from evenstep.bench.rounds import summarise
 from pages.common import joined, origin
-from rounds import summarise
 from text import NOTHING, number, spread, table
 
 KINDS = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from evenstep.bench.rounds import paired_ratios, summarise
 from pages.common import joined, note, origin
-from rounds import paired_ratios, summarise
 from targets import RATIOS, Ratio
 from text import NOTHING, number, percent, spread, table, verdict
 

@@ -155,6 +155,16 @@ class Account:
         )
 
 
+def since(early: DeviceShares, late: DeviceShares) -> DeviceShares:
+    """Return what a device did between two looks at its account."""
+    return DeviceShares(
+        device=late.device,
+        **{f"{part}_s": late.seconds[part] - early.seconds[part] for part in PARTS},
+        shards=late.shards - early.shards,
+        stolen=late.stolen - early.stolen,
+    )
+
+
 def together(devices: Sequence[DeviceShares]) -> DeviceShares:
     """Return all devices as one: the means of their seconds, the sums of their shards."""
     count = max(1, len(devices))

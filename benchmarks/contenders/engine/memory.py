@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import evenstep
-import machine
 from contenders.engine.common import DEVICES, Job, run
+from evenstep.bench import machine
 
 FEATURES, HIDDEN = 512, (2048, 512)
 LEARNING_RATE = 0.005

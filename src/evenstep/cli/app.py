@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import click
 
+from evenstep.cli.bench import bench
 from evenstep.cli.devices import devices
 from evenstep.cli.explain import explain
 from evenstep.cli.export import export
@@ -49,7 +50,7 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (train, verify, explain, export, devices):
+for _command in (train, verify, explain, export, devices, bench):
     main.add_command(_command)
 
 

@@ -11,12 +11,12 @@ from rich.console import Console
 from evenstep import state
 from evenstep.checkpoint import list_checkpoints, read_checkpoint
 from evenstep.cli.display import print_table
-from evenstep.cli.lookup import find_factory
 from evenstep.cli.runfile import saved_choices
 from evenstep.cli.setup import load_data
 from evenstep.evaluation import evaluation_mode
 from evenstep.exporting import export as write_program
 from evenstep.exporting import load_exported
+from evenstep.lookup import find_factory
 
 _COMPARED = 64  # examples
 

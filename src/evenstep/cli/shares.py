@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from evenstep.account import DeviceShares, together, whole_percents
+from evenstep.cli.columns import aligned
 from evenstep.cli.display import print_line
 
 _HEADS = (
@@ -35,19 +36,9 @@ def shares_table(devices: Sequence[DeviceShares]) -> list[str]:
     The percentages of a line add up to 100; where no step was done they are 0.
     """
     whole = [together(devices)] if len(devices) > 1 else []
-    rows = [*zip(*_HEADS, strict=True), *map(_row, [*devices, *whole])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [_line(row, widths) for row in rows]
+    return aligned([*zip(*_HEADS, strict=True), *map(_row, [*devices, *whole])])
 
 
 def _row(device: DeviceShares) -> tuple[str, ...]:
     percents = (f"{percent}%" for percent in whole_percents(device.shares.values()))
     return (device.device, *percents, str(device.shards), str(device.stolen))
-
-
-def _line(row: Sequence[str], widths: Sequence[int]) -> str:
-    name, *numbers = (
-        cell.rjust(width) if place else cell.ljust(width)
-        for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-    )
-    return "  ".join([name, *numbers]).rstrip()

@@ -14,9 +14,9 @@ from rich.console import Console
 from evenstep import metrics
 from evenstep.checkpoint import latest_checkpoint, list_checkpoints
 from evenstep.cli.display import Display, open_display, print_line, print_table
+from evenstep.cli.files import check_file
 from evenstep.cli.landing import Landing
 from evenstep.cli.launch import launch
-from evenstep.cli.lookup import blamed_on_model, find_factory
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.options import Choices, takes_choices
 from evenstep.cli.progress import Goal, Progress
@@ -35,6 +35,7 @@ from evenstep.cli.stop import StopRequest
 from evenstep.data import Loader
 from evenstep.devices import intra_op_threads
 from evenstep.errors import CheckpointError, InputError, NonFiniteLossError, SaveError
+from evenstep.lookup import blamed_on_model, find_factory
 from evenstep.processes import is_first, restarts, was_launched
 from evenstep.records import TrainRecord
 from evenstep.sharding import Batch
@@ -167,8 +168,8 @@ def train(
         resuming = "--resume" if resume else "--auto-resume"
         option = resuming if resume or auto_resume else "--checkpoint-every"
         raise InputError(f"got {option} without --checkpoint-dir: say in which folder")
-    _check_file("--json", json_file)
-    _check_file("--trace", trace_file)
+    check_file("--json", json_file)
+    check_file("--trace", trace_file)
     if processes > 1 and not was_launched():
         launch(processes, max_restarts, sys.argv[1:])
     started_again = auto_resume or restarts() > 0
@@ -342,15 +343,6 @@ def _refuse_used(folder: Path) -> None:
             f"{folder} has checkpoints of a run already (the newest is {used[-1].name}): "
             f"go on from it with --resume, or give another --checkpoint-dir"
         )
-
-
-def _check_file(option: str, name: str | None) -> None:
-    """Refuse, before hours of training, a file that can't be written after them."""
-    if name in (None, "-"):
-        return
-    path = Path(name)
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        raise InputError(f"got {option} {name}: a file in a folder that is there is needed")
 
 
 def _write_json(record: TrainRecord, name: str | None) -> None:

@@ -6,12 +6,12 @@ import functools
 
 import click
 
-from evenstep.cli.lookup import blamed_on_model, find_factory
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.options import Choices, takes_choices
 from evenstep.cli.setup import load_data, make_loader, make_trainer, train_batches
 from evenstep.devices import Devices, find_devices, intra_op_threads
 from evenstep.errors import InputError
+from evenstep.lookup import blamed_on_model, find_factory
 from evenstep.verify import Difference, LayoutRun, Verdict
 from evenstep.verify import verify as compare
 

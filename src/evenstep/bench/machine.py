@@ -16,7 +16,7 @@ import torch
 from evenstep.devices import usable_cores
 
 PACKAGES = ("evenstep", "torch", "numpy", "accelerate", "lightning-fabric")
-_ROOT = Path(__file__).resolve().parents[1]
+_SOURCE = Path(__file__).resolve().parents[2]
 
 
 def facts() -> dict[str, Any]:
@@ -50,7 +50,12 @@ def package_version(name: str) -> str | None:
 
 
 def git_revision() -> str | None:
-    """Return the checkout's revision, "+" behind it if the sources were changed since."""
+    """Return the revision of evenstep's checkout, "+" behind it if the sources were changed since.
+
+    None where evenstep is installed without its checkout.
+    """
+    if _SOURCE.name != "src":
+        return None
     revision = _git("rev-parse", "--short=12", "HEAD")
     changed = _git("status", "--porcelain", "--", "src", "benchmarks/*.py")
     return revision and revision + ("+" if changed else "")
@@ -81,7 +86,7 @@ def _read(file: str) -> str:
 
 
 def _git(*arguments: str) -> str | None:
-    command = ["git", "--no-optional-locks", "-C", str(_ROOT), *arguments]
+    command = ["git", "--no-optional-locks", "-C", str(_SOURCE.parent), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):

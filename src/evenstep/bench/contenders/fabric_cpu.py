@@ -8,11 +8,14 @@ process itself.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from lightning_fabric import Fabric
 from torch.nn import functional as F
 
-from contenders.workload import (
+from evenstep.bench.workload import (
+    again_and_again,
     make_loader,
     make_network,
     make_optimizer,
@@ -29,7 +32,7 @@ def main() -> None:
     fabric.launch()
     model = make_network(job)
     model, optimizer = fabric.setup(model, make_optimizer(model))
-    loader = fabric.setup_dataloaders(make_loader(job, fabric.world_size))
+    loader: Any = fabric.setup_dataloaders(make_loader(job, fabric.world_size))
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -37,7 +40,7 @@ def main() -> None:
         fabric.backward(loss)
         optimizer.step()
 
-    timing = time_steps(job, list(loader), step, fabric.barrier)
+    timing = time_steps(job, again_and_again(loader), step, fabric.barrier)
     if fabric.is_global_zero:
         report(job, timing, model, processes=fabric.world_size)
 

@@ -1,4 +1,4 @@
-"""What every contender shares: the job, the network, the seeded data, the timed loop, the line."""
+"""What every contender shares: the job, the network, the batches, the timed loop, the line."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-import evenstep
+from evenstep.data import digits, fashion_mnist
+from evenstep.lookup import find_factory
 
 BATCHES = 4  # different batches, used in turn
 LEARNING_RATE = 0.01
-NETWORKS = {"lenet": evenstep.models.lenet, "resnet18": evenstep.models.resnet18}
 
-Batch = tuple[torch.Tensor, torch.Tensor]
+DataName: TypeAlias = Literal["noise", "digits", "fashion-mnist"]
+Batch: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,26 +30,36 @@ class Job:
     """What one contender is to do.
 
     Attributes:
-        network: a key of NETWORKS.
+        network: "lenet", "resnet18", "mlp", or package.module:factory.
+        data: what the batches are made of.
+        data_dir: where the files of fashion-mnist lie; None to download them.
+        shape: of an example of "noise".
+        classes: how many labels "noise" has.
         examples: in a batch, over all processes and devices.
         workers: processes (DDP, Accelerate, Fabric) or devices (evenstep).
         threads: intra-op threads of each process (evenstep: of each device).
         memory_format: "contiguous" or "channels_last"; for evenstep also "auto".
-        precision: "fp32" or "bf16".
+        precision: "fp32" or "bf16"; evenstep only.
         shards: V; evenstep only.
         max_in_flight: steps at once; evenstep only.
+        loads: whether batches are put together while it trains; evenstep only.
         warmup_steps: not timed.
         steps: timed.
     """
 
     network: str
+    data: DataName = "noise"
+    data_dir: str | None = None
+    shape: Sequence[int] = (1, 28, 28)
+    classes: int = 10
     examples: int
     workers: int = 1
     threads: int = 1
-    memory_format: str = "contiguous"
-    precision: str = "fp32"
+    memory_format: Any = "contiguous"
+    precision: Any = "fp32"
     shards: int = 8
     max_in_flight: int = 1
+    loads: bool = False
     warmup_steps: int
     steps: int
 
@@ -84,7 +95,12 @@ def read_job() -> Job:
 def make_network(job: Job) -> nn.Module:
     """Return the network in training mode; its weights are the same for every contender."""
     torch.manual_seed(0)
-    return NETWORKS[job.network]()
+    return find_factory(job.network)()
+
+
+def laid_out(model: nn.Module, job: Job) -> nn.Module:
+    """Return the model with its weights in the job's memory format."""
+    return model.to(memory_format=job.torch_format)  # type: ignore[call-overload, no-any-return]
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.SGD:
@@ -93,11 +109,18 @@ def make_optimizer(model: nn.Module) -> torch.optim.SGD:
 
 
 def make_dataset(job: Job) -> TensorDataset:
-    """Return seeded noise: images (n, 1, 28, 28) and labels of 10 classes, BATCHES batches."""
-    generator = torch.Generator().manual_seed(1)
+    """Return BATCHES batches: images (n, *shape) and labels (n,) of the classes.
+
+    A data set that has fewer examples than that is taken again from its beginning.
+    """
     count = BATCHES * job.examples
-    images = torch.randn(count, 1, 28, 28, generator=generator)
-    return TensorDataset(images, torch.randint(10, (count,), generator=generator))
+    if job.data == "noise":
+        generator = torch.Generator().manual_seed(1)
+        images = torch.randn(count, *job.shape, generator=generator)
+        return TensorDataset(images, torch.randint(job.classes, (count,), generator=generator))
+    examples = digits(train=True) if job.data == "digits" else fashion_mnist(True, job.data_dir)
+    numbers = torch.arange(count) % len(examples)
+    return TensorDataset(*(tensor[numbers] for tensor in examples.tensors))
 
 
 def make_loader(
@@ -107,18 +130,23 @@ def make_loader(
     return DataLoader(make_dataset(job), batch_size=job.examples // processes, sampler=sampler)
 
 
+def again_and_again(batches: Iterable[Batch]) -> Iterable[Batch]:
+    """Yield batches that lie ready in memory: loading data is nobody's part then."""
+    return itertools.cycle(list(batches))
+
+
 def time_steps(
     job: Job,
-    batches: Sequence[Batch],
+    batches: Iterable[Batch],
     step: Callable[[torch.Tensor, torch.Tensor], object],
     meet: Callable[[], object] = lambda: None,
 ) -> Timing:
-    """Time `job.steps` calls of `step`, after the warm-up.
+    """Time `job.steps` calls of `step`, after the warm-up, with endless `batches`.
 
-    The batches lie ready in memory: loading data is nobody's part here. `meet` is the barrier of a
-    contender with several processes; the time runs until the last of them is done.
+    `meet` is the barrier of a contender with several processes, and where evenstep waits for its
+    steps in flight; the time runs until the last of them is done.
     """
-    endless = itertools.cycle(batches)
+    endless = iter(batches)
     for images, labels in itertools.islice(endless, job.warmup_steps):
         step(images, labels)
     meet()

@@ -6,7 +6,8 @@ import torch
 from torch import distributed
 
 import evenstep
-from contenders.workload import (
+from evenstep.bench.workload import (
+    again_and_again,
     make_loader,
     make_network,
     make_optimizer,
@@ -35,7 +36,7 @@ def main() -> None:
             trainer.waitall()
             distributed.barrier()
 
-        timing = time_steps(job, list(make_loader(job)), trainer.step, meet)
+        timing = time_steps(job, again_and_again(make_loader(job)), trainer.step, meet)
     if distributed.get_rank() == 0:
         report(job, timing, model, memory_format=trainer.experiment.memory_format)
     distributed.destroy_process_group()

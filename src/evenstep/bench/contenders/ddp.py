@@ -16,7 +16,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
-from contenders.workload import (
+from evenstep.bench.workload import (
+    again_and_again,
+    laid_out,
     make_dataset,
     make_loader,
     make_network,
@@ -33,7 +35,7 @@ def main() -> None:
     distributed.init_process_group(backend="gloo")
     sampler: DistributedSampler[Any] = DistributedSampler(make_dataset(job), shuffle=False)
     loader = make_loader(job, distributed.get_world_size(), sampler)
-    model = DistributedDataParallel(make_network(job).to(memory_format=job.torch_format))
+    model = DistributedDataParallel(laid_out(make_network(job), job))
     optimizer = make_optimizer(model)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
@@ -43,7 +45,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
 
-    timing = time_steps(job, list(loader), step, distributed.barrier)
+    timing = time_steps(job, again_and_again(loader), step, distributed.barrier)
     if distributed.get_rank() == 0:
         report(job, timing, model)
     distributed.destroy_process_group()

@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-import evenstep
 from evenstep import models
 from evenstep.errors import EvenstepError, ModelError
 
@@ -22,7 +21,7 @@ BUILT_IN: dict[str, Callable[[], nn.Module]] = {
     "resnet18": models.resnet18,
     "mlp": models.mlp,
 }
-_LIBRARIES = tuple(str(Path(module.__file__ or "").parent) for module in (torch, evenstep))
+_LIBRARIES = tuple(str(Path(file).parent) for file in (torch.__file__, __file__))
 
 
 def find_factory(name: str) -> Callable[[], nn.Module]:

@@ -12,7 +12,8 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
-from contenders.workload import (
+from evenstep.bench.workload import (
+    again_and_again,
     make_loader,
     make_network,
     make_optimizer,
@@ -37,7 +38,7 @@ def main() -> None:
         accelerator.backward(loss)
         optimizer.step()
 
-    timing = time_steps(job, list(loader), step, accelerator.wait_for_everyone)
+    timing = time_steps(job, again_and_again(loader), step, accelerator.wait_for_everyone)
     if accelerator.is_main_process:
         report(job, timing, model, processes=accelerator.num_processes)
     accelerator.end_training()

@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from contenders.workload import (
+from evenstep.bench.workload import (
+    again_and_again,
+    laid_out,
     make_loader,
     make_network,
     make_optimizer,
@@ -23,7 +25,7 @@ def main() -> None:
     """Train, and print the line."""
     job = read_job()
     torch.set_num_threads(job.threads)
-    model = make_network(job).to(memory_format=job.torch_format)
+    model = laid_out(make_network(job), job)
     optimizer = make_optimizer(model)
 
     def step(images: torch.Tensor, labels: torch.Tensor) -> None:
@@ -33,7 +35,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
 
-    timing = time_steps(job, list(make_loader(job)), step)
+    timing = time_steps(job, again_and_again(make_loader(job)), step)
     report(job, timing, model)
 
 

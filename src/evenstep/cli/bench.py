@@ -1,0 +1,295 @@
+"""`evenstep bench`: is it faster on more devices, than whom, and where does the time go?"""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from evenstep.account import PARTS, whole_percents
+from evenstep.bench import (
+    Contender,
+    Record,
+    Scaled,
+    against,
+    missing,
+    pictures,
+    run_rounds,
+    scaled,
+    scaling,
+    side_by_side,
+    speeds,
+    steps_for,
+    summarise,
+)
+from evenstep.bench.fresh import RunFailedError
+from evenstep.bench.lineup import counted
+from evenstep.cli.columns import aligned
+from evenstep.cli.display import print_line
+from evenstep.cli.files import check_file
+from evenstep.devices import usable_cores
+from evenstep.errors import InputError
+from evenstep.lookup import find_factory
+
+_AT_LEAST_1 = click.IntRange(min=1)
+_WARMUP_SHARE = 0.1
+_SCALING_HEAD = (
+    *("devices", "batch", "examples/s", "least to most", "speed-up", "efficiency"),
+    *("busy", "wait data", "wait others", "sum", "update"),
+)
+_PEERS_HEAD = ("", "examples/s", "least to most", "of evenstep's")
+
+_OPTIONS = (
+    click.option(
+        "--model",
+        default="lenet",
+        show_default=True,
+        help="lenet, resnet18, mlp, or package.module:factory, as for evenstep train.",
+    ),
+    click.option(
+        "--data",
+        type=click.Choice(["noise", "digits", "fashion-mnist"]),
+        default="noise",
+        show_default=True,
+        help="What the batches are made of; the time does not depend on it.",
+    ),
+    click.option("--data-dir", metavar="DIR", help="The folder with the files of fashion-mnist."),
+    click.option(
+        "--shape",
+        default="1,28,28",
+        show_default=True,
+        metavar="N,N,...",
+        help="Of an example of noise.",
+    ),
+    click.option(
+        "--classes", type=_AT_LEAST_1, default=10, show_default=True, help="Labels of noise."
+    ),
+    click.option(
+        "--batch-size",
+        type=_AT_LEAST_1,
+        default=256,
+        show_default=True,
+        help="Examples of a minibatch.",
+    ),
+    click.option(
+        "--shards", type=_AT_LEAST_1, default=8, show_default=True, help="V, for evenstep."
+    ),
+    click.option(
+        "--rounds",
+        type=_AT_LEAST_1,
+        default=5,
+        show_default=True,
+        help="How often each is measured, each time in a fresh process.",
+    ),
+    click.option(
+        "--seconds",
+        type=click.FloatRange(min=0, min_open=True),
+        default=3.0,
+        show_default=True,
+        help="About how long evenstep is measured each time; all take the same steps.",
+    ),
+    click.option("--steps", type=_AT_LEAST_1, help="Take so many steps instead."),
+    click.option(
+        "--json",
+        "json_file",
+        metavar="FILE",
+        help="Write machine, versions and every repetition.",
+    ),
+    click.option(
+        "--plot",
+        metavar="FILE",
+        help="Draw it: a .png or .svg (needs matplotlib).",
+    ),
+)
+
+
+def _takes_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    return functools.reduce(lambda made, option: option(made), reversed(_OPTIONS), command)
+
+
+@click.group()
+def bench() -> None:
+    """Measure: more devices, or evenstep beside a plain loop, DDP, Accelerate and Fabric.
+
+    Everything runs in fresh processes, in turns, so that a machine that gets slower or faster
+    meanwhile does so for all. Tables show medians.
+    """
+
+
+@bench.command("scaling")
+@_takes_options
+@click.option(
+    "--devices",
+    "wanted",
+    metavar="N,N,...",
+    help="Numbers of devices; by default 1, 2, 4 and so on, up to the cores.",
+)
+def bench_scaling(wanted: str | None, **options: Any) -> None:
+    """Compare numbers of devices: the same batch, and one that grows with them.
+
+    Where the time of the devices went is said too: busy with shards, waiting for data or for each
+    other, summing, updating.
+    """
+    counts = _whole_numbers("--devices", wanted) if wanted else _doubling(usable_cores())
+    if sorted(set(counts)) != counts or len(counts) < 2:
+        raise InputError(f"got --devices {wanted}: give at least two, the least first, such as 1,2")
+
+    def lineup(job: Mapping[str, Any]) -> list[Contender]:
+        return scaling(job, counts)
+
+    document = _measure("scaling", lineup, counts[-1], options, pictures.draw_scaling)
+    console = Console()
+    for title, same in (("the same batch", True), ("a batch that grows", False)):
+        print_line(console, "")
+        print_line(console, Text(f"{title}:", "bold"))
+        _print_table(
+            console, [_SCALING_HEAD, *map(_scaling_row, scaled(document, same_batch=same))]
+        )
+
+
+@bench.command("peers")
+@_takes_options
+@click.option(
+    "--workers",
+    type=click.IntRange(min=2),
+    default=lambda: max(2, usable_cores()),
+    show_default="the cores",
+    help="Processes, or devices, of those who have several.",
+)
+def bench_peers(workers: int, **options: Any) -> None:
+    """Compare evenstep with a plain loop, DDP, Accelerate and Lightning Fabric.
+
+    Each does the same work, as its own documentation says; those that are not installed are left
+    out (pip install 'evenstep[bench]').
+    """
+
+    def lineup(job: Mapping[str, Any]) -> list[Contender]:
+        return side_by_side(job, workers)
+
+    if options["batch_size"] % workers:
+        raise InputError(
+            f"got --batch-size {options['batch_size']} and --workers {workers}: the peers need a "
+            f"batch that all can share alike"
+        )
+    document = _measure("peers", lineup, workers, options, pictures.draw_peers)
+    _print_table(Console(), [_PEERS_HEAD, *_peers_rows(document)])
+
+
+def _measure(
+    name: str,
+    lineup: Callable[[Mapping[str, Any]], list[Contender]],
+    workers: int,
+    options: Mapping[str, Any],
+    draw: Callable[[Mapping[str, Any], Path], None],
+) -> Mapping[str, Any]:
+    """Run the rounds of a benchmark, write what is to be written, return the results."""
+    json_file, plot = options["json_file"], options["plot"]
+    check_file("--json", json_file)
+    check_file("--plot", plot)
+    if plot is not None:
+        pictures.require_matplotlib()
+    find_factory(options["model"])()
+    job = _job(options)
+    try:
+        steps = options["steps"] or steps_for(job, workers, options["seconds"])
+        job |= {"steps": steps, "warmup_steps": max(1, round(_WARMUP_SHARE * steps))}
+        contenders = lineup(job)
+        for absent in missing(contenders):
+            _say(f"left out: {absent.label} ({absent.needs} is not installed)")
+        contenders = [contender for contender in contenders if contender.is_there]
+        record = Record(
+            name,
+            shlex.join(["evenstep", *sys.argv[1:]]),
+            None if json_file is None else Path(json_file),
+            settings={"rounds": options["rounds"]},
+            contenders=[contender.described() for contender in contenders],
+        )
+        labels = {contender.key: contender.label for contender in contenders}
+        run_rounds(
+            contenders,
+            options["rounds"],
+            record,
+            lambda run: _say(
+                f"round {run['round'] + 1} of {options['rounds']}  "
+                f"{run['examples_per_s']:9,.1f} examples/s  {labels[run['contender']]}"
+            ),
+        )
+    except RunFailedError as error:
+        raise click.ClickException(f"a run of {options['model']} failed: {error.reason}") from error
+    if plot is not None:
+        draw(record.document, Path(plot))
+    _say(
+        f"{options['model']}: {counted(options['rounds'], 'round')} of {counted(steps, 'step')}, "
+        f"{job['warmup_steps']} of warm-up before"
+    )
+    return record.document
+
+
+def _job(options: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "network": options["model"],
+        "data": options["data"],
+        "data_dir": options["data_dir"],
+        "shape": _whole_numbers("--shape", options["shape"]),
+        "classes": options["classes"],
+        "examples": options["batch_size"],
+        "shards": options["shards"],
+    }
+
+
+def _scaling_row(row: Scaled) -> list[str]:
+    percents = whole_percents(row.shares[part] for part in PARTS)
+    return [
+        str(row.devices),
+        str(row.examples),
+        f"{row.speed.median:,.1f}",
+        f"{row.speed.least:,.1f} to {row.speed.most:,.1f}",
+        f"{row.speed_up.median:.2f}",
+        f"{row.efficiency:.0%}",
+        *(f"{percent}%" for percent in percents),
+    ]
+
+
+def _peers_rows(document: Mapping[str, Any]) -> list[list[str]]:
+    """Return a row for each contender, the fastest first; the last column is over evenstep."""
+    contenders = document["contenders"]
+    ours = next(one["key"] for one in contenders if ".evenstep." in one["key"])
+    ratios = against(document, ours)
+    rows = []
+    for one in contenders:
+        speed = summarise(list(speeds(document["runs"], one["key"]).values()))
+        spread = f"{speed.least:,.1f} to {speed.most:,.1f}"
+        ratio = f"{ratios[one['key']].median:.2f}"
+        rows.append((speed.median, [one["label"], f"{speed.median:,.1f}", spread, ratio]))
+    return [row for _, row in sorted(rows, reverse=True)]
+
+
+def _print_table(console: Console, rows: Sequence[Sequence[str]]) -> None:
+    for number, line in enumerate(aligned(rows)):
+        print_line(console, Text(line, "" if number else "bold"))
+
+
+def _whole_numbers(option: str, text: str) -> list[int]:
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise InputError(f"got {option} {text}: whole numbers with commas are needed, such as 1,2")
+    return [int(part) for part in parts]
+
+
+def _doubling(most: int) -> list[int]:
+    """Return 1, 2, 4 and so on up to `most`, at least 1 and 2."""
+    counts = [1]
+    while 2 * counts[-1] <= max(2, most):
+        counts.append(2 * counts[-1])
+    return counts
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)

@@ -1,0 +1,110 @@
+"""`evenstep bench`: tables, files and errors; the peers themselves run in a slow test."""
+
+import builtins
+import json
+import re
+
+import pytest
+
+from commands import complaint, run
+from evenstep.bench import fresh
+
+FAST = ("--model", "mlp", "--batch-size", 32, "--rounds", 1, "--steps", 2)
+
+
+def rows(output):
+    """Return the cells of each line that begins a row of a table."""
+    return [re.split(r" {2,}", line) for line in output.splitlines() if line.strip()]
+
+
+def test_scaling_says_how_fast_and_where_the_time_went(tmp_path):
+    file, picture = tmp_path / "s.json", tmp_path / "s.png"
+    result = run("bench", "scaling", *FAST, "--devices", "1,2", "--json", file, "--plot", picture)
+    titles = [cells for cells in rows(result.stdout) if len(cells) == 1]
+    assert titles == [["the same batch:"], ["a batch that grows:"]]
+    tables = [cells for cells in rows(result.stdout) if len(cells) == 11]
+    head, one, two = tables[:3]
+    assert head[4:7] == ["speed-up", "efficiency", "busy"]
+    assert (one[0], one[1], one[4], one[5]) == ("1", "32", "1.00", "100%")
+    assert (two[0], two[1]) == ("2", "32")
+    assert tables[-1][:2] == ["2", "64"]
+    for cells in (one, two, tables[-1]):
+        assert sum(int(cell.rstrip("%")) for cell in cells[6:]) == 100
+    document = json.loads(file.read_text())
+    assert len(document["runs"]) == 3
+    assert document["machine"]["usable_cores"] > 0
+    speed = next(r["examples_per_s"] for r in document["runs"] if ".n64" in r["contender"])
+    assert tables[-1][2] == f"{speed:,.1f}"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_peers_stand_in_the_order_of_their_speed(monkeypatch):
+    found = {"ddp": 50.0, "evenstep_devices": 80.0, "evenstep_processes": 60.0}
+
+    def run_module(module, job, **_):
+        return {"examples_per_s": found.get(module.rpartition(".")[2], 40.0), "seconds": 1.0}
+
+    monkeypatch.setattr(fresh, "run_module", run_module)
+    result = run("bench", "peers", *FAST, "--workers", 2)
+    _, first, second, *_, last = rows(result.stdout)
+    assert first == ["evenstep, 2 devices, V = 8", "80.0", "80.0 to 80.0", "1.00"]
+    assert second == ["evenstep, 2 processes, V = 8", "60.0", "60.0 to 60.0", "0.75"]
+    assert last[1:] == ["40.0", "40.0 to 40.0", "0.50"]
+
+
+@pytest.mark.slow
+def test_all_peers_do_the_same_work(tmp_path):
+    file = tmp_path / "p.json"
+    run("bench", "peers", *FAST, "--workers", 2, "--json", file)
+    document = json.loads(file.read_text())
+    assert {run["contender"].split(".")[1] for run in document["runs"]} == {
+        *("plain", "ddp", "accelerate", "fabric", "evenstep", "processes")
+    }
+    moved = [run["weights_moved"] for run in document["runs"]]
+    assert max(moved) == pytest.approx(min(moved), rel=1e-4)
+    assert moved[0] > 0
+
+
+def test_a_peer_that_is_not_installed_is_named_and_left_out(monkeypatch):
+    monkeypatch.setattr(fresh, "run_module", lambda *_, **__: {"examples_per_s": 1.0, "seconds": 1})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if "acc" in name else name)
+    result = run("bench", "peers", *FAST, "--workers", 2)
+    assert "left out: Accelerate, 2 processes, contiguous (accelerate is not" in result.stderr
+    assert "Accelerate" not in result.stdout
+    assert "Fabric" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("scaling", "--devices", "2,1"), "the least first"),
+        (("scaling", "--devices", "1"), "at least two"),
+        (("scaling", "--devices", "1,x"), "whole numbers with commas"),
+        (("scaling", "--shape", "28,0"), "whole numbers with commas"),
+        (("scaling", "--model", "alexnet"), "choose lenet, resnet18, mlp"),
+        (("scaling", "--plot", "no/such/folder/x.png"), "a file in a folder that is there"),
+        (("peers", "--batch-size", 33, "--workers", 2), "a batch that all can share alike"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_is_measured(arguments, told, monkeypatch):
+    monkeypatch.setattr(fresh, "run_module", None)
+    assert told in complaint("bench", *arguments, code=2)
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *more, **others):
+        if name == "matplotlib":
+            raise ImportError(name)
+        return real(name, *more, **others)
+
+    monkeypatch.setattr(fresh, "run_module", None)
+    monkeypatch.setattr(builtins, "__import__", without)
+    line = complaint("bench", "scaling", "--plot", "x.png", code=2)
+    assert "pip install 'evenstep[bench]'" in line
+
+
+def test_a_model_that_fails_is_one_line():
+    line = complaint("bench", "scaling", *FAST, "--shape", "3,5", "--devices", "1,2", code=1)
+    assert re.match(r"evenstep: a run of mlp failed: .*mat1 and mat2 shapes", line)
