@@ -44,6 +44,8 @@ format: install ## put the code into its format
 bench: install ## measure again and write docs/benchmarks.md (an hour; needs a quiet machine)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/training_speed.py
+	$(BIN)/evenstep bench scaling --model lenet --devices 1,2 --json benchmarks/results/scaling_lenet.json
+	$(BIN)/evenstep bench scaling --model resnet18 --batch-size 64 --devices 1,2 --json benchmarks/results/scaling_resnet18.json
 	$(BIN)/python benchmarks/step_overhead.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/step_profile.py

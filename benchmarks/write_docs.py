@@ -21,12 +21,14 @@ from pages import (
     processes,
     profile,
     reliability,
+    scaling,
     speed,
     uneven,
 )
 from records import RESULTS, ROOT, load
 
 PAGE = ROOT / "docs" / "benchmarks.md"
+IMAGES = ROOT / "docs" / "images"
 RELIABILITY = ROOT / "docs" / "reliability.md"
 HEAD = """# Benchmarks
 
@@ -36,6 +38,8 @@ don't edit it. Explanations stand in `benchmarks/notes.md`."""
 Section = Callable[[dict[str, Any], Mapping[str, str]], str]
 SECTIONS: dict[str, Section] = {
     "training_speed": speed.section,
+    "scaling_lenet": scaling.section,
+    "scaling_resnet18": scaling.section,
     "step_overhead": overhead.section,
     "memory": memory.section,
     "step_profile": profile.section,
@@ -45,6 +49,7 @@ SECTIONS: dict[str, Section] = {
     "hybridize": hybridize.section,
     "engine_experiments": engine.section,
 }
+PICTURES = ("scaling_lenet", "scaling_resnet18")
 RELIABILITY_SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
     "kills": reliability.killed,
     "checkpoints": reliability.saved,
@@ -55,6 +60,10 @@ def main() -> None:
     """Write the pages."""
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page(RESULTS, read_notes()))
+    for name in PICTURES:
+        document = load(name)
+        if document is not None:
+            scaling.draw(document, IMAGES)
     RELIABILITY.write_text(reliability_page(RESULTS))
 
 

@@ -19,6 +19,7 @@ EXPORTS = {
         "Engine",
         "Exported",
         "Hybrid",
+        "Hybridized",
         "Trainer",
         "data",
         "errors",

@@ -5,6 +5,7 @@ from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
 from evenstep.engine import Engine
 from evenstep.exporting import Exported, export, load_exported
 from evenstep.hybrid import Hybrid, hybridize
+from evenstep.programs import Hybridized
 from evenstep.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -14,6 +15,7 @@ __all__ = [
     "Engine",
     "Exported",
     "Hybrid",
+    "Hybridized",
     "Trainer",
     "data",
     "errors",

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from evenstep.collectives import TreeSum, tree_sum
+from evenstep.compiled import Program
 from evenstep.devices import Device, carry
 from evenstep.engine import streams
 from evenstep.errors import ModelError
+from evenstep.experiment import autocast
 from evenstep.gradients import GradientStream, Tensors, add_gradients, refuse_twice, versions
 from evenstep.objective import Number, ShardObjective
 from evenstep.replicas import Replica
@@ -63,6 +65,7 @@ class ShardWork(NamedTuple):
         random_seed: seed of its random ops; None where the model has none.
         watch_backward: whether to look for random ops in its backward pass, and refuse them.
         precision: dtype that autocast computes in; None for the parameters' own.
+        program: the compiled shard; None to compute it eagerly.
     """
 
     shard: int
@@ -72,6 +75,7 @@ class ShardWork(NamedTuple):
     random_seed: int | None
     watch_backward: bool
     precision: torch.dtype | None
+    program: Program | None = None
 
 
 def compute_shard(
@@ -104,10 +108,53 @@ def compute_shard(
         (total, count): the shard's detached objective and what it is to be divided by.
     """
     replica.open_shard()
-    may_claim = may_accumulate and replica.has_learned and not (observe or replica.may_be_sparse)
+    knows = replica.has_learned or work.program is not None
+    may_claim = may_accumulate and knows and not (observe or replica.may_be_sparse)
     node, left = tree.claim(work.shard, lambda value: may_claim and _fits(value, replica))
     if left is not None:
         receive(left, replica.device)
+    if work.program is not None:
+        leaf, value = _run_program(replica, work, work.program, left)
+    else:
+        leaf, value = _run_eagerly(replica, work, objective, node, left, stream)
+    if observe:
+        observe(work.shard, value)
+    if left is not None:
+        value.buffers = _add_buffers(left, value)
+        value.weights = (*left.weights, *value.weights)
+        value.lo = left.lo
+    if replica.device.kind == "cuda":
+        value.fence = streams.fence_here(replica.device)
+    tree.put(node, value)
+    return leaf
+
+
+def _run_program(
+    replica: Replica, work: ShardWork, program: Program, left: NodeSum | None
+) -> tuple[Leaf, NodeSum]:
+    """Compute a shard by its compiled program; its gradients come onto those of `left`."""
+    randomness = None if work.random_seed is None else ShardRandomness(work.random_seed)
+    parameters = [parameter.detach() for parameter in replica.parameters]
+    with randomness or nullcontext():
+        total, count, gradients, buffers = program.run(parameters, replica.opening, work.batch)
+    if left is not None:
+        gradients = add_gradients(left.gradients, gradients)
+    changed = [
+        None if torch.equal(now, opening) else now
+        for now, opening in zip(buffers, replica.opening, strict=True)
+    ]
+    return (total, count), _node(replica, work, gradients, changed)
+
+
+def _run_eagerly(
+    replica: Replica,
+    work: ShardWork,
+    objective: ShardObjective,
+    node: int,
+    left: NodeSum | None,
+    stream: GradientStream | None,
+) -> tuple[Leaf, NodeSum]:
+    """Compute a shard by torch's own kernels; its gradients accumulate onto those of `left`."""
     for number, parameter in enumerate(replica.parameters):
         parameter.grad = None if left is None else left.gradients[number]
     if stream is not None:
@@ -119,17 +166,7 @@ def compute_shard(
         refuse_twice(left.gradients, before)
     else:
         leaf = _forward_backward(replica, work, objective)
-    value = _collect(replica, work)
-    if observe:
-        observe(work.shard, value)
-    if left is not None:
-        value.buffers = _add_buffers(left, value)
-        value.weights = (*left.weights, *value.weights)
-        value.lo = left.lo
-    if replica.device.kind == "cuda":
-        value.fence = streams.fence_here(replica.device)
-    tree.put(node, value)
-    return leaf
+    return leaf, _collect(replica, work)
 
 
 def add_nodes(left: NodeSum, right: NodeSum) -> NodeSum:
@@ -162,18 +199,6 @@ def divide_gradients(gradients: Sequence[torch.Tensor | None], count: float) -> 
         for gradient in gradients:
             if gradient is not None:
                 gradient.div_(count)
-
-
-def autocast(kind: str, precision: torch.dtype | None) -> AbstractContextManager[object]:
-    """Return the context in which a shard is computed in `precision`.
-
-    Autocast's cache of cast weights belongs to the process, and one lane's end of autocast clears
-    it for all: whether a tied weight is cast once or twice, and so where its gradient is rounded,
-    would depend on timing. So the cache is off.
-    """
-    if precision is None:
-        return nullcontext()
-    return torch.autocast(kind, dtype=precision, cache_enabled=False)
 
 
 def _forward_backward(replica: Replica, work: ShardWork, objective: ShardObjective) -> Leaf:
@@ -243,9 +268,13 @@ def _collect(replica: Replica, work: ShardWork) -> NodeSum:
             gradient.coalesce() if gradient is not None and gradient.is_sparse else gradient
             for gradient in gradients
         ]
+    return _node(replica, work, gradients, replica.changed_buffers())
+
+
+def _node(replica: Replica, work: ShardWork, gradients: Tensors, changed: Tensors) -> NodeSum:
     buffers = [
         _weigh(buffer, work, opening)
-        for buffer, opening in zip(replica.changed_buffers(), replica.opening, strict=True)
+        for buffer, opening in zip(changed, replica.opening, strict=True)
     ]
     return NodeSum(gradients, buffers, (work.weight,), replica, work.shard, work.shard + 1)
 

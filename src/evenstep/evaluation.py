@@ -10,8 +10,9 @@ import optree
 import torch
 from torch import nn
 
-from evenstep.compute import ShardWork, autocast
+from evenstep.compute import ShardWork
 from evenstep.errors import ModelError
+from evenstep.experiment import autocast
 from evenstep.objective import Number, split_batch
 from evenstep.replicas import Replica
 from evenstep.rng import ShardRandomness

@@ -47,6 +47,14 @@ class Verdict(enum.IntEnum):
     FAILED = 2
 
 
+class Way(enum.IntEnum):
+    """How a process computes its shards of a step: compiled code rounds in its own way."""
+
+    NONE = 0
+    EAGER = 1
+    COMPILED = 2
+
+
 class AgainError(EvenstepError):
     """A process asks all to do the step again."""
 
@@ -60,6 +68,7 @@ class Report:
         place: where the process is.
         story: why it failed.
         stop: whether it was asked to stop.
+        way: how it computes its shards.
         speed: how many shards a second it computes; 0 while it isn't known.
         leaves: float64 (shards of its own, 2): each one's total and count.
         present: bool (tops of its own, parameters): which gradients a top has.
@@ -70,6 +79,7 @@ class Report:
     place: Place
     story: str = ""
     stop: bool = False
+    way: Way = Way.NONE
     speed: float = 0.0
     leaves: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 2))
     present: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0))
@@ -78,7 +88,7 @@ class Report:
     def encoded(self) -> bytes:
         """Return it as bytes (safetensors: nothing in it is ever run)."""
         story = torch.tensor([self.verdict, *self.story.encode()], dtype=torch.uint8)
-        place = torch.tensor([*self.place, self.stop])
+        place = torch.tensor([*self.place, self.stop, self.way])
         speed = torch.tensor(self.speed, dtype=torch.float64)
         fixed = {"place": place, "story": story, "speed": speed}
         sums = {"leaves": self.leaves, "present": self.present}
@@ -89,12 +99,13 @@ def decoded(message: bytes) -> Report:
     """Read what `Report.encoded` wrote."""
     tensors = load(message)
     verdict, *story = tensors.pop("story").tolist()
-    *place, stop = tensors.pop("place").tolist()
+    *place, stop, way = tensors.pop("place").tolist()
     return Report(
         Verdict(verdict),
         tuple(place),
         bytes(story).decode(errors="replace"),
         bool(stop),
+        Way(way),
         tensors.pop("speed").item(),
         tensors.pop("leaves"),
         tensors.pop("present"),
@@ -161,6 +172,7 @@ class Exchange:
         leaves: Mapping[int, Leaf],
         tops: Sequence[NodeSum],
         sending: Sending,
+        way: Way,
     ) -> Report:
         """Return what the others are to be told of this process's part of a step.
 
@@ -185,6 +197,7 @@ class Exchange:
             Verdict.DONE,
             place,
             stop=self.stop_asked,
+            way=way,
             speed=self._own_speed(),
             leaves=torch.tensor(numbers, dtype=torch.float64).reshape(-1, 2),
             present=present,
@@ -348,6 +361,19 @@ def _heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> No
                 f"same steps of the same batches",
                 rank,
             )
+    _refuse_mixed(reports, peers)
+
+
+def _refuse_mixed(reports: Sequence[Report], peers: Peers) -> None:
+    """Refuse a step some shards of which are compiled and others not."""
+    ways = {report.way: rank for rank, report in enumerate(reports)}
+    if Way.EAGER in ways and Way.COMPILED in ways:
+        rank = ways[Way.EAGER]
+        raise PeerError(
+            f"rank {rank} (on {peers.hosts[rank]}) can't compile its shards, though others can, "
+            f"and says why: make it compile, or leave hybridize out",
+            rank,
+        )
 
 
 def _spelled(place: Place) -> str:

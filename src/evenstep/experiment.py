@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, TypeAlias
 
 import torch
@@ -24,6 +25,7 @@ class Experiment:
         precision: "fp32" computes in the parameters' own dtype, "bf16" under autocast.
         memory_format: of images and convolution weights; "auto" is resolved by `resolve_format`.
         threads: intra-op threads of each device.
+        hybridize: whether shards are compiled, where they can be.
     """
 
     shards: int = 8
@@ -31,11 +33,14 @@ class Experiment:
     precision: Precision = "fp32"
     memory_format: MemoryFormat = "auto"
     threads: int = 1
+    hybridize: bool = False
 
     def __post_init__(self) -> None:
         _check_integer("shards", self.shards, at_least=1)
         _check_integer("threads", self.threads, at_least=1)
         _check_integer("seed", self.seed, at_least=0)
+        if not isinstance(self.hybridize, bool):
+            raise InputError(f"got hybridize={self.hybridize!r}: True or False is needed")
         _check_choice("precision", self.precision, ("fp32", "bf16"))
         _check_choice("memory_format", self.memory_format, ("auto", "contiguous", "channels_last"))
 
@@ -68,6 +73,18 @@ def resolve_format(
     """
     convolves = any(isinstance(child, nn.Conv2d | nn.ConvTranspose2d) for child in model.modules())
     return "channels_last" if convolves and (kind == "cpu" or precision == "bf16") else "contiguous"
+
+
+def autocast(kind: str, precision: torch.dtype | None) -> AbstractContextManager[object]:
+    """Return the context in which a shard is computed in `precision`.
+
+    Autocast's cache of cast weights belongs to the process, and one lane's end of autocast clears
+    it for all: whether a tied weight is cast once or twice, and so where its gradient is rounded,
+    would depend on timing. So the cache is off.
+    """
+    if precision is None:
+        return nullcontext()
+    return torch.autocast(kind, dtype=precision, cache_enabled=False)
 
 
 def _check_integer(name: str, value: object, *, at_least: int) -> None:

@@ -106,6 +106,17 @@ DEFAULT_GENERATORS = threading.Lock()
 
 
 @contextmanager
+def undrawn() -> Iterator[None]:
+    """Put the CPU's default generator back afterwards; no shard borrows it meanwhile."""
+    with DEFAULT_GENERATORS:
+        before = torch.default_generator.get_state()
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
+
+
+@contextmanager
 def _lent_to_default(generator: torch.Generator) -> Iterator[None]:
     default = _default_generator(generator.device)
     with DEFAULT_GENERATORS:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.collectives import Forest, TreeSum, forest, tree_sum
+from evenstep.compiled import Program
 from evenstep.compute import NodeSum, ShardWork, add_nodes, compute_shard
 from evenstep.dense import Sending
 from evenstep.devices import Device, carry
@@ -26,6 +27,7 @@ from evenstep.evaluation import Forward, Measure, Metric, measure_shard, predict
 from evenstep.experiment import Experiment
 from evenstep.gradients import GradientStream
 from evenstep.objective import ShardObjective
+from evenstep.programs import ShardPrograms
 from evenstep.replicas import Replica, Replicas
 from evenstep.sharding import Batch, Cut, contiguous_runs, cut_batch
 from evenstep.team import Team
@@ -50,6 +52,7 @@ class Attempt:
         before: the states of the default generators when it began; None where nobody looks.
         told: whether the other processes were told how it went.
         sending: where its gradients go, where there are other processes.
+        programs: the compiled shards, by their sizes; none where they are computed eagerly.
     """
 
     cut: Cut
@@ -61,6 +64,7 @@ class Attempt:
     before: States | None = None
     told: bool = False
     sending: Sending | None = None
+    programs: Mapping[int, Program] = dataclasses.field(default_factory=dict)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _at: dict[int, tuple[int, bool, float]] = dataclasses.field(default_factory=dict)
 
@@ -107,6 +111,7 @@ class ShardRunner:
         engine: where the tasks run.
         team: the processes that compute a batch together.
         adds_once: whether a backward pass adds to each gradient once, as far as was seen.
+        programs: finds the compiled shards; None without `hybridize`.
     """
 
     def __init__(
@@ -124,6 +129,7 @@ class ShardRunner:
         self.watch = DrawWatch([device.torch_device for device in engine.devices])
         self.team = team
         self.adds_once = True
+        self.programs = ShardPrograms(experiment, replicas) if experiment.hybridize else None
 
     def split(self, batch: Batch, step: int) -> Cut:
         """Cut `batch` of step `step` (or this process's part of it) into shards."""
@@ -171,6 +177,11 @@ class ShardRunner:
             copies: the tasks that bring the shards' examples; none: the shards fetch them.
             reads: what the shards read besides.
         """
+        if self.programs is not None:
+            before_s = self.programs.compile_s
+            attempt.programs = self.programs.of(attempt.cut, objective)
+            if self.programs.compile_s > before_s:
+                self._timekeeper.rest()
         add = functools.partial(self._add_nodes, attempt.clock)
         attempt.tree = TreeSum(attempt.trees.plans[attempt.cut.part.rank], add)
         compute = functools.partial(
@@ -188,7 +199,8 @@ class ShardRunner:
         if self.team.exchange is None:
             return None
         attempt.sending = self.team.exchange.begin(attempt.trees, attempt.number)
-        may_stream = self.adds_once and self.replicas.on_cpus and not observed
+        eager = not attempt.programs  # a compiled shard has all its gradients at its end
+        may_stream = eager and self.adds_once and self.replicas.on_cpus and not observed
         if not may_stream or len(attempt.sending.buckets) < 2:
             return None
         return GradientStream(attempt.trees.plans[attempt.cut.part.rank], attempt.sending)
@@ -303,7 +315,7 @@ class ShardRunner:
         results: dict[int, T] = {}
         try:
             while (shard := attempt.next_shard(lane)) is not None:
-                work = self._work(replica, attempt.cut, shard, batches.pop(shard, None), seed_of)
+                work = self._work(replica, attempt, shard, batches.pop(shard, None), seed_of)
                 results[shard] = function(replica, work)
         except BaseException as error:
             attempt.dropped = True
@@ -319,8 +331,9 @@ class ShardRunner:
         return runs
 
     def _work(
-        self, replica: Replica, cut: Cut, shard: int, batch: Batch | None, seed_of: SeedOf
+        self, replica: Replica, attempt: Attempt, shard: int, batch: Batch | None, seed_of: SeedOf
     ) -> ShardWork:
+        cut = attempt.cut
         lo, hi = cut.bounds[shard]
         alone = cut.filled == 1
         return ShardWork(
@@ -331,6 +344,7 @@ class ShardRunner:
             random_seed=seed_of(shard) if self.watch.draws else None,
             watch_backward=self.watch.watch_backward,
             precision=self.experiment.autocast_dtype,
+            program=attempt.programs.get(hi - lo),
         )
 
     def _take(self, cut: Cut, shard: int, batch: Batch | None, device: Device) -> Batch:

@@ -90,12 +90,14 @@ def rolled_back_on_error(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 def check_experiment(experiment: Experiment, saved: Mapping[str, Any]) -> None:
     """Refuse to go on with an experiment other than the checkpoint's, naming what differs."""
     now = dataclasses.asdict(experiment)
+    saved = {**dataclasses.asdict(Experiment()), **saved}
     differing = [name for name in now if now[name] != saved.get(name)]
     if differing:
         got = ", ".join(f"{name} {now[name]} instead of {saved.get(name)}" for name in differing)
         raise CheckpointError(
-            f"can't resume with {got}: shards, seed, precision, memory format and threads are "
-            f"part of the experiment; resume with those of the checkpoint (devices may differ)"
+            f"can't resume with {got}: shards, seed, precision, memory format, threads and "
+            f"hybridize are part of the experiment; resume with those of the checkpoint (devices "
+            f"may differ)"
         )
 
 

@@ -22,7 +22,7 @@ from evenstep.data.order import Cursor
 from evenstep.engine import Engine, Pending, Task
 from evenstep.engine.context import PLAIN
 from evenstep.errors import BatchError, ClosedError, EvenstepError, InputError, PeerError
-from evenstep.exchange import AgainError, Exchange, Place, Verdict
+from evenstep.exchange import AgainError, Exchange, Place, Verdict, Way
 from evenstep.gradients import AccumulatedTwiceError
 from evenstep.objective import ShardObjective
 from evenstep.runner import Attempt, SeedOf, ShardRunner
@@ -276,7 +276,8 @@ class Flight:
         attempt, team = run.attempt, self._runner.team
         sending = attempt.sending
         assert sending is not None
-        report = exchange.report(attempt.trees, run.place, leaves, tops, sending)
+        way = (Way.COMPILED if attempt.programs else Way.EAGER) if leaves else Way.NONE
+        report = exchange.report(attempt.trees, run.place, leaves, tops, sending, way)
         team.note(f"exchanging step {run.number}")
         attempt.told = True
         began_s = time.perf_counter()

@@ -51,6 +51,7 @@ from evenstep.experiment import Experiment, MemoryFormat, Precision
 from evenstep.objective import Loss, UserObjective, choose_objective
 from evenstep.optimizer_twin import OptimizerTwin
 from evenstep.processes import local_share
+from evenstep.programs import Hybridized
 from evenstep.replicas import Replicas, check_trainable, move_home
 from evenstep.rng import derive_seed, shard_seed
 from evenstep.runner import Attempt, SeedOf, ShardRunner, refuse_lonely_batch_norm
@@ -85,6 +86,9 @@ class Trainer:
         precision: "fp32", or "bf16" for autocast; part of the experiment.
         memory_format: "auto" (a fixed rule), "contiguous" or "channels_last".
         threads: intra-op threads for each device; part of the experiment.
+        hybridize: compile a shard's forward and backward pass, on CPUs; part of the experiment. A
+            line says what is gained, or why shards are computed eagerly all the same; `hybridized`
+            has the figures.
         before_update: called with the module between sum and update, when each `parameter.grad`
             holds the mean gradient of the batch: the place for clipping.
         scheduler: saved and resumed with the rest; stepping it stays with the user.
@@ -123,6 +127,7 @@ class Trainer:
         precision: Precision = "fp32",
         memory_format: MemoryFormat = "auto",
         threads: int = 1,
+        hybridize: bool = False,
         before_update: Callable[[nn.Module], object] | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_in_flight: int = 1,
@@ -137,6 +142,7 @@ class Trainer:
             precision=precision,
             memory_format=memory_format,
             threads=threads,
+            hybridize=hybridize,
         )
         if max_in_flight < 1 or check_every < 1:
             raise InputError(
@@ -418,8 +424,8 @@ class Trainer:
             model: built as the saved one was; its values are overwritten.
             optimizer: likewise.
             loss: as for `Trainer`.
-            options: as for `Trainer`. Shards, seed, precision, memory format and threads are the
-                checkpoint's; others are refused.
+            options: as for `Trainer`. Shards, seed, precision, memory format, threads and
+                hybridize are the checkpoint's; others are refused.
 
         Raises:
             CheckpointError: missing, damaged, or of another model, optimizer or experiment.
@@ -443,6 +449,17 @@ class Trainer:
     def trace(self) -> Trace:
         """What ran where and when; `trace.save(file)` writes it for Perfetto."""
         return self._engine.trace
+
+    @property
+    def hybridized(self) -> Hybridized | None:
+        """What came of `hybridize`, from the first step on; None without it."""
+        programs = self._runner.programs
+        return programs.told if programs is not None else None
+
+    @property
+    def compile_s(self) -> float:
+        """The seconds that compiling took so far; they belong to no step's time."""
+        return self.hybridized.compile_s if self.hybridized is not None else 0.0
 
     def shares(self) -> tuple[DeviceShares, ...]:
         """Return for each device where the time of the training steps went."""

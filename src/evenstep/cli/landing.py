@@ -20,6 +20,7 @@ class Landing:
         self._display = display
         self._flying: deque[tuple[Pending, int]] = deque()
         self._since_s = time.perf_counter()
+        self._compile_s = 0.0
 
     def expect(self, loss: Pending, examples: int) -> None:
         """Note a step that was submitted, of so many examples."""
@@ -31,6 +32,9 @@ class Landing:
             loss, examples = self._flying.popleft()
             value = float(loss)
             now = time.perf_counter()
+            compile_s = self._trainer.compile_s
+            self._since_s += compile_s - self._compile_s
+            self._compile_s = compile_s
             self._progress.add(
                 loss=value,
                 examples=examples,

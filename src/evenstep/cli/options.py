@@ -36,6 +36,7 @@ class Choices:
     precision: Precision
     memory_format: MemoryFormat
     threads: int
+    hybridize: bool
     epochs: int | None
     steps: int | None
     seed: int
@@ -136,6 +137,11 @@ _OPTIONS: tuple[Callable[[Command], Command], ...] = (
         default=1,
         show_default=True,
         help="Threads of each CPU device; part of the experiment.",
+    ),
+    click.option(
+        "--hybridize",
+        is_flag=True,
+        help="Compile a shard's forward and backward pass, on CPUs; part of the experiment.",
     ),
     click.option("--epochs", type=_AT_LEAST_1, help="Stop after N epochs."),
     click.option(

@@ -1,0 +1,197 @@
+"""`hybridize` in a trainer: which shards run compiled, and what came of it.
+
+Compiled code adds in another order than torch's own kernels do. So whether a shard is compiled is a
+function of the experiment and the shard, never of the device or of timing; where compiling does not
+pay it is said, and the user's choice stands.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+from evenstep.compiled import NotCompiledError, Outcome, Program, ShardCompiler
+from evenstep.devices import carry, intra_op_threads
+from evenstep.experiment import Experiment
+from evenstep.objective import ShardObjective
+from evenstep.replicas import Replica, Replicas
+from evenstep.rng import ShardRandomness, undrawn
+from evenstep.sharding import Batch, Cut
+
+logger = logging.getLogger("evenstep")
+
+_MEASURED_S = 0.5  # for each way, about
+_MOST_REPEATS = 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Hybridized:
+    """What came of compiling a trainer's shards.
+
+    Attributes:
+        compile_s: seconds spent on it (and on comparing) so far; no part of any step's time.
+        shard_ms: milliseconds of the first batch's first shard, compiled; NaN where it isn't.
+        eager_ms: the same without compiling.
+        max_difference: by how much the gradients of the two differ at most, over the largest one.
+        why_not: why shards are computed eagerly; "" where they are compiled.
+    """
+
+    compile_s: float = 0.0
+    shard_ms: float = float("nan")
+    eager_ms: float = float("nan")
+    max_difference: float = float("nan")
+    why_not: str = ""
+
+    def __str__(self) -> str:
+        if self.why_not:
+            return f"hybridize: shards are computed eagerly, because {self.why_not}"
+        pays = self.shard_ms < self.eager_ms
+        return (
+            f"hybridize{'' if pays else ' does not pay here'}: a shard takes "
+            f"{self.shard_ms:.3g} ms compiled and {self.eager_ms:.3g} ms eagerly; max difference "
+            f"of the gradients {self.max_difference:.0e}; compiled in {self.compile_s:.1f} s (not "
+            f"counted as training)"
+        )
+
+
+class ShardPrograms:
+    """The programs of the shards of steps, found by the thread that begins them.
+
+    Args:
+        experiment: what is computed.
+        replicas: of the model.
+
+    Attributes:
+        told: what came of it.
+        compile_s: seconds spent so far.
+    """
+
+    def __init__(self, experiment: Experiment, replicas: Replicas) -> None:
+        self._experiment = experiment
+        self._replicas = replicas
+        self._home: Replica | None = None
+        self._compiler: ShardCompiler | None = None
+        self.told = Hybridized()
+        self.compile_s = 0.0
+
+    def of(self, cut: Cut, objective: ShardObjective) -> dict[int, Program]:
+        """Return the program for each size of this process's shards; none where they are eager.
+
+        Raises:
+            ModelError: the objective takes the model from outside, or there are too many programs.
+        """
+        compiler = self._compiler_of(objective)
+        if compiler is None:
+            return {}
+        alone, found = cut.filled == 1, {}
+        for shard in cut.part.run:
+            lo, hi = cut.bounds[shard]
+            if hi - lo not in found:
+                example = cut.take(shard, self._place)
+                program = self._program(compiler, example, alone=alone)
+                if program is None:
+                    return {}
+                found[hi - lo] = program
+        return found
+
+    def _compiler_of(self, objective: ShardObjective) -> ShardCompiler | None:
+        if self._home is not self._replicas.home:  # layers or hooks were changed
+            self._home = self._replicas.home
+            self._compiler = None
+            try:
+                if not self._replicas.on_cpus:
+                    raise NotCompiledError("it compiles for CPUs only")
+                self._compiler = ShardCompiler(
+                    self._home.module,
+                    objective,
+                    self._experiment.threads,
+                    self._experiment.autocast_dtype,
+                )
+            except NotCompiledError as error:
+                self._go_eager(error)
+        return self._compiler
+
+    def _program(self, compiler: ShardCompiler, example: Batch, *, alone: bool) -> Program | None:
+        before, began_s = compiler.compiled, time.perf_counter()
+        try:
+            program = compiler.program(example, alone=alone)
+        except NotCompiledError as error:
+            self._compiler = None
+            self._go_eager(error)
+            return None
+        if compiler.compiled > before:
+            is_first = before == 0
+            if is_first:
+                self.told = self._compared(compiler, program, example, alone=alone)
+            self.compile_s += time.perf_counter() - began_s
+            self.told = dataclasses.replace(self.told, compile_s=self.compile_s)
+            if is_first:
+                logger.warning(str(self.told))
+        return program
+
+    def _go_eager(self, error: NotCompiledError) -> None:
+        self.told = Hybridized(compile_s=self.compile_s, why_not=str(error))
+        logger.warning(str(self.told))
+
+    def _compared(
+        self,
+        compiler: ShardCompiler,
+        program: Program,
+        example: Batch,
+        *,
+        alone: bool,
+    ) -> Hybridized:
+        """Compare the compiled shard with the eager one: its gradients, and its time."""
+        assert self._home is not None
+        parameters = [parameter.detach() for parameter in self._home.parameters]
+        buffers = self._home.buffers
+
+        def compiled() -> Outcome:
+            return program.run(parameters, buffers, example)
+
+        def eager() -> Outcome:
+            return compiler.eager(example, alone=alone)
+
+        with intra_op_threads(self._experiment.threads):
+            with ShardRandomness(0):
+                ours = compiled()
+            with ShardRandomness(0):
+                theirs = eager()
+            with undrawn():
+                shard_s, eager_s = _timed(compiled, eager)
+        return Hybridized(
+            shard_ms=1e3 * shard_s,
+            eager_ms=1e3 * eager_s,
+            max_difference=_difference(ours, theirs),
+        )
+
+    def _place(self, examples: torch.Tensor) -> torch.Tensor:
+        assert self._home is not None
+        return carry(examples, self._home.device, self._experiment.image_format(examples))
+
+
+def _timed(*ways: Callable[[], object]) -> list[float]:
+    """Return the seconds of each way: medians of interleaved calls."""
+    taken: list[list[float]] = [[] for _ in ways]
+    while len(taken[0]) < _MOST_REPEATS and sum(map(sum, taken)) < _MEASURED_S * len(ways):
+        for seconds, way in zip(taken, ways, strict=True):
+            began_s = time.perf_counter()
+            way()
+            seconds.append(time.perf_counter() - began_s)
+    return [statistics.median(seconds) for seconds in taken]
+
+
+def _difference(ours: Outcome, theirs: Outcome) -> float:
+    pairs = [
+        (mine, its)
+        for mine, its in zip(ours.gradients, theirs.gradients, strict=True)
+        if mine is not None and its is not None and mine.numel()
+    ]
+    largest = max((its.abs().max().item() for _, its in pairs), default=0.0)
+    difference = max(((mine - its).abs().max().item() for mine, its in pairs), default=0.0)
+    return difference / largest if largest else difference
