@@ -17,6 +17,7 @@ import torch
 
 from evenstep.compiled import NotCompiledError, Outcome, Program, ShardCompiler
 from evenstep.devices import carry, intra_op_threads
+from evenstep.errors import ModelError
 from evenstep.experiment import Experiment
 from evenstep.objective import ShardObjective
 from evenstep.replicas import Replica, Replicas
@@ -35,16 +36,16 @@ class Hybridized:
 
     Attributes:
         compile_s: seconds spent on it (and on comparing) so far; no part of any step's time.
-        shard_ms: milliseconds of the first batch's first shard, compiled; NaN where it isn't.
+        shard_ms: milliseconds of the first batch's first shard, compiled; 0 where it isn't.
         eager_ms: the same without compiling.
         max_difference: by how much the gradients of the two differ at most, over the largest one.
         why_not: why shards are computed eagerly; "" where they are compiled.
     """
 
     compile_s: float = 0.0
-    shard_ms: float = float("nan")
-    eager_ms: float = float("nan")
-    max_difference: float = float("nan")
+    shard_ms: float = 0.0
+    eager_ms: float = 0.0
+    max_difference: float = 0.0
     why_not: str = ""
 
     def __str__(self) -> str:
@@ -62,13 +63,16 @@ class Hybridized:
 class ShardPrograms:
     """The programs of the shards of steps, found by the thread that begins them.
 
+    The first step decides whether a training's shards are compiled, for good: a shard that is
+    computed in another way than before would move bits.
+
     Args:
         experiment: what is computed.
         replicas: of the model.
 
     Attributes:
         told: what came of it.
-        compile_s: seconds spent so far.
+        compiles: whether shards are compiled; None before the first step.
     """
 
     def __init__(self, experiment: Experiment, replicas: Replicas) -> None:
@@ -77,66 +81,75 @@ class ShardPrograms:
         self._home: Replica | None = None
         self._compiler: ShardCompiler | None = None
         self.told = Hybridized()
-        self.compile_s = 0.0
+        self.compiles: bool | None = None
 
     def of(self, cut: Cut, objective: ShardObjective) -> dict[int, Program]:
         """Return the program for each size of this process's shards; none where they are eager.
 
         Raises:
-            ModelError: the objective takes the model from outside, or there are too many programs.
+            ModelError: the objective takes the model from outside, a shard can't be compiled after
+                others were, or there are too many programs.
         """
-        compiler = self._compiler_of(objective)
-        if compiler is None:
+        told, began_s = self.told, time.perf_counter()
+        if self.compiles is False:
+            if not told.why_not:
+                self._say(Hybridized(why_not="they were before the checkpoint"))
             return {}
-        alone, found = cut.filled == 1, {}
+        try:
+            found = self._found(cut, objective)
+        except NotCompiledError as error:
+            if self.compiles:
+                raise ModelError(
+                    f"the shards of this training were compiled so far, but here {error}: other "
+                    f"bits would come of computing them eagerly"
+                ) from error
+            self.compiles, found = False, {}
+            self.told = Hybridized(why_not=str(error))
+        if self.told is not told:  # something was compiled, or tried
+            took_s = time.perf_counter() - began_s
+            self.told = dataclasses.replace(self.told, compile_s=told.compile_s + took_s)
+            if told == Hybridized():
+                self._say(self.told)
+        if found:
+            self.compiles = True
+        return found
+
+    def _say(self, told: Hybridized) -> None:
+        self.told = told
+        logger.warning(str(told))
+
+    def _found(self, cut: Cut, objective: ShardObjective) -> dict[int, Program]:
+        compiler, alone = self._compiler_of(objective), cut.filled == 1
+        found: dict[int, Program] = {}
         for shard in cut.part.run:
             lo, hi = cut.bounds[shard]
             if hi - lo not in found:
                 example = cut.take(shard, self._place)
-                program = self._program(compiler, example, alone=alone)
-                if program is None:
-                    return {}
-                found[hi - lo] = program
+                found[hi - lo] = self._program(compiler, example, alone=alone)
         return found
 
-    def _compiler_of(self, objective: ShardObjective) -> ShardCompiler | None:
-        if self._home is not self._replicas.home:  # layers or hooks were changed
+    def _compiler_of(self, objective: ShardObjective) -> ShardCompiler:
+        if self._compiler is None or self._home is not self._replicas.home:  # layers were changed
+            if not self._replicas.on_cpus:
+                raise NotCompiledError("it compiles for CPUs only")
             self._home = self._replicas.home
-            self._compiler = None
-            try:
-                if not self._replicas.on_cpus:
-                    raise NotCompiledError("it compiles for CPUs only")
-                self._compiler = ShardCompiler(
-                    self._home.module,
-                    objective,
-                    self._experiment.threads,
-                    self._experiment.autocast_dtype,
-                )
-            except NotCompiledError as error:
-                self._go_eager(error)
+            self._compiler = ShardCompiler(
+                self._home.module,
+                objective,
+                self._experiment.threads,
+                self._experiment.autocast_dtype,
+            )
         return self._compiler
 
-    def _program(self, compiler: ShardCompiler, example: Batch, *, alone: bool) -> Program | None:
-        before, began_s = compiler.compiled, time.perf_counter()
-        try:
-            program = compiler.program(example, alone=alone)
-        except NotCompiledError as error:
-            self._compiler = None
-            self._go_eager(error)
-            return None
+    def _program(self, compiler: ShardCompiler, example: Batch, *, alone: bool) -> Program:
+        before = compiler.compiled
+        program = compiler.program(example, alone=alone)
         if compiler.compiled > before:
-            is_first = before == 0
-            if is_first:
+            if self.told == Hybridized():
                 self.told = self._compared(compiler, program, example, alone=alone)
-            self.compile_s += time.perf_counter() - began_s
-            self.told = dataclasses.replace(self.told, compile_s=self.compile_s)
-            if is_first:
-                logger.warning(str(self.told))
+            else:
+                self.told = dataclasses.replace(self.told)
         return program
-
-    def _go_eager(self, error: NotCompiledError) -> None:
-        self.told = Hybridized(compile_s=self.compile_s, why_not=str(error))
-        logger.warning(str(self.told))
 
     def _compared(
         self,

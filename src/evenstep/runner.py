@@ -178,9 +178,9 @@ class ShardRunner:
             reads: what the shards read besides.
         """
         if self.programs is not None:
-            before_s = self.programs.compile_s
+            told = self.programs.told
             attempt.programs = self.programs.of(attempt.cut, objective)
-            if self.programs.compile_s > before_s:
+            if self.programs.told is not told:  # it took time that is no step's
                 self._timekeeper.rest()
         add = functools.partial(self._add_nodes, attempt.clock)
         attempt.tree = TreeSum(attempt.trees.plans[attempt.cut.part.rank], add)

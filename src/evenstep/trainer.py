@@ -387,6 +387,7 @@ class Trainer:
             "cursor": dataclasses.asdict(self.cursor),
             "steps_done": self.steps_done,
             "draws_random": self._runner.watch.draws,
+            "compiles": self._runner.programs.compiles if self._runner.programs else None,
             "model": state.model_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
@@ -592,6 +593,8 @@ class Trainer:
         self.cursor = Cursor(**saved["cursor"])
         self.steps_done = saved["steps_done"]
         self._runner.watch.draws = saved["draws_random"]
+        if self._runner.programs:
+            self._runner.programs.compiles = saved["compiles"]
         state.check_fingerprint(self.fingerprint(), saved["fingerprint"])
 
 
