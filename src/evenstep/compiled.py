@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
@@ -32,6 +33,7 @@ Kind: TypeAlias = "tuple[object, ...]"
 """What compiled code takes for granted of a tensor: shape, strides, dtype, device."""
 
 _MOST_PROGRAMS = 64
+_SETTINGS = {"trace_autograd_ops": True, "recompile_limit": 2 * _MOST_PROGRAMS}
 
 
 class NotCompiledError(EvenstepError):
@@ -128,7 +130,8 @@ class ShardCompiler:
         precision: dtype that autocast computes in; None for the parameters' own.
 
     Raises:
-        NotCompiledError: the model has what a compiled backward pass would leave out.
+        NotCompiledError: the model has what a compiled backward pass would leave out, or torch is
+            too old.
     """
 
     def __init__(
@@ -340,16 +343,15 @@ def kind(tensor: torch.Tensor) -> Kind:
 @contextlib.contextmanager
 def _tracing() -> Any:
     """Let Dynamo trace backward passes, and keep more than its eight programs of a function."""
-    settings = {"trace_autograd_ops": True, "recompile_limit": 2 * _MOST_PROGRAMS}
-    try:
-        patch = torch._dynamo.config.patch(settings)
-    except AttributeError as error:
-        raise NotCompiledError(f"torch {torch.__version__} is too old for it") from error
-    with patch:
+    with torch._dynamo.config.patch(_SETTINGS), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, about torch
         yield
 
 
 def _refuse_unfit(model: nn.Module) -> None:
+    """Refuse what can't be compiled here, or not rightly."""
+    if not all(hasattr(torch._dynamo.config, name) for name in _SETTINGS):
+        raise NotCompiledError(f"torch {torch.__version__} is too old for it")
     for name, child in model.named_modules():
         if getattr(child, "sparse", False):
             raise NotCompiledError(f"the layer {name} has sparse gradients")

@@ -191,7 +191,9 @@ class ShardPrograms:
 def _timed(*ways: Callable[[], object]) -> list[float]:
     """Return the seconds of each way: medians of interleaved calls."""
     taken: list[list[float]] = [[] for _ in ways]
-    while len(taken[0]) < _MOST_REPEATS and sum(map(sum, taken)) < _MEASURED_S * len(ways):
+    while not taken[0] or (
+        len(taken[0]) < _MOST_REPEATS and sum(map(sum, taken)) < _MEASURED_S * len(ways)
+    ):
         for seconds, way in zip(taken, ways, strict=True):
             began_s = time.perf_counter()
             way()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -35,12 +37,13 @@ class Update:
     def __call__(self, run: StepRun, leaves: Sequence[Leaf | None], root: NodeSum) -> None:
         """Take the step; called in a lane."""
         run.loss, count = settle(run, leaves)
-        if self._twin is None:
-            self.install(count, root)
-            self._optimizer.step()
-        else:
-            self._replicas.refuse_written()
-            self._step_twin(self._twin, run, count, root)
+        with _nothing_compiles():
+            if self._twin is None:
+                self.install(count, root)
+                self._optimizer.step()
+            else:
+                self._replicas.refuse_written()
+                self._step_twin(self._twin, run, count, root)
         self.close(root)
 
     def _step_twin(self, twin: OptimizerTwin, run: StepRun, count: float, root: NodeSum) -> None:
@@ -130,6 +133,16 @@ class Closure:
         self._update.install(count, root)
         self._replicas.restore_opening()
         self.root = root
+
+
+def _nothing_compiles() -> AbstractContextManager[object]:
+    """Return what holds off `torch.compile` in other threads.
+
+    While one compiles, optimizers in all of them take the arithmetic that can be compiled (Adam
+    corrects its bias in another order): torch's flag for it belongs to the process.
+    """
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")  # there once something was compiled
+    return nullcontext() if dynamo is None else dynamo.compile_lock
 
 
 def settle(run: StepRun, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
