@@ -1,6 +1,7 @@
 """The promise over processes: torchrun's, with any devices each, against one process."""
 
 import json
+import re
 
 import pytest
 
@@ -55,3 +56,24 @@ def test_a_slow_process_gets_fewer_shards_and_nothing_else_changes(tmp_path):
         assert ours + theirs == all_shards
     assert fast["counts"][0] == slow["counts"][0]
     assert fast["counts"][-1] > slow["counts"][-1]
+
+
+def test_compiled_shards_have_the_same_bits_in_two_processes(tmp_path):
+    assert alone("hybridized.py", tmp_path).returncode == 0
+    (tmp_path / "two").mkdir()
+    finished = torchrun(2, "hybridized.py", tmp_path / "two")
+    assert finished.returncode == 0, finished.stderr
+    one = (tmp_path / "0.txt").read_text()
+    fingerprint, why_not = one.split(" ", 1)
+    assert len(fingerprint) == 64
+    assert not why_not
+    assert [(tmp_path / "two" / f"{rank}.txt").read_text() for rank in range(2)] == [one] * 2
+
+
+def test_a_process_that_cannot_compile_is_named_by_all(tmp_path):
+    finished = torchrun(2, "hybridized.py", tmp_path, 1)
+    assert "computed eagerly, because" in finished.stderr
+    assert "no compiler is there" in finished.stderr
+    for rank in range(2):
+        told = (tmp_path / f"{rank}.txt").read_text()
+        assert re.match(r"rank 1 \(on \S+\) can't compile its shards, though others can", told)
