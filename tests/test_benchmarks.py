@@ -43,7 +43,8 @@ def test_a_record_is_written_run_by_run(tmp_path, monkeypatch):
 def test_the_lineup_has_every_contender_that_a_target_names():
     keys = [contender.key for contender in lineup.lineup()]
     assert len(keys) == len(set(keys))
-    for ratio in (ratio for ratios in targets.RATIOS.values() for ratio in ratios):
+    tables = [*targets.RATIOS.values(), *targets.GAINS.values()]
+    for ratio in (ratio for ratios in tables for ratio in ratios):
         assert {ratio.ours, ratio.theirs} <= set(keys), ratio.text
 
 

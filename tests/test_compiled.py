@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import random
 import threading
 
 import pytest
@@ -72,6 +73,58 @@ def test_a_model_that_cannot_be_compiled_is_trained_eagerly_and_a_line_says_why(
     assert line == f"hybridize: shards are computed eagerly, because {told.why_not}"
     assert "\n" not in line
     assert fingerprint == train(build(name), make_batches(SIZES), hybridize=False)[0]
+
+
+def made(forward):
+    """Return a model with a layer, and `forward(layer, x)`."""
+
+    class Made(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(36, 5)
+
+        def forward(self, x):
+            return forward(self.layer, x.flatten(1))
+
+    return Made()
+
+
+def printing(layer, x):
+    print("here")
+    return layer(x)
+
+
+def drawing(layer, x):
+    return layer(x) * random.random()
+
+
+def in_place(layer, x):
+    hidden = x.clone()
+    hidden += 1
+    hidden[:, 0] = 0
+    return layer(hidden)
+
+
+def looping(layer, x):
+    return torch.stack([layer(row) for row in x])
+
+
+@pytest.mark.parametrize(("forward", "where"), [(printing, "`print`"), (drawing, "Random.random")])
+def test_python_that_a_program_would_lose_is_kept_by_computing_eagerly(forward, where, capsys):
+    told = train(made(forward), make_batches((16,)))[2]
+    assert where in told.why_not
+    assert f"in {forward.__name__}" in told.why_not
+    assert (capsys.readouterr().out.count("here") >= 8) == (forward is printing)  # every shard
+
+
+@pytest.mark.parametrize("forward", [in_place, looping])
+def test_in_place_operations_and_loops_are_part_of_the_program(forward):
+    one, two = (train(made(forward), make_batches((16, 16)), devices=n) for n in (1, 2))
+    assert not one[2].why_not
+    assert one[:2] == two[:2]
+    eagerly = train(made(forward), make_batches((16, 16)), hybridize=False)
+    assert one[1] == pytest.approx(eagerly[1], rel=1e-5)
 
 
 def hooked():

@@ -7,7 +7,7 @@ from typing import Any
 
 from evenstep.bench.rounds import paired_ratios, summarise
 from pages.common import joined, note, origin
-from targets import RATIOS, Ratio
+from targets import GAINS, RATIOS, Ratio
 from text import NOTHING, number, percent, spread, table, verdict
 
 TITLES = {
@@ -69,6 +69,10 @@ def _network(document: dict[str, Any], network: str, notes: Mapping[str, str]) -
     ratios = table(
         ("ratio", "target", "median", "spread", "verdict"), ratio_rows(RATIOS[network], runs)
     )
+    gains = table(
+        ("what it brings", "target", "median", "spread", "verdict", "bits"),
+        [[*_ratio_row(gain, runs), gain.bits] for gain in GAINS[network]],
+    )
     rounds = len({run["round"] for run in runs})
     steps = f"{contenders[0]['steps']} timed steps after {contenders[0]['warmup_steps']} of warm-up"
     return joined(
@@ -76,6 +80,7 @@ def _network(document: dict[str, Any], network: str, notes: Mapping[str, str]) -
         f"Rounds: {rounds}; {steps}.",
         speeds,
         ratios,
+        gains,
         note(notes, network),
     )
 

@@ -70,6 +70,7 @@ def side_by_side(job: Mapping[str, Any], workers: int) -> list[Contender]:
         accelerate(job, workers),
         fabric(job, workers),
         devices(job, workers),
+        devices(job, workers, hybridize=True),
         processes(job, workers),
     ]
 
@@ -180,4 +181,5 @@ def _told(job: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([(layout, spelled(layout))] if layout != "auto" else []),
         *([(precision, precision)] if precision != "fp32" else []),
         *([(f"flight{flight}", f"{flight} steps in flight")] if flight != 1 else []),
+        *([("hybridized", "hybridized")] if job.get("hybridize") else []),
     ]

@@ -42,6 +42,7 @@ class Job:
         precision: "fp32" or "bf16"; evenstep only.
         shards: V; evenstep only.
         max_in_flight: steps at once; evenstep only.
+        hybridize: whether shards are compiled; evenstep only.
         loads: whether batches are put together while it trains; evenstep only.
         warmup_steps: not timed.
         steps: timed.
@@ -59,6 +60,7 @@ class Job:
     precision: Any = "fp32"
     shards: int = 8
     max_in_flight: int = 1
+    hybridize: bool = False
     loads: bool = False
     warmup_steps: int
     steps: int

@@ -131,6 +131,7 @@ def bench() -> None:
     metavar="N,N,...",
     help="Numbers of devices; by default 1, 2, 4 and so on, up to the cores.",
 )
+@click.option("--hybridize", is_flag=True, help="Compile the shards.")
 def bench_scaling(wanted: str | None, **options: Any) -> None:
     """Compare numbers of devices: the same batch, and one that grows with them.
 
@@ -241,6 +242,7 @@ def _job(options: Mapping[str, Any]) -> dict[str, Any]:
         "classes": options["classes"],
         "examples": options["batch_size"],
         "shards": options["shards"],
+        "hybridize": options.get("hybridize", False),
     }
 
 

@@ -37,6 +37,7 @@ def main() -> None:
         precision=job.precision,
         threads=job.threads,
         max_in_flight=job.max_in_flight,
+        hybridize=job.hybridize,
     ) as trainer:
         told: list[tuple[DeviceShares, ...]] = []
 
