@@ -215,6 +215,12 @@ def test_verify_prints_the_fingerprint_that_train_ends_with():
     assert result.stdout.splitlines()[4].startswith("identical: ")
 
 
+def test_verify_of_compiled_shards():
+    result = run("verify", *MLP, "--steps", 2, "--devices", "1,2", "--hybridize")
+    assert "identical: the same bits after each of 2 steps" in result.stdout
+    assert "note: hybridize: a shard takes" in result.stderr
+
+
 def test_verify_trains_twenty_steps_on_one_two_and_three_devices():
     result = run("verify", *MLP)
     assert "20 steps" in result.stdout

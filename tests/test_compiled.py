@@ -2,7 +2,10 @@
 
 import functools
 import logging
+import os
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -376,6 +379,44 @@ def test_a_run_goes_on_with_the_same_bits_on_other_devices(tmp_path):
         steps(second, 5)
         assert not second.hybridized.why_not
     assert second.fingerprint() == whole.fingerprint()
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
+    script = (
+        "import torch, evenstep\n"
+        "from torch._dynamo.utils import counters\n"
+        "model = evenstep.models.mlp()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "loss = torch.nn.CrossEntropyLoss()\n"
+        "with evenstep.Trainer(model, optimizer, loss, devices=1, hybridize=True) as trainer:\n"
+        "    trainer.step(torch.ones(16, 1, 28, 28), torch.zeros(16).long())\n"
+        "print(counters['inductor']['fxgraph_cache_hit'])\n"
+    )
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    hits = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", script],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
+        for _ in range(2)
+    ]
+    assert hits == [0, 1]
+
+
+def test_autocast_is_compiled_too():
+    one, two = (
+        train(build("convolution"), make_batches((33,)), devices=n, precision="bf16")
+        for n in (1, 3)
+    )
+    assert not one[2].why_not
+    assert one[:2] == two[:2]
+    assert one[0] != train(build("convolution"), make_batches((33,)))[0]
 
 
 def broken(*_):
