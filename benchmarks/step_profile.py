@@ -18,7 +18,10 @@ import fresh
 from allocators import ALLOCATORS
 from records import RESULTS, Record
 
-WAYS = (("whole", 1), ("shards", 2), ("shards", 8), ("evenstep", 2), ("evenstep", 8))
+WAYS = (
+    *(("whole", 1), ("shards", 2), ("shards", 8)),
+    *(("evenstep", 2), ("evenstep", 8), ("hybridized", 8)),
+)
 JOBS: dict[str, dict[str, Any]] = {
     "lenet": {"examples": 256, "warmup_steps": 5, "steps": 30},
     "resnet18": {"examples": 64, "warmup_steps": 1, "steps": 5},

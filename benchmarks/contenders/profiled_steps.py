@@ -2,7 +2,7 @@
 
 `{"way": "whole"}` is a plain loop, `"shards"` a plain loop that accumulates over the shards, and
 `"evenstep"` the trainer with its inline lanes: the same work as on one device, in this thread, so
-that the profiler sees all of it.
+that the profiler sees all of it. `"hybridized"` is the trainer with compiled shards.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch._inductor.config
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
@@ -31,7 +32,8 @@ def main() -> None:
     way = arguments.pop("way")
     job = Job(**arguments)
     torch.set_num_threads(1)
-    if way == "evenstep":
+    if way in ("evenstep", "hybridized"):
+        torch._inductor.config.cpp.enable_kernel_profile = True
         model = make_network(job)
         with evenstep.Trainer(
             model,
@@ -40,6 +42,7 @@ def main() -> None:
             devices=1,
             shards=job.shards,
             lanes=InlineLanes,
+            hybridize=way == "hybridized",
         ) as trainer:
             line = measure(job, trainer.step)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import shlex
 import sys
@@ -37,6 +38,38 @@ from evenstep.cli.files import check_file
 from evenstep.devices import usable_cores
 from evenstep.errors import InputError
 from evenstep.lookup import find_factory
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured, how often, and where the results go."""
+
+    model: str
+    data: str
+    data_dir: str | None
+    shape: str
+    classes: int
+    batch_size: int
+    shards: int
+    rounds: int
+    seconds: float
+    steps: int | None
+    json_file: str | None
+    plot: str | None
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What all contenders share, but for the number of steps."""
+        return {
+            "network": self.model,
+            "data": self.data,
+            "data_dir": self.data_dir,
+            "shape": _whole_numbers("--shape", self.shape),
+            "classes": self.classes,
+            "examples": self.batch_size,
+            "shards": self.shards,
+        }
+
 
 _AT_LEAST_1 = click.IntRange(min=1)
 _WARMUP_SHARE = 0.1
@@ -110,8 +143,15 @@ _OPTIONS = (
 )
 
 
-def _takes_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    return functools.reduce(lambda made, option: option(made), reversed(_OPTIONS), command)
+def _takes_plan(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give `command` the options of a `Plan`, and that as its argument `plan`."""
+
+    @functools.wraps(command)
+    def with_plan(**values: Any) -> Any:
+        names = [field.name for field in dataclasses.fields(Plan)]
+        return command(plan=Plan(**{name: values.pop(name) for name in names}), **values)
+
+    return functools.reduce(lambda made, option: option(made), reversed(_OPTIONS), with_plan)
 
 
 @click.group()
@@ -124,7 +164,7 @@ def bench() -> None:
 
 
 @bench.command("scaling")
-@_takes_options
+@_takes_plan
 @click.option(
     "--devices",
     "wanted",
@@ -132,7 +172,7 @@ def bench() -> None:
     help="Numbers of devices; by default 1, 2, 4 and so on, up to the cores.",
 )
 @click.option("--hybridize", is_flag=True, help="Compile the shards.")
-def bench_scaling(wanted: str | None, **options: Any) -> None:
+def bench_scaling(plan: Plan, wanted: str | None, hybridize: bool) -> None:
     """Compare numbers of devices: the same batch, and one that grows with them.
 
     Where the time of the devices went is said too: busy with shards, waiting for data or for each
@@ -143,9 +183,9 @@ def bench_scaling(wanted: str | None, **options: Any) -> None:
         raise InputError(f"got --devices {wanted}: give at least two, the least first, such as 1,2")
 
     def lineup(job: Mapping[str, Any]) -> list[Contender]:
-        return scaling(job, counts)
+        return scaling({**job, "hybridize": hybridize}, counts)
 
-    document = _measure("scaling", lineup, counts[-1], options, pictures.draw_scaling)
+    document = _measure(plan, "scaling", lineup, counts[-1], pictures.draw_scaling)
     console = Console()
     for title, same in (("the same batch", True), ("a batch that grows", False)):
         print_line(console, "")
@@ -156,7 +196,7 @@ def bench_scaling(wanted: str | None, **options: Any) -> None:
 
 
 @bench.command("peers")
-@_takes_options
+@_takes_plan
 @click.option(
     "--workers",
     type=click.IntRange(min=2),
@@ -164,7 +204,7 @@ def bench_scaling(wanted: str | None, **options: Any) -> None:
     show_default="the cores",
     help="Processes, or devices, of those who have several.",
 )
-def bench_peers(workers: int, **options: Any) -> None:
+def bench_peers(plan: Plan, workers: int) -> None:
     """Compare evenstep with a plain loop, DDP, Accelerate and Lightning Fabric.
 
     Each does the same work, as its own documentation says; those that are not installed are left
@@ -174,76 +214,70 @@ def bench_peers(workers: int, **options: Any) -> None:
     def lineup(job: Mapping[str, Any]) -> list[Contender]:
         return side_by_side(job, workers)
 
-    if options["batch_size"] % workers:
+    if plan.batch_size % workers:
         raise InputError(
-            f"got --batch-size {options['batch_size']} and --workers {workers}: the peers need a "
+            f"got --batch-size {plan.batch_size} and --workers {workers}: the peers need a "
             f"batch that all can share alike"
         )
-    document = _measure("peers", lineup, workers, options, pictures.draw_peers)
+    document = _measure(plan, "peers", lineup, workers, pictures.draw_peers)
     _print_table(Console(), [_PEERS_HEAD, *_peers_rows(document)])
 
 
 def _measure(
+    plan: Plan,
     name: str,
     lineup: Callable[[Mapping[str, Any]], list[Contender]],
     workers: int,
-    options: Mapping[str, Any],
     draw: Callable[[Mapping[str, Any], Path], None],
 ) -> Mapping[str, Any]:
     """Run the rounds of a benchmark, write what is to be written, return the results."""
-    json_file, plot = options["json_file"], options["plot"]
-    check_file("--json", json_file)
-    check_file("--plot", plot)
-    if plot is not None:
+    check_file("--json", plan.json_file)
+    check_file("--plot", plan.plot)
+    if plan.plot is not None:
         pictures.require_matplotlib()
-    find_factory(options["model"])()
-    job = _job(options)
+    find_factory(plan.model)()
     try:
-        steps = options["steps"] or steps_for(job, workers, options["seconds"])
-        job |= {"steps": steps, "warmup_steps": max(1, round(_WARMUP_SHARE * steps))}
-        contenders = lineup(job)
-        for absent in missing(contenders):
-            _say(f"left out: {absent.label} ({absent.needs} is not installed)")
-        contenders = [contender for contender in contenders if contender.is_there]
-        record = Record(
-            name,
-            shlex.join(["evenstep", *sys.argv[1:]]),
-            None if json_file is None else Path(json_file),
-            settings={"rounds": options["rounds"]},
-            contenders=[contender.described() for contender in contenders],
-        )
-        labels = {contender.key: contender.label for contender in contenders}
-        run_rounds(
-            contenders,
-            options["rounds"],
-            record,
-            lambda run: _say(
-                f"round {run['round'] + 1} of {options['rounds']}  "
-                f"{run['examples_per_s']:9,.1f} examples/s  {labels[run['contender']]}"
-            ),
-        )
+        steps = plan.steps or steps_for(plan.job, workers, plan.seconds)
+        warmup_steps = max(1, round(_WARMUP_SHARE * steps))
+        contenders = lineup({**plan.job, "steps": steps, "warmup_steps": warmup_steps})
+        document = _run(plan, name, contenders)
     except RunFailedError as error:
-        raise click.ClickException(f"a run of {options['model']} failed: {error.reason}") from error
-    if plot is not None:
-        draw(record.document, Path(plot))
+        raise click.ClickException(f"a run of {plan.model} failed: {error.reason}") from error
+    if plan.plot is not None:
+        draw(document, Path(plan.plot))
     _say(
-        f"{options['model']}: {counted(options['rounds'], 'round')} of {counted(steps, 'step')}, "
-        f"{job['warmup_steps']} of warm-up before"
+        f"{plan.model}: {counted(plan.rounds, 'round')} of {counted(steps, 'step')}, "
+        f"{warmup_steps} of warm-up before"
+    )
+    return document
+
+
+def _run(plan: Plan, name: str, contenders: list[Contender]) -> Mapping[str, Any]:
+    """Run the rounds of those who are installed, saying how fast each is."""
+    for absent in missing(contenders):
+        _say(f"left out: {absent.label} ({absent.needs} is not installed)")
+    contenders = [contender for contender in contenders if contender.is_there]
+    record = Record(
+        name,
+        shlex.join(["evenstep", *sys.argv[1:]]),
+        None if plan.json_file is None else Path(plan.json_file),
+        settings={"rounds": plan.rounds},
+        contenders=[contender.described() for contender in contenders],
+    )
+    labels = {
+        contender.key: f"{contender.label}, batch {contender.job['examples']}"
+        for contender in contenders
+    }
+    run_rounds(
+        contenders,
+        plan.rounds,
+        record,
+        lambda run: _say(
+            f"round {run['round'] + 1} of {plan.rounds}  "
+            f"{run['examples_per_s']:9,.1f} examples/s  {labels[run['contender']]}"
+        ),
     )
     return record.document
-
-
-def _job(options: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "network": options["model"],
-        "data": options["data"],
-        "data_dir": options["data_dir"],
-        "shape": _whole_numbers("--shape", options["shape"]),
-        "classes": options["classes"],
-        "examples": options["batch_size"],
-        "shards": options["shards"],
-        "hybridize": options.get("hybridize", False),
-    }
 
 
 def _scaling_row(row: Scaled) -> list[str]:
