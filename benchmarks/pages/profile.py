@@ -13,9 +13,9 @@ SHOWN = 12
 _MOST_LETTERS = 60
 _TEXT = """torch's profiler on one core, channels-last, one run each: milliseconds of a step that
 each operator takes itself, median of the steps. `whole` is a plain loop over whole batches; `V = 2`
-and `V = 8`
-accumulate over shards, once in a plain loop without evenstep, once in evenstep (one device, inline
-lane); `hybridized` is evenstep with compiled shards, whose kernels have long names. The last rows say what all operators take, what lies between them (Python, and the profiler's
+and `V = 8` accumulate over shards, once in a plain loop without evenstep, once in evenstep (one
+device, inline lane); `hybridized` is evenstep with compiled shards, whose kernels have long names.
+The last rows say what all operators take, what lies between them (Python, and the profiler's
 own cost, which grows with the number of calls), and a step's time without the profiler. malloc
 keeps freed memory in all of them."""
 
