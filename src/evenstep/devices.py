@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -52,6 +52,18 @@ class Device:
     def memory(self) -> str:
         """The memory that its tensors live in; devices with the same memory share parameters."""
         return "cpu" if self.kind == "cpu" and not self.own_memory else self.name
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Let `tensor.to(device)` and `module.to(device)` take a device of ours."""
+        plain = [one.torch_device if isinstance(one, Device) else one for one in args]
+        return function(*plain, **(kwargs or {}))
 
     @property
     def torch_device(self) -> torch.device:
