@@ -17,7 +17,7 @@ import evenstep
 from evenstep import compiled, programs
 from evenstep.compiled import NotCompiledError, ShardCompiler
 from evenstep.data import Cursor, Loader
-from evenstep.errors import ModelError
+from evenstep.errors import ModelError, NonFiniteLossError
 from evenstep.objective import choose_objective
 from layouts import LAYOUTS, DelayedLanes, own, shared
 from patience import wait
@@ -481,3 +481,20 @@ def test_no_update_runs_while_the_user_compiles_something_with_steps_in_flight()
         trainer.step(*second)
         torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
     assert seen == [False, False]
+
+
+def test_after_a_failed_step_a_compiled_run_is_where_it_was():
+    model = build("convolution")
+    bad = make_batches((16,))[0][0] * float("nan")
+    (X, y), later = make_batches((16, 16))
+    with evenstep.Trainer(
+        model, ADAM(model.parameters()), LOSS, devices=2, hybridize=True, max_in_flight=2
+    ) as trainer:
+        trainer.step(X, y)
+        trainer.step(bad, y)  # which nobody has waited for
+        with pytest.raises(NonFiniteLossError):
+            trainer.step(*later)
+        assert trainer.steps_done == trainer.cursor.step == 1
+        trainer.step(*later)
+        found = trainer.fingerprint()
+    assert found == train(build("convolution"), [(X, y), later], devices=1)[0]

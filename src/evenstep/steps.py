@@ -151,10 +151,6 @@ class Flight:
         if self._overlap and runner.replicas.have_followed:
             runner.watch.look_again()
             runner.replicas.have_followed = False
-        if runner.programs is not None:
-            # While torch compiles, optimizers in other threads compute in another way: torch's flag
-            # for it belongs to the process.
-            self.complete()
         copies = runner.copy_tasks(attempt) if self._overlap else []
         shards = runner.train_tasks(
             attempt, run.objective, run.seed_of, run.observe, copies, [self._model]

@@ -508,7 +508,8 @@ class Trainer:
                 "torch.autocast around a step has no hold in the lanes: use "
                 'Trainer(precision="bf16") instead'
             )
-        self._flight.complete(down_to=leave)
+        may_compile = self._runner.programs is not None  # which nothing in flight shall see
+        self._flight.complete(down_to=0 if may_compile else leave)
         if len(self._flight) and (self._replicas.is_behind or not self._twin_fits):
             self._flight.complete()
         if not len(self._flight):

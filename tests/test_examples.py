@@ -1,0 +1,64 @@
+"""The programs in `examples/` do what they say, and are as short as they claim to be."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def load(name):
+    """Import an example as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_from_scratch_has_the_same_bits_on_any_number_of_devices(monkeypatch, capsys):
+    example = load("from_scratch")
+    monkeypatch.setattr(example, "EPOCHS", 2)
+    one, two, three = (example.main(count) for count in (1, 2, 3))
+    for ours, theirs, others in zip(one, two, three, strict=True):
+        assert ours.equal(theirs)
+        assert ours.equal(others)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(", ")[2] for line in lines[:2]] == [
+        line.split(", ")[2] for line in lines[2:4]
+    ]
+    assert float(lines[1].split()[-1]) > 0.8  # of ten classes
+
+
+def test_from_scratch_with_another_order_of_the_sum_has_other_bits(monkeypatch):
+    example = load("from_scratch")
+    monkeypatch.setattr(example, "EPOCHS", 1)
+    one = example.main(1)
+    monkeypatch.setattr(example, "tree_sum", lambda values, add: sum(reversed(values)))
+    other = example.main(1)
+    assert not all(ours.equal(theirs) for ours, theirs in zip(one, other, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_concise_ends_with_one_fingerprint():
+    told = [
+        subprocess.run(
+            [sys.executable, EXAMPLES / "concise.py", devices, "1"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()[-1]
+        for devices in ("cpu:0", "cpu:0,cpu:1")
+    ]
+    first, second = (line.split() for line in told)
+    assert first[:2] == second[:2]
+    assert second[-2:] == ["cpu:0,", "cpu:1"]
+
+
+@pytest.mark.parametrize(("name", "most"), [("from_scratch", 80), ("concise", 30)])
+def test_an_example_is_short(name, most):
+    lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
+    assert sum(bool(line.strip()) for line in lines) < most
