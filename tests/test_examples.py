@@ -58,6 +58,32 @@ def test_concise_ends_with_one_fingerprint():
     assert second[-2:] == ["cpu:0,", "cpu:1"]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_rates_by_stage_end_with_one_fingerprint():
+    one, two = (
+        subprocess.run(
+            [sys.executable, EXAMPLES / "by_stage_rates.py", devices],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for devices in ("cpu:0", "cpu:0,cpu:1")
+    )
+    assert one == two
+    assert one.startswith("rates 0.012 0.017 0.024 0.034 0.049 0.070 0.100\n")
+
+
+@pytest.mark.slow
+def test_a_large_batch_learns_less_at_the_same_rate_and_more_at_a_larger_one():
+    example = load("large_batch")
+    rows = [example.accuracy_after(10, *choices)[-1] for _, *choices in example.ROWS]
+    small, same, by_root, by_batch, _ = rows
+    assert same < small - 0.1
+    assert by_root > same + 0.05
+    assert by_batch > same + 0.1
+
+
 @pytest.mark.parametrize(("name", "most"), [("from_scratch", 80), ("concise", 30)])
 def test_an_example_is_short(name, most):
     lines = (EXAMPLES / f"{name}.py").read_text().splitlines()

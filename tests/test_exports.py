@@ -29,6 +29,7 @@ EXPORTS = {
         "load_exported",
         "metrics",
         "models",
+        "scale_lr",
         "try_all_gpus",
         "try_gpu",
     ],

@@ -6,6 +6,7 @@ from evenstep.engine import Engine
 from evenstep.exporting import Exported, export, load_exported
 from evenstep.hybrid import Hybrid, hybridize
 from evenstep.programs import Hybridized
+from evenstep.rates import scale_lr
 from evenstep.trainer import Trainer
 
 __version__ = "0.1.0"
@@ -25,6 +26,7 @@ __all__ = [
     "load_exported",
     "metrics",
     "models",
+    "scale_lr",
     "try_all_gpus",
     "try_gpu",
 ]

@@ -1,0 +1,58 @@
+"""The learning rate for another batch size."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeAlias
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from evenstep.errors import InputError
+
+Rule: TypeAlias = Literal["linear", "sqrt"]
+
+
+def scale_lr(
+    optimizer: torch.optim.Optimizer,
+    *,
+    base_batch_size: int,
+    batch_size: int,
+    rule: Rule = "linear",
+    warmup_steps: int = 0,
+) -> LambdaLR:
+    """Return a scheduler that brings a learning rate to another batch size.
+
+    With k = batch_size / base_batch_size the rate becomes k times the optimizer's own ("linear":
+    Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017) or √k times
+    ("sqrt": Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
+    which keeps the variance of the updates). A large rate may be too large for fresh weights: over
+    `warmup_steps` it grows evenly from the optimizer's own (Goyal et al., section 2.2).
+
+    Step it after each training step. It goes into checkpoints as `Trainer(scheduler=...)`.
+
+    Args:
+        optimizer: with the rate (of each group) that fits `base_batch_size`.
+        base_batch_size: examples of a minibatch for which that rate is right.
+        batch_size: examples of the minibatches to come.
+        rule: "linear" or "sqrt".
+        warmup_steps: over how many steps to get there; 0 for at once.
+
+    Raises:
+        InputError: another rule, or a number below 1 (0 for `warmup_steps`).
+    """
+    if rule not in ("linear", "sqrt"):
+        raise InputError(f"got rule={rule!r}: choose one of linear, sqrt")
+    if base_batch_size < 1 or batch_size < 1 or warmup_steps < 0:
+        raise InputError(
+            f"got base_batch_size={base_batch_size}, batch_size={batch_size} and "
+            f"warmup_steps={warmup_steps}: at least 1, 1 and 0 are needed"
+        )
+    k = batch_size / base_batch_size
+    factor = k if rule == "linear" else math.sqrt(k)
+
+    def factor_at(step: int) -> float:
+        done = min(1.0, step / warmup_steps) if warmup_steps else 1.0
+        return 1 + (factor - 1) * done
+
+    return LambdaLR(optimizer, factor_at)
