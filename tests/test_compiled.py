@@ -130,6 +130,19 @@ def test_in_place_operations_and_loops_are_part_of_the_program(forward):
     assert one[1] == pytest.approx(eagerly[1], rel=1e-5)
 
 
+class Keeping(nn.Module):
+    """Keeps a running mean in an attribute, which is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mean = nn.Linear(36, 5), torch.zeros(())
+
+    def forward(self, x):
+        hidden = self.layer(x.flatten(1))
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean()
+        return hidden + self.mean
+
+
 def hooked():
     model = build("convolution")
     model[0].weight.register_hook(lambda gradient: 2 * gradient)
@@ -145,6 +158,7 @@ def hooked_layer():
 @pytest.mark.parametrize(
     ("make", "why"),
     [
+        (Keeping, "forward keeps a tensor somewhere besides returning it"),
         (SparseInPlaces, "the layer table has sparse gradients"),
         (hooked, "the parameter 0.weight has a hook on its gradient"),
         (hooked_layer, "the layer 1 has hooks on its backward pass"),
@@ -498,3 +512,30 @@ def test_after_a_failed_step_a_compiled_run_is_where_it_was():
         trainer.step(*later)
         found = trainer.fingerprint()
     assert found == train(build("convolution"), [(X, y), later], devices=1)[0]
+
+
+COUNTS = {
+    "length": lambda y: len(y),
+    "tensor": lambda y: (y > 1).sum(),
+    "item": lambda y: (y > 1).sum().item(),
+    "int": lambda y: int((y > 1).sum()),
+    "float": lambda y: 0.1 * len(y),
+    "weights": lambda y: torch.linspace(0.1, 1, 5)[y].sum(),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_what_a_shard_counts_is_its_own_and_not_that_of_the_shard_that_was_compiled(kind):
+    def objective(model, X, y):
+        scale = float(X.mean()) if kind == "float" else 1.0
+        return scale * nn.functional.cross_entropy(model(X), y, reduction="sum"), COUNTS[kind](y)
+
+    def losses(**options):
+        return train(
+            build("convolution"), make_batches((16, 16)), None, objective=objective, **options
+        )
+
+    one, two, eagerly = losses(devices=1), losses(devices=2), losses(hybridize=False)
+    assert not one[2].why_not
+    assert one[:2] == two[:2]
+    assert one[1] == pytest.approx(eagerly[1], rel=1e-5)

@@ -45,13 +45,13 @@ class Outcome(NamedTuple):
 
     Attributes:
         total: its objective.
-        divisor: what that is to be divided by.
+        divisor: what that is to be divided by, float64.
         gradients: of each parameter; None where the objective doesn't depend on it.
         buffers: what each of the model's buffers is afterwards.
     """
 
     total: torch.Tensor
-    divisor: Number
+    divisor: torch.Tensor
     gradients: list[torch.Tensor | None]
     buffers: Tensors
 
@@ -64,7 +64,7 @@ class Program:
         kinds: of its arguments.
         sources: for each argument its place among parameters, buffers and the batch's tensors; or
             itself, if it is a constant of the step (class weights, say).
-        places: for each leaf of the outcome the output that it is; or itself, if it is no output.
+        places: for each leaf of the outcome the output that it is; None where it is None.
         layouts: for some outputs the strides that they are to be copied to.
         structure: of the outcome.
     """
@@ -74,7 +74,7 @@ class Program:
         call: Call,
         kinds: Sequence[Kind | None],
         sources: Sequence[Any],
-        places: Sequence[Any],
+        places: Sequence[_Place | None],
         layouts: dict[int, tuple[int, ...]],
         structure: optree.PyTreeSpec,
     ) -> None:
@@ -112,9 +112,7 @@ class Program:
             _strided(output, self._layouts[number]) if number in self._layouts else output
             for number, output in enumerate(outputs)
         ]
-        leaves = [
-            laid_out[place.number] if isinstance(place, _Place) else place for place in self._places
-        ]
+        leaves = [None if place is None else laid_out[place.number] for place in self._places]
         return cast("Outcome", self._structure.unflatten(leaves))
 
 
@@ -266,7 +264,7 @@ class _Compiled:
     def __init__(self, call: Call) -> None:
         self.call = call
         self.outputs: list[Any] = []
-        self.places: list[Any] | None = None
+        self.places: list[_Place | None] | None = None
         self.layouts: dict[int, tuple[int, ...]] = {}
         self.structure: optree.PyTreeSpec | None = None
 
@@ -278,10 +276,9 @@ class _Compiled:
         """
         number_of = {id(output): number for number, output in enumerate(self.outputs)}
         leaves, self.structure = optree.tree_flatten(cast("Any", result), none_is_leaf=True)
-        self.places = [
-            _Place(number_of[id(leaf)]) if isinstance(leaf, torch.Tensor) else leaf
-            for leaf in leaves
-        ]
+        self.places = [None if leaf is None else _Place(number_of[id(leaf)]) for leaf in leaves]
+        if {place.number for place in self.places if place is not None} < {*number_of.values()}:
+            raise NotCompiledError("forward keeps a tensor somewhere besides returning it")
         used = {_memory(one) for one in arguments if isinstance(one, torch.Tensor)}
         wanted = {
             id(gradient): parameter.stride()
@@ -289,7 +286,7 @@ class _Compiled:
             if gradient is not None
         }
         for leaf, place in zip(leaves, self.places, strict=True):
-            if not isinstance(place, _Place):
+            if place is None:
                 continue
             strides = wanted.get(id(leaf), leaf.stride())
             if _memory(leaf) in used or leaf.stride() != strides:
@@ -331,8 +328,9 @@ def _joint(
     learning = [leaf for leaf in leaves if leaf.requires_grad]
     found = iter(torch.autograd.grad(total, learning, allow_unused=True))
     gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
-    count = count.detach() if isinstance(count, torch.Tensor) else count
-    return Outcome(total.detach(), count, gradients, own)
+    # A number may be a tensor's value; only what the graph gives is right for every shard.
+    divisor = (torch.ones((), dtype=torch.float64) * count).detach()
+    return Outcome(total.detach(), divisor, gradients, own)
 
 
 def kind(tensor: torch.Tensor) -> Kind:
