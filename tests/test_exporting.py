@@ -235,6 +235,23 @@ def test_a_number_from_python_is_the_recorded_one_for_ever(tmp_path):
     assert exported(torch.ones(1, 4)).equal(exported(torch.ones(1, 4)))
 
 
+class KeepsInAttribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.ones(())
+
+    def forward(self, x):
+        self.mean = self.mean + x.mean()
+        return x + self.mean
+
+
+def test_a_tensor_in_an_attribute_is_the_recorded_one_for_ever(tmp_path):
+    exported = evenstep.load_exported(
+        evenstep.export(KeepsInAttribute(), torch.ones(2, 4), tmp_path / "it.pt2")
+    )
+    assert exported(torch.ones(1, 4)).equal(exported(torch.ones(1, 4)))
+
+
 # ONNX
 
 
