@@ -4,6 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --momentum 0.9 --epochs 20
 
+GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,resnet18.evenstep.2.v8
+
 .PHONY: help install demo test slow lint types format check bench docs clean
 
 help:
@@ -44,6 +46,7 @@ format: install ## put the code into its format
 bench: install ## measure again and write docs/benchmarks.md (an hour; needs a quiet machine)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/training_speed.py
+	$(BIN)/python benchmarks/training_speed.py --only $(GAINS) --out benchmarks/results/gains.json
 	$(BIN)/evenstep bench scaling --model lenet --devices 1,2 --json benchmarks/results/scaling_lenet.json
 	$(BIN)/evenstep bench scaling --model resnet18 --batch-size 64 --devices 1,2 --json benchmarks/results/scaling_resnet18.json
 	$(BIN)/python benchmarks/step_overhead.py

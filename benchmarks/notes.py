@@ -15,6 +15,7 @@ NAMES = (
     "method",
     "lenet",
     "resnet18",
+    "gains",
     "step_overhead",
     "memory",
     "step_profile",

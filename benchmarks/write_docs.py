@@ -38,6 +38,7 @@ don't edit it. Explanations stand in `benchmarks/notes.md`."""
 Section = Callable[[dict[str, Any], Mapping[str, str]], str]
 SECTIONS: dict[str, Section] = {
     "training_speed": speed.section,
+    "gains": speed.gains,
     "scaling_lenet": scaling.section,
     "scaling_resnet18": scaling.section,
     "step_overhead": overhead.section,

@@ -44,6 +44,25 @@ def section(document: dict[str, Any], notes: Mapping[str, str]) -> str:
     )
 
 
+def gains(document: dict[str, Any], notes: Mapping[str, str]) -> str:
+    """Return the section on what each choice brings."""
+    tables = [
+        joined(
+            f"{TITLES[network].split(':')[0]}:",
+            table(
+                ("what it brings", "target", "median", "spread", "verdict", "bits"),
+                [[*_ratio_row(gain, document["runs"]), gain.bits] for gain in rows],
+            ),
+        )
+        for network, rows in GAINS.items()
+    ]
+    text = (
+        f"Examples a second with a choice over those without it, measured as above, in "
+        f"{document['settings']['rounds']} rounds; and what the choice does to the bits."
+    )
+    return joined("## What brings what", origin(document), text, tables, note(notes, "gains"))
+
+
 def speed_rows(contenders: Sequence[Mapping[str, Any]], runs: Runs) -> list[list[str]]:
     """Return a row of text for each contender that was measured."""
     rows = []
@@ -69,10 +88,6 @@ def _network(document: dict[str, Any], network: str, notes: Mapping[str, str]) -
     ratios = table(
         ("ratio", "target", "median", "spread", "verdict"), ratio_rows(RATIOS[network], runs)
     )
-    gains = table(
-        ("what it brings", "target", "median", "spread", "verdict", "bits"),
-        [[*_ratio_row(gain, runs), gain.bits] for gain in GAINS[network]],
-    )
     rounds = len({run["round"] for run in runs})
     steps = f"{contenders[0]['steps']} timed steps after {contenders[0]['warmup_steps']} of warm-up"
     return joined(
@@ -80,7 +95,6 @@ def _network(document: dict[str, Any], network: str, notes: Mapping[str, str]) -
         f"Rounds: {rounds}; {steps}.",
         speeds,
         ratios,
-        gains,
         note(notes, network),
     )
 
