@@ -302,7 +302,7 @@ def evaluate_accuracy_gpus(
     home = next(net.parameters()).device
     with evaluation_mode(net), Engine(devices or try_all_gpus()) as engine:
         nets = [
-            net if device.torch_device == home else copy.deepcopy(net).to(device)
+            net if device.torch_device == home else copy.deepcopy(net).to(device.torch_device)
             for device in engine.devices
         ]
         for X, y in data_iter:
@@ -330,7 +330,7 @@ def sgd(params: Iterable[torch.Tensor], lr: float, batch_size: int) -> None:
 def split_and_load(data: torch.Tensor, devices: Sequence[Device]) -> list[torch.Tensor]:
     """Return a part of `data` for each device, in its memory; the first ones may be longer."""
     parts = data.tensor_split(len(devices))
-    return [part.to(device) for part, device in zip(parts, devices, strict=True)]
+    return [part.to(device.torch_device) for part, device in zip(parts, devices, strict=True)]
 
 
 def split_batch(
@@ -343,7 +343,7 @@ def split_batch(
 
 def get_params(params: Iterable[torch.Tensor], device: Device) -> list[torch.Tensor]:
     """Return copies of parameters in a device's memory, ready to have gradients."""
-    return [p.detach().to(device, copy=True).requires_grad_() for p in params]
+    return [p.detach().to(device.torch_device, copy=True).requires_grad_() for p in params]
 
 
 def allreduce(data: Sequence[torch.Tensor]) -> None:
@@ -351,6 +351,7 @@ def allreduce(data: Sequence[torch.Tensor]) -> None:
     with torch.no_grad():
         here = data[0].device
         total = tree_sum([tensor.to(here, copy=True) for tensor in data], torch.add)
+        assert total is not None
         for tensor in data:
             tensor.copy_(total)
 
