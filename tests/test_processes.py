@@ -23,7 +23,7 @@ def results_of(finished, out, rank):
     return json.loads((out / f"{rank}.json").read_text())
 
 
-@pytest.fixture(scope="module", params=[7, 8])
+@pytest.fixture(scope="module", params=[pytest.param(7, marks=pytest.mark.slow), 8])
 def one_process(request, tmp_path_factory):
     """What comes out of one process on one device."""
     out = tmp_path_factory.mktemp("alone")
