@@ -13,11 +13,12 @@ import argparse
 import sys
 from pathlib import Path
 
-import findings
+import finding_rows
 import fresh
-from book import EXPERIMENTS
-from engine_lineup import BOOK, TINY, Measurement, lineup
 from evenstep.bench.rounds import rotated
+from evenstep.reproduce.book import EXPERIMENTS
+from evenstep.reproduce.findings import small
+from evenstep.reproduce.lineup import BOOK, TINY, Measurement, lineup
 from records import RESULTS, Record
 
 
@@ -31,10 +32,12 @@ def main() -> None:
         for measurement in rotated(measurements, number):
             figures = fresh.run_module(measurement.module, measurement.job)
             record.add({"round": number, "key": measurement.key, **figures})
-            told = ", ".join(f"{name} {findings.small(value)}" for name, value in figures.items())
+            told = ", ".join(f"{name} {small(value)}" for name, value in figures.items())
             print(f"{number} {measurement.key}: {told}", file=sys.stderr)
     for experiment, rows in EXPERIMENTS.items():
-        print_rows(experiment, [findings.row(finding, record.document["runs"]) for finding in rows])
+        print_rows(
+            experiment, [finding_rows.row(finding, record.document["runs"]) for finding in rows]
+        )
 
 
 def parse() -> argparse.Namespace:
@@ -63,7 +66,7 @@ def print_rows(experiment: str, rows: list[list[str]]) -> None:
     """Print an experiment's rows for the terminal, in columns, if any was measured."""
     if all(row[-1] == "not measured" for row in rows):
         return
-    head = [experiment, *findings.HEAD[1:]]
+    head = [experiment, *finding_rows.HEAD[1:]]
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     for cells in (head, *rows):
         first, *others = (f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))

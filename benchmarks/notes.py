@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from book import EXPERIMENTS
+from evenstep.reproduce import EXPERIMENTS as OF_BOOK
+from evenstep.reproduce.book import EXPERIMENTS
 
 NAMES = (
     "method",
@@ -25,6 +26,7 @@ NAMES = (
     "hybrid",
     "engine",
     *(f"engine.{experiment}" for experiment in EXPERIMENTS),
+    *(f"book.{name}" for name in OF_BOOK),
 )
 _FILE = Path(__file__).resolve().parent / "notes.md"
 _FIGURE = re.compile(r"\d+\.\d+|\d\s*(?:%|×|x\b|ms\b|s\b|[MGk]i?B\b|examples/s)")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evenstep.bench.rounds import Summary
+from evenstep.reproduce.findings import number as number
 
 NOTHING = "–"
 
@@ -13,13 +14,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, text_columns: i
     """Return a table; all columns but the first `text_columns` are aligned right."""
     rule = ["---" if column < text_columns else "---:" for column in range(len(head))]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *rows))
-
-
-def number(value: float) -> str:
-    """Return a number with three significant digits or all that stand before the point."""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
 def spread(summary: Summary) -> str:

@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and docs/reliability.md, from benchmarks/results and notes.md alone.
+"""Write docs/benchmarks.md, reliability.md and book.md, from benchmarks/results and notes.md alone.
 
     python benchmarks/write_docs.py
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from notes import read_notes
 from pages import (
+    book,
     cable,
     engine,
     hybridize,
@@ -30,6 +31,7 @@ from records import RESULTS, ROOT, load
 PAGE = ROOT / "docs" / "benchmarks.md"
 IMAGES = ROOT / "docs" / "images"
 RELIABILITY = ROOT / "docs" / "reliability.md"
+BOOK = ROOT / "docs" / "book.md"
 HEAD = """# Benchmarks
 
 This page is written by `python benchmarks/write_docs.py` from the files in `benchmarks/results`;
@@ -66,6 +68,9 @@ def main() -> None:
         if document is not None:
             scaling.draw(document, IMAGES)
     RELIABILITY.write_text(reliability_page(RESULTS))
+    found = load("book")
+    if found is not None:
+        BOOK.write_text(book.page(found, read_notes(), IMAGES))
 
 
 def page(results: Path, notes: Mapping[str, str]) -> str:

@@ -12,12 +12,13 @@ import torch
 from benchmarking import BENCHMARKS, FACTS
 
 import engine_experiments
-import findings
+import finding_rows
 import fresh
 import write_docs
-from book import EXPERIMENTS, Finding
-from contenders.engine.common import BareThreads
-from engine_lineup import BOOK, TINY, lineup
+from evenstep.reproduce.book import EXPERIMENTS, Finding
+from evenstep.reproduce.engine.common import BareThreads
+from evenstep.reproduce.findings import measured
+from evenstep.reproduce.lineup import BOOK, TINY, lineup
 from pages import engine as page
 from evenstep.bench import machine
 from evenstep.bench.rounds import Summary
@@ -86,21 +87,21 @@ def test_only_chooses_by_the_beginning_of_keys():
 
 def test_a_ratio_is_taken_within_each_round_and_held_against_the_target():
     runs = [*_runs("a", 6.0, 30.0, 9.0), *_runs("b", 3.0, 3.0, 3.0)]
-    assert findings.measured(GAIN, runs) == Summary(3.0, 2.0, 10.0, 3)
-    assert findings.row(GAIN, runs) == [
+    assert measured(GAIN, runs) == Summary(3.0, 2.0, 10.0, 3)
+    assert finding_rows.row(GAIN, runs) == [
         *("gain", "4.00×", "3.00×", "2.00 to 10.0", "0.750", "≥ 2.00×", "reached")
     ]
     worse = [*_runs("a", 5.0), *_runs("b", 3.0)]
-    assert findings.row(GAIN, worse)[-1] == "**not reached**"
-    assert findings.row(GAIN, _runs("a", 1.0))[2:] == ["–", "–", "–", "≥ 2.00×", "not measured"]
+    assert finding_rows.row(GAIN, worse)[-1] == "**not reached**"
+    assert finding_rows.row(GAIN, _runs("a", 1.0))[2:] == ["–", "–", "–", "≥ 2.00×", "not measured"]
 
 
 def test_a_target_from_above_and_a_row_without_one():
     most = Finding(text="cost", figure="a:s", scale=1e6, unit="µs", at_most=30.0)
-    assert findings.row(most, _runs("a", 29e-6))[-2:] == ["≤ 30.0 µs", "reached"]
-    assert findings.row(most, _runs("a", 31e-6))[-1] == "**not reached**"
+    assert finding_rows.row(most, _runs("a", 29e-6))[-2:] == ["≤ 30.0 µs", "reached"]
+    assert finding_rows.row(most, _runs("a", 31e-6))[-1] == "**not reached**"
     told = Finding(text="told", figure="a:s", unit="s")
-    assert findings.row(told, _runs("a", 0.5)) == [
+    assert finding_rows.row(told, _runs("a", 0.5)) == [
         *("told", "–", "0.500 s", "0.500 to 0.500", "–", "–", "–")
     ]
 

@@ -41,6 +41,15 @@ def test_warming_up_grows_evenly_from_the_optimizers_own_rate():
     assert rates(scheduler, optimizer, 6) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
 
 
+def test_with_the_training_s_length_it_falls_to_nothing_along_half_a_cosine():
+    optimizer = optimizer_of(build("convolution"))
+    scheduler = evenstep.scale_lr(
+        optimizer, base_batch_size=1, batch_size=2, warmup_steps=1, total_steps=5
+    )
+    falling = [0.2, 0.2 * (1 + 0.5**0.5) / 2, 0.1, 0.2 * (1 - 0.5**0.5) / 2, 0.0, 0.0]
+    assert rates(scheduler, optimizer, 7) == pytest.approx([0.1, *falling])
+
+
 def test_each_group_keeps_its_own_base():
     first, second = (build("convolution")[0], build("convolution")[4])
     optimizer = torch.optim.SGD(
@@ -83,6 +92,7 @@ def test_it_goes_into_a_checkpoint_and_on(tmp_path):
         ({"rule": "cubic"}, "choose one of linear, sqrt"),
         ({"batch_size": 0}, "at least 1, 1 and 0"),
         ({"warmup_steps": -1}, "at least 1, 1 and 0"),
+        ({"warmup_steps": 3, "total_steps": 3}, "shorter than the training"),
     ],
 )
 def test_other_rules_and_sizes_are_refused(wrong, told):

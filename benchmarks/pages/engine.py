@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import findings
-from book import EXPERIMENTS
+import finding_rows
+from evenstep.reproduce.book import EXPERIMENTS
 from pages.common import joined, note, origin
 from text import table
 
@@ -103,10 +103,10 @@ def section(document: dict[str, Any], notes: Mapping[str, str]) -> str:
 
 def _experiment(name: str, document: dict[str, Any], notes: Mapping[str, str]) -> str:
     title, sizes, tell = TOLD[name]
-    rows = [findings.row(finding, document["runs"]) for finding in EXPERIMENTS[name]]
+    rows = [finding_rows.row(finding, document["runs"]) for finding in EXPERIMENTS[name]]
     return joined(
         f"### {title}",
         tell(document["settings"][sizes]),
-        table(findings.HEAD, rows),
+        table(finding_rows.HEAD, rows),
         note(notes, f"engine.{name}"),
     )

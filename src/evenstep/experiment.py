@@ -13,6 +13,7 @@ from evenstep.errors import InputError
 
 Precision: TypeAlias = Literal["fp32", "bf16"]
 MemoryFormat: TypeAlias = Literal["auto", "contiguous", "channels_last"]
+BatchNorm: TypeAlias = Literal["shard", "sync"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class Experiment:
         memory_format: of images and convolution weights; "auto" is resolved by `resolve_format`.
         threads: intra-op threads of each device.
         hybridize: whether shards are compiled, where they can be.
+        batch_norm: "shard": BatchNorm layers in training go by the statistics of each shard;
+            "sync": by those of the whole batch.
     """
 
     shards: int = 8
@@ -34,6 +37,7 @@ class Experiment:
     memory_format: MemoryFormat = "auto"
     threads: int = 1
     hybridize: bool = False
+    batch_norm: BatchNorm = "shard"
 
     def __post_init__(self) -> None:
         _check_integer("shards", self.shards, at_least=1)
@@ -43,6 +47,12 @@ class Experiment:
             raise InputError(f"got hybridize={self.hybridize!r}: True or False is needed")
         _check_choice("precision", self.precision, ("fp32", "bf16"))
         _check_choice("memory_format", self.memory_format, ("auto", "contiguous", "channels_last"))
+        _check_choice("batch_norm", self.batch_norm, ("shard", "sync"))
+        if self.hybridize and self.batch_norm == "sync":
+            raise InputError(
+                "got hybridize=True and batch_norm='sync', but shards that wait for each other "
+                "can't be compiled: leave one of them out"
+            )
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

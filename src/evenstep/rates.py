@@ -20,6 +20,7 @@ def scale_lr(
     batch_size: int,
     rule: Rule = "linear",
     warmup_steps: int = 0,
+    total_steps: int | None = None,
 ) -> LambdaLR:
     """Return a scheduler that brings a learning rate to another batch size.
 
@@ -27,7 +28,9 @@ def scale_lr(
     Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017) or √k times
     ("sqrt": Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
     which keeps the variance of the updates). A large rate may be too large for fresh weights: over
-    `warmup_steps` it grows evenly from the optimizer's own (Goyal et al., section 2.2).
+    `warmup_steps` it grows evenly from the optimizer's own (Goyal et al., section 2.2). Then it
+    stays; with `total_steps` it falls along half a cosine to 0 (Loshchilov and Hutter, "SGDR:
+    Stochastic Gradient Descent with Warm Restarts", 2017), which quiets what a large rate shakes.
 
     Step it after each training step. It goes into checkpoints as `Trainer(scheduler=...)`.
 
@@ -37,9 +40,11 @@ def scale_lr(
         batch_size: examples of the minibatches to come.
         rule: "linear" or "sqrt".
         warmup_steps: over how many steps to get there; 0 for at once.
+        total_steps: of the training, warm-up and all; None to stay at the rate.
 
     Raises:
-        InputError: another rule, or a number below 1 (0 for `warmup_steps`).
+        InputError: another rule, a number below 1 (0 for `warmup_steps`), or a warm-up that is as
+            long as the training.
     """
     if rule not in ("linear", "sqrt"):
         raise InputError(f"got rule={rule!r}: choose one of linear, sqrt")
@@ -48,11 +53,20 @@ def scale_lr(
             f"got base_batch_size={base_batch_size}, batch_size={batch_size} and "
             f"warmup_steps={warmup_steps}: at least 1, 1 and 0 are needed"
         )
+    if total_steps is not None and total_steps <= warmup_steps:
+        raise InputError(
+            f"got warmup_steps={warmup_steps} and total_steps={total_steps}: the warm-up must be "
+            f"shorter than the training"
+        )
     k = batch_size / base_batch_size
     factor = k if rule == "linear" else math.sqrt(k)
 
     def factor_at(step: int) -> float:
-        done = min(1.0, step / warmup_steps) if warmup_steps else 1.0
-        return 1 + (factor - 1) * done
+        if step < warmup_steps:
+            return 1 + (factor - 1) * step / warmup_steps
+        if total_steps is None:
+            return factor
+        done = min(1.0, (step - warmup_steps) / (total_steps - warmup_steps))
+        return factor * (1 + math.cos(math.pi * done)) / 2
 
     return LambdaLR(optimizer, factor_at)

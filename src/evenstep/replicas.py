@@ -82,17 +82,27 @@ class Replicas:
         apart: whether the first device too computes on a copy of the module (with the same
             parameters in memory). Then what the user does to the module, to its gradients or
             training flags, doesn't reach the shards of a step in flight.
+        abreast: how many shards each device has under way at once, with a replica for each.
 
     Attributes:
         home: the replica that is the user's module; the update is done there.
-        all: one replica for each device; without `apart` the first is home.
+        all: one replica for each device, then what `abreast` asks for besides; without `apart`
+            the first is home.
         copies: the replicas that hold copies of the home's parameters in a memory of their own.
         have_followed: whether `follow_home` has found the module changed, since this was unset.
     """
 
-    def __init__(self, model: nn.Module, devices: Sequence[Device], *, apart: bool = False) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        devices: Sequence[Device],
+        *,
+        apart: bool = False,
+        abreast: int = 1,
+    ) -> None:
         self._model = model
-        self._devices = tuple(devices)
+        self._lanes = len(devices)
+        self._devices = (*devices,) * abreast
         self._apart = apart
         self._lost: set[int] = set()
         self.have_followed = False
@@ -116,6 +126,10 @@ class Replicas:
         self._modules = list(model.modules())
         self._structure = structure(self._modules)
         self._synchronised: list[tuple[int, int]] = []
+
+    def abreast(self, lane: int, place: int) -> Replica:
+        """Return the replica for the shard that is number `place` of those a device has at once."""
+        return self.all[place * self._lanes + lane]
 
     @property
     def on_cpus(self) -> bool:
@@ -165,9 +179,9 @@ class Replicas:
         """Say whether training can go on without the devices of some lanes, and give them up.
 
         It can't without the one that holds the user's module, unless that is in the CPU's memory
-        and its lane computes on a copy.
+        and its lane computes on a copy; nor where each device has a replica for each of its shards.
         """
-        if len(lost) >= len(self.all):
+        if len(lost) >= len(self.all) or len(self.all) > self._lanes:
             return False
         if 0 in lost and not (self._apart and self.home.device.kind == "cpu"):
             return False

@@ -8,12 +8,14 @@ import operator
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from evenstep.batch_norm import SyncedBatchNorm
 from evenstep.collectives import Forest, TreeSum, forest, tree_sum
 from evenstep.compiled import Program
 from evenstep.compute import NodeSum, ShardWork, add_nodes, compute_shard
@@ -26,6 +28,7 @@ from evenstep.errors import BatchError, add_note
 from evenstep.evaluation import Forward, Measure, Metric, measure_shard, predict_shard
 from evenstep.experiment import Experiment
 from evenstep.gradients import GradientStream
+from evenstep.lockstep import Lockstep, ShardInStep, Turn
 from evenstep.objective import ShardObjective
 from evenstep.programs import ShardPrograms
 from evenstep.replicas import Replica, Replicas
@@ -53,6 +56,7 @@ class Attempt:
         told: whether the other processes were told how it went.
         sending: where its gradients go, where there are other processes.
         programs: the compiled shards, by their sizes; none where they are computed eagerly.
+        lockstep: where its shards meet, if they go through the step side by side.
     """
 
     cut: Cut
@@ -65,6 +69,7 @@ class Attempt:
     told: bool = False
     sending: Sending | None = None
     programs: Mapping[int, Program] = dataclasses.field(default_factory=dict)
+    lockstep: Lockstep | None = None
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     _at: dict[int, tuple[int, bool, float]] = dataclasses.field(default_factory=dict)
 
@@ -76,6 +81,12 @@ class Attempt:
     def afresh(self) -> Attempt:
         """Return another go at the same batch."""
         return Attempt(self.cut, self.number, StepClock(self.clock.ready_s))
+
+    def drop(self) -> None:
+        """Let no further shard begin, and none wait for another one."""
+        self.dropped = True
+        if self.lockstep is not None:
+            self.lockstep.stop()
 
     def next_shard(self, lane: int) -> int | None:
         """End the shard that a lane was at, if any; return its next one, or None for no more."""
@@ -255,7 +266,7 @@ class ShardRunner:
             for task in tasks:
                 engine.wait_for(task)
         except BaseException:  # Ctrl-C
-            attempt.dropped = True
+            attempt.drop()
             for task in tasks:
                 engine.drain(task)
             raise
@@ -274,15 +285,14 @@ class ShardRunner:
         reads: Sequence[Var] = (),
     ) -> list[Task]:
         """Return a task for each lane that is not lost, and deal the shards to their runs."""
+        deal = self._deal(attempt.cut.part.run, category)
+        if category == "compute" and self._goes_in_lockstep(attempt.cut):
+            attempt.lockstep = Lockstep(attempt.cut.filled)
+            work_off = functools.partial(self._work_off_abreast, attempt, function, seed_of, deal)
+        else:
+            attempt.runs = self._runs_of(deal, category)
+            work_off = functools.partial(self._work_off, attempt, function, seed_of, category)
         engine = self.engine
-        attempt.runs = Runs(len(engine.devices), engine.scheduler.pace, lambda shard: category)
-        for lane, shards in enumerate(self._deal(attempt.cut.part.run, category)):
-            for shard in shards:
-                attempt.runs.add(lane, shard)
-            if category == "compute" and not self.replicas.all[lane].has_learned:
-                # Whether the model is refused on this replica must not depend on timing.
-                attempt.runs.leave_first(lane)
-        work_off = functools.partial(self._work_off, attempt, function, seed_of, category)
         carried = [engine.handle(task) for task in copies]
         return [
             Task(
@@ -299,6 +309,20 @@ class ShardRunner:
             for lane in range(len(engine.devices))
             if lane not in engine.scheduler.lost
         ]
+
+    def _goes_in_lockstep(self, cut: Cut) -> bool:
+        """Whether all shards are to be under way at once; one shard alone is the whole batch."""
+        return self.experiment.batch_norm == "sync" and cut.filled > 1
+
+    def _runs_of(self, deal: Sequence[Sequence[int]], category: str) -> Runs[int]:
+        runs = Runs[int](len(deal), self.engine.scheduler.pace, lambda shard: category)
+        for lane, shards in enumerate(deal):
+            for shard in shards:
+                runs.add(lane, shard)
+            if category == "compute" and not self.replicas.all[lane].has_learned:
+                # Whether the model is refused on this replica must not depend on timing.
+                runs.leave_first(lane)
+        return runs
 
     def _work_off(
         self,
@@ -323,8 +347,52 @@ class ShardRunner:
             raise
         return results
 
+    def _work_off_abreast(
+        self,
+        attempt: Attempt,
+        function: Callable[[Replica, ShardWork], T],
+        seed_of: SeedOf,
+        deal: Sequence[Sequence[int]],
+        carried: Sequence[dict[int, Batch]],
+    ) -> dict[int, T | None]:
+        """Compute the shards of the calling lane's run, all under way at once (`lockstep.py`)."""
+        lane, lockstep = self.engine.lane_here, attempt.lockstep
+        assert lockstep is not None
+        batches = {shard: batch for run in carried for shard, batch in run.items()}
+        device_is_free = threading.Lock()
+
+        def note(turn: Turn) -> None:
+            shard, began_s, ended_s = turn
+            attempt.clock.shards.append((lane, shard, False, began_s, ended_s))
+
+        def compute(place: int, shard: int) -> T | None:
+            replica = self.replicas.abreast(lane, place)
+            in_step = ShardInStep(lockstep, shard, device_is_free, note)
+
+            def in_turn() -> T:
+                work = self._work(replica, attempt, shard, batches.pop(shard, None), seed_of)
+                with SyncedBatchNorm(in_step):
+                    return function(replica, work)
+
+            try:
+                return in_step.run(in_turn)
+            except BaseException as error:
+                attempt.drop()
+                add_note(error, f"in shard {shard} of step {attempt.number} on {replica.device}")
+                raise
+
+        shards = deal[lane]
+        with ThreadPoolExecutor(max(1, len(shards)), "shard", self.engine.adopt, (lane,)) as crew:
+            found = [crew.submit(compute, place, shard) for place, shard in enumerate(shards)]
+        return {shard: future.result() for shard, future in zip(shards, found, strict=True)}
+
     def _deal(self, shards: Sequence[int], category: str) -> list[list[int]]:
-        """Give every device a contiguous run of shards, as long as its measured speed deserves."""
+        """Give every device a contiguous run of shards, as long as its measured speed deserves.
+
+        Where shards wait for each other, all devices get as many.
+        """
+        if self.experiment.batch_norm == "sync":
+            return contiguous_runs(shards, [1.0] * len(self.engine.devices))
         pace, lost = self.engine.scheduler.pace, self.engine.lost_lanes
         runs = contiguous_runs(shards, pace.speeds(category, lost))
         pace.forget_idle(category, [lane for lane, run in enumerate(runs) if not run])

@@ -95,9 +95,9 @@ def check_experiment(experiment: Experiment, saved: Mapping[str, Any]) -> None:
     if differing:
         got = ", ".join(f"{name} {now[name]} instead of {saved.get(name)}" for name in differing)
         raise CheckpointError(
-            f"can't resume with {got}: shards, seed, precision, memory format, threads and "
-            f"hybridize are part of the experiment; resume with those of the checkpoint (devices "
-            f"may differ)"
+            f"can't resume with {got}: shards, seed, precision, memory format, threads, "
+            f"hybridize and batch_norm are part of the experiment; resume with those of the "
+            f"checkpoint (devices may differ)"
         )
 
 

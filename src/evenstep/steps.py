@@ -366,7 +366,7 @@ class Flight:
     def _drop_all(self) -> None:
         """Let no further task begin, and wait for those that run."""
         for run in self._runs:
-            run.attempt.dropped = True
+            run.attempt.drop()
         for run in self._runs:
             if run.end is not None and run.end.was_submitted:
                 self._engine.drain(run.end)

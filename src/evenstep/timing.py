@@ -23,7 +23,7 @@ class StepClock:
 
     Attributes:
         ready_s: when its first examples were where devices can get at them; None before.
-        shards: when its shards were computed.
+        shards: when its shards were computed; one that had to wait for others comes in pieces.
         nodes: when the nodes of its tree were summed.
         exchange_s: seconds that its last task was with other processes.
     """
@@ -77,10 +77,11 @@ class Timekeeper:
         self._free_s = now
         self._exchange_s = clock.exchange_s
         computed, summed = [0.0] * self._compute, [0.0] * self._compute
-        shards, stolen = [0] * self._compute, [0] * self._compute
-        for lane, _, was_stolen, start_s, end_s in clock.shards:
+        shards = [set[int]() for _ in range(self._compute)]
+        stolen = [0] * self._compute
+        for lane, shard, was_stolen, start_s, end_s in clock.shards:
             computed[lane] += end_s - start_s
-            shards[lane] += 1
+            shards[lane].add(shard)
             stolen[lane] += was_stolen
         for lane, _, _, start_s, end_s in clock.nodes:
             summed[lane] += end_s - start_s
@@ -88,7 +89,7 @@ class Timekeeper:
             self._account.add_step(opened_s, began_s, now)
             for lane in range(self._compute):
                 self._account.add(
-                    lane, "compute", computed[lane], shards=shards[lane], stolen=stolen[lane]
+                    lane, "compute", computed[lane], shards=len(shards[lane]), stolen=stolen[lane]
                 )
                 self._account.add(lane, "sum", summed[lane])
         if began_s > opened_s:

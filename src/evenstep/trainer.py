@@ -47,10 +47,10 @@ from evenstep.evaluation import (
     measure_output,
     output_of,
 )
-from evenstep.experiment import Experiment, MemoryFormat, Precision
+from evenstep.experiment import BatchNorm, Experiment, MemoryFormat, Precision
 from evenstep.objective import Loss, UserObjective, choose_objective
 from evenstep.optimizer_twin import OptimizerTwin
-from evenstep.processes import local_share
+from evenstep.processes import local_share, was_launched
 from evenstep.programs import Hybridized
 from evenstep.replicas import Replicas, check_trainable, move_home
 from evenstep.rng import derive_seed, shard_seed
@@ -89,6 +89,10 @@ class Trainer:
         hybridize: compile a shard's forward and backward pass, on CPUs; part of the experiment. A
             line says what is gained, or why shards are computed eagerly all the same; `hybridized`
             has the figures.
+        batch_norm: "shard": BatchNorm layers in training go by the statistics of each shard, as on
+            as many devices; "sync": by those of the whole batch, on CPUs of one process. Then all
+            shards of a step are under way at once: their activations lie in memory together, and
+            devices get as many shards each. Part of the experiment.
         before_update: called with the module between sum and update, when each `parameter.grad`
             holds the mean gradient of the batch: the place for clipping.
         scheduler: saved and resumed with the rest; stepping it stays with the user.
@@ -128,6 +132,7 @@ class Trainer:
         memory_format: MemoryFormat = "auto",
         threads: int = 1,
         hybridize: bool = False,
+        batch_norm: BatchNorm = "shard",
         before_update: Callable[[nn.Module], object] | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_in_flight: int = 1,
@@ -143,6 +148,7 @@ class Trainer:
             memory_format=memory_format,
             threads=threads,
             hybridize=hybridize,
+            batch_norm=batch_norm,
         )
         if max_in_flight < 1 or check_every < 1:
             raise InputError(
@@ -172,7 +178,9 @@ class Trainer:
         overlap = max_in_flight > 1
         self._engine = Engine(self.devices, lanes=lanes)
         self._timekeeper = Timekeeper(self._engine)
-        self._replicas = Replicas(model, self.devices, apart=overlap)
+        self._replicas = Replicas(
+            model, self.devices, apart=overlap, abreast=self._shards_at_once()
+        )
         self._team = Team(shards)
         self._runner = ShardRunner(
             self.experiment, self._replicas, self._engine, self._timekeeper, self._team
@@ -204,6 +212,7 @@ class Trainer:
         self._opened.enter_context(kept_memory())
         self._opened.enter_context(deterministic_kernels(self.devices))
         self._opened.enter_context(self._engine)
+        self._refuse_lanes_in_turn()
         self._opened.enter_context(self._saves)
         self._is_open = True
         return self
@@ -252,7 +261,7 @@ class Trainer:
             self._compare_states()
         cut = self._runner.split(batch, self.steps_done)
         self._open_flight(leave=self._max_in_flight - 1)
-        refuse_lonely_batch_norm(self.model, cut.bounds)
+        self._refuse_lonely(cut.bounds)
         if isinstance(self.optimizer, torch.optim.LBFGS):
             return self._minimise(cut)
         run = self._next_run(cut, self._update)
@@ -277,7 +286,7 @@ class Trainer:
             BatchError: the epoch's last batch can't be trained on; said before its first.
         """
         last = loader.epoch_examples - (len(loader) - 1) * loader.batch_size
-        refuse_lonely_batch_norm(self.model, shard_bounds(last, self.experiment.shards))
+        self._refuse_lonely(shard_bounds(last, self.experiment.shards))
         self._wait_for_peers_steps()
         batches = self._team.batches(loader, self.cursor, self.steps_done)
         began_s = time.perf_counter()
@@ -472,6 +481,30 @@ class Trainer:
         return [own.compute_s + own.sum_s + own.update_s for own in self.shares()]
 
     # ---- the rest is what the steps above are made of
+
+    def _shards_at_once(self) -> int:
+        """Return how many shards of a step each device has under way at the same time."""
+        if self.experiment.batch_norm == "shard":
+            return 1
+        if was_launched() or any(device.kind != "cpu" for device in self.devices):
+            raise InputError(
+                "batch_norm='sync' works on the CPU devices of one process: leave it out, or "
+                'train with devices=["cpu:0", ...] and without a launcher'
+            )
+        return -(-self.experiment.shards // len(self.devices))
+
+    def _refuse_lanes_in_turn(self) -> None:
+        waits = self.experiment.batch_norm == "sync" and len(self.devices) > 1
+        if waits and not self._engine.side_by_side:
+            self._opened.close()
+            raise InputError(
+                f"with batch_norm='sync' the {len(self.devices)} devices wait for each other, "
+                f"which lanes without threads can't: use one device, or ThreadLanes"
+            )
+
+    def _refuse_lonely(self, bounds: Sequence[tuple[int, int]]) -> None:
+        if self.experiment.batch_norm == "shard":
+            refuse_lonely_batch_norm(self.model, bounds)
 
     def _compare_states(self) -> None:
         """Make sure that all processes are in the same state (a flipped bit would spread)."""

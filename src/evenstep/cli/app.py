@@ -16,6 +16,7 @@ from evenstep.cli.devices import devices
 from evenstep.cli.explain import explain
 from evenstep.cli.export import export
 from evenstep.cli.launch import hand_to_launcher
+from evenstep.cli.reproduce import reproduce
 from evenstep.cli.train import train
 from evenstep.cli.verify import verify
 from evenstep.errors import EvenstepError, InputError, PeerError
@@ -50,7 +51,7 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (train, verify, explain, export, devices, bench):
+for _command in (train, verify, explain, export, devices, bench, reproduce):
     main.add_command(_command)
 
 

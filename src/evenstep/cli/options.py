@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from evenstep.experiment import MemoryFormat, Precision
+from evenstep.experiment import BatchNorm, MemoryFormat, Precision
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -37,6 +37,7 @@ class Choices:
     memory_format: MemoryFormat
     threads: int
     hybridize: bool
+    batch_norm: BatchNorm
     epochs: int | None
     steps: int | None
     seed: int
@@ -142,6 +143,14 @@ _OPTIONS: tuple[Callable[[Command], Command], ...] = (
         "--hybridize",
         is_flag=True,
         help="Compile a shard's forward and backward pass, on CPUs; part of the experiment.",
+    ),
+    click.option(
+        "--batch-norm",
+        type=click.Choice(["shard", "sync"]),
+        default="shard",
+        show_default=True,
+        help="BatchNorm layers go by each shard's statistics, or by the whole batch's; part of "
+        "the experiment.",
     ),
     click.option("--epochs", type=_AT_LEAST_1, help="Stop after N epochs."),
     click.option(

@@ -20,7 +20,7 @@ from evenstep.errors import CheckpointError, DataError, ModelError
 from evenstep.sharding import Batch
 from evenstep.trainer import Trainer
 
-_PINNED = ("shards", "seed", "precision", "memory_format", "threads", "hybridize")
+_PINNED = ("shards", "seed", "precision", "memory_format", "threads", "hybridize", "batch_norm")
 """The choices that a checkpoint pins by itself: left alone at a resume, they are its own."""
 
 

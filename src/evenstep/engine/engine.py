@@ -277,6 +277,17 @@ class Engine:
         return min(set(range(len(self.devices))) - self.scheduler.lost)
 
     @property
+    def side_by_side(self) -> bool:
+        """Whether tasks on several devices may wait for each other."""
+        assert self._lanes is not None
+        return self._lanes.side_by_side
+
+    def adopt(self, lane: int) -> None:
+        """Make the calling thread, which a task has started, one of that lane's."""
+        assert self._lanes is not None
+        self._lanes.adopt(lane)
+
+    @property
     def lost_lanes(self) -> set[int]:
         """The computing lanes whose devices were given up."""
         return {lane for lane in self.scheduler.lost if lane < len(self.devices)}

@@ -53,9 +53,20 @@ class Lanes(Protocol):
         """The lane of the calling task."""
         ...
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether tasks of several lanes run at the same time, and may wait for each other."""
+        ...
+
+    def adopt(self, lane: int) -> None:
+        """Make the calling thread, which a task has started, one of that lane's."""
+        ...
+
 
 class ThreadLanes:
     """Lanes with a thread each; the threads live from `open` to `close`."""
+
+    side_by_side = True
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
@@ -102,6 +113,11 @@ class ThreadLanes:
         lane: int = self._here.lane
         return lane
 
+    def adopt(self, lane: int) -> None:
+        """Let the calling thread compute as the lane's own thread does."""
+        self._here.lane = lane
+        _settle_threads(self.devices[lane].threads)
+
     def _work(self, lane: int, device: Device, name: str, carry_out: CarryOut) -> None:
         threading.current_thread().name = name
         self._here.lane = lane
@@ -123,6 +139,8 @@ class InlineLanes:
     Attributes:
         here: the lane of the task that runs.
     """
+
+    side_by_side = False
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
@@ -159,6 +177,10 @@ class InlineLanes:
 
     def close(self, lost: set[int]) -> None:
         """Nothing to stop."""
+
+    def adopt(self, lane: int) -> None:
+        """Let the calling thread compute as a task of that lane does."""
+        _settle_threads(self.devices[lane].threads)
 
     @property
     def inside(self) -> bool:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import evenstep
-from contenders.engine.common import DEVICES, Job, run
+from evenstep.reproduce.engine.common import DEVICES, Job, run
 
 WARMUP_SHARE = 20  # one in so many
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import evenstep
-from contenders.engine.common import DEVICES, BareThreads, Job, run
+from evenstep.reproduce.engine.common import DEVICES, BareThreads, Job, run
 
 WARMUP = 3  # calls on each device
 
@@ -23,7 +23,9 @@ def measure(job: Job) -> dict[str, Any]:
     again. A result of these sizes takes thousands of them, or none, as malloc's history has it.
     """
     x = torch.rand(job["size"], job["size"])
-    arguments = {"add": (torch.add, x, 1), "mm": (torch.mm, x, x)}[job["operation"]]
+    arguments: tuple[Any, ...] = {"add": (torch.add, x, 1), "mm": (torch.mm, x, x)}[
+        job["operation"]
+    ]
     way = in_engine if job["contender"] == "engine" else in_threads
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     seconds = way(*arguments, count=job["count"], wait_each=job["waits"] == "each")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import evenstep
-from contenders.engine.common import BareThreads, Job, run
+from evenstep.reproduce.engine.common import BareThreads, Job, run
 
 HERE, THERE = "cpu:0", "cpu:1:own"
 

@@ -18,6 +18,16 @@ BOOK: Sizes = {
     "memory": {"examples": 1024, "batches": 100},
     "cost": {"tasks": 100_000},
 }
+QUICK: Sizes = {  # to see what the book saw, in less time
+    "queued": {"size": 2000, "repeats": 3},
+    "waiting.add": {"operation": "add", "size": 2000, "count": 200},
+    "waiting.mm": {"operation": "mm", "size": 600, "count": 200},
+    "together": {"size": 2000, "count": 3},
+    "copies.square": {"size": 2000, "inner": 2000, "count": 3, "repeats": 1},
+    "copies.thin": {"size": 2000, "inner": 32, "count": 20, "repeats": 2},
+    "memory": {"examples": 1024, "batches": 25},
+    "cost": {"tasks": 10_000},
+}
 TINY: Sizes = {  # to see that everything runs
     "queued": {"size": 8, "repeats": 2},
     "waiting.add": {"operation": "add", "size": 8, "count": 4},
@@ -39,7 +49,7 @@ class Measurement:
 
     Attributes:
         key: experiment, contender and way, such as "waiting.add.engine.each".
-        module: below `benchmarks`.
+        module: whose `measure` is run in it.
         job: its argument.
     """
 
@@ -65,6 +75,6 @@ def lineup(sizes: Sizes) -> list[Measurement]:
 def _measurement(experiment: str, sizes: Sizes, names: Mapping[str, str]) -> Measurement:
     return Measurement(
         key=".".join([experiment, *names.values()]),
-        module=f"contenders.engine.{experiment.split('.')[0]}",
+        module=f"evenstep.reproduce.engine.{experiment.split('.')[0]}",
         job={**sizes[experiment], **names},
     )

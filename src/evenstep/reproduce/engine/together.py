@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
 import torch
 
 import evenstep
-from contenders.engine.common import DEVICES, BareThreads, Job, run
+from evenstep.reproduce.engine.common import DEVICES, BareThreads, Job, run
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -43,11 +44,11 @@ def in_threads(inputs: list[torch.Tensor], count: int, *, together: bool) -> flo
 
     with BareThreads() as threads:
         for thread, x in enumerate(inputs):
-            threads.start(thread, lambda x=x: products(x, 1))
+            threads.start(thread, functools.partial(products, x, 1))
         threads.wait()
         began = time.perf_counter()
         for thread, x in enumerate(inputs):
-            threads.start(thread, lambda x=x: products(x, count))
+            threads.start(thread, functools.partial(products, x, count))
             if not together:
                 threads.wait()
         threads.wait()

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import evenstep
-from contenders.engine.common import DEVICES, Job, run
 from evenstep.bench import machine
+from evenstep.reproduce.engine.common import DEVICES, Job, run
 
 FEATURES, HIDDEN = 512, (2048, 512)
 LEARNING_RATE = 0.005
@@ -67,21 +67,21 @@ def submit_batch(
     engine: evenstep.Engine, training: evenstep.engine.Var, job: Job
 ) -> evenstep.engine.Handle:
     """Make a batch, or have it made, and submit a step on it; return the loss."""
-    X: Any
+    x: Any
     y: Any
     if job["maker"] == "front":
-        X, y = torch.randn(job["examples"], FEATURES), torch.ones(job["examples"])
+        x, y = torch.randn(job["examples"], FEATURES), torch.ones(job["examples"])
     else:
-        X = engine.submit(torch.randn, job["examples"], FEATURES)
+        x = engine.submit(torch.randn, job["examples"], FEATURES)
         y = engine.submit(torch.ones, job["examples"])
-    return engine.submit(train, training, X, y, writes=[training])
+    return engine.submit(train, training, x, y, writes=[training])
 
 
-def train(training: Training, X: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def train(training: Training, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Take a step of SGD on the squared loss; return the loss."""
     net, optimizer = training
     optimizer.zero_grad()
-    loss = ((net(X).squeeze(1) - y) ** 2 / 2).mean()
+    loss: torch.Tensor = ((net(x).squeeze(1) - y) ** 2 / 2).mean()
     loss.backward()
     optimizer.step()
     return loss.detach()

@@ -1,0 +1,105 @@
+"""`evenstep reproduce`: the book's experiments on this machine, in one report."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import click
+from torch.utils.data import TensorDataset
+
+from evenstep.bench.fresh import RunFailedError
+from evenstep.bench.pictures import require_matplotlib
+from evenstep.data import fashion_mnist
+from evenstep.errors import InputError
+from evenstep.reproduce import (
+    EXPERIMENTS,
+    Experiment,
+    Kept,
+    Size,
+    Workplace,
+    experiments,
+    run,
+    write_report,
+)
+
+
+@click.command()
+@click.option(
+    "--only",
+    metavar="NAME,...",
+    help=f"Some of {', '.join(EXPERIMENTS)}.",
+)
+@click.option("--quick", is_flag=True, help="A look at all of it, in less than five minutes.")
+@click.option(
+    "--data-dir",
+    metavar="DIR",
+    help="The folder with the files of Fashion-MNIST; without it they are downloaded.",
+)
+@click.option(
+    "--out",
+    default="reproduced",
+    show_default=True,
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="The folder for report.html and figures.json. What is there already is not measured "
+    "again: a run that was interrupted goes on.",
+)
+def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) -> None:
+    """Run the experiments of Dive into Deep Learning's chapter on performance, on this machine.
+
+    The report has the book's figures beside this machine's, says what differs and why, and draws
+    the curves. On two cores all of it takes hours, most of them for ResNet-18: start with --quick.
+    """
+    require_matplotlib()
+    began_s = time.perf_counter()
+    size: Size = "quick" if quick else "full"
+    chosen = _chosen(only, experiments(size))
+    kept = Kept(out / "figures.json", size)
+    report = out / "report.html"
+
+    @functools.cache
+    def data() -> tuple[TensorDataset, TensorDataset]:
+        progress = sys.stderr.isatty()
+        return fashion_mnist(True, data_dir, progress), fashion_mnist(False, data_dir, progress)
+
+    def show(experiment: Experiment) -> None:
+        write_report(report, experiments(size), kept.document, _command())
+        for row in experiment.rows(kept.figures):
+            click.echo(f"{experiment.name}: {row.text}: {row.here} (the book: {row.book})")
+
+    place = Workplace(data=data, folder=out / "unfinished", tell=_say)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if any(one.needs_data for one in chosen):
+            data()
+        run(chosen, kept, place, show)
+    except OSError as error:
+        raise InputError(f"got --out {out}: {error.strerror or error}") from error
+    except RunFailedError as error:
+        raise click.ClickException(f"a measurement failed: {error.reason}") from error
+    except KeyboardInterrupt:
+        _say(f"stopped; the same command goes on from here ({out / 'figures.json'})")
+        raise
+    click.echo(f"{report} (took {time.perf_counter() - began_s:.0f} s)")
+
+
+def _chosen(only: str | None, known: list[Experiment]) -> list[Experiment]:
+    if only is None:
+        return known
+    names = [name.strip() for name in only.split(",")]
+    strangers = [name for name in names if name not in EXPERIMENTS]
+    if strangers:
+        raise InputError(f"got --only {only}: choose some of {', '.join(EXPERIMENTS)}")
+    return [one for one in known if one.name in names]
+
+
+def _command() -> str:
+    return shlex.join(["evenstep", *sys.argv[1:]])
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)

@@ -1,0 +1,19 @@
+"""The experiments of Dive into Deep Learning's chapter on performance, run again on evenstep."""
+
+from evenstep.reproduce.experiments import EXPERIMENTS, experiments
+from evenstep.reproduce.kept import Kept, run
+from evenstep.reproduce.plan import Experiment, Part, Row, Size, Workplace
+from evenstep.reproduce.report import write_report
+
+__all__ = [
+    "EXPERIMENTS",
+    "Experiment",
+    "Kept",
+    "Part",
+    "Row",
+    "Size",
+    "Workplace",
+    "experiments",
+    "run",
+    "write_report",
+]
