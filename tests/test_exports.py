@@ -57,7 +57,6 @@ EXPORTS = {
         "Kept",
         "Part",
         "Row",
-        "Size",
         "Workplace",
         "experiments",
         "run",

@@ -32,6 +32,16 @@ def test_all_get_the_canonical_sum(devices):
     assert found == ["(((ab)(cd))e)"] * 5
 
 
+@pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
+def test_the_sum_is_canonical_in_whatever_order_they_come(order):
+    lockstep = Lockstep(4)
+    complete = [
+        lockstep._bring(shard, "place", "abcd"[shard], lambda a, b: f"({a}{b})") for shard in order
+    ]
+    assert complete == [False, False, False, True]
+    assert lockstep._sum_of("place") == "((ab)(cd))"
+
+
 def test_many_places_one_after_the_other():
     def function(shard):
         return [shard.sum_over_shards(place, place, operator.add) for place in range(50)]

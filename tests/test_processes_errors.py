@@ -55,6 +55,12 @@ def test_an_error_of_one_process_reaches_the_others(tmp_path, kind, own, of_othe
     assert re.search(of_others, told(tmp_path, kind, 0)[1])
 
 
+def test_shards_of_several_processes_can_not_go_in_lockstep(tmp_path):
+    run(tmp_path, "sync")
+    for rank in range(2):
+        assert told(tmp_path, "", rank)[1].startswith("InputError: got batch_norm='sync' in one of")
+
+
 def test_an_uncaught_error_shows_its_traceback_once(tmp_path):
     processes = without_launcher(tmp_path, "raise", "uncaught")
     others, own = [process.communicate(timeout=60)[1] for process in processes]

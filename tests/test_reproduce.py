@@ -250,6 +250,7 @@ def _made_up(key):
         "accuracies": [0.1, 0.6, 0.7, 0.8125],
         "seconds": [3.0 / int(key[-1])] * 4 if key[-1].isdigit() else [1.0] * 4,
         "fingerprint": "f00d" * 16,
+        "training": {"examples": None},
         "timeline": [{**span, "device": "cpu:0"}, {**span, "device": "cpu:1"}],
     }
 
@@ -295,7 +296,7 @@ def test_the_trainings_are_those_of_the_book():
         "resnet18.book.1": (1, 256, 0.1, "book"),
         "resnet18.book.2": (2, 512, 0.2, "book"),
     }
-    sixteen = [parts[key].measure.args[1] for key in parts if key.startswith("sixteen.w")]
+    sixteen = [parts[key].measure.args[1] for key in parts if key == "sixteen.root"]
     assert [(one.shards, one.batch_size) for one in sixteen] == [(16, 4096)]
 
 
@@ -345,7 +346,7 @@ def test_only_measures_what_is_asked_for_and_writes_the_report(tmp_path, monkeyp
 
 def test_a_quick_run_trains_little_and_a_full_one_as_the_book_does():
     quick = {part.key: part for one in experiments("quick") for part in one.parts}
-    for key in ("lenet.book.1", "resnet18.mended.2", "sixteen.warmed"):
+    for key in ("lenet.book.1", "resnet18.mended.2", "sixteen.root"):
         training = quick[key].measure.args[1]
         assert training.epochs == trainings.QUICK.epochs
         assert training.examples == trainings.QUICK.examples[training.network]

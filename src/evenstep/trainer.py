@@ -50,7 +50,7 @@ from evenstep.evaluation import (
 from evenstep.experiment import BatchNorm, Experiment, MemoryFormat, Precision
 from evenstep.objective import Loss, UserObjective, choose_objective
 from evenstep.optimizer_twin import OptimizerTwin
-from evenstep.processes import local_share, was_launched
+from evenstep.processes import local_share
 from evenstep.programs import Hybridized
 from evenstep.replicas import Replicas, check_trainable, move_home
 from evenstep.rng import derive_seed, shard_seed
@@ -200,20 +200,22 @@ class Trainer:
         """Start the lanes."""
         for note in self.notes:
             logger.warning(note)
-        self._opened.enter_context(
-            self._team.linked(
-                self._replicas,
-                self._peer_timeout_s,
-                self._facts,
-                self._runner.shards_per_s,
-                self._max_in_flight,
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(
+                self._team.linked(
+                    self._replicas,
+                    self._peer_timeout_s,
+                    self._facts,
+                    self._runner.shards_per_s,
+                    self._max_in_flight,
+                )
             )
-        )
-        self._opened.enter_context(kept_memory())
-        self._opened.enter_context(deterministic_kernels(self.devices))
-        self._opened.enter_context(self._engine)
-        self._refuse_lanes_in_turn()
-        self._opened.enter_context(self._saves)
+            opened.enter_context(kept_memory())
+            opened.enter_context(deterministic_kernels(self.devices))
+            opened.enter_context(self._engine)
+            self._refuse_apart()
+            opened.enter_context(self._saves)
+            self._opened = opened.pop_all()
         self._is_open = True
         return self
 
@@ -486,17 +488,23 @@ class Trainer:
         """Return how many shards of a step each device has under way at the same time."""
         if self.experiment.batch_norm == "shard":
             return 1
-        if was_launched() or any(device.kind != "cpu" for device in self.devices):
+        if any(device.kind != "cpu" for device in self.devices):
             raise InputError(
-                "batch_norm='sync' works on the CPU devices of one process: leave it out, or "
-                'train with devices=["cpu:0", ...] and without a launcher'
+                f"got batch_norm='sync' and {self.devices[0]}, but only CPU devices can wait for "
+                f"each other's shards: name CPU devices, or leave it out"
             )
         return -(-self.experiment.shards // len(self.devices))
 
-    def _refuse_lanes_in_turn(self) -> None:
-        waits = self.experiment.batch_norm == "sync" and len(self.devices) > 1
-        if waits and not self._engine.side_by_side:
-            self._opened.close()
+    def _refuse_apart(self) -> None:
+        """Refuse to go in lockstep where shards can't wait for each other."""
+        if self.experiment.batch_norm == "shard":
+            return
+        if self._team.exchange is not None:
+            raise InputError(
+                "got batch_norm='sync' in one of several processes, which don't wait for each "
+                "other's shards: use the devices of one process, or leave it out"
+            )
+        if len(self.devices) > 1 and not self._engine.side_by_side:
             raise InputError(
                 f"with batch_norm='sync' the {len(self.devices)} devices wait for each other, "
                 f"which lanes without threads can't: use one device, or ThreadLanes"

@@ -55,12 +55,19 @@ def main():
     out, kind, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
     if "in buckets" in sys.argv[3:]:  # which leave while a backward pass still runs
         dense.BUCKET_BYTES, dense.SharedSum = 200, dense.NetworkSum
+    options = {"batch_norm": "sync"} if kind == "sync" else {}
     model = build("convolution", seed=rank if kind == "other model" else 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     began = time.monotonic()
     try:
         with evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), devices=1, peer_timeout_s=3.0, check_every=5
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            devices=1,
+            peer_timeout_s=3.0,
+            check_every=5,
+            **options,
         ) as trainer:
             if kind == "other data":
                 X = torch.full((64, 1, 6, 6), float(rank))

@@ -19,12 +19,12 @@ from evenstep.reproduce import (
     EXPERIMENTS,
     Experiment,
     Kept,
-    Size,
     Workplace,
     experiments,
     run,
     write_report,
 )
+from evenstep.reproduce.plan import Size
 
 
 @click.command()

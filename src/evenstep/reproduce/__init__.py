@@ -2,7 +2,7 @@
 
 from evenstep.reproduce.experiments import EXPERIMENTS, experiments
 from evenstep.reproduce.kept import Kept, run
-from evenstep.reproduce.plan import Experiment, Part, Row, Size, Workplace
+from evenstep.reproduce.plan import Experiment, Part, Row, Workplace
 from evenstep.reproduce.report import write_report
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "Kept",
     "Part",
     "Row",
-    "Size",
     "Workplace",
     "experiments",
     "run",

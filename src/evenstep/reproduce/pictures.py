@@ -8,7 +8,12 @@ from typing import Any
 
 from evenstep.bench.pictures import require_matplotlib
 from evenstep.reproduce.plan import Figures
-from evenstep.reproduce.training_experiments import BOOK_LENET, BOOK_RESNET
+from evenstep.reproduce.training_experiments import (
+    BOOK_LENET,
+    BOOK_LENET_EPOCH_S,
+    BOOK_RESNET,
+    BOOK_RESNET_EPOCH_S,
+)
 
 _BLUE, _RED, _GREEN, _YELLOW, _GREY = "#2a6f97", "#b56576", "#8ab17d", "#e9c46a", "#adb5bd"
 _COLOURS = {"compute": _BLUE, "sum": _GREEN, "update": _RED}
@@ -79,8 +84,8 @@ def _sixteen_accuracies(axes: Any, figures: Figures) -> bool:
         for key, label, colour in (
             ("one", "batch 256, rate 0.1", _GREY),
             ("same_rate", "batch 4,096, rate 0.1", _YELLOW),
-            ("scaled", "batch 4,096, rate 1.6", _RED),
-            ("warmed", "batch 4,096, rate 1.6, warmed up", _BLUE),
+            ("linear", "batch 4,096, rate 1.6, warmed up", _RED),
+            ("root", "batch 4,096, rate 0.4, warmed up", _BLUE),
         )
     ]
     return _finish(axes, drawn)
@@ -88,17 +93,16 @@ def _sixteen_accuracies(axes: Any, figures: Figures) -> bool:
 
 def _speed_ups(axes: Any, figures: Figures) -> bool:
     axes.plot([1, 2], [1, 2], ":", color="grey", label="ideal")
-    book = (
-        ("LeNet, the book's GPUs", 1.4 / 2.5, "v"),
-        ("ResNet-18, the book's GPUs (twice the batch)", 13.0 / 6.7, "^"),
-    )
-    for label, value, marker in book:
-        axes.plot([1, 2], [1, value], marker + "--", color=_GREY, label=label)
+    for label, seconds, marker in (
+        ("LeNet, the book's GPUs", BOOK_LENET_EPOCH_S, "v"),
+        ("ResNet-18, the book's GPUs (twice the batch)", BOOK_RESNET_EPOCH_S, "^"),
+    ):
+        speed_up = seconds[1] / seconds[2]
+        axes.plot([1, 2], [1, speed_up], marker + "--", color=_GREY, label=label)
     drawn = []
     for network, colour in (("lenet", _BLUE), ("resnet18", _RED)):
-        seconds = [_epoch_s(figures, f"{network}.book.{devices}") for devices in (1, 2)]
-        if None not in seconds:
-            one, two = (value for value in seconds if value is not None)
+        one, two = (_epoch_s(figures, f"{network}.book.{devices}") for devices in (1, 2))
+        if one is not None and two is not None:
             axes.plot([1, 2], [1, one / two], "o-", color=colour, label=f"{network}, here")
             drawn.append(True)
     axes.set_xticks([1, 2])

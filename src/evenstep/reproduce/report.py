@@ -27,6 +27,13 @@ figure { margin: 1.5rem 0 } figcaption { font-size: .9rem }
 img { width: 100%; height: auto; background: white; border-radius: .3rem }
 .note { background: var(--soft); padding: .6rem .8rem; border-radius: .3rem }
 nav a { margin-right: .8rem }
+@media (max-width: 40rem) {
+  th:nth-child(4) { display: none }
+  tr { display: grid; grid-template-columns: 1fr 5.5rem 7.5rem;
+    border-bottom: 1px solid var(--line) }
+  th, td { border: 0 } td:nth-child(4) { grid-column: 1 / -1 }
+  td:nth-child(2), td:nth-child(3) { white-space: normal }
+}
 """
 _HEAD = ("", "the book", "here", "what differs, and why")
 

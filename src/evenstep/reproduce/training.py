@@ -22,7 +22,7 @@ from evenstep.engine import Span
 from evenstep.experiment import Precision
 from evenstep.lookup import find_factory
 from evenstep.metrics import accuracy
-from evenstep.rates import scale_lr
+from evenstep.rates import Rule, scale_lr
 from evenstep.trainer import Trainer
 
 Init: TypeAlias = Literal["book", "torch", "he"]
@@ -54,7 +54,9 @@ class Training:
         base_batch_size: what `lr` is for, when it is scaled for `batch_size`; None to leave it.
         warmup_epochs: over how many epochs the rate grows to the scaled one.
         decays: whether it falls to 0 from there to the end.
+        rule: by which it is scaled, "linear" or "sqrt".
         examples: train on so many of the first ones only; None for all.
+        test_examples: test with so many of the first ones only; None for all.
     """
 
     network: str
@@ -69,7 +71,9 @@ class Training:
     base_batch_size: int | None = None
     warmup_epochs: int = 0
     decays: bool = False
+    rule: Rule = "linear"
     examples: int | None = None
+    test_examples: int | None = None
 
 
 def train(training: Training, data: Data, folder: Path, tell: Tell) -> dict[str, Any]:
@@ -88,7 +92,7 @@ def train(training: Training, data: Data, folder: Path, tell: Tell) -> dict[str,
     """
     train_data, test_data = data
     loader = Loader(_first(train_data, training.examples), training.batch_size)
-    test = Loader(test_data, _TEST_BATCH, shuffle=False)
+    test = Loader(_first(test_data, training.test_examples), _TEST_BATCH, shuffle=False)
     model = make_network(training)
     optimizer = torch.optim.SGD(model.parameters(), lr=training.lr, momentum=training.momentum)
     scheduler = make_scheduler(training, optimizer, len(loader))
@@ -163,6 +167,7 @@ def make_scheduler(
         optimizer,
         base_batch_size=training.base_batch_size,
         batch_size=training.batch_size,
+        rule=training.rule,
         warmup_steps=training.warmup_epochs * steps_an_epoch,
         total_steps=training.epochs * steps_an_epoch if training.decays else None,
     )

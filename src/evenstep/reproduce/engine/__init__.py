@@ -1,1 +1,3 @@
-"""The book's experiments with the engine, each beside bare threads that do the same."""
+"""Each of the book's experiments with the engine, as a process of its own."""
+
+__all__: list[str] = []
