@@ -95,3 +95,10 @@ def raises():
 
 
 not_a_function = 3
+
+
+class Normalised(nn.Sequential):
+    """Has batch normalisation."""
+
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(784, 16), nn.BatchNorm1d(16), nn.Linear(16, 10))

@@ -34,7 +34,7 @@ class Late(nn.Module):
 
 
 def build(dropout=0.0):
-    """A net with three BatchNorm layers, one of them without weights, two side by side."""
+    """A net with four BatchNorm layers: two side by side, one without weights, one of rows."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -43,7 +43,7 @@ def build(dropout=0.0):
             self.left = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, momentum=None))
             self.right = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, affine=False), Late())
             self.drop = nn.Dropout(dropout)
-            self.head = nn.Linear(64, CLASSES)
+            self.head = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, CLASSES))
 
         def forward(self, x):
             x = self.stem(x)

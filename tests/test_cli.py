@@ -242,6 +242,16 @@ def test_verify_names_the_shard_where_the_second_device_begins():
     assert re.search(r"first shard +[1-4] ", result.stdout)
 
 
+def test_batch_norm_over_the_whole_batch_is_another_experiment_with_one_result(folder):
+    by_shard, synced = (
+        run("verify", "--model", "cli_models:Normalised", "--steps", 3, "--batch-norm", one).stdout
+        for one in ("shard", "sync")
+    )
+    assert "identical" in by_shard
+    assert "identical" in synced
+    assert by_shard != synced
+
+
 def test_devices_tells_what_there_is_and_what_would_differ():
     output = run("devices").stdout
     assert f"{usable_cores()} usable" in output
