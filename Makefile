@@ -6,7 +6,7 @@ DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --mome
 
 GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,resnet18.evenstep.2.v8
 
-.PHONY: help install demo test slow lint types format check bench docs clean
+.PHONY: help install demo test slow lint types format check bench book docs clean
 
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -59,6 +59,12 @@ bench: install ## measure again and write docs/benchmarks.md (an hour; needs a q
 	$(BIN)/python benchmarks/hybridize.py
 	$(BIN)/python benchmarks/kills.py
 	$(BIN)/python benchmarks/checkpoints.py
+	$(BIN)/python benchmarks/write_docs.py
+
+book: install ## run the book's experiments again and write docs/book.md (hours; can be interrupted)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	$(BIN)/evenstep reproduce --out runs/book
+	cp runs/book/figures.json benchmarks/results/book.json
 	$(BIN)/python benchmarks/write_docs.py
 
 clean:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import operator
 import threading
@@ -15,13 +14,12 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from evenstep.attempt import Attempt
 from evenstep.batch_norm import SyncedBatchNorm
-from evenstep.collectives import Forest, TreeSum, forest, tree_sum
-from evenstep.compiled import Program
+from evenstep.collectives import TreeSum, tree_sum
 from evenstep.compute import NodeSum, ShardWork, add_nodes, compute_shard
-from evenstep.dense import Sending
 from evenstep.devices import Device, carry
-from evenstep.draws import DrawWatch, States
+from evenstep.draws import DrawWatch
 from evenstep.engine import Engine, Runs, Task, Var, streams
 from evenstep.engine.context import PLAIN
 from evenstep.errors import BatchError, add_note
@@ -39,79 +37,6 @@ from evenstep.timing import StepClock, Timekeeper
 T = TypeVar("T")
 SeedOf: TypeAlias = Callable[[int], int]
 """The seed of the random ops of a shard, by its number."""
-
-
-@dataclasses.dataclass(eq=False)
-class Attempt:
-    """One go at a batch's shards; where it fails half-way it is thrown away whole.
-
-    Attributes:
-        cut: the batch.
-        number: of the step.
-        clock: its times.
-        runs: the shards that no lane has begun.
-        tree: the sum over its shards (of a training step).
-        dropped: whether what has not begun of it shall not begin.
-        before: the states of the default generators when it began; None where nobody looks.
-        told: whether the other processes were told how it went.
-        sending: where its gradients go, where there are other processes.
-        programs: the compiled shards, by their sizes; none where they are computed eagerly.
-        lockstep: where its shards meet, if they go through the step side by side.
-    """
-
-    cut: Cut
-    number: int = 0
-    clock: StepClock = dataclasses.field(default_factory=StepClock)
-    runs: Runs[int] | None = None
-    tree: TreeSum[NodeSum] | None = None
-    dropped: bool = False
-    before: States | None = None
-    told: bool = False
-    sending: Sending | None = None
-    programs: Mapping[int, Program] = dataclasses.field(default_factory=dict)
-    lockstep: Lockstep | None = None
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    _at: dict[int, tuple[int, bool, float]] = dataclasses.field(default_factory=dict)
-
-    @property
-    def trees(self) -> Forest:
-        """Which process sums what of it."""
-        return forest(len(self.cut.bounds), self.cut.filled, self.cut.part.runs)
-
-    def afresh(self) -> Attempt:
-        """Return another go at the same batch."""
-        return Attempt(self.cut, self.number, StepClock(self.clock.ready_s))
-
-    def drop(self) -> None:
-        """Let no further shard begin, and none wait for another one."""
-        self.dropped = True
-        if self.lockstep is not None:
-            self.lockstep.stop()
-
-    def next_shard(self, lane: int) -> int | None:
-        """End the shard that a lane was at, if any; return its next one, or None for no more."""
-        runs, now = self.runs, time.perf_counter()
-        assert runs is not None
-        with self.lock:
-            at = self._at.pop(lane, None)
-            if at is not None:
-                runs.end(lane, now)
-                self.clock.shards.append((lane, *at, now))
-            if self.dropped:
-                return None
-            stolen = runs.first(lane) is None
-            shard = runs.steal(lane, now) if stolen else runs.take(lane)
-            if shard is not None:
-                runs.begin(lane, shard, now)
-                self._at[lane] = (shard, stolen, now)
-        return shard
-
-    def stuck_lanes(self, alive: set[int], after_s: float) -> list[int]:
-        """Return the lanes that are at a shard too long while another one has none."""
-        if self.runs is None:
-            return []
-        with self.lock:
-            return self.runs.stuck(alive, after_s, time.perf_counter())
 
 
 class ShardRunner:

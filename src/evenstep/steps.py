@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from evenstep.attempt import Attempt
 from evenstep.compute import Leaf, NodeSum
 from evenstep.data.order import Cursor
 from evenstep.engine import Engine, Pending, Task
@@ -25,7 +26,7 @@ from evenstep.errors import BatchError, ClosedError, EvenstepError, InputError, 
 from evenstep.exchange import AgainError, Exchange, Place, Verdict, Way
 from evenstep.gradients import AccumulatedTwiceError
 from evenstep.objective import ShardObjective
-from evenstep.runner import Attempt, SeedOf, ShardRunner
+from evenstep.runner import SeedOf, ShardRunner
 from evenstep.sharding import NO_CUT
 from evenstep.timing import Timekeeper
 

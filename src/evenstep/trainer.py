@@ -25,6 +25,7 @@ from evenstep import fingerprint as fingerprints
 from evenstep import state
 from evenstep.account import DeviceShares
 from evenstep.allocator import kept_memory
+from evenstep.attempt import Attempt
 from evenstep.checkpoint import checkpoint_of, read_checkpoint
 from evenstep.compute import NodeSum
 from evenstep.data.loader import Loader
@@ -54,7 +55,7 @@ from evenstep.processes import local_share
 from evenstep.programs import Hybridized
 from evenstep.replicas import Replicas, check_trainable, move_home
 from evenstep.rng import derive_seed, shard_seed
-from evenstep.runner import Attempt, SeedOf, ShardRunner, refuse_lonely_batch_norm
+from evenstep.runner import SeedOf, ShardRunner, refuse_lonely_batch_norm
 from evenstep.saving import Saves, write_state
 from evenstep.sharding import Batch, Cut, shard_bounds
 from evenstep.steps import Flight, StepLoss, StepRun
