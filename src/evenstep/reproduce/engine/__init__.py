@@ -1,3 +1,3 @@
 """Each of the book's experiments with the engine, as a process of its own."""
 
-__all__: list[str] = []
+__all__ = []
