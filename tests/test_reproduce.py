@@ -171,6 +171,20 @@ def test_what_was_measured_is_not_measured_again(tmp_path):
     assert len(measured) == 2
 
 
+def test_it_is_said_when_a_later_run_went_on(tmp_path, monkeypatch):
+    file = tmp_path / "figures.json"
+    first = make_experiment([])
+    measure(
+        [dataclasses.replace(first, parts=first.parts[:1])], Kept(file, "full"), place_in(tmp_path)
+    )
+    later = {"date_utc": "2025-01-03 00:00", "git_revision": "def"}
+    monkeypatch.setattr(machine, "facts", lambda: {**FACTS, **later})
+    measure([first, make_experiment([], "second")], Kept(file, "full"), place_in(tmp_path))
+    found = json.loads(file.read_text())
+    assert found["machine"] == FACTS
+    assert found["went_on"] == [later]
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"size": "full"}', '{"size": "full", "parts": 3}'])
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path, content):
     (tmp_path / "figures.json").write_text(content)

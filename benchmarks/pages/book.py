@@ -27,13 +27,18 @@ def page(document: Mapping[str, Any], notes: Mapping[str, str], images: Path) ->
     machine = document["machine"]
     where = (
         f"Measured on {machine['cpu']}, {machine['usable_cores']} cores, torch "
-        f"{machine['packages']['torch']}, {machine['date_utc']} UTC, at revision "
-        f"{machine['git_revision']}."
+        f"{machine['packages']['torch']}, begun {machine['date_utc']} UTC at revision "
+        f"{machine['git_revision']}{_went_on(document)}."
     )
     return (
         joined(HEAD, where, *(_section(one, document["parts"], notes, images) for one in known))
         + "\n"
     )
+
+
+def _went_on(document: Mapping[str, Any]) -> str:
+    runs = (f"{one['date_utc']} at {one['git_revision']}" for one in document.get("went_on", ()))
+    return "".join(f", gone on with {run}" for run in runs)
 
 
 def _section(

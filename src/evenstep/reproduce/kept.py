@@ -21,7 +21,8 @@ class Kept:
         size: "quick" or "full"; figures of the one are not taken for the other.
 
     Attributes:
-        document: what the file holds: size, machine, and the figures of each part.
+        document: what the file holds: size, machine, the figures of each part, and under
+            "went_on" when and at which revision later runs went on with it.
 
     Raises:
         InputError: the file is of the other size, or no file of ours.
@@ -29,7 +30,8 @@ class Kept:
 
     def __init__(self, file: Path, size: Size) -> None:
         self._file = file
-        self.document: dict[str, Any] = {"size": size, "machine": machine.facts(), "parts": {}}
+        self._facts = machine.facts()
+        self.document: dict[str, Any] = {"size": size, "machine": self._facts, "parts": {}}
         if file.exists():
             self.document = _read(file, size)
 
@@ -39,6 +41,12 @@ class Kept:
         found: dict[str, Mapping[str, Any]] = self.document["parts"]
         return found
 
+    @property
+    def _went_on(self) -> list[dict[str, Any]]:
+        """The earlier runs that went on, without this one."""
+        before: list[dict[str, Any]] = self.document.get("went_on", [])
+        return [one for one in before if one["date_utc"] != self._facts["date_utc"]]
+
     def keep(self, part: Part, figures: Mapping[str, Any]) -> None:
         """Note what a part gave, and write the file.
 
@@ -46,6 +54,9 @@ class Kept:
             SaveError: it can't be written.
         """
         self.document["parts"][part.key] = figures
+        if self._facts != self.document["machine"]:
+            now = {name: self._facts[name] for name in ("date_utc", "git_revision")}
+            self.document["went_on"] = [*self._went_on, now]
         unfinished = self._file.with_suffix(".part")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)

@@ -160,7 +160,8 @@ _ENGINE: tuple[tuple[str, str, str, str, str, Mapping[str, Mapping[str, str]]], 
             "waiting.add": {
                 "waiting each time": _LESS,
                 "waiting once, at the end": "",
-                "gain": "A sum of 2000 × 2000 numbers is bound by memory, which the cores share.",
+                "gain": "Without waiting both devices work, as far as the memory that they "
+                "share can keep up.",
             },
             "waiting.mm": {
                 "gain": "A product is bound by arithmetic: without waiting both devices work."
@@ -176,9 +177,10 @@ _ENGINE: tuple[tuple[str, str, str, str, str, Mapping[str, Mapping[str, str]]], 
         "how much memory do they take?",
         {
             "memory.tasks": {
-                "growth, waiting for each loss: at the end": "",
-                "growth, no bound: at the end": "The book looks when all is done: by then the queue "
-                "is empty again. Here malloc still holds what was freed.",
+                "growth, waiting for each loss: at the end": "PyTorch's memory here, "
+                "MXNet's there.",
+                "growth, no bound: at the end": "The book looks when all is done: by then the "
+                "queue is empty again. Here malloc still holds what was freed.",
                 "growth, no bound: peak": "At its peak the queue does hold memory.",
                 "growth, `max_in_flight=2`: peak": "evenstep's bound, without waiting for losses.",
                 "all submitted after, no bound": "",
