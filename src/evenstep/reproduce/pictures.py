@@ -159,7 +159,7 @@ def _curve(axes: Any, values: Sequence[float], label: str, style: str, colour: s
 def _finish(axes: Any, drawn: Sequence[bool]) -> bool:
     axes.set(xlabel="epoch", ylabel="test accuracy", ylim=(0, 1))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize="small", loc="lower right")
+    axes.legend(fontsize="small", loc="best")
     return any(drawn)
 
 
