@@ -84,6 +84,20 @@ def test_a_large_batch_learns_less_at_the_same_rate_and_more_at_a_larger_one():
     assert by_batch > same + 0.1
 
 
+@pytest.mark.slow
+def test_batch_normalisation_of_either_kind_is_the_same_on_any_devices(monkeypatch):
+    example = load("batchnorm")
+    monkeypatch.setattr(example, "EPOCHS", 2)
+    found = {}
+    for batch_norm in ("shard", "sync"):
+        for shards in (2, 16):
+            one, three = (example.train(batch_norm, shards, devices) for devices in (1, 3))
+            assert one == three
+            found[batch_norm, shards] = one[0]
+    assert len({*found.values()}) > 1
+    assert min(found["sync", 2], found["sync", 16]) > 0.9
+
+
 @pytest.mark.parametrize(("name", "most"), [("from_scratch", 80), ("concise", 30)])
 def test_an_example_is_short(name, most):
     lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
