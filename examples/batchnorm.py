@@ -8,15 +8,13 @@ depends on k. Here it sees a shard ("shard"), which depends on V alone, or all o
 of devices. With few examples a shard, a shard's statistics are noisy: compare the accuracies.
 """
 
-import sys
-
 import torch
 from torch import nn
 
 import evenstep
 from evenstep.data import Loader, digits
 
-BATCH, EPOCHS = 32, int(sys.argv[1]) if len(sys.argv) > 1 else 8
+BATCH, EPOCHS = 32, 8
 
 
 def make_net():
