@@ -23,7 +23,7 @@ from evenstep.reproduce import EXPERIMENTS, Experiment, Kept, Part, Row, Workpla
 from evenstep.reproduce import run as measure
 from evenstep.reproduce import training_experiments as trainings
 from evenstep.reproduce.report import page
-from evenstep.reproduce.training import Training, _Curve, spelled, timeline, train
+from evenstep.reproduce.training import Training, _Curve, places, spelled, timeline, train
 
 SHARED = Path(__file__).parents[2] / "shared" / "data" / "fashion-mnist"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -109,6 +109,15 @@ def test_what_was_noted_after_the_checkpoint_is_forgotten(tmp_path):
     curve.reached(0.6)
     later = _Curve(tmp_path / "curve.json", Place(4, 1))
     assert later.values == {"accuracies": [0.5], "seconds": [3.0]}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [(0, 3), (1, ["cuda:0"] * 3), (2, ["cuda:0", "cuda:1", "cuda:0"])],
+)
+def test_a_machine_with_fewer_gpus_trains_on_them_all_the_same(monkeypatch, gpus, expected):
+    monkeypatch.setattr("evenstep.reproduce.training.gpu_count", lambda: gpus)
+    assert places(3) == expected
 
 
 def test_durations_are_spelled_as_people_say_them():

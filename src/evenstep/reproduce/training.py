@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 
 from evenstep.checkpoint import list_checkpoints
 from evenstep.data import Loader
+from evenstep.devices import Devices, gpu_count
 from evenstep.engine import Span
 from evenstep.experiment import Precision
 from evenstep.lookup import find_factory
@@ -182,7 +183,7 @@ def make_trainer(
 ) -> Trainer:
     """Return a trainer, at the newest checkpoint in `folder` if there is one."""
     options: dict[str, Any] = {
-        "devices": training.devices,
+        "devices": places(training.devices),
         "shards": training.shards,
         "precision": training.precision,
         "scheduler": scheduler,
@@ -191,6 +192,12 @@ def make_trainer(
     if folder is not None and list_checkpoints(folder):
         return Trainer.load(folder, *given, **options)
     return Trainer(*given, **options)
+
+
+def places(count: int) -> Devices:
+    """Return `count` devices: GPUs, each as often as it takes, or CPU devices without GPUs."""
+    gpus = gpu_count()
+    return [f"cuda:{number % gpus}" for number in range(count)] if gpus else count
 
 
 def timeline(spans: list[Span], devices: list[str]) -> list[dict[str, Any]]:

@@ -110,7 +110,7 @@ def resnet18(short: Shortened | None) -> Experiment:
     firsts = [
         Part(
             key=f"resnet18.first.{devices}",
-            label=f"the first {steps} steps on {_spelled(devices)}",
+            label=f"the first {_counted(steps, 'step')} on {_counted(devices, 'device')}",
             measure=functools.partial(_first, dataclasses.replace(mended, devices=devices), steps),
         )
         for devices in _FIRST_DEVICES
@@ -224,7 +224,7 @@ def _resnet_rows(told: str, steps: int, figures: Figures) -> list[Row]:
     good = figures["resnet18.mended.2"]
     rows = [
         Row(
-            text=f"fingerprint after {steps} steps on 1, 2 and 3 devices",
+            text=f"fingerprint after {_counted(steps, 'step')} on 1, 2 and 3 devices",
             here=_same([figures[f"resnet18.first.{devices}"] for devices in _FIRST_DEVICES]),
             why="Not known there; the promise here.",
         )
@@ -285,9 +285,8 @@ def _accuracy(
     at: int | None = None,
 ) -> Row:
     accuracies = found["accuracies"][:at]
-    epochs = f"{len(accuracies)} epoch{'s' * (len(accuracies) != 1)}"
     return Row(
-        text=f"{text}: accuracy after {epochs}",
+        text=f"{text}: accuracy after {_counted(len(accuracies), 'epoch')}",
         book=NOTHING if book is None else f"{book:.2f}",
         here=f"{accuracies[-1]:.4f}",
         why=why,
@@ -326,8 +325,8 @@ def _told(short: Shortened | None) -> str:
 
 
 def _label(key: str, training: Training) -> str:
-    return f"{key} (batch {training.batch_size}, {_spelled(training.devices)})"
+    return f"{key} (batch {training.batch_size}, {_counted(training.devices, 'device')})"
 
 
-def _spelled(devices: int) -> str:
-    return f"{devices} device{'s' * (devices != 1)}"
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
