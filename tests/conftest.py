@@ -1,5 +1,6 @@
 """What every test shares: one intra-op thread in the test's own thread, and no leftover lanes."""
 
+import signal
 import threading
 from pathlib import Path
 
@@ -11,6 +12,16 @@ from layouts import TWO
 from machines import two_machines
 
 SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ctrl_c_works():
+    """A shell that starts the tests in the background has it ignored, for their processes too."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)
