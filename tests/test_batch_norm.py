@@ -86,9 +86,8 @@ def plain(model, data):
     return losses
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("shards", [7, 8])
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize(("dropout", "max_in_flight"), [(0.0, 1), (0.4, 2)])
 def test_every_layout_has_the_same_bits(shards, max_in_flight, dropout):
     data = batches((21, 33, 5))
     options = {"shards": shards, "max_in_flight": max_in_flight}

@@ -19,6 +19,7 @@ def test_the_defaults_are_the_designs():
         "memory_format": "auto",
         "threads": 1,
         "hybridize": False,
+        "batch_norm": "shard",
     }
 
 

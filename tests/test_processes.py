@@ -11,7 +11,7 @@ LAYOUTS = [
     ("1,1", 1, "plain"),
     ("1,1", 2, "network"),
     ("2,2", 1, "memory"),
-    ("1,1,1", 1, "network"),
+    pytest.param("1,1,1", 1, "network", marks=pytest.mark.slow),
     ("2,1", 1, "memory"),
     ("2,1", 2, "plain"),
 ]
@@ -58,6 +58,7 @@ def test_a_slow_process_gets_fewer_shards_and_nothing_else_changes(tmp_path):
     assert fast["counts"][-1] > slow["counts"][-1]
 
 
+@pytest.mark.slow
 def test_compiled_shards_have_the_same_bits_in_two_processes(tmp_path):
     assert alone("hybridized.py", tmp_path).returncode == 0
     (tmp_path / "two").mkdir()

@@ -105,6 +105,7 @@ def test_a_cut_cable_is_noticed_on_both_sides_within_the_time_limit(machines, tm
         assert f"PeerError: rank {1 - rank} did not come within 3 s" in text
 
 
+@pytest.mark.slow
 def test_the_side_with_the_rendezvous_goes_on_alone_to_the_same_end(machines, tmp_path):
     job = [*MLP, "--steps", 900, "--devices", 1]
     undisturbed = trained(*job).fingerprint
