@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --momentum 0.9 --epochs 20
 
-GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,resnet18.evenstep.2.v8
+GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,lenet.plain.1.channels_last.keeps,resnet18.evenstep.2.v8
+SYNC := resnet18.evenstep.2.v8.n128,resnet18.evenstep.2.v8.n128.sync
 
 .PHONY: help install demo test slow lint types format check bench book docs clean
 
@@ -47,6 +48,7 @@ bench: install ## measure again and write docs/benchmarks.md (an hour; needs a q
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
 	$(BIN)/python benchmarks/training_speed.py
 	$(BIN)/python benchmarks/training_speed.py --only $(GAINS) --out benchmarks/results/gains.json
+	$(BIN)/python benchmarks/training_speed.py --only $(SYNC) --out benchmarks/results/batch_norm.json
 	$(BIN)/evenstep bench scaling --model lenet --devices 1,2 --json benchmarks/results/scaling_lenet.json
 	$(BIN)/evenstep bench scaling --model resnet18 --batch-size 64 --devices 1,2 --json benchmarks/results/scaling_resnet18.json
 	$(BIN)/python benchmarks/step_overhead.py

@@ -18,11 +18,17 @@ def lineup() -> list[Contender]:
 
 
 def chosen(only: str | None) -> list[Contender]:
-    """Return the contenders that `only` names: keys or their beginnings, between commas."""
-    wanted = tuple(only.split(",")) if only else ("",)
-    found = [contender for contender in lineup() if contender.key.startswith(wanted)]
+    """Return the contenders that `only` names, between commas.
+
+    A whole key names that one alone, the beginning of keys all that begin so.
+    """
+    known = lineup()
+    names = only.split(",") if only else [""]
+    whole = {contender.key for contender in known}.intersection(names)
+    begins = tuple(set(names) - whole)
+    found = [one for one in known if one.key in whole or one.key.startswith(begins)]
     if not found:
-        keys = ", ".join(contender.key for contender in lineup())
+        keys = ", ".join(contender.key for contender in known)
         raise SystemExit(f"--only {only} names no contender: write the beginning of some of {keys}")
     return found
 
@@ -69,6 +75,7 @@ def _resnet18() -> list[Contender]:
         devices(two, 2),
         devices(two, 2, max_in_flight=2),
         devices(two, 2, hybridize=True),
+        devices(two, 2, batch_norm="sync"),
         devices(one, 1, shards=2),
         devices(two, 2, shards=2),
         devices(one, 1, precision="bf16"),

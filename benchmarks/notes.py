@@ -17,6 +17,7 @@ NAMES = (
     "lenet",
     "resnet18",
     "gains",
+    "batch_norm",
     "step_overhead",
     "memory",
     "step_profile",

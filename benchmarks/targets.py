@@ -98,6 +98,12 @@ GAINS: dict[str, tuple[Gain, ...]] = {
         ),
     ),
 }
+BATCH_NORM = Gain(
+    text='`batch_norm="sync"` over "shard", two devices',
+    ours="resnet18.evenstep.2.v8.n128.sync",
+    theirs="resnet18.evenstep.2.v8.n128",
+    bits=_OTHER,
+)
 RATIOS: dict[str, tuple[Ratio, ...]] = {
     "lenet": (
         Ratio(

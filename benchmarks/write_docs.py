@@ -41,6 +41,7 @@ Section = Callable[[dict[str, Any], Mapping[str, str]], str]
 SECTIONS: dict[str, Section] = {
     "training_speed": speed.section,
     "gains": speed.gains,
+    "batch_norm": speed.batch_norm,
     "scaling_lenet": scaling.section,
     "scaling_resnet18": scaling.section,
     "step_overhead": overhead.section,

@@ -69,6 +69,12 @@ def test_only_chooses_by_the_beginning_of_keys():
         lineup.chosen("alexnet")
 
 
+def test_a_whole_key_chooses_that_contender_alone():
+    key = "resnet18.evenstep.2.v8.n128"
+    assert [one.key for one in lineup.chosen(f"{key},{key}.sync")] == [key, f"{key}.sync"]
+    assert len(lineup.chosen(f"{key}.")) > 1
+
+
 def test_numbers_have_three_digits_or_more():
     assert [text.number(value) for value in (0.5, 12.34, 123.4, 12345.6)] == [
         "0.50",

@@ -7,7 +7,7 @@ from typing import Any
 
 from evenstep.bench.rounds import paired_ratios, summarise
 from pages.common import joined, note, origin
-from targets import GAINS, RATIOS, Ratio
+from targets import BATCH_NORM, GAINS, RATIOS, Ratio
 from text import NOTHING, number, percent, spread, table, verdict
 
 TITLES = {
@@ -61,6 +61,19 @@ def gains(document: dict[str, Any], notes: Mapping[str, str]) -> str:
         f"{document['settings']['rounds']} rounds; and what the choice does to the bits."
     )
     return joined("## What brings what", origin(document), text, tables, note(notes, "gains"))
+
+
+def batch_norm(document: dict[str, Any], notes: Mapping[str, str]) -> str:
+    """Return the section on what batch normalisation over the whole batch costs."""
+    rounds = document["settings"]["rounds"]
+    row = [*_ratio_row(BATCH_NORM, document["runs"]), BATCH_NORM.bits]
+    return joined(
+        "## Batch normalisation over the whole batch",
+        origin(document),
+        f"ResNet-18, 128 examples on two devices: examples a second, in {rounds} rounds.",
+        table(("what it brings", "target", "median", "spread", "verdict", "bits"), [row]),
+        note(notes, "batch_norm"),
+    )
 
 
 def speed_rows(contenders: Sequence[Mapping[str, Any]], runs: Runs) -> list[list[str]]:

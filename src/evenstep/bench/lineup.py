@@ -182,4 +182,5 @@ def _told(job: Mapping[str, Any]) -> list[tuple[str, str]]:
         *([(precision, precision)] if precision != "fp32" else []),
         *([(f"flight{flight}", f"{flight} steps in flight")] if flight != 1 else []),
         *([("hybridized", "hybridized")] if job.get("hybridize") else []),
+        *([("sync", "batch_norm sync")] if job.get("batch_norm") == "sync" else []),
     ]

@@ -43,6 +43,7 @@ class Job:
         shards: V; evenstep only.
         max_in_flight: steps at once; evenstep only.
         hybridize: whether shards are compiled; evenstep only.
+        batch_norm: "shard" or "sync"; evenstep only.
         loads: whether batches are put together while it trains; evenstep only.
         warmup_steps: not timed.
         steps: timed.
@@ -61,6 +62,7 @@ class Job:
     shards: int = 8
     max_in_flight: int = 1
     hybridize: bool = False
+    batch_norm: Any = "shard"
     loads: bool = False
     warmup_steps: int
     steps: int

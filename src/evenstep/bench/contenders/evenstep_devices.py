@@ -38,6 +38,7 @@ def main() -> None:
         threads=job.threads,
         max_in_flight=job.max_in_flight,
         hybridize=job.hybridize,
+        batch_norm=job.batch_norm,
     ) as trainer:
         told: list[tuple[DeviceShares, ...]] = []
 
