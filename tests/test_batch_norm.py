@@ -14,7 +14,13 @@ import evenstep
 from evenstep.batch_norm import merge, moments_of
 from evenstep.collectives import tree_sum
 from evenstep.engine import InlineLanes
-from evenstep.errors import CheckpointError, InputError, ModelError, NonFiniteLossError
+from evenstep.errors import (
+    CheckpointError,
+    DeviceLostError,
+    InputError,
+    ModelError,
+    NonFiniteLossError,
+)
 from layouts import LAYOUTS, DelayedLanes, shared
 from reference import assert_same_bits, whole_state
 from zoo import CLASSES, Branching
@@ -199,6 +205,35 @@ def test_an_error_in_one_shard_is_what_the_user_sees(devices):
     with pytest.raises(KeyError, match="this shard") as caught:
         train(FailsInShard(), [(X, y)], devices=devices)
     assert any("in shard 7 of step 0" in note for note in caught.value.__notes__)
+
+
+class LosesItsDevice(FailsInShard):
+    """Its device fails at the first huge value."""
+
+    def forward(self, x):
+        try:
+            return super().forward(x)
+        except KeyError:
+            raise DeviceLostError("the cable is out") from None
+
+
+def test_after_a_device_failed_nobody_waits_for_its_shards():
+    X, y = batches((32,))[0]
+    bad = X.clone()
+    bad[30] = 1e7
+    model = LosesItsDevice()
+    optimizer = SGD(model.parameters())
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), batch_norm="sync", devices=2
+    ) as trainer:
+        trainer.step(X, y)
+        before = trainer.fingerprint()
+        with pytest.raises(DeviceLostError, match="the cable is out"):
+            trainer.step(bad, y)
+        with pytest.raises(DeviceLostError, match="cpu:1 was lost, and with batch_norm='sync'"):
+            trainer.step(X, y)
+        assert trainer.fingerprint() == before
+        assert trainer.steps_done == 1
 
 
 class NormalisesSometimes(Branching):

@@ -22,7 +22,7 @@ from evenstep.devices import Device, carry
 from evenstep.draws import DrawWatch
 from evenstep.engine import Engine, Runs, Task, Var, streams
 from evenstep.engine.context import PLAIN
-from evenstep.errors import BatchError, add_note
+from evenstep.errors import BatchError, DeviceLostError, add_note
 from evenstep.evaluation import Forward, Measure, Metric, measure_shard, predict_shard
 from evenstep.experiment import Experiment
 from evenstep.gradients import GradientStream
@@ -212,6 +212,7 @@ class ShardRunner:
         """Return a task for each lane that is not lost, and deal the shards to their runs."""
         deal = self._deal(attempt.cut.part.run, category)
         if category == "compute" and self._goes_in_lockstep(attempt.cut):
+            self._refuse_lost_devices()
             attempt.lockstep = Lockstep(attempt.cut.filled)
             work_off = functools.partial(self._work_off_abreast, attempt, function, seed_of, deal)
         else:
@@ -238,6 +239,15 @@ class ShardRunner:
     def _goes_in_lockstep(self, cut: Cut) -> bool:
         """Whether all shards are to be under way at once; one shard alone is the whole batch."""
         return self.experiment.batch_norm == "sync" and cut.filled > 1
+
+    def _refuse_lost_devices(self) -> None:
+        """Refuse to go in lockstep with a device that will bring nothing."""
+        lost = ", ".join(str(self.engine.devices[lane]) for lane in sorted(self.engine.lost_lanes))
+        if lost:
+            raise DeviceLostError(
+                f"{lost} was lost, and with batch_norm='sync' the others would wait for it: save, "
+                f"and go on with Trainer.load on other devices"
+            )
 
     def _runs_of(self, deal: Sequence[Sequence[int]], category: str) -> Runs[int]:
         runs = Runs[int](len(deal), self.engine.scheduler.pace, lambda shard: category)
