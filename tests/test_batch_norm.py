@@ -1,7 +1,9 @@
 """`batch_norm="sync"`: statistics of the whole batch, with the same bits on any devices."""
 
 import functools
+import os
 import random
+import signal
 import time
 
 import pytest
@@ -234,6 +236,37 @@ def test_after_a_device_failed_nobody_waits_for_its_shards():
             trainer.step(X, y)
         assert trainer.fingerprint() == before
         assert trainer.steps_done == 1
+
+
+class PressesCtrlC(FailsInShard):
+    """Presses Ctrl-C at a huge value, and goes on."""
+
+    def forward(self, x):
+        if x.max() > 1e6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ctrl_c_ends_the_step_and_the_next_one_works(devices):
+    X, y = batches((32,))[0]
+    bad = X.clone()
+    bad[17] = 1e7
+    model = PressesCtrlC()
+    optimizer = SGD(model.parameters())
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), batch_norm="sync", devices=devices
+    ) as trainer:
+        trainer.step(X, y)
+        before = trainer.fingerprint()
+        try:
+            trainer.step(bad, y)
+            done = True
+        except KeyboardInterrupt:
+            done = False
+        assert trainer.steps_done == 1 + done
+        assert (trainer.fingerprint() == before) is not done
+        trainer.step(X, y)
 
 
 class NormalisesSometimes(Branching):
