@@ -16,9 +16,9 @@ from pathlib import Path
 import finding_rows
 import fresh
 from evenstep.bench.rounds import rotated
-from evenstep.reproduce.book import EXPERIMENTS
-from evenstep.reproduce.findings import small
-from evenstep.reproduce.lineup import BOOK, TINY, Measurement, lineup
+from evenstep.book.reproduce.book import EXPERIMENTS
+from evenstep.book.reproduce.findings import small
+from evenstep.book.reproduce.lineup import BOOK, TINY, Measurement, lineup
 from records import RESULTS, Record
 
 

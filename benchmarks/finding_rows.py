@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from evenstep.reproduce.book import Finding
-from evenstep.reproduce.findings import Runs, measured, small, with_unit
+from evenstep.book.reproduce.book import Finding
+from evenstep.book.reproduce.findings import Runs, measured, small, with_unit
 from text import NOTHING, verdict
 
 HEAD = ("", "the book", "here", "spread", "here / book", "target", "verdict")

@@ -27,7 +27,7 @@ def main() -> None:
     options = parser.parse_args()
     record = Record("hybridize", options.out, settings=SETTINGS)
     for number in range(options.rounds):
-        measured = fresh.run_module("evenstep.reproduce.hybrid_calls", SETTINGS)
+        measured = fresh.run_module("evenstep.book.reproduce.hybrid_calls", SETTINGS)
         record.add({"round": number, **measured})
         print(number, measured, file=sys.stderr)
     gains = [run["eager_us"] / run["hybrid_us"] for run in record.document["runs"]]

@@ -22,8 +22,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from evenstep.checkpoint import list_checkpoints
-from evenstep.records import TrainRecord
+from evenstep.checkpoint.files import list_checkpoints
+from evenstep.cli.record import TrainRecord
 from records import RESULTS, Record
 
 STEPS, EVERY = 600, 20

@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from evenstep.reproduce import EXPERIMENTS as OF_BOOK
-from evenstep.reproduce.book import EXPERIMENTS
+from evenstep.book.reproduce import EXPERIMENTS as OF_BOOK
+from evenstep.book.reproduce.book import EXPERIMENTS
 
 NAMES = (
     "method",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evenstep.bench.rounds import Summary
-from evenstep.reproduce.findings import number as number
+from evenstep.book.reproduce.findings import number as number
 
 NOTHING = "–"
 

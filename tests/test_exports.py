@@ -51,7 +51,7 @@ EXPORTS = {
         "summarise",
     ],
     "evenstep.bench.contenders": [],
-    "evenstep.reproduce": [
+    "evenstep.book.reproduce": [
         "EXPERIMENTS",
         "Experiment",
         "Kept",
@@ -62,7 +62,7 @@ EXPORTS = {
         "run",
         "write_report",
     ],
-    "evenstep.reproduce.engine": [],
+    "evenstep.book.reproduce.engine": [],
     "evenstep.cli": ["main"],
     "evenstep.collectives": [
         "CLASSIC",
@@ -186,5 +186,5 @@ def test_importing_evenstep_loads_no_command_line():
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
     modules = set(done.stdout.split())
-    assert "evenstep.trainer" in modules
+    assert "evenstep.training.trainer" in modules
     assert not modules & {"evenstep.cli", "click", "rich", "pooch", "requests", "sklearn"}

@@ -15,11 +15,12 @@ from contextlib import nullcontext
 import torch
 from torch import distributed
 
-from evenstep.allocator import kept_memory
-from evenstep.collectives import CLASSIC, canonical_sum, forest
-from evenstep.dense import BUCKET_BYTES, SharedSum, add_up_shared
-from evenstep.flat import FlatSpace
-from evenstep.processes import Peers, join
+from evenstep.book.classic import CLASSIC
+from evenstep.collectives import canonical_sum, forest
+from evenstep.devices import kept_memory
+from evenstep.distributed import Peers, join
+from evenstep.distributed.flat_buffers import FlatSpace
+from evenstep.distributed.gradient_reduce import BUCKET_BYTES, SharedSum, add_up_shared
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from evenstep import trainer as trainer_module
 from evenstep.bench import machine
+from evenstep.training import trainer as trainer_module
 
 EXAMPLES = 64
 WIDTH = 2048

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterator
 import torch
 
 import evenstep
-from evenstep import runner
 from evenstep.bench.workload import Job, make_loader, make_network, make_optimizer
 from evenstep.engine import Pace, Runs, Task, ThreadLanes
+from evenstep.training import executor
 
 SLOW = 1
 BUSY = "while True: pass"
@@ -44,7 +44,7 @@ def main() -> None:
         lanes=PinnedLanes,
     )
     if slowed == "delay":
-        runner.compute_shard = delayed(runner.compute_shard, factor)
+        executor.compute_shard = delayed(executor.compute_shard, factor)
     if not wanted["steal"]:
         hold_still(trainer)
     batches = itertools.cycle(list(make_loader(job)))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evenstep.reproduce import Experiment, experiments, pictures
+from evenstep.book.reproduce import Experiment, experiments, pictures
 from pages.common import joined, note
 from text import table
 

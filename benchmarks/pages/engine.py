@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import finding_rows
-from evenstep.reproduce.book import EXPERIMENTS
+from evenstep.book.reproduce.book import EXPERIMENTS
 from pages.common import joined, note, origin
 from text import table
 

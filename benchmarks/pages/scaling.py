@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evenstep.account import PARTS, whole_percents
 from evenstep.bench import Scaled, pictures, scaled
+from evenstep.profiling.accounting import PARTS, whole_percents
 from pages.common import joined, origin
 from text import number, spread, table
 

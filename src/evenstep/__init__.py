@@ -3,17 +3,20 @@
 from evenstep import data, errors, metrics, models
 from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
 from evenstep.engine import Engine
-from evenstep.exporting import Exported, export, load_exported
-from evenstep.hybrid import Hybrid, hybridize
-from evenstep.programs import Hybridized
-from evenstep.rates import scale_lr
-from evenstep.trainer import Trainer
+from evenstep.experiment import Experiment
+from evenstep.inference.export import Exported, export, load_exported
+from evenstep.inference.fast_call import Hybrid, hybridize
+from evenstep.lr_scaling import scale_lr
+from evenstep.shard.compile_policy import Hybridized
+from evenstep.training.trainer import Trainer
+from evenstep.verification import verify
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Device",
     "Engine",
+    "Experiment",
     "Exported",
     "Hybrid",
     "Hybridized",
@@ -29,4 +32,10 @@ __all__ = [
     "scale_lr",
     "try_all_gpus",
     "try_gpu",
+    "verify",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names: the packages inside are not among them."""
+    return sorted([*__all__, "__version__"])

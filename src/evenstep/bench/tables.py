@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evenstep.account import PARTS
 from evenstep.bench.rounds import Summary, paired_ratios, summarise
+from evenstep.profiling.accounting import PARTS
 
 Run = Mapping[str, Any]
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from evenstep.data import digits, fashion_mnist
-from evenstep.lookup import find_factory
+from evenstep.models.registry import find_factory
 
 BATCHES = 4  # different batches, used in turn
 LEARNING_RATE = 0.01

@@ -14,7 +14,6 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from evenstep.account import PARTS, whole_percents
 from evenstep.bench import (
     Contender,
     Record,
@@ -37,7 +36,8 @@ from evenstep.cli.display import print_line
 from evenstep.cli.files import check_file
 from evenstep.devices import usable_cores
 from evenstep.errors import InputError
-from evenstep.lookup import find_factory
+from evenstep.models.registry import find_factory
+from evenstep.profiling.accounting import PARTS, whole_percents
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

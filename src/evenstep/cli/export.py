@@ -8,15 +8,15 @@ import click
 import torch
 from rich.console import Console
 
-from evenstep import state
-from evenstep.checkpoint import list_checkpoints, read_checkpoint
+from evenstep.checkpoint import training_state
+from evenstep.checkpoint.files import list_checkpoints, read_checkpoint
 from evenstep.cli.display import print_table
 from evenstep.cli.runfile import saved_choices
 from evenstep.cli.setup import load_data
-from evenstep.evaluation import evaluation_mode
-from evenstep.exporting import export as write_program
-from evenstep.exporting import load_exported
-from evenstep.lookup import find_factory
+from evenstep.inference.export import export as write_program
+from evenstep.inference.export import load_exported
+from evenstep.models.registry import find_factory
+from evenstep.shard.evaluation import evaluation_mode
 
 _COMPARED = 64  # examples
 
@@ -42,10 +42,10 @@ def export(checkpoint: Path, out: Path) -> None:
     What the file computes is compared with the model, on examples of the run's test data.
     """
     saved = read_checkpoint(checkpoint)
-    state.check_is_training_state(saved, checkpoint)
+    training_state.check_is_training_state(saved, checkpoint)
     choices = saved_choices(checkpoint if list_checkpoints(checkpoint) else checkpoint.parent)
     model = find_factory(choices["model"])()
-    state.restore_model(model, saved["model"])
+    training_state.restore_model(model, saved["model"])
     examples = load_data(choices["data"], choices["data_dir"], train=False).tensors[0][:_COMPARED]
     write_program(model, examples, out)
     rows = [("file", str(out)), ("step", str(saved["steps_done"]))]

@@ -8,7 +8,7 @@ from collections import deque
 from evenstep.cli.display import Display
 from evenstep.cli.progress import Progress
 from evenstep.engine import Pending
-from evenstep.trainer import Trainer
+from evenstep.training.trainer import Trainer
 
 
 class Landing:

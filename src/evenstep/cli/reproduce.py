@@ -13,9 +13,7 @@ from torch.utils.data import TensorDataset
 
 from evenstep.bench.fresh import RunFailedError
 from evenstep.bench.pictures import require_matplotlib
-from evenstep.data import fashion_mnist
-from evenstep.errors import InputError
-from evenstep.reproduce import (
+from evenstep.book.reproduce import (
     EXPERIMENTS,
     Experiment,
     Kept,
@@ -24,7 +22,9 @@ from evenstep.reproduce import (
     run,
     write_report,
 )
-from evenstep.reproduce.plan import Size
+from evenstep.book.reproduce.plan import Size
+from evenstep.data import fashion_mnist
+from evenstep.errors import InputError
 
 
 @click.command()

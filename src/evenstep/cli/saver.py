@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from evenstep.trainer import Trainer
+from evenstep.training.trainer import Trainer
 
 
 class Saver:

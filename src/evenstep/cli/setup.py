@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from evenstep.checkpoint import list_checkpoints
+from evenstep.batch import Batch
+from evenstep.checkpoint.files import list_checkpoints
 from evenstep.cli.options import Choices
 from evenstep.data import Loader, digits, fashion_mnist
 from evenstep.devices import Devices
 from evenstep.errors import CheckpointError, DataError, ModelError
-from evenstep.sharding import Batch
-from evenstep.trainer import Trainer
+from evenstep.training.trainer import Trainer
 
 _PINNED = ("shards", "seed", "precision", "memory_format", "threads", "hybridize", "batch_norm")
 """The choices that a checkpoint pins by itself: left alone at a resume, they are its own."""

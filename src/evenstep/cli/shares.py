@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.text import Text
 
-from evenstep.account import DeviceShares, together, whole_percents
 from evenstep.cli.columns import aligned
 from evenstep.cli.display import print_line
+from evenstep.profiling.accounting import DeviceShares, together, whole_percents
 
 _HEADS = (
     ("", "device"),

@@ -12,7 +12,8 @@ import click
 from rich.console import Console
 
 from evenstep import metrics
-from evenstep.checkpoint import latest_checkpoint, list_checkpoints
+from evenstep.batch import Batch
+from evenstep.checkpoint.files import latest_checkpoint, list_checkpoints
 from evenstep.cli.display import Display, open_display, print_line, print_table
 from evenstep.cli.files import check_file
 from evenstep.cli.landing import Landing
@@ -20,6 +21,7 @@ from evenstep.cli.launch import launch
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.options import Choices, takes_choices
 from evenstep.cli.progress import Goal, Progress
+from evenstep.cli.record import TrainRecord
 from evenstep.cli.runfile import resumed_choices, write_choices
 from evenstep.cli.saver import Saver
 from evenstep.cli.setup import (
@@ -34,12 +36,10 @@ from evenstep.cli.shares import print_shares
 from evenstep.cli.stop import StopRequest
 from evenstep.data import Loader
 from evenstep.devices import intra_op_threads
+from evenstep.distributed import is_first, restarts, was_launched
 from evenstep.errors import CheckpointError, InputError, NonFiniteLossError, SaveError
-from evenstep.lookup import blamed_on_model, find_factory
-from evenstep.processes import is_first, restarts, was_launched
-from evenstep.records import TrainRecord
-from evenstep.sharding import Batch
-from evenstep.trainer import Trainer
+from evenstep.models.registry import blamed_on_model, find_factory
+from evenstep.training.trainer import Trainer
 
 _ONE_SIGNAL_S = 3.0  # Ctrl-C reaches a process from the terminal and from its launcher
 _DEFAULT_EPOCHS = {"digits": 40, "fashion-mnist": 10}

@@ -11,9 +11,9 @@ from evenstep.cli.options import Choices, takes_choices
 from evenstep.cli.setup import load_data, make_loader, make_trainer, train_batches
 from evenstep.devices import Devices, find_devices, intra_op_threads
 from evenstep.errors import InputError
-from evenstep.lookup import blamed_on_model, find_factory
-from evenstep.verify import Difference, LayoutRun, Verdict
-from evenstep.verify import verify as compare
+from evenstep.models.registry import blamed_on_model, find_factory
+from evenstep.verification import Difference, LayoutRun, Verdict
+from evenstep.verification import verify as compare
 
 _DEFAULT_STEPS = 20
 _HINT = (

@@ -1,15 +1,12 @@
 """Sums in one canonical order, whoever computed the terms."""
 
-from evenstep.collectives.autograd import all_gather, all_reduce
 from evenstep.collectives.canonical import CanonicalSum, add_in_order, canonical_sum
-from evenstep.collectives.classic import CLASSIC
-from evenstep.collectives.forest import Forest, forest
-from evenstep.collectives.links import Links, Transfer, chunk_bounds, wait_all
 from evenstep.collectives.local import LocalLinks, connect
+from evenstep.collectives.partition import Forest, forest
+from evenstep.collectives.transport import Links, Transfer, chunk_bounds, wait_all
 from evenstep.collectives.tree import TreePlan, TreeSum, tree_plan, tree_sum
 
 __all__ = [
-    "CLASSIC",
     "CanonicalSum",
     "Forest",
     "Links",
@@ -18,8 +15,6 @@ __all__ = [
     "TreePlan",
     "TreeSum",
     "add_in_order",
-    "all_gather",
-    "all_reduce",
     "canonical_sum",
     "chunk_bounds",
     "connect",

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from evenstep.collectives.forest import Forest
-from evenstep.collectives.links import Links, Transfer, chunk_bounds, wait_all
+from evenstep.collectives.partition import Forest
+from evenstep.collectives.transport import Links, Transfer, chunk_bounds, wait_all
 from evenstep.errors import PeerError
 
 BUCKET_BYTES = 4 << 20

@@ -8,7 +8,7 @@ import threading
 
 import torch
 
-from evenstep.collectives.links import Transfer
+from evenstep.collectives.transport import Transfer
 from evenstep.errors import PeerError
 
 

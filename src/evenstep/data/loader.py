@@ -10,12 +10,12 @@ import optree
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from evenstep.batch import Batch, Part
+from evenstep.batch.rng import derive_seed
 from evenstep.data.order import Cursor, epoch_order
 from evenstep.data.seeded import SeededExamples
 from evenstep.devices import intra_op_threads
 from evenstep.errors import DataError, InputError
-from evenstep.rng import derive_seed
-from evenstep.sharding import Batch, Part
 
 PartOf: TypeAlias = "Callable[[int, int], Part]"
 """What this process gets of a batch, from its number in the epoch and its number of examples."""

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from evenstep.batch.rng import derive_seed
 from evenstep.errors import InputError
-from evenstep.rng import derive_seed
 
 
 @dataclass(frozen=True)

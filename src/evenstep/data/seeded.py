@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from evenstep.rng import DEFAULT_GENERATORS, derive_seed
+from evenstep.batch.rng import DEFAULT_GENERATORS, derive_seed
 
 
 @dataclass(frozen=True)

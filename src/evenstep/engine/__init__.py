@@ -5,7 +5,6 @@ from evenstep.engine.handle import Handle, Pending, Var
 from evenstep.engine.lanes import InlineLanes, Lanes, ThreadLanes
 from evenstep.engine.stealing import Pace, Runs
 from evenstep.engine.task import Task
-from evenstep.engine.trace import Span, Trace
 
 __all__ = [
     "Engine",
@@ -15,9 +14,7 @@ __all__ = [
     "Pace",
     "Pending",
     "Runs",
-    "Span",
     "Task",
     "ThreadLanes",
-    "Trace",
     "Var",
 ]

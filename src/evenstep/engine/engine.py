@@ -25,7 +25,6 @@ from evenstep.engine.handle import Handle
 from evenstep.engine.lanes import Lanes, ThreadLanes
 from evenstep.engine.schedule import Decisions, Scheduler, Submission
 from evenstep.engine.task import Task, is_device_failure
-from evenstep.engine.trace import Span, Trace
 from evenstep.errors import (
     ClosedError,
     DeadlockError,
@@ -34,6 +33,7 @@ from evenstep.errors import (
     InputError,
     add_note,
 )
+from evenstep.profiling.trace import Span, Trace
 
 logger = logging.getLogger("evenstep")
 

@@ -15,8 +15,7 @@ from typing import Protocol, TypeAlias
 import torch
 
 from evenstep.devices import Device
-from evenstep.engine.context import PLAIN, in_modes
-from evenstep.engine.task import Task
+from evenstep.engine.task import PLAIN, Task, in_modes
 
 _GRACE_S = 0.2  # for the thread of a lost lane to end, if it still can
 

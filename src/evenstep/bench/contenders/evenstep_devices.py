@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 
 import evenstep
-from evenstep.account import DeviceShares, since, together
 from evenstep.bench.workload import (
     Batch,
     Job,
@@ -21,6 +20,7 @@ from evenstep.bench.workload import (
     time_steps,
 )
 from evenstep.data import Loader
+from evenstep.profiling.accounting import DeviceShares, since, together
 
 
 def main() -> None:

@@ -1,0 +1,16 @@
+"""A minibatch cut into shards: where, for which process, and with which random numbers."""
+
+from evenstep.batch.assignment import Dealing, contiguous_runs
+from evenstep.batch.cut import NO_CUT, Batch, Cut, Part, count_examples, cut_batch, shard_bounds
+
+__all__ = [
+    "NO_CUT",
+    "Batch",
+    "Cut",
+    "Dealing",
+    "Part",
+    "contiguous_runs",
+    "count_examples",
+    "cut_batch",
+    "shard_bounds",
+]

@@ -1,0 +1,377 @@
+"""Checkpoints: a training state on disk, written whole or not at all, read exactly or refused.
+
+    folder/
+        step-00000020/          an earlier checkpoint
+        step-00000040/
+            tensors.safetensors every tensor of the state
+            manifest.json       everything else, with the size and SHA-256 of the other file,
+                                and last a SHA-256 of all that stands before it
+
+A checkpoint is written in a hidden folder beside its place, flushed to the disk and then renamed.
+A stop at any moment, of the process or of the machine, leaves the earlier checkpoints whole: the
+order of flushes and renames is that of Pillai et al., "All File Systems Are Not Created Equal"
+(OSDI 2014). No threads, and no pickle is read or written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import shutil
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from evenstep.checkpoint.codec import Plain, Tree, decode, encode
+from evenstep.errors import CheckpointError, InputError, SaveError
+
+_FORMAT = "evenstep checkpoint"
+_VERSION = 1
+_MANIFEST = "manifest.json"
+_TENSORS = "tensors.safetensors"
+
+# `.old` is a checkpoint on its way out while another of its step comes in: it counts until then.
+_CHECKPOINT = re.compile(r"step-(?P<step>\d{8}|[1-9]\d{8,})(?P<old>\.old)?")
+_HIDDEN = re.compile(r"\.step-\d{8,}(\.old)?\.(writing|removing)-(?P<host>.*)-(?P<pid>\d+)")
+_HASH_BLOCK_NBYTES = 1 << 20
+
+_SAVE_ADVICE = {
+    errno.ENOSPC: "free some space, or save to another disk",
+    errno.EDQUOT: "free some of your quota, or save to another disk",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or save to another disk",
+    errno.EROFS: "save to a folder that can be written",
+    errno.EACCES: "save to a folder that you may write",
+    errno.EPERM: "save to a folder that you may write",
+    errno.ENOTDIR: "give a folder, not a file",
+    errno.EEXIST: "give a folder, not a file",
+}
+
+
+def write_checkpoint(
+    folder: str | os.PathLike[str], tree: Tree, *, step: int, keep: int = 3
+) -> Path:
+    """Write the state `tree` after `step` steps, and return its folder `step-...` inside `folder`.
+
+    `folder` is made where it is missing; a checkpoint of the same step is replaced. Once the new
+    one is safe on the disk, checkpoints of smaller steps are removed until `keep` are left, the new
+    one included. What runs of this machine that have ended left half-written is removed too. What
+    can't be removed is told in a warning. One process at a time may write to a folder.
+
+    Raises:
+        InputError: `step` is negative, or `keep` less than 1.
+        CheckpointError: `tree` holds something that `statetree.encode` refuses; nothing was done.
+        SaveError: it could not be written (full disk, read-only folder, ...); nothing was changed.
+    """
+    if step < 0 or keep < 1:
+        raise InputError(f"got step {step} and keep {keep}: give a step >= 0 and keep >= 1")
+    folder = Path(folder)
+    final = checkpoint_of(folder, step)
+    plain, tensors = encode(tree)
+    try:
+        _make_folder(folder)
+        _remove_leftovers(folder)
+        with _hidden_folder(final) as hidden:
+            _write_files(hidden, plain, tensors, step)
+            _move_into_place(hidden, final)
+    except OSError as error:
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        raise SaveError(_explain_save(error, final, nbytes)) from error
+    _remove_earlier(final, keep)
+    return final
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    """Return where the checkpoint after `step` steps lies."""
+    return folder / f"step-{step:08d}"
+
+
+def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
+    """Return the checkpoints in `folder`, the smallest step first; other entries don't count.
+
+    A folder that is missing has none. Raises CheckpointError where it may not be read.
+    """
+    folder = Path(folder)
+    try:
+        names = [entry.name for entry in folder.iterdir() if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    by_step: dict[int, str] = {}
+    for name in sorted(names, reverse=True):  # `.old` first: the one that replaced it counts
+        if match := _CHECKPOINT.fullmatch(name):
+            by_step[int(match["step"])] = name
+    return [folder / name for _, name in sorted(by_step.items())]
+
+
+def latest_checkpoint(folder: str | os.PathLike[str]) -> Path:
+    """Return the checkpoint in `folder` with the largest step. Raises CheckpointError: none."""
+    checkpoints = list_checkpoints(folder)
+    if checkpoints:
+        return checkpoints[-1]
+    folder = Path(folder)
+    if not folder.is_dir():
+        found = "it is a file" if folder.exists() else "there is no such folder"
+    else:
+        names = sorted(entry.name for entry in folder.iterdir())
+        found = f"it holds {', '.join(names[:4]) or 'nothing'}" + ", ..." * (len(names) > 4)
+    raise CheckpointError(
+        f"no checkpoint in {folder}: looked for a folder named step-00000000 or so, but {found}; "
+        f"give the folder that a run saved to"
+    )
+
+
+def read_checkpoint(folder: str | os.PathLike[str]) -> Tree:
+    """Return the state that `write_checkpoint` was given, its tensors on the CPU (see `decode`).
+
+    `folder` is one checkpoint, or holds checkpoints: then the one with the largest step is read,
+    and never an older one in its place.
+    Format, version, sizes and hashes are checked before anything is decoded.
+
+    Raises:
+        CheckpointError: there is none, or it is half-written, truncated, damaged, not evenstep's,
+            or of a newer version; the message names the file and what to do.
+    """
+    folder = Path(folder)
+    try:
+        if not (_CHECKPOINT.fullmatch(folder.name) or (folder / _MANIFEST).exists()):
+            folder = latest_checkpoint(folder)
+        manifest = _read_manifest(folder)
+        _check_tensor_file(folder, manifest)
+        return _decode_files(folder, manifest)
+    except FileNotFoundError as error:
+        lack = f"lacks {Path(error.filename).name}" if folder.is_dir() else "is not there"
+        raise _unusable(folder, lack) from error
+    except OSError as error:
+        raise _unreadable(folder, error) from error
+    except (LookupError, TypeError) as error:
+        raise _unusable(folder / _MANIFEST, f"lacks a field ({error!r})") from error
+
+
+def _write_files(folder: Path, plain: Plain, tensors: dict[str, torch.Tensor], step: int) -> None:
+    _save_tensors(tensors, folder / _TENSORS)
+    manifest = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "evenstep": _own_version(),
+        "torch": torch.__version__,
+        "step": int(step),
+        "files": {_TENSORS: _describe(folder / _TENSORS)},
+        "state": plain,
+    }
+    (folder / _MANIFEST).write_bytes(_seal(_spell_fields(manifest)))
+    shutil.copymode(folder / _MANIFEST, folder / _TENSORS)  # safetensors shuts others out
+    for path in (folder / _TENSORS, folder / _MANIFEST, folder):
+        _flush(path)
+
+
+def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        match = re.search(r"os error (\d+)", str(error))
+        code, reason = (int(match[1]), os.strerror(int(match[1]))) if match else (0, str(error))
+        raise OSError(code, reason, str(path)) from error
+
+
+def _spell_fields(manifest: dict[str, Any]) -> bytes:
+    fields = (f"{json.dumps(k)}: {json.dumps(v, allow_nan=False)}" for k, v in manifest.items())
+    return ("{\n" + ",\n".join(fields)).encode("ascii")
+
+
+def _seal(body: bytes) -> bytes:
+    """Close the JSON object `body` with the SHA-256 of every byte so far."""
+    return body + b',\n"sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode("ascii")
+
+
+def _is_sealed(text: bytes) -> bool:
+    body = text[: len(text) - len(_seal(b""))]
+    return text == _seal(body)
+
+
+def _describe(path: Path) -> dict[str, int | str]:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_HASH_BLOCK_NBYTES):
+            digest.update(block)
+    return {"nbytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("evenstep")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown (run from its sources)"
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        _make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        _flush(folder.parent)
+
+
+@contextlib.contextmanager
+def _hidden_folder(final: Path) -> Iterator[Path]:
+    hidden = _hide(final, "writing")
+    shutil.rmtree(hidden, ignore_errors=True)
+    hidden.mkdir()
+    try:
+        yield hidden
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)  # is gone where it was moved into place
+
+
+def _move_into_place(hidden: Path, final: Path) -> None:
+    """Rename; at every moment a whole checkpoint of this step is listed, if there was one."""
+    aside = final.with_name(f"{final.name}.old")
+    if final.is_dir():
+        _remove(aside)
+        final.replace(aside)
+    hidden.replace(final)
+    _flush(final.parent)
+    _remove(aside)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file's bytes, or a folder's entries, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise  # some network disks can't flush a folder, and need not
+    finally:
+        os.close(descriptor)
+
+
+def _remove_earlier(final: Path, keep: int) -> None:
+    checkpoints = list_checkpoints(final.parent)
+    earlier = checkpoints[: checkpoints.index(final)]
+    for path in earlier[: max(0, len(earlier) + 1 - keep)]:
+        _remove(path)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what runs that have ended left in the middle of their work."""
+    for entry in list(folder.iterdir()):
+        if _is_leftover(entry):
+            _remove(entry)
+
+
+def _is_leftover(entry: Path) -> bool:
+    if match := _HIDDEN.fullmatch(entry.name):
+        return match["host"] == platform.node() and not _is_alive(int(match["pid"]))
+    match = _CHECKPOINT.fullmatch(entry.name)
+    return bool(match and match["old"] and entry.with_suffix("").is_dir())
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, if it is there; hide it first, so that half of one is never listed."""
+    try:
+        if not path.name.startswith("."):
+            path = path.replace(_hide(path, "removing"))
+        shutil.rmtree(path)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        warnings.warn(f"{path} could not be removed ({error}): do it by hand", stacklevel=2)
+
+
+def _hide(path: Path, doing: str) -> Path:
+    return path.with_name(f".{path.name}.{doing}-{platform.node()}-{os.getpid()}")
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
+
+
+def _read_manifest(folder: Path) -> dict[str, Any]:
+    text = (folder / _MANIFEST).read_bytes()
+    try:
+        manifest = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _unusable(folder / _MANIFEST, "is truncated, damaged or not evenstep's") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
+        raise _unusable(folder / _MANIFEST, f"is not the manifest of an {_FORMAT}")
+    if not _is_sealed(text):
+        raise _unusable(folder / _MANIFEST, "is damaged (its SHA-256 does not fit)")
+    if manifest["version"] != _VERSION:
+        raise CheckpointError(
+            f"{folder / _MANIFEST} is of version {manifest['version']}, but this evenstep reads "
+            f"version {_VERSION}: read it with evenstep {manifest.get('evenstep')}"
+        )
+    return manifest
+
+
+def _check_tensor_file(folder: Path, manifest: dict[str, Any]) -> None:
+    path, needed = folder / _TENSORS, manifest["files"][_TENSORS]
+    nbytes = path.stat().st_size
+    if nbytes != needed["nbytes"]:
+        raise _unusable(path, f"has {nbytes} bytes, but {needed['nbytes']} were written")
+    if _describe(path) != needed:
+        raise _unusable(path, "is damaged (its SHA-256 does not fit)")
+
+
+def _decode_files(folder: Path, manifest: dict[str, Any]) -> Tree:
+    plain = manifest["state"]
+    try:
+        with safe_open(folder / _TENSORS, framework="pt") as file:
+            return decode(plain, file.get_tensor)
+    except (CheckpointError, SafetensorError) as error:
+        raise _unusable(folder, f"was not written by evenstep ({error})") from error
+
+
+def _explain_save(error: OSError, final: Path, nbytes: int) -> str:
+    reason = error.strerror or str(error)
+    if error.errno in (errno.ENOTDIR, errno.EEXIST):
+        reason = f"{error.filename} is in the way"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        place = next(folder for folder in final.parents if folder.is_dir())
+        reason += f", {shutil.disk_usage(place).free} bytes are free"
+    advice = _SAVE_ADVICE.get(error.errno or 0, "mend this, or save to another folder")
+    return (
+        f"{final} could not be written: {reason}, about {nbytes} bytes are needed; {advice} "
+        f"(the checkpoints so far are untouched)"
+    )
+
+
+def _unreadable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"{error.filename or folder} can't be read ({error.strerror}): "
+        f"give a folder of checkpoints that you may read"
+    )
+
+
+def _unusable(path: Path, problem: str) -> CheckpointError:
+    """Say what is wrong with a checkpoint or a file of it, and which earlier one there is."""
+    folder = path if _CHECKPOINT.fullmatch(path.name) else path.parent
+    checkpoints = list_checkpoints(folder.parent) if _CHECKPOINT.fullmatch(folder.name) else []
+    earlier = [other for other in checkpoints if _step_of(other) < _step_of(folder)]
+    advice = (
+        f"use the earlier {earlier[-1]}"
+        if earlier
+        else "no earlier one lies beside it: give another folder, or start again"
+    )
+    return CheckpointError(f"{path} {problem}; {advice}")
+
+
+def _step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-").removesuffix(".old"))

@@ -1,0 +1,32 @@
+"""The places where shards are computed: which there are, and how tensors get there."""
+
+from evenstep.devices.device import Device, parse_device
+from evenstep.devices.discovery import (
+    Devices,
+    cgroup_quota_cores,
+    find_devices,
+    gpu_count,
+    layout_notes,
+    try_all_gpus,
+    try_gpu,
+    usable_cores,
+)
+from evenstep.devices.malloc import kept_memory
+from evenstep.devices.placement import carry, deterministic_kernels, intra_op_threads
+
+__all__ = [
+    "Device",
+    "Devices",
+    "carry",
+    "cgroup_quota_cores",
+    "deterministic_kernels",
+    "find_devices",
+    "gpu_count",
+    "intra_op_threads",
+    "kept_memory",
+    "layout_notes",
+    "parse_device",
+    "try_all_gpus",
+    "try_gpu",
+    "usable_cores",
+]

@@ -1,0 +1,46 @@
+"""Memory that the processes of one machine share."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from evenstep.distributed.process_group import Peers
+
+FOLDER = Path("/dev") / "shm"  # files that lie in memory, on Linux
+
+
+def shared_bytes(peers: Peers, nbytes: int) -> torch.Tensor | None:
+    """Return zeros, uint8 (nbytes,), the same memory in every process; each must call this.
+
+    None where it can't be had: another system, or too little of it. The file that holds it is
+    nameless once all have mapped it, so that it goes with the last process, however that ends.
+    """
+    path = _make_file(nbytes) if peers.rank == 0 else None
+    try:
+        name = peers.gather(str(path or "").encode(), "shared memory")[0].decode()
+        if not name:
+            return None
+        memory = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
+        peers.gather(b"", "shared memory to be mapped")
+        return memory
+    finally:
+        if path is not None:
+            path.unlink()
+
+
+def _make_file(nbytes: int) -> Path | None:
+    if not FOLDER.is_dir():
+        return None
+    handle, name = tempfile.mkstemp(prefix="evenstep-", dir=FOLDER)
+    try:
+        os.posix_fallocate(handle, 0, nbytes)
+    except OSError:
+        Path(name).unlink()
+        return None
+    finally:
+        os.close(handle)
+    return Path(name)

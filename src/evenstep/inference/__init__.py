@@ -1,0 +1,1 @@
+"""A trained model put to use: called fast, or written as one file."""

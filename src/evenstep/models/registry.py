@@ -1,0 +1,91 @@
+"""From the name of a model to the function that builds it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from evenstep import models
+from evenstep.errors import EvenstepError, ModelError
+
+BUILT_IN: dict[str, Callable[[], nn.Module]] = {
+    "lenet": models.lenet,
+    "resnet18": models.resnet18,
+    "mlp": models.mlp,
+}
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
+
+
+def find_factory(name: str) -> Callable[[], nn.Module]:
+    """Return what builds the model `name`: a built-in one, or `package.module:factory`.
+
+    Raises:
+        ModelError: there is no such model, or its module can't be imported.
+    """
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    module_name, colon, attribute = name.partition(":")
+    if not (colon and module_name and attribute):
+        raise ModelError(
+            f"got model {name!r}: choose {', '.join(BUILT_IN)}, or write package.module:factory"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    with blamed_on(lambda: f"the module {module_name} of --model {name}"):
+        module = importlib.import_module(module_name)
+    factory = getattr(module, attribute, None)
+    if not callable(factory):
+        found = "nothing of that name" if factory is None else f"a {type(factory).__name__}"
+        raise ModelError(
+            f"{module_name} has no function {attribute} (found {found}): "
+            f"give --model package.module:factory, a function of no arguments"
+        )
+    return lambda: _build(name, factory)
+
+
+@contextlib.contextmanager
+def blamed_on(what: Callable[[], str]) -> Iterator[None]:
+    """Turn whatever the user's own code raises into one line that says where it was raised."""
+    try:
+        yield
+    except EvenstepError:
+        raise
+    except Exception as error:
+        told = str(error).strip().splitlines() or ["(without a message)"]
+        raise ModelError(
+            f"{what()} failed{_place(error)} with {type(error).__name__}: {told[0]}"
+        ) from error
+
+
+def blamed_on_model(name: str, when: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
+    """Like `blamed_on`, for the model `name` at work; errors of a built-in one are our own."""
+    if name in BUILT_IN:
+        return contextlib.nullcontext()
+    return blamed_on(lambda: f"the model {name} {when()}")
+
+
+def _build(name: str, factory: Callable[[], object]) -> nn.Module:
+    with blamed_on(lambda: f"the factory of --model {name}"):
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"the factory of --model {name} returned a {type(model).__name__}: "
+            f"a torch.nn.Module is needed"
+        )
+    return model
+
+
+def _place(error: Exception) -> str:
+    """Name the innermost line that belongs neither to torch nor to evenstep nor to Python."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*_LIBRARIES, "<", os.path.dirname(os.__file__))):
+            return f" at {frame.filename}, line {frame.lineno},"
+    return ""

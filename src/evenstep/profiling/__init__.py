@@ -1,0 +1,1 @@
+"""Where the time of a training went: recorded, added up, and put into words."""

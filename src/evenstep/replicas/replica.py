@@ -1,0 +1,75 @@
+"""A replica: the user's model, or a copy of it, on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenstep.devices import Device
+
+
+class Replica:
+    """A model on one device.
+
+    Attributes:
+        device: where its shards are computed.
+        module: the user's module (the home replica) or a copy of it.
+        parameters: in the order of `named_parameters()`, each parameter once.
+        buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
+        opening: the values that the buffers have when a shard starts, in this replica's memory.
+        has_learned: whether a backward pass was seen to reach its parameters.
+        may_be_sparse: whether it has layers with sparse gradients.
+        outer: the `id`s of the parameters that a copy stands for; none for the home replica.
+
+    Args:
+        copied: the user's module, where `module` is a copy of it.
+    """
+
+    def __init__(self, device: Device, module: nn.Module, copied: nn.Module | None = None) -> None:
+        self.device = device
+        self.module = module
+        self.parameters = list(module.parameters())
+        self.buffers = list(module.buffers())
+        self.opening: list[torch.Tensor] = []
+        self.has_learned = False
+        self.may_be_sparse = any(getattr(child, "sparse", False) for child in module.modules())
+        self.outer = frozenset(map(id, copied.parameters() if copied is not None else ()))
+        self._slots = _buffer_slots(module)
+
+    def open_shard(self) -> None:
+        """Give every buffer its opening value, whatever the shard before left there."""
+        if self.buffers:
+            with torch.no_grad():
+                torch._foreach_copy_(self.buffers, self.opening)
+
+    def changed_buffers(self) -> list[torch.Tensor | None]:
+        """Return each buffer whose value the shard has changed (None for the others).
+
+        Values are compared, not version counters: batch normalisation writes its running
+        statistics without counting.
+        """
+        changed: list[torch.Tensor | None] = []
+        for slots, own, opening in zip(self._slots, self.buffers, self.opening, strict=True):
+            now = slots[0][0][slots[0][1]].detach()
+            changed.append(None if torch.equal(now, opening) else now)
+            for owner, key in slots:
+                owner[key] = own
+        return changed
+
+
+def broadcast(home: Replica, replica: Replica) -> None:
+    """Copy the home's parameters into those of a replica with memory of its own."""
+    with torch.no_grad():
+        torch._foreach_copy_(list[torch.Tensor](replica.parameters), list(home.parameters))
+
+
+def _buffer_slots(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """Return, for each distinct buffer, the places in the modules that hold it."""
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for child in module.modules():
+        for key, buffer in child._buffers.items():
+            if buffer is not None:
+                places.setdefault(id(buffer), []).append((child._buffers, key))
+    return [places[id(buffer)] for buffer in module.buffers()]

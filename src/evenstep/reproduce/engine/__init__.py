@@ -1,3 +1,0 @@
-"""Each of the book's experiments with the engine, as a process of its own."""
-
-__all__ = []

@@ -1,0 +1,1 @@
+"""What is computed for one shard: forward, backward, loss, gradients and metrics."""

@@ -1,0 +1,98 @@
+"""Metrics (exact totals and counts) and predictions of a data set, shard by shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TypeAlias
+
+import optree
+import torch
+from torch import nn
+
+from evenstep.batch import Batch, count_examples
+from evenstep.batch.rng import ShardRandomness
+from evenstep.errors import ModelError
+from evenstep.experiment import autocast
+from evenstep.replicas import Replica
+from evenstep.shard.forward_backward import ShardWork
+from evenstep.shard.loss import Number, split_batch
+
+Metric: TypeAlias = Callable[..., "tuple[Number, Number]"]
+"""`metric(output, *targets) -> (total, count)`; with an objective, `metric(model, *batch)`."""
+
+Forward: TypeAlias = Callable[..., Batch]
+"""`forward(model, *batch) -> output`: a tensor or a nesting of tensors, examples first."""
+
+Pairs: TypeAlias = dict[str, tuple[Number, Number]]
+Measure: TypeAlias = Callable[[nn.Module, Batch, Mapping[str, Metric]], Pairs]
+
+
+def measure_output(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Pairs:
+    """Give every metric the output of one forward pass, and the targets."""
+    source, targets = split_batch(batch)
+    output = model(source)
+    return {name: metric(output, *targets) for name, metric in metrics.items()}
+
+
+def measure_model(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Pairs:
+    """Give every metric the model and the batch, as an objective gets them."""
+    return {name: metric(model, *batch) for name, metric in metrics.items()}
+
+
+def measure_shard(
+    replica: Replica, work: ShardWork, measure: Measure, metrics: Mapping[str, Metric]
+) -> Pairs:
+    """Return each metric's (total, count) of one shard; nothing of the model is changed."""
+    with _undisturbed(replica, work):
+        return measure(replica.module, work.batch, metrics)
+
+
+def output_of(model: nn.Module, *batch: Batch) -> Batch:
+    """Return the output for a batch's first part: what `loss(output, *targets)` gets."""
+    output: Batch = model(batch[0])
+    return output
+
+
+def predict_shard(replica: Replica, work: ShardWork, forward: Forward) -> Batch:
+    """Return the output for one shard, on the CPU; nothing of the model is changed.
+
+    Raises:
+        ModelError: it is not one row for each example.
+    """
+    with _undisturbed(replica, work):
+        output = forward(replica.module, *work.batch)
+        examples = count_examples(work.batch)
+        for tensor in optree.tree_leaves(output):
+            is_tensor = isinstance(tensor, torch.Tensor)
+            if not is_tensor or tensor.shape[:1] != (examples,):
+                got = (
+                    f"of shape {tuple(tensor.shape)}" if is_tensor else f"a {type(tensor).__name__}"
+                )
+                raise ModelError(
+                    f"the output for {examples} examples is {got}: predict needs tensors with a "
+                    f"row for each example"
+                )
+        return optree.tree_map(torch.Tensor.cpu, output)
+
+
+@contextmanager
+def _undisturbed(replica: Replica, work: ShardWork) -> Iterator[None]:
+    """Compute a shard without gradients, and leave the buffers as they were."""
+    replica.open_shard()
+    randomness = nullcontext() if work.random_seed is None else ShardRandomness(work.random_seed)
+    with torch.no_grad(), randomness, autocast(replica.device.kind, work.precision):
+        yield
+    replica.changed_buffers()
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put `model` into evaluation mode, and each of its modules back into its own afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -1,0 +1,177 @@
+"""What a shard is trained on: a total and a count.
+
+The objective of a batch is the sum of its shards' totals over the sum of their counts, so that each
+example (or token, or class weight) weighs the same however the batch is cut.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import optree
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from evenstep.batch import Batch, count_examples
+from evenstep.errors import ModelError
+
+Number: TypeAlias = "torch.Tensor | float"
+UserObjective: TypeAlias = Callable[..., "tuple[torch.Tensor, Number]"]
+"""`objective(model, *batch) -> (total, count)`; total is a scalar tensor with a graph."""
+
+ShardObjective: TypeAlias = Callable[[nn.Module, Batch, bool], "tuple[torch.Tensor, Number]"]
+"""`(model, batch, alone) -> (total, count)`.
+
+A shard that is the whole batch is `alone`: its total is then the mean itself and its count 1, so
+that a run with one shard is the plain loop `loss.backward()`, bit for bit.
+"""
+
+Loss: TypeAlias = Callable[..., torch.Tensor]
+"""`loss(output, *targets) -> scalar`, the mean over what it is given."""
+
+
+def choose_objective(loss: Loss | None, objective: UserObjective | None) -> ShardObjective:
+    """Return the shard's objective for exactly one of a mean-reduced `loss` and an `objective`.
+
+    Raises:
+        ModelError: both or neither are given, or the loss is not mean-reduced or has parameters.
+    """
+    if (loss is None) == (objective is None):
+        raise ModelError(
+            f"got {'both loss and objective' if loss else 'neither loss nor objective'}: give "
+            f"loss=... (a mean-reduced loss(output, *targets)) or "
+            f"objective=... (objective(model, *batch) -> (total, count))"
+        )
+    if objective is not None:
+        return functools.partial(_user_objective, objective)
+    assert loss is not None
+    loss = _as_module(loss)
+    _refuse_unfit(loss)
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        total_loss = copy.copy(loss)
+        total_loss.reduction = "sum"
+        return functools.partial(_class_objective, _PlacedLoss(loss), _PlacedLoss(total_loss))
+    return functools.partial(_mean_objective, _PlacedLoss(loss))
+
+
+def split_batch(batch: Batch) -> tuple[Any, tuple[Any, ...]]:
+    """Return the (input, targets) of a batch that is `(input, *targets)`."""
+    if not isinstance(batch, tuple | list) or len(batch) < 1:
+        raise ModelError(
+            f"loss(output, *targets) needs batches (input, *targets), got a "
+            f"{type(batch).__name__}: use objective=... for other batches"
+        )
+    return batch[0], tuple(batch[1:])
+
+
+class _PlacedLoss:
+    """A loss whose tensors (class weights) are at hand on the device of each output."""
+
+    def __init__(self, loss: Loss) -> None:
+        self._loss = loss
+        self._copies: dict[torch.device, Any] = {}
+
+    def on(self, device: torch.device) -> Any:
+        """Return the loss for `device`: the user's own on the CPU, a copy on a GPU."""
+        if device.type == "cpu" or not isinstance(self._loss, nn.Module):
+            return self._loss
+        if device not in self._copies:
+            self._copies[device] = copy.deepcopy(self._loss).to(device)
+        return self._copies[device]
+
+
+def _user_objective(
+    objective: UserObjective, model: nn.Module, batch: Batch, alone: bool
+) -> tuple[torch.Tensor, Number]:
+    total, count = objective(model, *batch)
+    _check_scalar(total, "the objective's total")
+    return (total / count, 1) if alone else (total, count)
+
+
+def _mean_objective(
+    loss: _PlacedLoss, model: nn.Module, batch: Batch, alone: bool
+) -> tuple[torch.Tensor, Number]:
+    source, targets = split_batch(batch)
+    output = model(source)
+    mean = loss.on(_device_of(batch))(output, *targets)
+    _check_scalar(mean, "the loss")
+    examples = count_examples(batch)
+    return (mean, 1) if alone else (mean * examples, examples)
+
+
+def _class_objective(
+    mean_loss: _PlacedLoss, total_loss: _PlacedLoss, model: nn.Module, batch: Batch, alone: bool
+) -> tuple[torch.Tensor, Number]:
+    source, targets = split_batch(batch)
+    if len(targets) != 1:
+        raise ModelError(
+            f"cross entropy and NLL take (output, target), got a batch of {len(batch)} parts: give "
+            f"trainer.step(X, y), or use objective=... for other batches"
+        )
+    target = targets[0]
+    output = model(source)
+    if alone:
+        return mean_loss.on(output.device)(output, target), 1
+    loss = total_loss.on(output.device)
+    return loss(output, target), _class_count(loss, output, target)
+
+
+def _class_count(
+    loss: nn.CrossEntropyLoss | nn.NLLLoss, output: torch.Tensor, target: torch.Tensor
+) -> Number:
+    """Return what `loss` divides by: the sum of the weights of the targets not ignored."""
+    if target.is_floating_point():  # class probabilities: a mean over positions
+        return output.numel() // output.shape[1]
+    counted = target != loss.ignore_index
+    if loss.weight is None:
+        return counted.sum()
+    weights = loss.weight[torch.where(counted, target, 0)]
+    return torch.where(counted, weights, 0.0).sum()
+
+
+def _device_of(batch: Batch) -> torch.device:
+    device: torch.device = optree.tree_leaves(batch)[0].device
+    return device
+
+
+def _as_module(loss: Loss) -> Loss:
+    """Turn `F.cross_entropy` and `F.nll_loss`, alone or in a partial, into their modules."""
+    function, settings = (
+        (loss.func, loss.keywords) if isinstance(loss, functools.partial) else (loss, {})
+    )
+    if isinstance(loss, functools.partial) and loss.args:
+        return loss
+    if function is F.cross_entropy:
+        return nn.CrossEntropyLoss(**settings)
+    if function is F.nll_loss:
+        return nn.NLLLoss(**settings)
+    return loss
+
+
+def _refuse_unfit(loss: Loss) -> None:
+    settings = loss.keywords if isinstance(loss, functools.partial) else {}
+    reduction = getattr(loss, "reduction", settings.get("reduction", "mean"))
+    if reduction in ("sum", "none"):
+        raise ModelError(
+            f"got a loss with reduction={reduction!r}, but loss= needs a mean: leave reduction "
+            f"out, or write objective=lambda model, X, y: (total, count) with the sum over the "
+            f"shard as total and what to divide by (such as len(y)) as count"
+        )
+    if isinstance(loss, nn.Module) and any(True for _ in loss.parameters()):
+        raise ModelError(
+            f"the loss {type(loss).__name__} has parameters: make it a part of the model and use "
+            f"objective=lambda model, X, y: (total, count)"
+        )
+
+
+def _check_scalar(value: object, what: str) -> None:
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ModelError(
+            f"{what} is {got}, but a scalar tensor is needed: loss= takes a mean over the "
+            f"examples, objective= returns (total, count)"
+        )

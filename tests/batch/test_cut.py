@@ -1,0 +1,193 @@
+"""Where a minibatch is cut, what counts as one, and what a shard is given."""
+
+import collections
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenstep.batch import contiguous_runs, count_examples, cut_batch, shard_bounds
+from evenstep.devices import Device, carry
+from evenstep.errors import BatchError
+
+Pair = collections.namedtuple("Pair", ["left", "right"])
+
+
+def message(call, *arguments):
+    with pytest.raises(BatchError) as caught:
+        call(*arguments)
+    return str(caught.value)
+
+
+@given(examples=st.integers(0, 3000), shards=st.integers(1, 300))
+def test_bounds_are_those_of_array_split(examples, shards):
+    pieces = np.array_split(np.arange(examples), shards)
+    bounds = shard_bounds(examples, shards)
+    assert [list(range(lo, hi)) for lo, hi in bounds] == [piece.tolist() for piece in pieces]
+    assert bounds[-1][1] == examples
+
+
+def test_empty_shards_are_the_last_ones():
+    assert shard_bounds(2, 4) == [(0, 1), (1, 2), (2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("shards", [0, -3])
+def test_no_shards_are_refused(shards):
+    assert message(shard_bounds, 5, shards) == f"got {shards} shards: at least 1 is needed"
+
+
+@given(items=st.lists(st.integers()), parts=st.integers(1, 40))
+def test_runs_are_contiguous_and_even(items, parts):
+    runs = contiguous_runs(items, [0.3] * parts)
+    assert len(runs) == parts
+    assert [item for run in runs for item in run] == items
+    lengths = [len(run) for run in runs]
+    assert max(lengths) - min(lengths) <= 1
+    assert lengths == sorted(lengths, reverse=True)
+
+
+@given(
+    items=st.lists(st.integers()),
+    speeds=st.lists(st.floats(0, 1e6), min_size=1, max_size=20).filter(any),
+)
+def test_runs_are_as_long_as_speeds_deserve(items, speeds):
+    runs = contiguous_runs(items, speeds)
+    assert [item for run in runs for item in run] == items
+    for run, speed in zip(runs, speeds, strict=True):
+        assert abs(len(run) - len(items) * speed / sum(speeds)) < 1 + 1e-6
+    assert all(
+        len(run) <= (speed > 0) * len(items) for run, speed in zip(runs, speeds, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("speeds", "lengths"),
+    [
+        ([3, 1], [6, 2]),
+        ([1, 3], [2, 6]),
+        ([1, 0], [8, 0]),
+        ([2, 1, 1], [4, 2, 2]),
+        ([20, 1], [8, 0]),
+    ],
+)
+def test_a_fast_device_gets_a_longer_run(speeds, lengths):
+    assert [len(run) for run in contiguous_runs(range(8), speeds)] == lengths
+
+
+X, Y = torch.zeros(6, 2), torch.zeros(6, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        X,
+        (X,),
+        [X, Y],
+        (X, [Y, Y]),
+        {"input": X, "more": {"mask": Y}},
+        Pair(X, (Y, {"z": X})),
+        (X, None),
+        collections.OrderedDict(b=X, a=Y),
+    ],
+    ids=lambda batch: type(batch).__name__,
+)
+def test_examples_of_any_nesting(batch):
+    assert count_examples(batch) == 6
+
+
+@pytest.mark.parametrize("batch", [(), [], {}, (None, {"mask": None})], ids=str)
+def test_a_batch_needs_a_tensor(batch):
+    assert (
+        message(count_examples, batch)
+        == message(cut_batch, batch, 3)
+        == ("got a batch without tensors: give at least one, examples first")
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "place"),
+    [
+        ((X, torch.zeros(5)), "batch[0] has 6, batch[1] has 5"),
+        ({"x": X, "y": {"z": Y[:1]}}, "batch['x'] has 6, batch['y']['z'] has 1"),
+        ([X, (Y, Y[1:])], "batch[0] has 6, batch[1][0] has 6, batch[1][1] has 5"),
+        (Pair(X, Y[:0]), "batch[0] has 6, batch[1] has 0"),
+    ],
+    ids=["tuple", "dict", "list", "namedtuple"],
+)
+def test_tensors_that_disagree_are_named(batch, place):
+    assert (
+        message(count_examples, batch)
+        == message(cut_batch, batch, 3)
+        == (
+            f"the tensors of a batch need one and the same number of examples (first dimension), "
+            f"but {place}"
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "place"),
+    [
+        ((X, 3), "batch[1] of the batch is int"),
+        ((X, np.zeros(6)), "batch[1] of the batch is ndarray"),
+        ({"x": X, "names": ["a"]}, "batch['names'][0] of the batch is str"),
+    ],
+    ids=["number", "array", "string"],
+)
+def test_another_kind_of_leaf_is_named(batch, place):
+    assert (
+        message(count_examples, batch)
+        == message(cut_batch, batch, 3)
+        == (f"{place}, not a tensor: give tensors, examples first")
+    )
+
+
+def test_a_single_number_has_no_examples():
+    assert (
+        message(count_examples, (X, torch.tensor(3)))
+        == message(cut_batch, (X, torch.tensor(3)), 3)
+        == ("batch[1] of the batch is a single number: give tensors, examples first")
+    )
+
+
+def test_an_empty_batch_is_refused():
+    assert (
+        message(count_examples, (X[:0], Y[:0]))
+        == message(cut_batch, (X[:0], Y[:0]), 3)
+        == ("got a batch of 0 examples: skip it, or drop the last batch")
+    )
+
+
+def place(examples):
+    return carry(examples, Device("cpu", 0), torch.contiguous_format)
+
+
+@pytest.mark.parametrize(("shards", "shard"), [(1, 0), (2, 1), (3, 0), (3, 2), (7, 6), (9, 6)])
+def test_a_shard_is_a_copy_of_exactly_its_examples(shards, shard):
+    lo, hi = shard_bounds(7, shards)[shard]
+    source = {"x": torch.arange(7 * 3.0).reshape(7, 3), "y": Pair(torch.arange(7), torch.ones(7))}
+    expected = source["x"].tolist()[lo:hi], source["y"].left.tolist()[lo:hi]
+    cut = cut_batch(source, shards)
+    assert cut.bounds == shard_bounds(7, shards)
+    assert cut.filled == min(7, shards)
+    shard = cut.take(shard, place)
+    source["x"].zero_()  # a view would follow
+    source["y"].left.zero_()
+    assert isinstance(shard["y"], Pair)
+    assert (shard["x"].tolist(), shard["y"].left.tolist()) == expected
+    for tensor in (shard["x"], *shard["y"]):
+        assert len(tensor) == hi - lo
+        assert tensor.is_contiguous()
+        assert tensor.storage_offset() == 0
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert tensor.data_ptr() % 64 == 0
+
+
+def test_a_view_of_the_batch_would_not_be_aligned():
+    """The test above can fail: what `place` gets lies where it lies."""
+    seen = []
+    cut = cut_batch(torch.arange(7 * 3.0).reshape(7, 3), 7)
+    cut.take(1, lambda view: seen.append(view) or view)
+    assert seen[0].data_ptr() % 64 == 12

@@ -1,0 +1,424 @@
+"""`evenstep reproduce`: parts measured once, kept, gone on with; the report that comes of them."""
+
+import base64
+import dataclasses
+import html.parser
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from benchmarking import FACTS
+from commands import complaint, run
+from evenstep.bench import fresh, machine
+from evenstep.book.reproduce import EXPERIMENTS, Experiment, Kept, Part, Row, Workplace, experiments
+from evenstep.book.reproduce import run as measure
+from evenstep.book.reproduce import training_experiments as trainings
+from evenstep.book.reproduce.report import page
+from evenstep.book.reproduce.training import Training, _Curve, places, spelled, timeline, train
+from evenstep.errors import InputError
+
+SHARED = Path(__file__).parents[3] / "shared" / "data" / "fashion-mnist"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+SMALL = Training(
+    network="mlp", devices=2, batch_size=32, lr=0.1, epochs=3, base_batch_size=16, warmup_epochs=1
+)
+
+
+@pytest.fixture(autouse=True)
+def _facts(monkeypatch):
+    monkeypatch.setattr(machine, "facts", lambda: FACTS)
+
+
+def examples(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (count,), generator=generator)
+    images = torch.randn(count, 1, 28, 28, generator=generator) * 0.3
+    images[torch.arange(count), 0, labels] += 1  # a bright row tells the class
+    return TensorDataset(images, labels)
+
+
+DATA = (examples(100), examples(40, seed=1))
+
+
+def curve_of(training=SMALL, folder=None, tell=lambda line: None):
+    found = train(training, DATA, folder, tell)
+    assert json.loads(json.dumps(found)) == found
+    return found
+
+
+def test_a_training_has_one_result_on_one_device_and_on_two(tmp_path):
+    two = curve_of(folder=tmp_path / "two")
+    one = curve_of(dataclasses.replace(SMALL, devices=1), tmp_path / "one")
+    assert one["fingerprint"] == two["fingerprint"]
+    assert one["accuracies"] == two["accuracies"]
+    assert len(two["accuracies"]) == len(two["seconds"]) == 3
+    assert two["accuracies"][-1] > 0.2
+    assert set(two["shares"]) == {"cpu:0", "cpu:1"}
+    assert {span["device"] for span in two["timeline"]} <= {"cpu:0", "cpu:1"}
+    assert sum(span["category"] == "compute" for span in two["timeline"]) == 8 + 8 + 4
+
+
+@pytest.mark.parametrize("stopped_after", [1, 6])
+def test_an_interrupted_training_goes_on_to_the_same_end(tmp_path, monkeypatch, stopped_after):
+    """Stopped in the middle of an epoch and, with three more steps, in the next one."""
+    from evenstep.book.reproduce import training as module
+
+    expected = curve_of(folder=tmp_path / "whole")
+    monkeypatch.setattr(module, "_SAVE_EVERY_S", 0.0)
+
+    class Interrupted(module._Progress):
+        def step_done(self, done):
+            if done > stopped_after:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_Progress", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            curve_of(folder=tmp_path / "stopped")
+    steps = []
+    monkeypatch.setattr(
+        module._Progress, "step_done", lambda self, done: steps.append(done), raising=True
+    )
+    found = curve_of(folder=tmp_path / "stopped")
+    assert steps[0] == stopped_after + 1
+    assert found["fingerprint"] == expected["fingerprint"]
+    assert found["accuracies"] == expected["accuracies"]
+
+
+class Place:
+    """Where a trainer is in its training."""
+
+    def __init__(self, steps_done, epoch):
+        self.steps_done = steps_done
+        self.cursor = dataclasses.make_dataclass("Cursor", ["epoch"])(epoch)
+
+
+def test_what_was_noted_after_the_checkpoint_is_forgotten(tmp_path):
+    curve = _Curve(tmp_path / "curve.json", Place(0, 0))
+    for steps_done, epoch, seconds in ((2, 0, 1.0), (4, 0, 2.0), (6, 1, 4.0)):
+        curve.spent(steps_done, epoch, seconds)
+    curve.reached(0.5)
+    curve.reached(0.6)
+    later = _Curve(tmp_path / "curve.json", Place(4, 1))
+    assert later.values == {"accuracies": [0.5], "seconds": [3.0]}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [(0, 3), (1, ["cuda:0"] * 3), (2, ["cuda:0", "cuda:1", "cuda:0"])],
+)
+def test_a_machine_with_fewer_gpus_trains_on_them_all_the_same(monkeypatch, gpus, expected):
+    monkeypatch.setattr("evenstep.book.reproduce.training.gpu_count", lambda: gpus)
+    assert places(3) == expected
+
+
+def test_durations_are_spelled_as_people_say_them():
+    assert [spelled(seconds) for seconds in (3.4, 99, 101, 3601)] == [
+        *("3 s", "99 s", "2 min", "61 min")
+    ]
+
+
+def test_a_timeline_without_steps_is_empty():
+    assert timeline([], ["cpu:0"]) == []
+
+
+# ---- what is kept
+
+
+def make_experiment(measured, name="first", fails=()):
+    def measure(key, place):
+        if key in fails:
+            raise KeyboardInterrupt
+        measured.append(key)
+        (place.folder / key).mkdir(parents=True)
+        return {"figure": len(measured)}
+
+    parts = [
+        Part(key=key, label=key, measure=lambda place, key=key: measure(key, place))
+        for key in (f"{name}.a", f"{name}.b")
+    ]
+    return Experiment(
+        name=name,
+        title=name.title(),
+        section="8",
+        question="Why < so?",
+        parts=parts,
+        rows=lambda figures: [Row(text="`x`", here=str(figures[f"{name}.b"]["figure"]), why="&")],
+    )
+
+
+def place_in(folder, told=None):
+    tell = [].append if told is None else told.append
+    return Workplace(data=lambda: DATA, folder=folder / "unfinished", tell=tell)
+
+
+def test_what_was_measured_is_not_measured_again(tmp_path):
+    measured, done, told = [], [], []
+    file = tmp_path / "figures.json"
+    with pytest.raises(KeyboardInterrupt):
+        measure(
+            [make_experiment(measured, fails=["first.b"])],
+            Kept(file, "full"),
+            place_in(tmp_path, told),
+            done.append,
+        )
+    assert (measured, done) == (["first.a"], [])
+    experiment = make_experiment(measured)
+    measure([experiment], Kept(file, "full"), place_in(tmp_path, told), done.append)
+    assert (measured, done) == (["first.a", "first.b"], [experiment])
+    assert told == ["first: first.a", "first: first.b", "first: first.b"]
+    assert not any((tmp_path / "unfinished").iterdir())
+    measure([experiment], Kept(file, "full"), place_in(tmp_path), done.append)
+    assert len(measured) == 2
+
+
+def test_it_is_said_when_a_later_run_went_on(tmp_path, monkeypatch):
+    file = tmp_path / "figures.json"
+    first = make_experiment([])
+    measure(
+        [dataclasses.replace(first, parts=first.parts[:1])], Kept(file, "full"), place_in(tmp_path)
+    )
+    later = {"date_utc": "2025-01-03 00:00", "git_revision": "def"}
+    monkeypatch.setattr(machine, "facts", lambda: {**FACTS, **later})
+    measure([first, make_experiment([], "second")], Kept(file, "full"), place_in(tmp_path))
+    found = json.loads(file.read_text())
+    assert found["machine"] == FACTS
+    assert found["went_on"] == [later]
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"size": "full"}', '{"size": "full", "parts": 3}'])
+def test_a_file_that_is_none_of_ours_is_refused(tmp_path, content):
+    (tmp_path / "figures.json").write_text(content)
+    with pytest.raises(InputError, match="no file of figures.*another --out"):
+        Kept(tmp_path / "figures.json", "full")
+
+
+def test_figures_of_a_quick_run_are_not_taken_for_a_full_one(tmp_path):
+    kept = Kept(tmp_path / "figures.json", "quick")
+    measure([make_experiment([])], kept, place_in(tmp_path))
+    with pytest.raises(InputError, match="figures of a quick run"):
+        Kept(tmp_path / "figures.json", "full")
+
+
+# ---- the report
+
+
+class Page(html.parser.HTMLParser):
+    """Everything that a page refers to, and whether its tags are closed in order."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.sources, self.cells, self.links, self.names = [], [], [], [], set()
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.sources += [found[name] for name in ("src",) if name in found]
+        self.links += [found["href"]] if tag == "a" else []
+        self.names |= {found["id"]} if "id" in found else set()
+        if tag not in ("meta", "link", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "td" in self.open:
+            self.cells.append(data)
+
+
+def document(**parts):
+    return {"size": "full", "machine": FACTS, "parts": parts}
+
+
+def test_a_page_has_what_was_measured_and_names_the_rest():
+    first, second = make_experiment([]), make_experiment([], "second")
+    found = page([first, second], document(**{"first.a": {}, "first.b": {"figure": 7}}), "evenstep")
+    parsed = Page(found)
+    assert parsed.cells == ["x", "–", "7", "&"]
+    assert "Not measured yet: Second." in found
+    assert "Why &lt; so?" in found
+    assert [link.removeprefix("#") for link in parsed.links] == ["first"]
+    assert parsed.names == {"first"}
+
+
+def made_up(size="full"):
+    """Return figures for every part there is, of the form that measuring gives."""
+    found = {}
+    for experiment in experiments(size):
+        for part in experiment.parts:
+            found[part.key] = _made_up(part.key)
+    return found
+
+
+def _made_up(key):
+    if ".round" in key:
+        fields = ("seconds", "queued_s", "finished_s", "compute_s", "copy_s", "most_gain")
+        more = ("peak_growth_bytes", "end_growth_bytes", "made_s")
+        number = int(key.rpartition("round")[2])
+        return {"round": number, "key": key.rpartition(".")[0], **dict.fromkeys(fields + more, 2.0)}
+    if key == "hybridize":
+        return {"eager_us": 40.0, "hybrid_us": 20.0, "way": "a trace"}
+    span = {"category": "compute", "name": "shard 0", "began_s": 0.0, "ended_s": 0.1}
+    return {
+        "accuracies": [0.1, 0.6, 0.7, 0.8125],
+        "seconds": [3.0 / int(key[-1])] * 4 if key[-1].isdigit() else [1.0] * 4,
+        "fingerprint": "f00d" * 16,
+        "training": {"examples": None},
+        "timeline": [{**span, "device": "cpu:0"}, {**span, "device": "cpu:1"}],
+    }
+
+
+@pytest.mark.parametrize("size", ["quick", "full"])
+def test_every_experiment_has_its_rows_and_pictures(size):
+    figures = made_up(size)
+    found = page(experiments(size), document(**figures), "evenstep reproduce")
+    parsed = Page(found)
+    assert "Not measured yet" not in found
+    assert parsed.names == set(EXPERIMENTS)
+    assert len(parsed.sources) == 5
+    for source in parsed.sources:
+        picture = base64.b64decode(source.removeprefix("data:image/svg+xml;base64,")).decode()
+        assert picture.startswith("<?xml")
+        assert "<path" in picture
+    cells = dict(zip(parsed.cells, parsed.cells[2:], strict=False))
+    assert "equal: f00df00df00d…" in found
+    assert "two devices over one" in cells
+    assert cells["two devices over one"] == "2.00×"
+
+
+def test_a_difference_is_called_one():
+    figures = made_up()
+    figures["lenet.book.2"] = {**figures["lenet.book.2"], "fingerprint": "bad0" * 16}
+    (lenet,) = (one for one in experiments("full") if one.name == "lenet")
+    found = {row.text: row.here for row in lenet.rows(figures)}
+    assert found["fingerprint, one device and two, the book's rate"].startswith("DIFFERENT: f00d")
+    assert found["fingerprint, one device and two, mended"].startswith("equal")
+
+
+def test_the_same_figures_make_the_same_page():
+    both = [page(experiments("full"), document(**made_up()), "x") for _ in range(2)]
+    assert both[0] == both[1]
+
+
+def test_the_trainings_are_those_of_the_book():
+    parts = {part.key: part for one in experiments("full") for part in one.parts}
+    book = {key: parts[key].measure.args[1] for key in parts if ".book." in key}
+    assert {key: (one.devices, one.batch_size, one.lr, one.init) for key, one in book.items()} == {
+        "lenet.book.1": (1, 256, 0.2, "book"),
+        "lenet.book.2": (2, 256, 0.2, "book"),
+        "resnet18.book.1": (1, 256, 0.1, "book"),
+        "resnet18.book.2": (2, 512, 0.2, "book"),
+    }
+    sixteen = [parts[key].measure.args[1] for key in parts if key == "sixteen.root"]
+    assert [(one.shards, one.batch_size) for one in sixteen] == [(16, 4096)]
+
+
+# ---- the command
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("--only", "alexnet"), "choose some of hybridize, queued"),
+        (("--only", "lenet", "--data-dir", "nowhere"), "is missing in"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, arguments, told):
+    assert told in complaint("reproduce", "--out", tmp_path / "out", *arguments, code=2)
+
+
+def test_a_folder_that_can_not_be_made_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    line = complaint("reproduce", "--only", "queued", "--out", tmp_path / "file" / "x", code=2)
+    assert "got --out" in line
+
+
+def test_a_measurement_that_fails_is_one_line(tmp_path, monkeypatch):
+    def fails(*arguments, **more):
+        raise fresh.RunFailedError("queued failed (1)", "RuntimeError: no")
+
+    monkeypatch.setattr("evenstep.book.reproduce.small_experiments.run_module", fails)
+    out = tmp_path / "out"
+    result = run("reproduce", "--only", "queued", "--quick", "--out", out, code=1)
+    assert result.stderr.splitlines()[1:] == ["evenstep: a measurement failed: RuntimeError: no"]
+
+
+def test_only_measures_what_is_asked_for_and_writes_the_report(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "evenstep.book.reproduce.small_experiments.run_module",
+        lambda module, job: {"queued_s": 0.001, "finished_s": 0.1},
+    )
+    out = tmp_path / "out"
+    result = run("reproduce", "--only", "queued", "--quick", "--out", out)
+    assert "queued: the first over the second: 1.00% (the book: 0.396%)" in result.stdout
+    assert str(out / "report.html") in result.stdout
+    parsed = Page((out / "report.html").read_text())
+    assert parsed.names == {"queued"}
+    assert list(json.loads((out / "figures.json").read_text())["parts"]) == ["queued.round0"]
+
+
+def test_a_quick_run_trains_little_and_a_full_one_as_the_book_does():
+    quick = {part.key: part for one in experiments("quick") for part in one.parts}
+    for key in ("lenet.book.1", "resnet18.mended.2", "sixteen.root"):
+        training = quick[key].measure.args[1]
+        assert training.epochs == trainings.QUICK.epochs
+        assert training.examples == trainings.QUICK.examples[training.network]
+        assert training.warmup_epochs < training.epochs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"the data set is not in {SHARED}")
+def test_all_of_a_quick_run_looked_at_in_a_browser(tmp_path):
+    """Less than five minutes on two cores; no error on the page, and every picture loads."""
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "evenstep", "reproduce", "--quick"),
+            *("--data-dir", SHARED, "--out", out),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    took_s = float(re.search(r"took (\d+) s", done.stdout)[1])
+    assert took_s < 300 * max(1, 2 / len(os.sched_getaffinity(0)))
+    text = (out / "report.html").read_text()
+    assert Page(text).names == set(EXPERIMENTS)
+    assert "DIFFERENT" not in text
+    assert text.count("equal: ") == 3
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed: the page was not looked at in a browser")
+    script = """<script>
+      addEventListener("error", event => document.title += " broken", true);
+      addEventListener("load", () => {
+        const loaded = [...document.images].filter(image => image.naturalWidth > 0).length;
+        const wide = document.documentElement.scrollWidth > innerWidth;
+        document.title = `${loaded} of ${document.images.length} pictures, ${wide}`;
+      });
+    </script></head>"""
+    looked_at = tmp_path / "looked_at.html"
+    looked_at.write_text(text.replace("</head>", script))
+    browser = subprocess.run(
+        [
+            *(CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=400,900"),
+            *("--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom"),
+            looked_at.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert "<title>5 of 5 pictures, false</title>" in browser.stdout
+    assert "CONSOLE" not in browser.stderr

@@ -1,0 +1,323 @@
+"""Stop anywhere, go on with other devices: the end is that of the unbroken run, bit for bit."""
+
+import contextlib
+import json
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.checkpoint import async_writer
+from evenstep.checkpoint.files import list_checkpoints, write_checkpoint
+from evenstep.data import Loader
+from evenstep.errors import CheckpointError, SaveError
+from layouts import own
+from patience import wait
+from reference import assert_same_bits, whole_state
+from zoo import build, make_batches
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05, t0=2),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+}
+SCHEDULERS = {
+    "none": lambda optimizer: None,
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "steps": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 5, 6]),
+}
+LOSS = nn.CrossEntropyLoss()
+X, Y = make_batches((53,))[0]
+LOADER = Loader(torch.utils.data.TensorDataset(X, Y), 18, seed=3)  # 3 batches an epoch, the last 17
+
+
+def parts(name="batch_norm", optimizer="sgd", scheduler="none", seed=0):
+    model = build(name, seed)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    made_scheduler = SCHEDULERS[scheduler](made)
+    return model, made, {} if made_scheduler is None else {"scheduler": made_scheduler}
+
+
+def run(trainer, steps):
+    """Train until `steps` steps since the start of the training are done."""
+    while trainer.steps_done < steps:
+        for batch in trainer.epoch(LOADER):
+            loss = trainer.step(*batch)
+            if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                trainer.scheduler.step(float(loss))
+            elif trainer.scheduler:
+                trainer.scheduler.step()
+            if trainer.steps_done == steps:
+                return
+
+
+def unbroken(steps, *names):
+    model, optimizer, options = parts(*names)
+    with evenstep.Trainer(model, optimizer, LOSS, devices=1, **options) as trainer:
+        run(trainer, steps)
+    return trainer
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5])
+@pytest.mark.parametrize("devices", [1, 2, 3, own(2)], ids=str)
+def test_resuming_on_other_devices_mid_epoch(tmp_path, stop, devices):
+    model, optimizer, _ = parts()
+    with evenstep.Trainer(model, optimizer, LOSS, devices=2) as trainer:
+        run(trainer, stop)
+        trainer.save(tmp_path)
+    model, optimizer, _ = parts(seed=9)
+    with evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=devices) as resumed:
+        assert resumed.steps_done == stop
+        run(resumed, 8)
+    whole = unbroken(8)
+    assert resumed.fingerprint() == whole.fingerprint()
+    assert_same_bits(whole_state(model, optimizer), whole_state(whole.model, whole.optimizer))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        *[("convolution", optimizer, "none") for optimizer in OPTIMIZERS],
+        *[("convolution", "sgd", scheduler) for scheduler in SCHEDULERS],
+        *[
+            (name, "adam", "none")
+            for name in ("recurrent", "tied", "unused", "branching", "mixed_dtypes", "noisy")
+        ],
+    ],
+    ids="-".join,
+)
+def test_everything_that_training_goes_on_from_is_saved(tmp_path, names):
+    model, optimizer, options = parts(*names)
+    with evenstep.Trainer(model, optimizer, LOSS, devices=3, **options) as trainer:
+        run(trainer, 4)
+        trainer.save(tmp_path)
+    model, optimizer, options = parts(*names, seed=9)
+    resumed = evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=2, **options)
+    with resumed:
+        run(resumed, 7)
+    whole = unbroken(7, *names)
+    assert resumed.fingerprint() == whole.fingerprint()
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates == [group["lr"] for group in whole.optimizer.param_groups]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model, optimizer, _ = parts("convolution")
+    with evenstep.Trainer(model, optimizer, LOSS, devices=1, shards=4, seed=6) as trainer:
+        run(trainer, 2)
+        trainer.save(tmp_path)
+    return tmp_path
+
+
+def test_shards_and_seed_are_the_checkpoints(saved):
+    model, optimizer, _ = parts("convolution")
+    trainer = evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=2)
+    assert (trainer.experiment.shards, trainer.experiment.seed) == (4, 6)
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ({"shards": 8}, "shards 8 instead of 4"),
+        ({"seed": 0}, "seed 0 instead of 6"),
+        ({"precision": "bf16"}, "precision bf16 instead of fp32"),
+        ({"memory_format": "contiguous"}, "memory_format contiguous instead of channels_last"),
+        ({"threads": 2}, "threads 2 instead of 1"),
+    ],
+)
+def test_another_experiment_is_refused(saved, option, line):
+    model, optimizer, _ = parts("convolution")
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(CheckpointError, match=line):
+        evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1, **option)
+    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+
+
+def test_another_model_is_refused_by_naming_tensors(saved):
+    model, optimizer, _ = parts("dropout")
+    with pytest.raises(
+        CheckpointError,
+        match=r"another model: parameter 1\.weight is not in it.*its parameter 0\.weight is not in "
+        r"the model",
+    ):
+        evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1)
+
+
+def test_another_shape_is_refused_by_naming_both(saved):
+    model, _, _ = parts("convolution")
+    model[4] = nn.Linear(20, 7)
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    with pytest.raises(
+        CheckpointError,
+        match=r"4\.weight is float32 \(5, 20\) in it, float32 \(7, 20\) in the model",
+    ):
+        evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1)
+
+
+def test_another_optimizer_is_refused(saved):
+    model, _, _ = parts("convolution")
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    with pytest.raises(CheckpointError, match="another optimizer"):
+        evenstep.Trainer.load(saved, model, torch.optim.SGD(groups, lr=0.1), LOSS, devices=1)
+
+
+def test_another_kind_of_optimizer_is_refused(saved):
+    model, optimizer, _ = parts("convolution", "adam")
+    with pytest.raises(CheckpointError, match="optimizer"):
+        evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1)
+
+
+def test_a_missing_scheduler_is_said(saved):
+    model, optimizer, options = parts("convolution", "sgd", "steps")
+    with pytest.raises(CheckpointError, match="without a learning-rate scheduler"):
+        evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1, **options)
+
+
+def test_a_checkpoint_of_something_else(tmp_path):
+    write_checkpoint(tmp_path, {"weights": torch.zeros(3)}, step=1)
+    model, optimizer, _ = parts("convolution")
+    with pytest.raises(CheckpointError, match="not of a trainer"):
+        evenstep.Trainer.load(tmp_path, model, optimizer, LOSS)
+
+
+def test_a_state_that_does_not_come_back_is_noticed(saved, monkeypatch):
+    """What restores another state than was saved must not be trained on in silence."""
+    model, optimizer, _ = parts("convolution")
+    monkeypatch.setattr("evenstep.checkpoint.training_state.restore_optimizer", lambda *_: None)
+    with pytest.raises(CheckpointError, match="fingerprint"):
+        evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1)
+
+
+def test_a_save_that_fails_leaves_the_last_checkpoint(saved):
+    model, optimizer, _ = parts("convolution")
+    with evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=2) as trainer:
+        (saved / "file").write_text("in the way")
+        with pytest.raises(SaveError):
+            trainer.save(saved / "file")
+    again, optimizer, _ = parts("convolution")
+    assert evenstep.Trainer.load(saved, again, optimizer, LOSS).fingerprint() == (
+        trainer.fingerprint()
+    )
+
+
+def test_the_manifest_is_json_that_a_person_can_read(saved):
+    manifests = list(saved.glob("step-*/manifest.json"))
+    assert len(manifests) == 1
+    manifest = json.loads(manifests[0].read_text())
+    assert manifest["step"] == 2
+    assert manifest["state"]["experiment"]["shards"] == 4
+
+
+class SlowDisk:
+    """Lets a checkpoint be written only when it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.asked, self.free = threading.Event(), threading.Event()
+        self._write = async_writer.write_checkpoint
+        monkeypatch.setattr(async_writer, "write_checkpoint", self)
+
+    def __call__(self, *args, **options):
+        self.asked.set()
+        wait(self.free)
+        return self._write(*args, **options)
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, max_in_flight):
+    disk = SlowDisk(monkeypatch)
+    names = ("batch_norm", "adam", "steps")
+    model, optimizer, options = parts(*names)
+    options["max_in_flight"] = max_in_flight
+    with evenstep.Trainer(model, optimizer, LOSS, devices=2, **options) as trainer:
+        run(trainer, 3)
+        place = trainer.save(tmp_path, aside=True)
+        wait(disk.asked)
+        run(trainer, 5)
+        trainer.waitall()
+        assert list_checkpoints(tmp_path) == []
+        disk.free.set()
+        trainer.wait_for_save()
+        assert list_checkpoints(tmp_path) == [place]
+    model, optimizer, options = parts(*names, seed=9)
+    with evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=1, **options) as resumed:
+        assert resumed.steps_done == 3
+        run(resumed, 5)
+    assert resumed.fingerprint() == trainer.fingerprint()
+
+
+def test_closing_waits_for_the_disk(tmp_path, monkeypatch):
+    disk = SlowDisk(monkeypatch)
+    model, optimizer, _ = parts("convolution")
+    with evenstep.Trainer(model, optimizer, LOSS, devices=1) as trainer:
+        run(trainer, 2)
+        trainer.save(tmp_path, aside=True)
+        wait(disk.asked)
+        threading.Timer(0.2, disk.free.set).start()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
+    assert not [one for one in threading.enumerate() if one.name.startswith("evenstep")]
+
+
+def trainer_with_a_file_in_the_way(folder):
+    (folder / "file").write_text("in the way")
+    model, optimizer, _ = parts("convolution")
+    return evenstep.Trainer(model, optimizer, LOSS, devices=1)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda trainer, folder: trainer.save(folder),
+        lambda trainer, folder: trainer.save(folder, aside=True),
+        lambda trainer, folder: trainer.wait_for_save(),
+        lambda trainer, folder: trainer.__exit__(None, None, None),
+    ],
+)
+def test_what_goes_wrong_aside_is_raised_by_who_looks_next(tmp_path, use):
+    trainer = trainer_with_a_file_in_the_way(tmp_path)
+    with trainer:
+        run(trainer, 1)
+        trainer.save(tmp_path / "file", aside=True)
+        with pytest.raises(SaveError, match="in the way"):
+            use(trainer, tmp_path / "good")
+        if trainer._is_open:
+            trainer.save(tmp_path / "good")
+
+
+def test_a_step_raises_what_went_wrong_aside_and_is_not_taken(tmp_path):
+    trainer = trainer_with_a_file_in_the_way(tmp_path)
+    with trainer:
+        run(trainer, 1)
+        trainer.save(tmp_path / "file", aside=True)
+        with contextlib.suppress(SaveError):
+            trainer._saves._written.result()
+        with pytest.raises(SaveError, match="in the way"):
+            run(trainer, 2)
+        assert trainer.steps_done == 1
+        run(trainer, 2)
+
+
+def test_an_error_keeps_the_one_of_the_disk_as_a_note(tmp_path):
+    def fail(trainer):
+        with trainer:
+            run(trainer, 1)
+            trainer.save(tmp_path / "file", aside=True)
+            raise KeyError("of the user's")
+
+    with pytest.raises(KeyError) as caught:
+        fail(trainer_with_a_file_in_the_way(tmp_path))
+    assert "in the way" in caught.value.__notes__[0]
+
+
+def test_what_cannot_be_saved_is_refused_at_once(tmp_path):
+    model, optimizer, _ = parts("convolution")
+    with evenstep.Trainer(model, optimizer, LOSS, devices=1) as trainer:
+        run(trainer, 1)
+        optimizer.state[next(model.parameters())]["a function"] = len
+        with pytest.raises(CheckpointError, match="a function"):
+            trainer.save(tmp_path, aside=True)

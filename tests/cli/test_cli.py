@@ -1,0 +1,266 @@
+"""The command line: what `train`, `verify` and `devices` do, and what they print."""
+
+import json
+import os
+import re
+import sys
+
+import pytest
+import torch
+from test_record import KEYS
+from torch import nn
+from torch.nn import functional as F
+
+from commands import EPOCH_STEPS, MLP, run, steps_kept, trained
+from evenstep import Trainer, data, models
+from evenstep.cli.record import TrainRecord
+from evenstep.devices import usable_cores
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """Every command runs in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    return tmp_path
+
+
+# --- train: what it says
+
+
+def test_the_json_object_has_exactly_these_keys_in_this_order():
+    record = json.loads(run("train", *MLP, "--steps", 2, "--json", "-").stdout)
+    assert list(record) == KEYS
+
+
+def test_json_on_stdout_leaves_everything_else_to_stderr():
+    result = run("train", *MLP, "--steps", 2, "--json", "-")
+    assert result.stdout.count("\n") == 1
+    assert "test accuracy" in result.stderr
+    assert "fingerprint" in result.stderr
+
+
+def test_json_in_a_file_is_what_the_table_says(folder):
+    result = run("train", *MLP, "--steps", 8, "--devices", "cpu:0,cpu:3", "--json", "run.json")
+    record = TrainRecord.from_json((folder / "run.json").read_text())
+    rows = dict(re.findall(r"^([a-z/ ]+?)  +(.*)$", result.stdout, re.MULTILINE))
+    assert rows["test accuracy"] == f"{record.test_accuracy:.4f}"
+    assert rows["train loss"] == f"{record.train_loss:.4f}"
+    assert rows["devices"] == "cpu:0, cpu:3" == ", ".join(record.devices)
+    assert rows["shards"] == "8"
+    assert rows["fingerprint"] == record.fingerprint
+    assert re.fullmatch(r"[0-9a-f]{64}", record.fingerprint)
+    assert (record.model, record.data, record.seed) == ("mlp", "digits", 0)
+    assert (record.steps, record.epochs, record.batch_size) == (8, 2, 256)
+
+
+def test_the_speed_counts_every_example_once():
+    record = trained(*MLP, "--epochs", 1)
+    assert record.seconds_per_epoch * record.examples_per_second == pytest.approx(1438)
+
+
+def test_on_a_pipe_each_epoch_is_a_plain_line():
+    lines = run("train", *MLP, "--epochs", 3, "--steps", 14).stdout.splitlines()
+    epochs = [line for line in lines if line.startswith("epoch ")]
+    assert [re.findall(r"(\w+) +(\d+/\d+)", line) for line in epochs] == [
+        [("epoch", "1/3"), ("step", "6/14")],
+        [("epoch", "2/3"), ("step", "12/14")],
+    ]
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_the_train_loss_is_the_mean_over_the_epochs_examples():
+    # A rate of 0 leaves the weights as the seed made them.
+    record = trained("--model", "mlp", "--lr", 0, "--epochs", 2, "--seed", 7)
+    torch.manual_seed(7)
+    images, labels = data.digits().tensors
+    expected = F.cross_entropy(models.mlp()(images), labels).item()
+    assert record.train_loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_test_accuracy_is_that_of_the_saved_model():
+    record = trained(*MLP, "--epochs", 3, "--checkpoint-dir", "kept", "--devices", 2)
+    model = models.mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loaded = Trainer.load("kept", model, optimizer, nn.CrossEntropyLoss(), devices=1)
+    assert loaded.fingerprint() == record.fingerprint
+    images, labels = data.digits(train=False).tensors
+    right = (model(images).argmax(1) == labels).sum().item()
+    assert record.test_accuracy == right / len(labels)
+
+
+def test_notes_are_printed_once():
+    result = run("train", *MLP, "--steps", 1, "--shards", 2, "--devices", 3)
+    assert result.stderr.count("2 shards keep 2 of 3 devices busy") == 1
+
+
+def test_the_command_line_makes_cublas_deterministic(monkeypatch):
+    run("--version")
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    run("--version")
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+# --- train: the same result
+
+
+def test_the_devices_do_not_change_the_result():
+    records = [trained(*MLP, "--steps", 8, "--devices", devices) for devices in ("1", "3")]
+    assert records[0].fingerprint == records[1].fingerprint
+    assert records[0].train_loss == records[1].train_loss
+    assert records[0].test_accuracy == records[1].test_accuracy
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("--seed", 1),
+        ("--shards", 7),
+        ("--batch-size", 255),
+        ("--lr", 0.2),
+        ("--momentum", 0.8),
+        ("--precision", "bf16"),
+    ],
+)
+def test_every_choice_reaches_the_training(other):
+    plain = trained(*MLP, "--steps", 2)
+    assert trained(*MLP, "--steps", 2, *other).fingerprint != plain.fingerprint
+
+
+def test_the_short_last_batch_can_be_left_out():
+    whole = trained("--model", "mlp", "--batch-size", 1000, "--epochs", 2)
+    dropped = trained("--model", "mlp", "--batch-size", 1000, "--epochs", 2, "--drop-last")
+    assert (whole.steps, dropped.steps) == (4, 2)
+
+
+def test_steps_and_epochs_whichever_comes_first():
+    assert trained(*MLP, "--steps", 2, "--epochs", 1).steps == 2
+    assert trained(*MLP, "--steps", 20, "--epochs", 1).steps == EPOCH_STEPS
+    assert trained("--model", "mlp", "--batch-size", 1438).steps == 40  # epochs of one step
+
+
+def test_a_model_of_ones_own_is_found_in_the_current_folder(folder, monkeypatch):
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    (folder / "mine_alone.py").write_text(
+        "from evenstep.models import mlp\ndef small(): return mlp(hidden=(32,))\n"
+    )
+    record = trained("--model", "mine_alone:small", "--steps", 2)
+    assert record.model == "mine_alone:small"
+    torch.manual_seed(0)
+    optimizer = torch.optim.SGD((model := models.mlp(hidden=(32,))).parameters(), lr=0.1)
+    with Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=1) as trainer:
+        loader = data.Loader(data.digits(), 256)
+        for _, batch in zip(range(2), trainer.epoch(loader), strict=False):
+            trainer.step(*batch)
+    assert trainer.fingerprint() == record.fingerprint
+
+
+# --- resume
+
+
+@pytest.mark.parametrize("stop", [4, EPOCH_STEPS, 9])
+def test_a_resume_on_other_devices_ends_with_the_unbroken_fingerprint(stop):
+    unbroken = trained(*MLP, "--steps", 15, "--devices", 2)
+    trained(*MLP, "--steps", stop, "--devices", 1, "--checkpoint-dir", "kept")
+    resumed = trained("--resume", "--steps", 15, "--devices", 3, "--checkpoint-dir", "kept")
+    assert resumed.fingerprint == unbroken.fingerprint
+    assert (resumed.steps, resumed.epochs) == (15, 3)
+    assert resumed.test_accuracy == unbroken.test_accuracy
+
+
+def test_a_resume_keeps_the_choices_and_the_length_of_the_run():
+    options = ("--model", "mlp", "--lr", 0.05, "--seed", 3, "--shards", 5, "--batch-size", 200)
+    unbroken = trained(*options, "--steps", 7)
+    trained(*options, "--steps", 3, "--checkpoint-dir", "kept")
+    trained("--resume", "--steps", 5, "--checkpoint-dir", "kept")
+    trained("--resume", "--steps", 7, "--checkpoint-dir", "kept")
+    again = trained("--resume", "--checkpoint-dir", "kept")
+    assert again.fingerprint == unbroken.fingerprint
+    assert (again.model, again.seed, again.shards, again.batch_size) == ("mlp", 3, 5, 200)
+
+
+def test_a_finished_run_has_nothing_left_to_train():
+    first = trained(*MLP, "--steps", 3, "--checkpoint-dir", "kept")
+    again = trained("--resume", "--checkpoint-dir", "kept")
+    assert again.fingerprint == first.fingerprint
+    assert (again.steps, again.test_accuracy) == (3, first.test_accuracy)
+    assert again.train_loss is again.seconds_per_epoch is again.examples_per_second is None
+
+
+def test_a_resume_takes_the_same_options_given_again():
+    options = (*MLP, "--shards", 5, "--seed", 2, "--checkpoint-dir", "kept")
+    trained(*options, "--steps", 2)
+    assert trained(*options, "--resume", "--steps", 4).steps == 4
+
+
+def test_it_saves_every_so_many_steps_and_at_the_end():
+    trained(*MLP, "--steps", 8, "--checkpoint-dir", "kept", "--checkpoint-every", 3)
+    assert steps_kept() == [3, 6, 8]
+
+
+def test_by_default_it_saves_after_each_epoch():
+    trained(*MLP, "--steps", 14, "--checkpoint-dir", "kept")
+    assert steps_kept() == [6, 12, 14]
+
+
+# --- verify and devices
+
+
+def test_verify_prints_the_fingerprint_that_train_ends_with():
+    record = trained(*MLP, "--steps", 8)
+    result = run("verify", *MLP, "--steps", 8, "--devices", "1,3,cpu:0+cpu:1:own")
+    rows = dict(line.split() for line in result.stdout.splitlines()[1:4])
+    assert rows == dict.fromkeys(["1", "3", "cpu:0+cpu:1:own"], record.fingerprint)
+    assert result.stdout.splitlines()[4].startswith("identical: ")
+
+
+def test_verify_of_compiled_shards():
+    result = run("verify", *MLP, "--steps", 2, "--devices", "1,2", "--hybridize")
+    assert "identical: the same bits after each of 2 steps" in result.stdout
+    assert "note: hybridize: a shard takes" in result.stderr
+
+
+def test_verify_trains_twenty_steps_on_one_two_and_three_devices():
+    result = run("verify", *MLP)
+    assert "20 steps" in result.stdout
+    assert [line.split()[0] for line in result.stdout.splitlines()[1:4]] == ["1", "2", "3"]
+
+
+def test_verify_names_what_breaks_the_promise():
+    result = run("verify", "--model", "cli_models:DrawsFromRandom", "--steps", 2, code=1)
+    assert "not identical: 1 and 2 differ" in result.stdout
+    assert re.search(r"first step +0 ", result.stdout)
+    assert re.search(r"first shard +0 ", result.stdout)
+    assert re.search(r"first tensor +gradient of layer.weight", result.stdout)
+    assert "random" in result.stdout.partition("usual causes")[2]
+    assert "\nidentical" not in result.stdout
+
+
+def test_verify_names_the_shard_where_the_second_device_begins():
+    result = run("verify", "--model", "cli_models:Scaled", "--steps", 2, "--devices", "1,2", code=1)
+    assert re.search(r"first shard +[1-4] ", result.stdout)
+
+
+def test_batch_norm_over_the_whole_batch_is_another_experiment_with_one_result(folder):
+    by_shard, synced = (
+        run("verify", "--model", "cli_models:Normalised", "--steps", 3, "--batch-norm", one).stdout
+        for one in ("shard", "sync")
+    )
+    assert "identical" in by_shard
+    assert "identical" in synced
+    assert by_shard != synced
+
+
+def test_devices_tells_what_there_is_and_what_would_differ():
+    output = run("devices").stdout
+    assert f"{usable_cores()} usable" in output
+    assert torch.__version__ in output
+    for word in ("memory", "--threads", "--shards", "--precision", "device model"):
+        assert word in output
+
+
+def test_without_a_command_it_shows_the_help():
+    output = run().stdout
+    for command in ("train", "verify", "devices"):
+        assert re.search(rf"^  {command} ", output, re.MULTILINE)

@@ -1,0 +1,144 @@
+"""`evenstep explain`, and the table that closes `evenstep train`."""
+
+import io
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from commands import complaint, run
+from evenstep.cli.explain import explain
+from evenstep.cli.shares import print_shares, shares_table
+from evenstep.profiling.accounting import DeviceShares
+from traces import HandTrace
+
+
+def saved(trace, folder):
+    trace.trace.save(folder / "trace.json")
+    return folder / "trace.json"
+
+
+def slow_data(*, limit=200_000):
+    trace = HandTrace("cpu:0", "cpu:1", limit=limit)
+    for _ in range(10):
+        trace.load(9)
+        trace.add([10, 10], [10, 10], wait=9, update=0.2)
+    return trace
+
+
+def shares(name, *, shards=480, **parts):
+    zero = dict.fromkeys(("compute_s", "sum_s", "update_s", "wait_data_s", "wait_others_s"), 0.0)
+    return DeviceShares(**{"device": name, "shards": shards, "stolen": 0, **zero, **parts})
+
+
+def test_a_trace_is_explained(tmp_path):
+    lines = run("explain", saved(slow_data(), tmp_path)).stdout.splitlines()
+    assert lines == [
+        "10 steps in 0.29 s, 29.2 ms each",
+        "",
+        "               waiting     waiting",
+        "device  busy  for data  for others  summing  updating  shards  stolen",
+        "cpu:0    68%       31%          0%       0%        1%      20       0",
+        "cpu:1    68%       31%          1%       0%        0%      20       0",
+        "all      69%       31%          0%       0%        0%      40       0",
+        "",
+        "devices wait for data 31% of the time: loading takes 9.0 ms a step and one step's work "
+        "20.2 ms. --in-flight 2 overlaps them",
+    ]
+
+
+def test_pauses_and_dropped_spans_are_told(tmp_path):
+    trace = HandTrace("cpu:0").add([10])
+    trace.pause(1000)
+    text = run("explain", saved(trace.add([10]), tmp_path)).stdout
+    assert "; 1.00 s between them are not counted" in text
+    assert "no room" not in text
+    text = run("explain", saved(slow_data(limit=60), tmp_path)).stdout
+    assert "20 older spans had no room in the trace" in text
+
+
+def test_json_holds_the_same(tmp_path):
+    file = saved(slow_data(), tmp_path)
+    told = json.loads(run("explain", file, "--json").stdout)
+    assert told["steps"] == 10
+    assert [device["device"] for device in told["devices"]] == ["cpu:0", "cpu:1"]
+    assert told["devices"][0]["wait_data_s"] == pytest.approx(0.09)
+    (finding,) = told["findings"]
+    assert finding["cause"] == "data"
+    assert finding["share"] == pytest.approx(9 / 29.2)
+    assert finding["text"] in run("explain", file).stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (None, "could not be read (No such file or directory)"),
+        (b"", "is not JSON"),
+        (b"\xff\xfe\x00", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b'{"traceEvents": [', "is not JSON"),
+        (b"[]", "without a list `traceEvents`"),
+        (b'{"traceEvents": []}', "without steps of a training"),
+    ],
+)
+def test_a_bad_file_gets_one_line(tmp_path, content, part):
+    file = tmp_path / "trace.json"
+    if content is not None:
+        file.write_bytes(content)
+    line = complaint("explain", file, code=2)
+    assert part in line
+    assert str(file) in line
+    assert "`evenstep train --trace FILE` wrote is needed" in line
+
+
+def test_a_folder_is_no_trace(tmp_path):
+    assert "could not be read" in complaint("explain", tmp_path, code=2)
+
+
+def test_a_file_is_needed():
+    assert "FILE" in complaint("explain", code=2)
+
+
+def test_help_says_where_a_file_comes_from():
+    assert "evenstep train --trace FILE" in " ".join(run("explain", "--help").stdout.split())
+    assert explain.name in run("--help").stdout
+
+
+# --- the table
+
+
+def test_the_table_fits_80_columns_with_many_devices():
+    devices = [
+        shares(f"cpu:{number}:own", shards=1_234_567, compute_s=0.7, wait_data_s=0.3)
+        for number in range(16)
+    ]
+    lines = shares_table(devices)
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines[2:]] == [d.device for d in devices] + ["all"]
+
+
+def test_percentages_of_a_line_add_up():
+    parts = {"compute_s": 1.0, "sum_s": 1.0, "update_s": 1.0, "wait_data_s": 3.0}
+    (line,) = shares_table([shares("cpu:0", **parts, wait_others_s=1.0)])[2:]
+    percents = [int(value) for value in re.findall(r"(\d+)%", line)]
+    assert len(percents) == 5
+    assert sum(percents) == 100
+
+
+def test_one_device_has_no_line_for_all():
+    lines = shares_table([shares("cuda:0", compute_s=1.0)])
+    assert len(lines) == 3
+    assert lines[2].split() == ["cuda:0", "100%", "0%", "0%", "0%", "0%", "480", "0"]
+
+
+def test_without_steps_all_is_0():
+    lines = shares_table([shares("cpu:0", shards=0)])
+    assert lines[2].split() == ["cpu:0", *["0%"] * 5, "0", "0"]
+
+
+def test_a_narrow_terminal_cuts_nothing():
+    devices = [shares("cpu:0", compute_s=1.0), shares("cpu:1", compute_s=1.0)]
+    console = Console(file=io.StringIO(), width=30)
+    print_shares(console, devices)
+    assert console.file.getvalue().splitlines() == shares_table(devices)

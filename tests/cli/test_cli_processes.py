@@ -1,0 +1,230 @@
+"""`evenstep train --processes`: one fingerprint, one voice, one clear end."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from commands import MLP, complaint, run, steps_kept, the_line, trained
+from evenstep.cli.record import TrainRecord
+from launched import free_port
+from patience import wait_until
+
+EVENSTEP = [sys.executable, "-m", "evenstep"]
+
+
+def start(*arguments):
+    return subprocess.Popen(
+        [*EVENSTEP, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def children_of(pid):
+    """Return the processes that a process has started."""
+    told = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in told.split()]
+
+
+def wait_for_workers(launcher, count):
+    """Return the workers of a launcher, once they are there."""
+    for _ in range(600):
+        workers = children_of(launcher.pid)
+        if len(workers) >= count:
+            return workers
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.05)
+    raise AssertionError("the workers did not start")
+
+
+def wait_for_step(folder, step, process):
+    """Wait until there is a checkpoint of a step that late."""
+    for _ in range(2400):
+        if any(kept >= step for kept in steps_kept(folder)):
+            return
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.025)
+    raise AssertionError(f"no checkpoint of step {step}")
+
+
+def is_alive(pid):
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_two_processes_give_the_fingerprint_of_one(tmp_path):
+    file = tmp_path / "record.json"
+    options = (*MLP, "--steps", 20, "--in-flight", 2)
+    process = start("train", *options, "--processes", 2, "--devices", 1, "--json", file)
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert output.count("fingerprint") == 1
+    together, by_itself = TrainRecord.from_json(file.read_text()), trained(*options)
+    assert together.fingerprint == by_itself.fingerprint
+    assert together.train_loss == by_itself.train_loss
+    assert together.test_accuracy == by_itself.test_accuracy
+
+
+def listening_addresses():
+    """Return the local (hexadecimal) address of every listening TCP socket, by its inode."""
+    found = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":  # LISTEN
+                found[fields[9]] = fields[1].rpartition(":")[0]
+    return found
+
+
+def sockets_of(pid):
+    """Return the inodes of the sockets that a process has open."""
+    links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
+    return [link[8:-1] for link in links if link.startswith("socket:[")]
+
+
+def test_on_one_machine_everything_listens_on_the_loopback_alone():
+    options = ("--processes", 2, "--devices", 1, "--steps", 10**6)
+    process = start("train", *MLP, *options)
+    try:
+        workers = wait_for_workers(process, 2)
+        assert process.stdout.readline().startswith("epoch ")
+        addresses = listening_addresses()
+        listens = [
+            addresses[inode]
+            for pid in (process.pid, *workers)
+            for inode in sockets_of(pid)
+            if inode in addresses
+        ]
+    finally:
+        process.terminate()
+        process.communicate()
+    assert len(listens) >= 3  # the store's, and each worker's
+    assert set(listens) == {"0100007F"}  # 127.0.0.1
+
+
+def test_what_fails_everywhere_is_said_once():
+    process = start("train", *MLP, "--processes", 2, "--model", "nowhere:model")
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "nowhere" in the_line(errors)
+
+
+def test_under_torchrun_the_first_error_is_said_once():
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    train = ["-m", "evenstep", "train", "--model", "cli_models:BreaksInRankOne", "--devices", "1"]
+    finished = subprocess.run(
+        [sys.executable, *torchrun, *train],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1] / "support")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert finished.returncode
+    lines = [line for line in finished.stderr.splitlines() if line.startswith("evenstep: ")]
+    assert len(lines) == 1, finished.stderr
+    assert "rank 1 has a problem of its own" in lines[0]
+    assert "failed at" in lines[0]  # the place in the code, as the process itself knows it
+
+
+def test_sigterm_saves_one_checkpoint_and_leaves_no_process(tmp_path):
+    folder = tmp_path / "kept"
+    options = ("--processes", 2, "--devices", 1, "--steps", 10**6, "--checkpoint-every", 50)
+    process = start("train", *MLP, *options, "--checkpoint-dir", folder)
+    wait_for_step(folder, 50, process)
+    workers = children_of(process.pid)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    step = int(re.search(r"stopped after step (\d+) of", errors)[1])
+    assert steps_kept(folder)[-1] == step
+    assert not [worker for worker in workers if is_alive(worker)]
+    resumed = trained("--resume", "--checkpoint-dir", folder, "--steps", step + 2)
+    assert resumed.fingerprint == trained(*MLP, "--steps", step + 2).fingerprint
+
+
+def test_a_killed_launcher_leaves_no_process_and_the_run_is_saved(tmp_path):
+    folder = tmp_path / "kept"
+    options = ("--processes", 2, "--devices", 1, "--steps", 10**6, "--checkpoint-every", 10**6)
+    process = start("train", *MLP, *options, "--checkpoint-dir", folder)
+    workers = wait_for_workers(process, 2)
+    assert process.stdout.readline().startswith("epoch ")
+    process.kill()
+    wait_until(lambda: not any(is_alive(worker) for worker in workers))
+    process.communicate()
+    assert len(steps_kept(folder)) == 1
+
+
+def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(tmp_path):
+    folder = tmp_path / "kept"
+    trained(*MLP, "--steps", 20, "--checkpoint-every", 10, "--checkpoint-dir", folder)
+    newest = folder / "step-00000020" / "tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    launched_again = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_RESTART_COUNT": "1"}
+    launched_again |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    launched_again |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    file = tmp_path / "record.json"
+    finished = subprocess.run(
+        [*EVENSTEP, "train", *MLP, "--steps", "30", "--checkpoint-dir", folder, "--json", file],
+        env={**os.environ, **launched_again},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert "step-00000020" in finished.stderr
+    assert TrainRecord.from_json(file.read_text()).fingerprint == (
+        trained(*MLP, "--steps", 30).fingerprint
+    )
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_after_a_kill_the_run_goes_on_from_the_last_checkpoint(tmp_path, victim):
+    folder, file = tmp_path / "kept", tmp_path / "record.json"
+    options = ("--processes", 2, "--max-restarts", 2, "--devices", 1, "--checkpoint-every", 25)
+    more = ("--checkpoint-dir", folder, "--json", file)
+    process = start("train", *MLP, "--steps", 900, *options, *more)
+    wait_for_step(folder, 50, process)
+    workers = children_of(process.pid)
+    os.kill(workers[victim], signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+    assert TrainRecord.from_json(file.read_text()).fingerprint == (
+        trained(*MLP, "--steps", 900).fingerprint
+    )
+    assert not [worker for worker in workers if is_alive(worker)]
+
+
+def test_auto_resume_begins_where_nothing_is_and_else_goes_on_from_the_newest_whole(tmp_path):
+    options = (
+        *MLP,
+        "--auto-resume",
+        "--checkpoint-every",
+        10,
+        "--checkpoint-dir",
+        tmp_path / "kept",
+    )
+    assert trained(*options, "--steps", 20).steps == 20
+    newest = tmp_path / "kept" / "step-00000020" / "tensors.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1])
+    again = run("train", *options, "--steps", 30, "--json", "-")
+    assert "step-00000020" in again.stderr
+    expected = trained(*MLP, "--steps", 30).fingerprint
+    assert TrainRecord.from_json(again.stdout).fingerprint == expected
+
+
+def test_auto_resume_needs_a_folder():
+    assert "got --auto-resume without --checkpoint-dir" in complaint(
+        "train", "--auto-resume", code=2
+    )

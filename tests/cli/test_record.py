@@ -1,0 +1,126 @@
+"""A run's record: exactly these keys, in this order, and back without loss."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evenstep.cli.record import TrainRecord
+from evenstep.errors import InputError
+
+KEYS = [
+    "model",
+    "data",
+    "devices",
+    "shards",
+    "batch_size",
+    "epochs",
+    "steps",
+    "seed",
+    "train_loss",
+    "test_accuracy",
+    "seconds_per_epoch",
+    "examples_per_second",
+    "fingerprint",
+]
+
+counts = st.integers(min_value=0, max_value=2**63 - 1)
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+records = st.builds(
+    TrainRecord,
+    model=st.text(),
+    data=st.text(),
+    devices=st.lists(st.text()).map(tuple),
+    shards=counts,
+    batch_size=counts,
+    epochs=counts,
+    steps=counts,
+    seed=counts,
+    train_loss=st.none() | numbers,
+    test_accuracy=numbers,
+    seconds_per_epoch=st.none() | numbers,
+    examples_per_second=st.none() | numbers,
+    fingerprint=st.text(),
+)
+
+
+@given(records)
+def test_what_is_written_is_read_back(record):
+    assert TrainRecord.from_json(record.to_json()) == record
+
+
+@given(records)
+def test_the_json_object_has_these_keys_in_this_order(record):
+    assert list(json.loads(record.to_json())) == KEYS
+
+
+def a_record(**changes):
+    values = {
+        "model": "mlp",
+        "data": "digits",
+        "devices": ("cpu:0", "cpu:1"),
+        "shards": 8,
+        "batch_size": 256,
+        "epochs": 2,
+        "steps": 12,
+        "seed": 0,
+        "train_loss": 2.25,
+        "test_accuracy": 0.5,
+        "seconds_per_epoch": 1.5,
+        "examples_per_second": 1000.0,
+        "fingerprint": "0" * 64,
+    }
+    return TrainRecord(**{**values, **changes})
+
+
+def test_devices_are_a_list_in_json():
+    assert json.loads(a_record().to_json())["devices"] == ["cpu:0", "cpu:1"]
+
+
+def test_a_record_is_one_line():
+    assert "\n" not in a_record(model="two\nlines").to_json()
+
+
+def test_nan_is_not_json():
+    with pytest.raises(ValueError, match="JSON"):
+        a_record(train_loss=float("nan")).to_json()
+
+
+def test_a_record_is_frozen_and_given_by_keyword():
+    with pytest.raises(AttributeError):
+        a_record().steps = 3
+    with pytest.raises(TypeError):
+        TrainRecord("mlp", "digits")
+
+
+def changed(**changes):
+    return json.dumps({**json.loads(a_record().to_json()), **changes})
+
+
+def without(key):
+    values = json.loads(a_record().to_json())
+    del values[key]
+    return json.dumps(values)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ("[]", "list"),
+        ("{}", r"\(none\)"),
+        (without("seed"), "exactly these"),
+        (changed(speed=3), "exactly these"),
+        (changed(steps="12"), "steps = '12'.*int"),
+        (changed(steps=True), "steps = True"),
+        (changed(train_loss="low"), "train_loss"),
+        (changed(test_accuracy=None), "test_accuracy"),
+        (changed(devices="cpu:0"), "devices"),
+        (changed(devices=[0]), "devices"),
+    ],
+)
+def test_another_record_is_refused(text, message):
+    with pytest.raises(InputError, match=message):
+        TrainRecord.from_json(text)

@@ -1,0 +1,93 @@
+"""The sum over processes, by bits: whatever the runs and the buckets, that of one process."""
+
+import operator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_partition import runs_at
+
+from evenstep.collectives import Forest, TreeSum, canonical_sum, connect, tree_sum
+from evenstep.errors import PeerError
+from over_threads import Counting, on_each, on_each_of
+from reference import assert_same_bits
+
+
+def vectors(shards, elements, dtype=torch.float32):
+    """Return numbers of very different size, so that every order of addition rounds otherwise."""
+    generator = torch.Generator().manual_seed(elements + shards)
+    numbers = torch.randn(shards, elements, generator=generator, dtype=torch.float64)
+    exponents = torch.randint(-12, 12, (shards, elements), generator=generator)
+    return list((numbers * 2.0**exponents).to(dtype))
+
+
+def tops_of(trees, rank, leaves):
+    tree = TreeSum(trees.plans[rank], operator.add)
+    for shard in trees.runs[rank]:
+        tree.put(shard, leaves[shard])
+    return tree.take_tops()
+
+
+def sum_over_processes(links, trees, leaves, bucket_bytes):
+    def part(end):
+        out = torch.empty_like(leaves[0])
+        canonical_sum(end, trees, tops_of(trees, end.rank, leaves), out, bucket_bytes=bucket_bytes)
+        return out
+
+    return on_each(links, part)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shards=st.integers(1, 20),
+    elements=st.integers(0, 300),
+    bucket_bytes=st.integers(1, 1500),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    data=st.data(),
+)
+def test_any_runs_and_buckets_give_the_sum_of_one_process(
+    shards, elements, bucket_bytes, dtype, data
+):
+    filled = data.draw(st.integers(1, shards))
+    cuts = data.draw(st.lists(st.integers(0, filled), max_size=4))
+    leaves = vectors(shards, elements, dtype)[:filled]
+    expected = tree_sum([*leaves, *[None] * (shards - filled)], operator.add)
+    trees = Forest(shards, filled, runs_at(filled, cuts))
+    for out in sum_over_processes(connect(len(cuts) + 1), trees, leaves, bucket_bytes):
+        assert_same_bits({"sum": out}, {"sum": expected})
+
+
+def test_another_order_would_be_another_sum():
+    """The vectors are such that the test above can fail."""
+    leaves = vectors(8, 100)
+    in_order = leaves[0].clone()
+    for leaf in leaves[1:]:
+        in_order += leaf
+    assert not torch.equal(in_order, tree_sum(leaves, operator.add))
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_with_one_top_each_it_sends_what_a_ring_all_reduce_sends(processes):
+    leaves = vectors(8, 100_000)
+    each = 8 // processes
+    trees = Forest(8, 8, [range(first, first + each) for first in range(0, 8, each)])
+    ends = [Counting(end) for end in connect(processes)]
+    sum_over_processes(ends, trees, leaves, 64_000)
+    ring = 2 * (processes - 1) / processes * leaves[0].nbytes
+    for end in ends:
+        assert abs(end.sent - ring) <= 0.02 * ring
+
+
+def test_a_process_that_does_not_come_is_named():
+    trees = Forest(4, 4, [range(2), range(2, 4)])
+    leaves = vectors(4, 10)
+
+    def part(end):
+        if end.rank == 1:
+            return None
+        with pytest.raises(PeerError, match=r"rank 1 sent nothing for 0\.05 s") as caught:
+            canonical_sum(end, trees, tops_of(trees, 0, leaves), torch.empty(10))
+        return caught.value.rank
+
+    assert on_each_of(2, part, timeout_s=0.05) == [1, None]

@@ -1,0 +1,421 @@
+"""Devices as values: names, what is found, quotas of control groups, and lines about a layout."""
+
+import dataclasses
+import os
+
+import pytest
+import torch
+
+from evenstep.devices import (
+    Device,
+    cgroup_quota_cores,
+    deterministic_kernels,
+    discovery,
+    find_devices,
+    gpu_count,
+    intra_op_threads,
+    layout_notes,
+    parse_device,
+    try_all_gpus,
+    try_gpu,
+    usable_cores,
+)
+from evenstep.errors import DeviceError
+
+HOW_TO_NAME = "write cpu:0, cpu:1, ..., cuda:0, cuda:1, ..., a number of devices, or auto"
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """Return a function that lets this process use so many cores."""
+
+    def allow(count):
+        monkeypatch.setattr(discovery, "usable_cores", lambda: count)
+
+    return allow
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Return a function that puts GPUs of these models into the machine."""
+
+    def plug_in(*models):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(models))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(models))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: models[index])
+
+    plug_in()
+    return plug_in
+
+
+def message(call, *arguments, **options):
+    with pytest.raises(DeviceError) as caught:
+        call(*arguments, **options)
+    return str(caught.value)
+
+
+def names(found):
+    return [device.name for device in found]
+
+
+# ---- a device as a value
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "name", "memory"),
+    [
+        ("cpu", Device("cpu", 0), "cpu:0", "cpu"),
+        ("cpu:0", Device("cpu", 0), "cpu:0", "cpu"),
+        (" cpu:12 ", Device("cpu", 12), "cpu:12", "cpu"),
+        ("cpu:own", Device("cpu", 0, own_memory=True), "cpu:0:own", "cpu:0:own"),
+        ("cpu:2:own", Device("cpu", 2, own_memory=True), "cpu:2:own", "cpu:2:own"),
+        ("cuda", Device("cuda", 0), "cuda:0", "cuda:0"),
+        ("cuda:3", Device("cuda", 3), "cuda:3", "cuda:3"),
+    ],
+)
+def test_a_name_is_read_and_written(text, device, name, memory):
+    assert parse_device(text) == device
+    assert (device.name, str(device), device.memory) == (name, name, memory)
+    assert parse_device(name) == device
+
+
+def test_threads_are_given_to_the_device():
+    assert parse_device("cpu:1", threads=3) == Device("cpu", 1, threads=3)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "gpu", "cpu:", "cpu:-1", "cpu:x", "CPU:0", "cuda:0:own", "cpu:0:mine", "cpu:0 1"]
+)
+def test_what_is_no_name_is_refused(text):
+    assert message(parse_device, text) == f"got device {text.strip()!r}: {HOW_TO_NAME}"
+
+
+@pytest.mark.parametrize(("index", "threads"), [(-1, 1), (0, 0), (2, -4)])
+def test_impossible_numbers_are_refused(index, threads):
+    assert message(Device, "cpu", index, threads=threads) == (
+        f"got index {index} and {threads} threads: a device needs an index of at least 0 and at "
+        f"least 1 thread"
+    )
+
+
+def test_a_device_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Device("cpu", 0).index = 1
+
+
+def test_a_device_in_torchs_words(gpus):
+    gpus("H200", "L4")
+    assert Device("cpu", 3).torch_device == torch.device("cpu")
+    assert Device("cpu", 3, own_memory=True).torch_device == torch.device("cpu")
+    assert Device("cuda", 1).torch_device == torch.device("cuda:1")
+    assert Device("cpu", 3).model_name == "cpu"
+    assert Device("cuda", 1).model_name == "L4"
+
+
+# ---- what a user may say
+
+
+def test_auto_without_gpus_is_a_device_for_each_core(gpus, cores):
+    cores(3)
+    assert find_devices() == find_devices("auto") == tuple(Device("cpu", i) for i in range(3))
+    assert find_devices("auto", threads=3) == (Device("cpu", 0, threads=3),)
+    cores(5)
+    assert find_devices("auto", threads=2) == (
+        Device("cpu", 0, threads=2),
+        Device("cpu", 1, threads=2),
+    )
+    assert find_devices("auto", threads=16) == (Device("cpu", 0, threads=16),)
+
+
+def test_auto_with_gpus_is_all_of_them(gpus):
+    gpus("A", "A", "A")
+    assert find_devices("auto") == tuple(Device("cuda", i) for i in range(3))
+    assert try_all_gpus(threads=4) == tuple(Device("cuda", i, threads=4) for i in range(3))
+
+
+def test_gpus_that_torch_cannot_use_do_not_count(gpus, monkeypatch):
+    gpus("A", "A")
+    assert gpu_count() == 2
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_count() == 0
+
+
+def test_try_gpu_falls_back_to_the_cpu(gpus):
+    assert try_gpu() == Device("cpu", 0)
+    gpus("A", "A")
+    assert try_gpu() == Device("cuda", 0)
+    assert try_gpu(1) == Device("cuda", 1)
+    assert try_gpu(2) == Device("cpu", 0)
+
+
+def test_a_number_is_that_many(gpus):
+    assert find_devices(4) == find_devices("4") == find_devices(" 4 ")
+    assert names(find_devices(4)) == ["cpu:0", "cpu:1", "cpu:2", "cpu:3"]
+    assert {device.threads for device in find_devices(2, threads=3)} == {3}
+    gpus("A", "A")
+    assert names(find_devices(2)) == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize("count", [0, -1, "0", "-3"])
+def test_less_than_one_device_is_refused(count):
+    assert message(find_devices, count) == f"got {count} devices: at least 1 is needed"
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        "cpu:0,cpu:5:own,cpu",
+        ["cpu:0", "cpu:1", "cpu"],
+        ("cpu:2", "cpu:2"),
+    ],
+    ids=str,
+)
+def test_a_cpu_device_named_twice_is_refused(wanted):
+    twice = "cpu:2" if isinstance(wanted, tuple) else "cpu:0"
+    assert message(find_devices, wanted) == (
+        f"got {twice} twice: give each CPU device a number of its own"
+    )
+
+
+def test_lists_of_names_devices_and_torchs_devices(gpus):
+    gpus("A", "A")
+    own = Device("cpu", 3, own_memory=True, threads=2)
+    wanted = ["cpu:1", own, torch.device("cuda", 1), torch.device("cpu")]
+    assert names(find_devices(wanted)) == ["cpu:1", "cpu:3:own", "cuda:1", "cpu:0"]
+    assert [device.threads for device in find_devices(wanted, threads=4)] == [4, 2, 4, 4]
+    assert names(find_devices("cpu:1, cpu:0:own ,cuda:0")) == ["cpu:1", "cpu:0:own", "cuda:0"]
+    assert names(find_devices("cpu:7")) == ["cpu:7"]
+
+
+@pytest.mark.parametrize("wanted", [[], ()])
+def test_an_empty_list_is_refused(wanted):
+    assert message(find_devices, wanted) == (
+        "got an empty list of devices: name at least one, or say auto"
+    )
+
+
+@pytest.mark.parametrize("wanted", ["cpu:0,", "cpu:0,tpu:1", ["cpu:0", "tpu:1"], ["auto"]])
+def test_an_unknown_name_in_a_list_is_refused(wanted):
+    bad = (wanted.split(",") if isinstance(wanted, str) else wanted)[-1]
+    assert message(find_devices, wanted) == f"got device {bad!r}: {HOW_TO_NAME}"
+
+
+def test_gpus_that_are_not_there_are_refused(gpus):
+    use_cpus = "CPU devices (cpu:0, cpu:1, ...)"
+    assert message(find_devices, ["cuda:0"]) == (
+        f"got cuda:0, but torch sees 0 GPUs here: use {use_cpus}"
+    )
+    gpus("A")
+    assert message(find_devices, ["cuda:1"]) == (
+        f"got cuda:1, but torch sees 1 GPU here: use cuda:0, or {use_cpus}"
+    )
+    gpus("A", "A")
+    assert message(find_devices, "cpu:0,cuda:2") == (
+        f"got cuda:2, but torch sees 2 GPUs here: use cuda:0 to cuda:1, or {use_cpus}"
+    )
+    assert message(find_devices, 3) == (
+        f"got cuda:2, but torch sees 2 GPUs here: use cuda:0 to cuda:1, or {use_cpus}"
+    )
+
+
+# ---- cores: affinity and control groups
+
+
+@pytest.mark.parametrize(
+    ("affinity", "quota", "usable"),
+    [(4, None, 4), (4, 2.0, 2), (2, 8.0, 2), (4, 2.9, 2), (4, 0.5, 1), (1, None, 1)],
+)
+def test_usable_cores_are_bounded_by_affinity_and_quota(monkeypatch, affinity, quota, usable):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(affinity)), raising=False)
+    monkeypatch.setattr(discovery, "cgroup_quota_cores", lambda: quota)
+    assert usable_cores() == usable
+
+
+def test_without_affinity_every_core_counts(monkeypatch):
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    monkeypatch.setattr(discovery, "cgroup_quota_cores", lambda: None)
+    monkeypatch.setattr(os, "cpu_count", lambda: 6)
+    assert usable_cores() == 6
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert usable_cores() == 1
+
+
+def write_tree(root, files):
+    for path, text in files.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
+
+
+def quota_of(tmp_path, proc, files):
+    write_tree(tmp_path, {"proc": proc, **{f"cgroup/{path}": text for path, text in files.items()}})
+    return cgroup_quota_cores(tmp_path / "cgroup", tmp_path / "proc")
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"a/b/cpu.max": "200000 100000\n"}, 2.0),
+        ({"a/b/cpu.max": "150000 100000\n"}, 1.5),
+        ({"a/b/cpu.max": "max 100000\n"}, None),
+        ({"a/b/cpu.max": "max 100000\n", "a/cpu.max": "300000 100000\n"}, 3.0),
+        ({"a/b/cpu.max": "400000 100000\n", "a/cpu.max": "30000 10000\n"}, 3.0),
+        ({"a/b/cpu.max": "100000 100000\n", "a/cpu.max": "30000 10000\n"}, 1.0),
+        ({"a/b/cpu.max": "max 100000\n", "cpu.max": "50000 100000\n"}, 0.5),
+        ({"a/c/cpu.max": "100000 100000\n"}, None),  # somebody else's group
+        ({"a/b/c/cpu.max": "100000 100000\n"}, None),  # a child's
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_quotas_of_cgroup_v2(tmp_path, files, cores):
+    assert quota_of(tmp_path, "0::/a/b\n", files) == cores
+
+
+def test_the_root_group_of_cgroup_v2(tmp_path):
+    """What a container sees: its own group is the root of the tree."""
+    assert quota_of(tmp_path, "0::/\n", {"cpu.max": "250000 100000\n"}) == 2.5
+
+
+def test_nothing_above_the_tree_is_read(tmp_path):
+    write_tree(tmp_path, {"cpu.max": "10000 100000\n"})
+    assert quota_of(tmp_path, "0::/a\n", {"a/memory.max": "max\n"}) is None
+
+
+V1_PROC = "9:memory:/box\n4:cpu,cpuacct:/box/run\n3:cpuset:/other\n1:name=systemd:/\n0::/x\n"
+
+
+def v1(group, quota, period="100000"):
+    return {
+        f"cpu{group}/cpu.cfs_quota_us": f"{quota}\n",
+        f"cpu{group}/cpu.cfs_period_us": f"{period}\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        (v1("/box/run", 200000), 2.0),
+        (v1("/box/run", 5000, 20000), 0.25),
+        (v1("/box/run", -1), None),
+        ({**v1("/box/run", -1), **v1("/box", 300000)}, 3.0),
+        ({**v1("/box/run", 200000), **v1("", 100000)}, 1.0),
+        (v1("", 400000), 4.0),  # inside a container, where the path of the host is not there
+        (v1("/other", 100000), None),
+        ({"memory/box/cpu.max": "100000 100000\n"}, None),
+    ],
+    ids=str,
+)
+def test_quotas_of_cgroup_v1(tmp_path, files, cores):
+    assert quota_of(tmp_path, V1_PROC, files) == cores
+
+
+def test_the_tightest_of_both_versions_counts(tmp_path):
+    files = {**v1("/box/run", 300000), "x/cpu.max": "200000 100000\n"}
+    assert quota_of(tmp_path, V1_PROC, files) == 2.0
+
+
+def test_a_system_without_control_groups_has_no_quota(tmp_path):
+    assert cgroup_quota_cores(tmp_path / "cgroup", tmp_path / "not there") is None
+
+
+def test_a_half_written_group_has_no_quota(tmp_path):
+    assert quota_of(tmp_path, "0::/a\n", {"a/cpu.max": "\n"}) is None
+    assert quota_of(tmp_path, V1_PROC, {"cpu/box/cpu.cfs_quota_us": "100000\n"}) is None
+
+
+# ---- what a person should know about a layout
+
+
+def test_a_plain_layout_needs_no_line(cores):
+    cores(2)
+    assert layout_notes(find_devices(["cpu:0", "cpu:1"]), 8) == []
+    assert layout_notes(find_devices(["cpu:0"], threads=2), 1) == []
+
+
+def test_more_threads_than_cores_cost_time_only(cores):
+    cores(2)
+    line = "threads of CPU devices share 2 cores: the result is the same, the time is that of 2"
+    assert layout_notes(find_devices(["cpu:0", "cpu:1", "cpu:2"]), 8) == [f"3 {line}"]
+    assert layout_notes(find_devices(["cpu:0", "cpu:1:own"], threads=3), 8) == [f"6 {line}"]
+
+
+def test_more_devices_than_shards_are_idle(gpus):
+    gpus(*["A"] * 64)
+    expected = [
+        "8 shards keep 8 of 64 devices busy: --shards 64 uses them all, and is another experiment"
+    ]
+    assert layout_notes(find_devices("auto"), 8) == expected
+    assert layout_notes(find_devices("auto"), 64) == []
+
+
+def test_devices_of_different_kinds_are_equal_within_rounding_only(gpus, cores):
+    gpus("H200", "L4", "L4")
+    cores(8)
+    line = "or thread counts: results are equal within rounding, not bit for bit"
+    assert layout_notes(find_devices(["cuda:1", "cuda:2"]), 8) == []
+    assert layout_notes(find_devices(["cuda:0", "cuda:1", "cuda:2"]), 8) == [
+        f"devices of different kinds (H200, L4) {line}"
+    ]
+    assert layout_notes(find_devices(["cuda:0", "cpu:0"]), 8) == [
+        f"devices of different kinds (H200, cpu) {line}"
+    ]
+    assert layout_notes([Device("cpu", 0, threads=2), Device("cpu", 1)], 8) == [
+        f"devices of different kinds (cpu) {line}"
+    ]
+
+
+def test_each_thing_has_a_line_of_its_own(gpus, cores):
+    gpus("H200")
+    cores(1)
+    notes = layout_notes(find_devices(["cuda:0", "cpu:0", "cpu:1"]), 2)
+    assert [note.split()[:2] for note in notes] == [
+        ["2", "threads"],
+        ["2", "shards"],
+        ["devices", "of"],
+    ]
+
+
+# ---- settings of torch, lent and put back
+
+
+def test_intra_op_threads_are_lent():
+    torch.set_num_threads(2)
+    with intra_op_threads(3):
+        assert torch.get_num_threads() == 3
+        with intra_op_threads(1):
+            assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == 3
+    assert torch.get_num_threads() == 2
+
+
+def test_intra_op_threads_are_put_back_after_an_error():
+    with pytest.raises(ZeroDivisionError), intra_op_threads(3):
+        _ = 1 / 0
+    assert torch.get_num_threads() == 1
+
+
+@pytest.fixture
+def torch_settings():
+    def read():
+        return torch.backends.cudnn.benchmark, torch.are_deterministic_algorithms_enabled()
+
+    before = read()
+    yield read
+    torch.backends.cudnn.benchmark = before[0]
+    torch.use_deterministic_algorithms(before[1])
+
+
+def test_gpus_are_kept_to_deterministic_kernels(torch_settings):
+    torch.backends.cudnn.benchmark = True
+    with deterministic_kernels([Device("cuda", 0), Device("cpu", 0)]):
+        assert torch_settings() == (False, True)
+    assert torch_settings() == (True, False)
+    with pytest.raises(ZeroDivisionError), deterministic_kernels([Device("cuda", 0)]):
+        _ = 1 / 0
+    assert torch_settings() == (True, False)
+
+
+def test_cpus_need_no_settings(torch_settings):
+    torch.backends.cudnn.benchmark = True
+    with deterministic_kernels([Device("cpu", 0), Device("cpu", 1, own_memory=True)]):
+        assert torch_settings() == (True, False)

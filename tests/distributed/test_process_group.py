@@ -1,0 +1,116 @@
+"""Messages between processes, here threads: over local links, and over gloo itself."""
+
+import datetime
+import json
+import time
+
+import pytest
+import torch.distributed as dist
+
+from evenstep.collectives import connect
+from evenstep.distributed import Board, Peers, agree
+from evenstep.distributed.gloo import GlooLinks
+from evenstep.errors import InputError, PeerError
+from over_threads import on_each
+
+SIZES = [0, 1, 4087, 4088, 4089, 100_000]
+
+
+def peers_over(links):
+    hosts = [f"host{rank}" for rank in range(links.size)]
+    store = dist.HashStore()
+    for rank in range(1, links.size):
+        store.set(f"doing/{rank}", json.dumps({"at": time.time() - 7, "doing": "thinking"}))
+    return Peers(links, hosts, Board(store, links.rank), alone=True)
+
+
+def gloo_links(size, timeout_s=20):
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=20))
+    return lambda rank: GlooLinks(store, rank, size, "lo", timeout_s)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_everybody_gets_every_message_by_rank(size):
+    def tell(end):
+        peers = peers_over(end)
+        return [peers.gather(bytes([end.rank]) * (n * (end.rank + 1)), "it") for n in SIZES]
+
+    for told in on_each(connect(size), tell):
+        assert told == [[bytes([rank]) * (n * (rank + 1)) for rank in range(size)] for n in SIZES]
+
+
+def test_messages_go_over_gloo():
+    make = gloo_links(3)
+
+    def tell(rank):
+        peers = peers_over(make(rank))
+        return [peers.gather(bytes([rank]) * n * (rank + 1), "it") for n in SIZES]
+
+    for told in on_each(range(3), tell):
+        assert told == [[bytes([rank]) * n * (rank + 1) for rank in range(3)] for n in SIZES]
+
+
+def test_over_gloo_too_a_late_process_is_named():
+    make = gloo_links(2, timeout_s=0.2)
+
+    def tell(rank):
+        peers = peers_over(make(rank))
+        if rank == 1:
+            return peers
+        with pytest.raises(PeerError) as caught:
+            peers.gather(b"here", "its part of step 3")
+        assert str(caught.value) == (
+            "rank 1 did not come within 0.2 s: rank 0 waited for its part of step 3; rank 1 is on "
+            "host1, last seen 7 s ago, thinking"
+        )
+        return None
+
+    on_each(range(2), tell)
+
+
+def test_over_gloo_a_process_that_is_gone_is_named():
+    make = gloo_links(2)
+
+    def tell(rank):
+        peers = peers_over(make(rank))
+        if rank == 1:
+            return
+        with pytest.raises(PeerError, match=r"rank 1 is gone: .*waited for its part of step 3"):
+            peers.gather(b"here", "its part of step 3")
+        return
+
+    on_each(range(2), tell)
+
+
+def test_why_a_process_left_reaches_who_waits_for_it():
+    store = dist.HashStore()
+
+    def tell(end):
+        peers = Peers(end, ["host0", "host1"], Board(store, end.rank), alone=True)
+        if end.rank == 1:
+            peers.leave("a problem of its own")
+        else:
+            expected = r"^rank 1 \(on host1\) failed: a problem of its own$"
+            with pytest.raises(PeerError, match=expected):
+                peers.gather(b"here", "it")
+
+    on_each(connect(2), tell)
+
+
+def test_what_differs_is_named_with_its_place():
+    def compare(end):
+        facts = {"the version of torch": f"2.{end.rank}", "shards": 8, "seed": end.rank // 2}
+        with pytest.raises(InputError) as caught:
+            agree(peers_over(end), facts, "what is trained")
+        return str(caught.value)
+
+    assert set(on_each(connect(3), compare)) == {
+        "the processes disagree about what is trained: the version of torch is 2.1 on rank 1 "
+        "(host1), but 2.0 on rank 0 (host0); the version of torch is 2.2 on rank 2 (host2), but "
+        "2.0 on rank 0 (host0); seed is 1 on rank 2 (host2), but 0 on rank 0 (host0)"
+    }
+
+
+def test_what_agrees_is_not_spoken_of():
+    assert on_each(connect(3), lambda end: agree(peers_over(end), {"seed": 1}, "it")) == [None] * 3

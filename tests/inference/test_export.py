@@ -1,0 +1,293 @@
+"""A model in one file: what comes back computes the same, without the model's source."""
+
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from commands import complaint, run, trained
+from evenstep.errors import BatchError, ExportError, SaveError
+from evenstep.inference import onnx_export
+from reference import plain_outputs
+
+ALONE = """
+import sys, torch, evenstep
+exported = evenstep.load_exported(sys.argv[1])
+assert "mine" not in sys.modules
+torch.save(exported(torch.load(sys.argv[2])), sys.argv[3])
+"""
+
+
+def networks():
+    return {
+        "mlp": (evenstep.models.mlp(), torch.randn(1, 1, 28, 28)),
+        "lenet": (evenstep.models.lenet(), torch.randn(3, 1, 28, 28)),
+        "resnet18": (evenstep.models.resnet18(), torch.randn(2, 1, 28, 28)),
+    }
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "resnet18"])
+def test_the_file_computes_what_the_model_does_in_evaluation_mode(name, tmp_path):
+    net, example = networks()[name]
+    exported = evenstep.load_exported(evenstep.export(net, example, tmp_path / "it.pt2"))
+    assert net.training
+    for size in (1, 2, 7):
+        images = torch.randn(size, 1, 28, 28)
+        found = exported(images)
+        assert not found.requires_grad
+        torch.testing.assert_close(found, plain_outputs(net, images), rtol=1e-5, atol=1e-5)
+
+
+def test_it_runs_in_a_process_where_the_models_module_does_not_exist(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "class Mine(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.layer = nn.Linear(3, 2)\n"
+        "    def forward(self, x, y):\n"
+        "        return {'sum': self.layer(x) + y}\n"
+    )
+    make = (
+        "import torch, evenstep, mine\n"
+        "torch.manual_seed(0)\n"
+        "net = mine.Mine()\n"
+        "x, y = torch.randn(4, 3), torch.randn(4, 2)\n"
+        "evenstep.export(net, (x[:2], y[:2]), 'it.pt2')\n"
+        "torch.save((x, y, net(x, y)['sum'].detach()), 'expected.pt')\n"
+    )
+    subprocess.run([sys.executable, "-c", make], cwd=tmp_path, check=True)
+    (tmp_path / "mine.py").unlink()
+    use = (
+        "import torch, evenstep\n"
+        "x, y, expected = torch.load('expected.pt')\n"
+        "found = evenstep.load_exported('it.pt2')(x, y)['sum']\n"
+        "torch.testing.assert_close(found, expected)\n"
+    )
+    subprocess.run([sys.executable, "-c", use], cwd=tmp_path, check=True)
+
+
+@pytest.fixture
+def file(tmp_path):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 2))
+    return evenstep.export(net, torch.randn(2, 3, 4), tmp_path / "it.pt2")
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        ((torch.ones(2, 3, 5),), r"got float32 \(batch, 3, 5\): .* needs float32 \(batch, 3, 4\)"),
+        ((torch.ones(2, 3, 4).double(),), r"got float64 \(batch, 3, 4\)"),
+        ((torch.ones(2, 3, 4), torch.ones(2)), r"got float32 \(batch, 3, 4\), float32 \(batch\)"),
+        ((), "got nothing"),
+        ((torch.ones(()),), "without a batch dimension"),
+        (([1.0],), "got a list"),
+        ((torch.ones(0, 3, 4),), r"inputs of \[0\] examples"),
+    ],
+)
+def test_a_wrong_input_is_refused_in_one_line(file, inputs, told):
+    with pytest.raises(BatchError, match=told) as caught:
+        evenstep.load_exported(file)(*inputs)
+    assert "\n" not in str(caught.value)
+
+
+def damaged(file):
+    content = file.read_bytes()
+    return {
+        "missing": file.with_name("other.pt2"),
+        "empty": write(file, b""),
+        "text": write(file, b"hello"),
+        "truncated": write(file, content[: len(content) // 2]),
+        "flipped": write(file, flipped(content)),
+    }
+
+
+def write(file, content):
+    other = file.with_name(f"{len(content)}-{file.name}")
+    other.write_bytes(content)
+    return other
+
+
+def flipped(content):
+    at = content.index(b"evenstep export")
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+
+
+@pytest.mark.parametrize("kind", ["missing", "empty", "text", "truncated", "flipped"])
+def test_a_bad_file_is_refused_in_one_line(file, kind):
+    with pytest.raises(ExportError, match=r"\.pt2 is (not there|damaged)") as caught:
+        evenstep.load_exported(damaged(file)[kind])
+    assert "\n" not in str(caught.value)
+
+
+class BranchesOnValues(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+
+
+def test_a_model_that_is_no_program_says_why(tmp_path):
+    with pytest.raises(ExportError, match=r"BranchesOnValues can't be exported: .*not on values"):
+        evenstep.export(BranchesOnValues(), torch.ones(2, 3), tmp_path / "it.pt2")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("example", "told"),
+    [
+        ([torch.ones(2)], "a tensor, or a tuple"),
+        ((), "a tensor, or a tuple"),
+        (torch.ones(()), "batch dimension"),
+        ((torch.ones(2, 1), torch.ones(3, 1)), r"have \[2, 3\] rows"),
+    ],
+)
+def test_a_bad_example_is_refused(tmp_path, example, told):
+    with pytest.raises(ExportError, match=told):
+        evenstep.export(nn.Identity(), example, tmp_path / "it.pt2")
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path):
+    with pytest.raises(ExportError, match=r"ends in \.pt2 or \.onnx"):
+        evenstep.export(nn.Linear(2, 2), torch.ones(2, 2), tmp_path / "it.pth")
+
+
+def test_a_folder_that_is_missing_is_told(tmp_path):
+    with pytest.raises(SaveError, match="can't be written"):
+        evenstep.export(nn.Linear(2, 2), torch.ones(2, 2), tmp_path / "none" / "it.pt2")
+
+
+def test_the_command_exports_a_run_and_says_how_far_it_is_off(tmp_path):
+    folder, file = tmp_path / "run", tmp_path / "it.pt2"
+    trained("--model", "mlp", "--steps", 3, "--checkpoint-dir", folder)
+    for checkpoint in (folder, folder / "step-00000003"):
+        told = run("export", "--checkpoint", checkpoint, "--out", file).stdout
+        assert "float32 (batch, 1, 28, 28)" in told
+        assert "max difference" in told
+    assert evenstep.load_exported(file)(torch.zeros(5, 1, 28, 28)).shape == (5, 10)
+    pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
+    other = file.with_suffix(".onnx")
+    assert "onnxruntime" in run("export", "--checkpoint", folder, "--out", other).stdout
+    assert other.stat().st_size > 100_000
+
+
+def test_the_command_refuses_what_is_no_run(tmp_path):
+    line = complaint("export", "--checkpoint", tmp_path, "--out", tmp_path / "it.pt2", code=2)
+    assert "no checkpoint in" in line
+
+
+# What the book says of symbolic programs, and what happens here
+
+
+class Talks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x):
+        print("computing")
+        return self.layer(x)
+
+
+def test_a_print_happens_while_the_program_is_recorded_and_never_again(tmp_path, capsys):
+    file = evenstep.export(Talks(), torch.ones(2, 4), tmp_path / "it.pt2")
+    assert "computing" in capsys.readouterr().out
+    evenstep.load_exported(file)(torch.ones(3, 4))
+    assert capsys.readouterr().out == ""
+
+
+class WritesInPlace(nn.Module):
+    def forward(self, x):
+        hidden = x * 2
+        hidden += 1
+        hidden[:, 0] = 0
+        return hidden
+
+
+def test_in_place_operations_on_what_the_model_has_made_are_part_of_the_program(tmp_path):
+    file = evenstep.export(WritesInPlace(), torch.ones(2, 4), tmp_path / "it.pt2")
+    x = torch.randn(5, 4)
+    assert evenstep.load_exported(file)(x).equal(WritesInPlace()(x))
+
+
+class LoopsOverRows(nn.Module):
+    """A loop whose length is a shape: it is unrolled for the example's, so another is refused."""
+
+    def forward(self, x):
+        return torch.stack([row * number for number, row in enumerate(x)])
+
+
+def test_a_loop_over_the_examples_is_refused_for_its_length_would_be_fixed(tmp_path):
+    with pytest.raises(ExportError, match="LoopsOverRows can't be exported"):
+        evenstep.export(LoopsOverRows(), torch.ones(3, 4), tmp_path / "it.pt2")
+
+
+class RandomInPython(nn.Module):
+    def forward(self, x):
+        return x * random.random()
+
+
+def test_a_number_from_python_is_the_recorded_one_for_ever(tmp_path):
+    file = evenstep.export(RandomInPython(), torch.ones(2, 4), tmp_path / "it.pt2")
+    exported = evenstep.load_exported(file)
+    assert exported(torch.ones(1, 4)).equal(exported(torch.ones(1, 4)))
+
+
+class KeepsInAttribute(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.ones(())
+
+    def forward(self, x):
+        self.mean = self.mean + x.mean()
+        return x + self.mean
+
+
+def test_a_tensor_in_an_attribute_is_the_recorded_one_for_ever(tmp_path):
+    exported = evenstep.load_exported(
+        evenstep.export(KeepsInAttribute(), torch.ones(2, 4), tmp_path / "it.pt2")
+    )
+    assert exported(torch.ones(1, 4)).equal(exported(torch.ones(1, 4)))
+
+
+# ONNX
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", "resnet18"])
+def test_onnxruntime_computes_the_same_of_any_batch_size(name, tmp_path):
+    runtime = pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
+    net, example = networks()[name]
+    file = evenstep.export(net, example, tmp_path / "it.onnx")
+    assert net.training
+    session = runtime.InferenceSession(file.read_bytes())
+    (given,) = session.get_inputs()
+    for size in (1, 5):
+        images = torch.randn(size, 1, 28, 28)
+        (found,) = session.run(None, {given.name: images.numpy()})
+        expected = plain_outputs(net, images)
+        torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_that_is_no_onnx_says_why(tmp_path):
+    pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
+    with pytest.raises(ExportError, match="BranchesOnValues can't be written as ONNX") as caught:
+        evenstep.export(BranchesOnValues(), torch.ones(2, 3), tmp_path / "it.onnx")
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_outputs_that_differ_are_noticed(tmp_path, monkeypatch):
+    pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
+    run_it = onnx_export._run
+    monkeypatch.setattr(onnx_export, "_run", lambda *args: [one + 0.1 for one in run_it(*args)])
+    with pytest.raises(ExportError, match=r"differ from those of Linear by 1\.0e-01: nothing"):
+        evenstep.export(nn.Linear(2, 2), torch.ones(2, 2), tmp_path / "it.onnx")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_missing_for_onnx_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(onnx_export, "_NEEDED", ("onnx", "no_such_package"))
+    with pytest.raises(ExportError, match=r"no_such_package is missing: pip install"):
+        evenstep.export(nn.Linear(2, 2), torch.ones(2, 2), tmp_path / "it.onnx")

@@ -1,0 +1,342 @@
+"""Schedulers and users change the optimizer's groups while steps are in flight, to the same end."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from evenstep.replicas import OptimizerTwin
+from in_flight import DEVICES, assert_same_as_one_at_a_time, numbered, opened
+from optimizers import OPTIMIZERS, SETTINGS, model_for
+from reference import assert_same_bits, whole_state
+from trainers import sgd
+
+on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
+
+
+def nothing(trainer, number, loss):
+    pass
+
+
+def two_groups(model):
+    first, *rest = model.parameters()
+    return torch.optim.SGD([{"params": [first], "lr": 0.02}, {"params": rest}], lr=0.1)
+
+
+def adam(model):
+    return torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+class Counting(torch.optim.Optimizer):
+    """An optimizer that keeps what it counts in its groups, as Prodigy and schedule-free do."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "k": 0, "weight": torch.zeros(())})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight"] = group["weight"] + group["lr"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.sub_(parameter.grad * float(group["weight"]) / group["k"])
+
+
+def counting(model):
+    return Counting(model.parameters())
+
+
+# Schedulers
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("make_optimizer", "make_scheduler"),
+    [
+        (sgd, lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=7)),
+        (adam, lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=7)),
+        (two_groups, lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.3], total_steps=7)),
+        (sgd, lambda o: lr_scheduler.CosineAnnealingLR(o, 4)),
+        (two_groups, lambda o: lr_scheduler.LambdaLR(o, [lambda n: 0.5**n, lambda n: 1 / (n + 1)])),
+        (counting, lambda o: lr_scheduler.ExponentialLR(o, 0.7)),
+    ],
+)
+def test_a_scheduler_stepped_after_every_step(devices, make_optimizer, make_scheduler):
+    """That it warns of nothing is tested too: warnings are errors here."""
+
+    def act(trainer, number, loss):
+        trainer.scheduler.step()
+
+    _, _, groups = assert_same_as_one_at_a_time(
+        devices, act, make_optimizer=make_optimizer, make_scheduler=make_scheduler
+    )
+    assert groups[0]["lr"] != groups[0]["initial_lr"]
+
+
+@on_devices
+def test_a_scheduler_that_looks_at_the_loss(devices):
+    def act(trainer, number, loss):
+        trainer.scheduler.step(float(loss))
+
+    def make_scheduler(optimizer):
+        return lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.3, patience=0, threshold=0.2)
+
+    _, _, groups = assert_same_as_one_at_a_time(
+        devices, act, waits="before", make_scheduler=make_scheduler
+    )
+    assert groups[0]["lr"] < 0.1
+
+
+# What users write themselves
+
+
+@on_devices
+@pytest.mark.parametrize("number_to_change", [1, 2])
+def test_settings_written_into_the_groups(devices, number_to_change):
+    def act(trainer, number, loss):
+        if number == number_to_change:
+            trainer.optimizer.param_groups[1].update(lr=0.7, weight_decay=0.1, mine=["note"])
+        if number == 3:
+            trainer.optimizer.param_groups[0]["momentum"] = 0.5
+
+    assert_same_as_one_at_a_time(devices, act, make_optimizer=two_groups)
+
+
+@on_devices
+def test_a_tensor_as_learning_rate_changed_in_place(devices):
+    def act(trainer, number, loss):
+        trainer.optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    def make_optimizer(model):
+        return torch.optim.SGD(model.parameters(), lr=torch.tensor(0.4), momentum=0.9)
+
+    _, _, groups = assert_same_as_one_at_a_time(devices, act, make_optimizer=make_optimizer)
+    assert groups[0]["lr"] == 0.4 * 0.5**6
+
+
+@on_devices
+def test_counters_in_the_groups_are_there_after_waitall(devices):
+    def act(trainer, number, loss):
+        if number == 3:
+            trainer.optimizer.param_groups[0]["lr"] = 0.05
+
+    _, _, groups = assert_same_as_one_at_a_time(devices, act, make_optimizer=counting)
+    assert groups[0]["k"] == 6
+
+
+@on_devices
+def test_counters_in_the_groups_are_set_back_by_the_user_after_waitall(devices):
+    def act(trainer, number, loss):
+        if number == 2:
+            trainer.waitall()
+            trainer.optimizer.param_groups[0]["k"] = 0
+
+    _, _, groups = assert_same_as_one_at_a_time(
+        devices, act, make_optimizer=counting, waits="before"
+    )
+    assert groups[0]["k"] == 3
+
+
+@on_devices
+@pytest.mark.parametrize("waitall", [True, False])
+@pytest.mark.parametrize("make_optimizer", [sgd, adam, counting])
+def test_a_state_loaded_between_steps(devices, make_optimizer, waitall):
+    saved = {}
+
+    def act(trainer, number, loss):
+        if number == 0:
+            trainer.waitall()
+            saved[trainer] = copy.deepcopy(trainer.optimizer.state_dict())
+            saved[trainer]["param_groups"][0]["lr"] = 0.03
+        if number == 3:
+            trainer.optimizer.load_state_dict(saved[trainer])
+            if waitall:
+                trainer.gates.release(number)
+                trainer.waitall()
+
+    _, _, groups = assert_same_as_one_at_a_time(
+        devices, act, make_optimizer=make_optimizer, waits=True
+    )
+    assert groups[0]["lr"] == 0.03
+
+
+@on_devices
+@pytest.mark.parametrize("make_optimizer", [two_groups, adam, counting])
+def test_a_group_added_between_steps(devices, make_optimizer):
+    """A fine-tuner thaws a layer."""
+
+    def without_head(model):
+        model[4].requires_grad_(False)
+        optimizer = make_optimizer(model)
+        head = {id(parameter) for parameter in model[4].parameters()}
+        for group in optimizer.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in head]
+        return optimizer
+
+    def act(trainer, number, loss):
+        if number == 3:
+            trainer.model[4].requires_grad_(True)
+            trainer.optimizer.add_param_group({"params": trainer.model[4].parameters()})
+
+    assert_same_as_one_at_a_time(
+        devices, act, make_optimizer=without_head, waits=True, looked_at=[4]
+    )
+
+
+@on_devices
+def test_waitall_right_after_a_group_was_added(devices):
+    def act(trainer, number, loss):
+        if number == 3:
+            extra = nn.Parameter(torch.ones(2))
+            trainer.model[0].register_parameter("extra", extra)
+            trainer.optimizer.add_param_group({"params": extra})
+            trainer.waitall()
+
+    _, _, groups = assert_same_as_one_at_a_time(
+        devices, act, make_optimizer=counting, waits="before", looked_at=[4]
+    )
+    assert groups[0]["k"] == 6
+
+
+# Gradients that the user drops
+
+
+@on_devices
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("whose", ["optimizer", "model"])
+def test_zero_grad_between_steps_changes_nothing(devices, whose, set_to_none):
+    def act(trainer, number, loss):
+        getattr(trainer, whose).zero_grad(set_to_none)
+
+    assert_same_as_one_at_a_time(devices, act)
+
+
+@on_devices
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_in_the_middle_of_an_update_changes_nothing(devices, set_to_none):
+    """As if the front end came just then: before the optimizer looks at its gradients."""
+
+    def run(zero):
+        with opened(devices) as (trainer, _):
+
+            def drop(optimizer, args, kwargs):
+                if zero:
+                    trainer.optimizer.zero_grad(set_to_none)
+                    trainer.model.zero_grad(set_to_none)
+
+            trainer.optimizer.register_step_pre_hook(drop)
+            for batch in numbered(4):
+                trainer.step(*batch)
+            return trainer.fingerprint()
+
+    assert run(zero=True) == run(zero=False)
+
+
+@on_devices
+def test_the_gradient_left_after_waitall_is_the_mean_gradient(devices):
+    def gradients(max_in_flight):
+        with opened(devices, max_in_flight=max_in_flight) as (trainer, _):
+            for batch in numbered(3):
+                trainer.step(*batch)
+            trainer.waitall()
+            return {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+
+    assert_same_bits(gradients(2), gradients(1))
+
+
+# Optimizers
+
+
+@on_devices
+@pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda cls: cls.__name__)
+def test_every_torch_optimizer_with_a_step_in_flight(cls, devices):
+    def run(devices, max_in_flight):
+        settings = SETTINGS.get(cls, {})
+        with opened(
+            devices,
+            model=lambda: model_for(cls),
+            make_optimizer=lambda model: cls(model.parameters(), **settings),
+            max_in_flight=max_in_flight,
+        ) as (trainer, _):
+            losses = [trainer.step(*batch) for batch in numbered(4)]
+            trainer.waitall()
+            return whole_state(trainer.model, trainer.optimizer), [*map(float, losses)]
+
+    state, losses = run(devices, 2)
+    expected, expected_losses = run(1, 1)
+    assert_same_bits(state, expected)
+    assert losses == expected_losses
+
+
+# The twin alone
+
+
+def alone(**settings):
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.5, **settings)
+    return parameter, optimizer, OptimizerTwin(optimizer)
+
+
+def test_a_change_reaches_the_step_that_was_recorded_with_it():
+    parameter, optimizer, twin = alone()
+    first = twin.record()
+    optimizer.param_groups[0]["lr"] = 0.25
+    second = twin.record()
+    assert first == []
+    assert second == [(0, "lr", 0.25)]
+    assert twin.record() == []
+    gradients = {parameter: torch.ones(2)}
+    twin.step(first, gradients)
+    assert parameter.tolist() == [0.5, 0.5]
+    twin.step(second, gradients)
+    assert parameter.tolist() == [0.25, 0.25]
+
+
+def test_the_twin_uses_the_gradients_it_is_given_and_leaves_the_users_alone():
+    parameter, _, twin = alone()
+    parameter.grad = torch.full((2,), 7.0)
+    twin.step([], {parameter: torch.ones(2)})
+    assert parameter.tolist() == [0.5, 0.5]
+    assert parameter.grad.tolist() == [7, 7]
+
+
+def test_the_state_is_the_users_under_the_users_parameters():
+    parameter, optimizer, twin = alone(momentum=0.9)
+    twin.step([], {parameter: torch.ones(2)})
+    assert [*optimizer.state] == [parameter]
+    assert optimizer.state[parameter]["momentum_buffer"].tolist() == [1, 1]
+    assert twin.fits
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda parameter, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+        lambda parameter, optimizer: optimizer.add_param_group({"params": nn.Linear(1, 1).weight}),
+        lambda parameter, optimizer: setattr(parameter, "data", torch.zeros(2)),
+        lambda parameter, optimizer: optimizer.param_groups[0]["params"].clear(),
+    ],
+)
+def test_a_twin_that_does_not_fit_any_more_is_renewed(change):
+    parameter, optimizer, twin = alone()
+    assert twin.fits
+    change(parameter, optimizer)
+    assert not twin.fits
+    twin.renew()
+    assert twin.fits
+
+
+def test_values_of_any_kind_in_the_groups_are_compared():
+    _, optimizer, twin = alone()
+    group = optimizer.param_groups[0]
+    group["betas"] = (torch.tensor([0.9, 0.8]), 0.5)
+    assert len(twin.record()) == 1
+    assert twin.record() == []
+    group["betas"][0][1] = 0.7
+    assert len(twin.record()) == 1
+    group["betas"] = (torch.tensor([0.9, 0.7], dtype=torch.float64), 0.5)
+    assert len(twin.record()) == 1
+    assert twin.record() == []

@@ -1,0 +1,541 @@
+"""`Trainer(hybridize=True)`: compiled shards keep the promise, or say why they are not compiled."""
+
+import functools
+import logging
+import os
+import random
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import evenstep
+from evenstep.data import Cursor, Loader
+from evenstep.errors import ModelError, NonFiniteLossError
+from evenstep.shard import compile_policy, compiler
+from evenstep.shard.compiler import NotCompiledError, ShardCompiler
+from evenstep.shard.loss import choose_objective
+from layouts import LAYOUTS, DelayedLanes, own, shared
+from patience import wait
+from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches
+
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+LOSS = nn.CrossEntropyLoss()
+SIZES = (33, 16)
+TOLD = {"branching": "data-dependent", "recurrent": "LSTM"}
+QUICK = ("convolution", "batch_norm", "dropout")
+FEW = ("1 shared", "2 shared", "3 mixed")
+
+
+@pytest.fixture(autouse=True)
+def briefly(monkeypatch):
+    """Time but one call; and Dynamo's caches of one test are not the next one's."""
+    monkeypatch.setattr(compile_policy, "_MEASURED_S", 0.0)
+    yield
+    torch._dynamo.reset()
+
+
+def train(model, batches, loss=LOSS, **options):
+    """Train; return the fingerprint, the losses and what was told of compiling."""
+    options = {"devices": 2, "shards": 8, "hybridize": True, "lanes": DelayedLanes, **options}
+    with evenstep.Trainer(model, ADAM(model.parameters()), loss, **options) as trainer:
+        losses = [float(loss) for loss in [trainer.step(*batch) for batch in batches]]
+        return trainer.fingerprint(), losses, trainer.hybridized
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+        for name in ZOO
+        if name not in TOLD
+    ],
+)
+def test_compiled_shards_have_the_same_bits_on_every_layout(name):
+    sizes = SIZES if name == "convolution" else SIZES[:1]
+    results = [
+        train(build(name), make_batches(sizes), devices=LAYOUTS[layout], max_in_flight=flight)
+        for layout, flight in zip(FEW, (1, 2, 1), strict=True)
+    ]
+    assert not results[0][2].why_not
+    assert len({(fingerprint, *losses) for fingerprint, losses, _ in results}) == 1
+    assert results[0][2].max_difference < 1e-5
+    _, eagerly, _ = train(build(name), make_batches(sizes), hybridize=False)
+    assert results[0][1] == pytest.approx(eagerly, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_a_model_that_cannot_be_compiled_is_trained_eagerly_and_a_line_says_why(name, caplog):
+    fingerprint, _, told = train(build(name), make_batches(SIZES))
+    assert TOLD[name] in told.why_not
+    (line,) = [record.message for record in caplog.records if record.name == "evenstep"]
+    assert line == f"hybridize: shards are computed eagerly, because {told.why_not}"
+    assert "\n" not in line
+    assert fingerprint == train(build(name), make_batches(SIZES), hybridize=False)[0]
+
+
+def made(forward):
+    """Return a model with a layer, and `forward(layer, x)`."""
+
+    class Made(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.layer = nn.Linear(36, 5)
+
+        def forward(self, x):
+            return forward(self.layer, x.flatten(1))
+
+    return Made()
+
+
+def printing(layer, x):
+    print("here")
+    return layer(x)
+
+
+def drawing(layer, x):
+    return layer(x) * random.random()
+
+
+def in_place(layer, x):
+    hidden = x.clone()
+    hidden += 1
+    hidden[:, 0] = 0
+    return layer(hidden)
+
+
+def looping(layer, x):
+    return torch.stack([layer(row) for row in x])
+
+
+@pytest.mark.parametrize(("forward", "where"), [(printing, "`print`"), (drawing, "Random.random")])
+def test_python_that_a_program_would_lose_is_kept_by_computing_eagerly(forward, where, capsys):
+    told = train(made(forward), make_batches((16,)))[2]
+    assert where in told.why_not
+    assert f"in {forward.__name__}" in told.why_not
+    assert (capsys.readouterr().out.count("here") >= 8) == (forward is printing)  # every shard
+
+
+@pytest.mark.parametrize("forward", [in_place, looping])
+def test_in_place_operations_and_loops_are_part_of_the_program(forward):
+    one, two = (train(made(forward), make_batches((16, 16)), devices=n) for n in (1, 2))
+    assert not one[2].why_not
+    assert one[:2] == two[:2]
+    eagerly = train(made(forward), make_batches((16, 16)), hybridize=False)
+    assert one[1] == pytest.approx(eagerly[1], rel=1e-5)
+
+
+class Keeping(nn.Module):
+    """Keeps a running mean in an attribute, which is no buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.mean = nn.Linear(36, 5), torch.zeros(())
+
+    def forward(self, x):
+        hidden = self.layer(x.flatten(1))
+        self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean()
+        return hidden + self.mean
+
+
+def hooked():
+    model = build("convolution")
+    model[0].weight.register_hook(lambda gradient: 2 * gradient)
+    return model
+
+
+def hooked_layer():
+    model = build("convolution")
+    model[1].register_full_backward_hook(lambda *_: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (Keeping, "forward keeps a tensor somewhere besides returning it"),
+        (SparseInPlaces, "the layer table has sparse gradients"),
+        (hooked, "the parameter 0.weight has a hook on its gradient"),
+        (hooked_layer, "the layer 1 has hooks on its backward pass"),
+    ],
+)
+def test_what_a_compiled_backward_pass_would_leave_out_is_refused(make, why):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenstep.Trainer(model, optimizer, LOSS, devices=2, hybridize=True) as trainer:
+        trainer.step(*make_batches((16,))[0])
+        assert why in trainer.hybridized.why_not
+
+
+def test_recomputed_layers_that_share_a_weight_are_compiled_and_right():
+    fingerprint, losses, told = train(Recomputed(), make_batches((16, 24)))
+    assert not told.why_not
+    assert fingerprint == train(Recomputed(), make_batches((16, 24)), devices=own(3))[0]
+    assert losses == pytest.approx(
+        train(Recomputed(), make_batches((16, 24)), hybridize=False)[1], rel=1e-4
+    )
+
+
+def test_the_line_says_what_is_gained_and_compiling_is_no_part_of_a_step(caplog):
+    caplog.set_level(logging.WARNING, "evenstep")
+    model = build("convolution")
+    with evenstep.Trainer(model, ADAM(model.parameters()), LOSS, devices=2, hybridize=True) as t:
+        t.step(*make_batches((32,))[0])
+        told, spent = t.hybridized, t.shares()
+    assert told.shard_ms > 0
+    assert told.eager_ms > 0
+    assert told.max_difference < 1e-6
+    assert t.compile_s == told.compile_s > sum(own.wall_s for own in spent)
+    (line,) = [record.message for record in caplog.records if record.name == "evenstep"]
+    assert "ms compiled and" in line
+    assert "max difference of the gradients" in line
+    assert ("does not pay here" in line) == (told.shard_ms >= told.eager_ms)
+
+
+def test_only_the_thread_that_begins_steps_compiles(monkeypatch):
+    from torch._inductor import compile_fx
+
+    threads = []
+    real = compile_fx.compile_fx
+    monkeypatch.setattr(
+        compile_fx, "compile_fx", lambda *a: threads.append(threading.current_thread()) or real(*a)
+    )
+    train(build("convolution"), make_batches(SIZES), devices=3, max_in_flight=2)
+    assert len(threads) == len({5, 4, 2})  # the sizes of the shards
+    assert set(threads) == {threading.main_thread()}
+
+
+def test_sizes_flags_and_attributes_have_programs_of_their_own_and_find_them_again():
+    def run(devices):
+        model = build("dropout")
+        with evenstep.Trainer(
+            model, ADAM(model.parameters()), LOSS, devices=devices, hybridize=True
+        ) as trainer:
+            counts = []
+            for batch in make_batches((16, 16)):
+                for rate, learns, training in (
+                    (0.5, True, True),
+                    (0.2, True, True),
+                    (0.2, False, True),
+                    (0.2, True, False),
+                ):
+                    model[2].p = rate
+                    model[1].weight.requires_grad_(learns)
+                    model.train(training)
+                    trainer.step(*batch)
+                    counts.append(trainer._runner.programs._compiler.compiled)
+            return trainer.fingerprint(), counts
+
+    (one, counts), (three, _) = run(1), run(own(3))
+    assert one == three
+    assert counts == [1, 2, 3, 4, 4, 4, 4, 4]
+
+
+def test_the_draws_are_functions_of_seed_step_and_shard_and_the_users_are_left_alone():
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    first = train(build("noisy"), make_batches(SIZES), seed=1)[0]
+    torch.manual_seed(3)
+    assert before.equal(torch.random.get_rng_state())
+    model = build("noisy")
+    torch.manual_seed(3)
+    again = train(model, make_batches(SIZES), seed=1, devices=3)[0]
+    assert before.equal(torch.random.get_rng_state())
+    assert first == again
+    assert first != train(build("noisy"), make_batches(SIZES), seed=2)[0]
+
+
+def test_class_weights_may_be_another_tensor_at_every_step():
+    def run(hybridize):
+        loss = nn.CrossEntropyLoss(weight=torch.ones(5))
+
+        def objective(model, X, y):
+            return nn.functional.cross_entropy(
+                model(X), y, weight=loss.weight, reduction="sum"
+            ), loss.weight[y].sum()
+
+        model = build("convolution")
+        losses = []
+        with evenstep.Trainer(
+            model, ADAM(model.parameters()), objective=objective, devices=2, hybridize=hybridize
+        ) as trainer:
+            for number, batch in enumerate(make_batches((16, 16, 16))):
+                loss.weight = torch.linspace(1, 2 + number, 5)
+                losses.append(float(trainer.step(*batch)))
+        return losses
+
+    assert run(True) == pytest.approx(run(False), rel=1e-5)
+
+
+def penalised(parameters_of):
+    """Train with a penalty on the parameters that `parameters_of(model, outer, listed)` gives."""
+    outer = build("convolution")
+    listed = list(outer.parameters())
+
+    def objective(model, X, y):
+        penalty = sum(p.square().sum() for p in parameters_of(model, outer, listed))
+        return nn.functional.cross_entropy(model(X), y, reduction="sum") + penalty, len(y)
+
+    return train(outer, make_batches((16, 16)), None, objective=objective)
+
+
+def test_the_users_own_module_is_the_model_in_a_compiled_objective():
+    given = penalised(lambda model, outer, listed: model.parameters())
+    taken = penalised(lambda model, outer, listed: outer.parameters())
+    assert given[:2] == taken[:2]
+
+
+def test_an_objective_that_holds_parameters_of_its_own_is_refused():
+    with pytest.raises(ModelError, match="must call the model that it is given"):
+        penalised(lambda model, outer, listed: listed)
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.calls = nn.Linear(36, 5), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x.flatten(1)) * (1 + 0.1 * self.calls)
+
+
+def test_a_counter_in_forward_ends_with_a_line_instead_of_compiling_for_ever(monkeypatch):
+    monkeypatch.setattr(compiler, "_MOST_PROGRAMS", 3)
+    with pytest.raises(ModelError, match="has compiled 3 programs, and needs another one.*counter"):
+        train(Counting(), make_batches((16,) * 6))
+
+
+def compiler_of(model):
+    return ShardCompiler(model, choose_objective(LOSS, None), 1, None)
+
+
+def arguments_of(model):
+    return [parameter.detach() for parameter in model.parameters()], list(model.buffers())
+
+
+def test_a_tensor_of_another_kind_never_reaches_compiled_code():
+    model = build("convolution")
+    (batch,) = make_batches((6,))
+    X, y = batch
+    program = compiler_of(model).program(batch, alone=False)
+    expected = program.run(*arguments_of(model), batch)
+    for wrong in ((X[:5], y[:5]), (X, y.int()), (X.double(), y)):
+        with pytest.raises(ModelError, match="a shard has"):
+            program.run(*arguments_of(model), wrong)
+    strided = X.expand(2, *X.shape).transpose(0, 1).contiguous()[:, 1]  # other strides, same values
+    assert strided.stride() != X.stride()
+    found = program.run(*arguments_of(model), (strided, y))
+    assert all(map(torch.equal, found.gradients, expected.gradients))
+
+
+def test_gradients_lie_as_their_parameters_do_in_memory_of_their_own():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(4, 3).t()), nn.Parameter(torch.ones(3, 4))
+
+        def forward(self, x):
+            return x.sum() + (self.a + self.b).sum()
+
+    model = Plain()
+    objective = choose_objective(None, lambda model, X: (model(X), len(X)))
+    program = ShardCompiler(model, objective, 1, None).program((torch.ones(2),), alone=False)
+    first, second = (program.run(*arguments_of(model), (torch.ones(2),)) for _ in range(2))
+    for outcome in (first, second):
+        for gradient, parameter in zip(outcome.gradients, model.parameters(), strict=True):
+            assert gradient.stride() == parameter.stride()
+            assert gradient.equal(torch.ones(3, 4))
+    memories = {g.untyped_storage().data_ptr() for o in (first, second) for g in o.gradients}
+    assert len(memories) == 4
+
+
+def test_an_old_torch_is_a_reason(monkeypatch):
+    monkeypatch.setattr(compiler, "_SETTINGS", {"no_such_setting": True})
+    with pytest.raises(NotCompiledError, match="is too old for it"):
+        compiler_of(build("convolution"))
+
+
+def digits_like():
+    X, y = make_batches((70,))[0]
+    return Loader(TensorDataset(X, y), 16, seed=3)
+
+
+def steps(trainer, count):
+    """Take steps from the trainer's place on."""
+    while count:
+        for batch in trainer.epoch(digits_like()):
+            trainer.step(*batch)
+            count -= 1
+            if not count:
+                return
+
+
+def trainer_of(model, folder=None, **options):
+    arguments = (model, ADAM(model.parameters()), LOSS)
+    if folder is not None:
+        return evenstep.Trainer.load(folder, *arguments, **options)
+    return evenstep.Trainer(*arguments, hybridize=True, **options)
+
+
+def test_a_run_goes_on_with_the_same_bits_on_other_devices(tmp_path):
+    with trainer_of(build("dropout"), devices=1) as whole:
+        steps(whole, 9)
+    with trainer_of(build("dropout"), devices=2) as first:
+        steps(first, 4)  # the next batch is the short last one
+        first.save(tmp_path)
+    with trainer_of(build("dropout"), tmp_path, devices=shared(3)) as second:
+        steps(second, 5)
+        assert not second.hybridized.why_not
+    assert second.fingerprint() == whole.fingerprint()
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
+    script = (
+        "import torch, evenstep\n"
+        "from torch._dynamo.utils import counters\n"
+        "model = evenstep.models.mlp()\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "loss = torch.nn.CrossEntropyLoss()\n"
+        "with evenstep.Trainer(model, optimizer, loss, devices=1, hybridize=True) as trainer:\n"
+        "    trainer.step(torch.ones(16, 1, 28, 28), torch.zeros(16).long())\n"
+        "print(counters['inductor']['fxgraph_cache_hit'])\n"
+    )
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    hits = [
+        int(
+            subprocess.run(
+                [sys.executable, "-c", script],
+                env=environment,
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+        )
+        for _ in range(2)
+    ]
+    assert hits == [0, 1]
+
+
+def test_autocast_is_compiled_too():
+    one, two = (
+        train(build("convolution"), make_batches((33,)), devices=n, precision="bf16")
+        for n in (1, 3)
+    )
+    assert not one[2].why_not
+    assert one[:2] == two[:2]
+    assert one[0] != train(build("convolution"), make_batches((33,)))[0]
+
+
+def broken(*_):
+    raise RuntimeError("no compiler is there")
+
+
+def test_a_run_that_was_compiled_is_not_gone_on_with_eagerly(tmp_path, monkeypatch):
+    with trainer_of(build("convolution")) as trainer:
+        steps(trainer, 2)
+        trainer.save(tmp_path)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
+    with (
+        trainer_of(build("convolution"), tmp_path) as trainer,
+        pytest.raises(ModelError, match="were compiled so far, but here .*no compiler is there"),
+    ):
+        steps(trainer, 1)
+
+
+def test_a_run_that_was_eager_stays_so_where_it_could_be_compiled(tmp_path, monkeypatch):
+    expected, _, _ = train(build("convolution"), [*digits_like().epoch(Cursor())], hybridize=False)
+    with monkeypatch.context() as without, trainer_of(build("convolution")) as trainer:
+        without.setattr("torch._inductor.compile_fx.compile_fx", broken)
+        steps(trainer, 2)
+        assert "no compiler is there" in trainer.hybridized.why_not
+        trainer.save(tmp_path)
+    with trainer_of(build("convolution"), tmp_path) as trainer:
+        steps(trainer, 3)
+        assert trainer.hybridized.why_not == "they were before the checkpoint"
+    assert trainer.fingerprint() == expected
+
+
+def test_no_update_runs_while_the_user_compiles_something_with_steps_in_flight():
+    """Adam computes in another order while torch compiles, in whatever thread."""
+    seen, begun, held = [], threading.Event(), threading.Event()
+    model = build("convolution")
+    optimizer = ADAM(model.parameters())
+
+    def before_update(_):
+        seen.append(torch.compiler.is_compiling())
+        begun.set()
+
+    def loss(output, y):
+        if torch.is_grad_enabled() and held_step:
+            wait(held)
+        return nn.functional.cross_entropy(output, y)
+
+    def backend(graph, inputs):
+        held.set()
+        begun.wait(1.0)  # as long as an update needs that does not wait for the end of compiling
+        return graph.forward
+
+    held_step = False
+    torch.compile(lambda x: x + 2, backend="eager")(torch.ones(1))  # torch's compiler is there
+    with evenstep.Trainer(
+        model, optimizer, loss, devices=2, max_in_flight=2, before_update=before_update
+    ) as trainer:
+        first, second = make_batches((16, 16))
+        trainer.step(*first)
+        trainer.waitall()
+        begun.clear()
+        held_step = True
+        trainer.step(*second)
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+    assert seen == [False, False]
+
+
+def test_after_a_failed_step_a_compiled_run_is_where_it_was():
+    model = build("convolution")
+    bad = make_batches((16,))[0][0] * float("nan")
+    (X, y), later = make_batches((16, 16))
+    with evenstep.Trainer(
+        model, ADAM(model.parameters()), LOSS, devices=2, hybridize=True, max_in_flight=2
+    ) as trainer:
+        trainer.step(X, y)
+        trainer.step(bad, y)  # which nobody has waited for
+        with pytest.raises(NonFiniteLossError):
+            trainer.step(*later)
+        assert trainer.steps_done == trainer.cursor.step == 1
+        trainer.step(*later)
+        found = trainer.fingerprint()
+    assert found == train(build("convolution"), [(X, y), later], devices=1)[0]
+
+
+COUNTS = {
+    "length": lambda y: len(y),
+    "tensor": lambda y: (y > 1).sum(),
+    "item": lambda y: (y > 1).sum().item(),
+    "int": lambda y: int((y > 1).sum()),
+    "float": lambda y: 0.1 * len(y),
+    "weights": lambda y: torch.linspace(0.1, 1, 5)[y].sum(),
+}
+
+
+@pytest.mark.parametrize("kind", COUNTS)
+def test_what_a_shard_counts_is_its_own_and_not_that_of_the_shard_that_was_compiled(kind):
+    def objective(model, X, y):
+        scale = float(X.mean()) if kind == "float" else 1.0
+        return scale * nn.functional.cross_entropy(model(X), y, reduction="sum"), COUNTS[kind](y)
+
+    def losses(**options):
+        return train(
+            build("convolution"), make_batches((16, 16)), None, objective=objective, **options
+        )
+
+    one, two, eagerly = losses(devices=1), losses(devices=2), losses(hybridize=False)
+    assert not one[2].why_not
+    assert one[:2] == two[:2]
+    assert one[1] == pytest.approx(eagerly[1], rel=1e-5)

@@ -1,0 +1,145 @@
+"""Gradients that leave while a backward pass still runs: in time, and with the bits of the tree."""
+
+import pytest
+import torch
+from torch import nn
+
+from evenstep.collectives import tree_plan, tree_sum
+from evenstep.distributed.flat_buffers import FlatSpace
+from evenstep.distributed.gradient_reduce import Sending
+from evenstep.errors import ModelError
+from evenstep.replicas import Replica
+from evenstep.shard.gradients import AccumulatedTwiceError, GradientStream, add_gradients
+from layouts import TWO
+from reference import assert_same_bits
+
+
+class Kept(Sending):
+    """Keeps what is sent, and in which order."""
+
+    def __init__(self, model, tops, bucket_bytes=4):
+        parameters = list(model.parameters())
+        self.flats = FlatSpace(parameters, [*reversed(range(len(parameters)))])
+        super().__init__(self.flats, tops, len(parameters), bucket_bytes)
+        self.rows = [self.flats.new() for _ in range(tops)]
+        self.sent = []
+
+    def _row(self, top):
+        return self.rows[top]
+
+    def _send(self, bucket):
+        self.sent.append(self.buckets[bucket].numbers)
+
+    def total(self):
+        raise NotImplementedError
+
+    def drop(self):
+        raise NotImplementedError
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def losses_of(model, shards):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(shards, 7, 6, generator=generator)
+    return [lambda x=x: model(x).pow(2).sum() for x in inputs]
+
+
+def plain_gradients(model, loss):
+    return list(torch.autograd.grad(loss(), list(model.parameters())))
+
+
+def stream_shard(stream, replica, shard, node, loss, *, accumulates):
+    with stream.of_shard(replica, shard, node, accumulates=accumulates):
+        loss().backward()
+
+
+def in_turn(stream, plan, replica, losses, shards):
+    """Compute shards one after the other, each onto its left sibling where that is there."""
+    for shard in shards:
+        onto = shard in plan.sibling and plan.sibling[shard] in plan.lefts
+        node = plan.parent[shard] if onto else shard
+        stream_shard(stream, replica, shard, node, losses[shard], accumulates=onto)
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3, 4, 7, 8])
+def test_the_sums_have_the_bits_of_the_tree(shards):
+    model = layers()
+    losses = losses_of(model, shards)
+    expected = tree_sum([plain_gradients(model, loss) for loss in losses], add_gradients)
+    plan, replica = tree_plan(shards, shards), Replica(TWO[0], model)
+    sending = Kept(model, tops=1)
+    in_turn(GradientStream(plan, sending), plan, replica, losses, range(shards))
+    for i, view in sending.flats.views(sending.rows[0]):
+        assert_same_bits({"sum": view}, {"sum": expected[i]})
+    assert sending.present == [[True] * 6]
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_the_last_layers_leave_while_the_first_are_computed():
+    model = layers()
+    losses = losses_of(model, 4)
+    plan, replica = tree_plan(4, 4), Replica(TWO[0], model)
+    sending = Kept(model, tops=1)
+    seen = []
+    model[0].weight.register_hook(lambda _: seen.append(list(sending.sent)))
+    in_turn(GradientStream(plan, sending), plan, replica, losses, range(4))
+    assert seen[:3] == [[], [], []]  # nothing is final before the last shard
+    assert seen[3][:2] == [(5,), (4,)]  # the last layer's bias and weight
+    assert sorted(sending.sent) == [(i,) for i in range(6)]
+
+
+def test_every_top_must_be_there_before_a_bucket_leaves():
+    model = layers()
+    losses = losses_of(model, 8)
+    plan, replica = tree_plan(8, 8, range(3, 6)), Replica(TWO[0], model)  # tops [3,4) and [4,6)
+    sending = Kept(model, tops=2)
+    stream = GradientStream(plan, sending)
+    in_turn(stream, plan, replica, losses, [4, 5])
+    assert sending.sent == []
+    stream_shard(stream, replica, 3, 3, losses[3], accumulates=False)
+    assert len(sending.sent) == 6
+    expected = plain_gradients(model, losses[3])
+    for i, view in sending.flats.views(sending.rows[0]):
+        assert_same_bits({"sum": view}, {"sum": expected[i]})
+
+
+def test_parameters_without_gradients_leave_as_nothing():
+    model = layers()
+    model[2].weight.requires_grad_(False)
+    plan, replica = tree_plan(2, 2), Replica(TWO[0], model)
+    sending = Kept(model, tops=1, bucket_bytes=10**6)  # one bucket, with and without
+    losses = [lambda: model[4](torch.ones(2, 4)).sum(), lambda: model(torch.ones(2, 6)).sum()]
+    in_turn(GradientStream(plan, sending), plan, replica, losses, range(2))
+    assert sending.present == [[True, True, False, True, True, True]]
+    (untouched,) = [view for i, view in sending.flats.views(sending.rows[0]) if i == 2]
+    assert_same_bits({"sum": untouched}, {"sum": torch.full((4, 5), -0.0)})
+
+
+def test_a_gradient_that_was_not_final_is_noticed():
+    model = layers()
+    plan, replica = tree_plan(1, 1), Replica(TWO[0], model)
+    stream = GradientStream(plan, Kept(model, tops=1))
+
+    def twice():
+        model(torch.ones(2, 6)).sum().backward()
+        return model(torch.ones(2, 6)).sum()
+
+    with pytest.raises(AccumulatedTwiceError):
+        stream_shard(stream, replica, 0, 0, twice, accumulates=False)
+    assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+def test_a_sparse_gradient_is_refused_by_name():
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
+    plan, replica = tree_plan(1, 1), Replica(TWO[0], model)
+    stream = GradientStream(plan, Kept(model, tops=1))
+
+    def loss():
+        return model(torch.tensor([1, 2])).sum()
+
+    with pytest.raises(ModelError, match=r"0\.weight got a sparse gradient"):
+        stream_shard(stream, replica, 0, 0, loss, accumulates=False)

@@ -1,0 +1,354 @@
+"""`batch_norm="sync"`: statistics of the whole batch, with the same bits on any devices."""
+
+import functools
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import evenstep
+from evenstep.collectives import tree_sum
+from evenstep.engine import InlineLanes
+from evenstep.errors import (
+    CheckpointError,
+    DeviceLostError,
+    InputError,
+    ModelError,
+    NonFiniteLossError,
+)
+from evenstep.shard.sync_batch_norm import merge, moments_of
+from layouts import LAYOUTS, DelayedLanes, shared
+from reference import assert_same_bits, whole_state
+from zoo import CLASSES, Branching
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+
+class Late(nn.Module):
+    """Passes its input on, late at random, and its gradient too."""
+
+    def forward(self, x):
+        time.sleep(random.random() * 1e-3)
+        x = x * 1
+        if x.requires_grad:
+            x.register_hook(lambda gradient: time.sleep(random.random() * 1e-3))
+        return x
+
+
+def build(dropout=0.0):
+    """A net with four BatchNorm layers: two side by side, one without weights, one of rows."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), Late())
+            self.left = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, momentum=None))
+            self.right = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, affine=False), Late())
+            self.drop = nn.Dropout(dropout)
+            self.head = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, CLASSES))
+
+        def forward(self, x):
+            x = self.stem(x)
+            return self.head(self.drop(torch.relu(self.left(x) + self.right(x)).flatten(1)))
+
+    torch.manual_seed(1)
+    return Net()
+
+
+def batches(sizes, seed=0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            3 + torch.randn(size, 1, 6, 6, generator=generator, dtype=dtype),
+            torch.randint(CLASSES, (size,), generator=generator),
+        )
+        for size in sizes
+    ]
+
+
+def train(model, data, **options):
+    """Train; return the trainer's whole state, its losses, and the trainer."""
+    optimizer = SGD(model.parameters())
+    options = {"batch_norm": "sync", "devices": 2, "lanes": DelayedLanes, **options}
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = [float(loss) for loss in [trainer.step(*batch) for batch in data]]
+    return whole_state(model, optimizer), losses, trainer
+
+
+def plain(model, data):
+    """Train by the plain loop over whole batches."""
+    optimizer, loss_of = SGD(model.parameters()), nn.CrossEntropyLoss()
+    losses = []
+    for X, y in data:
+        optimizer.zero_grad()
+        loss = loss_of(model(X), y)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("shards", [7, 8])
+@pytest.mark.parametrize(("dropout", "max_in_flight"), [(0.0, 1), (0.4, 2)])
+def test_every_layout_has_the_same_bits(shards, max_in_flight, dropout):
+    data = batches((21, 33, 5))
+    options = {"shards": shards, "max_in_flight": max_in_flight}
+    expected, losses, _ = train(build(dropout), data, devices=1, **options)
+    for layout in LAYOUTS.values():
+        state, found, _ = train(build(dropout), data, devices=layout, **options)
+        assert_same_bits(state, expected)
+        assert found == losses
+
+
+@pytest.mark.parametrize("shards", [2, 3, 8])
+def test_it_is_the_whole_batch_up_to_rounding(shards):
+    data = batches((24, 17), dtype=torch.float64)
+    whole, ours = build().double(), build().double()
+    losses = plain(whole, data)
+    _, found, _ = train(ours, data, shards=shards)
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(losses), rtol=1e-12, atol=0)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_per_shard_statistics_are_something_else():
+    data = batches((24,))
+    synced, by_shard = build(), build()
+    train(synced, data)
+    train(by_shard, data, batch_norm="shard")
+    left, right = synced.left[1].running_var, by_shard.left[1].running_var
+    assert not torch.allclose(left, right, rtol=1e-3)
+
+
+def test_one_shard_is_the_plain_loop_bit_for_bit():
+    data = batches((24, 17))
+    whole, ours = build(), build()
+    losses = plain(whole, data)
+    _, found, _ = train(ours, data, shards=1, memory_format="contiguous")
+    assert found == losses
+    assert_same_bits(dict(ours.named_parameters()), dict(whole.named_parameters()))
+
+
+def test_shards_of_one_example_are_fine_and_a_batch_of_one_is_not():
+    data = batches((8,))
+    _, losses, _ = train(build(), data, shards=8)
+    assert losses == pytest.approx(plain(build(), data), rel=1e-5)
+    flat = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(36), nn.Linear(36, CLASSES))
+    with pytest.raises(ValueError, match="more than 1 value per channel"):  # torch's own
+        train(flat, batches((1,)))
+
+
+def test_bf16_sums_in_single_precision():
+    data = batches((32,))
+    one, three = build(), build()
+    train(one, data, precision="bf16", devices=1)
+    train(three, data, precision="bf16", devices=shared(3))
+    assert_same_bits(one.state_dict(), three.state_dict())
+    whole = build()
+    plain(whole, data)
+    torch.testing.assert_close(
+        one.left[1].running_var, whole.left[1].running_var, rtol=0.02, atol=1e-3
+    )
+
+
+def test_devices_are_told_their_shards_once_each():
+    _, _, trainer = train(build(), batches((32, 32)), devices=2)
+    assert [own.shards for own in trainer.shares()] == [8, 8]
+    assert all(0 < own.compute_s <= own.wall_s for own in trainer.shares())
+
+
+def test_evaluation_goes_by_the_running_statistics():
+    model, data = build(), batches((32,))
+    _, _, trainer = train(model, data)
+    with trainer:
+        found = trainer.predict([data[0][0]])
+    with torch.no_grad():
+        torch.testing.assert_close(found, model.eval()(data[0][0]))
+
+
+def test_a_step_that_fails_leaves_the_model_and_the_next_one_works():
+    model = build()
+    optimizer = SGD(model.parameters())
+    good = batches((32,))[0]
+    bad = (good[0].clone(), good[1])
+    bad[0][17] = float("nan")
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), batch_norm="sync") as trainer:
+        trainer.step(*good)
+        before = trainer.fingerprint()
+        with pytest.raises(NonFiniteLossError):
+            trainer.step(*bad)
+        assert trainer.fingerprint() == before
+        trainer.step(*good)
+
+
+class FailsInShard(nn.Module):
+    """Raises in the shard that holds a huge value, which the others then wait for in vain."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8))
+
+    def forward(self, x):
+        if x.max() > 1e6:
+            raise KeyError("this shard")
+        return self.head(x)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_an_error_in_one_shard_is_what_the_user_sees(devices):
+    X, y = batches((32,))[0]
+    X[30] = 1e7
+    with pytest.raises(KeyError, match="this shard") as caught:
+        train(FailsInShard(), [(X, y)], devices=devices)
+    assert any("in shard 7 of step 0" in note for note in caught.value.__notes__)
+
+
+class LosesItsDevice(FailsInShard):
+    """Its device fails at the first huge value."""
+
+    def forward(self, x):
+        try:
+            return super().forward(x)
+        except KeyError:
+            raise DeviceLostError("the cable is out") from None
+
+
+def test_after_a_device_failed_nobody_waits_for_its_shards():
+    X, y = batches((32,))[0]
+    bad = X.clone()
+    bad[30] = 1e7
+    model = LosesItsDevice()
+    optimizer = SGD(model.parameters())
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), batch_norm="sync", devices=2
+    ) as trainer:
+        trainer.step(X, y)
+        before = trainer.fingerprint()
+        with pytest.raises(DeviceLostError, match="the cable is out"):
+            trainer.step(bad, y)
+        with pytest.raises(DeviceLostError, match="cpu:1 was lost, and with batch_norm='sync'"):
+            trainer.step(X, y)
+        assert trainer.fingerprint() == before
+        assert trainer.steps_done == 1
+
+
+class PressesCtrlC(FailsInShard):
+    """Presses Ctrl-C at a huge value, and goes on."""
+
+    def forward(self, x):
+        if x.max() > 1e6:
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_ctrl_c_ends_the_step_and_the_next_one_works(devices):
+    X, y = batches((32,))[0]
+    bad = X.clone()
+    bad[17] = 1e7
+    model = PressesCtrlC()
+    optimizer = SGD(model.parameters())
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), batch_norm="sync", devices=devices
+    ) as trainer:
+        trainer.step(X, y)
+        before = trainer.fingerprint()
+        try:
+            trainer.step(bad, y)
+            done = True
+        except KeyboardInterrupt:
+            done = False
+        assert trainer.steps_done == 1 + done
+        assert (trainer.fingerprint() == before) is not done
+        trainer.step(X, y)
+
+
+class NormalisesSometimes(Branching):
+    """Only shards whose first example is positive come to the BatchNorm layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(CLASSES)
+
+    def forward(self, x):
+        out = super().forward(x)
+        return self.norm(out) if x.flatten(1)[0, 0] > 0 else out
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_model_whose_shards_part_ways_is_refused(devices):
+    X, y = batches((32,))[0]
+    X[:16, 0, 0, 0], X[16:, 0, 0, 0] = 1, -1
+    with pytest.raises(ModelError, match="BatchNorm call 1 was reached by shards 0, 1, 2, 3"):
+        train(NormalisesSometimes(), [(X, y)], devices=devices)
+
+
+def test_what_can_not_work_is_refused_with_the_way_out():
+    with pytest.raises(InputError, match="hybridize=True and batch_norm='sync'"):
+        train(build(), [], hybridize=True)
+    with pytest.raises(InputError, match="batch_norm='whole': choose one of shard, sync"):
+        train(build(), [], batch_norm="whole")
+    with pytest.raises(InputError, match="lanes without threads"):
+        train(build(), [], lanes=InlineLanes)
+
+
+def test_lanes_without_threads_have_the_bits_of_one_device():
+    data = batches((21,))
+    expected, _, _ = train(build(), data)
+    state, _, _ = train(build(), data, devices=1, lanes=InlineLanes)
+    assert_same_bits(state, expected)
+
+
+def test_it_is_part_of_the_experiment_and_of_checkpoints(tmp_path):
+    data = batches((32, 32, 32))
+    expected, _, _ = train(build(), data)
+    model = build()
+    _, _, trainer = train(model, data[:1])
+    trainer.save(tmp_path)
+    fresh = build()
+    optimizer = SGD(fresh.parameters())
+    with pytest.raises(CheckpointError, match="batch_norm shard instead of sync"):
+        evenstep.Trainer.load(tmp_path, fresh, optimizer, nn.CrossEntropyLoss(), batch_norm="shard")
+    with evenstep.Trainer.load(
+        tmp_path, fresh, optimizer, nn.CrossEntropyLoss(), devices=3
+    ) as resumed:
+        for batch in data[1:]:
+            resumed.step(*batch)
+    assert_same_bits(whole_state(fresh, optimizer), expected)
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes=st.lists(st.integers(1, 6), min_size=2, max_size=9), offset=st.floats(-1e3, 1e3))
+def test_moments_merge_to_those_of_all(sizes, offset):
+    values = torch.randn(sum(sizes), 3, 2, dtype=torch.float64) + offset
+    parts = [moments_of(part) for part in values.split(sizes)]
+    merged = tree_sum(parts, merge)
+    assert merged.size == values.numel() // 3
+    torch.testing.assert_close(merged.mean, values.mean((0, 2)))
+    squares = values.var((0, 2), correction=0) * merged.size
+    torch.testing.assert_close(merged.squares, squares, rtol=1e-8, atol=1e-12)
+
+
+def test_gradients_are_those_of_autograd():
+    """Against differentiating the plain formula over the whole batch, in double precision."""
+    data = batches((12,), dtype=torch.float64)
+    ours, whole = build().double(), build().double()
+    with evenstep.Trainer(
+        ours,
+        torch.optim.SGD(ours.parameters(), lr=1.0),
+        nn.CrossEntropyLoss(),
+        batch_norm="sync",
+        shards=4,
+    ) as trainer:
+        trainer.step(*data[0])
+    nn.CrossEntropyLoss()(whole(data[0][0]), data[0][1]).backward()
+    before = build().double()
+    for name, parameter in whole.named_parameters():
+        moved = before.get_parameter(name) - ours.get_parameter(name)
+        torch.testing.assert_close(moved, parameter.grad, rtol=1e-9, atol=1e-12)

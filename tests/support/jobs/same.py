@@ -1,0 +1,122 @@
+"""A script as a user writes it: it trains, and writes what came of it. One process or many.
+
+    torchrun --nproc-per-node 2 tests/jobs/same.py OUT 1,1 8 2 plain
+
+OUT is a folder for each rank's results, then the devices of each rank, V, the steps in flight, and
+how gradients go: "plain" as for small models, all at once; "memory" and "network" in tiny buckets,
+each as soon as it is final.
+"""
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import evenstep
+from evenstep.checkpoint.fingerprint import tensor_digest
+from evenstep.data import Loader, digits
+from evenstep.distributed import gradient_reduce
+from evenstep.metrics import accuracy
+from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches
+
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+SIZES = {7: (21, 19), 8: (33, 16, 30, 24)}
+TINY_BYTES = 200
+LAST = (16, 3)  # fewer examples than shards
+
+
+class Rows(Dataset):
+    """The digits one by one, as a user's data set gives them; it knows which were asked for."""
+
+    def __init__(self, examples):
+        self.examples = examples
+        self.seen = []
+
+    def __len__(self):
+        return len(self.examples)
+
+    def __getitem__(self, index):
+        self.seen.append(index)
+        return self.examples[index]
+
+
+def on_whole_batches(name, sizes, options):
+    """Train on batches that every process has; return the fingerprint and the losses."""
+    model = build(name)
+    optimizer = ADAM(model.parameters())
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = [float(loss) for loss in [trainer.step(X, y) for X, y in make_batches(sizes)]]
+        return [trainer.fingerprint(), losses]
+
+
+def on_sparse_gradients(options):
+    """Train a model whose gradients are sparse in some shards; return fingerprint and losses."""
+    model = SparseInPlaces()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = [float(trainer.step(X, y)) for X, y in make_batches((61, 64))]
+        return [trainer.fingerprint(), losses]
+
+
+def on_gradients_added_to_twice(options):
+    """Train a model one of whose gradients is not final when it looks so; return what came out."""
+    model = Recomputed()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = [float(trainer.step(X, y)) for X, y in make_batches((40, 33))]
+        return [trainer.fingerprint(), losses]
+
+
+def on_digits(options):
+    """Train an epoch on digits of which each process fetches its own; return what is measured."""
+    examples = TensorDataset(*(tensor[:203] for tensor in digits(train=True).tensors))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
+    rows = Rows(examples)
+    with evenstep.Trainer(
+        model, ADAM(model.parameters()), nn.CrossEntropyLoss(), **options
+    ) as trainer:
+        for X, y in trainer.epoch(Loader(examples, 50, seed=1)):
+            trainer.step(X, y)
+        for X, y in trainer.epoch(Loader(rows, 50, seed=1)):
+            trainer.step(X, y)
+        measured = trainer.evaluate(Loader(examples, 64, shuffle=False), {"accuracy": accuracy})
+        output, label = trainer.predict(Loader(rows, 64, seed=5, drop_last=True), forward)
+        assert label.equal(examples.tensors[1])
+        predicted = tensor_digest(output)
+        return [trainer.fingerprint(), measured, predicted], sorted(rows.seen)
+
+
+def forward(model, X, y):
+    """Return the output beside the label, which tells the order."""
+    return model(X), y
+
+
+def main():
+    """Train everything, and write the results of this rank."""
+    out, layout, shards, in_flight = Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:5])
+    way = sys.argv[5] if len(sys.argv) > 5 else "plain"
+    if way != "plain":
+        gradient_reduce.BUCKET_BYTES = TINY_BYTES
+    if way == "network":
+        gradient_reduce.SharedSum = gradient_reduce.NetworkSum
+    rank = int(os.environ.get("RANK", "0"))
+    devices = int(layout.split(",")[rank])
+    options = {"devices": devices, "shards": shards, "max_in_flight": in_flight}
+    results = {name: on_whole_batches(name, SIZES[shards], options) for name in ZOO}
+    results["dropout, few examples"] = on_whole_batches("dropout", LAST, options)
+    results["sparse gradients"] = on_sparse_gradients(options)
+    results["added to twice"] = on_gradients_added_to_twice(options)
+    results["digits"], seen = on_digits(options)
+    (out / f"{rank}.json").write_text(json.dumps({"results": results, "seen": seen}))
+
+
+if __name__ == "__main__":
+    main()

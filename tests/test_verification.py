@@ -1,0 +1,228 @@
+"""`verify`: honest about models that keep the promise, and about those that don't."""
+
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from evenstep.engine import InlineLanes
+from evenstep.errors import InputError
+from evenstep.models import mlp
+from evenstep.training.trainer import Trainer
+from evenstep.verification import LayoutRun, verify
+from layouts import mixed, own, shared
+
+STEPS = 3
+SHARDS = 8
+FIRST_GRADIENT = "gradient of first.weight"
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.norm = nn.BatchNorm1d(5)
+        self.second = nn.Linear(5, 3)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)))
+
+
+class Dropped(Plain):
+    """Draws random numbers with torch, which evenstep takes care of."""
+
+    def forward(self, x):
+        return torch.dropout(super().forward(x), 0.5, self.training)
+
+
+class DrawsFromRandom(Plain):
+    def forward(self, x):
+        return super().forward(x) * (1 + random.random())
+
+
+class CountsItsCalls(Plain):
+    """Each replica counts for itself, so a shard's number depends on who computed those before."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def forward(self, x):
+        self.calls.append(1)
+        return super().forward(x) * len(self.calls)
+
+
+class CountsInABuffer(CountsItsCalls):
+    """The same, but nothing else than a buffer hangs on the count."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("sum", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls.append(1)
+        self.sum += len(self.calls)
+        return Plain.forward(self, x)
+
+
+class GoesWrongAt(Plain):
+    """Multiplies its output by `factor` in the forward pass number `call`."""
+
+    def __init__(self, call, factor):
+        super().__init__()
+        self.call = call
+        self.factor = factor
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x) * (self.factor if self.calls == self.call + 1 else 1)
+
+
+def batches(trainer):
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        x = torch.randn(23, 6, generator=generator)
+        yield x, torch.randint(3, (23,), generator=generator)
+
+
+def maker(network, **options):
+    def make_trainer(devices):
+        torch.manual_seed(0)
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), devices=devices, shards=SHARDS, **options
+        )
+
+    return make_trainer
+
+
+def plain_fingerprints(devices, steps):
+    """Train without `verify`, and take the fingerprints by hand."""
+    taken = []
+    with maker(Dropped)(devices) as trainer:
+        for _, batch in zip(range(steps), batches(trainer), strict=False):
+            trainer.step(*batch)
+            taken.append(trainer.fingerprint())
+    return tuple(taken)
+
+
+def test_a_model_that_keeps_the_promise_is_identical_on_every_layout():
+    verdict = verify(maker(Dropped), batches, [shared(1), own(2), mixed(3), 5], STEPS)
+    assert verdict.identical
+    assert verdict.difference is None
+    expected = plain_fingerprints(shared(1), STEPS)
+    assert [run.fingerprints for run in verdict.runs] == [expected] * 4
+    assert verdict.fingerprints == (expected[-1],) * 4
+    assert len(set(expected)) == STEPS
+
+
+def test_it_names_the_devices_and_reports_each_run_when_it_is_done():
+    seen = []
+    verdict = verify(maker(Dropped), batches, [1, ["cpu:0", "cpu:1:own"]], 1, on_run=seen.append)
+    assert tuple(seen) == verdict.runs
+    assert [run.devices for run in seen] == [("cpu:0",), ("cpu:0", "cpu:1:own")]
+    assert all(isinstance(run, LayoutRun) for run in seen)
+
+
+def test_random_in_forward_is_found_and_is_not_repeatable():
+    verdict = verify(maker(DrawsFromRandom), batches, [1, 2], STEPS)
+    assert not verdict.identical
+    found = verdict.difference
+    assert (found.step, found.shard, found.tensor) == (0, 0, FIRST_GRADIENT)
+    assert found.layouts == (0, 1)
+    assert not found.repeats
+
+
+def test_python_state_of_a_replica_is_found_where_the_second_device_begins():
+    verdict = verify(maker(CountsItsCalls), batches, [1, 2], STEPS)
+    found = verdict.difference
+    # The second device starts to count at shard 4, or at one that it takes from the first one.
+    assert (found.step, found.tensor) == (0, FIRST_GRADIENT)
+    assert 1 <= found.shard <= 4
+
+
+def test_it_compares_with_the_first_layout_that_differs():
+    verdict = verify(maker(CountsItsCalls), batches, [1, 1, 2, 4], STEPS)
+    assert verdict.difference.layouts == (0, 2)
+    assert verdict.runs[0].fingerprints == verdict.runs[1].fingerprints
+
+
+def goes_wrong(call, factors):
+    """Make trainers whose model, one after the other, has these factors."""
+    factors = iter(factors)
+    return maker(lambda: GoesWrongAt(call, next(factors)), lanes=InlineLanes)
+
+
+def test_a_later_step_and_shard_are_found():
+    step, shard = 1, 5
+    make_trainer = goes_wrong(SHARDS * step + shard, [1, 2, 1, 2])  # two runs, then their replays
+    found = verify(make_trainer, batches, [1, 1], STEPS).difference
+    assert (found.step, found.shard, found.tensor) == (step, shard, FIRST_GRADIENT)
+    assert found.repeats
+
+
+def test_a_difference_that_does_not_come_back_is_said_to_be_unknown():
+    make_trainer = goes_wrong(0, [1, 2, 1, 1])  # the second run goes wrong, neither replay does
+    found = verify(make_trainer, batches, [1, 1], STEPS).difference
+    assert (found.step, found.shard, found.tensor) == (0, None, None)
+    assert not found.repeats
+
+
+def test_a_buffer_is_named_when_the_gradients_agree():
+    found = verify(maker(CountsInABuffer), batches, [1, 2], 1).difference
+    assert (found.step, found.tensor) == (0, "buffer sum")
+    assert 1 <= found.shard <= 4
+
+
+def test_the_state_is_named_when_all_shards_agree():
+    rates = iter([0.1, 0.2, 0.1, 0.2])
+
+    def make_trainer(devices):
+        torch.manual_seed(0)
+        model = mlp(6, (4,), 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=next(rates))
+        return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices)
+
+    found = verify(make_trainer, batches, [1, 2], 1).difference
+    assert (found.step, found.shard, found.tensor) == (0, None, "parameter/1.weight")
+    assert found.repeats
+
+
+def test_sparse_gradients_are_compared_too():
+    class Embeds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Embedding(7, 3, sparse=True)
+
+        def forward(self, x):
+            return self.table(x) * (1 + random.random())
+
+    def tokens(trainer):
+        while True:
+            yield torch.arange(16) % 7, torch.arange(16) % 3
+
+    def make_trainer(devices):
+        torch.manual_seed(0)
+        model = Embeds()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices)
+
+    found = verify(make_trainer, tokens, [1, 2], 1).difference
+    assert (found.shard, found.tensor) == (0, "gradient of table.weight")
+
+
+@pytest.mark.parametrize(("layouts", "steps"), [([1], 3), ([], 3), ([1, 2], 0)])
+def test_nothing_to_compare_is_refused(layouts, steps):
+    with pytest.raises(InputError, match="at least 2 sets"):
+        verify(maker(Dropped), batches, layouts, steps)
+
+
+def test_too_few_batches_are_refused():
+    def two(trainer):
+        return [next(iter(batches(trainer)))] * 2
+
+    with pytest.raises(InputError, match="2 batches for 3 steps"):
+        verify(maker(Dropped), two, [1, 2], 3)

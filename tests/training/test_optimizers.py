@@ -1,0 +1,178 @@
+"""Every torch optimizer, used as it is, gives one result on any layout."""
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import NonFiniteLossError
+from layouts import own, shared
+from optimizers import OPTIMIZERS, SETTINGS, embedding, model_for
+from reference import assert_same_bits, reference_training, whole_state
+from zoo import build, make_batches
+
+LAYOUTS = [shared(2), own(2), shared(3)]
+
+
+def train(cls, devices, batches, memory_format="contiguous"):
+    model = model_for(cls)
+    optimizer = cls(model.parameters(), **SETTINGS.get(cls, {}))
+    loss = nn.CrossEntropyLoss()
+    with evenstep.Trainer(
+        model, optimizer, loss, devices=devices, memory_format=memory_format
+    ) as trainer:
+        losses = [float(trainer.step(X, y)) for X, y in batches]
+    return whole_state(model, optimizer), losses
+
+
+@pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda cls: cls.__name__)
+def test_every_torch_optimizer_on_every_layout(cls):
+    batches = make_batches((24, 17, 24))
+    one, losses = train(cls, 1, batches, "auto")
+    for devices in LAYOUTS:
+        state, other_losses = train(cls, devices, batches, "auto")
+        assert_same_bits(state, one)
+        assert other_losses == losses
+    assert losses[0] != losses[-1]
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [cls for cls in OPTIMIZERS if cls not in (torch.optim.LBFGS, torch.optim.SparseAdam)],
+    ids=lambda cls: cls.__name__,
+)
+def test_every_dense_optimizer_equals_the_reference(cls):
+    batches = make_batches((24, 17, 24))
+    make_optimizer = functools.partial(cls, **SETTINGS.get(cls, {}))
+    expected, losses = reference_training(model_for(cls), make_optimizer, batches, shards=8)
+    state, got = train(cls, 2, batches)
+    assert_same_bits(state, expected)
+    assert got == losses
+
+
+def test_lbfgs_with_one_shard_is_plain_lbfgs():
+    X, y = make_batches((24,))[0]
+    plain = build("convolution")
+    optimizer = torch.optim.LBFGS(plain.parameters(), lr=0.1, max_iter=4)
+
+    def closure():
+        optimizer.zero_grad()
+        value = nn.functional.cross_entropy(plain(X), y)
+        value.backward()
+        return value
+
+    optimizer.step(closure)
+    model = build("convolution")
+    ours = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
+    with evenstep.Trainer(
+        model, ours, nn.CrossEntropyLoss(), devices=2, shards=1, memory_format="contiguous"
+    ) as trainer:
+        trainer.step(X, y)
+    for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, its)
+
+
+@pytest.mark.parametrize("steps_before", [0, 1])
+@pytest.mark.parametrize("devices", [1, 2, own(2)], ids=str)
+def test_lbfgs_that_fails_between_evaluations_leaves_everything_as_it_was(devices, steps_before):
+    X, y = make_batches((24,))[0]
+    model = build("convolution")
+    optimizer = torch.optim.LBFGS(model.parameters(), **SETTINGS[torch.optim.LBFGS])
+    evaluations = []
+    fails = False
+
+    def loss(output, target):
+        value = nn.functional.cross_entropy(output, target)
+        return value * torch.nan if fails and len(evaluations) > 1 else value
+
+    def counted(module):
+        evaluations.append(module)
+
+    with evenstep.Trainer(
+        model, optimizer, loss, devices=devices, before_update=counted
+    ) as trainer:
+        for _ in range(steps_before):
+            trainer.step(X, y)
+        evaluations.clear()
+        fails = True
+        before = trainer.fingerprint()
+        with pytest.raises(NonFiniteLossError):
+            trainer.step(X, y)
+        assert len(evaluations) == 2  # the parameters had been moved
+        assert trainer.fingerprint() == before
+        assert trainer.steps_done == steps_before
+        fails = False
+        trainer.step(X, y)
+        after = trainer.fingerprint()
+    undisturbed = build("convolution")
+    again = torch.optim.LBFGS(undisturbed.parameters(), **SETTINGS[torch.optim.LBFGS])
+    with evenstep.Trainer(undisturbed, again, loss, devices=1) as trainer:
+        for _ in range(steps_before + 1):
+            trainer.step(X, y)
+        assert trainer.fingerprint() == after
+
+
+def test_groups_with_their_own_rates_and_a_scheduler():
+    batches = make_batches((16, 16, 16, 16))
+
+    def run(devices):
+        model = build("convolution")
+        head, body = list(model[4].parameters()), list(model[0].parameters())
+        optimizer = torch.optim.SGD([{"params": body, "lr": 0.01}, {"params": head}], lr=0.1)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.5], total_steps=5)
+        with evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), devices=devices, scheduler=scheduler
+        ) as trainer:
+            for X, y in batches:
+                trainer.step(X, y)
+                scheduler.step()
+            return trainer.fingerprint(), [group["lr"] for group in optimizer.param_groups]
+
+    one = run(1)
+    assert one[1][0] != one[1][1]
+    assert all(run(devices) == one for devices in LAYOUTS)
+
+
+@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
+def test_clipping_between_sum_and_update(clip):
+    X, y = make_batches((24,))[0]
+    limit = 1e-3
+
+    def run(devices):
+        model = build("convolution")
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        with evenstep.Trainer(
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            devices=devices,
+            before_update=lambda module: clip(module.parameters(), limit),
+        ) as trainer:
+            trainer.step(X, y)
+            largest = max(parameter.grad.abs().max().item() for parameter in model.parameters())
+            return trainer.fingerprint(), largest
+
+    one = run(1)
+    assert 0 < one[1] <= limit * 1.0001
+    assert all(run(devices) == one for devices in LAYOUTS)
+
+
+def test_sparse_gradients_are_summed_exactly():
+    """Against the same table with dense gradients, whose sum is the reference's."""
+    batches = make_batches((24, 17))
+
+    def run(sparse, devices):
+        model = embedding()
+        model.table.sparse = sparse
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices) as trainer:
+            for X, y in batches:
+                trainer.step(X, y)
+            assert model.table.weight.grad.is_sparse == sparse
+        return model.table.weight.detach().clone()
+
+    results = [run(True, devices) for devices in (1, *LAYOUTS)]
+    assert all(torch.equal(result, results[0]) for result in results)
+    torch.testing.assert_close(results[0], run(False, 1))
