@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 import evenstep
+import evenstep.book.d2l
+from evenstep import d2l
 
 SOURCE = Path(evenstep.__file__).parent
 
@@ -17,6 +19,7 @@ EXPORTS = {
     "evenstep": [
         "Device",
         "Engine",
+        "Experiment",
         "Exported",
         "Hybrid",
         "Hybridized",
@@ -32,6 +35,17 @@ EXPORTS = {
         "scale_lr",
         "try_all_gpus",
         "try_gpu",
+        "verify",
+    ],
+    "evenstep.batch": [
+        "Batch",
+        "Cut",
+        "Dealing",
+        "Part",
+        "contiguous_runs",
+        "count_examples",
+        "cut_batch",
+        "shard_bounds",
     ],
     "evenstep.bench": [
         "Contender",
@@ -51,6 +65,7 @@ EXPORTS = {
         "summarise",
     ],
     "evenstep.bench.contenders": [],
+    "evenstep.book": [],
     "evenstep.book.reproduce": [
         "EXPERIMENTS",
         "Experiment",
@@ -63,9 +78,9 @@ EXPORTS = {
         "write_report",
     ],
     "evenstep.book.reproduce.engine": [],
+    "evenstep.checkpoint": [],
     "evenstep.cli": ["main"],
     "evenstep.collectives": [
-        "CLASSIC",
         "CanonicalSum",
         "Forest",
         "Links",
@@ -74,8 +89,6 @@ EXPORTS = {
         "TreePlan",
         "TreeSum",
         "add_in_order",
-        "all_gather",
-        "all_reduce",
         "canonical_sum",
         "chunk_bounds",
         "connect",
@@ -85,22 +98,23 @@ EXPORTS = {
         "wait_all",
     ],
     "evenstep.data": ["Cursor", "Loader", "digits", "epoch_order", "fashion_mnist"],
-    "evenstep.engine": [
-        "Engine",
-        "Handle",
-        "InlineLanes",
-        "Lanes",
-        "Pace",
-        "Pending",
-        "Runs",
-        "Span",
-        "Task",
-        "ThreadLanes",
-        "Trace",
-        "Var",
+    "evenstep.devices": [
+        "Device",
+        "Devices",
+        "carry",
+        "cgroup_quota_cores",
+        "deterministic_kernels",
+        "find_devices",
+        "gpu_count",
+        "intra_op_threads",
+        "kept_memory",
+        "layout_notes",
+        "parse_device",
+        "try_all_gpus",
+        "try_gpu",
+        "usable_cores",
     ],
-    "evenstep.models": ["lenet", "mlp", "resnet18"],
-    "evenstep.processes": [
+    "evenstep.distributed": [
         "Board",
         "LauncherWatch",
         "Peers",
@@ -114,6 +128,31 @@ EXPORTS = {
         "show_told_in_a_line",
         "was_launched",
     ],
+    "evenstep.engine": [
+        "Engine",
+        "Handle",
+        "InlineLanes",
+        "Lanes",
+        "Pace",
+        "Pending",
+        "Runs",
+        "Task",
+        "ThreadLanes",
+        "Var",
+    ],
+    "evenstep.inference": [],
+    "evenstep.models": ["lenet", "mlp", "resnet18"],
+    "evenstep.profiling": [],
+    "evenstep.replicas": [
+        "OptimizerTwin",
+        "Replica",
+        "Replicas",
+        "broadcast",
+        "check_trainable",
+        "move_home",
+    ],
+    "evenstep.shard": [],
+    "evenstep.training": [],
 }
 PACKAGES = {
     ".".join(["evenstep", *path.parent.relative_to(SOURCE).parts]): path
@@ -127,7 +166,7 @@ def test_every_package_is_pinned():
 
 @pytest.mark.parametrize("package", EXPORTS)
 def test_exports_are_pinned_and_sorted(package):
-    exported = importlib.import_module(package).__all__
+    exported = getattr(importlib.import_module(package), "__all__", [])
     assert exported == EXPORTS[package]
     assert exported == sorted(exported)
 
@@ -145,6 +184,8 @@ def is_plain(node, package):
     """Say whether a statement may stand in an `__init__.py`."""
     if isinstance(node, ast.ImportFrom):
         return all(alias.asname is None for alias in node.names)
+    if isinstance(node, ast.FunctionDef):
+        return package == "evenstep" and node.name == "__dir__"
     if isinstance(node, ast.Assign):
         (target,) = node.targets
         allowed = {"__all__", "__version__"} if package == "evenstep" else {"__all__"}
@@ -187,4 +228,14 @@ def test_importing_evenstep_loads_no_command_line():
     )
     modules = set(done.stdout.split())
     assert "evenstep.training.trainer" in modules
-    assert not modules & {"evenstep.cli", "click", "rich", "pooch", "requests", "sklearn"}
+    assert not modules & {"evenstep.cli", "evenstep.book", "evenstep.bench"}
+    assert not modules & {"click", "rich", "pooch", "requests", "sklearn"}
+
+
+def test_dir_shows_what_is_public_and_nothing_else():
+    assert dir(evenstep) == sorted([*EXPORTS["evenstep"], "__version__"])
+
+
+def test_d2l_is_the_books():
+    assert d2l.__all__ == evenstep.book.d2l.__all__
+    assert all(getattr(d2l, name) is getattr(evenstep.book.d2l, name) for name in d2l.__all__)

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from evenstep.batch import NO_CUT, Cut
+from evenstep.batch import Cut
+from evenstep.batch.cut import NO_CUT
 from evenstep.collectives import Forest, TreeSum, forest
 from evenstep.data import Cursor
 from evenstep.distributed.gradient_reduce import Sending
