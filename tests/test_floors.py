@@ -1,8 +1,8 @@
-"""The rooms of the code are those of docs/architecture.md, and imports go downwards only."""
+"""The packages of the code are those of docs/architecture.md, and imports go one way only."""
 
 import ast
-import collections
 import functools
+import graphlib
 import re
 from pathlib import Path
 
@@ -10,10 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "evenstep"
-ROW = re.compile(r"^\| (?P<floor>\d) \| `(?P<file>[\w/]+\.py)` \| \S.* \|$", re.MULTILINE)
-FACADE_FLOOR = 6
-COMMAND_LINE = ("cli", "__main__")
-LAUNCHERS_WORD = "processes/world.py"  # a launcher speaks to its processes by the environment
+ROW = re.compile(r"^\| (?P<order>\d+) \| `(?P<place>\w+(?:/|\.py))` \| \S.* \|$", re.MULTILINE)
+MOST_IN_THE_ROOT = 8
+IN_A_PACKAGE = range(3, 11)
+MAY_BE_LARGE = ("cli", "book/reproduce")  # a file for each command, for each experiment
+COMMAND_LINE = ("cli/", "__main__.py")
+LAUNCHERS_WORD = (
+    "distributed/rendezvous.py"  # a launcher speaks to its processes by the environment
+)
 FRESH_PROCESSES = "bench/fresh.py"  # what they inherit is cleaned first
 
 
@@ -21,24 +25,25 @@ def module_name(file):
     return ".".join(["evenstep", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
 
 
-FILES = sorted(str(path.relative_to(SOURCE)) for path in SOURCE.rglob("*.py"))
+FILES = sorted(path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py"))
 MODULES = {module_name(file): file for file in FILES}
+FOLDERS = sorted({str(Path(file).parent) for file in FILES} - {"."})
 TABLE = [
-    (int(row["floor"]), row["file"])
+    (int(row["order"]), row["place"])
     for row in ROW.finditer((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8"))
 ]
+ORDER = {place: order for order, place in TABLE}
+
+
+def place_of(module):
+    """Return the row of a module: its outermost package, or itself if it is in the root."""
+    file = MODULES[module]
+    return f"{file.split('/')[0]}/" if "/" in file else file
 
 
 @functools.cache
-def places():
-    """Return where each module stands: (floor, row). A folder's exports follow its last file."""
-    found = {}
-    for number, (floor, file) in enumerate(TABLE):
-        found[module_name(file)] = (floor, number)
-        if "/" in file:
-            found[module_name(file).rpartition(".")[0]] = (floor, number + 0.5)
-    found["evenstep"] = (FACADE_FLOOR, float("inf"))
-    return found
+def source_of(module):
+    return (SOURCE / MODULES[module]).read_text(encoding="utf-8")
 
 
 def imported(source):
@@ -55,8 +60,31 @@ def imported(source):
 
 
 def upward_imports(module, source):
-    """Return what `source`, standing in the place of `module`, imports from above."""
-    return {name for name in imported(source) if not places()[name] < places()[module]}
+    """Return what `source`, standing in the place of `module`, imports from later packages."""
+    here = place_of(module)
+    return {
+        name
+        for name in imported(source)
+        if place_of(name) != here and ORDER[place_of(name)] >= ORDER[here]
+    }
+
+
+def circle_in(imports):
+    """Return modules that import each other in a circle; none if there is no circle."""
+    try:
+        graphlib.TopologicalSorter(imports).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def imports_inside(place, sources):
+    """Return for each module of a package those of the same package that it imports."""
+    return {
+        module: {name for name in imported(source) if place_of(name) == place}
+        for module, source in sources.items()
+        if place_of(module) == place
+    }
 
 
 def forbidden(source):
@@ -81,59 +109,86 @@ OBJECTS += ("send_object_list", "recv_object_list")
 PICKLE |= {f"{place}.{name}" for place in ("dist", "torch.distributed") for name in OBJECTS}
 
 
-def test_every_file_has_one_place():
-    listed = [file for _, file in TABLE]
-    twice = [file for file, count in collections.Counter(listed).items() if count > 1]
-    assert not twice
-    assert sorted(listed) == [file for file in FILES if not file.endswith("__init__.py")]
-
-
-def test_the_table_goes_upwards():
-    floors = [floor for floor, _ in TABLE]
-    assert floors == sorted(floors)
-    assert set(floors) == set(range(9))
-
-
-def test_a_folder_is_in_one_piece():
-    folders = [str(Path(file).parent) for _, file in TABLE]
-    for folder in set(folders) - {"."}:
-        first = folders.index(folder)
-        assert folders[first : first + folders.count(folder)] == [folder] * folders.count(folder)
-        assert len({floor for floor, file in TABLE if str(Path(file).parent) == folder}) == 1
+def test_every_package_has_one_row():
+    listed = [place for _, place in TABLE]
+    assert sorted(listed) == sorted({place_of(module) for module in MODULES})
+    assert [order for order, _ in TABLE] == list(range(1, len(TABLE) + 1))
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_from_below(module):
-    assert not upward_imports(module, (SOURCE / MODULES[module]).read_text(encoding="utf-8"))
+def test_a_module_imports_from_earlier_packages(module):
+    assert not upward_imports(module, source_of(module))
+
+
+@pytest.mark.parametrize("place", ORDER)
+def test_no_circle_of_imports_in_a_package(place):
+    sources = {module: source_of(module) for module in MODULES}
+    assert not circle_in(imports_inside(place, sources))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_says_what_it_is_for(module):
+    docstring = ast.get_docstring(ast.parse(source_of(module)))
+    assert docstring
+    assert docstring.splitlines()[0].strip()
+
+
+def test_few_modules_are_in_the_root():
+    assert len([file for file in FILES if "/" not in file]) <= MOST_IN_THE_ROOT
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_package_is_neither_tiny_nor_crowded(folder):
+    files = [path.name for path in (SOURCE / folder).glob("*.py") if path.stem != "__init__"]
+    assert len(files) >= IN_A_PACKAGE.start
+    assert len(files) in IN_A_PACKAGE or folder in MAY_BE_LARGE
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_is_a_package(folder):
+    assert f"{folder}/__init__.py" in FILES
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("evenstep.devices", "from evenstep.trainer import Trainer"),
-        ("evenstep.compute", "from evenstep.runner import Cut"),
-        ("evenstep.rng", "from evenstep import runner"),
-        ("evenstep.rng", "import evenstep.engine.lanes, evenstep.sharding"),
-        ("evenstep.trainer", "def late():\n    from evenstep import Trainer"),
-        ("evenstep.verify", "import evenstep"),
-        ("evenstep.engine.lanes", "from evenstep.engine import Handle"),
-        ("evenstep.errors", "if TYPE_CHECKING:\n    from evenstep.records import TrainRecord"),
+        ("evenstep.devices.device", "from evenstep.training.trainer import Trainer"),
+        ("evenstep.shard.loss", "from evenstep.training.executor import Cut"),
+        ("evenstep.batch.rng", "from evenstep.training import executor"),
+        ("evenstep.collectives.tree", "import evenstep.engine.lanes, evenstep.batch.cut"),
+        ("evenstep.training.trainer", "def late():\n    from evenstep import Trainer"),
+        ("evenstep.verification", "import evenstep"),
+        ("evenstep.errors", "if TYPE_CHECKING:\n    from evenstep.cli.record import TrainRecord"),
         ("evenstep", "from evenstep.cli import main"),
+        ("evenstep", "from evenstep import d2l"),
     ],
 )
-def test_an_import_from_above_would_be_found(module, source):
+def test_an_import_from_a_later_package_would_be_found(module, source):
     assert upward_imports(module, source)
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("evenstep.trainer", "from evenstep import fingerprint as fingerprints\nimport torch"),
+        ("evenstep.engine.task", "from evenstep.engine.lanes import Lanes"),
+        ("evenstep.engine.lanes", "from evenstep.engine import Handle"),
+        ("evenstep.engine.graph", "def late():\n    from evenstep.engine import schedule"),
+    ],
+)
+def test_a_circle_would_be_found(module, source):
+    sources = {other: source_of(other) for other in MODULES} | {module: source}
+    assert circle_in(imports_inside("engine/", sources))
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("evenstep.training.trainer", "from evenstep.checkpoint import fingerprint\nimport torch"),
         ("evenstep.cli.setup", "import evenstep"),
         ("evenstep.engine", "from evenstep.engine.task import Task"),
     ],
 )
-def test_an_import_from_below_is_fine(module, source):
+def test_an_import_from_an_earlier_package_is_fine(module, source):
     assert imported(source)
     assert not upward_imports(module, source)
 

@@ -1,4 +1,4 @@
-"""Scripts of `tests/jobs`, started as a user starts them."""
+"""Scripts of `tests/support/jobs`, started as a user starts them."""
 
 import socket
 import subprocess

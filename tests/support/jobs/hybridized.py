@@ -1,6 +1,6 @@
 """A script that trains compiled shards, in one process or many.
 
-    torchrun --nproc-per-node 2 tests/jobs/hybridized.py OUT [RANK]
+    torchrun --nproc-per-node 2 tests/support/jobs/hybridized.py OUT [RANK]
 
 OUT is a folder for each rank's fingerprint or error; RANK has no compiler.
 """

@@ -1,6 +1,6 @@
 """A script as a user writes it: it trains, and writes what came of it. One process or many.
 
-    torchrun --nproc-per-node 2 tests/jobs/same.py OUT 1,1 8 2 plain
+    torchrun --nproc-per-node 2 tests/support/jobs/same.py OUT 1,1 8 2 plain
 
 OUT is a folder for each rank's results, then the devices of each rank, V, the steps in flight, and
 how gradients go: "plain" as for small models, all at once; "memory" and "network" in tiny buckets,
