@@ -1,4 +1,8 @@
-"""A task: a call to be made in a lane, with its story."""
+"""A task: a call to be made in a lane, with its story.
+
+Torch's modes (grad mode, autocast) belong to a thread. A task runs in another thread than the one
+that submitted it, but must compute what it would have computed there.
+"""
 
 from __future__ import annotations
 
