@@ -1,0 +1,36 @@
+"""No change may move a bit: short runs give the results that were recorded.
+
+Where nothing was recorded for this torch and processor, the layouts of each run are compared with
+each other.
+"""
+
+import pytest
+import runs
+from where import environment, load
+
+RECORDED = load().get(environment(), {})
+
+
+def cases():
+    for name, run in runs.RUNS.items():
+        for layout in run.layouts:
+            marks = [pytest.mark.slow] if run.slow else []
+            yield pytest.param(name, layout, id=f"{name} [{layout}]", marks=marks)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Results by run: the recorded one, or that of the first layout computed here."""
+    return dict(RECORDED)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("name", "layout"), [*cases()])
+def test_the_result_is_the_recorded_one(name, layout, expected):
+    run = runs.RUNS[name]
+    result = run.train(**run.layouts[layout])
+    assert result == expected.setdefault(name, result)
+
+
+def test_at_least_25_runs():
+    assert len(runs.RUNS) >= 25
