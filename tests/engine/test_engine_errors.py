@@ -305,7 +305,7 @@ def test_after_an_error_what_has_not_begun_is_dropped_and_what_runs_ends(caplog)
 
 def test_an_engine_that_cannot_open_leaves_the_handler_of_ctrl_c_alone():
     class Broken(InlineLanes):
-        def open(self, carry_out):
+        def open(self):
             raise OSError("no more threads")
 
     before = signal.getsignal(signal.SIGINT)

@@ -1,12 +1,13 @@
 """Lanes: tasks are carried out one at a time a lane, each with its device's number of threads."""
 
+import functools
 import threading
 
 import pytest
 import torch
 
 from evenstep.devices import Device
-from evenstep.engine import Engine, InlineLanes, Task, ThreadLanes
+from evenstep.engine import Engine, InlineLanes, ThreadLanes
 
 PATIENCE_S = 30  # far more than a right program needs: a wrong one fails instead of hanging
 
@@ -18,18 +19,18 @@ def cpus(*threads):
 
 
 def carried_out(make, devices, puts):
-    """Put tasks into lanes; return what was carried out, in order, lane by lane."""
+    """Put calls into lanes; return what was called, in order, lane by lane."""
     seen = {lane: [] for lane in range(2 * len(devices))}
     done = threading.Semaphore(0)
 
-    def carry_out(lane, task):
-        seen[lane].append((task.name, task.call(), lanes.here, lanes.inside))
+    def call(name, function, lane):
+        seen[lane].append((name, function(), lanes.here, lanes.inside))
         done.release()
 
     lanes = make(devices)
-    lanes.open(carry_out)
+    lanes.open()
     for lane, name, function in puts:
-        lanes.put(lane, Task(function, name=name))
+        lanes.put(lane, functools.partial(call, name, function))
     lanes.work()
     assert all(done.acquire(timeout=PATIENCE_S) for _ in puts)
     assert not lanes.inside

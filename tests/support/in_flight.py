@@ -63,13 +63,12 @@ class HeldCopies(ThreadLanes):
         super().__init__(devices)
         self._let_copy = let_copy
 
-    def open(self, carry_out):
-        def held(lane, task):
-            if task.category == "copy":
-                wait(self._let_copy)
-            carry_out(lane, task)
+    def put(self, lane, work):
+        def held(lane):
+            wait(self._let_copy)
+            work(lane)
 
-        super().open(held)
+        super().put(lane, held if lane >= len(self.devices) else work)
 
 
 def numbered(count, seed=1):

@@ -39,9 +39,9 @@ def delayed(model):
 class DelayedLanes(ThreadLanes):
     """Lanes that start each task up to 2 ms late."""
 
-    def open(self, carry_out):
-        def late(lane, task):
+    def put(self, lane, work):
+        def late(lane):
             time.sleep(random.random() * 2e-3)
-            carry_out(lane, task)
+            work(lane)
 
-        super().open(late)
+        super().put(lane, late)

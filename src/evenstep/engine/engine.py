@@ -8,6 +8,7 @@ Computation" and "Automatic Parallelism".)
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -104,7 +105,7 @@ class Engine:
         with contextlib.ExitStack() as opened:
             opened.enter_context(self._guard.protected())
             lanes = self._make_lanes(self.devices)
-            lanes.open(self._carry_out)
+            lanes.open()
             self._opened = opened.pop_all()
         self._lanes = lanes
         self._dropping = False
@@ -447,7 +448,7 @@ class Engine:
         for lane, task in decisions.starts:
             assert self._lanes is not None
             task.ran_on = lane
-            self._lanes.put(lane, task)
+            self._lanes.put(lane, functools.partial(self._carry_out, task=task))
         for task in decisions.ends:
             if task.cause is task:
                 self._note_failure(task)

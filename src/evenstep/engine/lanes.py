@@ -1,7 +1,6 @@
-"""Lanes: where tasks are carried out, each task wholly, one at a time a lane.
+"""Lanes: the worker threads of the devices, each of which makes one call at a time.
 
-A lane is told what to do with `put` and tells the engine when it is done, by the function that
-`open` gave it. It decides nothing.
+A lane calls what `put` gives it, in that order, with its own number; it decides nothing.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from typing import Protocol, TypeAlias
 import torch
 
 from evenstep.devices import Device
-from evenstep.engine.task import PLAIN, Task, in_modes
+from evenstep.engine.task import PLAIN, in_modes
 
 _GRACE_S = 0.2  # for the thread of a lost lane to end, if it still can
 
-CarryOut: TypeAlias = "Callable[[int, Task], None]"
-"""Runs a task in the calling thread, as that lane, and reports its end."""
+Work: TypeAlias = "Callable[[int], object]"
+"""Called in a lane with the lane's number; it must not raise."""
 
 
 class Lanes(Protocol):
     """What the engine needs of its lanes: two for each device, the second one for copies."""
 
-    def open(self, carry_out: CarryOut) -> None:
-        """Start."""
+    def open(self) -> None:
+        """Start the lanes."""
         ...
 
-    def put(self, lane: int, task: Task) -> None:
-        """Have `carry_out(lane, task)` called, after what was put there before."""
+    def put(self, lane: int, work: Work) -> None:
+        """Call `work(lane)` in the lane, after what was put there before."""
         ...
 
     def work(self) -> None:
@@ -69,26 +68,26 @@ class ThreadLanes:
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
-        self._inboxes: list[queue.SimpleQueue[Task | None]] = []
+        self._inboxes: list[queue.SimpleQueue[Work | None]] = []
         self._threads: list[threading.Thread] = []
         self._here = threading.local()
 
-    def open(self, carry_out: CarryOut) -> None:
+    def open(self) -> None:
         """Start a computing and a copying thread for each device."""
         torch.get_num_threads()  # settle the caller's own number before the lanes set theirs
         roles = [(device, f"evenstep {device}") for device in self.devices]
         roles += [(device, f"evenstep copy {device}") for device in self.devices]
         self._inboxes = [queue.SimpleQueue() for _ in roles]
         self._threads = [
-            threading.Thread(target=self._work, args=(lane, *role, carry_out), daemon=True)
+            threading.Thread(target=self._work, args=(lane, *role), daemon=True)
             for lane, role in enumerate(roles)
         ]
         for thread in self._threads:
             thread.start()
 
-    def put(self, lane: int, task: Task) -> None:
-        """Give a lane its next task."""
-        self._inboxes[lane].put(task)
+    def put(self, lane: int, work: Work) -> None:
+        """Give a lane its next call."""
+        self._inboxes[lane].put(work)
 
     def work(self) -> None:
         """Nothing to do: the threads are at work."""
@@ -117,7 +116,7 @@ class ThreadLanes:
         self._here.lane = lane
         _settle_threads(self.devices[lane].threads)
 
-    def _work(self, lane: int, device: Device, name: str, carry_out: CarryOut) -> None:
+    def _work(self, lane: int, device: Device, name: str) -> None:
         threading.current_thread().name = name
         self._here.lane = lane
         _settle_threads(device.threads)
@@ -125,9 +124,9 @@ class ThreadLanes:
         if device.kind == "cuda":
             torch.cuda.set_device(device.index)
             torch.cuda.set_stream(torch.cuda.Stream(device.index))
-        while (task := inbox.get()) is not None:
-            carry_out(lane, task)
-            del task  # an idle lane must not keep a step's tensors alive
+        while (work := inbox.get()) is not None:
+            work(lane)
+            del work  # an idle lane must not keep a step's tensors alive
 
 
 class InlineLanes:
@@ -143,33 +142,30 @@ class InlineLanes:
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
-        self._todo: deque[tuple[int, Task]] = deque()
-        self._carry_out: CarryOut | None = None
+        self._todo: deque[tuple[int, Work]] = deque()
         self._at_work = False
         self.here = -1
 
-    def open(self, carry_out: CarryOut) -> None:
-        """Keep what is called for each task."""
-        self._carry_out = carry_out
+    def open(self) -> None:
+        """Nothing to start."""
 
-    def put(self, lane: int, task: Task) -> None:
-        """Note the task for `work`."""
-        self._todo.append((lane, task))
+    def put(self, lane: int, work: Work) -> None:
+        """Keep the call for `work`."""
+        self._todo.append((lane, work))
 
     def work(self) -> None:
         """Run what was put, and what that starts, one after the other."""
         if self._at_work or not self._todo:
             return
-        assert self._carry_out is not None
         self._at_work = True
         before = torch.get_num_threads()
         try:
             with in_modes(PLAIN):  # those of a lane; and what a task leaves behind is put back
                 while self._todo:
-                    lane, task = self._todo.popleft()
+                    lane, work = self._todo.popleft()
                     self.here = lane
                     torch.set_num_threads(self.devices[lane % len(self.devices)].threads)
-                    self._carry_out(lane, task)
+                    work(lane)
         finally:
             self._at_work = False
             torch.set_num_threads(before)
