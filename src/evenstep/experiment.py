@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
+from evenstep.devices import Device, carry
 from evenstep.errors import InputError
 
 Precision: TypeAlias = Literal["fp32", "bf16"]
@@ -26,7 +29,7 @@ class Experiment:
         precision: "fp32" computes in the parameters' own dtype, "bf16" under autocast.
         memory_format: of images and convolution weights; "auto" is resolved by `resolve_format`.
         threads: intra-op threads of each device.
-        hybridize: whether shards are compiled, where they can be.
+        compile: whether shards are compiled, where they can be.
         batch_norm: "shard": BatchNorm layers in training go by the statistics of each shard;
             "sync": by those of the whole batch.
     """
@@ -36,21 +39,21 @@ class Experiment:
     precision: Precision = "fp32"
     memory_format: MemoryFormat = "auto"
     threads: int = 1
-    hybridize: bool = False
+    compile: bool = False
     batch_norm: BatchNorm = "shard"
 
     def __post_init__(self) -> None:
         _check_integer("shards", self.shards, at_least=1)
         _check_integer("threads", self.threads, at_least=1)
         _check_integer("seed", self.seed, at_least=0)
-        if not isinstance(self.hybridize, bool):
-            raise InputError(f"got hybridize={self.hybridize!r}: True or False is needed")
+        if not isinstance(self.compile, bool):
+            raise InputError(f"got compile={self.compile!r}: True or False is needed")
         _check_choice("precision", self.precision, ("fp32", "bf16"))
         _check_choice("memory_format", self.memory_format, ("auto", "contiguous", "channels_last"))
         _check_choice("batch_norm", self.batch_norm, ("shard", "sync"))
-        if self.hybridize and self.batch_norm == "sync":
+        if self.compile and self.batch_norm == "sync":
             raise InputError(
-                "got hybridize=True and batch_norm='sync', but shards that wait for each other "
+                "got compile=True and batch_norm='sync', but shards that wait for each other "
                 "can't be compiled: leave one of them out"
             )
 
@@ -70,6 +73,17 @@ class Experiment:
         if self.memory_format == "channels_last" and tensor.ndim == 4:
             return torch.channels_last
         return torch.contiguous_format
+
+    def placement(self, device: Device) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return a function that copies an input tensor to `device`, in its memory format."""
+        if self.memory_format != "channels_last":
+            return functools.partial(carry, device=device, memory_format=torch.contiguous_format)
+        return lambda tensor: carry(tensor, device, self.image_format(tensor))
+
+
+def with_current_names(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an experiment's options as version 0.1.0 saved them, under today's names."""
+    return {"compile" if name == "hybridize" else name: value for name, value in options.items()}
 
 
 def resolve_format(

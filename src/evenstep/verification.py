@@ -19,7 +19,7 @@ from evenstep.batch import Batch
 from evenstep.checkpoint.fingerprint import named_state, tensor_digest
 from evenstep.devices import Devices
 from evenstep.errors import InputError
-from evenstep.shard.forward_backward import NodeSum
+from evenstep.shard.partial_sum import PartialSum
 from evenstep.training.trainer import Trainer
 
 MakeTrainer: TypeAlias = Callable[[Devices], Trainer]
@@ -173,7 +173,9 @@ def _replay(make_trainer: MakeTrainer, batches: Batches, devices: Devices, step:
         gradients = [f"gradient of {name}" for name, _ in trainer.model.named_parameters()]
         buffers = [f"buffer {name}" for name, _ in trainer.model.named_buffers()]
 
-        def observe(shard: int, value: NodeSum) -> None:  # in the lanes; each shard has its own key
+        def observe(
+            shard: int, value: PartialSum
+        ) -> None:  # in the lanes; each shard has its own key
             tensors = (*value.gradients, *value.buffers)
             names = (*gradients, *buffers)
             shards[shard] = {n: _digest(t) for n, t in zip(names, tensors, strict=True)}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from evenstep.replicas import OptimizerTwin
+from evenstep.replicas import OptimizerProxy
 from in_flight import DEVICES, assert_same_as_one_at_a_time, numbered, opened
 from optimizers import OPTIMIZERS, SETTINGS, model_for
 from reference import assert_same_bits, whole_state
@@ -277,7 +277,7 @@ def test_every_torch_optimizer_with_a_step_in_flight(cls, devices):
 def alone(**settings):
     parameter = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([parameter], lr=0.5, **settings)
-    return parameter, optimizer, OptimizerTwin(optimizer)
+    return parameter, optimizer, OptimizerProxy(optimizer)
 
 
 def test_a_change_reaches_the_step_that_was_recorded_with_it():

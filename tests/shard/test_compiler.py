@@ -228,7 +228,7 @@ def test_sizes_flags_and_attributes_have_programs_of_their_own_and_find_them_aga
                     model[1].weight.requires_grad_(learns)
                     model.train(training)
                     trainer.step(*batch)
-                    counts.append(trainer._runner.programs._compiler.compiled)
+                    counts.append(trainer._executor.programs._compiler.compiled)
             return trainer.fingerprint(), counts
 
     (one, counts), (three, _) = run(1), run(own(3))

@@ -9,7 +9,8 @@ from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import Sending
 from evenstep.errors import ModelError
 from evenstep.replicas import Replica
-from evenstep.shard.gradients import AccumulatedTwiceError, GradientStream, add_gradients
+from evenstep.shard.gradients import AccumulatedTwiceError, GradientStream
+from evenstep.shard.partial_sum import add_gradients
 from layouts import TWO
 from reference import assert_same_bits
 

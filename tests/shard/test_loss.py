@@ -10,7 +10,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import BatchError, ModelError, NonFiniteLossError
-from evenstep.training.executor import ShardRunner
+from evenstep.training.executor import IndependentExecutor
 from layouts import own
 from zoo import CLASSES, build, make_batches
 
@@ -215,14 +215,14 @@ def test_an_objective_that_uses_the_outer_model_is_refused(objective, in_flight,
     X, y = make_batches((16,))[0]
     outer = build("convolution")
     optimizer = torch.optim.SGD(outer.parameters(), lr=0.1)
-    deal = ShardRunner._work_off
+    compute = IndependentExecutor.compute
 
-    def work_off_late(runner, *args):
-        if runner.engine.lane_here == late:
+    def compute_late(executor, attempt, lane, *batches):
+        if lane == late:
             time.sleep(0.1)  # the other lane, being done, could take all shards of this one
-        return deal(runner, *args)
+        return compute(executor, attempt, lane, *batches)
 
-    monkeypatch.setattr(ShardRunner, "_work_off", work_off_late)
+    monkeypatch.setattr(IndependentExecutor, "compute", compute_late)
     with (
         evenstep.Trainer(
             outer,

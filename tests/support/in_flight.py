@@ -126,7 +126,7 @@ def train(devices, act, *, max_in_flight, steps=6, waits=False, looked_at=(), **
                 gates.hold(number)
             losses.append(trainer.step(*batch))
             gates.release(number - 1)
-            assert losses[-1]._run.finished == (not is_held)
+            assert losses[-1]._step.finished == (not is_held)
             if waits == "before":
                 gates.release(number)
             act(trainer, number, losses[-1])

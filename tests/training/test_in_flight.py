@@ -59,8 +59,8 @@ def test_a_step_returns_before_it_is_finished_and_its_loss_waits(devices):
 def test_the_first_step_of_a_trainer_is_waited_for(devices):
     with opened(devices) as (trainer, _):
         loss = trainer.step(*numbered(1)[0])
-        assert loss._run.finished
-        assert len(trainer._flight) == 0
+        assert loss._step.finished
+        assert len(trainer._pipeline.steps) == 0
 
 
 @on_devices
@@ -73,7 +73,7 @@ def test_a_third_step_waits_for_the_first_of_the_two_in_flight(devices):
         trainer.step(*batches[1])
         gates.hold(2)
         trainer.step(*batches[2])
-        assert len(trainer._flight) == 2
+        assert len(trainer._pipeline.steps) == 2
 
         def third():
             trainer.step(*batches[3])
@@ -87,7 +87,7 @@ def test_a_third_step_waits_for_the_first_of_the_two_in_flight(devices):
         assert trainer.steps_done == 3
         gates.release(1)
         wait(returned, gates.at_work[2])  # while the second is held
-        assert len(trainer._flight) == 2
+        assert len(trainer._pipeline.steps) == 2
         assert trainer.steps_done == 4
         gates.release(2)
         front_end.join()
@@ -97,14 +97,14 @@ def test_a_third_step_waits_for_the_first_of_the_two_in_flight(devices):
 def test_a_step_is_copied_while_the_one_before_computes(devices, monkeypatch):
     batches = numbered(3)
     copied = []
-    carry = evenstep.training.executor.carry
+    carry = evenstep.experiment.carry
 
     def noted(tensor, *given):
         if tensor.dtype == torch.int64 and (tensor == 2).all():  # the number of the step
             copied.append(len(tensor))
         return carry(tensor, *given)
 
-    monkeypatch.setattr("evenstep.training.executor.carry", noted)
+    monkeypatch.setattr("evenstep.experiment.carry", noted)
     batches[2][1].zero_()  # no target says 2
     with opened(devices) as (trainer, gates):
         trainer.step(*batches[0])
@@ -209,7 +209,7 @@ def test_epochs_with_a_step_in_flight_at_their_end(devices):
                 for batch in trainer.epoch(Loader(dataset, 8)):
                     places.append(trainer.cursor)
                     trainer.step(*batch)
-                assert len(trainer._flight) == (0 if max_in_flight == 1 else 2)
+                assert len(trainer._pipeline.steps) == (0 if max_in_flight == 1 else 2)
             assert trainer.cursor == Cursor(2, 0)
             return places, trainer.fingerprint()
 
@@ -254,7 +254,7 @@ def test_leaving_by_an_exception_drops_what_is_in_flight(devices):
         wait(gates.at_work[1])
         # The gate opens at the end of `opened`, before the trainer is left: so that the drop
         # comes first, the shards wait for it.
-        attempt = trainer._flight._runs[0].attempt
+        attempt = trainer._pipeline.steps[0].attempt
         gates.then[1] = lambda output: (wait_until(lambda: attempt.dropped), output)[1]
         raise KeyError("the user's")
     assert float(first) > 0
@@ -307,14 +307,14 @@ def test_no_more_than_two_batches_are_alive_though_every_loss_is_kept(devices):
 @on_devices
 def test_no_more_than_two_batches_of_copies_are_alive(devices, monkeypatch):
     copies = []
-    carry = evenstep.training.executor.carry
+    carry = evenstep.experiment.carry
 
     def noted(*given):
         copied = carry(*given)
         copies.append(weakref.ref(copied))
         return copied
 
-    monkeypatch.setattr("evenstep.training.executor.carry", noted)
+    monkeypatch.setattr("evenstep.experiment.carry", noted)
     each = 8 * 3  # shards, and X, y, number
     with opened(devices) as (trainer, gates):
         for number, batch in enumerate(numbered(5)):

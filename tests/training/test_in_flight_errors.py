@@ -270,7 +270,7 @@ def test_interrupted_while_waiting(devices, wait_somewhere, request):
         before = two_steps(trainer)
 
         def interrupt(output):
-            attempt = trainer._flight._runs[0].attempt
+            attempt = trainer._pipeline.steps[0].attempt
 
             def sent():
                 if (

@@ -250,7 +250,7 @@ def test_interrupted_within_a_step(devices, request):
     def interrupt(output):
         at_work.set()
         main = threading.main_thread().ident
-        attempt = trainer._flight._runs[0].attempt
+        attempt = trainer._pipeline.steps[0].attempt
         for _ in range(30_000):  # a signal that comes just before a thread falls asleep is missed
             if attempt.dropped:
                 break

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import evenstep
+from evenstep.batch import contiguous_runs
 from evenstep.errors import DeviceLostError
 from layouts import own, shared
 from reference import assert_same_bits
@@ -58,7 +59,7 @@ def test_runs_follow_the_measured_speeds():
     with open_trainer(uneven(build("convolution"), (0, 30)), devices=2) as trainer:
         for X, y in BATCHES:
             trainer.step(X, y)
-        runs = trainer._runner._deal(range(8), "compute")
+        runs = contiguous_runs(range(8), trainer._executor.pace.speeds())
         assert len(runs[0]) > len(runs[1])
         trace = trainer.trace.spans
     last = [span for span in trace if span.story and span.story.get("step") == len(BATCHES) - 1]

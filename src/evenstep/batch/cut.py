@@ -10,6 +10,7 @@ device.)
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias
@@ -52,7 +53,7 @@ class Part:
     runs: tuple[range, ...]
     rank: int = 0
 
-    @property
+    @functools.cached_property
     def run(self) -> range:
         """The shards of this process."""
         return self.runs[self.rank]
@@ -86,17 +87,17 @@ class Cut:
     structure: optree.PyTreeSpec
     versions: Sequence[int | None] = ()
 
-    @property
+    @functools.cached_property
     def bounds(self) -> Sequence[tuple[int, int]]:
         """The examples [lo, hi) of each shard; only the first `filled` have any."""
         return self.part.bounds
 
-    @property
+    @functools.cached_property
     def filled(self) -> int:
         """The number of shards with examples."""
         return min(self.part.examples, len(self.part.bounds))
 
-    @property
+    @functools.cached_property
     def weights(self) -> list[int]:
         """For each shard its examples; 1 for the only one that has any."""
         return [1] if self.filled == 1 else [hi - lo for lo, hi in self.bounds]
@@ -107,7 +108,7 @@ class Cut:
         `place` gets a view and must return a copy in memory of its own: a shard is computed on
         tensors of exactly its own shape, never on views at an odd offset of a larger one.
         """
-        return self.structure.unflatten([place(view) for view in self.views[shard]])
+        return self.structure.unflatten(map(place, self.views[shard]))
 
     def lies_on(self, taken: Batch, device: Device) -> bool:
         """Say whether a shard that was taken is where `device` computes."""

@@ -81,7 +81,7 @@ class ShardRandomness(TorchDispatchMode):
 def default_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
     """Return the states of the default generators behind `devices`, while none is lent."""
     with DEFAULT_GENERATORS:
-        return [_default_generator(device).get_state() for device in devices]
+        return [default_generator(device).get_state() for device in devices]
 
 
 def have_moved(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> bool:
@@ -97,7 +97,7 @@ def restore_default_states(devices: Sequence[torch.device], states: Sequence[tor
     moved = have_moved(devices, states)
     if moved:
         for device, state in zip(devices, states, strict=True):
-            _default_generator(device).set_state(state)
+            default_generator(device).set_state(state)
     return moved
 
 
@@ -118,7 +118,7 @@ def undrawn() -> Iterator[None]:
 
 @contextmanager
 def _lent_to_default(generator: torch.Generator) -> Iterator[None]:
-    default = _default_generator(generator.device)
+    default = default_generator(generator.device)
     with DEFAULT_GENERATORS:
         before = default.get_state()
         default.set_state(generator.get_state())
@@ -129,7 +129,8 @@ def _lent_to_default(generator: torch.Generator) -> Iterator[None]:
             default.set_state(before)
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return torch's default generator for `device`."""
     if device.type == "cuda":
         torch.cuda.init()
         return torch.cuda.default_generators[device.index or 0]

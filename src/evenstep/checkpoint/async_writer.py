@@ -84,6 +84,11 @@ class Saves:
         write = functools.partial(write_state, folder, tree, entries, step, keep)
         self._written = self._thread.submit(write)
 
+    @property
+    def pending(self) -> bool:
+        """Whether a checkpoint is being written, or its error was not raised yet."""
+        return self._written is not None
+
     def check(self) -> None:
         """Raise the writer's error, if there is one by now."""
         if self._written is not None and self._written.done():

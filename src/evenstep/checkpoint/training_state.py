@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import CheckpointError
-from evenstep.experiment import Experiment
+from evenstep.experiment import Experiment, with_current_names
 
 Tree = dict[str, Any]
 
@@ -90,13 +90,13 @@ def rolled_back_on_error(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
 def check_experiment(experiment: Experiment, saved: Mapping[str, Any]) -> None:
     """Refuse to go on with an experiment other than the checkpoint's, naming what differs."""
     now = dataclasses.asdict(experiment)
-    saved = {**dataclasses.asdict(Experiment()), **saved}
+    saved = {**dataclasses.asdict(Experiment()), **with_current_names(saved)}
     differing = [name for name in now if now[name] != saved.get(name)]
     if differing:
         got = ", ".join(f"{name} {now[name]} instead of {saved.get(name)}" for name in differing)
         raise CheckpointError(
             f"can't resume with {got}: shards, seed, precision, memory format, threads, "
-            f"hybridize and batch_norm are part of the experiment; resume with those of the "
+            f"compile and batch_norm are part of the experiment; resume with those of the "
             f"checkpoint (devices may differ)"
         )
 

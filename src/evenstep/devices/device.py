@@ -8,6 +8,7 @@ stand-in that lets every machine test what a box of GPUs does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -40,12 +41,12 @@ class Device:
                 f"at least 0 and at least 1 thread"
             )
 
-    @property
+    @functools.cached_property
     def name(self) -> str:
         """The name that `parse_device` reads: `cpu:0`, `cuda:1`, `cpu:2:own`."""
         return f"{self.kind}:{self.index}" + (":own" if self.own_memory else "")
 
-    @property
+    @functools.cached_property
     def memory(self) -> str:
         """The memory that its tensors live in; devices with the same memory share parameters."""
         return "cpu" if self.kind == "cpu" and not self.own_memory else self.name
@@ -62,7 +63,7 @@ class Device:
         plain = [one.torch_device if isinstance(one, Device) else one for one in args]
         return function(*plain, **(kwargs or {}))
 
-    @property
+    @functools.cached_property
     def torch_device(self) -> torch.device:
         """The device as torch names it."""
         return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", self.index)

@@ -267,6 +267,12 @@ class Engine:
         return self._told(task.cause)
 
     @property
+    def lanes(self) -> Lanes:
+        """The lanes of an open engine, for work that waits for nothing."""
+        assert self._lanes is not None
+        return self._lanes
+
+    @property
     def lane_here(self) -> int:
         """The lane that the calling task runs on."""
         assert self._lanes is not None

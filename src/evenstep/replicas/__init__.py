@@ -1,11 +1,11 @@
 """The copies of the user's model and optimizer that the devices compute with."""
 
-from evenstep.replicas.optimizer_proxy import OptimizerTwin
+from evenstep.replicas.optimizer_proxy import OptimizerProxy
 from evenstep.replicas.replica import Replica, broadcast
 from evenstep.replicas.replicas import Replicas, check_trainable, move_home
 
 __all__ = [
-    "OptimizerTwin",
+    "OptimizerProxy",
     "Replica",
     "Replicas",
     "broadcast",

@@ -2,9 +2,9 @@
 
 While a step is in flight the front end goes on: a scheduler sets the next learning rate in
 `optimizer.param_groups` before the update that wants the old one, and `zero_grad` drops gradients
-that the update is to see. So the lanes step a twin. It shares the optimizer's state and the memory
+that the update is to see. So the lanes step a proxy. It shares the optimizer's state and the memory
 of its parameters, but has groups and gradients of its own; what the front end changes in its groups
-is recorded with each step and reaches the twin's when that step is updated.
+is recorded with each step and reaches the proxy's when that step is updated.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Change(NamedTuple):
     value: Any
 
 
-class OptimizerTwin:
+class OptimizerProxy:
     """Steps an optimizer in a lane while its owner may change its groups and drop gradients."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -73,12 +73,12 @@ class OptimizerTwin:
             gradients: of the user's parameters.
         """
         for change in changes:
-            self._twin.param_groups[change.group][change.key] = change.value
+            self._proxy.param_groups[change.group][change.key] = change.value
         for parameter, original in self._originals.items():
             # Not `gradients.get`: nobody else may look at a gradient that `zero_grad` just frees.
             parameter.grad = gradients[original] if original in gradients else original.grad  # noqa: SIM401
         try:
-            self._twin.step()
+            self._proxy.step()
         finally:
             for parameter in self._originals:
                 parameter.grad = None
@@ -90,7 +90,7 @@ class OptimizerTwin:
         """
         present = {id(group) for group in self._optimizer.param_groups}
         for group, ours, seen in zip(
-            self._groups, self._twin.param_groups, self._seen, strict=True
+            self._groups, self._proxy.param_groups, self._seen, strict=True
         ):
             for key, value in ours.items():
                 if id(group) in present and _differs(key, value, seen):
@@ -99,39 +99,39 @@ class OptimizerTwin:
 
     def _take(self) -> None:
         optimizer = self._optimizer
-        twin = object.__new__(type(optimizer))
-        twin.__dict__.update(optimizer.__dict__)
+        proxy = object.__new__(type(optimizer))
+        proxy.__dict__.update(optimizer.__dict__)
         # A scheduler wraps `step` on the instance, bound to the instance.
-        twin.__dict__.pop("step", None)
+        proxy.__dict__.pop("step", None)
         self._groups = list(optimizer.param_groups)
         self._held = [[id(p) for p in group["params"]] for group in self._groups]
         self._state = optimizer.state
         self._originals: dict[nn.Parameter, nn.Parameter] = {}
-        twin.param_groups = [
-            {**_settings(group), "params": [*map(self._twin_of, group["params"])]}
+        proxy.param_groups = [
+            {**_settings(group), "params": [*map(self._proxy_of, group["params"])]}
             for group in self._groups
         ]
-        twin.state = _StateOfTwin(optimizer.state, self._originals)  # type: ignore[assignment]
-        self._twin = twin
+        proxy.state = _StateOfProxy(optimizer.state, self._originals)  # type: ignore[assignment]
+        self._proxy = proxy
         self._seen = [_settings(group) for group in self._groups]
 
-    def _twin_of(self, original: nn.Parameter) -> nn.Parameter:
+    def _proxy_of(self, original: nn.Parameter) -> nn.Parameter:
         """Return another parameter in the same memory, with a gradient of its own."""
-        twin = nn.Parameter(original.detach(), requires_grad=original.requires_grad)
-        twin.__dict__.update(original.__dict__)
-        self._originals[twin] = original
-        return twin
+        proxy = nn.Parameter(original.detach(), requires_grad=original.requires_grad)
+        proxy.__dict__.update(original.__dict__)
+        self._originals[proxy] = original
+        return proxy
 
 
-class _StateOfTwin(MutableMapping[Any, Any]):
-    """The state of an optimizer, asked for by the twins of its parameters."""
+class _StateOfProxy(MutableMapping[Any, Any]):
+    """The state of an optimizer, asked for by the proxies of its parameters."""
 
     def __init__(
         self, state: MutableMapping[Any, Any], originals: Mapping[nn.Parameter, nn.Parameter]
     ) -> None:
         self._state = state
         self._originals = originals
-        self._twins = {original: twin for twin, original in originals.items()}
+        self._proxies = {original: proxy for proxy, original in originals.items()}
 
     def __getitem__(self, key: Any) -> Any:
         return self._state[self._originals.get(key, key)]
@@ -146,7 +146,7 @@ class _StateOfTwin(MutableMapping[Any, Any]):
         return self._originals.get(key, key) in self._state  # type: ignore[call-overload]
 
     def __iter__(self) -> Iterator[Any]:
-        return (self._twins.get(key, key) for key in [*self._state])
+        return (self._proxies.get(key, key) for key in [*self._state])
 
     def __len__(self) -> int:
         return len(self._state)

@@ -13,11 +13,9 @@ import statistics
 import time
 from collections.abc import Callable
 
-import torch
-
 from evenstep.batch import Batch, Cut
 from evenstep.batch.rng import ShardRandomness, undrawn
-from evenstep.devices import carry, intra_op_threads
+from evenstep.devices import intra_op_threads
 from evenstep.errors import ModelError
 from evenstep.experiment import Experiment
 from evenstep.replicas import Replica, Replicas
@@ -120,11 +118,12 @@ class ShardPrograms:
 
     def _found(self, cut: Cut, objective: ShardObjective) -> dict[int, Program]:
         compiler, alone = self._compiler_of(objective), cut.filled == 1
+        place = self._experiment.placement(self._replicas.home.device)
         found: dict[int, Program] = {}
         for shard in cut.part.run:
             lo, hi = cut.bounds[shard]
             if hi - lo not in found:
-                example = cut.take(shard, self._place)
+                example = cut.take(shard, place)
                 found[hi - lo] = self._program(compiler, example, alone=alone)
         return found
 
@@ -182,10 +181,6 @@ class ShardPrograms:
             eager_ms=1e3 * eager_s,
             max_difference=_difference(ours, theirs),
         )
-
-    def _place(self, examples: torch.Tensor) -> torch.Tensor:
-        assert self._home is not None
-        return carry(examples, self._home.device, self._experiment.image_format(examples))
 
 
 def _timed(*ways: Callable[[], object]) -> list[float]:

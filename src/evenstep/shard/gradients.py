@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeAlias
 
 import torch
 
@@ -18,8 +17,7 @@ from evenstep.collectives import TreePlan, TreeSum
 from evenstep.distributed.gradient_reduce import Sending
 from evenstep.errors import EvenstepError, ModelError
 from evenstep.replicas import Replica
-
-Tensors: TypeAlias = "list[torch.Tensor | None]"
+from evenstep.shard.partial_sum import Tensors, add_gradients
 
 
 class AccumulatedTwiceError(EvenstepError):
@@ -149,27 +147,3 @@ def sparse_error(replica: Replica, i: int) -> ModelError:
         f"{name} got a sparse gradient, but belongs to no layer with sparse=True: with several "
         f"processes only such layers may have one"
     )
-
-
-def add_gradients(left: Tensors, right: Tensors) -> Tensors:
-    """Return left + right, in the memory of `left` where that can be; None stands for nothing."""
-    result = list(left)
-    dense: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
-    for number, (ours, theirs) in enumerate(zip(left, right, strict=True)):
-        if ours is None or theirs is None:
-            result[number] = theirs if ours is None else ours
-        elif ours.is_sparse or theirs.is_sparse:
-            result[number] = _add_sparse(ours, theirs)
-        else:
-            dense[0].append(ours)
-            dense[1].append(theirs)
-    if dense[0]:
-        torch._foreach_add_(*dense)
-    return result
-
-
-def _add_sparse(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Add where one or both are sparse: two terms an element, so their order makes no odds."""
-    if left.is_sparse and right.is_sparse:
-        return (left + right).coalesce()
-    return right + left if left.is_sparse else left + right

@@ -1,4 +1,4 @@
-"""Whether a model draws random numbers: found out while it trains, so that others don't pay."""
+"""Detects random ops in the model while it trains, so that models without them pay nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from evenstep.batch import Batch
-from evenstep.batch.rng import default_states, have_moved, restore_default_states
+from evenstep.batch.rng import DEFAULT_GENERATORS, default_generator
 from evenstep.shard.loss import Number, ShardObjective
 
 T = TypeVar("T")
@@ -18,50 +18,54 @@ States: TypeAlias = "list[torch.Tensor]"
 
 
 class DrawWatch:
-    """Watches the default generators, and has a step that drew from them done again.
+    """Watches the default generators, so that a step that drew from them is computed again.
 
-    `ShardRandomness` gives every shard generators of its own but costs time for each op. So it is
-    left out until a random op is seen.
+    `ShardRandomness` gives every shard generators of its own, at a cost for each op. It is used
+    only after a random op was seen.
 
     Attributes:
         draws: whether the model was seen to use random ops; from then on its shards have
             generators of their own.
-        watch_backward: whether backward passes are to be looked at too: until one has gone through
-            with `draws`.
+        watch_backward: whether backward passes are watched too: until a step with `draws` is done.
+        is_first_step: whether no training step was done since the model was last changed.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.draws = False
         self.watch_backward = True
-        self._devices = sorted({*devices, torch.device("cpu")}, key=str)
-        self._is_first_step = True
+        self.is_first_step = True
+        kinds = sorted({*devices, torch.device("cpu")}, key=str)
+        self._generators = [default_generator(device) for device in kinds]
         self._seen_between = False
 
     def states(self) -> States | None:
-        """Return the default generators' states, to be given to `drew`; None if it need not be."""
-        return None if self.draws else default_states(self._devices)
+        """Return the states of the default generators for `drew`; None if nothing is watched."""
+        return None if self.draws else self._now()
 
     def drew(self, before: States | None) -> bool:
-        """Say whether random ops drew from a default generator since `before`."""
-        return before is not None and (self._seen_between or have_moved(self._devices, before))
+        """Return whether random ops drew from a default generator since `before`."""
+        if before is None:
+            return False
+        return self._seen_between or not all(map(torch.equal, self._now(), before))
 
     def note_draws(self, before: States | None, *, restore: bool) -> None:
-        """From now on give shards generators of their own; the last step is to be done again.
+        """From now on, give shards generators of their own; the last step must be repeated.
 
         Args:
             before: the states before that step.
-            restore: whether to put the default generators back. Not where the front end went on
-                meanwhile, and may have drawn from them itself.
+            restore: whether to put the default generators back. Do not where the user's thread
+                went on meanwhile: it may have drawn from them itself.
         """
         self.draws = True
         if restore and before is not None:
-            restore_default_states(self._devices, before)
+            with DEFAULT_GENERATORS:
+                for generator, state in zip(self._generators, before, strict=True):
+                    generator.set_state(state)
 
     def repeat(self, attempt: Callable[[], T]) -> T:
-        """Return `attempt()`, whose random ops did not come from a default generator.
+        """Return `attempt()`; if it drew from a default generator, repeat it with shards' own.
 
-        If they did, it is done again with generators for each shard, now and from here on. The
-        default generators are left as they were.
+        The default generators are left as they were.
         """
         before = self.states()
         error: BaseException | None = None
@@ -77,34 +81,33 @@ class DrawWatch:
         return result
 
     def watched(self, objective: ShardObjective) -> ShardObjective:
-        """In the first step, let `objective` look for draws after each forward pass too.
+        """In the first step, make `objective` look for draws after each forward pass too.
 
-        The end of the attempt can be too late to see them: where activations are recomputed, every
-        lane puts the default generator back to what it was when the lane began to. In later steps
-        the end must do: looking costs 16 µs a shard.
+        Where activations are recomputed, looking at the end of the step is too late: recomputing
+        restores the default generator's state from the forward pass. In later steps the end must
+        do, since looking costs 16 µs a shard.
         """
-        if self.draws or not self._is_first_step:
+        if self.draws or not self.is_first_step:
             return objective
-        before = default_states(self._devices)
+        before = self._now()
 
         def watched(model: nn.Module, batch: Batch, alone: bool) -> tuple[torch.Tensor, Number]:
             result = objective(model, batch, alone)
-            if have_moved(self._devices, before):
+            if not all(map(torch.equal, self._now(), before)):
                 self._seen_between = True
             return result
 
         return watched
 
-    @property
-    def is_first_step(self) -> bool:
-        """Whether no training step has gone through yet, since the module may draw."""
-        return self._is_first_step
-
     def look_again(self) -> None:
-        """The user has changed the module: the next step is looked at as the first one was."""
-        self._is_first_step = self._is_first_step or not self.draws
+        """Watch the next step as the first one was: the user has changed the module."""
+        self.is_first_step = self.is_first_step or not self.draws
 
     def step_done(self) -> None:
-        """Note that a training step has gone through."""
-        self._is_first_step = False
+        """Note that a training step was done."""
+        self.is_first_step = False
         self.watch_backward = not self.draws
+
+    def _now(self) -> States:
+        with DEFAULT_GENERATORS:
+            return [generator.get_state() for generator in self._generators]

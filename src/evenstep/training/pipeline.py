@@ -1,302 +1,409 @@
-"""The steps in flight: submitted as tasks, waited for in order, done again or abandoned.
+"""The order of steps: submitted, waited for oldest first, attempted again or abandoned.
 
-The tasks of a step are its copies (where a step may overlap the one before), its shards, and its
-end: the settling of the loss and the update. Shards read the model and the end writes it, so the
-shards of the next step wait for the end, while its copies do not. A node of the canonical tree is
-summed in the task of whichever shard brings its second child.
+`DirectPipeline` takes one step at a time, and gives it straight to the lanes of the devices.
+`OverlappedPipeline` has several steps in flight: it makes tasks of the engine, whose dependencies
+let a step's data be copied while the step before computes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
+import abc
+import contextvars
+import functools
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from evenstep.engine import Engine, Task
+from evenstep.batch import Batch
+from evenstep.engine import Task
 from evenstep.engine.task import PLAIN
-from evenstep.errors import BatchError, ClosedError, EvenstepError, InputError, PeerError
-from evenstep.shard.forward_backward import Leaf, NodeSum
-from evenstep.shard.gradients import AccumulatedTwiceError
+from evenstep.errors import DeviceLostError, InputError, PeerError
 from evenstep.training.clock import Timekeeper
-from evenstep.training.executor import ShardRunner
-from evenstep.training.step import Attempt, StepRun
-from evenstep.training.step_exchange import AgainError, Exchange, Place, Verdict, Way
+from evenstep.training.executor import IndependentExecutor
+from evenstep.training.recovery import DrawsSeenError, Recovery
+from evenstep.training.step import Attempt, Step, StepLoss
+from evenstep.training.step_exchange import AgainError
 
-logger = logging.getLogger("evenstep")
-_LOOK_EVERY_S = 1.0
+_LOOK_EVERY_S = 1.0  # for a device that stands still
 
 
-class Flight:
+class Pipeline(abc.ABC):
     """The steps that are not finished, oldest first.
 
     Args:
-        engine: where their tasks run.
-        runner: makes the tasks of their shards.
-        timekeeper: is told of every step that ends.
-        overlap: whether a step may be submitted while the one before runs.
+        executor: computes the shards of a step.
+        timekeeper: receives the times of finished steps.
+        max_in_flight: how many steps may be unfinished when `submit` returns, plus one.
         lost_after_s: how long a device may be at one shard while another one waits.
         abandoned: called with the first step that was not finished when steps are abandoned.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        runner: ShardRunner,
+        executor: IndependentExecutor,
         timekeeper: Timekeeper,
         *,
-        overlap: bool,
+        max_in_flight: int,
         lost_after_s: float,
-        abandoned: Callable[[StepRun], None],
+        abandoned: Callable[[Step], None],
     ) -> None:
-        self._engine = engine
-        self._runner = runner
+        self.steps: deque[Step] = deque()
+        self._executor = executor
+        self._engine = executor.engine
+        self._replicas = executor.replicas
         self._timekeeper = timekeeper
-        self._overlap = overlap
+        self._overlap = max_in_flight > 1
+        self._recovery = Recovery(executor, restores_generators=not self._overlap)
         self._lost_after_s = lost_after_s
         self._abandoned = abandoned
-        self._runs: deque[StepRun] = deque()
-        self._lost: set[int] = set()
-        self._model = engine.Var(None, "the model")
-        kinds = {(device.kind, device.threads) for device in engine.devices}
-        self._any_lane = len(kinds) == 1 and engine.devices[0].kind == "cpu"
 
-    def __len__(self) -> int:
-        return len(self._runs)
-
-    def start(self, run: StepRun) -> None:
-        """Submit the tasks of a step; return at once."""
-        engine, runner, attempt = self._engine, self._runner, run.attempt
-        runner.team.note(f"computing its shards of step {run.number}")
-        if self._overlap and runner.replicas.have_followed:
-            runner.watch.look_again()
-            runner.replicas.have_followed = False
-        copies = runner.copy_tasks(attempt) if self._overlap else []
-        shards = runner.train_tasks(
-            attempt, run.objective, run.seed_of, run.observe, copies, [self._model]
-        )
-        leaves = [engine.handle(task) for task in shards]
-        run.end = self._task("update", self._end, run, run, leaves)
-        if copies:
-            engine.submit_tasks(copies)
-        if self._runs:
-            engine.submit_tasks([self._task("open", self._open, run, attempt)])
-        else:
-            self._open(attempt)
-        self._runs.append(run)
-        engine.submit_tasks([*shards, run.end])
-
-    def complete(self, *, down_to: int = 0, until: StepRun | None = None) -> None:
-        """Wait for the oldest steps, until `down_to` are left, or until `until` is finished.
+    def submit(self, step: Step) -> StepLoss:
+        """Begin a step; return a handle of its mean loss at once.
 
         Raises:
-            the error of a step; that step and those after it are abandoned.
+            KeyboardInterrupt: Ctrl-C was pressed; the step and those before it were abandoned.
         """
-        while len(self._runs) > down_to and (until is None or until in self._runs):
-            run = self._runs[0]
-            assert run.end is not None
-            try:
-                self._wait_for(run.end)
-            except BaseException as interrupt:  # Ctrl-C
-                self.abandon(interrupt)
-                raise
-            failure = self._failure_of(run.end)
-            if failure is None:
-                self._runs.popleft().let_go()
-                self._runner.watch.step_done()
-            elif self._can_mend(run, failure):
-                with contextlib.suppress(AgainError):
-                    self._tell(run.attempt, run.place, Verdict.AGAIN)
-                self._drop_all()
-                self._drop_gradients(run.attempt)
-                self._start_again()
-            else:
-                self.abandon(failure)
-                raise failure
+        try:
+            self._start(step)
+        except BaseException as error:
+            self.abandon(error)
+            self._give_up([] if step.finished or step.error else [step], error)
+            raise
+        if not self._overlap or self._executor.watch.is_first_step:
+            self.wait()
+        return StepLoss(step, self.wait_until)
+
+    def wait(self, *, leave: int = 0) -> None:
+        """Wait for the oldest steps until at most `leave` are unfinished.
+
+        Raises:
+            Exception: the error of a step; that step and those after it are abandoned.
+        """
+        while len(self.steps) > leave:
+            self._finish_oldest()
+
+    def wait_until(self, step: Step) -> None:
+        """Wait until `step` is finished; raise as `wait` does."""
+        while step in self.steps:
+            self._finish_oldest()
 
     def abandon(self, error: BaseException) -> None:
-        """Drop what has not begun, wait for what runs, and leave the model as it was found."""
+        """Drop the steps whose update has not begun, and leave the model as it was before them."""
         self._drop_all()
-        while self._runs and self._runs[0].finished:
-            self._runs.popleft().let_go()
-        if not self._runs:
+        while self.steps and self.steps[0].finished:
+            self.steps.popleft().release()
+        if not self.steps:
             return
-        first, place = self._runs[0], self._runs[0].place
-        for run in self._runs:
-            run.error = error
-            run.let_go()
-        self._forget_runs()
-        self._abandoned(first)
-        with contextlib.suppress(PeerError, AgainError):  # this error came first
-            self._tell(first.attempt, place, Verdict.FAILED, _spelled(error))
-            self._drop_gradients(first.attempt)
+        steps = [*self.steps]
+        first = steps[0]
+        self._forget()
+        self._give_up(steps, error)
+        self._executor.group.reducer.announce_failure(first, error)
 
-    def leave(self, error: BaseException) -> None:
-        """Let the other processes know why this one takes no further step."""
-        if self._runner.team.exchange is not None:
-            self._runner.team.exchange.leave(_spelled(error))
+    def _finish_oldest(self) -> None:
+        step = self.steps[0]
+        try:
+            error = self._wait_for(step)
+        except BaseException as interrupt:  # Ctrl-C
+            self.abandon(interrupt)
+            raise
+        if error is None:
+            self.steps.popleft().release()
+            self._executor.watch.step_done()
+        elif self._recovery.can_retry(step, error):
+            self._retry()
+        else:
+            self.abandon(error)
+            raise error
 
-    # ---- in the lanes
+    def _retry(self) -> None:
+        """Attempt all unfinished steps again, the oldest of which has failed."""
+        self._drop_all()
+        steps = [*self.steps]
+        try:
+            self._executor.group.reducer.announce_retry(steps[0])
+        except PeerError as error:
+            self.abandon(error)
+            raise
+        self._forget()
+        try:
+            for step in steps:
+                step.attempt = step.attempt.again()
+                self._start(step)
+        except BaseException as error:  # Ctrl-C
+            self.abandon(error)
+            self._give_up([step for step in steps if not step.finished], error)
+            raise
 
-    def _task(
-        self, category: str, function: Callable[..., None], run: StepRun, *given: Any
-    ) -> Task:
+    def _give_up(self, steps: Sequence[Step], error: BaseException) -> None:
+        """Note that `steps` are not taken."""
+        for step in steps:
+            step.error = step.error or error
+            step.release()
+        if steps:
+            self._abandoned(steps[0])
+
+    def _forget(self) -> None:
+        self.steps.clear()
+        self._replicas.abandon_step()
+
+    def _drop_all(self) -> None:
+        """Let nothing begin that has not begun, and wait for what runs."""
+        for step in self.steps:
+            step.attempt.drop()
+        self._drain()
+
+    # ---- the end of a step, in a lane
+
+    def _end(self, step: Step) -> None:
+        """Reduce a step whose own shards are done, and update the model."""
+        began_s, attempt = time.perf_counter(), step.attempt
+        if self._executor.watch.drew(attempt.before):
+            raise DrawsSeenError(f"step {step.number} drew from the default generator")
+        attempt.commit()
+        try:
+            leaves, root = self._executor.group.reducer.reduce(step)
+        except AgainError:
+            attempt.committed = False
+            raise
+        step.finish(step, leaves, root)
+        step.finished = True
+        self._executor.group.note(f"done with step {step.number}")
+        attempt.clock.update = (self._engine.lane_here, began_s, time.perf_counter())
+        self._timekeeper.step_ended(step.number, attempt.clock)
+
+    def _lose_stuck(self, attempt: Attempt) -> set[int]:
+        """Give up the devices that stand still in an attempt; return their lanes."""
+        alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes
+        stuck = attempt.stuck_lanes(alive, self._lost_after_s)
+        for lane in stuck:
+            self._recovery.give_up(lane)
+        return set(stuck)
+
+    # ---- what the two kinds of pipeline differ in
+
+    @abc.abstractmethod
+    def _start(self, step: Step) -> None:
+        """Begin the current attempt at a step, behind those in flight."""
+
+    @abc.abstractmethod
+    def _wait_for(self, step: Step) -> BaseException | None:
+        """Wait for the end of the oldest step; return what it failed with."""
+
+    @abc.abstractmethod
+    def _drain(self) -> None:
+        """Wait for everything that was begun, however often Ctrl-C is pressed."""
+
+
+class DirectPipeline(Pipeline):
+    """One step at a time: every lane computes its shards, the last one to finish ends the step."""
+
+    def _start(self, step: Step) -> None:
+        attempt, executor, lanes = step.attempt, self._executor, self._engine.lanes
+        executor.group.note(f"computing its shards of step {step.number}")
+        attempt.clock.data_are_ready()
+        executor.open(step)
+        executor.take_opening(attempt)
+        self.steps.append(step)
+        lost = self._engine.lost_lanes
+        attempt.working = {lane for lane in range(len(self._engine.devices)) if lane not in lost}
+        for lane in [*attempt.working]:
+            run = contextvars.copy_context().run
+            lanes.put(lane, functools.partial(run, self._compute, step, attempt))  # type: ignore[call-arg]
+        lanes.work()
+
+    def _compute(self, step: Step, attempt: Attempt, lane: int) -> None:
+        """Compute the calling lane's shards; the last lane ends the step."""
+        try:
+            self._executor.compute(attempt, lane)
+        except BaseException as error:
+            attempt.errors[lane] = error
+        with attempt.lock:
+            attempt.working.discard(lane)
+            if attempt.working:
+                return
+        try:
+            if not attempt.errors:
+                self._end(step)
+        except BaseException as error:
+            attempt.errors[lane] = error
+        attempt.is_over = True
+        attempt.ended.release()
+
+    def _wait_for(self, step: Step) -> BaseException | None:
+        attempt = step.attempt
+        while not attempt.is_over:
+            if not attempt.ended.acquire(timeout=_LOOK_EVERY_S):
+                self._give_up_stuck(attempt)
+        return attempt.errors[min(attempt.errors)] if attempt.errors else None
+
+    def _give_up_stuck(self, attempt: Attempt) -> None:
+        """End an attempt in which a device stands still."""
+        stuck = self._lose_stuck(attempt)
+        if stuck:
+            attempt.drop()
+        if attempt.dropped:  # else its shard has ended just now, and the update has begun
+            for lane in stuck:
+                attempt.errors[lane] = DeviceLostError(
+                    f"{self._engine.devices[lane]} was lost: it is out of use now"
+                )
+                attempt.is_over = True
+
+    def _drain(self) -> None:
+        lanes = self._engine.lanes
+        while True:
+            try:
+                behind = []
+                for lane in range(len(self._engine.devices)):
+                    if lane not in self._engine.lost_lanes:
+                        reached = threading.Lock()
+                        reached.acquire()
+                        lanes.put(lane, functools.partial(_release, reached))
+                        behind.append(reached)
+                lanes.work()
+                for reached in behind:
+                    reached.acquire()
+            except KeyboardInterrupt:
+                continue
+            return
+
+
+def _release(lock: threading.Lock, lane: int) -> None:
+    lock.release()
+
+
+class OverlappedPipeline(Pipeline):
+    """Several steps in flight, as tasks of the engine.
+
+    A step's shards read the model and its end writes it, so the shards of the next step wait for
+    the end, while the copies of the next step's examples do not.
+    """
+
+    def __init__(
+        self, executor: IndependentExecutor, timekeeper: Timekeeper, **options: Any
+    ) -> None:
+        super().__init__(executor, timekeeper, **options)
+        devices = self._engine.devices
+        kinds = {(device.kind, device.threads) for device in devices}
+        self._any_lane = len(kinds) == 1 and devices[0].kind == "cpu"
+        self._model = self._engine.Var(None, "the model")
+
+    def _start(self, step: Step) -> None:
+        engine, executor, attempt = self._engine, self._executor, step.attempt
+        executor.group.note(f"computing its shards of step {step.number}")
+        if self._overlap and self._replicas.have_followed:
+            executor.watch.look_again()
+            self._replicas.have_followed = False
+        executor.open(step)
+        copies = self._copies(attempt) if self._overlap else []
+        shards = self._shards(attempt, copies)
+        attempt.end = self._writer("update", self._end_in_task, step, *map(engine.handle, shards))
+        if copies:
+            engine.submit_tasks(copies)
+        if self.steps:
+            engine.submit_tasks([self._writer("open", self._open, step)])
+        else:
+            self._open(step)
+        self.steps.append(step)
+        engine.submit_tasks([*shards, attempt.end])
+
+    def _copies(self, attempt: Attempt) -> list[Task]:
+        """Return tasks that copy shards' examples to the devices whose runs they begin in."""
+        engine = self._engine
+        return [
+            Task(
+                self._executor.copy,
+                (attempt, shards, engine.devices[lane]),
+                lane=engine.copy_lane(lane),
+                name=f"copy shards [{shards[0]},{shards[-1] + 1})",
+                category="copy",
+                story={"step": attempt.number},
+                quiet=True,
+            )
+            for lane, shards in enumerate(attempt.runs)
+            if shards
+        ]
+
+    def _shards(self, attempt: Attempt, copies: Sequence[Task]) -> list[Task]:
+        """Return a task for each lane, which computes shards when the copies are done."""
+        engine = self._engine
+        copied = [engine.handle(task) for task in copies]
+        return [
+            Task(
+                self._compute,
+                (attempt, lane, copied),
+                lane=lane,
+                name="shards",
+                category="shards",
+                reads=[self._model],
+                modes=PLAIN,
+                story={"step": attempt.number},
+                quiet=True,
+            )
+            for lane in range(len(engine.devices))
+            if lane not in engine.lost_lanes
+        ]
+
+    def _compute(self, attempt: Attempt, lane: int, copied: Sequence[Mapping[int, Batch]]) -> None:
+        batches = {shard: batch for run in copied for shard, batch in run.items()}
+        self._executor.compute(attempt, lane, batches)
+
+    def _writer(self, name: str, function: Callable[..., None], step: Step, *after: Any) -> Task:
         """Return a task that writes the model.
 
-        On CPUs of one kind any lane may run it, mostly that which is done last: it is awake. Else
-        it runs where the user's module is.
+        On CPUs of one kind any lane may run it, usually the one that finishes last, since it is
+        awake. Otherwise it runs on the device that holds the user's module.
         """
         return Task(
             function,
-            given,
+            (step, *after),
             lane=None if self._any_lane else self._engine.first_lane,
-            name=f"{category} {run.number}",
-            category=category,
+            name=f"{name} {step.number}",
+            category="step",
             writes=(self._model,),
             modes=PLAIN,
-            story={"step": run.number},
+            story={"step": step.number},
             quiet=True,
         )
 
-    def _open(self, attempt: Attempt) -> None:
-        """Take the model's buffers as the step's opening values."""
+    def _open(self, step: Step) -> None:
         if not self._overlap:
-            attempt.clock.data_are_there()
-        self._runner.replicas.open_step()
-        attempt.before = self._runner.watch.states()
+            step.attempt.clock.data_are_ready()
+        self._executor.take_opening(step.attempt)
         if self._overlap:
-            self._runner.replicas.refuse_written()
+            self._replicas.refuse_written()
 
-    def _end(self, run: StepRun, found: list[dict[int, Leaf]]) -> None:
-        """Finish a step whose shards are all there."""
-        attempt = run.attempt
-        if attempt.dropped:
-            raise ClosedError(f"step {run.number} was dropped")
-        if self._runner.watch.drew(attempt.before):
-            raise _DrawsSeenError(f"step {run.number} drew from the default generator")
-        assert attempt.tree is not None
-        by_shard: Mapping[int, Leaf] = {
-            shard: leaf for leaves in found for shard, leaf in leaves.items()
-        }
-        tops = attempt.tree.take_tops()
-        if self._runner.team.exchange is None:
-            (root,) = tops
-        else:
-            by_shard, root = self._exchange_with_peers(
-                self._runner.team.exchange, run, by_shard, tops
-            )
-        run.finish(run, [by_shard.get(shard) for shard in range(len(attempt.cut.bounds))], root)
-        run.finished = True
-        self._runner.team.note(f"done with step {run.number}")
-        self._timekeeper.step_ended(run.number, attempt.clock)
+    def _end_in_task(self, step: Step, *shards: object) -> None:
+        self._end(step)
 
-    def _exchange_with_peers(
-        self, exchange: Exchange, run: StepRun, leaves: Mapping[int, Leaf], tops: list[NodeSum]
-    ) -> tuple[Mapping[int, Leaf], NodeSum]:
-        attempt, team = run.attempt, self._runner.team
-        sending = attempt.sending
-        assert sending is not None
-        way = (Way.COMPILED if attempt.programs else Way.EAGER) if leaves else Way.NONE
-        report = exchange.report(attempt.trees, run.place, leaves, tops, sending, way)
-        team.note(f"exchanging step {run.number}")
-        attempt.told = True
-        began_s = time.perf_counter()
-        complete = exchange.complete(attempt.trees, attempt.cut.weights, report, sending)
-        attempt.clock.exchange_s = time.perf_counter() - began_s
-        return complete
-
-    # ---- when something is in the way
-
-    def _wait_for(self, end: Task) -> None:
-        """Wait for a step's last task; give up a device that stands still meanwhile."""
-        engine, attempt = self._engine, self._runs[0].attempt
+    def _wait_for(self, step: Step) -> BaseException | None:
+        engine, end = self._engine, step.attempt.end
+        assert end is not None
         while not engine.wait_for(end, timeout_s=_LOOK_EVERY_S):
-            alive = set(range(len(engine.devices))) - engine.lost_lanes
-            for lane in attempt.stuck_lanes(alive, self._lost_after_s):
-                engine.lose(lane)
+            self._lose_stuck(step.attempt)
+        engine.give_up_device_of(end)
+        error = engine.failure_of(end)
+        early = not step.attempt.committed or isinstance(error, PeerError)
+        if error is not None and self._overlap and early:
+            return self._written_meanwhile(error)
+        return error
 
-    def _can_mend(self, run: StepRun, error: BaseException) -> bool:
-        """Say whether the step can be done again, with what was learnt from its failure."""
-        watch, before = self._runner.watch, run.attempt.before
-        if isinstance(error, AccumulatedTwiceError):
-            self._runner.adds_once = False
-            return True
-        if type(error) in (BatchError, InputError):  # a batch or a model that was written to
-            return False
-        if isinstance(error, AgainError) or (isinstance(error, Exception) and watch.drew(before)):
-            watch.note_draws(before, restore=not self._overlap or watch.is_first_step)
-            return True
-        assert run.end is not None
-        if run.end.cause is run.end:  # the update may have begun
-            return False
-        self._engine.give_up_device_of(run.end)
-        lost = self._engine.lost_lanes
-        newly_lost = lost - self._lost
-        if not newly_lost or not self._runner.replicas.can_do_without(lost):
-            return False
-        self._lost = lost
-        for lane in sorted(newly_lost):
-            logger.warning(
-                f"{self._engine.devices[lane]} was lost in step {run.number} ({error}): the other "
-                f"devices go on without it, with the same result"
-            )
-        return True
+    def _written_meanwhile(self, error: BaseException) -> BaseException:
+        """Return that the model was written to meanwhile, if that is why a shard failed."""
+        try:
+            self._replicas.refuse_written()
+        except InputError as written:
+            written.__cause__ = error
+            return written
+        return error
 
-    def _tell(self, attempt: Attempt, place: Place, verdict: Verdict, story: str = "") -> None:
-        """Let the other processes know what becomes of a step, unless they do."""
-        exchange = self._runner.team.exchange
-        if exchange is not None and not attempt.told:
-            attempt.told = True
-            exchange.tell(place, verdict, story)
+    def _forget(self) -> None:
+        super()._forget()
+        self._model = self._engine.Var(None, "the model")  # the writer of the old one failed
 
-    def _drop_gradients(self, attempt: Attempt) -> None:
-        """Let the other processes have what they wait for, though nobody wants it any more."""
-        if attempt.sending is not None:
-            attempt.sending.drop()
-
-    def _failure_of(self, end: Task) -> BaseException | None:
-        """Return what a step's last task failed with.
-
-        Where somebody wrote the model meanwhile (torch notices, and fails a shard), say so.
-        """
-        failure = self._engine.failure_of(end)
-        early = isinstance(failure, (_DrawsSeenError, AgainError, PeerError))
-        before_update = end.cause is not end or early
-        if failure is not None and self._overlap and before_update:
-            try:
-                self._runner.replicas.refuse_written()
-            except InputError as written:
-                written.__cause__ = failure
-                return written
-        return failure
-
-    def _start_again(self) -> None:
-        self._drop_all()
-        runs = [*self._runs]
-        self._forget_runs()
-        for run in runs:
-            run.attempt = run.attempt.afresh()
-            self.start(run)
-
-    def _forget_runs(self) -> None:
-        self._runs.clear()
-        self._runner.replicas.abandon_step()
-        self._model = self._engine.Var(None, "the model")  # the old one's writer failed
-
-    def _drop_all(self) -> None:
-        """Let no further task begin, and wait for those that run."""
-        for run in self._runs:
-            run.attempt.drop()
-        for run in self._runs:
-            if run.end is not None and run.end.was_submitted:
-                self._engine.drain(run.end)
-
-
-class _DrawsSeenError(EvenstepError):
-    """A step drew random numbers without generators of its own: it must be done again."""
-
-
-def _spelled(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    def _drain(self) -> None:
+        for step in self.steps:
+            if step.attempt.end is not None and step.attempt.end.was_submitted:
+                self._engine.drain(step.attempt.end)

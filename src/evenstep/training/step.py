@@ -1,173 +1,239 @@
-"""A step on its way: its goes at the minibatch, what came of them, and the handle of its loss."""
+"""A step of training: which batch it trains on, and the attempt at it that is in progress."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
-from evenstep.batch import Cut
-from evenstep.batch.cut import NO_CUT
+from evenstep.batch.cut import NO_CUT, Cut, Part
+from evenstep.batch.rng import shard_seed
+from evenstep.batch.stealing import ShardQueue
 from evenstep.collectives import Forest, TreeSum, forest
-from evenstep.data import Cursor
+from evenstep.data.order import Cursor
 from evenstep.distributed.gradient_reduce import Sending
-from evenstep.engine import Pending, Runs, Task
+from evenstep.engine import Pending, Task
+from evenstep.errors import ClosedError
+from evenstep.replicas import Replica
 from evenstep.shard.compiler import Program
-from evenstep.shard.forward_backward import Leaf, NodeSum
+from evenstep.shard.forward_backward import Leaf, ShardWork
 from evenstep.shard.lockstep import Lockstep
 from evenstep.shard.loss import ShardObjective
+from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.random_ops import States
 from evenstep.training.clock import StepClock
-from evenstep.training.step_exchange import Place
 
 SeedOf: TypeAlias = Callable[[int], int]
-"""The seed of the random ops of a shard, by its number."""
+"""Returns the seed of a shard's random ops from the shard's number."""
+
+Finish: TypeAlias = "Callable[[Step, Sequence[Leaf | None], PartialSum], None]"
+"""Called in a lane with the step, the shards' (total, count), and the root of the tree."""
+
+Facts: TypeAlias = "tuple[int, ...]"
+"""The step, its epoch and batch, the batch's examples, and where each process's run ends."""
 
 
-@dataclasses.dataclass(eq=False)
+class Position(NamedTuple):
+    """A position in a training: the steps done, and the place in the data."""
+
+    steps_done: int = 0
+    epoch: int = 0
+    batch: int = 0
+
+    @property
+    def next(self) -> Position:
+        """The position after one more step of the same epoch."""
+        return Position(self.steps_done + 1, self.epoch, self.batch + 1)
+
+    @property
+    def cursor(self) -> Cursor:
+        """The place in the data."""
+        return Cursor(self.epoch, self.batch)
+
+
 class Attempt:
-    """One go at a batch's shards; where it fails half-way it is thrown away whole.
+    """One attempt at a batch's shards. An attempt that fails is thrown away whole.
 
     Attributes:
-        cut: the batch.
-        number: of the step.
+        number: the step's number.
+        cut: the batch, cut into shards.
+        seed: returns the seed of a shard's random ops.
+        compute: called in a lane with a replica and a shard's work.
+        results: what `compute` returned, by shard.
+        queue: the shards that no lane has begun; None before they are assigned, and in lockstep.
+        lockstep: where shards meet that run side by side; None for independent shards.
+        tree: the sum over the shards of a training step.
+        sending: takes gradients for other processes; None in a single process.
+        programs: the compiled shards by their number of examples; empty for eager shards.
+        before: the states of the default generators at its start; None if nobody looks.
         clock: its times.
-        runs: the shards that no lane has begun.
-        tree: the sum over its shards (of a training step).
-        dropped: whether what has not begun of it shall not begin.
-        before: the states of the default generators when it began; None where nobody looks.
-        told: whether the other processes were told how it went.
-        sending: where its gradients go, where there are other processes.
-        programs: the compiled shards, by their sizes; none where they are computed eagerly.
-        lockstep: where its shards meet, if they go through the step side by side.
+        dropped: whether no further shard, and no update, may begin.
+        committed: whether its update has begun.
+        reported: whether the other processes know how it ended.
+        errors: by lane, what went wrong there.
+        ended: unlocked at its end; `is_over` says so too.
+        end: its last task, where tasks of the engine compute it.
     """
 
-    cut: Cut
-    number: int = 0
-    clock: StepClock = dataclasses.field(default_factory=StepClock)
-    runs: Runs[int] | None = None
-    tree: TreeSum[NodeSum] | None = None
-    dropped: bool = False
-    before: States | None = None
-    told: bool = False
-    sending: Sending | None = None
-    programs: Mapping[int, Program] = dataclasses.field(default_factory=dict)
-    lockstep: Lockstep | None = None
-    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    _at: dict[int, tuple[int, bool, float]] = dataclasses.field(default_factory=dict)
+    def __init__(self, number: int, cut: Cut, seed: SeedOf, ready_s: float | None = None) -> None:
+        self.number = number
+        self.cut = cut
+        self.seed = seed
+        self.compute: Callable[[Replica, ShardWork], Any] = _not_open
+        self.results: dict[int, Any] = {}
+        self.queue: ShardQueue | None = None
+        self.lockstep: Lockstep | None = None
+        self.runs: Sequence[Sequence[int]] = ()
+        self.tree: TreeSum[PartialSum] | None = None
+        self.sending: Sending | None = None
+        self.programs: Mapping[int, Program] = {}
+        self.before: States | None = None
+        self.clock = StepClock(ready_s)
+        self.dropped = False
+        self.committed = False
+        self.reported = False
+        self.errors: dict[int, BaseException] = {}
+        self.lock = threading.Lock()
+        self.working: set[int] = set()
+        self.ended = threading.Lock()
+        self.ended.acquire()
+        self.is_over = False
+        self.end: Task | None = None
 
     @property
     def trees(self) -> Forest:
-        """Which process sums what of it."""
-        return forest(len(self.cut.bounds), self.cut.filled, self.cut.part.runs)
+        """The canonical tree, cut over the processes."""
+        cut = self.cut
+        return forest(len(cut.bounds), cut.filled, cut.part.runs)
 
-    def afresh(self) -> Attempt:
-        """Return another go at the same batch."""
-        return Attempt(self.cut, self.number, StepClock(self.clock.ready_s))
+    def again(self) -> Attempt:
+        """Return a new attempt at the same batch."""
+        return Attempt(self.number, self.cut, self.seed, self.clock.ready_s)
+
+    def commit(self) -> None:
+        """Begin the update: from here on the attempt can't be dropped.
+
+        Raises:
+            ClosedError: it was dropped before.
+        """
+        with self.lock:
+            if self.dropped:
+                raise ClosedError(f"step {self.number} was dropped")
+            self.committed = True
 
     def drop(self) -> None:
-        """Let no further shard begin, and none wait for another one."""
-        self.dropped = True
+        """Let no further shard begin, no shard wait for another one, and no update begin."""
+        with self.lock:
+            self.dropped = self.dropped or not self.committed
+        if self.queue is not None:
+            self.queue.dropped = True
         if self.lockstep is not None:
             self.lockstep.stop()
 
-    def next_shard(self, lane: int) -> int | None:
-        """End the shard that a lane was at, if any; return its next one, or None for no more."""
-        runs, now = self.runs, time.perf_counter()
-        assert runs is not None
-        with self.lock:
-            at = self._at.pop(lane, None)
-            if at is not None:
-                runs.end(lane, now)
-                self.clock.shards.append((lane, *at, now))
-            if self.dropped:
-                return None
-            stolen = runs.first(lane) is None
-            shard = runs.steal(lane, now) if stolen else runs.take(lane)
-            if shard is not None:
-                runs.begin(lane, shard, now)
-                self._at[lane] = (shard, stolen, now)
-        return shard
-
     def stuck_lanes(self, alive: set[int], after_s: float) -> list[int]:
-        """Return the lanes that are at a shard too long while another one has none."""
-        if self.runs is None:
-            return []
-        with self.lock:
-            return self.runs.stuck(alive, after_s, time.perf_counter())
+        """Return the lanes that take too long for a shard while another lane has none."""
+        return self.queue.stuck(alive, after_s) if self.queue is not None else []
+
+
+def _not_open(replica: Replica, work: ShardWork) -> Any:
+    raise AssertionError("the attempt is not open")
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)
-class StepRun:
-    """A step on its way.
+class Step:
+    """A step that was submitted: facts that stay, and an attempt that may be replaced.
 
     Attributes:
-        number: steps done before it.
-        cursor: its place in the data.
-        attempt: the current go at its batch.
-        objective: of a shard.
-        seed_of: seeds of the shards' random ops.
-        observe: called with every shard's own value.
-        finish: called in a lane with the step, the leaves' losses and the root of the tree.
-        settings: what the front end changed in the optimizer since the step before.
-        end: its last task.
-        loss: its mean loss, once it is finished.
+        position: the position in the training before the step.
+        part: this process's part of the batch.
+        objective: computes a shard's loss as (total, count).
+        finish: ends the step, in a lane.
+        observe: called with every shard's number and own value; None for nobody.
+        settings: changes of the optimizer's groups since the step before.
+        attempt: the current attempt at the batch.
+        loss: the mean loss, once the step is finished.
         finished: whether `finish` is through.
-        error: why it was abandoned.
+        error: why the step was abandoned.
     """
 
-    number: int
-    cursor: Cursor
-    attempt: Attempt
+    position: Position
+    part: Part
     objective: ShardObjective
-    seed_of: SeedOf
-    observe: Callable[[int, NodeSum], None] | None
-    finish: Callable[[StepRun, Sequence[Leaf | None], NodeSum], None]
+    finish: Finish
+    attempt: Attempt
+    observe: Callable[[int, PartialSum], None] | None = None
     settings: Sequence[Any] = ()
-    end: Task | None = None
     loss: float = math.nan
     finished: bool = False
     error: BaseException | None = None
 
-    @property
-    def place(self) -> Place:
-        """What of the step must be the same in every process."""
-        part = self.attempt.cut.part
-        ends = (run.stop for run in part.runs)
-        return (self.number, self.cursor.epoch, self.cursor.step, part.examples, *ends)
+    @classmethod
+    def of(
+        cls,
+        position: Position,
+        cut: Cut,
+        seed: int,
+        *,
+        objective: ShardObjective,
+        finish: Finish,
+        observe: Callable[[int, PartialSum], None] | None = None,
+        settings: Sequence[Any] = (),
+    ) -> Step:
+        """Return the step that trains on a cut batch at `position`, with the experiment's seed."""
+        seeds = functools.partial(shard_seed, seed, position.epoch, position.batch)
+        attempt = Attempt(position.steps_done, cut, seeds)
+        return cls(
+            position=position,
+            part=cut.part,
+            objective=objective,
+            finish=finish,
+            attempt=attempt,
+            observe=observe,
+            settings=settings,
+        )
 
-    def let_go(self) -> None:
-        """Forget the batch: whoever keeps the loss of a step must not keep its examples."""
+    @property
+    def number(self) -> int:
+        """The steps that were done before it."""
+        return self.position.steps_done
+
+    @property
+    def facts(self) -> Facts:
+        """The facts about the step that must be the same in every process."""
+        return (*self.position, self.part.examples, *(run.stop for run in self.part.runs))
+
+    def release(self) -> None:
+        """Forget the batch: a kept loss must not keep the step's examples alive."""
         self.attempt.cut = NO_CUT
 
 
 class StepLoss(Pending):
-    """The mean loss of a step, before its update: a handle."""
+    """A handle of the mean loss of a step, computed before the step's update."""
 
-    __slots__ = ("_complete", "_run")
+    __slots__ = ("_step", "_wait")
 
-    def __init__(self, run: StepRun, complete: Callable[[StepRun], None]) -> None:
-        self._run = run
-        self._complete = complete
+    def __init__(self, step: Step, wait: Callable[[Step], None]) -> None:
+        self._step = step
+        self._wait = wait
 
     @property
     def told(self) -> str:
         """What it is, in a task's story."""
-        return f"the loss of step {self._run.number}"
+        return f"the loss of step {self._step.number}"
 
     def value_in_task(self) -> float:
         """Return the loss; only called once it is there."""
-        return self._run.loss
+        return self._step.loss
 
     def wait_to_read(self) -> None:
         """Block until the step is finished; raise its error."""
-        if not self._run.finished and self._run.error is None:
-            self._complete(self._run)
-        if self._run.error is not None:
-            raise self._run.error
+        if not self._step.finished and self._step.error is None:
+            self._wait(self._step)
+        if self._step.error is not None:
+            raise self._step.error
 
     def __repr__(self) -> str:
         return f"Handle({self.item()})"

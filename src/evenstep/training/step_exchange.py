@@ -1,19 +1,20 @@
-"""What the processes of a job bring together in every step: losses, buffers, gradients.
+"""Reduces a step over several processes: what each brings, and what follows from all parts.
 
-Each process sums the canonical nodes inside its run of shards (its tops). All tell each other in a
-report how it went, the shards' losses, and what is small: buffers, and gradients that may be
-sparse. The dense gradients go by `canonical_sum`, as flat vectors. What comes out is the root of
-the tree, the same everywhere and the same as in one process.
+Each process adds up the canonical nodes inside its run of shards, which gives its partial sums. It
+sends all others a report: how its part went, its shards' losses, its buffers, and the gradients
+that may be sparse. Dense gradients are summed as flat vectors by `canonical_sum`. The result is the
+root of the tree: the same in every process, and the same as in a single process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
 from safetensors.torch import load, save
@@ -21,33 +22,31 @@ from torch import nn
 
 from evenstep.batch import Batch, Dealing
 from evenstep.checkpoint.codec import decode, encode
-from evenstep.collectives import Forest
+from evenstep.collectives import Forest, TreeSum
 from evenstep.distributed import Peers
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import Sending, dense_sum
 from evenstep.errors import EvenstepError, PeerError, SaveError
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.evaluation import Pairs
-from evenstep.shard.forward_backward import Leaf, NodeSum, add_nodes
-from evenstep.shard.gradients import sparse_error
-
-Place: TypeAlias = "tuple[int, ...]"
-"""The step, its epoch and batch there, the batch's examples, and where each process's run ends."""
-
+from evenstep.shard.forward_backward import Leaf
+from evenstep.shard.gradients import GradientStream, sparse_error
+from evenstep.shard.partial_sum import Add, PartialSum, add
+from evenstep.training.step import Attempt, Facts, Step
 
 _SHAPE = "the nesting of the outputs"  # no name that `encode` gives
 
 
 class Verdict(enum.IntEnum):
-    """What a process says of its part of a step."""
+    """How a process's part of a step ended."""
 
     DONE = 0
     AGAIN = 1
     FAILED = 2
 
 
-class Way(enum.IntEnum):
-    """How a process computes its shards of a step: compiled code rounds in its own way."""
+class Kind(enum.IntEnum):
+    """How a process computes its shards. Compiled code rounds differently from eager code."""
 
     NONE = 0
     EAGER = 1
@@ -55,41 +54,41 @@ class Way(enum.IntEnum):
 
 
 class AgainError(EvenstepError):
-    """A process asks all to do the step again."""
+    """A process asks all processes for another attempt at the step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a process tells the others of its part of a step.
+    """One process's part of a step, as all processes receive it.
 
     Attributes:
-        verdict: how it went.
-        place: where the process is.
-        story: why it failed.
-        stop: whether it was asked to stop.
-        way: how it computes its shards.
-        speed: how many shards a second it computes; 0 while it isn't known.
-        leaves: float64 (shards of its own, 2): each one's total and count.
-        present: bool (tops of its own, parameters): which gradients a top has.
-        tensors: buffers and loose gradients of its tops, by a name of each.
+        verdict: how the part ended.
+        facts: the step, and the facts about it that must agree.
+        story: why the part failed.
+        stop: whether the process was asked to stop.
+        kind: how the process computes its shards.
+        speed: how many shards a second the process computes; 0 while unknown.
+        leaves: float64 (own shards, 2): each shard's total and count.
+        present: bool (own partial sums, parameters): which gradients a partial sum has.
+        tensors: the partial sums' buffers, and their gradients that may be sparse, by name.
     """
 
     verdict: Verdict
-    place: Place
+    facts: Facts
     story: str = ""
     stop: bool = False
-    way: Way = Way.NONE
+    kind: Kind = Kind.NONE
     speed: float = 0.0
     leaves: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 2))
     present: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0))
     tensors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
 
     def encoded(self) -> bytes:
-        """Return it as bytes (safetensors: nothing in it is ever run)."""
+        """Return the report as bytes, in the safetensors format, which holds no code."""
         story = torch.tensor([self.verdict, *self.story.encode()], dtype=torch.uint8)
-        place = torch.tensor([*self.place, self.stop, self.way])
+        facts = torch.tensor([*self.facts, self.stop, self.kind])
         speed = torch.tensor(self.speed, dtype=torch.float64)
-        fixed = {"place": place, "story": story, "speed": speed}
+        fixed = {"place": facts, "story": story, "speed": speed}
         sums = {"leaves": self.leaves, "present": self.present}
         return save({**fixed, **sums, **self.tensors})
 
@@ -98,13 +97,13 @@ def decoded(message: bytes) -> Report:
     """Read what `Report.encoded` wrote."""
     tensors = load(message)
     verdict, *story = tensors.pop("story").tolist()
-    *place, stop, way = tensors.pop("place").tolist()
+    *facts, stop, kind = tensors.pop("place").tolist()
     return Report(
         Verdict(verdict),
-        tuple(place),
+        tuple(facts),
         bytes(story).decode(errors="replace"),
         bool(stop),
-        Way(way),
+        Kind(kind),
         tensors.pop("speed").item(),
         tensors.pop("leaves"),
         tensors.pop("present"),
@@ -112,21 +111,21 @@ def decoded(message: bytes) -> Report:
     )
 
 
-class Exchange:
-    """Brings the parts of each step together.
+class ProcessReducer:
+    """Reduces a step's partial sums over several processes (see `training.group.Reducer`).
 
     Args:
         peers: the processes.
-        replicas: whose gradients and buffers they are.
-        speeds: for each process how fast it is, relative to the others, until that is measured.
-        own_speed: says how many shards a second this one computes; 0 while it isn't known.
-        in_flight: how many steps may be begun and not finished.
+        replicas: the replicas of the model in this process.
+        speeds: each process's speed relative to the others, until speeds are measured.
+        own_speed: returns how many shards a second this process computes; 0 while unknown.
+        in_flight: how many steps may be submitted and not finished.
 
     Attributes:
         peers: the processes.
-        dealing: which process computes which shards.
+        assignment: which process computes which shards.
         stop_asked: whether this process was asked to stop.
-        stop_seen: the first step in which one of them was; None so far.
+        stop_seen: the first step in which some process was asked to stop; None so far.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class Exchange:
         self._in_flight = in_flight
         self._replicas = replicas
         self._own_speed = own_speed
-        self.dealing = Dealing(speeds)
+        self.assignment = Dealing(speeds)
         self.stop_asked = False
         self.stop_seen: int | None = None
         self._home = replicas.home
@@ -149,115 +148,153 @@ class Exchange:
         self._flats = _places_of(self._home, self._loose)
         self._dense = dense_sum(peers, self._flats, on_cpus=replicas.on_cpus)
 
-    def note(self, doing: str) -> None:
-        """Say what this process is doing from now on, for others that wait for it."""
-        self.peers.board.note(doing)
-
     @property
     def rank(self) -> int:
         """This process's number."""
         return self.peers.rank
 
-    def begin(self, trees: Forest, step: int) -> Sending:
-        """Return where the gradients of a step go as they become final."""
+    # ---- the reducer
+
+    def begin(self, attempt: Attempt, add: Add, *, may_stream: bool) -> GradientStream | None:
+        """Give an attempt its tree; return what takes gradients during backward passes, if any."""
         if self._home is not self._replicas.home:
             self._follow_home()
-        return self._dense.begin(trees, len(self._home.parameters), step)
+        trees = attempt.trees
+        plan = trees.plans[self.rank]
+        attempt.tree = TreeSum(plan, add)
+        attempt.sending = self._dense.begin(trees, len(self._home.parameters), attempt.number)
+        gains = self._replicas.on_cpus and len(attempt.sending.buckets) > 1
+        return GradientStream(plan, attempt.sending) if may_stream and gains else None
 
-    def report(
-        self,
-        trees: Forest,
-        place: Place,
-        leaves: Mapping[int, Leaf],
-        tops: Sequence[NodeSum],
-        sending: Sending,
-        way: Way,
-    ) -> Report:
-        """Return what the others are to be told of this process's part of a step.
+    def reduce(self, step: Step) -> tuple[Sequence[Leaf | None], PartialSum]:
+        """Bring a step's parts together; called by every process, in a lane.
+
+        Returns:
+            Every shard's (total, count), and the root of the tree.
 
         Raises:
             ModelError: a gradient that can't be sent.
+            AgainError: a process asks for another attempt at the step.
+            PeerError: a process failed, is late, or is at another step.
         """
-        for top in tops:
-            for i, gradient in enumerate(top.gradients):
+        attempt = step.attempt
+        assert attempt.tree is not None
+        report = self._report(step, attempt.tree.take_tops())
+        self.note(f"exchanging step {step.number}")
+        attempt.reported = True
+        began_s = time.perf_counter()
+        try:
+            return self._combine(attempt, report)
+        finally:
+            attempt.clock.exchange_s = time.perf_counter() - began_s
+
+    def announce_retry(self, step: Step) -> None:
+        """Have all processes attempt the step again, unless they know already."""
+        with contextlib.suppress(AgainError):
+            self._announce(step, Verdict.AGAIN, "")
+        self._drop_gradients(step)
+
+    def announce_failure(self, step: Step, error: BaseException) -> None:
+        """Have all processes give the step up, unless they know already."""
+        with contextlib.suppress(PeerError, AgainError):  # this error came first
+            self._announce(step, Verdict.FAILED, _spelled_error(error))
+            self._drop_gradients(step)
+
+    def leave(self, error: BaseException) -> None:
+        """Tell the other processes why this one takes no further step; don't wait for them."""
+        self.peers.leave(_spelled_error(error))
+
+    def _announce(self, step: Step, verdict: Verdict, story: str) -> None:
+        if not step.attempt.reported:
+            step.attempt.reported = True
+            report = Report(verdict, step.facts, story)
+            _heed(self._gather(report), self.peers, but=self.rank)
+
+    def _drop_gradients(self, step: Step) -> None:
+        """Send what the other processes wait for, although the step is not taken."""
+        if step.attempt.sending is not None:
+            step.attempt.sending.drop()
+
+    # ---- this process's report, and what follows from all reports
+
+    def _report(self, step: Step, partials: Sequence[PartialSum]) -> Report:
+        """Return this process's part of a step, as the other processes need it."""
+        attempt = step.attempt
+        assert attempt.sending is not None
+        for partial in partials:
+            for i, gradient in enumerate(partial.gradients):
                 if gradient is not None and gradient.is_sparse and i not in self._loose:
                     raise sparse_error(self._home, i)
-        sending.write_rest([top.gradients for top in tops])
-        numbers = [[float(number) for number in leaves[shard]] for shard in trees.runs[self.rank]]
-        present = torch.tensor(sending.present).reshape(-1, len(self._home.parameters)) > 0
-        tensors: dict[str, torch.Tensor] = {}
-        for number, top in enumerate(tops):
-            present[number, sorted(self._loose)] = torch.tensor(
-                [top.gradients[i] is not None for i in sorted(self._loose)], dtype=torch.bool
-            )
-            tensors |= _named(f"buffer/{number}", enumerate(top.buffers))
-            tensors |= _named(f"gradient/{number}", [(i, top.gradients[i]) for i in self._loose])
+        attempt.sending.write_rest([partial.gradients for partial in partials])
+        leaves = [attempt.results[shard] for shard in attempt.trees.runs[self.rank]]
+        numbers = [[float(number) for number in leaf] for leaf in leaves]
+        kind = Kind.COMPILED if attempt.programs else Kind.EAGER
         return Report(
             Verdict.DONE,
-            place,
+            step.facts,
             stop=self.stop_asked,
-            way=way,
+            kind=kind if leaves else Kind.NONE,
             speed=self._own_speed(),
             leaves=torch.tensor(numbers, dtype=torch.float64).reshape(-1, 2),
-            present=present,
-            tensors=tensors,
+            present=self._present(attempt.sending, partials),
+            tensors=self._small_tensors(partials),
         )
 
-    def complete(
-        self, trees: Forest, weights: Sequence[int], report: Report, sending: Sending
-    ) -> tuple[dict[int, Leaf], NodeSum]:
-        """Bring a step's parts together; called by every process, in a lane.
+    def _present(self, sending: Sending, partials: Sequence[PartialSum]) -> torch.Tensor:
+        """Return which gradients each partial sum has: bool (partial sums, parameters)."""
+        present = torch.tensor(sending.present).reshape(-1, len(self._home.parameters)) > 0
+        loose = sorted(self._loose)
+        for number, partial in enumerate(partials):
+            present[number, loose] = torch.tensor(
+                [partial.gradients[i] is not None for i in loose], dtype=torch.bool
+            )
+        return present
 
-        Args:
-            trees: who sums what.
-            weights: of all shards, in examples.
-            report: this process's.
-            sending: where its gradients went.
+    def _small_tensors(self, partials: Sequence[PartialSum]) -> dict[str, torch.Tensor]:
+        """Return the partial sums' buffers and gradients that may be sparse, by name."""
+        tensors: dict[str, torch.Tensor] = {}
+        for number, partial in enumerate(partials):
+            loose = [(i, partial.gradients[i]) for i in self._loose]
+            tensors |= _named(f"buffer/{number}", enumerate(partial.buffers))
+            tensors |= _named(f"gradient/{number}", loose)
+        return tensors
 
-        Returns:
-            the leaves of all shards, and the root of the tree.
-
-        Raises:
-            AgainError: a process asks for the step to be done again.
-            PeerError: a process failed, did not come in time, or is somewhere else.
-        """
+    def _combine(
+        self, attempt: Attempt, report: Report
+    ) -> tuple[Sequence[Leaf | None], PartialSum]:
+        trees, sending, step = attempt.trees, attempt.sending, attempt.number
+        assert sending is not None
         reports = self._gather(report)
         _heed(reports, self.peers)
-        self.dealing.hear(report.place[0], [other.speed for other in reports])
+        self.assignment.hear(step, [other.speed for other in reports])
         if self.stop_seen is None and any(report.stop for report in reports):
-            self.stop_seen = report.place[0]
+            self.stop_seen = step
         try:
             totals = sending.total()
-            self._dense.settle(trees, report.place[0] + self._in_flight)
+            self._dense.settle(trees, step + self._in_flight)
         except PeerError as error:
-            raise self.peers.told(error, f"the gradients of step {report.place[0]}") from error
+            raise self.peers.told(error, f"the gradients of step {step}") from error
         parts = [
-            self._small_parts(trees, top, reports[owner], weights)
-            for top, owner in enumerate(trees.owners)
+            self._small_part(trees, number, reports[owner], attempt.cut.weights)
+            for number, owner in enumerate(trees.owners)
         ]
-        root = trees.add_up(parts, add_nodes)
+        root = trees.add_up(parts, add)
         present = torch.cat([report.present for report in reports]).any(0).tolist()
         device = self._home.device.torch_device
         for i, gradient in self._flats.views([total.to(device) for total in totals]):
             root.gradients[i] = gradient if present[i] else None
-        rows = [row for report in reports for row in report.leaves.tolist()]
-        return {shard: (total, count) for shard, (total, count) in enumerate(rows)}, root
+        leaves = [(total, count) for report in reports for total, count in report.leaves.tolist()]
+        return [*leaves, *[None] * (len(attempt.cut.bounds) - len(leaves))], root
 
-    def tell(self, place: Place, verdict: Verdict, story: str) -> None:
-        """Take part in a step that this process can't complete.
+    # ---- what else the processes do together
 
-        Raises:
-            PeerError: another process failed too.
-        """
-        _heed(self._gather(Report(verdict, place, story)), self.peers, but=self.rank)
+    def note(self, doing: str) -> None:
+        """Publish what this process is doing, for processes that wait for it."""
+        self.peers.board.note(doing)
 
     def close(self) -> None:
-        """End what works beside the lanes."""
+        """Stop the thread that sends gradients."""
         self._dense.close()
-
-    def leave(self, story: str) -> None:
-        """Let the others know that this process takes no further step; don't wait for them."""
-        self.peers.leave(story)
 
     def by_the_first(self, function: Callable[[], Path]) -> Path:
         """Have the first process call `function`; return everywhere what it returns.
@@ -281,20 +318,17 @@ class Exchange:
             raise SaveError(answer["error"])
         return Path(answer["path"])
 
-    def pairs_of_all(
-        self, run: range, found: Mapping[int, Pairs], metrics: Iterable[str]
-    ) -> dict[int, Pairs]:
+    def pairs_of_all(self, own: Sequence[Pairs], names: Sequence[str]) -> list[Pairs]:
         """Return each metric's (total, count) of all shards from those of this process's."""
-        names = list(metrics)
-        own = [[found[shard][name] for name in names] for shard in run]
-        numbers = [[[float(total), float(count)] for total, count in pairs] for pairs in own]
+        pairs = [[shard[name] for name in names] for shard in own]
+        numbers = [[[float(total), float(count)] for total, count in row] for row in pairs]
         values = torch.tensor(numbers, dtype=torch.float64).reshape(-1, len(names), 2)
-        told = self.peers.gather(save({"pairs": values}), "the metrics of a batch")
-        rows = [row for message in told for row in load(message)["pairs"].tolist()]
-        return {
-            shard: {name: (total, count) for name, (total, count) in zip(names, row, strict=True)}
-            for shard, row in enumerate(rows)
-        }
+        messages = self.peers.gather(save({"pairs": values}), "the metrics of a batch")
+        rows = [row for message in messages for row in load(message)["pairs"].tolist()]
+        return [
+            {name: (total, count) for name, (total, count) in zip(names, row, strict=True)}
+            for row in rows
+        ]
 
     def outputs_of_all(self, own: Sequence[Batch]) -> list[Batch]:
         """Return the outputs of all shards from those of this process's, in their order."""
@@ -309,7 +343,7 @@ class Exchange:
         return outputs
 
     def _follow_home(self) -> None:
-        """Take the user's module as it is now: its parameters' places, and which may be sparse."""
+        """Follow a change of the user's module: its parameters, and which may be sparse."""
         self._home = home = self._replicas.home
         self._loose, flats = _loose_parameters(home.module), self._flats
         self._flats = _places_of(home, self._loose)
@@ -318,20 +352,20 @@ class Exchange:
             self._dense = dense_sum(self.peers, self._flats, on_cpus=self._replicas.on_cpus)
 
     def _gather(self, report: Report) -> list[Report]:
-        messages = self.peers.gather(report.encoded(), f"its part of step {report.place[0]}")
+        messages = self.peers.gather(report.encoded(), f"its part of step {report.facts[0]}")
         return [decoded(message) for message in messages]
 
-    def _small_parts(
-        self, trees: Forest, top: int, report: Report, weights: Sequence[int]
-    ) -> NodeSum:
-        """Return what a report says of a top: its buffers and loose gradients."""
-        home, span = self._home, trees.spans[top]
-        number = trees.tops_of(trees.owners[top]).index(top)
+    def _small_part(
+        self, trees: Forest, partial: int, report: Report, weights: Sequence[int]
+    ) -> PartialSum:
+        """Return the buffers and the gradients that may be sparse of a partial sum."""
+        home, span = self._home, trees.spans[partial]
+        number = trees.tops_of(trees.owners[partial]).index(partial)
 
         def tensor(kind: str, i: int) -> torch.Tensor | None:
             return _unnamed(report.tensors, f"{kind}/{number}/{i}", home.device.torch_device)
 
-        return NodeSum(
+        return PartialSum(
             [tensor("gradient", i) for i in range(len(home.parameters))],
             [tensor("buffer", i) for i in range(len(home.buffers))],
             tuple(weights[shard] for shard in span),
@@ -342,7 +376,7 @@ class Exchange:
 
 
 def _heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> None:
-    """Raise what the other processes say that has to be said."""
+    """Raise an error if another process failed, asks for a retry, or is at another step."""
     told = [(rank, report) for rank, report in enumerate(reports) if rank != but]
     for rank, report in told:
         if report.verdict is Verdict.FAILED:
@@ -350,13 +384,13 @@ def _heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> No
             raise PeerError(failed, rank, told=True)
     for rank, report in told:
         if report.verdict is Verdict.AGAIN:
-            raise AgainError(f"rank {rank} asks for step {report.place[0]} to be done again")
-    own = reports[peers.rank].place
+            raise AgainError(f"rank {rank} asks for step {report.facts[0]} to be done again")
+    own = reports[peers.rank].facts
     for rank, report in told:
-        if report.place != own:
+        if report.facts != own:
             raise PeerError(
                 f"rank {peers.rank} is at {_spelled(own)}, but rank {rank} (on "
-                f"{peers.hosts[rank]}) is at {_spelled(report.place)}: every process must take the "
+                f"{peers.hosts[rank]}) is at {_spelled(report.facts)}: every process must take the "
                 f"same steps of the same batches",
                 rank,
             )
@@ -364,10 +398,10 @@ def _heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> No
 
 
 def _refuse_mixed(reports: Sequence[Report], peers: Peers) -> None:
-    """Refuse a step some shards of which are compiled and others not."""
-    ways = {report.way: rank for rank, report in enumerate(reports)}
-    if Way.EAGER in ways and Way.COMPILED in ways:
-        rank = ways[Way.EAGER]
+    """Refuse a step in which some shards are compiled and others are not."""
+    kinds = {report.kind: rank for rank, report in enumerate(reports)}
+    if Kind.EAGER in kinds and Kind.COMPILED in kinds:
+        rank = kinds[Kind.EAGER]
         raise PeerError(
             f"rank {rank} (on {peers.hosts[rank]}) can't compile its shards, though others can, "
             f"and says why: make it compile, or leave hybridize out",
@@ -375,8 +409,12 @@ def _refuse_mixed(reports: Sequence[Report], peers: Peers) -> None:
         )
 
 
-def _spelled(place: Place) -> str:
-    step, epoch, batch, examples, *ends = place
+def _spelled_error(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _spelled(facts: Facts) -> str:
+    step, epoch, batch, examples, *ends = facts
     runs = ", ".join(map(str, ends))
     return f"step {step} (epoch {epoch}, batch {batch}, {examples} examples, runs end at {runs})"
 
@@ -393,7 +431,7 @@ def _loose_parameters(model: nn.Module) -> frozenset[int]:
 
 
 def _places_of(home: Replica, loose: frozenset[int]) -> FlatSpace:
-    """Lay gradients out about in the order in which a backward pass makes them final."""
+    """Lay gradients out roughly in the order in which a backward pass makes them final."""
     dense = [i for i in reversed(range(len(home.parameters))) if i not in loose]
     return FlatSpace(home.parameters, dense)
 
@@ -401,7 +439,7 @@ def _places_of(home: Replica, loose: frozenset[int]) -> FlatSpace:
 def _named(
     prefix: str, tensors: Iterable[tuple[int, torch.Tensor | None]]
 ) -> dict[str, torch.Tensor]:
-    """Return tensors by name, in plain memory; a sparse one as its indices and values."""
+    """Return contiguous CPU tensors by name; a sparse tensor becomes its indices and values."""
     named = {}
     for number, tensor in tensors:
         if tensor is not None and tensor.is_sparse:
@@ -416,7 +454,7 @@ def _named(
 def _unnamed(
     tensors: Mapping[str, torch.Tensor], name: str, device: torch.device
 ) -> torch.Tensor | None:
-    """Return what `_named` has put under `name`."""
+    """Return the tensor that `_named` stored under `name`; None if there is none."""
     if name in tensors:
         return tensors[name].to(device)
     if f"{name}/indices" not in tensors:

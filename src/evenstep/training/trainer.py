@@ -15,14 +15,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
-import optree
 import torch
 from torch import nn
 
-from evenstep.batch import Batch, Cut, shard_bounds
-from evenstep.batch.rng import derive_seed, shard_seed
+from evenstep.batch import Batch, cut_batch, shard_bounds
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint import training_state
 from evenstep.checkpoint.async_writer import Saves, write_state
@@ -38,84 +36,115 @@ from evenstep.devices import (
     layout_notes,
 )
 from evenstep.distributed import local_share
-from evenstep.engine import Engine, Lanes, Pending, ThreadLanes
-from evenstep.errors import BatchError, ClosedError, InputError
-from evenstep.experiment import BatchNorm, Experiment, MemoryFormat, Precision
+from evenstep.engine import Engine, Lanes, ThreadLanes
+from evenstep.errors import ClosedError, InputError
+from evenstep.experiment import (
+    BatchNorm,
+    Experiment,
+    MemoryFormat,
+    Precision,
+    with_current_names,
+)
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
-from evenstep.replicas import OptimizerTwin, Replicas, check_trainable, move_home
+from evenstep.replicas import OptimizerProxy, Replicas, check_trainable, move_home
 from evenstep.shard.compile_policy import Hybridized
-from evenstep.shard.evaluation import (
-    Forward,
-    Metric,
-    evaluation_mode,
-    measure_model,
-    measure_output,
-    output_of,
-)
-from evenstep.shard.forward_backward import NodeSum
+from evenstep.shard.evaluation import Forward, Metric, measure_model, measure_output, output_of
 from evenstep.shard.loss import Loss, UserObjective, choose_objective
+from evenstep.shard.partial_sum import PartialSum
+from evenstep.shard.sync_batch_norm import refuse_lonely_batch_norm
 from evenstep.training.clock import Timekeeper
-from evenstep.training.executor import ShardRunner, refuse_lonely_batch_norm
-from evenstep.training.group import Team
-from evenstep.training.pipeline import Flight
-from evenstep.training.step import Attempt, SeedOf, StepLoss, StepRun
-from evenstep.training.update import Closure, Update
+from evenstep.training.evaluator import Evaluator
+from evenstep.training.executor import IndependentExecutor, LockstepExecutor
+from evenstep.training.group import Group, joined
+from evenstep.training.pipeline import DirectPipeline, OverlappedPipeline, Pipeline
+from evenstep.training.step import Finish, Position, Step, StepLoss
+from evenstep.training.update import Closure, Hook, ProxyUpdate, Update
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 logger = logging.getLogger("evenstep")
 
 
-class Trainer:
-    """Trains a model on many devices with a result that does not depend on how many there are.
+class TrainerOptions(TypedDict, total=False):
+    """The keyword arguments of `Trainer` that `Trainer.load` takes too."""
 
-    Used with `with`, which starts and stops a lane (a thread) for each device. In a script that
-    torchrun starts several times, it also finds the other processes: they train one model together,
-    each with devices of its own. The module and the
-    optimizer stay the user's own and are used as they are: read, change, save them between steps,
-    and step any scheduler after `step`.
+    objective: UserObjective | None
+    devices: Devices
+    experiment: Experiment | None
+    shards: int
+    seed: int
+    precision: Precision
+    memory_format: MemoryFormat
+    threads: int
+    compile: bool
+    hybridize: bool
+    batch_norm: BatchNorm
+    before_update: Hook | None
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    max_in_flight: int
+    lost_after_s: float
+    peer_timeout_s: float
+    check_every: int
+    tune_malloc: bool
+    lanes: Callable[[Sequence[Device]], Lanes]
+
+
+class Trainer:
+    """Trains a model on many devices, with a result that does not depend on how many there are.
+
+    Use it with `with`, which starts and stops a worker thread for each device. In a script that
+    torchrun starts several times it also finds the other processes: they train one model together,
+    each with devices of its own. The module and the optimizer stay the user's own: read them,
+    change them and save them between steps, and step any scheduler after `step`.
 
     Args:
         model: any `nn.Module`; it is moved to the first device.
         optimizer: any `torch.optim` optimizer over parameters of `model`.
-        loss: `loss(output, *targets)`, mean-reduced, for batches `(input, *targets)`.
-        objective: instead of `loss`: `objective(model, *batch) -> (total, count)`, for everything
-            else. It must call the `model` that it is given.
-        devices: "auto", a number, or names such as ["cpu:0", "cpu:1"] (see `find_devices`).
-        shards: V, how many shards every minibatch is cut into; part of the experiment.
-        seed: of the random ops in the model; part of the experiment.
-        precision: "fp32", or "bf16" for autocast; part of the experiment.
-        memory_format: "auto" (a fixed rule), "contiguous" or "channels_last".
-        threads: intra-op threads for each device; part of the experiment.
-        hybridize: compile a shard's forward and backward pass, on CPUs; part of the experiment. A
-            line says what is gained, or why shards are computed eagerly all the same; `hybridized`
-            has the figures.
-        batch_norm: "shard": BatchNorm layers in training go by the statistics of each shard, as on
-            as many devices; "sync": by those of the whole batch, on CPUs of one process. Then all
-            shards of a step are under way at once: their activations lie in memory together, and
-            devices get as many shards each. Part of the experiment.
-        before_update: called with the module between sum and update, when each `parameter.grad`
-            holds the mean gradient of the batch: the place for clipping.
-        scheduler: saved and resumed with the rest; stepping it stays with the user.
-        max_in_flight: steps that may be unfinished at once. 1: a step is finished when `step`
-            returns. 2: `step` returns at once, so that the next batch is loaded and copied
-            meanwhile; then call `waitall` before you read or change the model. Schedulers and
-            changes of the optimizer's groups take effect at the right step all the same (not so
-            those of an optimizer inside another one: leave these at 1).
-        lost_after_s: a device that is at one shard for so long (and for twenty times its usual
-            time) while another one waits is given up, and the others do its shards.
-        peer_timeout_s: with several processes: how long to wait for another one.
-        check_every: with several processes: after how many steps to compare their states.
-        lanes: what runs the work; `InlineLanes` does without threads.
+        loss: a mean-reduced `loss(output, *targets)`, for batches `(input, *targets)`.
+        objective: instead of `loss`, for everything else: `objective(model, *batch) ->
+            (total, count)`, which must call the `model` that it is given.
+        devices: "auto", a number, a name such as "cpu:1", or a list of names (see `find_devices`).
+        experiment: all choices that the result depends on, as one value, instead of the keywords
+            from `shards` to `batch_norm`.
+        shards: V, the number of shards that every minibatch is cut into.
+        seed: the seed of the random ops in the model.
+        precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
+        memory_format: of images and convolution weights: "auto" (a fixed rule), "contiguous" or
+            "channels_last".
+        threads: intra-op threads of each device.
+        compile: whether to compile a shard's forward and backward pass, on CPUs. A line in the log
+            says what that gains, or why shards are computed eagerly; `hybridized` has the figures.
+        hybridize: the book's name for `compile`.
+        batch_norm: "shard" normalises in training with the statistics of each shard; "sync" with
+            those of the whole batch, on the CPU devices of one process: then all activations of a
+            batch are in memory at once, and every device computes the same number of shards.
+        before_update: called with the module when each `parameter.grad` holds the batch's mean
+            gradient and the optimizer has not stepped yet: the place for clipping.
+        scheduler: a scheduler that is saved and resumed with the rest; the user steps it.
+        max_in_flight: the number of steps that may be unfinished at once. With 1, a step is
+            finished when `step` returns. With 2, `step` returns at once, and the next batch is
+            loaded and copied meanwhile; call `waitall` before you read or change the model.
+            Schedulers and changes of the optimizer's groups take effect at the right step all the
+            same, except for an optimizer inside another one.
+        lost_after_s: seconds after which a device that is still at one shard, while another one
+            has none, is given up and its shards are computed by others. At least twenty times the
+            device's usual time for a shard pass first.
+        peer_timeout_s: with several processes, seconds to wait for another one.
+        check_every: with several processes, the number of steps after which states are compared.
+        tune_malloc: whether the C library's allocator keeps freed memory for the next step while
+            the trainer is open.
+        lanes: makes what runs the work; `InlineLanes` runs it in the calling thread.
 
     Attributes:
-        cursor: the place in the data, (epoch, step): the next batch is number `step` of `epoch`.
-        steps_done: steps since the start of the training, over all epochs and resumes.
-        notes: lines about the devices that a person should know; logged when `with` opens.
-        on_shard: for debugging: called in the lanes as `on_shard(shard, value)` with every
-            shard's own gradients and buffers, before anything is added to them.
+        position: the steps done, and the place in the data.
+        notes: lines about the devices for the user, logged when the trainer is opened.
+        on_shard: for debugging: called in the worker threads as `on_shard(shard, value)` with
+            every shard's own gradients and buffers, before anything is added to them.
 
     Raises:
-        InputError: (its subclasses) for what can't be trained, before anything was changed.
+        InputError: the model, the optimizer or an option can't be used; nothing was changed.
     """
 
     def __init__(
@@ -126,94 +155,119 @@ class Trainer:
         *,
         objective: UserObjective | None = None,
         devices: Devices = "auto",
+        experiment: Experiment | None = None,
         shards: int = 8,
         seed: int = 0,
         precision: Precision = "fp32",
         memory_format: MemoryFormat = "auto",
         threads: int = 1,
+        compile: bool = False,  # noqa: A002 - as torch names it
         hybridize: bool = False,
         batch_norm: BatchNorm = "shard",
-        before_update: Callable[[nn.Module], object] | None = None,
+        before_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_in_flight: int = 1,
         lost_after_s: float = 60.0,
         peer_timeout_s: float = 60.0,
         check_every: int = 1000,
+        tune_malloc: bool = True,
         lanes: Callable[[Sequence[Device]], Lanes] = ThreadLanes,
     ) -> None:
-        experiment = Experiment(
+        keywords = Experiment(
             shards=shards,
             seed=seed,
             precision=precision,
             memory_format=memory_format,
             threads=threads,
-            hybridize=hybridize,
+            compile=compile or hybridize,
             batch_norm=batch_norm,
         )
+        experiment = _only_one(experiment, keywords)
         if max_in_flight < 1 or check_every < 1:
             raise InputError(
                 f"got max_in_flight={max_in_flight} and check_every={check_every}: at least 1 is "
                 f"needed"
             )
-        self.devices = find_devices(devices, threads=threads, share=local_share())
+        self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
         self._objective = choose_objective(loss, objective)
-        self._measure = measure_model if loss is None else measure_output
         check_trainable(model, optimizer)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.experiment = experiment.resolved_for(model, self.devices[0].kind)
-        self.notes = layout_notes(self.devices, shards)
-        self.cursor = Cursor(0, 0)
-        self.steps_done = 0
-        self.on_shard: Callable[[int, NodeSum], None] | None = None
+        self.notes = layout_notes(self.devices, self.experiment.shards)
+        self.position = Position()
+        self.on_shard: Callable[[int, PartialSum], None] | None = None
         self._peer_timeout_s = peer_timeout_s
         self._check_every = check_every
         self._max_in_flight = max_in_flight
+        self._tune_malloc = tune_malloc
         self._saves = Saves()
         self._is_open = False
         self._opened = contextlib.ExitStack()
         channels_last = self.experiment.memory_format == "channels_last"
         move_home(model, optimizer, self.devices[0], channels_last=channels_last)
-        overlap = max_in_flight > 1
         self._engine = Engine(self.devices, lanes=lanes)
+        self._build(before_update, lost_after_s)
+        measure = measure_model if loss is None else measure_output
+        self._evaluator = Evaluator(model, self._executor, measure)
+
+    def _build(self, before_update: Hook | None, lost_after_s: float) -> None:
+        """Choose the parts that a step is made of."""
+        overlap, sync = self._max_in_flight > 1, self.experiment.batch_norm == "sync"
+        abreast = self._shards_at_once() if sync else 1
+        self._group = Group()
         self._timekeeper = Timekeeper(self._engine)
-        self._replicas = Replicas(
-            model, self.devices, apart=overlap, abreast=self._shards_at_once()
+        self._replicas = Replicas(self.model, self.devices, apart=overlap, abreast=abreast)
+        make_executor = LockstepExecutor if sync else IndependentExecutor
+        self._executor = make_executor(
+            self.experiment, self._replicas, self._engine, self._timekeeper, self._group
         )
-        self._team = Team(shards)
-        self._runner = ShardRunner(
-            self.experiment, self._replicas, self._engine, self._timekeeper, self._team
+        self._proxy = OptimizerProxy(self.optimizer) if overlap else None
+        self._update = (
+            Update(self.optimizer, self._replicas, before_update)
+            if self._proxy is None
+            else ProxyUpdate(self.optimizer, self._replicas, before_update, self._proxy)
         )
-        self._twin = OptimizerTwin(optimizer) if overlap else None
-        self._update = Update(optimizer, self._replicas, before_update, self._twin)
-        self._flight = Flight(
-            self._engine,
-            self._runner,
+        kinds = {(device.kind, device.threads) for device in self.devices}
+        direct = kinds == {("cpu", self.experiment.threads)} and not overlap
+        make_pipeline: Callable[..., Pipeline] = DirectPipeline if direct else OverlappedPipeline
+        self._pipeline = make_pipeline(
+            self._executor,
             self._timekeeper,
-            overlap=overlap,
+            max_in_flight=self._max_in_flight,
             lost_after_s=lost_after_s,
             abandoned=self._abandoned,
         )
+        minimises = isinstance(self.optimizer, torch.optim.LBFGS)
+        self._take = self._minimise if minimises else self._pipeline.submit
+        self._record_settings: Callable[[], Sequence[Any]] = (
+            self._proxy.record if self._proxy and not minimises else tuple
+        )
 
     def __enter__(self) -> Trainer:
-        """Start the lanes."""
+        """Start the worker threads, and find the other processes."""
         for note in self.notes:
             logger.warning(note)
         with contextlib.ExitStack() as opened:
-            opened.enter_context(
-                self._team.linked(
+            group = opened.enter_context(
+                joined(
                     self._replicas,
+                    self.experiment.shards,
                     self._peer_timeout_s,
                     self._facts,
-                    self._runner.shards_per_s,
+                    self._executor.shards_per_s,
                     self._max_in_flight,
                 )
             )
-            opened.enter_context(kept_memory())
+            if self.shall_stop:
+                group.ask_to_stop()
+            self._group = self._executor.group = group
+            if self._tune_malloc:
+                opened.enter_context(kept_memory())
             opened.enter_context(deterministic_kernels(self.devices))
             opened.enter_context(self._engine)
-            self._refuse_apart()
+            self._refuse_lockstep_apart()
             opened.enter_context(self._saves)
             self._opened = opened.pop_all()
         self._is_open = True
@@ -225,7 +279,7 @@ class Trainer:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finish the steps in flight (after an error, drop them), and stop the lanes.
+        """Finish the steps in flight (after an error, drop them), and stop the threads.
 
         The model stays usable.
         """
@@ -233,23 +287,34 @@ class Trainer:
             if error is None:
                 self.waitall()
             else:
-                self._flight.abandon(error)
-                self._flight.leave(error)
-                if self._twin:
-                    self._twin.give_back()
+                self._pipeline.abandon(error)
+                self._group.reducer.leave(error)
+                if self._proxy:
+                    self._proxy.give_back()
         finally:
             self._is_open = False
+            self._group = self._executor.group = self._group.alone()
             self._opened.__exit__(kind, error, traceback)
 
-    def step(self, *batch: Batch) -> Pending:
+    @property
+    def cursor(self) -> Cursor:
+        """The place in the data: the next batch is number `step` of `epoch`."""
+        return self.position.cursor
+
+    @property
+    def steps_done(self) -> int:
+        """The steps since the start of the training, over all epochs and resumes."""
+        return self.position.steps_done
+
+    def step(self, *batch: Batch) -> StepLoss:
         """Train on one minibatch: split, compute the shards, sum, update.
 
         Args:
             batch: tensors, or nestings of tuples, lists and dicts of tensors, examples first. With
-                several processes: what `epoch` yields, or the same whole batch in each.
+                several processes: what `epoch` yields, or the same whole batch in each process.
 
         Returns:
-            A handle of the batch's mean loss (before the update).
+            A handle of the batch's mean loss, computed before the update.
 
         Raises:
             BatchError: the batch can't be cut into shards.
@@ -258,114 +323,81 @@ class Trainer:
                 a step's error is raised where somebody waits for it: by its handle, a later
                 `step`, or `waitall`; the steps after it were not taken.
         """
-        self._saves.check()
-        if self.steps_done % self._check_every == 0 and self.steps_done:
-            self._compare_states()
-        cut = self._runner.split(batch, self.steps_done)
-        self._open_flight(leave=self._max_in_flight - 1)
-        self._refuse_lonely(cut.bounds)
-        if isinstance(self.optimizer, torch.optim.LBFGS):
-            return self._minimise(cut)
-        run = self._next_run(cut, self._update)
-        if self._twin:
-            run.settings = self._twin.record()
-        self._count_step()
-        try:
-            self._flight.start(run)
-        except BaseException as error:  # Ctrl-C
-            self._flight.abandon(error)
-            if not run.finished:
-                self._abandoned(run)
-            raise
-        if self._max_in_flight == 1 or self._runner.watch.is_first_step:
-            self._flight.complete()
-        return StepLoss(run, lambda run: self._flight.complete(until=run))
+        self._open_step()
+        step = self._next_step(batch)
+        self.position = self.position.next
+        return self._take(step)
 
     def epoch(self, loader: Loader) -> Iterator[Batch]:
-        """Yield what is left of the current epoch's batches; then the next epoch begins.
+        """Yield the remaining batches of the current epoch; then the next epoch begins.
 
         Raises:
-            BatchError: the epoch's last batch can't be trained on; said before its first.
+            BatchError: the epoch's last batch can't be trained on; raised before its first.
         """
         last = loader.epoch_examples - (len(loader) - 1) * loader.batch_size
         self._refuse_lonely(shard_bounds(last, self.experiment.shards))
-        self._wait_for_peers_steps()
-        batches = self._team.batches(loader, self.cursor, self.steps_done)
+        self._wait_before_exchange()
+        batches = self._group.batches(loader, self.cursor, self.steps_done)
         began_s = time.perf_counter()
         for batch in batches:
             self._timekeeper.loaded(began_s)
             yield batch
-            self._team.note("loading a batch")
+            self._group.note("loading a batch")
             began_s = time.perf_counter()
-        self.cursor = Cursor(self.cursor.epoch + 1, 0)
+        self.position = Position(self.steps_done, self.position.epoch + 1, 0)
 
     def batches(self, loader: Loader) -> Iterator[Batch]:
         """Yield the batches of the loader's epoch 0, to be given to `evaluate`.
 
-        Of several processes each gets, and fetches, its own part of each.
+        With several processes, each loads and yields its own part of every batch.
         """
-        self._wait_for_peers_steps()
-        yield from self._team.batches(loader, Cursor(), self.steps_done)
+        self._wait_before_exchange()
+        yield from self._group.batches(loader, Cursor(), self.steps_done)
 
     def evaluate(self, batches: Iterable[Batch], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Return each metric over all `batches`, computed on every device in evaluation mode.
 
         Args:
-            batches: each what `step` gets: a tuple or list of its arguments, or its one argument.
+            batches: each what `step` takes: a tuple or list of its arguments, or its one argument.
             metrics: name to `metric(output, *targets) -> (total, count)`; a trainer with an
                 objective calls `metric(model, *batch)`.
 
         Raises:
             BatchError: there is no batch, or none that counts.
         """
-        sums = dict.fromkeys(metrics, (0.0, 0.0))
-        self._open_flight()
-        with evaluation_mode(self.model):
-            for cut, seed_of in self._cuts(batches):
-                measured = self._runner.measure(cut, self._measure, metrics, seed_of)
-                for name, (total, count) in measured.items():
-                    sums[name] = (sums[name][0] + total, sums[name][1] + count)
-        if any(count == 0 for _, count in sums.values()):
-            raise BatchError("evaluate counted no examples: give at least one batch")
-        return {name: total / count for name, (total, count) in sums.items()}
+        return self._evaluator.evaluate(
+            batches, metrics, position=self.position, open_batch=self._open_flight
+        )
 
     def predict(self, batches: Iterable[Batch], forward: Forward = output_of) -> Batch:
         """Return the model's output for every example, computed as `evaluate` does.
 
         Args:
-            batches: as for `evaluate`. Of a Loader every example is taken once, as they lie in the
+            batches: as for `evaluate`. Of a Loader every example is taken once, in the order of the
                 data set, whether it shuffles or not.
             forward: `forward(model, *batch)`, a tensor or a nesting of tensors with a row for each
                 example; by default the model's output for the batch's first part.
 
         Returns:
-            What `forward` returns, for all examples in their order, on the CPU; of several
-            processes in each.
+            What `forward` returns, for all examples in their order, on the CPU, in every process.
 
         Raises:
             BatchError: there is no batch.
-            ModelError: an output has not one row for each example.
+            ModelError: an output does not have one row for each example.
         """
-        if isinstance(batches, Loader):
-            batches = batches.in_order()
-        outputs: list[Batch] = []
-        self._open_flight()
-        with evaluation_mode(self.model):
-            for cut, seed_of in self._cuts(batches):
-                outputs += self._runner.predict(cut, forward, seed_of)
-        if not outputs:
-            raise BatchError("predict got no examples: give at least one batch")
-        return optree.tree_map(lambda *rows: torch.cat(rows), *outputs)
+        return self._evaluator.predict(
+            batches, forward, position=self.position, open_batch=self._open_flight
+        )
 
     def waitall(self) -> None:
         """Wait for every step; afterwards the model may be read, and changed in any way.
 
         Raises:
-            the error of a step in flight; it and those after it were not taken.
+            Exception: the error of a step in flight; it and those after it were not taken.
         """
-        self._flight.complete()
-        if self._twin:
-            self._twin.give_back()
+        self._pipeline.wait()
+        if self._proxy:
+            self._proxy.give_back()
         self._replicas.mark_touched()
         self._timekeeper.rest()
 
@@ -378,16 +410,16 @@ class Trainer:
         return fingerprints.fingerprint(self.model, self.optimizer)
 
     def save(self, folder: str | Path, *, keep: int = 3, aside: bool = False) -> Path:
-        """Save everything that training goes on from, in a new folder `step-…` in `folder`.
+        """Save everything that training resumes from, in a new folder `step-…` in `folder`.
+
+        With several processes, each must call this; the first one writes.
 
         Args:
-            folder: where this run's checkpoints lie; made if it isn't there.
-            keep: how many of them are kept, the newest ones.
-            aside: return as soon as the state is copied (which takes as much memory again), and
-                write the copy while training goes on. What goes wrong then is raised by a later
-                `step` or `save`, by `wait_for_save`, or at the end: closing the trainer waits.
-
-        Of several processes, each of which must call this, the first one writes.
+            folder: the folder of this training's checkpoints; created if it doesn't exist.
+            keep: the number of checkpoints that are kept, the newest ones.
+            aside: return as soon as the state is copied, and write the copy while training
+                continues. The copy takes as much memory again. An error is raised by a later
+                `step` or `save`, by `wait_for_save`, or when the trainer is closed.
 
         Raises:
             SaveError: it can't be written; the checkpoints before it are whole.
@@ -397,8 +429,8 @@ class Trainer:
             "experiment": dataclasses.asdict(self.experiment),
             "cursor": dataclasses.asdict(self.cursor),
             "steps_done": self.steps_done,
-            "draws_random": self._runner.watch.draws,
-            "compiles": self._runner.programs.compiles if self._runner.programs else None,
+            "draws_random": self._executor.watch.draws,
+            "compiles": self._executor.programs.compiles if self._executor.programs else None,
             "model": training_state.model_state(self.model),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict() if self.scheduler else None,
@@ -406,14 +438,14 @@ class Trainer:
         entries = fingerprints.named_state(self.model, self.optimizer)
         given = (Path(folder), tree, entries, self.steps_done, keep)
         if aside and self._is_open:
-            if self._team.is_first:
+            if self._group.is_first:
                 self._saves.start(*given)
             return checkpoint_of(Path(folder), self.steps_done)
         self.wait_for_save()
-        return self._team.by_the_first(lambda: write_state(*given))
+        return self._group.by_the_first(lambda: write_state(*given))
 
     def wait_for_save(self) -> None:
-        """Wait until what `save(aside=True)` has begun is on the disk.
+        """Wait until the checkpoint that `save(aside=True)` has begun is on the disk.
 
         Raises:
             SaveError: it could not be written; the checkpoints before it are whole.
@@ -427,50 +459,53 @@ class Trainer:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loss: Loss | None = None,
-        **options: Any,
+        **options: Unpack[TrainerOptions],
     ) -> Trainer:
-        """Return a trainer that goes on where a saved one stopped, bit for bit, on any devices.
+        """Return a trainer that resumes where a saved one stopped, bit for bit, on any devices.
 
         Args:
-            folder: a folder of checkpoints (the newest counts), or one checkpoint.
-            model: built as the saved one was; its values are overwritten.
-            optimizer: likewise.
+            folder: a folder of checkpoints, of which the newest is loaded, or one checkpoint.
+            model: a model built as the saved one was; its values are overwritten.
+            optimizer: an optimizer built as the saved one was; its state is overwritten.
             loss: as for `Trainer`.
-            options: as for `Trainer`. Shards, seed, precision, memory format, threads and
-                hybridize are the checkpoint's; others are refused.
+            options: as for `Trainer`. The experiment is the checkpoint's: choices that differ from
+                it are refused, devices and all other options may differ.
 
         Raises:
             CheckpointError: missing, damaged, or of another model, optimizer or experiment.
         """
         saved = read_checkpoint(Path(folder))
         training_state.check_is_training_state(saved, Path(folder))
-        trainer = cls(model, optimizer, loss, **{**saved["experiment"], **options})
+        if "hybridize" in options:
+            options["compile"] = options.pop("hybridize")
+        given = {} if options.get("experiment") else with_current_names(saved["experiment"])
+        trainer = cls(model, optimizer, loss, **{**given, **options})
         trainer._restore(saved)
         return trainer
 
     def ask_to_stop(self) -> None:
-        """Have `shall_stop` become true; of several processes in all, before the same step."""
-        self._team.ask_to_stop()
+        """Make `shall_stop` true, in all processes before the same step."""
+        self._group.ask_to_stop()
 
     @property
     def shall_stop(self) -> bool:
-        """Whether no further step shall be taken, because somebody called `ask_to_stop`."""
-        return self._team.shall_stop(self.steps_done, self._max_in_flight)
+        """Whether no further step shall be taken, because `ask_to_stop` was called."""
+        return self._group.shall_stop(self.steps_done, self._max_in_flight)
 
     @property
     def trace(self) -> Trace:
         """What ran where and when; `trace.save(file)` writes it for Perfetto."""
-        return self._engine.trace
+        return self._timekeeper.trace
 
     @property
     def hybridized(self) -> Hybridized | None:
-        """What came of `hybridize`, from the first step on; None without it."""
-        programs = self._runner.programs
+        """The result of compiling shards, from the first step on; None without `compile`."""
+        programs = self._executor.programs
         return programs.told if programs is not None else None
 
     @property
     def compile_s(self) -> float:
-        """The seconds that compiling took so far; they belong to no step's time."""
+        """The seconds spent on compiling so far; they are no part of any step's time."""
         return self.hybridized.compile_s if self.hybridized is not None else 0.0
 
     def shares(self) -> tuple[DeviceShares, ...]:
@@ -482,12 +517,10 @@ class Trainer:
         """For each device, the seconds of training steps in which it had work."""
         return [own.compute_s + own.sum_s + own.update_s for own in self.shares()]
 
-    # ---- the rest is what the steps above are made of
+    # ---- the parts of the methods above
 
     def _shards_at_once(self) -> int:
-        """Return how many shards of a step each device has under way at the same time."""
-        if self.experiment.batch_norm == "shard":
-            return 1
+        """Return how many shards of a step each device computes at the same time in lockstep."""
         if any(device.kind != "cpu" for device in self.devices):
             raise InputError(
                 f"got batch_norm='sync' and {self.devices[0]}, but only CPU devices can wait for "
@@ -495,11 +528,11 @@ class Trainer:
             )
         return -(-self.experiment.shards // len(self.devices))
 
-    def _refuse_apart(self) -> None:
-        """Refuse to go in lockstep where shards can't wait for each other."""
+    def _refuse_lockstep_apart(self) -> None:
+        """Refuse to run shards side by side where they can't wait for each other."""
         if self.experiment.batch_norm == "shard":
             return
-        if self._team.exchange is not None:
+        if not self._group.is_alone:
             raise InputError(
                 "got batch_norm='sync' in one of several processes, which don't wait for each "
                 "other's shards: use the devices of one process, or leave it out"
@@ -514,16 +547,75 @@ class Trainer:
         if self.experiment.batch_norm == "shard":
             refuse_lonely_batch_norm(self.model, bounds)
 
+    def _open_step(self) -> None:
+        """Get ready for a step: nothing has failed, states agree, replicas are up to date."""
+        if self._saves.pending:
+            self._saves.check()
+        if self.steps_done % self._check_every == 0 and self.steps_done:
+            self._compare_states()
+        self._open_flight(leave=self._max_in_flight - 1)
+
+    def _open_flight(self, leave: int = 0) -> None:
+        """Wait until at most `leave` steps are in flight, and bring the replicas up to date."""
+        if not self._is_open:
+            raise ClosedError(
+                "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`"
+            )
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise InputError(
+                "torch.autocast around a step is not propagated to the worker threads: use "
+                'Trainer(precision="bf16") instead'
+            )
+        if self._pipeline.steps:
+            may_compile = self._executor.programs is not None  # beside nothing in flight
+            self._pipeline.wait(leave=0 if may_compile else leave)
+        if self._pipeline.steps and self._user_changed_something():
+            self._pipeline.wait()
+        if not self._pipeline.steps:
+            self._follow_user()
+
+    def _user_changed_something(self) -> bool:
+        return self._replicas.is_behind or (self._proxy is not None and not self._proxy.fits)
+
+    def _follow_user(self) -> None:
+        """Bring replicas and proxy up to what the user did to the model and the optimizer."""
+        if self._replicas.follow_home():
+            self._in_first_lane(self._update.update_copies)
+        if self._proxy and not self._proxy.fits:
+            self._proxy.renew()
+
+    def _next_step(self, batch: Batch) -> Step:
+        """Return the step that trains on `batch` at the current position."""
+        part = self._group.part_of_batch(batch, self.position.steps_done)
+        cut = cut_batch(batch, self.experiment.shards, part)
+        if cut.part.examples < 2 * self.experiment.shards:
+            self._refuse_lonely(cut.bounds)
+        return Step.of(
+            self.position,
+            cut,
+            self.experiment.seed,
+            objective=self._objective,
+            finish=self._update,
+            observe=self.on_shard,
+            settings=self._record_settings(),
+        )
+
+    def _abandoned(self, step: Step) -> None:
+        """Go back to the position before `step`, which was not taken."""
+        self.position = step.position
+        if self._proxy:
+            self._proxy.renew()
+
     def _compare_states(self) -> None:
         """Make sure that all processes are in the same state (a flipped bit would spread)."""
-        self._wait_for_peers_steps()
+        self._wait_before_exchange()
         digests = functools.partial(fingerprints.digests, self.model, self.optimizer)
-        self._team.refuse_divergence(digests, self.steps_done)
+        self._group.refuse_divergence(digests, self.steps_done)
 
-    def _wait_for_peers_steps(self) -> None:
-        """Let no step be in flight while the front end speaks with other processes."""
-        if self._team.exchange:
-            self._flight.complete()
+    def _wait_before_exchange(self) -> None:
+        """Wait for the steps in flight before this thread exchanges messages with processes."""
+        if not self._group.is_alone:
+            self._pipeline.wait()
 
     def _facts(self) -> dict[str, object]:
         """Return what must be the same in every process."""
@@ -538,69 +630,15 @@ class Trainer:
             ),
         }
 
-    def _open_flight(self, leave: int = 0) -> None:
-        """Wait until at most `leave` steps are in flight, and let replicas start from the model."""
-        if not self._is_open:
-            raise ClosedError(
-                "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`"
-            )
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-            raise InputError(
-                "torch.autocast around a step has no hold in the lanes: use "
-                'Trainer(precision="bf16") instead'
-            )
-        may_compile = self._runner.programs is not None  # which nothing in flight shall see
-        self._flight.complete(down_to=0 if may_compile else leave)
-        if len(self._flight) and (self._replicas.is_behind or not self._twin_fits):
-            self._flight.complete()
-        if not len(self._flight):
-            self._follow_user()
-
-    def _follow_user(self) -> None:
-        """Bring replicas and twin up to what the user did to the model and the optimizer."""
-        if self._replicas.follow_home():
-            self._in_first_lane(self._update.bring_copies_up_to_date)
-        if self._twin and not self._twin.fits:
-            self._twin.renew()
-
-    @property
-    def _twin_fits(self) -> bool:
-        return self._twin is None or self._twin.fits
-
-    def _next_run(self, cut: Cut, finish: Callable[..., None]) -> StepRun:
-        cursor = self.cursor
-        return StepRun(
-            number=self.steps_done,
-            cursor=cursor,
-            attempt=Attempt(cut, self.steps_done),
-            objective=self._objective,
-            seed_of=functools.partial(shard_seed, self.experiment.seed, cursor.epoch, cursor.step),
-            observe=self.on_shard,
-            finish=finish,
-        )
-
-    def _abandoned(self, run: StepRun) -> None:
-        """Steps from `run` on were not taken: go back to where it was to begin."""
-        self.cursor, self.steps_done = run.cursor, run.number
-        if self._twin:
-            self._twin.renew()
-
-    def _cuts(self, batches: Iterable[Batch]) -> Iterator[tuple[Cut, SeedOf]]:
-        """Yield each batch to be evaluated, cut, and the seeds of its shards."""
-        if isinstance(batches, Loader):
-            batches = self.batches(batches)
-        for number, batch in enumerate(batches):
-            cut = self._runner.split(_as_arguments(batch), self.steps_done)
-            self._open_flight()
-            yield cut, functools.partial(derive_seed, "evaluation", self.experiment.seed, number)
-
-    def _minimise(self, cut: Cut) -> Pending:
+    def _minimise(self, step: Step) -> StepLoss:
         """Update with an optimizer that evaluates the batch as often as it likes (LBFGS).
 
-        Its own arithmetic runs in the caller's thread, with the devices' number of threads.
+        Its own arithmetic runs in the calling thread, with the devices' number of threads.
         """
-        closure = Closure(functools.partial(self._evaluate_once, cut), self._update, self._replicas)
-        self._flight.complete()
+        evaluate = functools.partial(self._evaluate_once, step)
+        closure = Closure(evaluate, self._update, self._replicas)
+        self._pipeline.wait()
+        self.position = step.position
         with (
             training_state.rolled_back_on_error(self.model, self.optimizer),
             intra_op_threads(self.experiment.threads),
@@ -609,19 +647,14 @@ class Trainer:
         assert closure.first is not None
         assert closure.root is not None
         self._in_first_lane(functools.partial(self._update.close, closure.root))
-        self._count_step()
-        return StepLoss(closure.first, lambda run: None)
+        self.position = step.position.next
+        return StepLoss(closure.first, lambda step: None)
 
-    def _evaluate_once(self, cut: Cut, finish: Callable[..., None]) -> StepRun:
+    def _evaluate_once(self, step: Step, finish: Finish) -> Step:
         self._follow_user()
-        run = self._next_run(cut, finish)
-        self._flight.start(run)
-        self._flight.complete()
-        return run
-
-    def _count_step(self) -> None:
-        self.cursor = Cursor(self.cursor.epoch, self.cursor.step + 1)
-        self.steps_done += 1
+        evaluation = dataclasses.replace(step, finish=finish, attempt=step.attempt.again())
+        self._pipeline.submit(evaluation).wait_to_read()
+        return evaluation
 
     def _in_first_lane(self, function: Callable[[], None]) -> None:
         """Run `function` where the update is done, and wait for it."""
@@ -632,13 +665,26 @@ class Trainer:
         training_state.restore_model(self.model, saved["model"])
         training_state.restore_optimizer(self.optimizer, saved["optimizer"])
         training_state.restore_scheduler(self.scheduler, saved["scheduler"])
-        self.cursor = Cursor(**saved["cursor"])
-        self.steps_done = saved["steps_done"]
-        self._runner.watch.draws = saved["draws_random"]
-        if self._runner.programs:
-            self._runner.programs.compiles = saved["compiles"]
+        cursor = Cursor(**saved["cursor"])
+        self.position = Position(saved["steps_done"], cursor.epoch, cursor.step)
+        self._executor.watch.draws = saved["draws_random"]
+        if self._executor.programs:
+            self._executor.programs.compiles = saved["compiles"]
         training_state.check_fingerprint(self.fingerprint(), saved["fingerprint"])
 
 
-def _as_arguments(batch: Batch) -> tuple[Batch, ...]:
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+def _only_one(given: Experiment | None, keywords: Experiment) -> Experiment:
+    """Return the experiment that was given as one value, or else by keywords; not by both."""
+    if given is None:
+        return keywords
+    default = Experiment()
+    twice = [
+        field.name
+        for field in dataclasses.fields(Experiment)
+        if getattr(keywords, field.name) != getattr(default, field.name)
+    ]
+    if twice:
+        raise InputError(
+            f"got experiment= and {', '.join(twice)}: give these choices in one place only"
+        )
+    return given

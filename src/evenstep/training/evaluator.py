@@ -1,0 +1,95 @@
+"""Metrics and predictions over many batches, computed on every device like training steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TypeAlias
+
+import optree
+import torch
+from torch import nn
+
+from evenstep.batch import Batch, cut_batch
+from evenstep.batch.cut import Cut
+from evenstep.batch.rng import derive_seed
+from evenstep.data.loader import Loader
+from evenstep.errors import BatchError
+from evenstep.shard.evaluation import Forward, Measure, Metric, evaluation_mode
+from evenstep.training.executor import IndependentExecutor
+from evenstep.training.step import Position, SeedOf
+from evenstep.training.update import sum_floats
+
+Open: TypeAlias = Callable[[], None]
+"""Waits for the steps in flight, and brings the replicas up to date with the user's module."""
+
+
+class Evaluator:
+    """Evaluates and predicts with a trainer's model.
+
+    Args:
+        model: the user's module.
+        executor: computes the shards of a batch.
+        measure: gives the metrics what they are computed from.
+    """
+
+    def __init__(self, model: nn.Module, executor: IndependentExecutor, measure: Measure) -> None:
+        self._model = model
+        self._executor = executor
+        self._measure = measure
+
+    def evaluate(
+        self,
+        batches: Iterable[Batch],
+        metrics: Mapping[str, Metric],
+        *,
+        position: Position,
+        open_batch: Open,
+    ) -> dict[str, float]:
+        """Return each metric over all `batches` (see `Trainer.evaluate`)."""
+        sums = dict.fromkeys(metrics, (0.0, 0.0))
+        open_batch()
+        with evaluation_mode(self._model):
+            for cut, seed in self._cuts(batches, position, open_batch):
+                shards = self._executor.measure(cut, self._measure, metrics, seed)
+                for name, (total, count) in sums.items():
+                    more_total = sum_floats([shard[name][0] for shard in shards])
+                    more_count = sum_floats([shard[name][1] for shard in shards])
+                    sums[name] = (total + more_total, count + more_count)
+        if any(count == 0 for _, count in sums.values()):
+            raise BatchError("evaluate counted no examples: give at least one batch")
+        return {name: total / count for name, (total, count) in sums.items()}
+
+    def predict(
+        self,
+        batches: Iterable[Batch],
+        forward: Forward,
+        *,
+        position: Position,
+        open_batch: Open,
+    ) -> Batch:
+        """Return the outputs for all `batches` (see `Trainer.predict`)."""
+        if isinstance(batches, Loader):
+            batches = batches.in_order()
+        outputs: list[Batch] = []
+        open_batch()
+        with evaluation_mode(self._model):
+            for cut, seed in self._cuts(batches, position, open_batch):
+                outputs += self._executor.predict(cut, forward, seed)
+        if not outputs:
+            raise BatchError("predict got no examples: give at least one batch")
+        return optree.tree_map(lambda *rows: torch.cat(rows), *outputs)
+
+    def _cuts(
+        self, batches: Iterable[Batch], position: Position, open_batch: Open
+    ) -> Iterator[tuple[Cut, SeedOf]]:
+        """Yield each batch, cut into shards, and what returns the seeds of its shards."""
+        executor, experiment = self._executor, self._executor.experiment
+        if isinstance(batches, Loader):
+            batches = executor.group.batches(batches, Position().cursor, position.steps_done)
+        for number, batch in enumerate(batches):
+            arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+            part = executor.group.part_of_batch(arguments, position.steps_done)
+            cut = cut_batch(arguments, experiment.shards, part)
+            open_batch()
+            yield cut, functools.partial(derive_seed, "evaluation", experiment.seed, number)
