@@ -295,7 +295,7 @@ def test_a_step_raises_what_went_wrong_aside_and_is_not_taken(tmp_path):
         run(trainer, 1)
         trainer.save(tmp_path / "file", aside=True)
         with contextlib.suppress(SaveError):
-            trainer._saves._written.result()
+            trainer._saves.pending.result()
         with pytest.raises(SaveError, match="in the way"):
             run(trainer, 2)
         assert trainer.steps_done == 1

@@ -40,11 +40,15 @@ def write_state(
 
 
 class Saves:
-    """Inside `with`: the checkpoint that is being written, if any."""
+    """Inside `with`: the checkpoint that is being written, if any.
+
+    Attributes:
+        pending: the checkpoint that is being written, or whose error was not raised yet.
+    """
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
-        self._written: Future[Path] | None = None
+        self.pending: Future[Path] | None = None
 
     def __enter__(self) -> Saves:
         # Threads of its own would fight with the devices for the cores.
@@ -82,20 +86,15 @@ class Saves:
         encode(tree)  # refuses what can't be saved while the caller is there to hear it
         tree, entries = copy.deepcopy((tree, list(entries)))  # memory in both is copied once
         write = functools.partial(write_state, folder, tree, entries, step, keep)
-        self._written = self._thread.submit(write)
-
-    @property
-    def pending(self) -> bool:
-        """Whether a checkpoint is being written, or its error was not raised yet."""
-        return self._written is not None
+        self.pending = self._thread.submit(write)
 
     def check(self) -> None:
         """Raise the writer's error, if there is one by now."""
-        if self._written is not None and self._written.done():
+        if self.pending is not None and self.pending.done():
             self.wait()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk; raise the writer's error."""
-        written, self._written = self._written, None
+        written, self.pending = self.pending, None
         if written is not None:
             written.result()

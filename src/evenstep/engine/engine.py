@@ -63,6 +63,8 @@ class Engine:
         devices: where tasks run.
         trace: what ran where and when.
         scheduler: who decides; its questions may be asked at any time.
+        lanes: where work runs, also work that waits for nothing; for those who build on the engine.
+        lost_lanes: the computing lanes whose devices were given up.
         listener: called in the lanes, one at a time, as `listener(lane, task, seconds)` at the end
             of each task.
 
@@ -78,6 +80,7 @@ class Engine:
         max_in_flight: int | None = None,
         lanes: Callable[[Sequence[Device]], Lanes] = ThreadLanes,
     ) -> None:
+        self.lanes: Lanes
         if max_in_flight is not None and max_in_flight < 1:
             raise InputError(f"got max_in_flight={max_in_flight}: at least 1 is needed, or None")
         self.devices = find_devices(devices, threads=threads)
@@ -88,6 +91,7 @@ class Engine:
         self.scheduler = Scheduler(count, bound_only=count)
         self._make_lanes = lanes
         self._lanes: Lanes | None = None
+        self.lost_lanes: frozenset[int] = frozenset()
         self._opened = contextlib.ExitStack()
         self._guard = Guard()
         self._numbers = {device.name: number for number, device in enumerate(self.devices)}
@@ -107,7 +111,7 @@ class Engine:
             lanes = self._make_lanes(self.devices)
             lanes.open()
             self._opened = opened.pop_all()
-        self._lanes = lanes
+        self._lanes = self.lanes = lanes
         self._dropping = False
         return self
 
@@ -267,12 +271,6 @@ class Engine:
         return self._told(task.cause)
 
     @property
-    def lanes(self) -> Lanes:
-        """The lanes of an open engine, for work that waits for nothing."""
-        assert self._lanes is not None
-        return self._lanes
-
-    @property
     def lane_here(self) -> int:
         """The lane that the calling task runs on."""
         assert self._lanes is not None
@@ -294,11 +292,6 @@ class Engine:
         assert self._lanes is not None
         self._lanes.adopt(lane)
 
-    @property
-    def lost_lanes(self) -> set[int]:
-        """The computing lanes whose devices were given up."""
-        return {lane for lane in self.scheduler.lost if lane < len(self.devices)}
-
     def give_up_device_of(self, task: Task) -> None:
         """Give up the device that made an ended task fail, if it is a device that failed."""
         cause = task.cause
@@ -309,6 +302,7 @@ class Engine:
 
     def lose(self, lane: int) -> None:
         """Give a device up: its tasks fail, nothing is given to it, and nobody waits for it."""
+        self.lost_lanes |= {lane}
         with self._guard:
             self._act(self.scheduler.lose(lane, time.perf_counter()))
             self._act(self.scheduler.lose(self.copy_lane(lane), time.perf_counter()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,21 +13,6 @@ from torch import nn
 from evenstep.devices import Device, carry
 
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
-
-
-def structure(modules: Sequence[nn.Module]) -> list[tuple[list[Any], ...]]:
-    """Return what tells a change of layers, parameters, buffers or hooks (by identity)."""
-    return [
-        (
-            [*map(id, module._modules.values())],
-            [*map(id, module._parameters.values())],
-            [*map(id, module._buffers.values())],
-            [*module._forward_hooks, *module._forward_pre_hooks, *module._backward_hooks],
-            [hook for p in _own_parameters(module) for hook in gradient_hooks(p)],
-            [bool(p._post_accumulate_grad_hooks) for p in _own_parameters(module)],
-        )
-        for module in modules
-    ]
 
 
 def gradient_hooks(parameter: nn.Parameter) -> dict[int, Any]:
@@ -80,7 +65,3 @@ def _differs(mine: Any, its: Any) -> bool:
             or any(_differs(value, its[key]) for key, value in mine.items())
         )
     return False
-
-
-def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module._parameters.values() if parameter is not None]

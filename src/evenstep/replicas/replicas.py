@@ -14,13 +14,14 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
 from evenstep.errors import InputError, ModelError
-from evenstep.replicas.module_sync import carry_over_attributes, gradient_hooks, structure
+from evenstep.replicas.module_sync import carry_over_attributes, gradient_hooks
 from evenstep.replicas.replica import Replica
 
 
@@ -55,7 +56,7 @@ class Replicas:
         self._lanes = len(devices)
         self._devices = (*devices,) * abreast
         self._apart = apart
-        self._lost: set[int] = set()
+        self._lost: frozenset[int] = frozenset()
         self.have_followed = False
         self._build()
 
@@ -75,7 +76,7 @@ class Replicas:
         ]
         self._find_copies()
         self._modules = list(model.modules())
-        self._structure = structure(self._modules)
+        self._structure = _structure(self._modules, self.home.parameters)
         self._synchronised: list[tuple[int, int]] = []
 
     def abreast(self, lane: int, place: int) -> Replica:
@@ -95,7 +96,7 @@ class Replicas:
         layers or hooks the replicas are made again. Says whether there are copies that are stale,
         because somebody wrote the parameters since `mark_synchronised`.
         """
-        if self._structure != structure(self._modules):
+        if self._structure != _structure(self._modules, self.home.parameters):
             self._build()
             self.have_followed = True
         for bring_over in self._differences():
@@ -108,7 +109,7 @@ class Replicas:
     @property
     def is_behind(self) -> bool:
         """Whether the user has changed the module since `follow_home`; nothing is done about it."""
-        if self._structure != structure(self._modules):
+        if self._structure != _structure(self._modules, self.home.parameters):
             return True
         return any(True for _ in self._differences())
 
@@ -126,7 +127,7 @@ class Replicas:
                 if parameter.requires_grad != source.requires_grad:
                     yield functools.partial(parameter.requires_grad_, source.requires_grad)
 
-    def can_do_without(self, lost: set[int]) -> bool:
+    def can_do_without(self, lost: frozenset[int]) -> bool:
         """Say whether training can go on without the devices of some lanes, and give them up.
 
         It can't without the one that holds the user's module, unless that is in the CPU's memory
@@ -136,7 +137,7 @@ class Replicas:
             return False
         if 0 in lost and not (self._apart and self.home.device.kind == "cpu"):
             return False
-        self._lost = set(lost)
+        self._lost = lost
         self._find_copies()
         return True
 
@@ -230,6 +231,24 @@ class Replicas:
             [*self.home.parameters, *self.home.buffers] if self._apart else (self.home.parameters)
         )
         return [(values._version, values.data_ptr()) for values in written]
+
+
+def _structure(
+    modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
+) -> tuple[list[Any], list[Any]]:
+    """Return what changes when layers, parameters, buffers or hooks of a model change."""
+    return [
+        (
+            *map(id, module._modules.values()),
+            *map(id, module._parameters.values()),
+            *map(id, module._buffers.values()),
+            *(module._forward_hooks | module._forward_pre_hooks | module._backward_hooks),
+        )
+        for module in modules
+    ], [
+        (*(parameter._backward_hooks or ()), bool(parameter._post_accumulate_grad_hooks))
+        for parameter in parameters
+    ]
 
 
 def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ from evenstep.errors import ModelError
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica
 from evenstep.shard.compiler import Program
-from evenstep.shard.gradients import GradientStream, refuse_twice, versions
+from evenstep.shard.gradients import GradientStream
 from evenstep.shard.loss import Number, ShardObjective
 from evenstep.shard.partial_sum import (
     PartialSum,
@@ -25,6 +25,8 @@ from evenstep.shard.partial_sum import (
     add_gradients,
     is_averaged,
     receive,
+    refuse_twice,
+    versions,
 )
 
 Leaf: TypeAlias = "tuple[Number, Number]"

@@ -15,34 +15,9 @@ import torch
 
 from evenstep.collectives import TreePlan, TreeSum
 from evenstep.distributed.gradient_reduce import Sending
-from evenstep.errors import EvenstepError, ModelError
+from evenstep.errors import ModelError
 from evenstep.replicas import Replica
-from evenstep.shard.partial_sum import Tensors, add_gradients
-
-
-class AccumulatedTwiceError(EvenstepError):
-    """A backward pass has added to a gradient twice, where that would be another sum.
-
-    Backward passes inside the backward pass do it (recomputed activations with `use_reentrant`),
-    where they share a parameter. Onto a left sum that is (left + a) + b instead of left + (a + b);
-    and what was sent after a is not final.
-    """
-
-
-def versions(gradients: Tensors) -> list[int]:
-    """Return how often each gradient was written, as torch counts."""
-    return [gradient._version for gradient in gradients if gradient is not None]
-
-
-def refuse_twice(lefts: Tensors, before: list[int]) -> None:
-    """Make sure that a backward pass has added at most once to each of the sums `lefts`.
-
-    Raises:
-        AccumulatedTwiceError: it has not.
-    """
-    for late, early in zip(versions(lefts), before, strict=True):
-        if late > early + 1:
-            raise AccumulatedTwiceError("a backward pass added to a gradient twice")
+from evenstep.shard.partial_sum import AccumulatedTwiceError, Tensors, add_gradients
 
 
 class GradientStream:

@@ -15,10 +15,20 @@ import torch
 from evenstep.collectives import tree_sum
 from evenstep.devices import Device, carry
 from evenstep.engine import streams
+from evenstep.errors import EvenstepError
 from evenstep.replicas import Replica
 
 Tensors: TypeAlias = "list[torch.Tensor | None]"
 Add: TypeAlias = "Callable[[PartialSum, PartialSum], PartialSum]"
+
+
+class AccumulatedTwiceError(EvenstepError):
+    """A backward pass has added to one gradient twice.
+
+    A backward pass inside the backward pass does that (recomputed activations with
+    `use_reentrant`) if both reach one parameter. Accumulated onto a left sum, the result is
+    (left + a) + b instead of left + (a + b); and a gradient that was sent after a is not final.
+    """
 
 
 @dataclasses.dataclass
@@ -55,13 +65,14 @@ class PartialSum:
 def add(left: PartialSum, right: PartialSum) -> PartialSum:
     """Return left + right in the memory of `left`, whose tensors are reused."""
     device = left.replica.device
-    receive(left, device)
-    receive(right, device)
+    if device.kind == "cuda":
+        receive(left, device)
+        receive(right, device)
     if right.replica.device.memory != device.memory:
         right = _moved(right, left.replica)
     return PartialSum(
         add_gradients(left.gradients, right.gradients),
-        add_buffers(left, right),
+        add_buffers(left, right) if left.buffers else [],
         (*left.weights, *right.weights),
         left.replica,
         left.lo,
@@ -131,6 +142,26 @@ def receive(value: PartialSum, device: Device) -> None:
 def is_averaged(buffer: torch.Tensor) -> bool:
     """Return whether a buffer closes a step at its mean (floating point) or at shard 0's value."""
     return buffer.is_floating_point() or buffer.is_complex()
+
+
+def versions(gradients: Tensors) -> list[int]:
+    """Return how often each gradient was written, as torch counts."""
+    return [gradient._version for gradient in gradients if gradient is not None]
+
+
+def refuse_twice(sums: Tensors, before: list[int]) -> None:
+    """Make sure that a backward pass has added at most once to each of `sums`.
+
+    Args:
+        sums: the gradients that the backward pass accumulated onto.
+        before: their `versions` before the backward pass.
+
+    Raises:
+        AccumulatedTwiceError: a gradient was written more than once.
+    """
+    for late, early in zip(versions(sums), before, strict=True):
+        if late > early + 1:
+            raise AccumulatedTwiceError("a backward pass added to a gradient twice")
 
 
 def _add_sparse(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

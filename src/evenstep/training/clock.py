@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +15,8 @@ from evenstep.engine import Engine
 from evenstep.profiling.accounting import Account, DeviceShares
 from evenstep.profiling.trace import Span, Trace
 
-_ADD_UP_EVERY = 64  # steps
+ADD_UP_EVERY = 64
+"""The number of steps after which their times are added up."""
 
 
 class NodeTime(NamedTuple):
@@ -26,6 +29,7 @@ class NodeTime(NamedTuple):
     ended_s: float
 
 
+@dataclasses.dataclass
 class StepClock:
     """The times of one attempt at a step, in seconds of `time.perf_counter`.
 
@@ -37,12 +41,11 @@ class StepClock:
         exchange_s: seconds of the end of the step that were spent with other processes.
     """
 
-    def __init__(self, ready_s: float | None = None) -> None:
-        self.ready_s = ready_s
-        self.shards: list[ShardTime] = []
-        self.nodes: list[NodeTime] = []
-        self.update: tuple[int, float, float] | None = None
-        self.exchange_s = 0.0
+    ready_s: float | None = None
+    shards: list[ShardTime] = dataclasses.field(default_factory=list)
+    nodes: list[NodeTime] = dataclasses.field(default_factory=list)
+    update: tuple[int, float, float] | None = None
+    exchange_s: float = 0.0
 
     def data_are_ready(self) -> None:
         """Note that devices can read the first examples, unless they could before."""
@@ -68,60 +71,55 @@ class Timekeeper:
     """Keeps the account of an engine's devices, and writes steps into its trace.
 
     Attributes:
-        rested: whether the devices' time since the last step is not to be counted.
+        ended: the finished steps that were not added up yet, as (number, clock); None for a rest.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._trace = engine.trace
         self._account = Account([device.name for device in engine.devices])
         self._free_s: float | None = None
-        self._ended: list[tuple[int, StepClock, bool]] = []
         self._lock = threading.Lock()
-        self.rested = True
+        self.ended: deque[tuple[int, StepClock] | None] = deque()
 
     def rest(self) -> None:
         """Leave the time from the last step to the next step's data out of the account."""
-        self.rested = True
+        self.ended.append(None)
 
     def loaded(self, began_s: float) -> None:
         """Note that the user's thread has loaded a batch since `began_s`."""
         self._trace.add(Span("front end", "load", "load", began_s, time.perf_counter(), None))
 
-    def step_ended(self, number: int, clock: StepClock) -> None:
-        """Note a finished step; called in the lane that ended it."""
-        with self._lock:
-            self._ended.append((number, clock, self.rested))
-            self.rested = False
-        if len(self._ended) >= _ADD_UP_EVERY:
-            self._add_up()
-
     def evaluated(self, clock: StepClock) -> None:
         """Write the shards of an evaluation into the trace."""
-        self._add_up()
+        self.add_up()
         self._write(0, clock, "evaluate")
 
     @property
     def trace(self) -> Trace:
         """What ran where and when, up to the last finished step."""
-        self._add_up()
+        self.add_up()
         return self._trace
 
     def shares(self) -> tuple[DeviceShares, ...]:
         """Return for each device where its time went."""
-        self._add_up()
+        self.add_up()
         return self._account.shares()
 
-    def _add_up(self) -> None:
+    def add_up(self) -> None:
+        """Add the finished steps to the account and the trace."""
         with self._lock:
-            ended, self._ended = self._ended, []
-            for number, clock, rested in ended:
-                self._add_step(number, clock, rested=rested)
+            while self.ended:
+                step = self.ended.popleft()
+                if step is None:
+                    self._free_s = None
+                else:
+                    self._add_step(*step)
 
-    def _add_step(self, number: int, clock: StepClock, *, rested: bool) -> None:
+    def _add_step(self, number: int, clock: StepClock) -> None:
         assert clock.update is not None
         lane, update_began_s, now = clock.update
         ready_s = now if clock.ready_s is None else clock.ready_s
-        opened_s = ready_s if rested or self._free_s is None else self._free_s
+        opened_s = ready_s if self._free_s is None else self._free_s
         began_s = max(opened_s, ready_s)
         self._free_s = now
         account = self._account

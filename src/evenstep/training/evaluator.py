@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import nn
 
-from evenstep.batch import Batch, cut_batch
+from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
 from evenstep.batch.rng import derive_seed
 from evenstep.data.loader import Loader
@@ -89,7 +89,6 @@ class Evaluator:
             batches = executor.group.batches(batches, Position().cursor, position.steps_done)
         for number, batch in enumerate(batches):
             arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-            part = executor.group.part_of_batch(arguments, position.steps_done)
-            cut = cut_batch(arguments, experiment.shards, part)
+            cut = executor.group.cut(arguments, experiment.shards, position.steps_done)
             open_batch()
             yield cut, functools.partial(derive_seed, "evaluation", experiment.seed, number)

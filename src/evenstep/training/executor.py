@@ -259,7 +259,7 @@ class IndependentExecutor:
         """Add two children of a node, and note the time that it takes."""
         lo, hi, began_s = left.lo, right.hi, time.perf_counter()
         node = add(left, right)
-        clock.nodes.append(NodeTime(self.engine.lane_here, lo, hi, began_s, time.perf_counter()))
+        clock.nodes.append(NodeTime(self.engine.lanes.here, lo, hi, began_s, time.perf_counter()))
         return node
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from evenstep.batch import Batch, Part, count_examples, shard_bounds
+from evenstep.batch import Batch, Part, count_examples, cut_batch, shard_bounds
+from evenstep.batch.cut import Cut
 from evenstep.collectives import TreeSum, tree_plan
 from evenstep.data import Cursor, Loader
 from evenstep.distributed import (
@@ -112,9 +113,9 @@ class Group:
         """
         return loader.epoch(cursor)
 
-    def part_of_batch(self, batch: Batch, step: int) -> Part | None:
-        """Return this process's part of the batch of a step; None for the whole batch."""
-        return None
+    def cut(self, batch: Batch, shards: int, step: int) -> Cut:
+        """Cut the batch of step `step` (or this process's part of it) into shards."""
+        return cut_batch(batch, shards)
 
     def by_the_first(self, function: Callable[[], Path]) -> Path:
         """Call `function` in the first process only; return its result everywhere."""
@@ -175,9 +176,9 @@ class LinkedGroup(Group):
         finally:
             self._given = None
 
-    def part_of_batch(self, batch: Batch, step: int) -> Part:
-        """Return this process's part of the batch of a step."""
-        return self._given or self._part(count_examples(batch), step)
+    def cut(self, batch: Batch, shards: int, step: int) -> Cut:
+        """Cut this process's part of the batch of step `step` into shards."""
+        return cut_batch(batch, shards, self._given or self._part(count_examples(batch), step))
 
     def by_the_first(self, function: Callable[[], Path]) -> Path:
         """Call `function` in the first process only; return its result everywhere."""

@@ -20,7 +20,7 @@ from evenstep.batch import Batch
 from evenstep.engine import Task
 from evenstep.engine.task import PLAIN
 from evenstep.errors import DeviceLostError, InputError, PeerError
-from evenstep.training.clock import Timekeeper
+from evenstep.training.clock import ADD_UP_EVERY, Timekeeper
 from evenstep.training.executor import IndependentExecutor
 from evenstep.training.recovery import DrawsSeenError, Recovery
 from evenstep.training.step import Attempt, Step, StepLoss
@@ -170,9 +170,10 @@ class Pipeline(abc.ABC):
             raise
         step.finish(step, leaves, root)
         step.finished = True
-        self._executor.group.note(f"done with step {step.number}")
-        attempt.clock.update = (self._engine.lane_here, began_s, time.perf_counter())
-        self._timekeeper.step_ended(step.number, attempt.clock)
+        attempt.clock.update = (self._engine.lanes.here, began_s, time.perf_counter())
+        self._timekeeper.ended.append((step.number, attempt.clock))
+        if len(self._timekeeper.ended) > ADD_UP_EVERY:
+            self._timekeeper.add_up()
 
     def _lose_stuck(self, attempt: Attempt) -> set[int]:
         """Give up the devices that stand still in an attempt; return their lanes."""
@@ -202,8 +203,7 @@ class DirectPipeline(Pipeline):
 
     def _start(self, step: Step) -> None:
         attempt, executor, lanes = step.attempt, self._executor, self._engine.lanes
-        executor.group.note(f"computing its shards of step {step.number}")
-        attempt.clock.data_are_ready()
+        attempt.clock.ready_s = attempt.clock.ready_s or time.perf_counter()
         executor.open(step)
         executor.take_opening(attempt)
         self.steps.append(step)
@@ -292,7 +292,6 @@ class OverlappedPipeline(Pipeline):
 
     def _start(self, step: Step) -> None:
         engine, executor, attempt = self._engine, self._executor, step.attempt
-        executor.group.note(f"computing its shards of step {step.number}")
         if self._overlap and self._replicas.have_followed:
             executor.watch.look_again()
             self._replicas.have_followed = False

@@ -6,7 +6,7 @@ import logging
 
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import BatchError, EvenstepError, InputError
-from evenstep.shard.gradients import AccumulatedTwiceError
+from evenstep.shard.partial_sum import AccumulatedTwiceError
 from evenstep.training.executor import IndependentExecutor
 from evenstep.training.step import Step
 from evenstep.training.step_exchange import AgainError
@@ -33,7 +33,7 @@ class Recovery:
     def __init__(self, executor: IndependentExecutor, *, restores_generators: bool) -> None:
         self._executor = executor
         self._restores_generators = restores_generators
-        self._lost: set[int] = set()
+        self._lost: frozenset[int] = frozenset()
 
     def can_retry(self, step: Step, error: BaseException) -> bool:
         """Return whether the step can be attempted again, after learning from its failure."""

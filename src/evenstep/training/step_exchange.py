@@ -157,6 +157,7 @@ class ProcessReducer:
 
     def begin(self, attempt: Attempt, add: Add, *, may_stream: bool) -> GradientStream | None:
         """Give an attempt its tree; return what takes gradients during backward passes, if any."""
+        self.note(f"computing its shards of step {attempt.number}")
         if self._home is not self._replicas.home:
             self._follow_home()
         trees = attempt.trees
@@ -187,6 +188,7 @@ class ProcessReducer:
             return self._combine(attempt, report)
         finally:
             attempt.clock.exchange_s = time.perf_counter() - began_s
+            self.note(f"done with step {step.number}")
 
     def announce_retry(self, step: Step) -> None:
         """Have all processes attempt the step again, unless they know already."""

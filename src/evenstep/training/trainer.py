@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 import torch
 from torch import nn
 
-from evenstep.batch import Batch, cut_batch, shard_bounds
+from evenstep.batch import Batch, shard_bounds
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint import training_state
 from evenstep.checkpoint.async_writer import Saves, write_state
@@ -549,9 +549,9 @@ class Trainer:
 
     def _open_step(self) -> None:
         """Get ready for a step: nothing has failed, states agree, replicas are up to date."""
-        if self._saves.pending:
+        if self._saves.pending is not None:
             self._saves.check()
-        if self.steps_done % self._check_every == 0 and self.steps_done:
+        if not self._group.is_alone and self.steps_done % self._check_every == 0:
             self._compare_states()
         self._open_flight(leave=self._max_in_flight - 1)
 
@@ -586,8 +586,7 @@ class Trainer:
 
     def _next_step(self, batch: Batch) -> Step:
         """Return the step that trains on `batch` at the current position."""
-        part = self._group.part_of_batch(batch, self.position.steps_done)
-        cut = cut_batch(batch, self.experiment.shards, part)
+        cut = self._group.cut(batch, self.experiment.shards, self.position.steps_done)
         if cut.part.examples < 2 * self.experiment.shards:
             self._refuse_lonely(cut.bounds)
         return Step.of(
@@ -608,6 +607,8 @@ class Trainer:
 
     def _compare_states(self) -> None:
         """Make sure that all processes are in the same state (a flipped bit would spread)."""
+        if not self.steps_done:  # the states were compared when the processes met
+            return
         self._wait_before_exchange()
         digests = functools.partial(fingerprints.digests, self.model, self.optimizer)
         self._group.refuse_divergence(digests, self.steps_done)

@@ -74,7 +74,8 @@ class Update:
         self._optimizer.step()
 
     def _divide(self, root: PartialSum, count: float) -> None:
-        receive(root, self._replicas.home.device)
+        if root.fence is not None:
+            receive(root, self._replicas.home.device)
         divide_gradients(root.gradients, count)
 
     def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
