@@ -18,15 +18,15 @@ def test_the_defaults_are_the_designs():
         "precision": "fp32",
         "memory_format": "auto",
         "threads": 1,
-        "hybridize": False,
+        "compile": False,
         "batch_norm": "shard",
     }
 
 
-def test_hybridize_is_yes_or_no():
-    assert Experiment(hybridize=True).hybridize
-    with pytest.raises(InputError, match="got hybridize='yes': True or False is needed"):
-        Experiment(hybridize="yes")
+def test_compile_is_yes_or_no():
+    assert Experiment(compile=True).hybridize
+    with pytest.raises(InputError, match="got compile='yes': True or False is needed"):
+        Experiment(compile="yes")
 
 
 @pytest.mark.parametrize(("name", "least"), [("shards", 1), ("threads", 1), ("seed", 0)])

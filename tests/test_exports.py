@@ -144,7 +144,7 @@ EXPORTS = {
     "evenstep.models": ["lenet", "mlp", "resnet18"],
     "evenstep.profiling": [],
     "evenstep.replicas": [
-        "OptimizerTwin",
+        "OptimizerProxy",
         "Replica",
         "Replicas",
         "broadcast",

@@ -169,6 +169,11 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None) -> Cut:
     return Cut(part, mine, structure, _versions(leaves))
 
 
+def cut_whole_batch(batch: Batch, shards: int, step: int = 0) -> Cut:
+    """Cut a batch that one process has whole; the same for every step."""
+    return cut_batch(batch, shards)
+
+
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
     """Return how often each tensor was written to; a view counts with its base."""
     return [None if tensor.is_inference() else tensor._version for tensor in tensors]

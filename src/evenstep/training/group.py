@@ -7,13 +7,16 @@ part of a batch to load, how a step's partial sums become one, and when all proc
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+
+import torch
+from safetensors.torch import load, save
 
 from evenstep.batch import Batch, Part, count_examples, cut_batch, shard_bounds
-from evenstep.batch.cut import Cut
-from evenstep.collectives import TreeSum, tree_plan
+from evenstep.batch.cut import Cut, cut_whole_batch
+from evenstep.checkpoint.codec import decode, encode
 from evenstep.data import Cursor, Loader
 from evenstep.distributed import (
     LauncherWatch,
@@ -23,62 +26,12 @@ from evenstep.distributed import (
     show_told_in_a_line,
     was_launched,
 )
+from evenstep.errors import SaveError
 from evenstep.replicas import Replicas
 from evenstep.shard.evaluation import Pairs
-from evenstep.shard.forward_backward import Leaf
-from evenstep.shard.gradients import GradientStream
-from evenstep.shard.partial_sum import Add, PartialSum
-from evenstep.training.step import Attempt, Step
-from evenstep.training.step_exchange import ProcessReducer
+from evenstep.training.reducer import LocalReducer, ProcessReducer
 
-
-class Reducer(Protocol):
-    """Turns the partial sums of a step into the root of the canonical tree."""
-
-    def begin(self, attempt: Attempt, add: Add, *, may_stream: bool) -> GradientStream | None:
-        """Give an attempt its tree; return what takes gradients during backward passes, if any."""
-        ...
-
-    def reduce(self, step: Step) -> tuple[Sequence[Leaf | None], PartialSum]:
-        """Return every shard's (total, count) and the root, when all own shards are done."""
-        ...
-
-    def announce_retry(self, step: Step) -> None:
-        """Have all processes attempt the step again, unless they know already."""
-        ...
-
-    def announce_failure(self, step: Step, error: BaseException) -> None:
-        """Have all processes give the step up, unless they know already."""
-        ...
-
-    def leave(self, error: BaseException) -> None:
-        """Tell the other processes why this one takes no further step."""
-        ...
-
-
-class LocalReducer:
-    """Reduces inside one process, where the tree's only partial sum is the root."""
-
-    def begin(self, attempt: Attempt, add: Add, *, may_stream: bool) -> None:
-        """Give an attempt its tree."""
-        cut = attempt.cut
-        attempt.tree = TreeSum(tree_plan(len(cut.bounds), cut.filled), add)
-
-    def reduce(self, step: Step) -> tuple[Sequence[Leaf | None], PartialSum]:
-        """Return every shard's (total, count), and the root."""
-        attempt = step.attempt
-        assert attempt.tree is not None
-        (root,) = attempt.tree.take_tops()
-        return [*map(attempt.results.get, range(len(attempt.cut.bounds)))], root
-
-    def announce_retry(self, step: Step) -> None:
-        """There is nobody to tell."""
-
-    def announce_failure(self, step: Step, error: BaseException) -> None:
-        """There is nobody to tell."""
-
-    def leave(self, error: BaseException) -> None:
-        """There is nobody to tell."""
+_SHAPE = "the nesting of the outputs"  # no name that `encode` gives
 
 
 class Group:
@@ -88,13 +41,15 @@ class Group:
         reducer: turns the partial sums of a step into one.
         is_alone: whether there are no other processes.
         is_first: whether this process is the one that writes files.
+        cut: `cut(batch, shards, step)` cuts this process's part of the batch of a step.
     """
 
     is_alone = True
     is_first = True
+    cut: Callable[[Batch, int, int], Cut] = staticmethod(cut_whole_batch)
 
     def __init__(self) -> None:
-        self.reducer: Reducer = LocalReducer()
+        self.reducer = LocalReducer()
         self._stop_asked = False
 
     def alone(self) -> Group:
@@ -112,10 +67,6 @@ class Group:
             step: the number of the step that trains on the first batch.
         """
         return loader.epoch(cursor)
-
-    def cut(self, batch: Batch, shards: int, step: int) -> Cut:
-        """Cut the batch of step `step` (or this process's part of it) into shards."""
-        return cut_batch(batch, shards)
 
     def by_the_first(self, function: Callable[[], Path]) -> Path:
         """Call `function` in the first process only; return its result everywhere."""
@@ -148,23 +99,24 @@ class LinkedGroup(Group):
     """One of several processes that train together.
 
     Args:
-        exchange: brings the processes' parts of each step together.
+        reducer: reduces a step over all processes.
         shards: V, the number of shards of a batch.
     """
 
     is_alone = False
 
-    def __init__(self, exchange: ProcessReducer, shards: int) -> None:
+    def __init__(self, reducer: ProcessReducer, shards: int) -> None:
         super().__init__()
-        self.reducer = exchange
-        self.is_first = exchange.rank == 0
-        self._exchange = exchange
+        self.reducer = reducer
+        self.is_first = reducer.rank == 0
+        self._reducer = reducer
+        self._peers = reducer.peers
         self._shards = shards
         self._given: Part | None = None  # of the batch that `batches` has yielded last
 
     def batches(self, loader: Loader, cursor: Cursor, step: int) -> Iterator[Batch]:
         """Yield this process's part of each batch; only that part is loaded."""
-        agree(self._exchange.peers, loader.facts(), "the data")
+        agree(self._peers, loader.facts(), "the data")
 
         def part(number: int, examples: int) -> Part:
             return self._part(examples, step + number - cursor.step)
@@ -181,40 +133,73 @@ class LinkedGroup(Group):
         return cut_batch(batch, shards, self._given or self._part(count_examples(batch), step))
 
     def by_the_first(self, function: Callable[[], Path]) -> Path:
-        """Call `function` in the first process only; return its result everywhere."""
-        return self._exchange.by_the_first(function)
+        """Call `function` in the first process only; return its result everywhere.
+
+        Raises:
+            Exception: the error of the call; in the other processes SaveError.
+        """
+        error: Exception | None = None
+        answer = {"path": "", "error": ""}
+        if self.is_first:
+            try:
+                answer["path"] = str(function())
+            except Exception as caught:
+                error = caught
+                answer["error"] = str(caught) or repr(caught)
+        answer = json.loads(self._peers.gather(json.dumps(answer).encode(), "the checkpoint")[0])
+        if error is not None:
+            raise error
+        if answer["error"]:
+            raise SaveError(answer["error"])
+        return Path(answer["path"])
 
     def pairs_of_all(self, own: Sequence[Pairs], names: Sequence[str]) -> list[Pairs]:
         """Return the metrics of all shards from those of this process's shards."""
-        return self._exchange.pairs_of_all(own, names)
+        pairs = [[shard[name] for name in names] for shard in own]
+        numbers = [[[float(total), float(count)] for total, count in row] for row in pairs]
+        values = torch.tensor(numbers, dtype=torch.float64).reshape(-1, len(names), 2)
+        messages = self._peers.gather(save({"pairs": values}), "the metrics of a batch")
+        rows = [row for message in messages for row in load(message)["pairs"].tolist()]
+        return [
+            {name: (total, count) for name, (total, count) in zip(names, row, strict=True)}
+            for row in rows
+        ]
 
     def outputs_of_all(self, own: Sequence[Batch]) -> list[Batch]:
         """Return the outputs of all shards from those of this process's shards."""
-        return self._exchange.outputs_of_all(own)
+        plain, tensors = encode(list(own))
+        shape = torch.tensor([*json.dumps(plain).encode()], dtype=torch.uint8)
+        messages = self._peers.gather(save({**tensors, _SHAPE: shape}), "the outputs of a batch")
+        outputs: list[Batch] = []
+        for message in messages:
+            named = load(message)
+            plain = json.loads(bytes(named.pop(_SHAPE).tolist()))
+            outputs += decode(plain, named.__getitem__)
+        return outputs
 
     def refuse_divergence(self, digests: Callable[[], Mapping[str, str]], step: int) -> None:
         """Compare the state after `step` steps with that of the other processes."""
-        refuse_divergence(self._exchange.peers, digests(), f"after step {step}")
+        refuse_divergence(self._peers, digests(), f"after step {step}")
 
     def note(self, doing: str) -> None:
         """Publish what this process is doing, for processes that wait for it."""
-        self._exchange.note(doing)
+        self._reducer.note(doing)
 
     def ask_to_stop(self) -> None:
         """Stop all processes before the same step."""
         super().ask_to_stop()
-        self._exchange.stop_asked = True
+        self._reducer.stop_asked = True
 
     def shall_stop(self, steps_done: int, max_in_flight: int) -> bool:
         """Return whether step `steps_done` must not be taken."""
         # The first process to learn of it has at most `max_in_flight` further steps in flight.
-        seen = self._exchange.stop_seen
+        seen = self._reducer.stop_seen
         return seen is not None and steps_done >= seen + max_in_flight
 
     def _part(self, examples: int, step: int) -> Part:
         bounds = shard_bounds(examples, self._shards)
-        runs = self._exchange.assignment.runs(min(examples, self._shards), step)
-        return Part(examples, bounds, runs, self._exchange.rank)
+        runs = self._reducer.assignment.runs(min(examples, self._shards), step)
+        return Part(examples, bounds, runs, self._reducer.rank)
 
 
 @contextlib.contextmanager
@@ -248,6 +233,6 @@ def joined(
     with peers.board, LauncherWatch(), contextlib.closing(peers.links):
         agree(peers, facts(), "what is trained")
         counts = peers.gather(str(len(replicas.all)).encode(), "its number of devices")
-        exchange = ProcessReducer(peers, replicas, [*map(int, counts)], own_speed, in_flight)
-        with contextlib.closing(exchange):
-            yield LinkedGroup(exchange, shards)
+        reducer = ProcessReducer(peers, replicas, [*map(int, counts)], own_speed, in_flight)
+        with contextlib.closing(reducer):
+            yield LinkedGroup(reducer, shards)

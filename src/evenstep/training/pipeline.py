@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from evenstep.batch import Batch
+from evenstep.distributed.step_report import AgainError
 from evenstep.engine import Task
 from evenstep.engine.task import PLAIN
 from evenstep.errors import DeviceLostError, InputError, PeerError
@@ -24,7 +25,6 @@ from evenstep.training.clock import ADD_UP_EVERY, Timekeeper
 from evenstep.training.executor import IndependentExecutor
 from evenstep.training.recovery import DrawsSeenError, Recovery
 from evenstep.training.step import Attempt, Step, StepLoss
-from evenstep.training.step_exchange import AgainError
 
 _LOOK_EVERY_S = 1.0  # for a device that stands still
 
@@ -203,8 +203,8 @@ class DirectPipeline(Pipeline):
 
     def _start(self, step: Step) -> None:
         attempt, executor, lanes = step.attempt, self._executor, self._engine.lanes
-        attempt.clock.ready_s = attempt.clock.ready_s or time.perf_counter()
         executor.open(step)
+        attempt.clock.ready_s = attempt.clock.ready_s or time.perf_counter()
         executor.take_opening(attempt)
         self.steps.append(step)
         lost = self._engine.lost_lanes

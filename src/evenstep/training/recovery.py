@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 
+from evenstep.distributed.step_report import AgainError
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import BatchError, EvenstepError, InputError
 from evenstep.shard.partial_sum import AccumulatedTwiceError
 from evenstep.training.executor import IndependentExecutor
 from evenstep.training.step import Step
-from evenstep.training.step_exchange import AgainError
 
 logger = logging.getLogger("evenstep")
 

@@ -15,6 +15,7 @@ from evenstep.batch.stealing import ShardQueue
 from evenstep.collectives import Forest, TreeSum, forest
 from evenstep.data.order import Cursor
 from evenstep.distributed.gradient_reduce import Sending
+from evenstep.distributed.step_report import Facts
 from evenstep.engine import Pending, Task
 from evenstep.errors import ClosedError
 from evenstep.replicas import Replica
@@ -31,9 +32,6 @@ SeedOf: TypeAlias = Callable[[int], int]
 
 Finish: TypeAlias = "Callable[[Step, Sequence[Leaf | None], PartialSum], None]"
 """Called in a lane with the step, the shards' (total, count), and the root of the tree."""
-
-Facts: TypeAlias = "tuple[int, ...]"
-"""The step, its epoch and batch, the batch's examples, and where each process's run ends."""
 
 
 class Position(NamedTuple):

@@ -1,118 +1,70 @@
-"""Reduces a step over several processes: what each brings, and what follows from all parts.
+"""Reduces a step: how the partial sums of its shards become the root of the canonical tree.
 
-Each process adds up the canonical nodes inside its run of shards, which gives its partial sums. It
-sends all others a report: how its part went, its shards' losses, its buffers, and the gradients
-that may be sparse. Dense gradients are summed as flat vectors by `canonical_sum`. The result is the
-root of the tree: the same in every process, and the same as in a single process.
+In a single process the root is the tree's only partial sum. Of several processes, each adds up the
+nodes inside its run of shards, and sends the others a report and its dense gradients. The result is
+the same in every process, and the same as in a single one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import enum
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
-from safetensors.torch import load, save
 from torch import nn
 
-from evenstep.batch import Batch, Dealing
-from evenstep.checkpoint.codec import decode, encode
-from evenstep.collectives import Forest, TreeSum
+from evenstep.batch import Dealing
+from evenstep.collectives import Forest, TreeSum, tree_plan
 from evenstep.distributed import Peers
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import Sending, dense_sum
-from evenstep.errors import EvenstepError, PeerError, SaveError
+from evenstep.distributed.step_report import (
+    AgainError,
+    Kind,
+    Report,
+    Verdict,
+    decoded,
+    heed,
+    named,
+    unnamed,
+)
+from evenstep.errors import PeerError
 from evenstep.replicas import Replica, Replicas
-from evenstep.shard.evaluation import Pairs
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.gradients import GradientStream, sparse_error
 from evenstep.shard.partial_sum import Add, PartialSum, add
-from evenstep.training.step import Attempt, Facts, Step
-
-_SHAPE = "the nesting of the outputs"  # no name that `encode` gives
+from evenstep.training.step import Attempt, Step
 
 
-class Verdict(enum.IntEnum):
-    """How a process's part of a step ended."""
+class LocalReducer:
+    """Reduces steps inside a single process."""
 
-    DONE = 0
-    AGAIN = 1
-    FAILED = 2
+    def begin(self, attempt: Attempt, add: Add, *, may_stream: bool) -> GradientStream | None:
+        """Give an attempt its tree; return what takes gradients during backward passes, if any."""
+        cut = attempt.cut
+        attempt.tree = TreeSum(tree_plan(len(cut.bounds), cut.filled), add)
+        return None
 
+    def reduce(self, step: Step) -> tuple[Sequence[Leaf | None], PartialSum]:
+        """Return every shard's (total, count), and the root, when all own shards are done."""
+        attempt = step.attempt
+        assert attempt.tree is not None
+        (root,) = attempt.tree.take_tops()
+        return [*map(attempt.results.get, range(len(attempt.cut.bounds)))], root
 
-class Kind(enum.IntEnum):
-    """How a process computes its shards. Compiled code rounds differently from eager code."""
+    def announce_retry(self, step: Step) -> None:
+        """Have all processes attempt the step again, unless they know already."""
 
-    NONE = 0
-    EAGER = 1
-    COMPILED = 2
+    def announce_failure(self, step: Step, error: BaseException) -> None:
+        """Have all processes give the step up, unless they know already."""
 
-
-class AgainError(EvenstepError):
-    """A process asks all processes for another attempt at the step."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """One process's part of a step, as all processes receive it.
-
-    Attributes:
-        verdict: how the part ended.
-        facts: the step, and the facts about it that must agree.
-        story: why the part failed.
-        stop: whether the process was asked to stop.
-        kind: how the process computes its shards.
-        speed: how many shards a second the process computes; 0 while unknown.
-        leaves: float64 (own shards, 2): each shard's total and count.
-        present: bool (own partial sums, parameters): which gradients a partial sum has.
-        tensors: the partial sums' buffers, and their gradients that may be sparse, by name.
-    """
-
-    verdict: Verdict
-    facts: Facts
-    story: str = ""
-    stop: bool = False
-    kind: Kind = Kind.NONE
-    speed: float = 0.0
-    leaves: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 2))
-    present: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0))
-    tensors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-
-    def encoded(self) -> bytes:
-        """Return the report as bytes, in the safetensors format, which holds no code."""
-        story = torch.tensor([self.verdict, *self.story.encode()], dtype=torch.uint8)
-        facts = torch.tensor([*self.facts, self.stop, self.kind])
-        speed = torch.tensor(self.speed, dtype=torch.float64)
-        fixed = {"place": facts, "story": story, "speed": speed}
-        sums = {"leaves": self.leaves, "present": self.present}
-        return save({**fixed, **sums, **self.tensors})
+    def leave(self, error: BaseException) -> None:
+        """Tell the other processes why this one takes no further step; don't wait for them."""
 
 
-def decoded(message: bytes) -> Report:
-    """Read what `Report.encoded` wrote."""
-    tensors = load(message)
-    verdict, *story = tensors.pop("story").tolist()
-    *facts, stop, kind = tensors.pop("place").tolist()
-    return Report(
-        Verdict(verdict),
-        tuple(facts),
-        bytes(story).decode(errors="replace"),
-        bool(stop),
-        Kind(kind),
-        tensors.pop("speed").item(),
-        tensors.pop("leaves"),
-        tensors.pop("present"),
-        tensors,
-    )
-
-
-class ProcessReducer:
-    """Reduces a step's partial sums over several processes (see `training.group.Reducer`).
+class ProcessReducer(LocalReducer):
+    """Reduces a step's partial sums over several processes.
 
     Args:
         peers: the processes.
@@ -210,7 +162,7 @@ class ProcessReducer:
         if not step.attempt.reported:
             step.attempt.reported = True
             report = Report(verdict, step.facts, story)
-            _heed(self._gather(report), self.peers, but=self.rank)
+            heed(self._gather(report), self.peers, but=self.rank)
 
     def _drop_gradients(self, step: Step) -> None:
         """Send what the other processes wait for, although the step is not taken."""
@@ -257,8 +209,8 @@ class ProcessReducer:
         tensors: dict[str, torch.Tensor] = {}
         for number, partial in enumerate(partials):
             loose = [(i, partial.gradients[i]) for i in self._loose]
-            tensors |= _named(f"buffer/{number}", enumerate(partial.buffers))
-            tensors |= _named(f"gradient/{number}", loose)
+            tensors |= named(f"buffer/{number}", enumerate(partial.buffers))
+            tensors |= named(f"gradient/{number}", loose)
         return tensors
 
     def _combine(
@@ -267,7 +219,7 @@ class ProcessReducer:
         trees, sending, step = attempt.trees, attempt.sending, attempt.number
         assert sending is not None
         reports = self._gather(report)
-        _heed(reports, self.peers)
+        heed(reports, self.peers)
         self.assignment.hear(step, [other.speed for other in reports])
         if self.stop_seen is None and any(report.stop for report in reports):
             self.stop_seen = step
@@ -288,7 +240,7 @@ class ProcessReducer:
         leaves = [(total, count) for report in reports for total, count in report.leaves.tolist()]
         return [*leaves, *[None] * (len(attempt.cut.bounds) - len(leaves))], root
 
-    # ---- what else the processes do together
+    # ---- the parts of the methods above
 
     def note(self, doing: str) -> None:
         """Publish what this process is doing, for processes that wait for it."""
@@ -297,52 +249,6 @@ class ProcessReducer:
     def close(self) -> None:
         """Stop the thread that sends gradients."""
         self._dense.close()
-
-    def by_the_first(self, function: Callable[[], Path]) -> Path:
-        """Have the first process call `function`; return everywhere what it returns.
-
-        Raises:
-            the error of the call; elsewhere SaveError.
-        """
-        error: Exception | None = None
-        answer = {"path": "", "error": ""}
-        if self.rank == 0:
-            try:
-                answer["path"] = str(function())
-            except Exception as caught:
-                error = caught
-                answer["error"] = str(caught) or repr(caught)
-        told = self.peers.gather(json.dumps(answer).encode(), "the checkpoint")[0]
-        answer = json.loads(told)
-        if error is not None:
-            raise error
-        if answer["error"]:
-            raise SaveError(answer["error"])
-        return Path(answer["path"])
-
-    def pairs_of_all(self, own: Sequence[Pairs], names: Sequence[str]) -> list[Pairs]:
-        """Return each metric's (total, count) of all shards from those of this process's."""
-        pairs = [[shard[name] for name in names] for shard in own]
-        numbers = [[[float(total), float(count)] for total, count in row] for row in pairs]
-        values = torch.tensor(numbers, dtype=torch.float64).reshape(-1, len(names), 2)
-        messages = self.peers.gather(save({"pairs": values}), "the metrics of a batch")
-        rows = [row for message in messages for row in load(message)["pairs"].tolist()]
-        return [
-            {name: (total, count) for name, (total, count) in zip(names, row, strict=True)}
-            for row in rows
-        ]
-
-    def outputs_of_all(self, own: Sequence[Batch]) -> list[Batch]:
-        """Return the outputs of all shards from those of this process's, in their order."""
-        plain, tensors = encode(list(own))
-        shape = torch.tensor([*json.dumps(plain).encode()], dtype=torch.uint8)
-        told = self.peers.gather(save({**tensors, _SHAPE: shape}), "the outputs of a batch")
-        outputs: list[Batch] = []
-        for message in told:
-            named = load(message)
-            plain = json.loads(bytes(named.pop(_SHAPE).tolist()))
-            outputs += decode(plain, named.__getitem__)
-        return outputs
 
     def _follow_home(self) -> None:
         """Follow a change of the user's module: its parameters, and which may be sparse."""
@@ -365,7 +271,7 @@ class ProcessReducer:
         number = trees.tops_of(trees.owners[partial]).index(partial)
 
         def tensor(kind: str, i: int) -> torch.Tensor | None:
-            return _unnamed(report.tensors, f"{kind}/{number}/{i}", home.device.torch_device)
+            return unnamed(report.tensors, f"{kind}/{number}/{i}", home.device.torch_device)
 
         return PartialSum(
             [tensor("gradient", i) for i in range(len(home.parameters))],
@@ -377,48 +283,8 @@ class ProcessReducer:
         )
 
 
-def _heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> None:
-    """Raise an error if another process failed, asks for a retry, or is at another step."""
-    told = [(rank, report) for rank, report in enumerate(reports) if rank != but]
-    for rank, report in told:
-        if report.verdict is Verdict.FAILED:
-            failed = f"rank {rank} (on {peers.hosts[rank]}) failed: {report.story}"
-            raise PeerError(failed, rank, told=True)
-    for rank, report in told:
-        if report.verdict is Verdict.AGAIN:
-            raise AgainError(f"rank {rank} asks for step {report.facts[0]} to be done again")
-    own = reports[peers.rank].facts
-    for rank, report in told:
-        if report.facts != own:
-            raise PeerError(
-                f"rank {peers.rank} is at {_spelled(own)}, but rank {rank} (on "
-                f"{peers.hosts[rank]}) is at {_spelled(report.facts)}: every process must take the "
-                f"same steps of the same batches",
-                rank,
-            )
-    _refuse_mixed(reports, peers)
-
-
-def _refuse_mixed(reports: Sequence[Report], peers: Peers) -> None:
-    """Refuse a step in which some shards are compiled and others are not."""
-    kinds = {report.kind: rank for rank, report in enumerate(reports)}
-    if Kind.EAGER in kinds and Kind.COMPILED in kinds:
-        rank = kinds[Kind.EAGER]
-        raise PeerError(
-            f"rank {rank} (on {peers.hosts[rank]}) can't compile its shards, though others can, "
-            f"and says why: make it compile, or leave hybridize out",
-            rank,
-        )
-
-
 def _spelled_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"
-
-
-def _spelled(facts: Facts) -> str:
-    step, epoch, batch, examples, *ends = facts
-    runs = ", ".join(map(str, ends))
-    return f"step {step} (epoch {epoch}, batch {batch}, {examples} examples, runs end at {runs})"
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _loose_parameters(model: nn.Module) -> frozenset[int]:
@@ -436,35 +302,3 @@ def _places_of(home: Replica, loose: frozenset[int]) -> FlatSpace:
     """Lay gradients out roughly in the order in which a backward pass makes them final."""
     dense = [i for i in reversed(range(len(home.parameters))) if i not in loose]
     return FlatSpace(home.parameters, dense)
-
-
-def _named(
-    prefix: str, tensors: Iterable[tuple[int, torch.Tensor | None]]
-) -> dict[str, torch.Tensor]:
-    """Return contiguous CPU tensors by name; a sparse tensor becomes its indices and values."""
-    named = {}
-    for number, tensor in tensors:
-        if tensor is not None and tensor.is_sparse:
-            named[f"{prefix}/{number}/indices"] = _plain(tensor.indices())
-            named[f"{prefix}/{number}/values"] = _plain(tensor.values())
-            named[f"{prefix}/{number}/shape"] = torch.tensor(tensor.shape)
-        elif tensor is not None:
-            named[f"{prefix}/{number}"] = _plain(tensor)
-    return named
-
-
-def _unnamed(
-    tensors: Mapping[str, torch.Tensor], name: str, device: torch.device
-) -> torch.Tensor | None:
-    """Return the tensor that `_named` stored under `name`; None if there is none."""
-    if name in tensors:
-        return tensors[name].to(device)
-    if f"{name}/indices" not in tensors:
-        return None
-    indices, values = tensors[f"{name}/indices"], tensors[f"{name}/values"]
-    size = tensors[f"{name}/shape"].tolist()
-    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=True).to(device)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous()

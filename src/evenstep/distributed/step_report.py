@@ -1,0 +1,167 @@
+"""The report of each process on its part of a step, and what follows from all reports.
+
+Reports hold the small values of a step: how it went, the shards' losses, buffers, and gradients
+that may be sparse. Dense gradients travel as flat vectors (`gradient_reduce`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from safetensors.torch import load, save
+
+from evenstep.distributed.process_group import Peers
+from evenstep.errors import EvenstepError, PeerError
+
+Facts: TypeAlias = "tuple[int, ...]"
+"""The step, its epoch and batch, the batch's examples, and where each process's run ends."""
+
+
+class Verdict(enum.IntEnum):
+    """How a process's part of a step ended."""
+
+    DONE = 0
+    AGAIN = 1
+    FAILED = 2
+
+
+class Kind(enum.IntEnum):
+    """How a process computes its shards. Compiled code rounds differently from eager code."""
+
+    NONE = 0
+    EAGER = 1
+    COMPILED = 2
+
+
+class AgainError(EvenstepError):
+    """A process asks all processes for another attempt at the step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """One process's part of a step, as all processes receive it.
+
+    Attributes:
+        verdict: how the part ended.
+        facts: the step, and the facts about it that must agree.
+        story: why the part failed.
+        stop: whether the process was asked to stop.
+        kind: how the process computes its shards.
+        speed: how many shards a second the process computes; 0 while unknown.
+        leaves: float64 (own shards, 2): each shard's total and count.
+        present: bool (own partial sums, parameters): which gradients a partial sum has.
+        tensors: the partial sums' buffers, and their gradients that may be sparse, by name.
+    """
+
+    verdict: Verdict
+    facts: Facts
+    story: str = ""
+    stop: bool = False
+    kind: Kind = Kind.NONE
+    speed: float = 0.0
+    leaves: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 2))
+    present: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0))
+    tensors: Mapping[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def encoded(self) -> bytes:
+        """Return the report as bytes, in the safetensors format, which holds no code."""
+        story = torch.tensor([self.verdict, *self.story.encode()], dtype=torch.uint8)
+        facts = torch.tensor([*self.facts, self.stop, self.kind])
+        speed = torch.tensor(self.speed, dtype=torch.float64)
+        fixed = {"place": facts, "story": story, "speed": speed}
+        sums = {"leaves": self.leaves, "present": self.present}
+        return save({**fixed, **sums, **self.tensors})
+
+
+def decoded(message: bytes) -> Report:
+    """Read what `Report.encoded` wrote."""
+    tensors = load(message)
+    verdict, *story = tensors.pop("story").tolist()
+    *facts, stop, kind = tensors.pop("place").tolist()
+    return Report(
+        Verdict(verdict),
+        tuple(facts),
+        bytes(story).decode(errors="replace"),
+        bool(stop),
+        Kind(kind),
+        tensors.pop("speed").item(),
+        tensors.pop("leaves"),
+        tensors.pop("present"),
+        tensors,
+    )
+
+
+def heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> None:
+    """Raise an error if another process failed, asks for a retry, or is at another step."""
+    told = [(rank, report) for rank, report in enumerate(reports) if rank != but]
+    for rank, report in told:
+        if report.verdict is Verdict.FAILED:
+            failed = f"rank {rank} (on {peers.hosts[rank]}) failed: {report.story}"
+            raise PeerError(failed, rank, told=True)
+    for rank, report in told:
+        if report.verdict is Verdict.AGAIN:
+            raise AgainError(f"rank {rank} asks for step {report.facts[0]} to be done again")
+    own = reports[peers.rank].facts
+    for rank, report in told:
+        if report.facts != own:
+            raise PeerError(
+                f"rank {peers.rank} is at {_spelled(own)}, but rank {rank} (on "
+                f"{peers.hosts[rank]}) is at {_spelled(report.facts)}: every process must take the "
+                f"same steps of the same batches",
+                rank,
+            )
+    _refuse_mixed(reports, peers)
+
+
+def _refuse_mixed(reports: Sequence[Report], peers: Peers) -> None:
+    """Refuse a step in which some shards are compiled and others are not."""
+    kinds = {report.kind: rank for rank, report in enumerate(reports)}
+    if Kind.EAGER in kinds and Kind.COMPILED in kinds:
+        rank = kinds[Kind.EAGER]
+        raise PeerError(
+            f"rank {rank} (on {peers.hosts[rank]}) can't compile its shards, though others can, "
+            f"and says why: make it compile, or leave hybridize out",
+            rank,
+        )
+
+
+def _spelled(facts: Facts) -> str:
+    step, epoch, batch, examples, *ends = facts
+    runs = ", ".join(map(str, ends))
+    return f"step {step} (epoch {epoch}, batch {batch}, {examples} examples, runs end at {runs})"
+
+
+def named(
+    prefix: str, tensors: Iterable[tuple[int, torch.Tensor | None]]
+) -> dict[str, torch.Tensor]:
+    """Return contiguous CPU tensors by name; a sparse tensor becomes its indices and values."""
+    result = {}
+    for number, tensor in tensors:
+        if tensor is not None and tensor.is_sparse:
+            result[f"{prefix}/{number}/indices"] = _plain(tensor.indices())
+            result[f"{prefix}/{number}/values"] = _plain(tensor.values())
+            result[f"{prefix}/{number}/shape"] = torch.tensor(tensor.shape)
+        elif tensor is not None:
+            result[f"{prefix}/{number}"] = _plain(tensor)
+    return result
+
+
+def unnamed(
+    tensors: Mapping[str, torch.Tensor], name: str, device: torch.device
+) -> torch.Tensor | None:
+    """Return the tensor that `named` stored under `name`; None if there is none."""
+    if name in tensors:
+        return tensors[name].to(device)
+    if f"{name}/indices" not in tensors:
+        return None
+    indices, values = tensors[f"{name}/indices"], tensors[f"{name}/values"]
+    size = tensors[f"{name}/shape"].tolist()
+    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=True).to(device)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu().contiguous()
