@@ -24,7 +24,7 @@ def test_the_defaults_are_the_designs():
 
 
 def test_compile_is_yes_or_no():
-    assert Experiment(compile=True).hybridize
+    assert Experiment(compile=True).compile
     with pytest.raises(InputError, match="got compile='yes': True or False is needed"):
         Experiment(compile="yes")
 
