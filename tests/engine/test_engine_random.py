@@ -25,7 +25,7 @@ class Call(NamedTuple):
     reads: set[int]
     writes: set[int]
     fails: str  # "", "before" it has written, or "between" two writes
-    where: str  # "", "device", "prefer" or "copy": a copy of what it takes and reads
+    where: str  # "", "device" or "copy": a copy of what it takes and reads
     lane: int
     delay_s: float
     wait: str  # "", "handle" or "var": what the front end reads before it goes on
@@ -38,7 +38,7 @@ calls = st.builds(
     reads=places,
     writes=places,
     fails=st.sampled_from(["", "", "", "", "before", "between"]),
-    where=st.sampled_from(["", "", "device", "device", "prefer", "prefer", "copy"]),
+    where=st.sampled_from(["", "", "device", "device", "copy"]),
     lane=st.integers(0, 3),
     delay_s=st.sampled_from([0.0, 0.0, 0.0, 1e-4, 5e-4]),
     wait=st.sampled_from(["", "", "", "", "", "", "handle", "var"]),
@@ -245,7 +245,7 @@ def test_one_large_graph_equals_a_sequential_run():
             if dice.random() < 0.3
             else set(),
             fails="",
-            where=dice.choice(["", "device", "prefer", "copy"]),
+            where=dice.choice(["", "device", "copy"]),
             lane=dice.randrange(4),
             delay_s=0.0,
             wait="",

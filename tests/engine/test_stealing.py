@@ -28,7 +28,7 @@ def test_a_lane_works_its_run_off_from_the_front():
     assert [runs.first(0), runs.take(0), runs.take(0), runs.take(0)] == ["a", "a", "b", "c"]
     assert runs.first(0) is None
     assert runs  # d is left
-    assert runs.take_all(1) == ["d"]
+    assert runs.take(1) == "d"
     assert not runs
 
 
@@ -90,6 +90,32 @@ def test_paces_are_moving_averages_of_one_kind():
     assert pace.of(0, "other") is None
     assert pace.slowest("shard") == 1.3
     assert pace.slowest("other") == 0.0
+
+
+def test_speeds_are_relative_and_of_one_kind():
+    pace = paced(0.5, 2.0, None)
+    assert pace.speeds("shard") == [2.0, 0.5, 2.0]  # not measured: as the fastest
+    assert pace.speeds("other") == [1.0, 1.0, 1.0]
+
+
+def test_a_lost_lane_has_no_speed_and_does_not_count_for_others():
+    assert paced(1.0, 2.0, None).speeds("shard", {0}) == [0.0, 0.5, 0.5]
+
+
+def test_a_slow_lane_that_is_assigned_nothing_becomes_faster():
+    pace = paced(1.0, 10.0, None)
+    pace.forget_idle("other", [0, 1])  # nothing to forget
+    for _ in range(1000):
+        pace.forget_idle("shard", [1, 2])
+    fast, slow, unknown = pace.speeds("shard")
+    assert fast == 1.0
+    assert unknown == slow > 1.0
+
+
+def test_all_lanes_together_have_a_speed_once_each_was_measured():
+    assert paced(0.5, None).total_speed("shard") == 0
+    assert paced(0.5, 0.25).total_speed("shard") == 6
+    assert paced(0.5, None).total_speed("shard", lost={1}) == 2
 
 
 def test_an_item_that_was_dropped_says_nothing_about_pace():

@@ -1,9 +1,10 @@
-"""Work that lanes own in runs and steal from each other: a pure record, told the time.
+"""Work stealing: lanes work on runs of items, and idle lanes take items from the runs of others.
 
-A lane works its run off from the front. A lane with nothing left takes the last item of the run
-that will end last, if it would be done with it before that run is. Stealing moves time and never
-results. (Blumofe and Leiserson, "Scheduling Multithreaded Computations by Work Stealing", 1999,
-steal from the far end too.)
+A lane takes the items of its own run from the front. A lane whose run is empty takes the last item
+of the run that is expected to end last, if it would finish that item earlier. Stealing changes when
+an item is computed, never its result. (Blumofe and Leiserson, "Scheduling Multithreaded
+Computations by Work Stealing", 1999, also steal from the far end.) No threads and no clock: the
+time is an argument.
 """
 
 from __future__ import annotations
@@ -15,28 +16,28 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 _RECENT = 0.3  # the share of the newest duration in a lane's moving average
-_FORGET = 0.995  # what an idle lane's pace shrinks by for each time it got nothing
-_LATE = 20  # times the usual duration after which an item is stuck
+_FORGET = 0.995  # factor on an idle lane's duration each time it was assigned nothing
+_LATE = 20  # an item is stuck after so many times its usual duration
 
 
 class Pace:
-    """How many seconds an item of a kind takes on each lane: moving averages."""
+    """How many seconds an item of each kind takes on each lane, as moving averages."""
 
     def __init__(self, lanes: int) -> None:
         self._lanes = lanes
         self._seconds: dict[str, list[float | None]] = {}
 
     def of(self, lane: int, kind: str) -> float | None:
-        """Return the seconds that `lane` needs; None before anything was measured there."""
+        """Return the seconds that `lane` takes; None before the first measurement."""
         seconds = self._seconds.get(kind)
         return seconds[lane] if seconds else None
 
     def slowest(self, kind: str) -> float:
-        """Return the seconds that the slowest lane needs; 0 before anything was measured."""
+        """Return the seconds that the slowest lane takes; 0 before the first measurement."""
         return max((seconds or 0.0 for seconds in self._seconds.get(kind, ())), default=0.0)
 
     def learn(self, lane: int, kind: str, took_s: float) -> None:
-        """Note what an item took."""
+        """Record how long an item took."""
         seconds = self._seconds.get(kind)
         if seconds is None:
             seconds = self._seconds[kind] = [None] * self._lanes
@@ -44,9 +45,9 @@ class Pace:
         seconds[lane] = took_s if before is None else before + _RECENT * (took_s - before)
 
     def speeds(self, kind: str, lost: Collection[int] = ()) -> list[float]:
-        """Return how fast each lane is, relative to each other.
+        """Return the relative speeds of the lanes.
 
-        A lane that was not yet measured counts as the fastest one does; a lost one has 0.
+        A lane without a measurement counts as fast as the fastest one; a lost lane has speed 0.
         """
         seconds = self._seconds.get(kind, [None] * self._lanes)
         known = [took for lane, took in enumerate(seconds) if took and lane not in lost]
@@ -54,15 +55,15 @@ class Pace:
         return [0.0 if lane in lost else 1 / (took or best) for lane, took in enumerate(seconds)]
 
     def total_speed(self, kind: str, lost: Collection[int] = ()) -> float:
-        """Return how many items a second all lanes do together; 0 while one isn't measured."""
+        """Return the items per second of all lanes together; 0 until each was measured."""
         seconds = self._seconds.get(kind, [None] * self._lanes)
         alive = [took for lane, took in enumerate(seconds) if lane not in lost]
         return sum(1 / took for took in alive if took) if all(alive) else 0.0
 
     def forget_idle(self, kind: str, lanes: Iterable[int]) -> None:
-        """Trust the pace of `lanes`, which were given nothing, a little less.
+        """Shorten the recorded durations of `lanes`, which were assigned nothing.
 
-        So a lane that was slow for a while is tried again some day.
+        So a lane that was slow for a while is assigned items again later.
         """
         if seconds := self._seconds.get(kind):
             for lane in lanes:
@@ -71,12 +72,12 @@ class Pace:
 
 
 class Runs(Generic[T]):
-    """The items that lanes have before them, and what each is at.
+    """The items that each lane still has to compute, and the item that it is computing.
 
     Args:
-        lanes: how many.
-        pace: how fast they are.
-        kind_of: an item's kind; items of a kind take about the same time.
+        lanes: number of lanes.
+        pace: how long items take on each lane.
+        kind_of: returns an item's kind; items of one kind take about the same time.
     """
 
     def __init__(self, lanes: int, pace: Pace, kind_of: Callable[[T], str]) -> None:
@@ -87,34 +88,29 @@ class Runs(Generic[T]):
         self._kind_of = kind_of
 
     def __bool__(self) -> bool:
-        """Whether there is anything that no lane has begun."""
+        """Whether there is an item that no lane has begun."""
         return any(self._runs)
 
     def add(self, lane: int, item: T) -> None:
-        """Put an item at the end of a lane's run."""
+        """Append an item to a lane's run."""
         self._runs[lane].append(item)
 
     def leave_first(self, lane: int) -> None:
-        """Have a lane begin its run itself, whatever is stolen from the end."""
+        """Protect the first item of a lane's run from being stolen."""
         self._own_first.add(lane)
 
     def first(self, lane: int) -> T | None:
-        """Return the next item of a lane's own run, and leave it there."""
+        """Return the next item of a lane's run without taking it; None if the run is empty."""
         run = self._runs[lane]
         return run[0] if run else None
 
     def take(self, lane: int) -> T:
-        """Take the next item of a lane's own run."""
+        """Take the next item of a lane's run."""
         self._own_first.discard(lane)
         return self._runs[lane].popleft()
 
-    def take_all(self, lane: int) -> list[T]:
-        """Take what is left of a lane's run."""
-        run, self._runs[lane] = self._runs[lane], deque()
-        return [*run]
-
     def steal(self, thief: int, now: float) -> T | None:
-        """Take the last item of the run that will end last, if the thief would be done before."""
+        """Take the last item of the run that ends last, if `thief` would finish it earlier."""
         victim, longest_s = -1, -1.0
         for lane, run in enumerate(self._runs):
             may_go = len(run) - (lane in self._own_first)
@@ -128,24 +124,24 @@ class Runs(Generic[T]):
         return self._runs[victim].pop()
 
     def begin(self, lane: int, item: T, now: float) -> None:
-        """Note that a lane has begun an item."""
+        """Record that a lane has begun an item."""
         self._since[lane] = (item, now)
 
     def end(self, lane: int, now: float) -> None:
-        """Note that a lane is done with its item, and what it took."""
+        """Record that a lane has finished its item, and how long it took."""
         since, self._since[lane] = self._since[lane], None
         if since is not None:
             self._pace.learn(lane, self._kind_of(since[0]), now - since[1])
 
     def drop(self, lane: int) -> None:
-        """Note that a lane has given its item up."""
+        """Record that a lane has abandoned its item."""
         self._since[lane] = None
 
     def stuck(self, alive: Collection[int], after_s: float, now: float) -> list[int]:
-        """Return the lanes that are at an item too long while another one has none.
+        """Return the lanes that have been computing an item for too long while another is idle.
 
-        Too long is `after_s`, and twenty times what the slowest lane usually takes; before anything
-        was measured nothing is too long.
+        Too long is more than `after_s` and more than twenty times the slowest lane's usual
+        duration. Before the first measurement no lane is stuck.
         """
         at_work = [(lane, *since) for lane in alive if (since := self._since[lane]) is not None]
         if len(at_work) == len(alive):
@@ -158,12 +154,12 @@ class Runs(Generic[T]):
         return stuck
 
     def _left_s(self, lane: int, now: float) -> float:
-        """Guess the seconds until a lane has done what it is at and its run."""
+        """Estimate the seconds until a lane has finished its current item and its run."""
         run = self._runs[lane]
         pace = self._pace.of(lane, self._kind_of(run[-1]))
         if pace is None:
             return float("inf")
         since = self._since[lane]
-        # An item that is late: as late as it is, as long it may still take.
+        # A late item is expected to take as long again as it is late already.
         current = abs(pace - (now - since[1])) if since else 0.0
         return current + pace * len(run)

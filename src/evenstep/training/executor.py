@@ -71,7 +71,7 @@ class ShardRunner:
 
     def shards_per_s(self) -> float:
         """Return how many shards a second the devices compute together; 0 while it isn't known."""
-        return self.engine.scheduler.pace.total_speed("compute", self.engine.lost_lanes)
+        return self.engine.pace.total_speed("compute", self.engine.lost_lanes)
 
     def copy_tasks(self, attempt: Attempt) -> list[Task]:
         """Return tasks that bring shards' examples to the devices whose runs they begin in."""
@@ -248,7 +248,7 @@ class ShardRunner:
             )
 
     def _runs_of(self, deal: Sequence[Sequence[int]], category: str) -> Runs[int]:
-        runs = Runs[int](len(deal), self.engine.scheduler.pace, lambda shard: category)
+        runs = Runs[int](len(deal), self.engine.pace, lambda shard: category)
         for lane, shards in enumerate(deal):
             for shard in shards:
                 runs.add(lane, shard)
@@ -326,7 +326,7 @@ class ShardRunner:
         """
         if self.experiment.batch_norm == "sync":
             return contiguous_runs(shards, [1.0] * len(self.engine.devices))
-        pace, lost = self.engine.scheduler.pace, self.engine.lost_lanes
+        pace, lost = self.engine.pace, self.engine.lost_lanes
         runs = contiguous_runs(shards, pace.speeds(category, lost))
         pace.forget_idle(category, [lane for lane, run in enumerate(runs) if not run])
         return runs
