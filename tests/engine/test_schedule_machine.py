@@ -149,7 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert set(range(self.compute)) - self.scheduler.lost
 
     def teardown(self):
-        """Let everything end: nothing is left over, and failures reached all jobs that need them."""
+        """Let everything end: nothing is left over, and failures reached all dependent jobs."""
         if not hasattr(self, "records"):
             return
         while self.running:

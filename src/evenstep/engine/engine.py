@@ -259,7 +259,7 @@ class Engine:
                 self.wait_for(task)
 
     def failure_of(self, task: Task) -> BaseException | None:
-        """Return the error of an ended task, its own or that of a failed input; None without one."""
+        """Return the error of an ended task, its own or that of a failed input, or None."""
         return None if task.cause is None else self._error_of(task.cause)
 
     @property
