@@ -27,38 +27,30 @@ class Lanes(Protocol):
 
     def open(self) -> None:
         """Start the lanes."""
-        ...
 
     def put(self, lane: int, work: Work) -> None:
         """Queue the call `work(lane)` in that lane."""
-        ...
 
     def work(self) -> None:
         """Make the queued calls, if the lanes have no threads of their own."""
-        ...
 
     def close(self, lost: set[int]) -> None:
         """Stop all lanes; wait until each has ended, except the `lost` ones."""
-        ...
 
     @property
     def inside(self) -> bool:
         """Whether the caller is a task, which must not wait for other tasks."""
-        ...
 
     @property
     def here(self) -> int:
         """The lane of the calling task."""
-        ...
 
     @property
     def side_by_side(self) -> bool:
         """Whether tasks on several lanes run at the same time, and may wait for each other."""
-        ...
 
     def adopt(self, lane: int) -> None:
         """Make the calling thread, which a task has started, compute as a thread of `lane`."""
-        ...
 
 
 class ThreadLanes:

@@ -96,23 +96,9 @@ class Task(Job):
     """
 
     __slots__ = (
-        "after",
-        "arguments",
-        "category",
-        "context",
-        "error",
-        "fence",
-        "function",
-        "modes",
-        "name",
-        "ran_on",
-        "result",
-        "seen",
-        "sources",
-        "story",
-        "traceback",
-        "wakes",
-    )
+        "after", "arguments", "category", "context", "error", "fence", "function", "modes", "name",
+        "ran_on", "result", "seen", "sources", "story", "traceback", "wakes",
+    )  # fmt: skip
 
     def __init__(
         self,
