@@ -66,7 +66,7 @@ def server(monkeypatch):
 
 @pytest.fixture
 def get(tmp_path):
-    """Download into `folder`, without retries and without a bar unless told."""
+    """Download into `folder`, without retries and without a bar by default."""
 
     def get(*base_urls, **options):
         options = {"retries": 0, "progress": False, "timeout_s": 5.0, **options}

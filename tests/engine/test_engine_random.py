@@ -73,7 +73,7 @@ def work(number, call, taken, read, written, *, pause=time.sleep):
 
 
 class Outcome(NamedTuple):
-    """What somebody who waits gets: a value, or the error of the task that caused the trouble."""
+    """What a waiting caller gets: a value, or the error of the task that failed."""
 
     value: object = None
     cause: int | None = None
@@ -167,7 +167,7 @@ def outcome_of(pending):
 
 
 def check(graph, *, lanes, count, max_in_flight, order):
-    """Run a graph in both ways, reading now and then, and at the end some of it in any order."""
+    """Run a graph both ways; read some results meanwhile, and some at the end in any order."""
     expected = Sequential()
     engine = Engine(count, max_in_flight=max_in_flight, lanes=lanes)
     late = None

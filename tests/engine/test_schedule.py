@@ -5,7 +5,7 @@ from evenstep.engine.schedule import Job, Scheduler
 
 
 class Named(Job):
-    """A job that can be told from others."""
+    """A job with a name."""
 
     def __init__(self, name, **where):
         super().__init__(**where)

@@ -15,7 +15,7 @@ def paced(*seconds, kind="shard"):
     return pace
 
 
-def dealt(pace, *runs):
+def assigned(pace, *runs):
     made = Runs(len(runs), pace, lambda item: "shard")
     for lane, items in enumerate(runs):
         for item in items:
@@ -24,7 +24,7 @@ def dealt(pace, *runs):
 
 
 def test_a_lane_works_its_run_off_from_the_front():
-    runs = dealt(paced(1.0, 1.0), "abc", "d")
+    runs = assigned(paced(1.0, 1.0), "abc", "d")
     assert [runs.first(0), runs.take(0), runs.take(0), runs.take(0)] == ["a", "a", "b", "c"]
     assert runs.first(0) is None
     assert runs  # d is left
@@ -33,14 +33,14 @@ def test_a_lane_works_its_run_off_from_the_front():
 
 
 def test_a_thief_takes_the_last_item_of_the_run_that_will_end_last():
-    runs = dealt(paced(1.0, 1.0, 5.0), "", "abcd", "ef")
+    runs = assigned(paced(1.0, 1.0, 5.0), "", "abcd", "ef")
     assert runs.steal(0, now=0.0) == "f"  # 4 s in lane 1, 10 s in lane 2
     assert runs.steal(0, now=0.0) == "e"  # 5 s
     assert runs.steal(0, now=0.0) == "d"
 
 
 def test_nothing_is_stolen_where_the_thief_would_be_done_later():
-    runs = dealt(paced(5.0, 1.0), "", "abcd")
+    runs = assigned(paced(5.0, 1.0), "", "abcd")
     runs.begin(1, "x", now=0.0)
     assert runs.steal(0, now=0.5) is None  # the run is done in 4.5 s
     assert runs.steal(0, now=0.0) is None  # in 5 s, no later than the thief
@@ -48,13 +48,13 @@ def test_nothing_is_stolen_where_the_thief_would_be_done_later():
 
 
 def test_what_was_never_measured_is_worth_a_try():
-    assert dealt(paced(None, None), "", "ab").steal(0, now=0.0) == "b"
-    assert dealt(paced(None, 0.1), "", "ab").steal(0, now=0.0) == "b"
-    assert dealt(paced(9.0, None), "", "ab").steal(0, now=0.0) == "b"
+    assert assigned(paced(None, None), "", "ab").steal(0, now=0.0) == "b"
+    assert assigned(paced(None, 0.1), "", "ab").steal(0, now=0.0) == "b"
+    assert assigned(paced(9.0, None), "", "ab").steal(0, now=0.0) == "b"
 
 
 def test_a_lane_begins_its_run_itself_where_it_shall():
-    runs = dealt(paced(1.0, 1.0), "ab", "")
+    runs = assigned(paced(1.0, 1.0), "ab", "")
     runs.leave_first(0)
     assert runs.steal(1, now=0.0) == "b"
     assert runs.steal(1, now=0.0) is None
@@ -62,14 +62,14 @@ def test_a_lane_begins_its_run_itself_where_it_shall():
 
 
 def test_nothing_to_steal():
-    assert dealt(paced(1.0, 1.0), "", "").steal(0, now=0.0) is None
+    assert assigned(paced(1.0, 1.0), "", "").steal(0, now=0.0) is None
 
 
 def test_a_lane_is_stuck_when_it_is_far_beyond_the_slowest_and_another_one_waits():
-    runs = dealt(paced(1.0, 2.0), "", "")
+    runs = assigned(paced(1.0, 2.0), "", "")
     runs.begin(0, "a", now=0.0)
     runs.begin(1, "b", now=0.0)
-    assert runs.stuck({0, 1}, 5.0, now=1000.0) == []  # nobody waits
+    assert runs.stuck({0, 1}, 5.0, now=1000.0) == []  # no lane is idle
     runs.drop(1)
     assert runs.stuck({0, 1}, 5.0, now=20.0) == []  # the slowest takes longer now and then
     assert runs.stuck({0, 1}, 5.0, now=41.0) == [0]
@@ -78,7 +78,7 @@ def test_a_lane_is_stuck_when_it_is_far_beyond_the_slowest_and_another_one_waits
 
 
 def test_before_anything_was_measured_nothing_is_stuck():
-    runs = dealt(paced(None, None), "", "")
+    runs = assigned(paced(None, None), "", "")
     runs.begin(0, "a", now=0.0)
     assert runs.stuck({0, 1}, 0.0, now=1e6) == []
 
@@ -120,7 +120,7 @@ def test_all_lanes_together_have_a_speed_once_each_was_measured():
 
 def test_an_item_that_was_dropped_says_nothing_about_pace():
     pace = paced(1.0)
-    runs = dealt(pace, "a")
+    runs = assigned(pace, "a")
     runs.begin(0, runs.take(0), now=0.0)
     runs.drop(0)
     runs.end(0, now=9.0)
@@ -133,9 +133,9 @@ def test_an_item_that_was_dropped_says_nothing_about_pace():
     data=st.data(),
 )
 def test_every_item_is_taken_exactly_once_and_in_the_end_somebody_takes_it(runs, seconds, data):
-    """Lanes in any order, each taking its own or stealing, go through all that was dealt."""
+    """Lanes in any order, each taking its own or stealing, go through all that was assigned."""
     items = [(lane, place) for lane, run in enumerate(runs) for place in range(len(run))]
-    made = dealt(
+    made = assigned(
         paced(*seconds[: len(runs)]),
         *([item for item in items if item[0] == lane] for lane in range(len(runs))),
     )
@@ -157,9 +157,9 @@ def test_every_item_is_taken_exactly_once_and_in_the_end_somebody_takes_it(runs,
 
 @pytest.mark.parametrize("speeds", [(1.0, 3.0), (3.0, 1.0), (1.0, 1.0)])
 def test_two_lanes_of_different_speed_end_within_one_item_of_each_other(speeds):
-    """Simulated: 8 items, dealt evenly; stealing makes up for the speeds."""
+    """Simulated: 8 items, assigned evenly; stealing makes up for the speeds."""
     pace = paced(*speeds)
-    runs = dealt(pace, "abcd", "efgh")
+    runs = assigned(pace, "abcd", "efgh")
     free_at, done_at, counts = [0.0, 0.0], [0.0, 0.0], [0, 0]
     while any(at < 1e9 for at in free_at):
         lane = free_at.index(min(free_at))

@@ -101,7 +101,7 @@ def test_jitter_takes_from_waiting_first():
     ),
     steps=st.lists(st.tuples(seconds, seconds, seconds)),
 )
-def test_parts_add_up_whatever_is_told(spans, steps):
+def test_parts_always_add_up(spans, steps):
     account = Account(["a", "b", "c"])
     for lane, category, took, shard, stolen in spans:
         account.add(lane, category, took, shards=shard, stolen=shard and stolen)
@@ -200,8 +200,8 @@ def test_a_trace_and_the_running_account_agree():
         account.add(0, "sum", 1)
         account.add(0, "update", 2)
         account.add_step(opened, began, ended)
-    for told, read in zip(account.shares(), hand_trace().account.devices, strict=True):
-        assert read.shares == pytest.approx(told.shares)
+    for running, read in zip(account.shares(), hand_trace().account.devices, strict=True):
+        assert read.shares == pytest.approx(running.shares)
 
 
 def test_loads_and_copies_beside_steps():

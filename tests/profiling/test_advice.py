@@ -213,15 +213,15 @@ def test_shares_of_losses_are_those_of_the_table(part):
     shares = together(account.devices).shares
     found = {finding.cause: finding.share for finding in findings(account)}
     lost = found["others"] + found["update"]
-    told = {
+    expected = {
         "compute": shares["compute"],
         "wait_data": found["data"],
         "sum": found["sum"],
-        # The wait for another device's update is told with the update.
+        # The wait for another device's update is part of the update.
         "wait_others": lost - shares["update"],
         "update": lost - shares["wait_others"],
     }
-    assert told[part] == pytest.approx(shares[part])
+    assert expected[part] == pytest.approx(shares[part])
 
 
 def test_a_trace_of_no_time_is_no_reason_to_fail():
