@@ -37,7 +37,7 @@ def test_every_error_is_drawn_and_nothing_else():
 
 
 @pytest.mark.parametrize("name", DEFINED)
-def test_an_error_hangs_where_it_is_drawn(name):
+def test_an_error_is_where_it_is_drawn(name):
     parent, also = drawn_tree()[name]
     expected = [Exception if parent is None else DEFINED[parent]]
     if also:

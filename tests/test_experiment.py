@@ -1,4 +1,4 @@
-"""What belongs to the experiment: checked when it is made, fixed from then on."""
+"""The experiment: checked when it is created, and frozen."""
 
 import dataclasses
 import itertools
@@ -25,7 +25,7 @@ def test_the_defaults_are_the_designs():
 
 def test_compile_is_yes_or_no():
     assert Experiment(compile=True).compile
-    with pytest.raises(InputError, match="got compile='yes': True or False is needed"):
+    with pytest.raises(InputError, match="got compile='yes': give True or False"):
         Experiment(compile="yes")
 
 
@@ -35,16 +35,14 @@ def test_numbers_are_whole_and_large_enough(name, least):
     for value in (least - 1, -5, 2.0, "3", True, None):
         with pytest.raises(InputError) as caught:
             Experiment(**{name: value})
-        assert str(caught.value) == (
-            f"got {name}={value!r}: a whole number of at least {least} is needed"
-        )
+        assert str(caught.value) == (f"got {name}={value!r}: give an integer of at least {least}")
 
 
 @pytest.mark.parametrize(
     ("name", "choices"),
     [("precision", "fp32, bf16"), ("memory_format", "auto, contiguous, channels_last")],
 )
-def test_choices_are_among_those_told(name, choices):
+def test_choices_are_checked(name, choices):
     for value in choices.split(", "):
         assert getattr(Experiment(**{name: value}), name) == value
     for value in ("fp16", "", None, ["bf16"]):

@@ -101,6 +101,7 @@ EXPORTS = {
     "evenstep.devices": [
         "Device",
         "Devices",
+        "as_device",
         "carry",
         "cgroup_quota_cores",
         "deterministic_kernels",
@@ -133,9 +134,7 @@ EXPORTS = {
         "Handle",
         "InlineLanes",
         "Lanes",
-        "Pace",
         "Pending",
-        "Runs",
         "Task",
         "ThreadLanes",
         "Var",

@@ -87,7 +87,7 @@ def test_it_goes_into_a_checkpoint_and_on(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "told"),
+    ("wrong", "part"),
     [
         ({"rule": "cubic"}, "choose one of linear, sqrt"),
         ({"batch_size": 0}, "at least 1, 1 and 0"),
@@ -95,7 +95,7 @@ def test_it_goes_into_a_checkpoint_and_on(tmp_path):
         ({"warmup_steps": 3, "total_steps": 3}, "shorter than the training"),
     ],
 )
-def test_other_rules_and_sizes_are_refused(wrong, told):
+def test_other_rules_and_sizes_are_refused(wrong, part):
     arguments = {"base_batch_size": 1, "batch_size": 1, **wrong}
-    with pytest.raises(InputError, match=told):
+    with pytest.raises(InputError, match=part):
         evenstep.scale_lr(optimizer_of(build("convolution")), **arguments)

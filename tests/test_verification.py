@@ -1,16 +1,18 @@
-"""`verify`: honest about models that keep the promise, and about those that don't."""
+"""`verify`: models whose training is the same on any devices, and models whose training is not."""
 
 import random
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
+from evenstep.data import Loader
 from evenstep.engine import InlineLanes
 from evenstep.errors import InputError
 from evenstep.models import mlp
 from evenstep.training.trainer import Trainer
-from evenstep.verification import LayoutRun, verify
+from evenstep.verification import LayoutResult, verify
 from layouts import mixed, own, shared
 
 STEPS = 3
@@ -30,7 +32,7 @@ class Plain(nn.Module):
 
 
 class Dropped(Plain):
-    """Draws random numbers with torch, which evenstep takes care of."""
+    """Draws random numbers with torch, which evenstep seeds."""
 
     def forward(self, x):
         return torch.dropout(super().forward(x), 0.5, self.training)
@@ -42,7 +44,7 @@ class DrawsFromRandom(Plain):
 
 
 class CountsItsCalls(Plain):
-    """Each replica counts for itself, so a shard's number depends on who computed those before."""
+    """Each replica has its own count, which depends on the shards that its device computed."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +56,7 @@ class CountsItsCalls(Plain):
 
 
 class CountsInABuffer(CountsItsCalls):
-    """The same, but nothing else than a buffer hangs on the count."""
+    """The same, but only a buffer depends on the count."""
 
     def __init__(self):
         super().__init__()
@@ -114,17 +116,17 @@ def test_a_model_that_keeps_the_promise_is_identical_on_every_layout():
     assert verdict.identical
     assert verdict.difference is None
     expected = plain_fingerprints(shared(1), STEPS)
-    assert [run.fingerprints for run in verdict.runs] == [expected] * 4
+    assert [result.fingerprints for result in verdict.results] == [expected] * 4
     assert verdict.fingerprints == (expected[-1],) * 4
     assert len(set(expected)) == STEPS
 
 
-def test_it_names_the_devices_and_reports_each_run_when_it_is_done():
+def test_each_result_is_reported_as_soon_as_it_is_known():
     seen = []
-    verdict = verify(maker(Dropped), batches, [1, ["cpu:0", "cpu:1:own"]], 1, on_run=seen.append)
-    assert tuple(seen) == verdict.runs
-    assert [run.devices for run in seen] == [("cpu:0",), ("cpu:0", "cpu:1:own")]
-    assert all(isinstance(run, LayoutRun) for run in seen)
+    verdict = verify(maker(Dropped), batches, [1, ["cpu:0", "cpu:1:own"]], 1, on_result=seen.append)
+    assert tuple(seen) == verdict.results
+    assert [result.devices for result in seen] == [("cpu:0",), ("cpu:0", "cpu:1:own")]
+    assert all(isinstance(result, LayoutResult) for result in seen)
 
 
 def test_random_in_forward_is_found_and_is_not_repeatable():
@@ -147,7 +149,7 @@ def test_python_state_of_a_replica_is_found_where_the_second_device_begins():
 def test_it_compares_with_the_first_layout_that_differs():
     verdict = verify(maker(CountsItsCalls), batches, [1, 1, 2, 4], STEPS)
     assert verdict.difference.layouts == (0, 2)
-    assert verdict.runs[0].fingerprints == verdict.runs[1].fingerprints
+    assert verdict.results[0].fingerprints == verdict.results[1].fingerprints
 
 
 def goes_wrong(call, factors):
@@ -224,5 +226,33 @@ def test_too_few_batches_are_refused():
     def two(trainer):
         return [next(iter(batches(trainer)))] * 2
 
-    with pytest.raises(InputError, match="2 batches for 3 steps"):
+    with pytest.raises(InputError, match="got 2 batches for 3 steps: give more batches"):
         verify(maker(Dropped), two, [1, 2], 3)
+
+
+def test_batches_may_be_a_loader_or_a_list():
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randn(46, 6, generator=generator), torch.randint(3, (46,), generator=generator)
+    loader = Loader(TensorDataset(x, y), 23)
+    from_loader = verify(maker(Dropped), loader, steps=2)
+    from_list = verify(maker(Dropped), [*loader], steps=2)
+    assert from_loader.identical
+    assert from_loader.fingerprints == from_list.fingerprints
+    with pytest.raises(InputError, match="got 2 batches for 3 steps"):
+        verify(maker(Dropped), loader)
+
+
+def test_batches_that_can_be_iterated_once_only_are_refused():
+    with pytest.raises(InputError, match="got batches as an iterator, which ends after one"):
+        verify(maker(Dropped), iter([]))
+
+
+def test_a_verdict_is_one_readable_line():
+    verdict = verify(maker(Dropped), batches, [1, ["cpu:0", "cpu:1:own"]])
+    assert str(verdict) == "identical after each of 3 steps on (cpu:0) and (cpu:0, cpu:1:own)"
+    verdict = verify(goes_wrong(SHARDS + 5, [1, 2, 1, 2]), batches, [1, 1])
+    assert str(verdict) == f"(cpu:0) and (cpu:0) differ: step 1, shard 5, {FIRST_GRADIENT}"
+    verdict = verify(goes_wrong(0, [1, 2, 1, 1]), batches, [1, 1])
+    assert str(verdict).endswith(
+        "step 0, all shards agree, no difference in the replay; not repeatable"
+    )

@@ -1,91 +1,91 @@
-"""Every error that evenstep raises on purpose, drawn as a tree.
+"""The exceptions that evenstep raises on purpose, as a tree.
 
     EvenstepError
-    ├── InputError (also a ValueError)   what the caller gave can't be used; nothing was changed
-    │   ├── DeviceError                  a device that isn't there, or a name that isn't one
-    │   ├── BatchError                   a batch that can't be cut into shards
-    │   ├── ModelError                   a model, loss or optimizer that can't be trained here
-    │   ├── DataError                    a data file that is missing, damaged or out of range
-    │   ├── CheckpointError              a checkpoint that is missing, damaged or of another run
-    │   └── ExportError                  a model that can't be exported, or a bad exported file
-    ├── NonFiniteLossError               a shard's loss is NaN or infinite; the step was not taken
-    ├── SaveError                        a checkpoint can't be written; the earlier ones are whole
-    ├── DeviceLostError                  a device failed or stopped, and what needed it can't go on
-    ├── PeerError                    another process failed, is gone, or did not come in time
-    │   └── DivergedError            a process is in another state than the others
-    ├── DeadlockError                    a task waits inside a lane, where it could wait for ever
+    ├── InputError (also a ValueError)   an argument can't be used; nothing was changed
+    │   ├── DeviceError                  a device does not exist, or its name is invalid
+    │   ├── BatchError                   a batch can't be cut into shards
+    │   ├── ModelError                   a model, loss or optimizer can't be trained
+    │   ├── DataError                    a data file is missing, damaged or out of range
+    │   ├── CheckpointError              a checkpoint is missing, damaged or of another experiment
+    │   └── ExportError                  a model can't be exported, or an exported file is damaged
+    ├── NonFiniteLossError               a shard's loss is NaN or infinite; no update was made
+    ├── SaveError                        a file can't be written; the earlier ones are unchanged
+    ├── DeviceLostError                  a device failed or stopped responding
+    ├── PeerError                        another process failed, ended, or did not respond in time
+    │   └── DivergedError                a process has another training state than the others
+    ├── DeadlockError                    a task waits inside a lane, possibly forever
     └── ClosedError                      used before `with` opened it, or after `with` closed it
 
-A message says what was got, what is needed, and what to do.
+A message says what was got, what is needed, and how to fix it.
 """
 
 from __future__ import annotations
 
 
 class EvenstepError(Exception):
-    """The root of the tree."""
+    """The base class of all these exceptions."""
 
 
 class InputError(EvenstepError, ValueError):
-    """What the caller gave can't be used; nothing was changed."""
+    """An argument can't be used; nothing was changed."""
 
 
 class DeviceError(InputError):
-    """A device that isn't there, or a name that isn't one."""
+    """A device does not exist, or its name is invalid."""
 
 
 class BatchError(InputError):
-    """A batch that can't be cut into shards."""
+    """A batch can't be cut into shards."""
 
 
 class ModelError(InputError):
-    """A model, loss or optimizer that can't be trained here."""
+    """A model, loss or optimizer can't be trained."""
 
 
 class DataError(InputError):
-    """A data file that is missing, damaged or out of range."""
+    """A data file is missing, damaged or out of range."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint that is missing, damaged or of another run."""
+    """A checkpoint is missing, damaged or of another experiment."""
 
 
 class ExportError(InputError):
-    """A model that can't be exported, or an exported file that is missing or damaged."""
+    """A model can't be exported, or an exported file is missing or damaged."""
 
 
 class NonFiniteLossError(EvenstepError):
-    """A shard's loss became NaN or infinite; the step was not taken."""
+    """A shard's loss is NaN or infinite; no update was made."""
 
 
 class SaveError(EvenstepError):
-    """A checkpoint could not be written; the earlier ones are whole."""
+    """A file can't be written; the earlier ones are unchanged."""
 
 
 class DeviceLostError(EvenstepError):
-    """A device failed or stopped, and what needed it can't go on."""
+    """A device failed or stopped responding."""
 
 
 class PeerError(EvenstepError):
-    """Another process failed, is gone, or did not come in time.
+    """Another process failed, ended, or did not respond in time.
 
     Attributes:
-        rank: of that process; None if it isn't known.
-        told: whether that process says itself what is wrong.
+        rank: rank of that process; None if unknown.
+        reported: whether that process reports the error itself.
     """
 
-    def __init__(self, message: str, rank: int | None = None, *, told: bool = False) -> None:
+    def __init__(self, message: str, rank: int | None = None, *, reported: bool = False) -> None:
         super().__init__(message)
         self.rank = rank
-        self.told = told
+        self.reported = reported
 
 
 class DivergedError(PeerError):
-    """A process is in another state than the others."""
+    """A process has another training state than the others."""
 
 
 class DeadlockError(EvenstepError):
-    """A task waits inside a lane, where it could wait for ever."""
+    """A task waits inside a lane, possibly forever."""
 
 
 class ClosedError(EvenstepError):
@@ -93,7 +93,7 @@ class ClosedError(EvenstepError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a line to what Python prints of an error (PEP 678; before Python 3.11 it only keeps)."""
+    """Add a note to an exception, once (PEP 678; Python 3.10 stores it but does not print it)."""
     notes = getattr(error, "__notes__", [])
     if note not in notes:
         error.__notes__ = [*notes, note]  # type: ignore[attr-defined]

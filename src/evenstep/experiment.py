@@ -1,4 +1,4 @@
-"""What belongs to the experiment and moves its bits, unlike the devices, which don't."""
+"""The experiment: all choices that a result depends on, as opposed to the devices."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Experiment:
 
     Attributes:
         shards: V, the number of shards that every minibatch is cut into.
-        seed: of every random op in the model.
-        precision: "fp32" computes in the parameters' own dtype, "bf16" under autocast.
-        memory_format: of images and convolution weights; "auto" is resolved by `resolve_format`.
-        threads: intra-op threads of each device.
-        compile: whether shards are compiled, where they can be.
-        batch_norm: "shard": BatchNorm layers in training go by the statistics of each shard;
-            "sync": by those of the whole batch.
+        seed: seed of all random ops in the model.
+        precision: "fp32" computes in the dtype of the parameters, "bf16" with autocast.
+        memory_format: layout of images and convolution weights; `resolve_format` resolves "auto".
+        threads: number of intra-op threads of each device.
+        compile: compile the forward and backward pass of shards, where that is possible.
+        batch_norm: "shard": BatchNorm layers normalise with the statistics of each shard during
+            training; "sync": with those of the whole batch.
     """
 
     shards: int = 8
@@ -47,29 +47,29 @@ class Experiment:
         _check_integer("threads", self.threads, at_least=1)
         _check_integer("seed", self.seed, at_least=0)
         if not isinstance(self.compile, bool):
-            raise InputError(f"got compile={self.compile!r}: True or False is needed")
+            raise InputError(f"got compile={self.compile!r}: give True or False")
         _check_choice("precision", self.precision, ("fp32", "bf16"))
         _check_choice("memory_format", self.memory_format, ("auto", "contiguous", "channels_last"))
         _check_choice("batch_norm", self.batch_norm, ("shard", "sync"))
         if self.compile and self.batch_norm == "sync":
             raise InputError(
                 "got compile=True and batch_norm='sync', but shards that wait for each other "
-                "can't be compiled: leave one of them out"
+                "can't be compiled: use one of them only"
             )
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype that autocast computes in; None without autocast."""
+        """The dtype for autocast; None without autocast."""
         return torch.bfloat16 if self.precision == "bf16" else None
 
     def resolved_for(self, model: nn.Module, kind: str) -> Experiment:
-        """Return the experiment with memory_format "auto" turned into the one that is used."""
+        """Return the experiment with memory_format "auto" replaced by the one that is used."""
         if self.memory_format != "auto":
             return self
         return dataclasses.replace(self, memory_format=resolve_format(model, kind, self.precision))
 
     def image_format(self, tensor: torch.Tensor) -> torch.memory_format:
-        """Return the memory format that an input tensor is given (images have 4 dimensions)."""
+        """Return the memory format of an input tensor (images have 4 dimensions)."""
         if self.memory_format == "channels_last" and tensor.ndim == 4:
             return torch.channels_last
         return torch.contiguous_format
@@ -91,22 +91,22 @@ def with_current_names(options: Mapping[str, Any]) -> dict[str, Any]:
 def resolve_format(
     model: nn.Module, kind: str, precision: Precision
 ) -> Literal["contiguous", "channels_last"]:
-    """Choose the layout by a fixed rule: the model, the kind of device, the precision.
+    """Choose the memory format by a fixed rule of model, kind of device and precision.
 
-    Never by timing, which would move bits. Two-dimensional convolutions run channels-last on CPUs
-    (measured: LeNet 1.5×, ResNet-18 1.08× faster on one core) and, for tensor cores, on GPUs in
-    bf16; everything else stays as torch lays it out.
+    Choosing by timing would make results depend on it. Models with two-dimensional convolutions use
+    channels-last on CPUs (measured on one core: LeNet 1.5×, ResNet-18 1.08× faster) and, for tensor
+    cores, on GPUs in bf16. All others use the contiguous format.
     """
     convolves = any(isinstance(child, nn.Conv2d | nn.ConvTranspose2d) for child in model.modules())
     return "channels_last" if convolves and (kind == "cpu" or precision == "bf16") else "contiguous"
 
 
 def autocast(kind: str, precision: torch.dtype | None) -> AbstractContextManager[object]:
-    """Return the context in which a shard is computed in `precision`.
+    """Return a context that computes in `precision`.
 
-    Autocast's cache of cast weights belongs to the process, and one lane's end of autocast clears
-    it for all: whether a tied weight is cast once or twice, and so where its gradient is rounded,
-    would depend on timing. So the cache is off.
+    Autocast's cache of cast weights is off. It is shared by the process, and leaving autocast in
+    one lane clears it for all lanes. So with the cache, whether a tied weight is cast once or
+    twice, and where its gradient is rounded, would depend on timing.
     """
     if precision is None:
         return nullcontext()
@@ -115,7 +115,7 @@ def autocast(kind: str, precision: torch.dtype | None) -> AbstractContextManager
 
 def _check_integer(name: str, value: object, *, at_least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise InputError(f"got {name}={value!r}: a whole number of at least {at_least} is needed")
+        raise InputError(f"got {name}={value!r}: give an integer of at least {at_least}")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

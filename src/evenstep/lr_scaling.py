@@ -1,4 +1,4 @@
-"""The learning rate for another batch size."""
+"""Scales the learning rate to another batch size."""
 
 from __future__ import annotations
 
@@ -22,28 +22,30 @@ def scale_lr(
     warmup_steps: int = 0,
     total_steps: int | None = None,
 ) -> LambdaLR:
-    """Return a scheduler that brings a learning rate to another batch size.
+    """Return a scheduler that scales an optimizer's learning rates to another batch size.
 
-    With k = batch_size / base_batch_size the rate becomes k times the optimizer's own ("linear":
+    With k = batch_size / base_batch_size, the rate becomes k times the optimizer's own ("linear":
     Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017) or √k times
     ("sqrt": Krizhevsky, "One weird trick for parallelizing convolutional neural networks", 2014,
-    which keeps the variance of the updates). A large rate may be too large for fresh weights: over
-    `warmup_steps` it grows evenly from the optimizer's own (Goyal et al., section 2.2). Then it
-    stays; with `total_steps` it falls along half a cosine to 0 (Loshchilov and Hutter, "SGDR:
-    Stochastic Gradient Descent with Warm Restarts", 2017), which quiets what a large rate shakes.
+    which keeps the variance of the updates). During `warmup_steps` it grows linearly from the
+    optimizer's own rate, because new weights may not tolerate a large one (Goyal et al., section
+    2.2). Then it stays constant or, with `total_steps`, falls along half a cosine to 0 (Loshchilov
+    and Hutter, "SGDR: Stochastic Gradient Descent with Warm Restarts", 2017).
 
-    Step it after each training step. It goes into checkpoints as `Trainer(scheduler=...)`.
+    Call its `step` after each training step. Pass it as `Trainer(scheduler=...)` to save it in
+    checkpoints.
 
     Args:
-        optimizer: with the rate (of each group) that fits `base_batch_size`.
-        base_batch_size: examples of a minibatch for which that rate is right.
-        batch_size: examples of the minibatches to come.
+        optimizer: an optimizer whose learning rates suit `base_batch_size`.
+        base_batch_size: the batch size for which these rates were chosen.
+        batch_size: the batch size to scale to.
         rule: "linear" or "sqrt".
-        warmup_steps: over how many steps to get there; 0 for at once.
-        total_steps: of the training, warm-up and all; None to stay at the rate.
+        warmup_steps: length of the warm-up in steps; 0: no warm-up.
+        total_steps: length of the training in steps, including the warm-up; None: the rate stays
+            constant after the warm-up.
 
     Raises:
-        InputError: another rule, a number below 1 (0 for `warmup_steps`), or a warm-up that is as
+        InputError: an unknown rule, a number below 1 (`warmup_steps`: below 0), or a warm-up as
             long as the training.
     """
     if rule not in ("linear", "sqrt"):
@@ -51,7 +53,7 @@ def scale_lr(
     if base_batch_size < 1 or batch_size < 1 or warmup_steps < 0:
         raise InputError(
             f"got base_batch_size={base_batch_size}, batch_size={batch_size} and "
-            f"warmup_steps={warmup_steps}: at least 1, 1 and 0 are needed"
+            f"warmup_steps={warmup_steps}: give at least 1, 1 and 0"
         )
     if total_steps is not None and total_steps <= warmup_steps:
         raise InputError(

@@ -1,9 +1,10 @@
-"""Does a model keep the promise? Train it on several sets of devices and compare, bit for bit.
+"""Checks that a model's training does not depend on the devices, and finds where it does.
 
-Where two sets differ, both are replayed up to the first step that differs, and there every shard's
-own gradients and buffers are compared, before anything is added to them. A shard is computed alone,
-on the same numbers, so one that differs names the place where the model reaches for something that
-evenstep has no hold on: `random`, numpy, the clock, state in Python objects.
+`verify` trains the same steps on several sets of devices and compares the results bit for bit. If
+they differ, the first differing step is replayed, and the gradients and buffers of each shard are
+compared before they are summed. A shard is computed alone, on the same numbers. So a difference
+shows where the model uses something that evenstep does not control: `random`, numpy, the clock, or
+state in Python objects.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ import torch
 
 from evenstep.batch import Batch
 from evenstep.checkpoint.fingerprint import named_state, tensor_digest
+from evenstep.data import Loader
 from evenstep.devices import Devices
 from evenstep.errors import InputError
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.training.trainer import Trainer
 
 MakeTrainer: TypeAlias = Callable[[Devices], Trainer]
-Batches: TypeAlias = Callable[[Trainer], Iterable[Batch]]
+Batches: TypeAlias = Loader | Iterable[Batch] | Callable[[Trainer], Iterable[Batch]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LayoutRun:
-    """One set of devices and what training on it gave.
+class LayoutResult:
+    """The result of training on one set of devices.
 
     Attributes:
         devices: names of the devices.
-        fingerprints: of the whole training state after each step.
+        fingerprints: the fingerprint of the whole training state after each step.
     """
 
     devices: tuple[str, ...]
@@ -41,18 +43,18 @@ class LayoutRun:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first place where two sets of devices went apart.
+    """The first difference between two sets of devices.
 
     Attributes:
-        step: the first step (from 0) after which the fingerprints differ.
-        layouts: the two that were compared, as indices into `Verdict.runs`.
-        shard: in the replay of that step, the first shard whose own values differ; None if all
-            shards agree.
-        tensor: of that shard ("gradient of fc.weight", "buffer bn.running_mean"), or, where all
-            shards agree, of the state after the step ("parameter/fc.weight"); None if the replays
-            agree in everything, so that the difference did not come back.
-        repeats: whether each replay gave the fingerprint that its layout had given before. If
-            not, even the same devices don't give the same result twice.
+        step: the first step, counted from 0, after which the training states differ.
+        layouts: the two sets of devices, as indices into `Verdict.results`.
+        shard: the first shard of this step, counted from 0, whose own values differ in the replay;
+            None if all shards agree.
+        tensor: the first tensor that differs: of the shard ("gradient of fc.weight", "buffer
+            bn.running_mean") or, if all shards agree, of the state after the step
+            ("parameter/fc.weight"). None if the replays agree in everything.
+        repeats: whether both replays reproduced the fingerprints of the first training. If not,
+            the results differ even on the same devices.
     """
 
     step: int
@@ -61,104 +63,137 @@ class Difference:
     tensor: str | None
     repeats: bool
 
+    def __str__(self) -> str:
+        shard = "all shards agree" if self.shard is None else f"shard {self.shard}"
+        tensor = self.tensor or "no difference in the replay"
+        return f"step {self.step}, {shard}, {tensor}" + ("" if self.repeats else "; not repeatable")
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What `verify` found.
+    """The result of `verify`; `str(verdict)` is one line.
 
     Attributes:
-        runs: one for each layout, in the order given.
-        difference: None if all runs are identical.
+        results: the results on each set of devices, in the order given.
+        difference: the first difference; None if all results are identical.
     """
 
-    runs: tuple[LayoutRun, ...]
+    results: tuple[LayoutResult, ...]
     difference: Difference | None
 
     @property
     def identical(self) -> bool:
-        """Whether the training state was the same, bit for bit, after every step of every run."""
-        return len({run.fingerprints for run in self.runs}) == 1
+        """Whether the training state was bit-identical after every step on all sets of devices."""
+        return len({result.fingerprints for result in self.results}) == 1
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
-        """For each layout, the fingerprint after the last step."""
-        return tuple(run.fingerprints[-1] for run in self.runs)
+        """The fingerprint after the last step on each set of devices."""
+        return tuple(result.fingerprints[-1] for result in self.results)
+
+    def __str__(self) -> str:
+        if self.difference is None:
+            steps = len(self.results[0].fingerprints)
+            names = self._names(range(len(self.results)))
+            return f"identical after each of {steps} steps on {names}"
+        return f"{self._names(self.difference.layouts)} differ: {self.difference}"
+
+    def _names(self, layouts: Iterable[int]) -> str:
+        return " and ".join(f"({', '.join(self.results[n].devices)})" for n in layouts)
 
 
 def verify(
     make_trainer: MakeTrainer,
     batches: Batches,
-    layouts: Sequence[Devices],
-    steps: int,
+    layouts: Sequence[Devices] = (1, 2),
+    steps: int = 3,
     *,
-    on_run: Callable[[LayoutRun], object] | None = None,
+    on_result: Callable[[LayoutResult], object] | None = None,
 ) -> Verdict:
-    """Train the same steps on each of `layouts` and compare the training state after every step.
+    """Train the same steps on several sets of devices and compare the states after every step.
+
+        def make_trainer(devices):
+            torch.manual_seed(0)
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return evenstep.Trainer(model, optimizer, loss, devices=devices)
+
+        verdict = evenstep.verify(make_trainer, loader, layouts=[1, 2, ["cpu:0", "cpu:1:own"]])
+        assert verdict.identical, verdict
 
     Args:
-        make_trainer: returns a trainer on the devices it is given, not yet opened. It must build
-            everything afresh, model and optimizer too, with the same seeds each time.
-        batches: returns the batches for a new trainer, at least `steps` of them; with
-            `lambda trainer: trainer.epoch(loader)` they are those of a training run.
-        layouts: at least two sets of devices, as `Trainer` takes them.
-        steps: how many steps to train, at least 1.
-        on_run: called after each layout's run.
+        make_trainer: takes a set of devices and returns a trainer on them that is not open yet. It
+            must create everything anew, model and optimizer too, with the same seeds each time.
+        batches: at least `steps` batches, the same in every iteration: a `Loader`, a list, or a
+            function that takes the trainer and returns an iterable.
+        layouts: at least two sets of devices, each in a form that `Trainer` accepts.
+        steps: number of steps to train, at least 1.
+        on_result: called with the result on each set of devices as soon as it is known.
+
+    Returns:
+        A `Verdict`: whether all states were `identical`, the fingerprints, and the first
+        `difference` with its step, shard and tensor.
 
     Raises:
-        InputError: fewer than two layouts, no step, or too few batches.
+        InputError: fewer than two sets of devices, no step, or too few batches. Errors of
+            `make_trainer` and of the training are raised as they are.
     """
     if len(layouts) < 2 or steps < 1:
         raise InputError(
-            f"got {len(layouts)} sets of devices and {steps} steps: at least 2 sets are needed to "
+            f"got {len(layouts)} layouts and steps={steps}: give at least 2 sets of devices to "
             f"compare, and at least 1 step"
         )
-    runs: list[LayoutRun] = []
+    results: list[LayoutResult] = []
     for devices in layouts:
-        runs.append(_run(make_trainer, batches, devices, steps))
-        if on_run:
-            on_run(runs[-1])
+        results.append(_train(make_trainer, batches, devices, steps))
+        if on_result:
+            on_result(results[-1])
     replay = functools.partial(_replay, make_trainer, batches)
-    return Verdict(runs=tuple(runs), difference=_find_difference(replay, layouts, runs))
+    return Verdict(results=tuple(results), difference=_find_difference(replay, layouts, results))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Replay:
-    """Digests of one layout's tensors by name: of each shard in a step, and of the state after."""
+    """Digests of tensors by name: of each shard in a step, and of the state after the step."""
 
     shards: dict[int, dict[str, str]]
     state: dict[str, str]
     fingerprint: str
 
 
-def _run(make_trainer: MakeTrainer, batches: Batches, devices: Devices, steps: int) -> LayoutRun:
+def _train(
+    make_trainer: MakeTrainer, batches: Batches, devices: Devices, steps: int
+) -> LayoutResult:
     fingerprints = []
     with make_trainer(devices) as trainer:
-        for batch in _exactly(steps, batches(trainer)):
+        for batch in _take(steps, batches, trainer):
             trainer.step(*batch)
             fingerprints.append(trainer.fingerprint())
     names = tuple(device.name for device in trainer.devices)
-    return LayoutRun(devices=names, fingerprints=tuple(fingerprints))
+    return LayoutResult(devices=names, fingerprints=tuple(fingerprints))
 
 
 def _find_difference(
-    replay: Callable[[Devices, int], _Replay], layouts: Sequence[Devices], runs: Sequence[LayoutRun]
+    replay: Callable[[Devices, int], _Replay],
+    layouts: Sequence[Devices],
+    results: Sequence[LayoutResult],
 ) -> Difference | None:
-    place = _first_differing(runs)
+    place = _first_differing(results)
     if place is None:
         return None
     step, other = place
     replays = replay(layouts[0], step), replay(layouts[other], step)
     shard, tensor = _first_tensor(*replays)
     repeats = all(
-        again.fingerprint == run.fingerprints[step]
-        for again, run in zip(replays, (runs[0], runs[other]), strict=True)
+        again.fingerprint == result.fingerprints[step]
+        for again, result in zip(replays, (results[0], results[other]), strict=True)
     )
     return Difference(step=step, layouts=(0, other), shard=shard, tensor=tensor, repeats=repeats)
 
 
-def _first_differing(runs: Sequence[LayoutRun]) -> tuple[int, int] | None:
-    """Return the first step after which some run differs from the first one, and that run."""
-    by_step = zip(*(run.fingerprints for run in runs), strict=True)
+def _first_differing(results: Sequence[LayoutResult]) -> tuple[int, int] | None:
+    """Return the first step after which a result differs from the first one, and its index."""
+    by_step = zip(*(result.fingerprints for result in results), strict=True)
     for step, fingerprints in enumerate(by_step):
         for number, fingerprint in enumerate(fingerprints):
             if fingerprint != fingerprints[0]:
@@ -167,20 +202,18 @@ def _first_differing(runs: Sequence[LayoutRun]) -> tuple[int, int] | None:
 
 
 def _replay(make_trainer: MakeTrainer, batches: Batches, devices: Devices, step: int) -> _Replay:
-    """Train up to and including `step`, and take the digests of everything in it."""
+    """Train up to and including `step`; return the digests of everything in this step."""
     shards: dict[int, dict[str, str]] = {}
     with make_trainer(devices) as trainer:
         gradients = [f"gradient of {name}" for name, _ in trainer.model.named_parameters()]
         buffers = [f"buffer {name}" for name, _ in trainer.model.named_buffers()]
 
-        def observe(
-            shard: int, value: PartialSum
-        ) -> None:  # in the lanes; each shard has its own key
+        def observe(shard: int, value: PartialSum) -> None:  # in the lanes, each with other keys
             tensors = (*value.gradients, *value.buffers)
             names = (*gradients, *buffers)
             shards[shard] = {n: _digest(t) for n, t in zip(names, tensors, strict=True)}
 
-        for number, batch in enumerate(_exactly(step + 1, batches(trainer))):
+        for number, batch in enumerate(_take(step + 1, batches, trainer)):
             trainer.on_shard = observe if number == step else None
             trainer.step(*batch)
         state = {
@@ -190,7 +223,7 @@ def _replay(make_trainer: MakeTrainer, batches: Batches, devices: Devices, step:
 
 
 def _first_tensor(ours: _Replay, theirs: _Replay) -> tuple[int | None, str | None]:
-    """Name the first shard and tensor, else the first tensor of the state, that differ."""
+    """Return the first shard and its tensor that differ, or else the first tensor of the state."""
     for shard in sorted(ours.shards):
         if tensor := _first_name(ours.shards[shard], theirs.shards.get(shard, {})):
             return shard, tensor
@@ -206,13 +239,20 @@ def _digest(tensor: torch.Tensor | None) -> str:
     return tensor_digest(tensor.to_dense() if tensor is not None and tensor.is_sparse else tensor)
 
 
-def _exactly(steps: int, batches: Iterable[Batch]) -> Iterator[Batch]:
-    iterator = iter(batches)
-    for number in range(steps):
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            raise InputError(
-                f"got {number} batches for {steps} steps: give more, or take fewer steps"
-            ) from None
+def _take(steps: int, batches: Batches, trainer: Trainer) -> Iterator[Batch]:
+    if isinstance(batches, Loader):
+        batches = trainer.epoch(batches)
+    elif callable(batches):
+        batches = batches(trainer)
+    elif isinstance(batches, Iterator):
+        raise InputError(
+            "got batches as an iterator, which ends after one training: give a list, a Loader, or "
+            "a function that returns an iterator"
+        )
+    taken = 0
+    for taken, batch in zip(range(1, steps + 1), batches, strict=False):  # noqa: B007
         yield batch
+    if taken < steps:
+        raise InputError(
+            f"got {taken} batches for {steps} steps: give more batches, or take fewer steps"
+        )

@@ -74,12 +74,12 @@ def test_json_holds_the_same(tmp_path):
     ("content", "part"),
     [
         (None, "could not be read (No such file or directory)"),
-        (b"", "is not JSON"),
-        (b"\xff\xfe\x00", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
-        (b'{"traceEvents": [', "is not JSON"),
-        (b"[]", "without a list `traceEvents`"),
-        (b'{"traceEvents": []}', "without steps of a training"),
+        (b"", "not a trace written by evenstep: no JSON"),
+        (b"\xff\xfe\x00", "no JSON"),
+        (b"[" * 100_000, "no JSON"),
+        (b'{"traceEvents": [', "no JSON"),
+        (b"[]", "not a trace written by evenstep"),
+        (b'{"traceEvents": []}', "'otherData' is missing"),
     ],
 )
 def test_a_bad_file_gets_one_line(tmp_path, content, part):
@@ -89,7 +89,7 @@ def test_a_bad_file_gets_one_line(tmp_path, content, part):
     line = complaint("explain", file, code=2)
     assert part in line
     assert str(file) in line
-    assert "`evenstep train --trace FILE` wrote is needed" in line
+    assert "give a file that `evenstep train --trace FILE`" in line
 
 
 def test_a_folder_is_no_trace(tmp_path):

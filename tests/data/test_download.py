@@ -66,7 +66,7 @@ def server(monkeypatch):
 
 @pytest.fixture
 def get(tmp_path):
-    """Download into `folder`, without retries and without a bar unless told."""
+    """Download into `folder`, without retries and without a bar by default."""
 
     def get(*base_urls, **options):
         options = {"retries": 0, "progress": False, "timeout_s": 5.0, **options}
@@ -78,7 +78,7 @@ def get(tmp_path):
 
 
 def refused(get, *base_urls, **options) -> str:
-    with pytest.raises(DataError, match="--data-dir") as caught:
+    with pytest.raises(DataError, match="data_dir") as caught:
         get(*base_urls, **options)
     assert "\n" not in str(caught.value)
     assert list(get.folder.iterdir()) == []
@@ -112,7 +112,7 @@ def test_another_file_is_refused(server, get):
 
 def test_half_a_file_is_refused(server, get):
     server.script = [HALF]
-    assert "no whole file came" in refused(get, server.url)
+    assert "incomplete download" in refused(get, server.url)
 
 
 def test_a_busy_server_is_tried_again(server, get):
@@ -128,10 +128,10 @@ def test_a_server_error_is_named(server, get):
 
 def test_a_server_that_can_t_be_reached_is_named(server, get):
     url = closed_port()
-    assert f"{url} (no whole file came: ConnectionError)" in refused(get, url)
+    assert f"{url} (incomplete download: ConnectionError)" in refused(get, url)
 
 
-def test_a_silent_server_is_given_up(server, get):
+def test_a_silent_server_times_out(server, get):
     answered = threading.Event()
     server.script = [(200, b"", len(BODY))]
     server.after_body = lambda: answered.wait(5)
@@ -185,7 +185,7 @@ def test_an_interrupted_download_leaves_nothing_behind(server, get):
 
 def test_a_folder_that_can_t_be_made_is_named(server, get):
     get.folder.parent.write_text("a file where the cache folder should be")
-    with pytest.raises(DataError, match=r"can't be kept in .*cache.*--data-dir"):
+    with pytest.raises(DataError, match=r"can't be saved in .*cache.*data_dir"):
         get(server.url)
 
 

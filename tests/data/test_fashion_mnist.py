@@ -184,5 +184,5 @@ def test_read_folder_reads_the_test_files_by_their_names(folder):
 
 
 def test_no_server_and_no_folder_end_in_one_line(tmp_path):
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz .*--data-dir"):
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz .*data_dir"):
         download_files(True, base_urls=[NO_SERVER], cache=tmp_path, retries=0)

@@ -1,4 +1,4 @@
-"""Devices as values: names, what is found, quotas of control groups, and lines about a layout."""
+"""Devices as values: names, discovery, quotas of control groups, and notes about a layout."""
 
 import dataclasses
 import os
@@ -6,8 +6,10 @@ import os
 import pytest
 import torch
 
+import evenstep
 from evenstep.devices import (
     Device,
+    as_device,
     cgroup_quota_cores,
     deterministic_kernels,
     discovery,
@@ -52,6 +54,12 @@ def message(call, *arguments, **options):
     with pytest.raises(DeviceError) as caught:
         call(*arguments, **options)
     return str(caught.value)
+
+
+def trainer_on(devices):
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return evenstep.Trainer(model, optimizer, torch.nn.MSELoss(), devices=devices)
 
 
 def names(found):
@@ -112,7 +120,7 @@ def test_a_device_in_torchs_words(gpus):
     assert Device("cuda", 1).model_name == "L4"
 
 
-# ---- what a user may say
+# ---- what find_devices accepts
 
 
 def test_auto_without_gpus_is_a_device_for_each_core(gpus, cores):
@@ -187,10 +195,66 @@ def test_lists_of_names_devices_and_torchs_devices(gpus):
     assert names(find_devices("cpu:7")) == ["cpu:7"]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "found"),
+    [
+        (torch.device("cpu"), Device("cpu", 0)),
+        (torch.device("cpu", 3), Device("cpu", 3)),
+        (torch.device("cuda"), Device("cuda", 0)),
+        (torch.device("cuda:1"), Device("cuda", 1)),
+        (Device("cpu", 1, own_memory=True), Device("cpu", 1, own_memory=True)),
+        ("cuda:1", Device("cuda", 1)),
+    ],
+    ids=repr,
+)
+def test_one_device_needs_no_list(gpus, wanted, found):
+    gpus("A", "A")
+    assert find_devices(wanted) == find_devices([wanted]) == (found,)
+    assert as_device(wanted) == found
+
+
+def test_a_device_keeps_its_own_threads():
+    assert find_devices(Device("cpu", 1, threads=2), threads=3) == (Device("cpu", 1, threads=2),)
+    assert find_devices(torch.device("cpu"), threads=3) == (Device("cpu", 0, threads=3),)
+
+
+def test_devices_that_were_found_are_found_again():
+    assert find_devices(find_devices(3)) == find_devices(3)
+
+
+@pytest.mark.parametrize("wanted", [None, 2.0, True, object(), torch.nn.Linear(1, 1)], ids=repr)
+def test_a_wrong_type_is_refused(wanted):
+    assert message(find_devices, wanted) == (
+        f"got devices of type {type(wanted).__name__}: give 'auto', a number of devices, a name "
+        f"such as cpu:1 or cuda:0, a torch.device, an evenstep.Device, or a list of these"
+    )
+
+
+@pytest.mark.parametrize("wanted", [[0, 1], ["cpu:0", 1], [None], [["cpu:0"]], b"cpu", {1: "cpu"}])
+def test_a_wrong_type_in_a_list_is_refused(wanted):
+    wrong = next(item for item in wanted if not isinstance(item, str))
+    assert message(find_devices, wanted) == (
+        f"got a device of type {type(wrong).__name__}: give a name such as cpu:1 or cuda:0, a "
+        f"torch.device, or an evenstep.Device"
+    )
+
+
+def test_a_device_of_torch_that_evenstep_does_not_support_is_refused():
+    assert message(find_devices, torch.device("meta")) == f"got device 'meta': {HOW_TO_NAME}"
+
+
+@pytest.mark.parametrize("make", [evenstep.Engine, trainer_on])
+def test_engines_and_trainers_accept_the_same(make):
+    assert make(torch.device("cpu")).devices == (Device("cpu", 0),)
+    assert make(Device("cpu", 2)).devices == (Device("cpu", 2),)
+    assert make("2").devices == make(2).devices
+    assert "got devices of type float" in message(make, 1.0)
+
+
 @pytest.mark.parametrize("wanted", [[], ()])
 def test_an_empty_list_is_refused(wanted):
     assert message(find_devices, wanted) == (
-        "got an empty list of devices: name at least one, or say auto"
+        "got an empty list of devices: name at least one, or give 'auto'"
     )
 
 
@@ -323,7 +387,7 @@ def test_a_half_written_group_has_no_quota(tmp_path):
     assert quota_of(tmp_path, V1_PROC, {"cpu/box/cpu.cfs_quota_us": "100000\n"}) is None
 
 
-# ---- what a person should know about a layout
+# ---- notes about a layout
 
 
 def test_a_plain_layout_needs_no_line(cores):
@@ -334,7 +398,7 @@ def test_a_plain_layout_needs_no_line(cores):
 
 def test_more_threads_than_cores_cost_time_only(cores):
     cores(2)
-    line = "threads of CPU devices share 2 cores: the result is the same, the time is that of 2"
+    line = "threads of CPU devices share 2 cores: the result is the same, but no faster than with 2"
     assert layout_notes(find_devices(["cpu:0", "cpu:1", "cpu:2"]), 8) == [f"3 {line}"]
     assert layout_notes(find_devices(["cpu:0", "cpu:1:own"], threads=3), 8) == [f"6 {line}"]
 
@@ -342,7 +406,7 @@ def test_more_threads_than_cores_cost_time_only(cores):
 def test_more_devices_than_shards_are_idle(gpus):
     gpus(*["A"] * 64)
     expected = [
-        "8 shards keep 8 of 64 devices busy: --shards 64 uses them all, and is another experiment"
+        "8 shards keep 8 of 64 devices busy: shards=64 uses them all (and is another experiment)"
     ]
     assert layout_notes(find_devices("auto"), 8) == expected
     assert layout_notes(find_devices("auto"), 64) == []
@@ -375,10 +439,10 @@ def test_each_thing_has_a_line_of_its_own(gpus, cores):
     ]
 
 
-# ---- settings of torch, lent and put back
+# ---- settings of torch, restored at the end
 
 
-def test_intra_op_threads_are_lent():
+def test_intra_op_threads_are_set_and_restored():
     torch.set_num_threads(2)
     with intra_op_threads(3):
         assert torch.get_num_threads() == 3
@@ -388,7 +452,7 @@ def test_intra_op_threads_are_lent():
     assert torch.get_num_threads() == 2
 
 
-def test_intra_op_threads_are_put_back_after_an_error():
+def test_intra_op_threads_are_restored_after_an_error():
     with pytest.raises(ZeroDivisionError), intra_op_threads(3):
         _ = 1 / 0
     assert torch.get_num_threads() == 1

@@ -1,4 +1,4 @@
-"""Errors: whose they are, what they tell, whom they reach, and that none is lost."""
+"""Errors of tasks: their messages, the tasks that they reach, and that none is lost."""
 
 import gc
 import logging
@@ -32,7 +32,7 @@ def functions_in(error):
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
 
-# ---- what an error tells
+# ---- what an error says
 
 
 def test_an_error_has_the_tasks_own_traceback(engine):
@@ -41,7 +41,7 @@ def test_an_error_has_the_tasks_own_traceback(engine):
     assert functions_in(caught.value)[-1] == "divide_by_zero"
 
 
-def test_an_error_tells_the_tasks_story(engine):
+def test_an_error_prints_the_tasks_story(engine):
     one, x, y = engine.submit(int, name="one"), engine.Var(0, "x"), engine.Var(0, "y")
     handle = engine.submit(
         divide_by_zero,
@@ -81,20 +81,22 @@ def test_raised_twice_an_error_is_the_same_and_does_not_grow(engine):
         assert others_notes == notes
 
 
-class Untold:
+class Unprintable:
     def __str__(self):
         raise LookupError("no name")
 
 
-def test_a_story_that_cannot_be_told_stops_no_lane(engine):
+def test_a_story_that_cannot_be_printed_stops_no_lane(engine):
     with pytest.raises(ZeroDivisionError) as caught:
-        engine.submit(divide_by_zero, story={"who": Untold()}, device="cpu:0").result()
+        engine.submit(divide_by_zero, story={"who": Unprintable()}, device="cpu:0").result()
     (note,) = caught.value.__notes__
-    assert note.startswith("in task 'divide_by_zero' on cpu:0; its story can't be told: LookupErr")
+    assert note.startswith(
+        "in task 'divide_by_zero' on cpu:0; its story can't be printed: LookupErr"
+    )
     assert engine.submit(int, device="cpu:0").result() == 0
 
 
-def test_a_handle_in_a_story_is_told_without_waiting(engine):
+def test_a_handle_in_a_story_is_printed_without_waiting(engine):
     one = engine.submit(int, name="one")
     with pytest.raises(ZeroDivisionError) as caught:
         engine.submit(divide_by_zero, story={"after": one}, device="cpu:0").result()
@@ -113,7 +115,7 @@ def test_errors_of_every_kind_come_through(engine, kind):
     assert engine.submit(int).result() == 0
 
 
-# ---- whom it reaches
+# ---- which tasks fail with it
 
 
 def test_dependants_are_poisoned_and_not_run(engine):
@@ -257,7 +259,7 @@ def test_an_error_of_the_user_wins_over_those_of_tasks(lanes, caplog):
     with caplog.at_level(logging.ERROR, "evenstep"), pytest.raises(LookupError, match="mine"):
         use()
     assert [record.getMessage() for record in caplog.records] == [
-        f"besides, a task failed: {ZeroDivisionError('integer division or modulo by zero')!r}"
+        f"another task failed, too: {ZeroDivisionError('integer division or modulo by zero')!r}"
     ]
 
 
@@ -273,7 +275,7 @@ def test_after_an_error_what_has_not_begun_is_dropped_and_what_runs_ends(caplog)
     engine = Engine(1)
 
     def let_go():
-        while not engine._dropping:
+        while not engine._is_dropping:
             threading.Event().wait(0.001)
         gate.set()
 
@@ -298,7 +300,7 @@ def test_after_an_error_what_has_not_begun_is_dropped_and_what_runs_ends(caplog)
     for handle in (dropped, after):
         with pytest.raises(ClosedError, match="'append' was dropped: the engine was closed before"):
             handle.result()
-    assert caplog.records == []  # who dropped them need not be told
+    assert caplog.records == []  # the caller that dropped them knows
     with engine:
         assert engine.submit(int).result() == 0  # opened again it drops nothing
 

@@ -36,7 +36,7 @@ def press_ctrl_c():
                 return
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             threading.Event().wait(0.001)
-        raise AssertionError("nobody noticed Ctrl-C")
+        raise AssertionError("Ctrl-C was not noticed")
 
     before = signal.signal(signal.SIGINT, on_signal)
     yield press
@@ -53,14 +53,14 @@ def test_ctrl_c_ends_the_wait_and_the_engine_goes_on(press_ctrl_c, waiting):
         x = engine.Var("x")
         stuck = engine.submit(wait, release, device="cpu:0", writes=[x])
         engine.submit(press_ctrl_c, device="cpu:1")
-        ways = {
+        waits = {
             "a handle": stuck.result,
             "a var": x.result,
             "all": engine.waitall,
             "the bound": lambda: (engine.submit(int), engine.submit(int, device="cpu:0"), x.item()),
         }
         with pytest.raises(KeyboardInterrupt):
-            ways[waiting]()
+            waits[waiting]()
         release.set()
         assert engine.submit(int).result() == 0
         assert x.result() == "x"
@@ -172,7 +172,7 @@ def test_a_storm_of_ctrl_c_leaves_the_books_right():
         while not stop.wait(0.0003):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    ran, told = [], []
+    ran, submitted = [], []
     before = signal.signal(signal.SIGINT, on_signal)
     thread = threading.Thread(target=storm)
     try:
@@ -182,9 +182,9 @@ def test_a_storm_of_ctrl_c_leaves_the_books_right():
             number = 0
             while len(hits) < 300:
                 try:
-                    told.append((number, engine.submit(ran.append, number, writes=[x])))
+                    submitted.append((number, engine.submit(ran.append, number, writes=[x])))
                     if number % 7 == 0:
-                        engine.wait_for(told[-1][1].task)
+                        engine.wait_for(submitted[-1][1].task)
                 except KeyboardInterrupt:
                     pass
                 number += 1
@@ -198,4 +198,4 @@ def test_a_storm_of_ctrl_c_leaves_the_books_right():
         stop.set()
         signal.signal(signal.SIGINT, before)
     assert ran == sorted(set(ran))
-    assert {number for number, _ in told} <= set(ran)
+    assert {number for number, _ in submitted} <= set(ran)

@@ -25,7 +25,7 @@ class Call(NamedTuple):
     reads: set[int]
     writes: set[int]
     fails: str  # "", "before" it has written, or "between" two writes
-    where: str  # "", "device", "prefer" or "copy": a copy of what it takes and reads
+    where: str  # "", "device" or "copy": a copy of what it takes and reads
     lane: int
     delay_s: float
     wait: str  # "", "handle" or "var": what the front end reads before it goes on
@@ -38,7 +38,7 @@ calls = st.builds(
     reads=places,
     writes=places,
     fails=st.sampled_from(["", "", "", "", "before", "between"]),
-    where=st.sampled_from(["", "", "device", "device", "prefer", "prefer", "copy"]),
+    where=st.sampled_from(["", "", "device", "device", "copy"]),
     lane=st.integers(0, 3),
     delay_s=st.sampled_from([0.0, 0.0, 0.0, 1e-4, 5e-4]),
     wait=st.sampled_from(["", "", "", "", "", "", "handle", "var"]),
@@ -73,7 +73,7 @@ def work(number, call, taken, read, written, *, pause=time.sleep):
 
 
 class Outcome(NamedTuple):
-    """What somebody who waits gets: a value, or the error of the task that caused the trouble."""
+    """What a waiting caller gets: a value, or the error of the task that failed."""
 
     value: object = None
     cause: int | None = None
@@ -167,7 +167,7 @@ def outcome_of(pending):
 
 
 def check(graph, *, lanes, count, max_in_flight, order):
-    """Run a graph in both ways, reading now and then, and at the end some of it in any order."""
+    """Run a graph both ways; read some results meanwhile, and some at the end in any order."""
     expected = Sequential()
     engine = Engine(count, max_in_flight=max_in_flight, lanes=lanes)
     late = None
@@ -245,7 +245,7 @@ def test_one_large_graph_equals_a_sequential_run():
             if dice.random() < 0.3
             else set(),
             fails="",
-            where=dice.choice(["", "device", "prefer", "copy"]),
+            where=dice.choice(["", "device", "copy"]),
             lane=dice.randrange(4),
             delay_s=0.0,
             wait="",

@@ -23,7 +23,7 @@ def busy(x):
 def test_a_lane_has_a_stream_of_its_own():
     with Engine(TWO_LANES) as engine:
         streams = {
-            engine.submit(lambda: torch.cuda.current_stream().cuda_stream, prefer="cuda:0").result()
+            engine.submit(lambda: torch.cuda.current_stream().cuda_stream).result()
             for _ in range(20)
         }
     assert torch.cuda.default_stream().cuda_stream not in streams

@@ -12,21 +12,15 @@ PLACES = 3
 
 places = st.sets(st.integers(0, PLACES - 1), max_size=2)
 one_job = st.tuples(
-    st.one_of(  # bound, in a run, or free
-        st.tuples(st.just("lane"), st.integers(0, 2 * MOST_LANES - 1)),
-        st.tuples(st.just("run"), st.integers(0, MOST_LANES - 1)),
-        st.just(("", 0)),
-    ),
-    st.sampled_from("ab"),
+    st.none() | st.integers(0, 2 * MOST_LANES - 1),  # free, or bound to a lane
     st.sets(st.integers(1, 8), max_size=3),  # how far back the jobs are whose results it takes
     places,
     places,
 )
-seconds = st.sampled_from([0.0, 0.1, 1.0, 30.0])
 
 
 class Record:
-    """What was asked for a job, and what came of it."""
+    """A submitted job: what was asked for it, and its state."""
 
     def __init__(self, job, inputs, reads, writes):
         self.job, self.inputs, self.reads, self.writes = job, inputs, reads, writes
@@ -50,14 +44,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.by_job = {}
         self.running = {}
         self.late = []
-        self.now = 0.0
 
     @rule(jobs=st.lists(one_job, min_size=1, max_size=6))
     def submit(self, jobs):
         submissions = []
-        for (how, lane), kind, back, reads, writes in jobs:
-            lane %= 2 * self.compute if how == "lane" else self.compute
-            job = Job(kind=kind, **({how: lane} if how else {}))
+        for lane, back, reads, writes in jobs:
+            job = Job(None if lane is None else lane % (2 * self.compute))
             known = len(self.records)
             inputs = [self.records[known - n] for n in sorted(back) if n <= known]
             record = Record(job, inputs, reads, writes)
@@ -71,32 +63,22 @@ class SchedulerMachine(RuleBasedStateMachine):
                     [self.places[place] for place in writes],
                 )
             )
-        self.note(self.scheduler.submit(submissions, self.now))
+        self.note(self.scheduler.submit(submissions))
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), took_s=seconds, failed=st.booleans())
-    def end(self, data, took_s, failed):
+    @rule(data=st.data(), failed=st.booleans())
+    def end(self, data, failed):
         lane = data.draw(st.sampled_from(sorted(self.running)))
-        self.now += took_s
         job = self.running.pop(lane).job
-        decisions = self.scheduler.ended(lane, job, self.now, failed=failed)
+        decisions = self.scheduler.ended(lane, job, failed=failed)
         assert decisions.ends[0] is job
         assert (job.cause is job) is failed
-        self.note(decisions)
-
-    @rule(passed_s=seconds)
-    def tick(self, passed_s):
-        self.now += passed_s
-        could = self.scheduler.can_steal
-        decisions = self.scheduler.tick(self.now)
-        assert not decisions.ends
-        assert could or not decisions.starts
         self.note(decisions)
 
     @rule(lane=st.integers(0, 2 * MOST_LANES - 1))
     def lose(self, lane):
         lane %= 2 * self.compute
-        decisions = self.scheduler.lose(lane, self.now)
+        decisions = self.scheduler.lose(lane)
         if lane in self.running:
             record = self.running.pop(lane)
             assert decisions.ends[0] is record.job
@@ -107,15 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(failed=st.booleans())
     def answer_late(self, failed):
         lane, job = self.late.pop()
-        assert self.scheduler.ended(lane, job, self.now, failed=failed) == ([], [])
-
-    @rule(lane=st.integers(0, MOST_LANES - 1), kind=st.sampled_from("ab"))
-    def forget(self, lane, kind):
-        self.scheduler.pace.forget_idle(kind, [lane % self.compute])
-        speeds = self.scheduler.pace.speeds(kind, self.scheduler.lost)
-        assert [speed == 0 for speed in speeds] == [
-            lane in self.scheduler.lost for lane in range(self.compute)
-        ]
+        assert self.scheduler.ended(lane, job, failed=failed) == ([], [])
 
     def note(self, decisions):
         for job in decisions.ends:
@@ -140,7 +114,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert lane == job.lane
         else:
             assert lane < self.compute
-            assert job.stolen is (job.run not in (None, lane, *self.scheduler.lost))
 
     def free(self, record):
         """Whether what it takes is there, and all that came before is done with its places."""
@@ -159,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def the_books_agree(self):
         unfinished = [record for record in self.records if not record.ended]
         assert self.scheduler.graph.unfinished == len(unfinished)
-        running = {lane: at[0] for lane, at in enumerate(self.scheduler.running) if at}
+        running = {lane: job for lane, job in enumerate(self.scheduler.running) if job}
         assert running == {lane: record.job for lane, record in self.running.items()}
 
     @invariant()
@@ -171,20 +144,17 @@ class SchedulerMachine(RuleBasedStateMachine):
                 job = record.job
                 if job.lane is not None:
                     assert job.lane not in idle | self.scheduler.lost
-                elif job.run is None or job.run in self.scheduler.lost:
+                else:
                     assert not computing
                     assert set(range(self.compute)) - self.scheduler.lost
-                else:
-                    assert job.run not in idle
 
     def teardown(self):
-        """Let everything end: nothing is left over, and failures reached whom they should."""
+        """Let everything end: nothing is left over, and failures reached all dependent jobs."""
         if not hasattr(self, "records"):
             return
         while self.running:
-            self.now += 0.1
             lane = min(self.running)
-            self.note(self.scheduler.ended(lane, self.running.pop(lane).job, self.now))
+            self.note(self.scheduler.ended(lane, self.running.pop(lane).job))
             self.the_books_agree()
         assert all(record.ended for record in self.records)
         undefined = {}

@@ -1,4 +1,4 @@
-"""A model called in the fastest way that gives its outputs."""
+"""A model called by the fastest method that gives its outputs."""
 
 import logging
 import math
@@ -35,8 +35,8 @@ def test_it_gives_the_models_outputs_and_is_never_slower_than_it():
     model, x = net(), torch.randn(1, 512)
     called = evenstep.hybridize(model, x)
     assert model.training
-    assert {way.name for way in called.ways} == {"eager", "traced"}
-    assert called.way.call_us == min(way.call_us for way in called.ways)
+    assert {method.name for method in called.methods} == {"eager", "traced"}
+    assert called.method.call_us == min(method.call_us for method in called.methods)
     for inputs in (x, torch.randn(1, 512)):
         torch.testing.assert_close(called(inputs), plain_outputs(model, inputs))
     assert not called(x).requires_grad
@@ -53,16 +53,16 @@ def test_other_inputs_than_the_examples_go_to_the_model_itself():
 
 
 def test_inputs_that_lie_otherwise_in_memory_go_to_the_model_itself(monkeypatch):
-    """Compiled code takes strides for granted, and reads wrong numbers where they are others."""
+    """Compiled code is specialised for strides, and reads wrong numbers with other ones."""
 
     def make(net, inputs):
         return lambda x: net(torch.as_strided(x, inputs[0].shape, inputs[0].stride()))
 
-    monkeypatch.setattr(fast_call, "_MAKERS", {"takes for granted": make})
+    monkeypatch.setattr(fast_call, "_MAKERS", {"specialised": make})
     monkeypatch.setattr(fast_call, "_times", lambda calls, _: {n: -len(n) for n in calls})
     model = nn.Linear(3, 2)
     called = evenstep.hybridize(model, torch.randn(4, 3))
-    assert called.way.name == "takes for granted"
+    assert called.method.name == "specialised"
     for x in (torch.randn(4, 3), torch.randn(3, 4).t()):
         assert called(x).equal(plain_outputs(model, x))
 
@@ -71,7 +71,7 @@ def test_inputs_that_lie_otherwise_in_memory_go_to_the_model_itself(monkeypatch)
 def test_compiled_ahead_it_agrees_too():
     model, x = net(), torch.randn(1, 512)
     called = evenstep.hybridize(model, x)
-    (compiled,) = [way for way in called.ways if way.name == "compiled"]
+    (compiled,) = [method for method in called.methods if method.name == "compiled"]
     assert compiled.why_not == ""
     assert compiled.max_difference < 1e-5
     for inputs in (x, torch.randn(1, 1024)[:, ::2]):
@@ -86,22 +86,24 @@ class BranchesOnValues(nn.Module):
 def test_a_model_that_is_no_program_stays_as_it_is_and_says_why(caplog):
     with caplog.at_level(logging.INFO, "evenstep"):
         called = evenstep.hybridize(BranchesOnValues(), torch.ones(2, 3))
-    assert called.way.name == "eager"
+    assert called.method.name == "eager"
     assert called(-torch.ones(2, 3)).equal(torch.ones(2, 3))
-    others = [way for way in called.ways if way.name != "eager"]
+    others = [method for method in called.methods if method.name != "eager"]
     assert len(others) == 2
-    assert all("can't be exported" in way.why_not and math.isnan(way.call_us) for way in others)
+    assert all(
+        "can't be exported" in other.why_not and math.isnan(other.call_us) for other in others
+    )
     assert "BranchesOnValues is called eager" in caplog.text
 
 
-def test_a_way_that_gives_other_outputs_is_not_taken(monkeypatch):
+def test_a_method_that_gives_other_outputs_is_not_taken(monkeypatch):
     monkeypatch.setattr(fast_call, "_MAKERS", {"wrong": lambda net, inputs: lambda x: net(x) + 0.1})
     called = evenstep.hybridize(nn.Linear(3, 2), torch.ones(1, 3))
-    assert called.way.name == "eager"
-    assert called.ways[1].why_not == "its outputs differ by 1.0e-01"
+    assert called.method.name == "eager"
+    assert called.methods[1].why_not == "its outputs differ by 1.0e-01"
 
 
-def test_a_way_that_is_slower_is_not_taken(monkeypatch):
+def test_a_method_that_is_slower_is_not_taken(monkeypatch):
     def slow(net, inputs):
         def call(x):
             for _ in range(50):
@@ -112,7 +114,7 @@ def test_a_way_that_is_slower_is_not_taken(monkeypatch):
 
     monkeypatch.setattr(fast_call, "_MAKERS", {"slow": slow})
     called = evenstep.hybridize(nn.Linear(64, 64), torch.ones(1, 64))
-    assert [way.name for way in called.ways] == ["eager", "slow"]
+    assert [method.name for method in called.methods] == ["eager", "slow"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every sentence about a trace is said where its cause is, and only there."""
+"""Every sentence about a trace appears where its cause is, and only there."""
 
 import dataclasses
 
@@ -37,13 +37,13 @@ GOOD = ([10, 10], [10, 10])
 
 def test_nothing_is_lost():
     texts = said(two(*GOOD, update=0.2))
-    assert texts == {"none": "devices compute 99% of the time: nothing is worth mending"}
+    assert texts == {"none": "devices compute 99% of the time: nothing is worth fixing"}
 
 
 def test_little_losses_are_told_apart_from_none():
     text = said(two(*GOOD, update=1, wait=1, load=1, sums=[0.8, 0.8]))
     assert text == {
-        "none": "devices compute 87% of the time: no loss takes 5%, so nothing is worth mending"
+        "none": "devices compute 87% of the time: no loss takes 5%, so nothing is worth fixing"
     }
 
 
@@ -116,7 +116,7 @@ def test_a_slow_device_is_named():
 
 def test_fewer_shards_than_devices():
     text = said(trace_of("cpu:0", "cpu:1", "cpu:2", shards=[[10], [10], []], update=0.2))["others"]
-    assert "2 shards for 3 devices, so that 1 of them can't have one. --shards 3" in text
+    assert "2 shards for 3 devices, so 1 of them can't have one. --shards 3" in text
 
 
 def test_a_device_without_shards():
@@ -139,9 +139,9 @@ def test_shards_that_vary():
 
 
 def test_time_between_tasks():
-    assert "passes between the tasks" in said(two(*GOOD, update=0.2, idle=5))["others"]
+    assert "the time is lost between tasks" in said(two(*GOOD, update=0.2, idle=5))["others"]
     alone = said(trace_of("cpu:0", shards=[[10]], update=0.2, idle=5))["others"]
-    assert alone.startswith("cpu:0 stands idle 33% of the time inside steps")
+    assert alone.startswith("cpu:0 is idle 33% of the time inside steps")
 
 
 def test_waiting_for_the_update_is_the_updates():
@@ -213,15 +213,15 @@ def test_shares_of_losses_are_those_of_the_table(part):
     shares = together(account.devices).shares
     found = {finding.cause: finding.share for finding in findings(account)}
     lost = found["others"] + found["update"]
-    told = {
+    expected = {
         "compute": shares["compute"],
         "wait_data": found["data"],
         "sum": found["sum"],
-        # The wait for another device's update is told with the update.
+        # The wait for another device's update is part of the update.
         "wait_others": lost - shares["update"],
         "update": lost - shares["wait_others"],
     }
-    assert told[part] == pytest.approx(shares[part])
+    assert expected[part] == pytest.approx(shares[part])
 
 
 def test_a_trace_of_no_time_is_no_reason_to_fail():

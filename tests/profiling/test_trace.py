@@ -146,7 +146,6 @@ def test_an_engine_notes_what_ran_where(tmp_path, lanes):
         engine.copy(one, "cpu:0").result()
         with pytest.raises(ZeroDivisionError):
             engine.submit(divmod, one, 0, device="cpu:0").result()
-        engine.submit(divmod, 7, 2, prefer="cpu:1", name="preferred").result()
     trace = saved(engine.trace, tmp_path)
     rows = {e["tid"]: e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"}
     assert list(rows.values()) == ROWS

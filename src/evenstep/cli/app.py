@@ -37,7 +37,7 @@ class Program(click.Group):
             _fail("stopped", 1)
         except EvenstepError as error:
             code = 2 if isinstance(error, InputError) else 1
-            follows, told = isinstance(error, PeerError), getattr(error, "told", False)
+            follows, told = isinstance(error, PeerError), getattr(error, "reported", False)
             _fail(str(error), code, follows=follows, told=told)
         sys.exit(code or 0)
 

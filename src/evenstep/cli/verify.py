@@ -12,7 +12,7 @@ from evenstep.cli.setup import load_data, make_loader, make_trainer, train_batch
 from evenstep.devices import Devices, find_devices, intra_op_threads
 from evenstep.errors import InputError
 from evenstep.models.registry import blamed_on_model, find_factory
-from evenstep.verification import Difference, LayoutRun, Verdict
+from evenstep.verification import Difference, LayoutResult, Verdict
 from evenstep.verification import verify as compare
 
 _DEFAULT_STEPS = 20
@@ -55,7 +55,7 @@ def verify(context: click.Context, choices: Choices, wanted: str) -> None:
     click.echo(f"{'devices':<{width}}  fingerprint after {_count(steps, 'step')}")
     waiting = iter(labels)
 
-    def print_run(run: LayoutRun) -> None:
+    def print_run(run: LayoutResult) -> None:
         click.echo(f"{next(waiting):<{width}}  {run.fingerprints[-1]}")
 
     blamed = blamed_on_model(choices.model, lambda: "in training")
@@ -65,7 +65,7 @@ def verify(context: click.Context, choices: Choices, wanted: str) -> None:
             lambda trainer: train_batches(trainer, loader),
             layouts,
             steps,
-            on_run=print_run,
+            on_result=print_run,
         )
     for line in _spell(verdict, labels, steps):
         click.echo(line)

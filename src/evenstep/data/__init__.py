@@ -1,4 +1,4 @@
-"""Data sets, and the order in which their examples are visited."""
+"""Data sets, loaders, and the order in which examples are visited."""
 
 from evenstep.data.digits import digits
 from evenstep.data.fashion_mnist import fashion_mnist

@@ -1,6 +1,6 @@
-"""scikit-learn's handwritten digits: real data that needs no download.
+"""Loads scikit-learn's handwritten digits: real data that needs no download.
 
-They are the test part of E. Alpaydin, C. Kaynak: "Optical Recognition of Handwritten Digits", UCI
+They are the test set of E. Alpaydin, C. Kaynak: "Optical Recognition of Handwritten Digits", UCI
 Machine Learning Repository, 1998: 1,797 images of 8x8 pixels with 17 shades.
 """
 
@@ -19,13 +19,13 @@ TEST_EVERY = 5
 
 
 def digits(train: bool = True) -> TensorDataset:
-    """Return the digits, enlarged to 28x28: 1,438 to train on, or the 359 others for the test.
+    """Return the digits, enlarged to 28x28 pixels: 1,438 training or 359 test examples.
 
-    Every fifth example (the fourth from 0 on) belongs to the test.
+    Examples 4, 9, 14, ... are the test examples.
 
     Returns:
-        Images, float32 (n, 1, 28, 28) in [0, 1], and labels, int64 (n,) in 0..9. The numbers are
-        the same bits on every machine.
+        Images, float32 (n, 1, 28, 28) in [0, 1], and labels, int64 (n,) in 0..9; bit-identical on
+        every machine.
 
     Raises:
         DataError: scikit-learn is not installed.
@@ -41,22 +41,22 @@ def digits(train: bool = True) -> TensorDataset:
 def enlarge(images: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Interpolate shades 0..16, int64 (n, 8, 8), bilinearly to float32 (n, 28, 28) in [0, 1].
 
-    It is `torch.nn.functional.interpolate(mode="bilinear", align_corners=False)`, computed in
-    whole numbers and rounded once at the end, so that no thread or processor can move a bit.
+    Equals `torch.nn.functional.interpolate(mode="bilinear", align_corners=False)`, but computes in
+    integers and rounds once at the end, so that the result does not depend on the machine.
     """
     weights = bilinear_weights()  # (28, 8), in 28ths
     sums = weights @ images @ weights.T
-    # Both are whole numbers below 2^24, so exact as float32, and one division rounds once.
+    # Both are integers below 2^24, hence exact as float32, and the division rounds once.
     enlarged: npt.NDArray[np.float32] = sums.astype(np.float32) / np.float32(SHADES * LARGE * LARGE)
     return enlarged
 
 
 def bilinear_weights() -> npt.NDArray[np.int64]:
-    """Return how many 28ths each small pixel gives to each large one, int64 (28, 8).
+    """Return the weight of each small pixel in each large one, in 28ths, int64 (28, 8).
 
     The centre of large pixel i lies at (i + 1/2) * 8/28 - 1/2 = (16 i + 8 - 28) / 56
-    = (4 i - 5) / 14 small pixels, and takes from its two neighbours what the distance leaves.
-    Beyond the outermost centres it takes from the outermost pixel alone.
+    = (4 i - 5) / 14 small pixels. The weights of its two neighbours are 1 minus the distance.
+    Beyond the outermost centres, the outermost pixel has all the weight.
     """
     centres = np.clip((4 * np.arange(LARGE) - 5) * 2, 0, (SMALL - 1) * LARGE)  # in 28ths
     distances = np.abs(centres[:, None] - LARGE * np.arange(SMALL)[None, :])

@@ -1,4 +1,4 @@
-"""Download a published file once, and never take half of it for the whole."""
+"""Downloads a published file once, and verifies its checksum."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from evenstep.errors import DataError
 
 CHUNK_NBYTES = 1 << 16
-WAY_OUT = "get the file another way and name its folder with --data-dir"
+ALTERNATIVE = "download the file yourself and pass its folder as data_dir"
 
 
 def download(
@@ -21,23 +21,22 @@ def download(
     timeout_s: float = 30.0,
     progress: bool = True,
 ) -> Path:
-    """Return the path of file `name` in `folder`, downloaded there if it isn't yet.
+    """Return the path of file `name` in `folder`; download it if it is missing.
 
-    A file that is already there is used only if its checksum is right. A download is written
-    under a temporary name, checked, and renamed: an interrupted one leaves nothing behind that
-    could pass for the file.
+    An existing file is used only if its checksum is right. A download is written under a temporary
+    name, verified and then renamed, so that an interrupted download is never mistaken for the file.
 
     Args:
-        name: file name, the same on the servers and in `folder`.
+        name: file name, on the servers and in `folder`.
         sha256: checksum of the file, in hex.
-        base_urls: servers, each ending in a slash, tried in turn.
-        folder: cache folder; made if need be.
-        retries: further tries at each server, after 1, 2, ... seconds.
-        timeout_s: longest silence of a server.
-        progress: show a bar on stderr.
+        base_urls: URLs of servers, each ending in a slash, tried in this order.
+        folder: cache folder; created if it does not exist.
+        retries: number of further attempts at each server, after 1, 2, ... seconds.
+        timeout_s: the longest time without data from a server.
+        progress: show a progress bar on stderr.
 
     Raises:
-        DataError: no server gave the file, or the folder can't be written.
+        DataError: no server delivered the file, or the folder can't be written.
     """
     reasons = []
     for base_url in base_urls:
@@ -45,7 +44,7 @@ def download(
         if isinstance(found, Path):
             return found
         reasons.append(f"{base_url} ({found})")
-    raise DataError(f"{name} could not be downloaded from {' or '.join(reasons)}: {WAY_OUT}")
+    raise DataError(f"{name} could not be downloaded from {' or '.join(reasons)}: {ALTERNATIVE}")
 
 
 def _try_server(
@@ -57,8 +56,8 @@ def _try_server(
     timeout_s: float,
     progress: bool,
 ) -> Path | str:
-    """Return the file's path, or the reason why this server didn't give it."""
-    import pooch  # both here, because they are slow to import and seldom needed
+    """Return the file's path, or the reason why this server did not deliver it."""
+    import pooch  # both here, because they are slow to import and rarely needed
     import requests
 
     try:
@@ -73,15 +72,15 @@ def _try_server(
         )
         return Path(store.fetch(name, downloader=downloader))
     except requests.Timeout:
-        return f"silent for {timeout_s:g} seconds"
+        return f"no data for {timeout_s:g} seconds"
     except requests.RequestException as error:
         if error.response is not None:
             return f"HTTP {error.response.status_code}"
-        return f"no whole file came: {type(error).__name__}"
+        return f"incomplete download: {type(error).__name__}"
     except ValueError:
-        return "the file that came has not the published SHA-256 checksum"
+        return "the downloaded file does not have the published SHA-256 checksum"
     except OSError as error:
         raise DataError(
-            f"{name} can't be kept in {folder} ({error.strerror or error}): "
-            f"make the folder writable with room in it, or {WAY_OUT}"
+            f"{name} can't be saved in {folder} ({error.strerror or error}): make the folder "
+            f"writable and free some space, or {ALTERNATIVE}"
         ) from None

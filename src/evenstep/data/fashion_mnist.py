@@ -1,4 +1,4 @@
-"""Fashion-MNIST: 70,000 images of clothes in ten classes, as its authors publish them.
+"""Loads Fashion-MNIST: 70,000 images of clothes in ten classes.
 
 H. Xiao, K. Rasul, R. Vollgraf: "Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine
 Learning Algorithms", arXiv 1708.07747. It is the data set of Dive into Deep Learning.
@@ -46,16 +46,16 @@ def fashion_mnist(
     """Return the 60,000 training or the 10,000 test examples.
 
     Args:
-        train: the training examples; else those for the test.
-        data_dir: folder with the four original files, gzipped or not. Without it they are
-            downloaded once into the user's cache folder.
-        progress: show a bar on stderr while downloading.
+        train: return the training examples; otherwise the test examples.
+        data_dir: folder with the four original files, gzipped or not. None: they are downloaded
+            once into the user's cache folder.
+        progress: show a progress bar on stderr while downloading.
 
     Returns:
         Images, float32 (n, 1, 28, 28) in [0, 1], and labels, int64 (n,) in 0..9.
 
     Raises:
-        DataError: a file that is missing, can't be downloaded, is damaged or out of range.
+        DataError: a file is missing, can't be downloaded, is damaged or has values out of range.
     """
     if data_dir is None:
         return read_folder(download_files(train, progress=progress), train)
@@ -70,11 +70,11 @@ def download_files(
     retries: int = 2,
     progress: bool = True,
 ) -> Path:
-    """Return the folder that holds the two files, downloaded there if they aren't yet.
+    """Return the folder that holds the two files; download those that are missing.
 
-    `cache` is evenstep's own cache folder unless given. Raises DataError as `download` does.
+    `cache` defaults to evenstep's own cache folder. Raises DataError as `download` does.
     """
-    import pooch  # here, because it is slow to import and seldom needed
+    import pooch  # here, because it is slow to import and rarely needed
 
     folder = (cache or Path(pooch.os_cache("evenstep"))) / "fashion-mnist"
     names, checksums = (TRAIN_FILES, _TRAIN_SHA256) if train else (TEST_FILES, _TEST_SHA256)
@@ -93,8 +93,8 @@ def download_files(
 def read_folder(folder: Path, train: bool) -> TensorDataset:
     """Read the training or the test examples from the files in `folder`, gzipped or not.
 
-    The numbers of examples are those of the files: other data in this format can be read too.
-    Raises DataError for a file that is missing, damaged or out of range.
+    Files in this format with another number of examples are accepted. Raises DataError if a file is
+    missing or damaged, or has values out of range.
     """
     images_name, labels_name = TRAIN_FILES if train else TEST_FILES
     images_path, images_data = _read(folder, images_name)
@@ -147,5 +147,5 @@ def _check_labels(labels: npt.NDArray[np.uint8], path: Path, images: int) -> Non
 
 
 def _to_floats(images: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """Divide by 255, each number rounded once: uint8 (n, h, w) to float32 (n, 1, h, w)."""
+    """Scale uint8 (n, h, w) to float32 (n, 1, h, w) in [0, 1], rounding each number once."""
     return torch.from_numpy(np.divide(images, np.float32(255), dtype=np.float32)).unsqueeze(1)

@@ -1,11 +1,11 @@
-"""The IDX file format of MNIST, from bytes to arrays: pure functions.
+"""Parses the IDX file format of MNIST.
 
 The format (Y. LeCun, C. Cortes, C. Burges, "The MNIST database of handwritten digits",
 http://yann.lecun.com/exdb/mnist/, "File formats"): two zero bytes, a byte for the type of the
 numbers (0x08: unsigned bytes), a byte for the number of dimensions, each dimension's size as a
-big-endian 32-bit integer, then the numbers with the last dimension running fastest.
+big-endian 32-bit integer, then the numbers in row-major order.
 
-Every function takes the name under which its errors speak of the data.
+`name` is the name of the data in error messages.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ UNSIGNED_BYTE = 0x08
 
 
 def gunzip(data: bytes, name: str) -> bytes:
-    """Return what was compressed into `data`, its checksum verified.
+    """Decompress `data` and verify its checksum.
 
-    Raises DataError for data that is not gzip, or is truncated or damaged.
+    Raises DataError if `data` is not in gzip format, or is truncated or damaged.
     """
     if data[:2] != b"\x1f\x8b":
         raise DataError(
@@ -45,12 +45,10 @@ def gunzip(data: bytes, name: str) -> bytes:
 
 
 def parse_idx(data: bytes, name: str, dimensions: int) -> npt.NDArray[np.uint8]:
-    """Return the array of unsigned bytes with `dimensions` dimensions that `data` holds.
+    """Return the array in `data`, a read-only view with `dimensions` dimensions.
 
-    The array is a read-only view of `data`.
-
-    Raises DataError for another magic number, another number of dimensions, or fewer or more bytes
-    than the header promises.
+    Raises DataError if the magic number, the number of dimensions or the length of the data is
+    wrong.
     """
     shape = _parse_header(data, name, dimensions)
     body = memoryview(data)[4 + 4 * dimensions :]

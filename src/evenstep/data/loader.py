@@ -1,4 +1,4 @@
-"""Batches of a data set, from any place in any epoch, without state."""
+"""Loads batches of a data set, starting at any step of any epoch."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from evenstep.devices import intra_op_threads
 from evenstep.errors import DataError, InputError
 
 PartOf: TypeAlias = "Callable[[int, int], Part]"
-"""What this process gets of a batch, from its number in the epoch and its number of examples."""
+"""Returns this process's part of a batch, given its number in the epoch and its size."""
 
 MOST_WORKERS_FOR_PARTS = 12
-"""A worker fetches two batches ahead; parts are settled no further ahead than that (`dealing`)."""
+"""A worker fetches two batches ahead, and parts are fixed for a limited number of batches only
+(`batch.assignment`)."""
 
 
 class Loader:
     """Cuts each epoch of a data set into batches.
 
-    What an epoch yields is a function of (dataset, batch_size, seed, shuffle, drop_last, epoch)
-    alone: the same for any number of workers, and the same from a place on as for the whole epoch.
-    The global generators are left as they were.
+    The batches depend only on (dataset, batch_size, seed, shuffle, drop_last, epoch): they are the
+    same for any number of workers, and after starting in the middle of an epoch. The global random
+    generators are not changed.
 
         for batch in loader.epoch(Cursor(epoch=2, step=3)): ...
     """
@@ -44,27 +45,27 @@ class Loader:
         drop_last: bool = False,
         workers: int = 0,
     ) -> None:
-        """Check the arguments; nothing is read or started.
+        """Check the arguments. Nothing is read or started.
 
         Args:
-            dataset: any map-style data set. A `TensorDataset` is indexed directly and yields
-                tuples of tensors; of any other the examples are collated by torch's `DataLoader`.
-            batch_size: examples a batch.
-            seed: of the order and of random augmentation.
-            shuffle: visit the examples in `epoch_order`; else as they lie.
-            drop_last: leave out the short last batch of an epoch; else it is trained on exactly.
-            workers: processes that fetch examples; 0 fetches them in the caller's thread. Not
-                used for a `TensorDataset`, where nothing is computed. Where several processes
-                train together, each takes 12 at the most.
+            dataset: a map-style data set. A `TensorDataset` is indexed directly and yields tuples
+                of tensors; the examples of others are collated by torch's `DataLoader`.
+            batch_size: number of examples in a batch.
+            seed: seed of the order and of random augmentation.
+            shuffle: visit the examples in `epoch_order`, otherwise in the order of the data set.
+            drop_last: drop the last batch of an epoch if it is short; otherwise train on it.
+            workers: number of processes that fetch examples; 0: the calling thread fetches them.
+                Not used for a `TensorDataset`, which computes nothing. At most 12 for each process
+                when several processes train together.
 
         Raises:
-            DataError: a data set without a length, or without examples.
-            InputError: a batch size or number of workers that is too small.
+            DataError: the data set has no length, or no examples.
+            InputError: the batch size or the number of workers is too small.
         """
         if batch_size < 1:
-            raise InputError(f"got a batch size of {batch_size}: at least 1 is needed")
+            raise InputError(f"got batch_size={batch_size}: at least 1 is needed")
         if workers < 0:
-            raise InputError(f"got {workers} workers: at least 0 is needed")
+            raise InputError(f"got workers={workers}: at least 0 is needed")
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed
@@ -74,7 +75,7 @@ class Loader:
         self.examples = _count(dataset)
 
     def __len__(self) -> int:
-        """Return the number of batches an epoch."""
+        """Return the number of batches in an epoch."""
         full, rest = divmod(self.examples, self.batch_size)
         return full if self.drop_last or not rest else full + 1
 
@@ -84,9 +85,9 @@ class Loader:
         return min(self.examples, len(self) * self.batch_size)
 
     def facts(self) -> dict[str, object]:
-        """Return what its batches depend on, for comparison with another process's.
+        """Return what the batches depend on, to compare it between processes.
 
-        Of tensors that are indexed directly: a digest of up to 64 examples, evenly spaced.
+        For a `TensorDataset` this includes a digest of about 64 evenly spaced examples.
         """
         facts: dict[str, object] = {
             "the data set": type(self.dataset).__name__,
@@ -107,7 +108,7 @@ class Loader:
         return facts
 
     def in_order(self) -> Loader:
-        """Return one that visits every example as they lie, over the same data set."""
+        """Return a loader of the same data set that visits all examples without shuffling."""
         return Loader(
             self.dataset, self.batch_size, seed=self.seed, shuffle=False, workers=self.workers
         )
@@ -121,20 +122,21 @@ class Loader:
         return self.epoch(Cursor())
 
     def epoch(self, cursor: Cursor, part: PartOf | None = None) -> Iterator[Batch]:
-        """Yield the batches of `cursor.epoch` from batch `cursor.step` on.
+        """Yield the batches of `cursor.epoch`, starting with batch `cursor.step`.
 
         Args:
-            cursor: where to begin.
-            part: which part of each batch to yield, and to fetch; None for all of it. It is asked
-                when a batch is fetched, with several workers some batches ahead.
+            cursor: the position to start at; at the end of an epoch, nothing is yielded.
+            part: returns the part of each batch to fetch and yield; None: all of it. With workers
+                it is called some batches ahead.
 
-        At the end of an epoch (`step == len(self)`) there are none. Raises InputError beyond it.
+        Raises:
+            InputError: `cursor.step` is beyond the end of the epoch.
         """
         if cursor.step > len(self):
             raise InputError(
                 f"got {cursor}, but an epoch has {len(self)} batches "
-                f"({self.examples} examples, {self.batch_size} a batch): is it another data set, "
-                f"or another batch size?"
+                f"({self.examples} examples, {self.batch_size} a batch): use the data set and the "
+                f"batch size that the position belongs to"
             )
         end = len(self) * self.batch_size
         rest = self._order(cursor.epoch)[cursor.step * self.batch_size : end]
@@ -159,7 +161,7 @@ class Loader:
             yield from self._collated(epoch, indices, workers)
 
     def _parts(self, cursor: Cursor, indices: list[torch.Tensor], part: PartOf) -> Iterator[Batch]:
-        """Yield parts of batches. Of one without examples: what is left of another's example."""
+        """Yield parts of batches. An empty part is an example of the batch, cut to length 0."""
         empty: set[int] = set()
 
         def own() -> Iterator[torch.Tensor]:
@@ -181,7 +183,7 @@ class Loader:
                 SeededExamples(self.dataset, self.seed, epoch),
                 batch_sampler=(index.tolist() for index in indices),
                 num_workers=workers,
-                # Its own: a DataLoader without one draws from the global generator.
+                # Without a generator, a DataLoader draws from the global one.
                 generator=torch.Generator().manual_seed(derive_seed("workers", self.seed, epoch)),
             )
         )
@@ -198,7 +200,7 @@ def _none_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _rows(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> Batch:
-    """Copy some examples, with one thread: a pool of threads here fights with the devices' lanes.
+    """Copy some examples with one intra-op thread, because more would compete with the lanes.
 
     (Measured with an MLP on two CPU devices: 3 to 11 ms with two threads, 0.02 ms with one.)
     """
@@ -209,8 +211,8 @@ def _rows(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> Batch:
 def _count(dataset: Dataset[Any]) -> int:
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(
-            f"{type(dataset).__name__} has no examples by number (a length and an index are "
-            f"needed to repeat their order): iterate it yourself and call trainer.step"
+            f"{type(dataset).__name__} is not a map-style data set (one with a length and an "
+            f"index, so that its order can be repeated): iterate it yourself and call trainer.step"
         )
     if len(dataset) == 0:
         raise DataError(f"{type(dataset).__name__} has 0 examples: at least 1 is needed")
@@ -218,7 +220,7 @@ def _count(dataset: Dataset[Any]) -> int:
 
 
 def _is_indexable(dataset: Dataset[Any]) -> TypeGuard[TensorDataset]:
-    """Whether an example is just a row of tensors, nothing computed (a subclass may compute)."""
+    """Whether examples are just rows of tensors (a subclass may compute them)."""
     return (
         isinstance(dataset, TensorDataset)
         and type(dataset).__getitem__ is TensorDataset.__getitem__

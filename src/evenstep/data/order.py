@@ -1,4 +1,4 @@
-"""The order of the examples: a pure function of the seed and the epoch."""
+"""The order of the examples, as a function of the seed and the epoch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from evenstep.errors import InputError
 
 @dataclass(frozen=True)
 class Cursor:
-    """A place in the data: the first `step` batches of epoch `epoch` are done.
+    """A position in the data: before batch `step` of epoch `epoch`, both counted from 0.
 
-    Raises InputError for a negative number.
+    Raises InputError if a number is negative.
     """
 
     epoch: int = 0
@@ -28,7 +28,7 @@ class Cursor:
 def epoch_order(examples: int, seed: int, epoch: int) -> torch.Tensor:
     """Return the order in which `epoch` visits the examples: a permutation, int64 (examples,).
 
-    It depends on the three arguments alone; the global generator is neither read nor moved.
+    It depends only on the arguments; the global generator is not used.
     """
     generator = torch.Generator().manual_seed(derive_seed("order", seed, epoch))
     return torch.randperm(examples, generator=generator)

@@ -1,4 +1,4 @@
-"""Examples as functions of (seed, epoch, index): random augmentation that can be repeated."""
+"""Makes random augmentation repeatable: an example depends only on (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from evenstep.batch.rng import DEFAULT_GENERATORS, derive_seed
 
 @dataclass(frozen=True)
 class SeededExamples(Dataset[Any]):
-    """A map-style data set whose random augmentation is the same wherever an example is fetched.
+    """A map-style data set whose random augmentation does not depend on the worker.
 
-    A data set that draws from torch's default CPU generator, `random` or `numpy.random` gives the
-    same example for the same (seed, epoch, index): in any worker, and after any resume. One that
-    keeps a generator of its own between two examples doesn't.
+    If `dataset` draws from torch's default CPU generator, `random` or `numpy.random`, an example is
+    the same for the same (seed, epoch, index), in any worker process and after resuming. This does
+    not hold for a data set with a generator of its own that it keeps between examples.
     """
 
     dataset: Dataset[Any]
@@ -29,18 +29,18 @@ class SeededExamples(Dataset[Any]):
     epoch: int
 
     def __getitem__(self, index: int) -> Any:
-        """Return example `index` as it is in this epoch."""
+        """Return example `index`, augmented for this epoch."""
         with seeded(derive_seed("example", self.seed, self.epoch, index)):
             return self.dataset[index]
 
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Seed the three global generators and compute on one thread; put all back at the end.
+    """Seed the three global generators and use one intra-op thread; restore both at the end.
 
-    One thread, because a worker process has one: a sum over an image could else differ by a bit.
-    The generators belong to the whole process, so no lane borrows or looks at torch's meanwhile
-    (a worker process has no lanes, and may have been forked while one of its parent's did).
+    One thread, because worker processes have one: otherwise a sum over an image could differ by a
+    bit. The generators are shared by the process, so lanes are locked out of torch's meanwhile.
+    (A worker process has no lanes, and may have been forked while a lane held the lock.)
     """
     with DEFAULT_GENERATORS if get_worker_info() is None else nullcontext():
         yield from _seeded(seed)

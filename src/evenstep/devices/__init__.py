@@ -1,6 +1,6 @@
-"""The places where shards are computed: which there are, and how tensors get there."""
+"""Devices: finding them, naming them, and moving tensors to them."""
 
-from evenstep.devices.device import Device, parse_device
+from evenstep.devices.device import Device, as_device, parse_device
 from evenstep.devices.discovery import (
     Devices,
     cgroup_quota_cores,
@@ -17,6 +17,7 @@ from evenstep.devices.placement import carry, deterministic_kernels, intra_op_th
 __all__ = [
     "Device",
     "Devices",
+    "as_device",
     "carry",
     "cgroup_quota_cores",
     "deterministic_kernels",

@@ -1,8 +1,8 @@
-"""Devices as values: places where shards are computed, named `cpu:0`, `cuda:1`, `cpu:2:own`.
+"""Devices as values: `cpu:0`, `cuda:1`, `cpu:2:own`.
 
-A CPU device is a lane of its own with a fixed number of intra-op threads. `cpu:2:own` has memory
-of its own, as a GPU has: it holds copies of the parameters instead of sharing them. It is the
-stand-in that lets every machine test what a box of GPUs does.
+A CPU device computes in a thread of its own with a fixed number of intra-op threads. `cpu:2:own`
+has memory of its own: it holds copies of the parameters, as a GPU does, instead of sharing them. So
+any machine can test what a machine with several GPUs does.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Device:
 
     Attributes:
         kind: "cpu" or "cuda".
-        index: number of the GPU, or of the CPU device (a name only: lanes are not pinned).
+        index: number of the GPU, or of the CPU device (only a name: threads are not pinned).
         own_memory: whether a CPU device keeps copies of the parameters, as GPUs do.
-        threads: intra-op threads that torch may use in the device's lane; part of the experiment.
+        threads: number of intra-op threads on this device; part of the experiment.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -48,7 +48,7 @@ class Device:
 
     @functools.cached_property
     def memory(self) -> str:
-        """The memory that its tensors live in; devices with the same memory share parameters."""
+        """The memory that holds its tensors; devices with the same memory share parameters."""
         return "cpu" if self.kind == "cpu" and not self.own_memory else self.name
 
     @classmethod
@@ -59,26 +59,46 @@ class Device:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Let `tensor.to(device)` and `module.to(device)` take a device of ours."""
+        """Support `tensor.to(device)` and `module.to(device)`."""
         plain = [one.torch_device if isinstance(one, Device) else one for one in args]
         return function(*plain, **(kwargs or {}))
 
     @functools.cached_property
     def torch_device(self) -> torch.device:
-        """The device as torch names it."""
+        """The `torch.device` that its tensors are on."""
         return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", self.index)
 
     @property
     def model_name(self) -> str:
-        """What the promise holds within: results are bit-identical on one device model."""
+        """The hardware model; results are bit-identical on devices of one model only."""
         return "cpu" if self.kind == "cpu" else torch.cuda.get_device_name(self.index)
 
     def __str__(self) -> str:
         return self.name
 
 
+def as_device(device: object, *, threads: int = 1) -> Device:
+    """Return the `Device` for a name, a `torch.device`, or a `Device` (which is returned as it is).
+
+    Args:
+        device: a `Device`, a `torch.device`, or a name that `parse_device` reads.
+        threads: intra-op threads, unless `device` is a `Device`.
+
+    Raises:
+        DeviceError: another type, or an unknown name.
+    """
+    if isinstance(device, Device):
+        return device
+    if isinstance(device, str | torch.device):
+        return parse_device(str(device), threads=threads)
+    raise DeviceError(
+        f"got a device of type {type(device).__name__}: give a name such as cpu:1 or cuda:0, a "
+        f"torch.device, or an evenstep.Device"
+    )
+
+
 def parse_device(name: str, *, threads: int = 1) -> Device:
-    """Read a device's name: `cpu`, `cpu:1`, `cpu:1:own`, `cuda`, `cuda:0` (no number means 0)."""
+    """Parse a device name: `cpu`, `cpu:1`, `cpu:1:own`, `cuda`, `cuda:0` (no number means 0)."""
     match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?(:own)?", name.strip())
     if match is None or (match[1] == "cuda" and match[3]):
         raise DeviceError(

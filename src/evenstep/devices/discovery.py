@@ -1,61 +1,64 @@
-"""Which devices there are, how many cores may be used, and what to tell about a choice of them."""
+"""Finds devices: the GPUs and cores that this process may use, and the devices that users name."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
-from evenstep.devices.device import Device, parse_device
+from evenstep.devices.device import Device, as_device
 from evenstep.errors import DeviceError
 
-Devices: TypeAlias = "str | int | Sequence[str | Device | torch.device]"
-"""What a user may say: "auto", a number, "cpu:0,cpu:1", or a list of names or Devices."""
+Devices: TypeAlias = "int | str | torch.device | Device | Sequence[str | torch.device | Device]"
+"""The types that `find_devices` accepts."""
 
 
 def find_devices(
     wanted: Devices = "auto", *, threads: int = 1, share: tuple[int, int] = (0, 1)
 ) -> tuple[Device, ...]:
-    """Return the devices that `wanted` names, after checking that they exist.
+    """Return the devices that `wanted` describes, after checking that they exist.
+
+        find_devices("auto"), find_devices(2), find_devices("cpu:1")
+        find_devices(torch.device("cuda:0")), find_devices(["cuda:0", Device("cpu", 0, threads=2)])
 
     Args:
-        wanted: "auto" (all GPUs, else one CPU device for each usable core), a number of devices
-            (GPUs where there are any, else CPU devices), or names. A GPU may be named twice: two
-            lanes on it.
-        threads: intra-op threads for each device that `wanted` doesn't give as a `Device`.
-        share: (i, n): this is process i of n on this machine, and shares its devices with them,
-            unless `wanted` names them.
+        wanted: one of
+
+            * "auto": all GPUs; without a GPU, one CPU device for each usable core;
+            * a number of devices, 2 or "2": GPUs if there are any, otherwise CPU devices;
+            * one device: a name, a `torch.device` or a `Device`;
+            * several devices: a sequence of these, or "cpu:0,cpu:1". A GPU may be listed twice:
+              then two lanes compute on it.
+        threads: intra-op threads of each device that is not given as a `Device`.
+        share: (i, n): this is process i of the n processes that share the machine's devices if
+            `wanted` is "auto" or a number.
 
     Raises:
-        DeviceError: an unknown name, no device at all, or a GPU that isn't there.
+        DeviceError: a wrong type, an unknown name, no device, or a GPU that does not exist.
     """
     if isinstance(wanted, str) and re.fullmatch(r"\s*-?\d+\s*", wanted):
         wanted = int(wanted)
     if wanted == "auto":
         found = try_all_gpus(threads=threads) if share == (0, 1) else _shared(threads, share)
-    elif isinstance(wanted, int):
+    elif isinstance(wanted, int) and not isinstance(wanted, bool):
         found = _numbered(wanted, threads, share[0])
     else:
-        names = wanted.split(",") if isinstance(wanted, str) else wanted
-        found = tuple(
-            name if isinstance(name, Device) else parse_device(str(name), threads=threads)
-            for name in names
-        )
+        found = tuple(as_device(device, threads=threads) for device in _listed(wanted))
     _check(found)
     return found
 
 
 def try_gpu(index: int = 0) -> Device:
-    """Return GPU `index` if it is there, else the CPU device `cpu:0`."""
+    """Return GPU `index` if it exists, otherwise the CPU device `cpu:0`."""
     return Device("cuda", index) if index < gpu_count() else Device("cpu", 0)
 
 
 def try_all_gpus(*, threads: int = 1) -> tuple[Device, ...]:
-    """Return every GPU, or without one a CPU device for each core that this process may use."""
+    """Return all GPUs; without a GPU, one CPU device for each core that this process may use."""
     if gpu_count():
         return tuple(Device("cuda", index, threads=threads) for index in range(gpu_count()))
     count = max(1, usable_cores() // threads)
@@ -68,7 +71,7 @@ def gpu_count() -> int:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use: affinity and cgroup quota count."""
+    """Return the number of cores that affinity and cgroup quota let this process use."""
     affinity = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -79,28 +82,28 @@ def usable_cores() -> int:
 def cgroup_quota_cores(
     root: Path = Path("/sys/fs/cgroup"), proc: Path = Path("/proc/self/cgroup")
 ) -> float | None:
-    """Return the tightest CPU quota of this process's control groups in cores; None without one.
+    """Return the lowest CPU quota of this process's control groups, in cores; None without one.
 
     Reads `cpu.max` of the group and of each of its parents (cgroup v2), or `cpu.cfs_quota_us` and
-    `cpu.cfs_period_us` (v1), as the Linux kernel's documentation of control groups lays down.
+    `cpu.cfs_period_us` (v1); see the Linux kernel's documentation of control groups.
     """
     quotas = [quota for group in _cgroups(root, proc) for quota in _quotas(group)]
     return min(quotas, default=None)
 
 
 def layout_notes(devices: Sequence[Device], shards: int) -> list[str]:
-    """Return a line for each thing about `devices` that costs time or weakens the promise."""
+    """Return a line for each property of `devices` that costs time or weakens reproducibility."""
     notes = []
     lanes = sum(device.threads for device in devices if device.kind == "cpu")
     if lanes > usable_cores():
         notes.append(
             f"{lanes} threads of CPU devices share {usable_cores()} cores: the result is the "
-            f"same, the time is that of {usable_cores()}"
+            f"same, but no faster than with {usable_cores()}"
         )
     if len(devices) > shards:
         notes.append(
             f"{shards} shards keep {shards} of {len(devices)} devices busy: "
-            f"--shards {len(devices)} uses them all, and is another experiment"
+            f"shards={len(devices)} uses them all (and is another experiment)"
         )
     models = sorted({device.model_name for device in devices})
     if len(models) > 1 or len({device.threads for device in devices}) > 1:
@@ -112,13 +115,26 @@ def layout_notes(devices: Sequence[Device], shards: int) -> list[str]:
 
 
 def _shared(threads: int, share: tuple[int, int]) -> tuple[Device, ...]:
-    """Return this process's share of all devices; at least one."""
+    """Return this process's share of all devices, at least one."""
     rank, processes = share
     if gpu_count():
         found = try_all_gpus(threads=threads)
         return found[rank::processes] or found[rank % len(found) :][:1]
     count = max(1, usable_cores() // (threads * processes))
     return tuple(Device("cpu", index, threads=threads) for index in range(count))
+
+
+def _listed(wanted: object) -> Iterable[object]:
+    if isinstance(wanted, str):
+        return wanted.split(",")
+    if isinstance(wanted, Device | torch.device):
+        return [wanted]
+    if isinstance(wanted, Iterable):
+        return wanted
+    raise DeviceError(
+        f"got devices of type {type(wanted).__name__}: give 'auto', a number of devices, a name "
+        f"such as cpu:1 or cuda:0, a torch.device, an evenstep.Device, or a list of these"
+    )
 
 
 def _numbered(count: int, threads: int, rank: int) -> tuple[Device, ...]:
@@ -132,7 +148,7 @@ def _numbered(count: int, threads: int, rank: int) -> tuple[Device, ...]:
 
 def _check(devices: Sequence[Device]) -> None:
     if not devices:
-        raise DeviceError("got an empty list of devices: name at least one, or say auto")
+        raise DeviceError("got an empty list of devices: name at least one, or give 'auto'")
     gpus = gpu_count()
     for device in devices:
         if device.kind == "cuda" and device.index >= gpus:

@@ -1,49 +1,94 @@
-"""Memory that one step frees is kept for the next, instead of going back to the system.
+"""Keeps memory that a training step frees for the next step, instead of returning it to the system.
 
-A training step allocates the same tensors again and again. glibc gives large ones back to the
-kernel when they are freed and has their pages mapped and zeroed anew each time, which took up to a
-third of a small network's step on a CPU, and more when several lanes of one process wait for its
-page tables. No bits are moved: torch aligns every tensor to 64 bytes either way.
+A training step allocates the same tensors again and again. glibc returns large blocks to the kernel
+when they are freed; the next step then maps and zeroes the same number of pages again. This took up
+to a third of a small network's step on a CPU, and more with several lanes, which wait for each
+other at the process's page tables. Results do not change: torch aligns tensors to 64 bytes itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# malloc.h of the GNU C library: the parameters of mallopt(3).
+# mallopt(3), and malloc.h of the GNU C library.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
-_LARGEST_IN_HEAP_NBYTES = 32 << 20  # what glibc's own adaptation stops at
-_GROW_HEAP_BY_NBYTES = 64 << 20
-_NEVER = 2**31 - 1
+_LARGEST_IN_HEAP_NBYTES = 32 << 20  # the upper limit of glibc's own adaptation
+_WHILE_OPEN = {
+    _M_MMAP_THRESHOLD: _LARGEST_IN_HEAP_NBYTES,
+    _M_TRIM_THRESHOLD: 2**31 - 1,
+    _M_TOP_PAD: 64 << 20,
+    _M_ARENA_MAX: 1,
+}
+_AFTERWARDS = {
+    _M_TRIM_THRESHOLD: 2 * _LARGEST_IN_HEAP_NBYTES,
+    _M_TOP_PAD: 128 << 10,
+    _M_ARENA_MAX: 8 * (os.cpu_count() or 1),
+}
+
+
+class _Heap:
+    """The process's heap, and the number of `kept_memory` contexts that are open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def use(self, libc: ctypes.CDLL) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                _apply(libc, _WHILE_OPEN)
+
+    def leave(self, libc: ctypes.CDLL) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                _apply(libc, _AFTERWARDS)
+                libc.malloc_trim(0)
+
+
+# Module-level state, because malloc has one set of parameters for the whole process.
+_HEAP = _Heap()
 
 
 @contextmanager
-def kept_memory() -> Iterator[None]:
-    """Keep freed memory in the process while it is open; then give it back to the system.
+def kept_memory(enabled: bool = True) -> Iterator[None]:
+    """Keep freed memory in the process while the context is open; afterwards, return it.
 
-    Threads that start from now on share one arena, so that what one lane frees, another can use.
+    Threads that start meanwhile share one arena, so that one lane can reuse what another has freed.
+    Contexts may be nested and may overlap in several threads: the first one to open changes the
+    parameters of malloc, and the last one to close restores them.
 
-    Does nothing but where malloc is glibc's. The settings are the process's: afterwards they are
-    what glibc's own adaptation tends to (its thresholds can't be read, so not what they were); the
-    one arena stays.
+    glibc does not allow to undo everything. After the first use in a process:
+
+    * Its dynamic adaptation of the mmap and trim thresholds stays off. They stay at 32 MiB and
+      64 MiB, the limits that the adaptation approaches in a process that frees large tensors.
+      (With its initial 128 KiB and no adaptation, every larger tensor would be mapped anew:
+      measured 8 to 12 times slower than in a process that never used this function.)
+    * The limit of one arena stays in force if a thread was started meanwhile, because glibc
+      evaluates it only once. Threads that start later share the existing arenas.
+
+    Does nothing if `enabled` is false, or if malloc is not glibc's.
     """
-    libc = _glibc()
+    libc = _glibc() if enabled else None
     if libc is None:
         yield
         return
-    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_IN_HEAP_NBYTES)
-    libc.mallopt(_M_TRIM_THRESHOLD, _NEVER)
-    libc.mallopt(_M_TOP_PAD, _GROW_HEAP_BY_NBYTES)
-    libc.mallopt(_M_ARENA_MAX, 1)
+    _HEAP.use(libc)
     try:
         yield
     finally:
-        libc.mallopt(_M_TRIM_THRESHOLD, 2 * _LARGEST_IN_HEAP_NBYTES)
-        libc.mallopt(_M_TOP_PAD, 128 << 10)
-        libc.malloc_trim(0)
+        _HEAP.leave(libc)
+
+
+def _apply(libc: ctypes.CDLL, parameters: dict[int, int]) -> None:
+    for parameter, value in parameters.items():
+        libc.mallopt(parameter, value)
 
 
 def _glibc() -> ctypes.CDLL | None:

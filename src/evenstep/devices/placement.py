@@ -1,4 +1,4 @@
-"""Tensors brought into the memory of a device, and how torch is to compute there."""
+"""Copies tensors to devices, and sets how torch computes there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def carry(
 ) -> torch.Tensor:
     """Return a copy of `tensor` in the memory of `device`, in an allocation of its own.
 
-    To a GPU it goes through pinned memory, in the order of the calling thread's stream.
+    A copy to a GPU goes through pinned memory, on the current stream.
     """
     if tensor.requires_grad:
         tensor = tensor.detach()
@@ -28,7 +28,7 @@ def carry(
 
 @contextmanager
 def intra_op_threads(threads: int) -> Iterator[None]:
-    """Let torch use `threads` threads in the calling thread, for a while."""
+    """Set the number of intra-op threads of the calling thread while the context is open."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -39,9 +39,10 @@ def intra_op_threads(threads: int) -> Iterator[None]:
 
 @contextmanager
 def deterministic_kernels(devices: Sequence[Device]) -> Iterator[None]:
-    """On CUDA devices, keep torch to kernels whose bits don't depend on timing.
+    """Use deterministic CUDA kernels while the context is open; no effect without a CUDA device.
 
-    Switches off cuDNN's autotuning and asks for deterministic algorithms; puts both back.
+    Turns off cuDNN's autotuning, which picks kernels by timing, and turns on torch's deterministic
+    algorithms; restores both at the end.
     """
     if all(device.kind == "cpu" for device in devices):
         yield

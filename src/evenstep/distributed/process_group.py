@@ -60,7 +60,7 @@ class Peers:
         story, seen = self.board.word_of(error.rank)
         if story is not None:
             failed = f"rank {error.rank} (on {host}) failed: {story}"
-            return PeerError(failed, error.rank, told=True)
+            return PeerError(failed, error.rank, reported=True)
         return PeerError(
             f"{error}: rank {self.rank} waited for {what}; rank {error.rank} is on {host}, {seen}",
             error.rank,

@@ -119,7 +119,7 @@ def show_told_in_a_line() -> None:
     def show(
         kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
-        if isinstance(error, PeerError) and error.told:
+        if isinstance(error, PeerError) and error.reported:
             print(f"evenstep: {' '.join(str(error).split())}", file=sys.stderr)
         else:
             before(kind, error, traceback)

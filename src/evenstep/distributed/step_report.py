@@ -101,7 +101,7 @@ def heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> Non
     for rank, report in told:
         if report.verdict is Verdict.FAILED:
             failed = f"rank {rank} (on {peers.hosts[rank]}) failed: {report.story}"
-            raise PeerError(failed, rank, told=True)
+            raise PeerError(failed, rank, reported=True)
     for rank, report in told:
         if report.verdict is Verdict.AGAIN:
             raise AgainError(f"rank {rank} asks for step {report.facts[0]} to be done again")

@@ -3,7 +3,6 @@
 from evenstep.engine.engine import Engine
 from evenstep.engine.handle import Handle, Pending, Var
 from evenstep.engine.lanes import InlineLanes, Lanes, ThreadLanes
-from evenstep.engine.stealing import Pace, Runs
 from evenstep.engine.task import Task
 
 __all__ = [
@@ -11,9 +10,7 @@ __all__ = [
     "Handle",
     "InlineLanes",
     "Lanes",
-    "Pace",
     "Pending",
-    "Runs",
     "Task",
     "ThreadLanes",
     "Var",

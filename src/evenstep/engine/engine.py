@@ -1,8 +1,7 @@
-"""The engine: a front end that returns at once, and lanes behind it.
+"""The engine: `submit` returns at once, and tasks run on lanes as soon as their inputs exist.
 
-`submit` notes a task and returns a handle. The task runs when what it reads has been written, on
-the lane it is bound to or on whichever is free. (Dive into Deep Learning, "Asynchronous
-Computation" and "Automatic Parallelism".)
+A task runs on the lane it is bound to, or on the first one that is free. (Dive into Deep Learning,
+"Asynchronous Computation" and "Automatic Parallelism".)
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from evenstep.devices import Device, Devices, find_devices
+from evenstep.devices import Device, Devices, as_device, find_devices
 from evenstep.engine import handle as handles
 from evenstep.engine import streams
 from evenstep.engine.guard import Guard
@@ -38,38 +37,34 @@ from evenstep.profiling.trace import Span, Trace
 
 logger = logging.getLogger("evenstep")
 
-_TICK_S = 0.02
-
 
 class Engine:
-    """Runs tasks on devices, each as soon as what it reads has been written.
+    """Runs tasks on devices, each as soon as the values that it reads have been written.
 
         with evenstep.Engine(devices=["cpu:0", "cpu:1"]) as engine:
-            y = engine.submit(torch.mm, x, x)  # a handle, at once
-            z = engine.submit(torch.add, y, 2, device="cpu:1")  # after y
+            y = engine.submit(torch.mm, x, x)  # returns a handle at once
+            z = engine.submit(torch.add, y, 2, device="cpu:1")  # runs after y
             print(z)  # waits
 
-    `with` starts two lanes (threads) for each device, one that computes and one that copies, and
-    ends them. At the end all tasks are done; an error that nobody waited for is raised there.
+    `with` starts two lanes (threads) for each device, one that computes and one that copies. At its
+    end it waits for all tasks, stops the lanes, and raises the first error that was not raised yet.
 
     Args:
-        devices: "auto", a number, or names (see `find_devices`).
-        threads: intra-op threads for each device.
-        max_in_flight: tasks that may be unfinished; `submit` waits while there are as many. None:
-            no bound, `submit` never waits.
-        lanes: what carries the tasks out; `InlineLanes` does without threads.
+        devices: "auto", a number, a device or a list of devices (see `find_devices`).
+        threads: intra-op threads of each device.
+        max_in_flight: the largest number of unfinished tasks; `submit` waits when it is reached.
+            None: no limit, `submit` never waits.
+        lanes: the executor of the tasks; `InlineLanes` runs them without threads.
 
     Attributes:
-        devices: where tasks run.
-        trace: what ran where and when.
-        scheduler: who decides; its questions may be asked at any time.
-        lanes: where work runs, also work that waits for nothing; for those who build on the engine.
-        lost_lanes: the computing lanes whose devices were given up.
-        listener: called in the lanes, one at a time, as `listener(lane, task, seconds)` at the end
-            of each task.
+        devices: the devices that tasks run on.
+        trace: a record of what ran where and when.
+        scheduler: assigns tasks to lanes; its state may be read at any time.
+        lanes: the lanes of an open engine, also for work that needs no order.
+        lost_lanes: the computing lanes of lost devices.
 
     Raises:
-        InputError: (its subclass DeviceError, too) for arguments that can't be.
+        InputError: (or its subclass DeviceError) an argument is invalid.
     """
 
     def __init__(
@@ -82,7 +77,7 @@ class Engine:
     ) -> None:
         self.lanes: Lanes
         if max_in_flight is not None and max_in_flight < 1:
-            raise InputError(f"got max_in_flight={max_in_flight}: at least 1 is needed, or None")
+            raise InputError(f"got max_in_flight={max_in_flight}: give at least 1, or None")
         self.devices = find_devices(devices, threads=threads)
         self.max_in_flight = max_in_flight
         count = len(self.devices)
@@ -97,10 +92,9 @@ class Engine:
         self._numbers = {device.name: number for number, device in enumerate(self.devices)}
         self._has_gpu = any(device.kind == "cuda" for device in self.devices)
         self._failed: set[Task] = set()
-        self._wanted: list[tuple[int, threading.Event]] = []
-        self._dropping = False
+        self._waiters: list[tuple[int, threading.Event]] = []
+        self._is_dropping = False
         self._vars = 0
-        self.listener: Callable[[int, Task, float], None] | None = None
 
     def __enter__(self) -> Engine:
         """Start the lanes."""
@@ -112,7 +106,7 @@ class Engine:
             lanes.open()
             self._opened = opened.pop_all()
         self._lanes = self.lanes = lanes
-        self._dropping = False
+        self._is_dropping = False
         return self
 
     def __exit__(
@@ -121,21 +115,22 @@ class Engine:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finish what was submitted (after an error: drop what has not begun); end the lanes."""
-        self._dropping = error is not None
+        """Finish the submitted tasks (after an error: drop those not started); stop the lanes."""
+        self._is_dropping = error is not None
         try:
             self.close()
         except BaseException as late:
             if error is None:
                 raise
-            logger.error("besides, a task failed: %r", late)
+            logger.error("another task failed, too: %r", late)
 
     def close(self) -> None:
-        """Wait for every task and end every thread.
+        """Wait for every task and stop the lanes.
 
         Raises:
-            KeyboardInterrupt: Ctrl-C was pressed meanwhile; what had not begun was dropped.
-            the first error that nobody waited for.
+            KeyboardInterrupt: Ctrl-C was pressed meanwhile; tasks that had not started were
+                dropped.
+            the first error that was not raised yet.
         """
         if self._lanes is None:
             return
@@ -146,9 +141,9 @@ class Engine:
                 self._wait_until(0)
                 self._lanes.close(self.scheduler.lost)
                 break
-            except KeyboardInterrupt as error:  # what runs can't be stopped, what waits is dropped
+            except KeyboardInterrupt as error:  # a running task can't be stopped
                 interrupted = error
-                self._dropping = True
+                self._is_dropping = True
         self._lanes = None
         self._opened.close()
         if interrupted is not None:
@@ -159,36 +154,33 @@ class Engine:
         self,
         function: Callable[..., Any],
         *arguments: Any,
-        device: str | Device | None = None,
-        prefer: str | Device | None = None,
+        device: str | torch.device | Device | None = None,
         reads: Iterable[handles.Var] = (),
         writes: Iterable[handles.Var] = (),
         name: str | None = None,
         story: Mapping[str, object] | None = None,
     ) -> Handle:
-        """Have `function(*arguments)` called in a lane; return a handle of its result at once.
+        """Run `function(*arguments)` in a lane; return a handle of its result at once.
 
         Args:
-            function: called with the grad mode, autocast and context variables of the caller.
-            arguments: handles and Vars among them (also in lists, tuples and dicts) arrive as their
-                values, once those are there.
-            device: the device to run on; None for whichever is free first.
-            prefer: a device to run on unless another one has nothing to do before.
-            reads: Vars that the function looks at (those among the arguments are known).
+            function: called with the caller's grad mode, autocast and context variables.
+            arguments: handles and Vars among them (in lists, tuples and dicts, too) arrive as their
+                values.
+            device: the device to run on; None: the first one that is free.
+            reads: Vars that the function reads, besides those among the arguments.
             writes: Vars that it changes.
-            name: for errors and the trace; else the function's name.
-            story: more about it for errors and the trace, such as {"step": 3}.
+            name: the task's name in errors and in the trace; None: the function's name.
+            story: further facts for errors and the trace, such as {"step": 3}.
 
         Raises:
-            DeviceError: `device` is none of the engine's.
-            DeadlockError: called in a lane when `max_in_flight` is reached.
+            DeviceError: the engine does not have `device`.
+            DeadlockError: called inside a task when `max_in_flight` is reached.
             ClosedError: the engine is not open.
         """
         task = Task(
             function,
             arguments,
             lane=None if device is None else self._lane(device),
-            run=None if prefer is None else self._lane(prefer),
             name=name,
             reads=tuple(reads),
             writes=tuple(writes),
@@ -197,11 +189,11 @@ class Engine:
         self.submit_tasks([task])
         return self.handle(task)
 
-    def copy(self, value: Any, device: str | Device) -> Handle:
-        """Copy a handle's, a Var's or a plain tensor to `device`, beside computation.
+    def copy(self, value: Any, device: str | torch.device | Device) -> Handle:
+        """Copy the tensors in `value` (a handle, a Var or plain) to `device`.
 
-        The copy runs on the device's copy lane: on a GPU, from pinned memory on a stream of its
-        own.
+        The copy runs on the device's copy lane, alongside computation: to a GPU, from pinned memory
+        on a stream of its own.
         """
         lane = self._lane(device)
         task = Task(
@@ -215,7 +207,7 @@ class Engine:
         return self.handle(task)
 
     def Var(self, value: Any, name: str | None = None) -> handles.Var:  # noqa: N802 - it makes a Var
-        """Return mutable state for tasks to read and write, each in its turn."""
+        """Return mutable state that tasks read and write in the order of submission."""
         self._vars += 1
         return handles.Var(value, name or f"Var {self._vars}", self._wait_for_var)
 
@@ -223,7 +215,7 @@ class Engine:
         """Wait for every task.
 
         Raises:
-            the first error (in the order of submission) that nobody waited for.
+            the first error, in the order of submission, that was not raised yet.
         """
         self._refuse_inside("wait for all tasks")
         self._wait_until(0)
@@ -232,7 +224,7 @@ class Engine:
                 torch.cuda.synchronize(device.index)
         self._raise_unseen()
 
-    # ---- for those who build on the engine
+    # ---- for code that builds on the engine
 
     def submit_tasks(self, tasks: Sequence[Task]) -> None:
         """Submit `tasks` together, in this order."""
@@ -247,7 +239,7 @@ class Engine:
                 task.after = fences
         submissions = [_submission(task) for task in tasks]
         with self._guard:
-            self._act(self.scheduler.submit(submissions, time.perf_counter()))
+            self._act(self.scheduler.submit(submissions))
         lanes.work()
 
     def handle(self, task: Task) -> Handle:
@@ -255,24 +247,22 @@ class Engine:
         return Handle(task, self._wait_for)
 
     def copy_lane(self, lane: int) -> int:
-        """Return the lane that copies to the device of a computing lane."""
+        """Return the copying lane of the device of a computing lane."""
         return len(self.devices) + lane
 
     def drain(self, task: Task) -> None:
-        """Wait for the end of `task`, however often Ctrl-C is pressed."""
+        """Wait until `task` has ended, no matter how often Ctrl-C is pressed."""
         while not task.ended:
             with contextlib.suppress(KeyboardInterrupt):
                 self.wait_for(task)
 
     def failure_of(self, task: Task) -> BaseException | None:
-        """Return what an ended task failed with, itself or by what it needed; None if it didn't."""
-        if task.cause is None:
-            return None
-        return self._told(task.cause)
+        """Return the error of an ended task, its own or that of a failed input, or None."""
+        return None if task.cause is None else self._error_of(task.cause)
 
     @property
     def lane_here(self) -> int:
-        """The lane that the calling task runs on."""
+        """The lane of the calling task."""
         assert self._lanes is not None
         return self._lanes.here
 
@@ -288,12 +278,12 @@ class Engine:
         return self._lanes.side_by_side
 
     def adopt(self, lane: int) -> None:
-        """Make the calling thread, which a task has started, one of that lane's."""
+        """Make the calling thread, which a task has started, compute as a thread of `lane`."""
         assert self._lanes is not None
         self._lanes.adopt(lane)
 
     def give_up_device_of(self, task: Task) -> None:
-        """Give up the device that made an ended task fail, if it is a device that failed."""
+        """Give up the device whose failure, if that is the cause, made an ended task fail."""
         cause = task.cause
         if isinstance(cause, Task) and is_device_failure(cause.error):
             lane = cause.lane if cause.ran_on is None else cause.ran_on
@@ -301,16 +291,16 @@ class Engine:
                 self.lose(lane % len(self.devices))
 
     def lose(self, lane: int) -> None:
-        """Give a device up: its tasks fail, nothing is given to it, and nobody waits for it."""
+        """Give up a device: its tasks fail at once, and no further tasks are assigned to it."""
         self.lost_lanes |= {lane}
         with self._guard:
-            self._act(self.scheduler.lose(lane, time.perf_counter()))
-            self._act(self.scheduler.lose(self.copy_lane(lane), time.perf_counter()))
+            self._act(self.scheduler.lose(lane))
+            self._act(self.scheduler.lose(self.copy_lane(lane)))
         if self._lanes is not None:
             self._lanes.work()
 
     def wait_for(self, task: Task, timeout_s: float | None = None) -> bool:
-        """Wait until `task` has ended, on a GPU too; say whether it has."""
+        """Wait until `task` has ended (on a GPU: its kernels, too); return whether it has."""
         if not task.ended:
             self._refuse_inside(f"wait for {task.name!r}")
             ended = threading.Event()
@@ -325,24 +315,22 @@ class Engine:
             task.fence.synchronize()
         return True
 
-    # ---- in the front end
+    # ---- in the submitting thread
 
-    def _lane(self, device: str | Device) -> int:
-        name = device.name if isinstance(device, Device) else device
-        lane = self._numbers.get(name)
-        if lane is None:
-            (found,) = find_devices([device])
-            lane = self._numbers.get(found.name)
-        if lane is None:
+    def _lane(self, device: str | torch.device | Device) -> int:
+        name = device if isinstance(device, str) else as_device(device).name
+        if name not in self._numbers:
+            name = as_device(device).name  # spelled out: "cpu" is cpu:0
+        if name not in self._numbers:
             raise DeviceError(
                 f"got device {name}, but the engine has {', '.join(self._numbers)}: use one of them"
             )
-        return lane
+        return self._numbers[name]
 
     def _wait_for(self, task: Task) -> None:
         self.wait_for(task)
         if task.cause is not None:
-            raise self._told(task.cause)
+            raise self._error_of(task.cause)
 
     def _wait_for_var(self, var: handles.Var) -> None:
         writer, cause = var.writer, var.cause
@@ -350,41 +338,32 @@ class Engine:
             assert isinstance(writer, Task)
             self._wait_for(writer)
         elif cause is not None:
-            raise self._told(cause)
+            raise self._error_of(cause)
         for fence in var.fences:
             if fence is not None:
                 fence.synchronize()
 
     def _wait_until(self, unfinished: int) -> None:
-        """Wait until no more than so many tasks are unfinished."""
+        """Wait until at most `unfinished` tasks are unfinished."""
         while self.scheduler.graph.unfinished > unfinished:
             self._refuse_inside(f"submit a task beyond max_in_flight={self.max_in_flight}")
             reached = threading.Event()
             with self._guard:
                 if self.scheduler.graph.unfinished <= unfinished:
                     return
-                self._wanted.append((unfinished, reached))
+                self._waiters.append((unfinished, reached))
             self._await(reached)
 
     def _await(self, event: threading.Event, timeout_s: float | None = None) -> bool:
-        """Wait for `event`, and look meanwhile whether a late run is worth stealing from."""
-        waited_s = 0.0
-        while timeout_s is None or waited_s < timeout_s:
-            if self._lanes is not None:
-                self._lanes.work()
-            if event.wait(_TICK_S):
-                return True
-            waited_s += _TICK_S
-            with self._guard:
-                if self.scheduler.can_steal:
-                    self._act(self.scheduler.tick(time.perf_counter()))
-        return False
+        if self._lanes is not None:
+            self._lanes.work()  # resumes inline lanes after Ctrl-C
+        return event.wait(timeout_s)
 
     def _refuse_inside(self, what: str) -> None:
         if self._lanes is not None and self._lanes.inside:
             raise DeadlockError(
-                f"a task can't {what}: its lane would stand still meanwhile, perhaps for ever. "
-                f"Give the handle to another task as an argument instead"
+                f"a task can't {what}: its lane is blocked meanwhile, possibly forever. Pass the "
+                f"handle to another task as an argument instead"
             )
 
     def _raise_unseen(self) -> None:
@@ -394,15 +373,15 @@ class Engine:
         for task in unseen:
             task.seen = True
         if unseen:
-            error = self._told(unseen[0])
+            error = self._error_of(unseen[0])
             if len(unseen) > 1:
                 add_note(error, f"{len(unseen) - 1} more failed: {unseen[1].error!r}, ...")
             raise error
 
-    def _told(self, cause: object) -> BaseException:
-        """Return the error of a task that failed, with its own traceback, and note who knows."""
+    def _error_of(self, cause: object) -> BaseException:
+        """Return the error of a failed task with its own traceback; it will not be raised again."""
         assert isinstance(cause, Task)
-        with self._guard:  # it ends wholly before it is told
+        with self._guard:  # held until the lane has recorded the whole end of the task
             cause.seen = True
             self._failed.discard(cause)
         assert cause.error is not None
@@ -410,8 +389,8 @@ class Engine:
 
     # ---- in the lanes
 
-    def _carry_out(self, lane: int, task: Task) -> None:
-        """Run a task in the calling lane, and start what waited for its end."""
+    def _execute(self, lane: int, task: Task) -> None:
+        """Run a task in the calling lane, and start the tasks that waited for its end."""
         device = self.devices[lane % len(self.devices)]
         result, error = None, None
         began = time.perf_counter()
@@ -419,23 +398,20 @@ class Engine:
             result = self._call(task, device)
         except BaseException as caught:
             error = caught
-            add_note(error, task.tell(device))
+            add_note(error, task.describe(device))
         ended = time.perf_counter()
-        story = {**(task.story or {}), "stolen": True} if task.stolen else task.story
         with self._guard:
-            if not task.ended:  # else its lane was lost meanwhile
+            if not task.ended:  # otherwise its lane was lost meanwhile
                 task.result = result
                 if error is not None:
                     task.error, task.traceback = error, error.__traceback__
-            self.trace.add(Span(lane, task.name, task.category, began, ended, story))
-            if self.listener:
-                self.listener(lane, task, ended - began)
-            self._act(self.scheduler.ended(lane, task, ended, failed=error is not None))
+            self.trace.add(Span(lane, task.name, task.category, began, ended, task.story))
+            self._act(self.scheduler.ended(lane, task, failed=error is not None))
 
     def _call(self, task: Task, device: Device) -> Any:
-        if self._dropping:
-            task.seen = True  # whoever dropped it knows
-            raise ClosedError(f"{task.name!r} was dropped: the engine was closed before it")
+        if self._is_dropping:
+            task.seen = True  # the caller that dropped it does not need its error
+            raise ClosedError(f"{task.name!r} was dropped: the engine was closed before it started")
         if self._has_gpu:
             streams.open_task(task, device)
         result = task.call()
@@ -444,31 +420,31 @@ class Engine:
         return result
 
     def _act(self, decisions: Decisions) -> None:
-        """Carry decisions out; called under the guard."""
+        """Carry out decisions of the scheduler; called with the guard held."""
         for lane, task in decisions.starts:
             assert self._lanes is not None
             task.ran_on = lane
-            self._lanes.put(lane, functools.partial(self._carry_out, task=task))
+            self._lanes.put(lane, functools.partial(self._execute, task=task))
         for task in decisions.ends:
             if task.cause is task:
-                self._note_failure(task)
-            task.let_go()
+                self._record_failure(task)
+            task.release()
             for event in task.wakes:
                 event.set()
-        if self._wanted and decisions.ends:
+        if self._waiters and decisions.ends:
             unfinished = self.scheduler.graph.unfinished
-            for wanted in [wanted for wanted in self._wanted if unfinished <= wanted[0]]:
-                self._wanted.remove(wanted)
-                wanted[1].set()
+            for waiter in [waiter for waiter in self._waiters if unfinished <= waiter[0]]:
+                self._waiters.remove(waiter)
+                waiter[1].set()
 
-    def _note_failure(self, task: Task) -> None:
+    def _record_failure(self, task: Task) -> None:
         if task.error is None:
             lane = task.lane if task.ran_on is None else task.ran_on
             device = "every device" if lane is None else self.devices[lane % len(self.devices)]
             task.error = DeviceLostError(
-                f"{device} was lost, and {task.name!r} with it: it is out of use now"
+                f"{device} was lost, and {task.name!r} with it: use another device"
             )
-            add_note(task.error, task.tell(device))
+            add_note(task.error, task.describe(device))
         if not task.seen:
             self._failed.add(task)
 
@@ -477,5 +453,5 @@ def _submission(task: Task) -> Submission:
     if not task.sources:
         return task, (), task.reads, task.writes
     inputs = [source.task for source in task.sources if isinstance(source, Handle)]
-    given = [source for source in task.sources if isinstance(source, handles.Var)]
-    return task, inputs, (*given, *task.reads), task.writes
+    variables = [source for source in task.sources if isinstance(source, handles.Var)]
+    return task, inputs, (*variables, *task.reads), task.writes

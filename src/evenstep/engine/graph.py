@@ -1,10 +1,10 @@
-"""Who waits for whom: a pure record of tasks that read and write, without threads or torch.
+"""The dependency graph: which tasks must wait for which others. No threads, no torch.
 
-A task waits for the tasks whose results it takes, and, for each place of mutable state that it
-names, as in a sequential run: a reader for the last writer (read after write), a writer for the
-last writer (write after write) and for every reader since (write after read). That is the rule of
-MXNet's ThreadedEngine ("Dependency Engine for Deep Learning", its versioned queues of reads and
-writes), kept as edges between tasks.
+A task waits for the tasks whose results it takes. For each place of mutable state that it names, it
+also waits as in a sequential run: a reader for the last writer (read after write), a writer for the
+last writer (write after write) and for all readers since then (write after read). This is the rule
+of MXNet's ThreadedEngine ("Dependency Engine for Deep Learning", its versioned queues of reads and
+writes), recorded as edges between tasks.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import Any, Generic, TypeVar
 
 
 class Place:
-    """Mutable state that tasks read and write; who is still at it.
+    """Mutable state that tasks read and write, with the unfinished tasks that use it.
 
     Attributes:
-        writer: the last task to write it, while that has not ended.
-        readers: tasks since then that read it and have not ended.
-        cause: the failure that left it undefined; None if it is sound.
+        writer: the last task that writes it; None once that task has ended.
+        readers: unfinished tasks that were submitted after `writer` and read the place.
+        cause: the failed task that left the value undefined; None if the value is valid.
     """
 
     __slots__ = ("cause", "readers", "writer")
@@ -31,16 +31,17 @@ class Place:
 
 
 class Node:
-    """A task, as far as its order goes.
+    """A task as the graph sees it.
 
     Attributes:
-        number: its place in the order of submission.
-        missing: how many ends it still waits for.
-        takers: tasks that wait for its end and need what it made: they fail if it fails.
-        followers: tasks that wait for its end and no more.
-        reads, writes: the places it reads only, and those it writes.
+        number: position in the order of submission, from 0; -1 before submission.
+        missing: number of tasks that must end before this one can start.
+        takers: tasks that wait for this one and need its result: they fail if it fails.
+        followers: tasks that wait for this one but do not need its result.
+        reads, writes: the places it only reads, and the places it writes.
         ended: whether it has run, or will never run.
-        cause: the task whose failure it suffers from (itself, if it failed); of several, the first.
+        cause: the task whose failure reached this one (itself if it failed); the one submitted
+            first if there are several.
     """
 
     __slots__ = (
@@ -63,7 +64,7 @@ class Node:
         return self.number >= 0
 
     def suffer(self, cause: Node | None) -> None:
-        """Note that a failure reaches this task; of several, the first submitted counts."""
+        """Record that a failure reaches this task; of several causes, keep the first submitted."""
         if cause is not None and (self.cause is None or cause.number < self.cause.number):
             self.cause = cause
 
@@ -75,7 +76,7 @@ class Graph(Generic[N]):
     """The tasks that have not ended.
 
     Attributes:
-        unfinished: how many there are.
+        unfinished: their number.
     """
 
     def __init__(self) -> None:
@@ -92,13 +93,13 @@ class Graph(Generic[N]):
         """Add a task after all those added before it.
 
         Args:
-            node: a new one.
-            inputs: the tasks whose results it takes.
+            node: the task, not yet in any graph.
+            inputs: the tasks whose results it needs.
             reads: places it reads.
             writes: places it writes (and may read).
 
         Returns:
-            [node] if it need not wait, else [].
+            [node] if it can start at once, else [].
         """
         node.number = self._submitted
         self._submitted += 1
@@ -124,9 +125,11 @@ class Graph(Generic[N]):
         return [] if node.missing else [node]
 
     def end(self, node: N, *, failed: bool = False) -> list[N]:
-        """End a task that waits for nothing; return those that wait for nothing now, in order.
+        """End a task that waits for nothing.
 
-        Those with a `cause` must not run: they are to be ended at once, as they are.
+        Returns:
+            The tasks that now wait for nothing, in the order of submission. Those with a `cause`
+            must not run: the caller ends them at once.
         """
         if failed:
             node.cause = node
@@ -135,7 +138,7 @@ class Graph(Generic[N]):
         cause = node.cause
         for place in node.writes:
             if place.writer is node:
-                place.cause = cause  # first: who finds no writer may look at it at once
+                place.cause = cause  # before `writer`: a reader that finds no writer looks at it
                 place.writer = None
         for place in node.reads:
             place.readers.discard(node)

@@ -1,8 +1,8 @@
-"""A lock that Ctrl-C can't break into.
+"""A lock that Ctrl-C cannot interrupt, so that the engine's bookkeeping is never half done.
 
-Python runs signal handlers in the main thread between any two instructions, so Ctrl-C could leave
-bookkeeping half changed. While `protected` holds, SIGINT that comes inside the lock is put off to
-the end of the `with`.
+Python runs signal handlers in the main thread between any two instructions. While `Guard.protected`
+is active, a SIGINT that arrives while the main thread holds the lock, or waits for it, is handled
+when the lock is released.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 
 
 class Guard:
-    """A lock around bookkeeping that must be done wholly or not at all."""
+    """A lock around changes that must be made completely or not at all."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._main = threading.main_thread().ident
         self._main_is_inside = False
         self._handler: Any = None
-        self._put_off: tuple[int, FrameType | None] | None = None
+        self._deferred: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> None:
         if threading.get_ident() == self._main:
@@ -34,13 +34,13 @@ class Guard:
         self._lock.release()
         if threading.get_ident() == self._main:
             self._main_is_inside = False
-            if self._put_off is not None:
-                put_off, self._put_off = self._put_off, None
-                self._handler(*put_off)
+            if self._deferred is not None:
+                deferred, self._deferred = self._deferred, None
+                self._handler(*deferred)
 
     @contextmanager
     def protected(self) -> Iterator[None]:
-        """Put off Ctrl-C inside the lock, from here to the end; only in the main thread."""
+        """Defer Ctrl-C inside the lock while the context is open; only in the main thread."""
         handler = signal.getsignal(signal.SIGINT)
         if threading.get_ident() != self._main or not callable(handler):
             yield
@@ -50,12 +50,14 @@ class Guard:
         try:
             yield
         finally:
-            is_main = threading.get_ident() == self._main  # closed elsewhere, it stays: it forwards
+            # Only the main thread can restore the handler. Closed in another thread, ours stays and
+            # forwards signals to the handler that it replaced.
+            is_main = threading.get_ident() == self._main
             if is_main and signal.getsignal(signal.SIGINT) == self._on_signal:
                 signal.signal(signal.SIGINT, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._main_is_inside:
-            self._put_off = (number, frame)
+            self._deferred = (number, frame)
         else:
             self._handler(number, frame)

@@ -1,7 +1,7 @@
-"""What a person holds of the engine: a result not yet computed, and mutable state that tasks share.
+"""What users of the engine hold: results that are not computed yet, and state that tasks share.
 
-Reading one waits: `result`, `item`, `numpy`, `float` and `print` are the synchronising functions
-(Dive into Deep Learning, "Asynchronous Computation").
+`result`, `item`, `numpy`, `float` and `print` wait for the value: they are the synchronising
+functions of Dive into Deep Learning, "Asynchronous Computation".
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from evenstep.engine.task import Source, Task
 
 
 class Pending(Source):
-    """A value that tasks may still be at work on."""
+    """A value that tasks may still be computing."""
 
     __slots__ = ()
 
     def wait_to_read(self) -> None:
-        """Block until the value is there.
+        """Block until the value is computed.
 
         Raises:
-            the error of the task that failed to make it, with that task's traceback and story.
-            DeadlockError: called inside a lane, which the awaited task might need.
+            the error of the task that failed to compute it, with its traceback and story.
+            DeadlockError: called inside a task, whose lane the awaited task might need.
         """
         raise NotImplementedError
 
@@ -61,7 +61,7 @@ class Pending(Source):
 
 
 class Handle(Pending):
-    """The result of a task; among the arguments of another it is a dependency."""
+    """The result of a task; as an argument of another task it is a dependency."""
 
     __slots__ = ("_wait", "task")
 
@@ -70,7 +70,7 @@ class Handle(Pending):
         self._wait = wait
 
     def value_in_task(self) -> Any:
-        """Return the result; only called once it is there."""
+        """Return the result; called only once the task has ended."""
         return self.task.result
 
     def wait_to_read(self) -> None:
@@ -78,13 +78,13 @@ class Handle(Pending):
         self._wait(self.task)
 
     @property
-    def told(self) -> str:
-        """What it is, in a task's story."""
+    def description(self) -> str:
+        """The task whose result it is."""
         return f"the result of {self.task.name!r} (number {self.task.number})"
 
     @property
     def done(self) -> bool:
-        """Whether the task has ended; never waits."""
+        """Whether the task has ended. Does not wait."""
         return self.task.ended
 
     def __repr__(self) -> str:
@@ -92,11 +92,11 @@ class Handle(Pending):
 
 
 class Var(Place, Pending):
-    """Mutable state that tasks read and write, each in its turn.
+    """Mutable state that tasks read and write in the order of submission.
 
-    Among the arguments of a task it arrives as its value. A task that changes the value names it in
-    `writes`, one that only looks at it in `reads` (or just takes it as an argument). Where a writer
-    fails the value is undefined, so tasks after it fail with it; a new Var makes a fresh start.
+    As an argument of a task it arrives as its value. A task that changes the value names the Var in
+    `writes`; one that only reads it names it in `reads`, or takes it as an argument. If a writer
+    fails, the value is undefined and later tasks that use the Var fail too: create a new Var.
     """
 
     __slots__ = ("_value", "_wait", "fences", "name")
@@ -109,12 +109,12 @@ class Var(Place, Pending):
         self._wait = wait
 
     def value_in_task(self) -> Any:
-        """Return the value; only called while no task writes it."""
+        """Return the value; called only while no task writes it."""
         return self._value
 
     @property
-    def told(self) -> str:
-        """What it is, in a task's story."""
+    def description(self) -> str:
+        """Its name."""
         return self.name
 
     def wait_to_read(self) -> None:

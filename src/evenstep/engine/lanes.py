@@ -1,6 +1,6 @@
-"""Lanes: the worker threads of the devices, each of which makes one call at a time.
+"""Lanes: the worker threads of the devices. Each lane makes one call at a time.
 
-A lane calls what `put` gives it, in that order, with its own number; it decides nothing.
+A lane makes the calls that `put` queues, in that order. The scheduler makes all decisions.
 """
 
 from __future__ import annotations
@@ -16,53 +16,45 @@ import torch
 from evenstep.devices import Device
 from evenstep.engine.task import PLAIN, in_modes
 
-_GRACE_S = 0.2  # for the thread of a lost lane to end, if it still can
+_GRACE_S = 0.2  # how long `close` waits for the thread of a lost lane, which may never end
 
 Work: TypeAlias = "Callable[[int], object]"
-"""Called in a lane with the lane's number; it must not raise."""
+"""Called in a lane with the lane's number; must not raise."""
 
 
 class Lanes(Protocol):
-    """What the engine needs of its lanes: two for each device, the second one for copies."""
+    """The interface of the engine to its lanes: a computing and a copying lane for each device."""
 
     def open(self) -> None:
         """Start the lanes."""
-        ...
 
     def put(self, lane: int, work: Work) -> None:
-        """Call `work(lane)` in the lane, after what was put there before."""
-        ...
+        """Queue the call `work(lane)` in that lane."""
 
     def work(self) -> None:
-        """Carry out what was put, if the lanes have no threads of their own for it."""
-        ...
+        """Make the queued calls, if the lanes have no threads of their own."""
 
     def close(self, lost: set[int]) -> None:
-        """Stop, and wait for the end of every lane but the `lost` ones, which may never end."""
-        ...
+        """Stop all lanes; wait until each has ended, except the `lost` ones."""
 
     @property
     def inside(self) -> bool:
-        """Whether the caller is a task, which must not wait for others."""
-        ...
+        """Whether the caller is a task, which must not wait for other tasks."""
 
     @property
     def here(self) -> int:
         """The lane of the calling task."""
-        ...
 
     @property
     def side_by_side(self) -> bool:
-        """Whether tasks of several lanes run at the same time, and may wait for each other."""
-        ...
+        """Whether tasks on several lanes run at the same time, and may wait for each other."""
 
     def adopt(self, lane: int) -> None:
-        """Make the calling thread, which a task has started, one of that lane's."""
-        ...
+        """Make the calling thread, which a task has started, compute as a thread of `lane`."""
 
 
 class ThreadLanes:
-    """Lanes with a thread each; the threads live from `open` to `close`."""
+    """Lanes with one thread each, from `open` to `close`."""
 
     side_by_side = True
 
@@ -74,7 +66,7 @@ class ThreadLanes:
 
     def open(self) -> None:
         """Start a computing and a copying thread for each device."""
-        torch.get_num_threads()  # settle the caller's own number before the lanes set theirs
+        torch.get_num_threads()  # fix the caller's own number before the lanes set theirs
         roles = [(device, f"evenstep {device}") for device in self.devices]
         roles += [(device, f"evenstep copy {device}") for device in self.devices]
         self._inboxes = [queue.SimpleQueue() for _ in roles]
@@ -86,14 +78,14 @@ class ThreadLanes:
             thread.start()
 
     def put(self, lane: int, work: Work) -> None:
-        """Give a lane its next call."""
+        """Queue a call for a lane's thread."""
         self._inboxes[lane].put(work)
 
     def work(self) -> None:
-        """Nothing to do: the threads are at work."""
+        """Do nothing: the threads make the calls."""
 
     def close(self, lost: set[int]) -> None:
-        """Stop every thread, and wait for its end."""
+        """Stop and join every thread; join those of `lost` lanes for a moment only."""
         for inbox in self._inboxes:
             inbox.put(None)
         for lane, thread in enumerate(self._threads):
@@ -112,14 +104,14 @@ class ThreadLanes:
         return lane
 
     def adopt(self, lane: int) -> None:
-        """Let the calling thread compute as the lane's own thread does."""
+        """Make the calling thread compute as the lane's own thread does."""
         self._here.lane = lane
-        _settle_threads(self.devices[lane].threads)
+        _fix_threads(self.devices[lane].threads)
 
     def _work(self, lane: int, device: Device, name: str) -> None:
         threading.current_thread().name = name
         self._here.lane = lane
-        _settle_threads(device.threads)
+        _fix_threads(device.threads)
         inbox = self._inboxes[lane]
         if device.kind == "cuda":
             torch.cuda.set_device(device.index)
@@ -132,62 +124,62 @@ class ThreadLanes:
 class InlineLanes:
     """Lanes without threads: a task runs in the thread that submits it, before `submit` returns.
 
-    A real stand-in: the same results with nothing beside anything else, for tests and debuggers.
+    The results are the same, and only one task runs at a time: for tests and debuggers.
 
     Attributes:
-        here: the lane of the task that runs.
+        here: the lane of the running task.
     """
 
     side_by_side = False
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
-        self._todo: deque[tuple[int, Work]] = deque()
-        self._at_work = False
+        self._queue: deque[tuple[int, Work]] = deque()
+        self._is_working = False
         self.here = -1
 
     def open(self) -> None:
-        """Nothing to start."""
+        """Do nothing: there are no threads to start."""
 
     def put(self, lane: int, work: Work) -> None:
-        """Keep the call for `work`."""
-        self._todo.append((lane, work))
+        """Queue the call for `work`."""
+        self._queue.append((lane, work))
 
     def work(self) -> None:
-        """Run what was put, and what that starts, one after the other."""
-        if self._at_work or not self._todo:
+        """Make the queued calls and those that they queue, one after another."""
+        if self._is_working or not self._queue:
             return
-        self._at_work = True
+        self._is_working = True
         before = torch.get_num_threads()
         try:
-            with in_modes(PLAIN):  # those of a lane; and what a task leaves behind is put back
-                while self._todo:
-                    lane, work = self._todo.popleft()
+            with in_modes(PLAIN):  # as in a new thread; undoes what a task leaves behind, too
+                while self._queue:
+                    lane, work = self._queue.popleft()
                     self.here = lane
                     torch.set_num_threads(self.devices[lane % len(self.devices)].threads)
                     work(lane)
         finally:
-            self._at_work = False
+            self._is_working = False
             torch.set_num_threads(before)
 
     def close(self, lost: set[int]) -> None:
-        """Nothing to stop."""
+        """Do nothing: there are no threads to stop."""
 
     def adopt(self, lane: int) -> None:
-        """Let the calling thread compute as a task of that lane does."""
-        _settle_threads(self.devices[lane].threads)
+        """Make the calling thread compute as a task of that lane does."""
+        _fix_threads(self.devices[lane].threads)
 
     @property
     def inside(self) -> bool:
-        """Whether a task runs."""
-        return self._at_work
+        """Whether a task is running."""
+        return self._is_working
 
 
-def _settle_threads(threads: int) -> None:
-    """Let torch use `threads` threads in this new thread, whatever other threads ask for later.
+def _fix_threads(threads: int) -> None:
+    """Set the number of intra-op threads of this new thread, whatever other threads set later.
 
-    At its first use of torch a thread takes the number that any thread has set last, even over its
-    own: so the first use comes before the setting.
+    At its first use of torch a thread adopts the number that any thread has set last, even over its
+    own setting. So the first use must come before the setting.
     """
     torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -1,8 +1,8 @@
-"""Order between the CUDA streams of the lanes: events, so that no lane waits for a kernel to end.
+"""Orders the CUDA streams of the lanes by events, so that no thread waits for kernels to finish.
 
-For the scheduler a task on a GPU is done when its kernels are launched. What takes its result runs
-on another lane's stream, which is told to wait for the event (`fence`) that was recorded behind
-those kernels. Without GPUs nothing here is called.
+To the scheduler, a task on a GPU has ended when its kernels are launched. An event (`fence`) is
+recorded behind them, and the stream of any task that takes the result waits for that event. Without
+GPUs nothing here is called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from evenstep.engine.task import Task
 
 
 def copy_to(value: Any, device: Device) -> Any:
-    """Return a copy of every tensor in `value` in the memory of `device`; the rest as it is."""
+    """Return `value` with every tensor in it copied to `device`; everything else is unchanged."""
 
     def copied(leaf: Any) -> Any:
         return carry(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
@@ -29,14 +29,14 @@ def copy_to(value: Any, device: Device) -> Any:
 
 
 def fence_here(device: Device) -> Any:
-    """Record an event behind everything that the calling thread has launched on a GPU."""
+    """Record an event behind the kernels that the calling thread has launched on a GPU."""
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(device.index))
     return event
 
 
 def wait_for(fences: Iterable[Any], device: Device) -> None:
-    """Let what comes on the calling thread's lane wait for `fences`; a CPU lane waits itself."""
+    """Make a GPU's current stream wait for `fences`; on a CPU device, block until they pass."""
     for fence in fences:
         if fence is None:
             continue
@@ -47,7 +47,7 @@ def wait_for(fences: Iterable[Any], device: Device) -> None:
 
 
 def open_task(task: Task, device: Device) -> None:
-    """Order the lane's stream behind the submission, and behind all that the task takes."""
+    """Make the lane's stream wait for the submitting thread's kernels and the task's inputs."""
     wait_for(task.after, device)
     for source in task.sources:
         if isinstance(source, Handle):
@@ -60,7 +60,7 @@ def open_task(task: Task, device: Device) -> None:
 
 
 def close_task(task: Task, device: Device) -> None:
-    """Leave a fence behind what the task has launched."""
+    """Record a fence behind the task's kernels, and on the places that it used."""
     task.fence = fence_here(device) if device.kind == "cuda" else None
     for place in task.writes:
         _fences_of(place)[:] = [task.fence]
@@ -76,7 +76,7 @@ def _fences_of(place: Place) -> list[Any]:
 
 
 def keep(value: Any) -> None:
-    """Tell torch's allocator that the calling lane's stream uses the memory of `value` too."""
+    """Mark the memory of `value` as used by the current stream, so that it is not reused early."""
     for leaf in optree.tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
             leaf.record_stream(torch.cuda.current_stream(leaf.device))

@@ -1,7 +1,7 @@
-"""A task: a call to be made in a lane, with its story.
+"""A task: a call that the engine makes in a lane, with the modes of the thread that submitted it.
 
-Torch's modes (grad mode, autocast) belong to a thread. A task runs in another thread than the one
-that submitted it, but must compute what it would have computed there.
+Torch's modes (grad mode, autocast) are thread-local. A task runs in another thread than the one
+that submitted it, and must compute what the call would have computed there.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _AUTOCAST_KINDS = ("cpu", "cuda")
 
 
 class Modes(NamedTuple):
-    """The modes of a thread that change what an op does.
+    """The thread-local modes of torch that change what an op does.
 
     Attributes:
         grad: whether ops are recorded for the backward pass.
         inference: whether inference mode is on.
-        autocast: for the CPU and CUDA, the dtype that autocast computes in; None if it is off.
+        autocast: the dtypes that autocast uses on the CPU and on CUDA; None where it is off.
     """
 
     grad: bool
@@ -48,10 +48,10 @@ def current_modes() -> Modes:
 
 @contextlib.contextmanager
 def in_modes(modes: Modes) -> Iterator[None]:
-    """Put the calling thread into `modes`, whatever it is in, and back at the end.
+    """Set the modes of the calling thread, and restore its own at the end.
 
-    Autocast's cache of cast weights belongs to the process, and the end of autocast in one thread
-    clears it for all, so it stays off.
+    Autocast's cache of cast weights is shared by the process, and leaving autocast in one thread
+    clears it for all threads. So the cache stays off.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(modes.inference))
@@ -69,43 +69,36 @@ PLAIN = Modes(grad=True, inference=False, autocast=(None,) * len(_AUTOCAST_KINDS
 
 
 class Task(Job):
-    """A call and what came of it.
+    """A call and its outcome.
+
+    Args:
+        function: the function to call.
+        arguments: its arguments; a `Source` among them arrives as its value.
+        lane: the lane to run on; None: any computing lane.
+        name: the name in errors and in the trace; None: the name of the function.
+        category: what its time counts as in the trace: "compute", "sum", "update", "copy" or a
+            category of your own.
+        reads, writes: places that it uses besides its arguments.
+        modes: the modes to call it in; None: those of the submitting thread.
+        story: further facts for errors and the trace, such as {"step": 3}.
+        quiet: the engine does not raise its error at the end: the submitter asks for it.
 
     Attributes:
-        modes: what it is called in; those of the submitting thread, unless given.
-        name: what it is called in errors and in the trace.
-        category: what its seconds count as: "compute", "sum", "update", "copy", or a name of the
-            user's.
-        story: more to say about it: the step, the shard.
-        sources: the handles and Vars that it was given.
-        result: what the call returned.
-        error: what it raised; for a task that was not run, why not.
-        traceback: where it raised it.
-        seen: whether somebody was told of the error, or none but whoever submitted it shall be.
+        sources: the handles and Vars among its arguments.
+        result: the return value of the call.
+        error: the exception that it raised, or the reason why it did not run.
+        traceback: the traceback of `error`.
+        seen: whether `error` was raised to a caller (or is left to the submitter, see `quiet`).
         ran_on: the lane that it ran on.
-        after: with GPUs: events behind what the submitting thread had launched there.
-        fence: on a GPU: the event behind what the task has launched.
-        wakes: what is to be set at its end.
+        after: on GPUs: events recorded behind the submitting thread's own kernels.
+        fence: on a GPU: the event recorded behind the task's kernels.
+        wakes: events to set when the task ends.
     """
 
     __slots__ = (
-        "after",
-        "arguments",
-        "category",
-        "context",
-        "error",
-        "fence",
-        "function",
-        "modes",
-        "name",
-        "ran_on",
-        "result",
-        "seen",
-        "sources",
-        "story",
-        "traceback",
-        "wakes",
-    )
+        "after", "arguments", "category", "context", "error", "fence", "function", "modes", "name",
+        "ran_on", "result", "seen", "sources", "story", "traceback", "wakes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -113,7 +106,6 @@ class Task(Job):
         arguments: tuple[Any, ...] = (),
         *,
         lane: int | None = None,
-        run: int | None = None,
         name: str | None = None,
         category: str = "compute",
         reads: Sequence[Place] = (),
@@ -122,7 +114,7 @@ class Task(Job):
         story: Mapping[str, object] | None = None,
         quiet: bool = False,
     ) -> None:
-        super().__init__(lane, run, category)
+        super().__init__(lane)
         self.function: Callable[..., Any] | None = function
         self.arguments = arguments
         self.reads = reads
@@ -143,9 +135,9 @@ class Task(Job):
         self.wakes: list[threading.Event] = []
 
     def call(self) -> Any:
-        """Make the call, as the submitting thread would, and return what it returns."""
+        """Make the call in the modes and context of the submitting thread; return its result."""
         given, function = self.arguments, self.function
-        if function is None:  # let go of just now: the lane was lost
+        if function is None:  # released just now, because the lane was lost
             return None
         arguments = [value_of(argument) for argument in given]
         modes = current_modes()
@@ -154,58 +146,57 @@ class Task(Job):
         with in_modes(self.modes):
             return self.context.run(function, *arguments)
 
-    def let_go(self) -> None:
-        """Forget the call: what it was given must not stay alive with its result."""
+    def release(self) -> None:
+        """Drop the arguments of an ended task, so that its result does not keep them alive."""
         self.function = None
         self.arguments = ()
         self.sources = []
         self.reads = self.writes = ()
 
-    def tell(self, device: object) -> str:
-        """Say in a line what the task is, and what it reads and writes."""
+    def describe(self, device: object) -> str:
+        """Return one line about the task: its name, its story, what it reads and writes."""
         try:
-            return self._tell(device)
-        except Exception as error:  # what a user put into the story can't be printed
-            return f"in task {self.name!r} on {device}; its story can't be told: {error!r}"
+            return "; ".join(self._facts(device))
+        except Exception as error:  # a value in the user's story can't be printed
+            return f"in task {self.name!r} on {device}; its story can't be printed: {error!r}"
 
-    def _tell(self, device: object) -> str:
-        parts = [f"in task {self.name!r} (number {self.number}) on {device}"]
-        parts += [f"{key} {_told(value)}" for key, value in (self.story or {}).items()]
+    def _facts(self, device: object) -> Iterator[str]:
+        yield f"in task {self.name!r} (number {self.number}) on {device}"
+        for key, value in (self.story or {}).items():
+            yield f"{key} {_description(value)}"
         inputs = [source for source in self.sources if not isinstance(source, Place)]
         for verb, things in (("takes", inputs), ("reads", self.reads), ("writes", self.writes)):
-            names = ", ".join(_told(thing) for thing in things)
-            parts += [f"{verb} {names}"] if names else []
-        return "; ".join(parts)
+            if things:
+                yield f"{verb} {', '.join(map(_description, things))}"
 
 
 class Source:
-    """What a task may be given in place of a value: it arrives as the value."""
+    """An argument of a task that stands for a value which may not exist yet."""
 
     __slots__ = ()
 
     @property
-    def told(self) -> str:
-        """What it is, in a task's story."""
+    def description(self) -> str:
+        """A name for error messages; available before the value is."""
         raise NotImplementedError
 
     def value_in_task(self) -> Any:
-        """Return the value; only called once it is there."""
+        """Return the value; called only once it exists."""
         raise NotImplementedError
 
 
-def _told(thing: object) -> str:
-    """Say what a thing is, without waiting for its value."""
-    return thing.told if isinstance(thing, Source) else str(thing)
+def _description(thing: object) -> str:
+    return thing.description if isinstance(thing, Source) else str(thing)
 
 
 def _name_of(function: Callable[..., Any]) -> str:
-    """Name a function; its `repr` might wait for a handle, or print a tensor."""
+    """Return the name of a function; its `repr` might wait for a handle, or print a tensor."""
     inner = getattr(function, "func", function)  # of functools.partial
     return str(getattr(inner, "__name__", type(function).__name__))
 
 
 def value_of(argument: Any) -> Any:
-    """Return `argument` with every source in it (also in lists, tuples and dicts) replaced."""
+    """Return `argument` with every source in it replaced, in nested lists, tuples and dicts too."""
     if isinstance(argument, Source):
         return argument.value_in_task()
     kind = type(argument)
@@ -232,7 +223,7 @@ def sources_in(arguments: Any) -> list[Source]:
 
 
 def is_device_failure(error: BaseException | None) -> bool:
-    """Say whether an error is a device's own: ours, or what torch raises for a broken GPU."""
+    """Return whether an error means that a device failed: ours, or torch's for a broken GPU."""
     accelerator_error = getattr(torch, "AcceleratorError", None)
     return isinstance(error, DeviceLostError) or (
         accelerator_error is not None and isinstance(error, accelerator_error)

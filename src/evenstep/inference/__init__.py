@@ -1,1 +1,1 @@
-"""A trained model put to use: called fast, or written as one file."""
+"""Inference: calls a trained model fast, or exports it as one file."""

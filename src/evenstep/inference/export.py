@@ -1,10 +1,10 @@
-"""A model as one file that runs without its Python source: its program, and its weights.
+"""Exports a model as one file, program and weights, that runs without its Python source.
 
-The program is what `torch.export` records when it calls the model once with symbolic tensors (Dive
-into Deep Learning, "Compilers and Interpreters", calls this hybrid programming): operations on
-tensors are kept; `print` and other Python around them happens while it is recorded, never again.
+The program is recorded by `torch.export`, which calls the model once with symbolic tensors (hybrid
+programming in Dive into Deep Learning, "Compilers and Interpreters"). Operations on tensors are
+recorded; `print` and other Python code runs during the recording only.
 
-The file is torch's own archive (`.pt2`). It is a program: load only what you would run.
+The file is a torch archive (`.pt2`). It contains a program: load only files that you trust.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from evenstep.shard.evaluation import evaluation_mode
 
 Inputs: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 
-_NOTE = "evenstep.json"  # beside torch's own entries in the archive
+_NOTE = "evenstep.json"  # an entry in the archive besides torch's own
 _FORMAT = "evenstep export"
 _VERSION = 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """What one input of an exported model must be.
+    """The type of one input of an exported model.
 
     Attributes:
-        dtype: of torch, without `torch.`.
-        shape: after the first dimension, which is the batch and may be of any length.
+        dtype: torch's name of the dtype, without `torch.`.
+        shape: the shape without the first dimension, which is the batch and has any length.
     """
 
     dtype: str
@@ -47,7 +47,7 @@ class Input:
 
     @classmethod
     def like(cls, tensor: torch.Tensor) -> Input:
-        """Return what describes `tensor`."""
+        """Return the type of `tensor`."""
         return cls(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape[1:]))
 
     def __str__(self) -> str:
@@ -55,10 +55,10 @@ class Input:
 
 
 class Exported:
-    """An exported model, in evaluation mode: called with tensors, it returns what the model would.
+    """An exported model in evaluation mode; call it as you would call the model.
 
     Attributes:
-        inputs: what it is called with.
+        inputs: the types of its inputs.
     """
 
     def __init__(self, program: torch.export.ExportedProgram, inputs: tuple[Input, ...]) -> None:
@@ -69,7 +69,7 @@ class Exported:
         """Return the outputs for a batch, without gradients.
 
         Raises:
-            BatchError: the inputs are not as many, of the dtypes or shapes that they must be.
+            BatchError: the inputs differ from `inputs` in number, dtypes or shapes.
         """
         self._check(inputs)
         with torch.no_grad():
@@ -90,31 +90,33 @@ class Exported:
             )
         lengths = {len(tensor) for tensor in inputs}
         if len(lengths) > 1 or 0 in lengths:
-            raise BatchError(f"got inputs of {sorted(lengths)} examples: one number above 0 needed")
+            raise BatchError(
+                f"got inputs of {sorted(lengths)} examples: give each the same number, at least 1"
+            )
 
 
 def export(net: nn.Module, example: Inputs, path: str | os.PathLike[str]) -> Path:
-    """Write a model's program and weights, in evaluation mode, into one file.
+    """Write a model's program and weights, in evaluation mode, to one file.
 
     Args:
-        net: the model; it is left as it was.
-        example: what it is called with: a tensor, or a tuple of tensors, with the batch first. Its
-            values don't matter; another batch size may be used later.
-        path: the file: `.pt2` for `load_exported`, or `.onnx` for other programs (that needs
-            `pip install evenstep[onnx]`; the file is run in onnxruntime before it is written).
+        net: the model; it is not changed.
+        example: its input: a tensor or a tuple of tensors, with the batch as first dimension. The
+            values and the batch size do not matter.
+        path: the file: `.pt2` for `load_exported`, or `.onnx` for other programs. ONNX requires
+            `pip install evenstep[onnx]`; the model is run by onnxruntime before it is written.
 
     Returns:
         The file's path.
 
     Raises:
-        ExportError: the model can't be recorded as one program, and why; or onnxruntime computes
-            something else.
-        SaveError: the file can't be written; one that was there before is whole.
+        ExportError: the model can't be recorded as one program (the message says why), or
+            onnxruntime computes other outputs.
+        SaveError: the file can't be written; an existing file is left unchanged.
     """
     path = Path(path)
     if path.suffix not in (".pt2", ".onnx"):
         raise ExportError(f"got the file {path}: give one that ends in .pt2 or .onnx")
-    # Two rows at least: a batch of one would be taken for a constant.
+    # At least two rows: torch.export treats a batch size of 1 as a constant.
     inputs = tuple(torch.cat([one, one]) if len(one) == 1 else one for one in as_inputs(example))
     if path.suffix == ".onnx":
         _write_whole(path, as_onnx(net, inputs))
@@ -129,7 +131,7 @@ def export(net: nn.Module, example: Inputs, path: str | os.PathLike[str]) -> Pat
 
 
 def load_exported(path: str | os.PathLike[str]) -> Exported:
-    """Return a model that `export` has written; its Python source is not needed.
+    """Load a model that `export` has written, without its Python source.
 
     Raises:
         ExportError: the file is missing, damaged, or was not written by `export`.
@@ -141,11 +143,13 @@ def load_exported(path: str | os.PathLike[str]) -> Exported:
             warnings.simplefilter("ignore")
             program = torch.export.load(path)
     except FileNotFoundError as error:
-        raise ExportError(f"{path} is not there: give a file that evenstep.export wrote") from error
+        raise ExportError(
+            f"{path} does not exist: give a file that evenstep.export wrote"
+        ) from error
     except Exception as error:
         raise ExportError(
-            f"{path} is damaged, or not a file that evenstep.export wrote ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else 'no more is known'}): export it again"
+            f"{path} is damaged, or not a file that evenstep.export wrote ({_reason(error)}): "
+            f"export it again"
         ) from error
     return Exported(program, inputs)
 
@@ -154,19 +158,19 @@ def as_inputs(example: Inputs) -> tuple[torch.Tensor, ...]:
     """Return the tensors of an example.
 
     Raises:
-        ExportError: they have no batch dimension, or not the same.
+        ExportError: they have no batch dimension, or batches of different sizes.
     """
     inputs = example if isinstance(example, tuple) else (example,)
     if not inputs or not all(isinstance(one, torch.Tensor) and one.ndim for one in inputs):
         kinds = ", ".join(type(one).__name__ for one in inputs) or "nothing"
         raise ExportError(
-            f"got an example of {kinds}: a tensor, or a tuple of tensors, with a batch dimension "
-            f"is needed"
+            f"got an example of {kinds}: give a tensor, or a tuple of tensors, with a batch "
+            f"dimension"
         )
     if len({len(tensor) for tensor in inputs}) != 1 or not len(inputs[0]):
         raise ExportError(
-            f"got an example whose inputs have {[len(tensor) for tensor in inputs]} rows: the same "
-            f"number of them, at least one, is needed"
+            f"got an example whose inputs have {[len(tensor) for tensor in inputs]} rows: give "
+            f"each the same number, at least 1"
         )
     return inputs
 
@@ -174,10 +178,10 @@ def as_inputs(example: Inputs) -> tuple[torch.Tensor, ...]:
 def recorded(
     net: nn.Module, inputs: tuple[torch.Tensor, ...], *, dynamic: bool = True
 ) -> torch.export.ExportedProgram:
-    """Return a model's program, in evaluation mode; `dynamic`: for any batch size.
+    """Record a model's program in evaluation mode; for any batch size if `dynamic`.
 
     Raises:
-        ExportError: it can't be recorded; why.
+        ExportError: it can't be recorded; the message says why.
     """
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in inputs) if dynamic else None
@@ -187,9 +191,9 @@ def recorded(
             return torch.export.export(net, inputs, dynamic_shapes=shapes)
     except Exception as error:
         raise ExportError(
-            f"{type(net).__name__} can't be exported: {_reason(error)}. A program has no Python "
-            f"left in it: branches and loops may depend on shapes, not on values, and everything "
-            f"must be computed by torch"
+            f"{type(net).__name__} can't be exported: {_reason(error)}. A program contains no "
+            f"Python: branches and loops may depend on shapes, not on values, and everything must "
+            f"be computed by torch"
         ) from error
 
 
@@ -199,7 +203,7 @@ def _reason(error: Exception) -> str:
 
 
 def _write_whole(path: Path, content: bytes) -> None:
-    """Write a file that takes the place of `path` at once, or not at all."""
+    """Write a file completely or not at all."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         draft.write_bytes(content)

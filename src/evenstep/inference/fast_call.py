@@ -1,8 +1,8 @@
-"""`hybridize`: a model for inference, called without the interpreter in between where that pays.
+"""`hybridize`: finds the fastest way to call a model for inference.
 
-Small models spend their time between the operations: in Python, and in the dispatch of each. Ways
-to leave that out are tried and timed, and the fastest whose outputs agree is taken; where none is
-faster than the model itself, the model itself. The weights are those of the moment.
+Small models spend much of their time between operations: in Python and in dispatching. `hybridize`
+traces and compiles the model, times each method, and uses the fastest one whose outputs agree with
+the model's own. The weights are those at the time of the call.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ logger = logging.getLogger("evenstep")
 Call: TypeAlias = Callable[..., Any]
 
 _ROUNDS = 7
-_ROUND_S = 0.02  # for each way, about
-_BOUND = 1e-5  # of the outputs' largest value, by how much an output may differ
+_ROUND_S = 0.02  # approximate time for each method
+_BOUND = 1e-5  # the largest difference of outputs, relative to the largest output
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """One way to call a model.
+class Method:
+    """A method of calling a model.
 
     Attributes:
         name: "eager", "traced" or "compiled".
-        call_us: microseconds a call, the median; NaN where it can't be used.
-        max_difference: of its outputs from the model's own.
-        why_not: why it can't be used; "" where it can.
+        call_us: median microseconds of a call; NaN if the method can't be used.
+        max_difference: the largest difference of its outputs from the model's own.
+        why_not: the reason why it can't be used; "" if it can.
     """
 
     name: str
@@ -53,21 +53,21 @@ class Way:
 
 
 class Hybrid:
-    """A model in evaluation mode, called in the fastest way that was found.
+    """A model in evaluation mode, called by the fastest method that was found.
 
-    With inputs of another kind than the example's (shape, strides, dtype, device), which compiled
-    code takes for granted, it calls the model itself.
+    Compiled code is specialised for the shape, strides, dtype and device of the example. Other
+    inputs are passed to the model itself.
 
     Attributes:
-        ways: all that were tried, the fastest first.
-        way: the one that is taken.
+        methods: all methods that were tried, the fastest first.
+        method: the method that is used.
     """
 
     def __init__(
-        self, net: nn.Module, inputs: Sequence[torch.Tensor], ways: Sequence[Way], call: Call
+        self, net: nn.Module, inputs: Sequence[torch.Tensor], methods: Sequence[Method], call: Call
     ) -> None:
-        self.ways = tuple(ways)
-        self.way = ways[0]
+        self.methods = tuple(methods)
+        self.method = methods[0]
         self._net = net
         self._call = call
         self._kinds = [_kind(tensor) for tensor in inputs]
@@ -84,16 +84,20 @@ def _kind(x: torch.Tensor) -> tuple[object, ...]:
 
 
 def hybridize(net: nn.Module, example: Inputs) -> Hybrid:
-    """Find the fastest way to call a model again and again on inputs like `example`.
+    """Find the fastest method of calling a model repeatedly with inputs like `example`.
 
-    Compiling takes half a minute or so; the line that is logged says what came of it.
+    Compiling takes about half a minute. The result is logged in one line.
 
     Args:
-        net: the model; it is left as it was.
-        example: what it is called with: a tensor, or a tuple of tensors.
+        net: the model; it is not changed.
+        example: its input, a tensor or a tuple of tensors.
+
+    Returns:
+        A callable that takes the model's inputs and returns its outputs, without gradients.
 
     Raises:
         ModelError: the model can't be called with the example.
+        ExportError: the example is not a tensor or a tuple of tensors with a batch dimension.
     """
     inputs = as_inputs(example)
     plain = eager(net)
@@ -112,18 +116,17 @@ def hybridize(net: nn.Module, example: Inputs) -> Hybrid:
         else:
             calls[name], differences[name] = call, difference
     times = _times(calls, inputs)
-    ways = sorted(
-        (Way(name, times[name], differences[name]) for name in calls), key=lambda way: way.call_us
-    )
-    ways += [Way(name, float("nan"), why_not=reason) for name, reason in why_not.items()]
-    told = ", ".join(f"{way.name} {way.call_us:.1f} us" for way in ways if not way.why_not)
-    refused = "".join(f"; {way.name}: {way.why_not}" for way in ways if way.why_not)
-    logger.info(f"{type(net).__name__} is called {ways[0].name} ({told}{refused})")
-    return Hybrid(net, inputs, ways, calls[ways[0].name])
+    fastest = sorted(calls, key=lambda name: times[name])
+    methods = [Method(name, times[name], differences[name]) for name in fastest]
+    methods += [Method(name, float("nan"), why_not=reason) for name, reason in why_not.items()]
+    usable = ", ".join(f"{name} {times[name]:.1f} us" for name in fastest)
+    refused = "".join(f"; {name}: {reason}" for name, reason in why_not.items())
+    logger.info(f"{type(net).__name__} is called {fastest[0]} ({usable}{refused})")
+    return Hybrid(net, inputs, methods, calls[fastest[0]])
 
 
 def eager(net: nn.Module) -> Call:
-    """Return what calls the model itself, in evaluation mode and without gradients."""
+    """Return a function that calls the model itself, in evaluation mode and without gradients."""
 
     def call(*inputs: torch.Tensor) -> Any:
         if net.training:
@@ -137,11 +140,11 @@ def eager(net: nn.Module) -> Call:
 
 def _traced(net: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Call:
     """Record the operations of one call, with the weights as constants (TorchScript)."""
-    recorded(net, inputs, dynamic=False)  # refuses what depends on values: a trace would not notice
+    recorded(net, inputs, dynamic=False)  # refuses branches on values, which a trace would miss
     with evaluation_mode(net), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module: Call = torch.jit.freeze(torch.jit.trace(net, inputs, check_trace=False))
-        for _ in range(3):  # it optimises itself in its first calls
+        for _ in range(3):  # TorchScript optimises the module during its first calls
             module(*inputs)
     return module
 
@@ -166,7 +169,7 @@ _MAKERS: dict[str, Callable[[nn.Module, tuple[torch.Tensor, ...]], Call]] = {
 def _made(
     make: Callable[[], Call], inputs: tuple[torch.Tensor, ...], expected: Any
 ) -> tuple[Call | None, float, str]:
-    """Return a way to call the model and how far it is off; or None, and why not."""
+    """Return a call and its largest difference from `expected`; or None, and the reason."""
     try:
         call = make()
         return call, _difference(call(*inputs), expected), ""
@@ -175,10 +178,10 @@ def _made(
 
 
 def _difference(found: Any, expected: Any) -> float:
-    """Return by how much outputs differ at most.
+    """Return the largest difference between outputs.
 
     Raises:
-        _DiffersError: by more than rounding explains.
+        _DiffersError: it is larger than rounding explains.
     """
     pairs = list(zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True))
     largest = max((e.abs().max().item() for _, e in pairs if e.numel()), default=0.0)
@@ -189,11 +192,11 @@ def _difference(found: Any, expected: Any) -> float:
 
 
 class _DiffersError(EvenstepError):
-    """A way to call a model gives other outputs."""
+    """A method gives other outputs than the model."""
 
 
 def _times(calls: dict[str, Call], inputs: tuple[torch.Tensor, ...]) -> dict[str, float]:
-    """Return the microseconds of a call for each way: medians of interleaved rounds."""
+    """Return the microseconds of a call by each method: medians of interleaved rounds."""
     rounds: dict[str, list[float]] = {name: [] for name in calls}
     repeats = {name: max(1, int(_ROUND_S / _once(call, inputs))) for name, call in calls.items()}
     for _ in range(_ROUNDS):

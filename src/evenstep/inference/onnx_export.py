@@ -1,4 +1,4 @@
-"""A model as ONNX, for programs without torch; compared with what onnxruntime makes of it."""
+"""Exports a model as ONNX, for programs without torch, and checks it with onnxruntime."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch import nn
 from evenstep.errors import ExportError
 from evenstep.shard.evaluation import evaluation_mode
 
-_BOUND = 1e-4  # of the outputs' largest value, by how much an output may differ
+_BOUND = 1e-4  # the largest difference of outputs, relative to the largest output
 _NEEDED = ("onnx", "onnxscript", "onnxruntime")
 
 
 def as_onnx(net: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes:
-    """Return a model in evaluation mode as an ONNX file, for any batch size.
+    """Return the content of an ONNX file: a model in evaluation mode, for any batch size.
 
     Args:
-        net: the model; it is left as it was.
-        inputs: what it is called with, with at least two rows.
+        net: the model; it is not changed.
+        inputs: its inputs, with at least two rows.
 
     Raises:
         ExportError: a package is missing, the model can't be written as ONNX, or onnxruntime
@@ -74,7 +74,7 @@ def _written(net: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes:
 
 
 def _run(content: bytes, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Return what onnxruntime computes."""
+    """Return the outputs that onnxruntime computes."""
     runtime: Any = importlib.import_module("onnxruntime")
     session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]

@@ -8,7 +8,7 @@ from torch import nn
 
 
 def lenet(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
-    """Return the network of Dive into Deep Learning, section 8.4.2, with its layers in its order.
+    """Return the network of Dive into Deep Learning, section 8.4.2.
 
     It is a variant of LeNet-5 (LeCun, Bottou, Bengio, Haffner: Gradient-based learning applied to
     document recognition, 1998) with ReLU and average pooling. The book draws the weights from a
@@ -16,11 +16,10 @@ def lenet(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
 
     Args:
         num_classes: width of the last layer.
-        in_channels: channels of the images.
+        in_channels: number of channels of the images.
 
     Returns:
-        A module from images, float32 (n, in_channels, 28, 28), to scores (n, num_classes). Images
-        of another size don't fit its first linear layer.
+        A module that maps images, float32 (n, in_channels, 28, 28), to scores (n, num_classes).
     """
     layers: list[tuple[str, nn.Module]] = [
         ("conv1", nn.Conv2d(in_channels, 20, kernel_size=3)),  # (n, 20, 26, 26)

@@ -1,4 +1,4 @@
-"""A multilayer perceptron: the smallest network worth training."""
+"""A multilayer perceptron."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 def mlp(
     in_features: int = 784, hidden: Sequence[int] = (256, 128), num_classes: int = 10
 ) -> nn.Sequential:
-    """Return linear layers with ReLU between them (Dive into Deep Learning, section 4.3).
+    """Return a multilayer perceptron with ReLU (Dive into Deep Learning, section 4.3).
 
     Args:
-        in_features: numbers in one example, after flattening (784 = 1 x 28 x 28).
+        in_features: number of values in one flattened example (784 = 1 x 28 x 28).
         hidden: widths of the hidden layers; may be empty.
         num_classes: width of the last layer.
 
     Returns:
-        A module from float32 (n, ...) with `in_features` numbers an example to scores
+        A module that maps float32 (n, ...), with `in_features` values in each example, to scores
         (n, num_classes).
     """
     layers: list[nn.Module] = [nn.Flatten()]

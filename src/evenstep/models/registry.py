@@ -1,4 +1,4 @@
-"""From the name of a model to the function that builds it."""
+"""Finds the function that builds a model, given the model's name."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 
 def find_factory(name: str) -> Callable[[], nn.Module]:
-    """Return what builds the model `name`: a built-in one, or `package.module:factory`.
+    """Return the function that builds model `name`: a built-in one, or `package.module:factory`.
 
     Raises:
-        ModelError: there is no such model, or its module can't be imported.
+        ModelError: the model does not exist, or its module can't be imported.
     """
     if name in BUILT_IN:
         return BUILT_IN[name]
@@ -39,52 +39,52 @@ def find_factory(name: str) -> Callable[[], nn.Module]:
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    with blamed_on(lambda: f"the module {module_name} of --model {name}"):
+    with blamed_on(lambda: f"the module {module_name} of the model {name}"):
         module = importlib.import_module(module_name)
     factory = getattr(module, attribute, None)
     if not callable(factory):
         found = "nothing of that name" if factory is None else f"a {type(factory).__name__}"
         raise ModelError(
             f"{module_name} has no function {attribute} (found {found}): "
-            f"give --model package.module:factory, a function of no arguments"
+            f"name a model as package.module:factory, a function without arguments"
         )
     return lambda: _build(name, factory)
 
 
 @contextlib.contextmanager
 def blamed_on(what: Callable[[], str]) -> Iterator[None]:
-    """Turn whatever the user's own code raises into one line that says where it was raised."""
+    """Turn an exception of the user's code into a ModelError of one line that says where it was."""
     try:
         yield
     except EvenstepError:
         raise
     except Exception as error:
-        told = str(error).strip().splitlines() or ["(without a message)"]
+        lines = str(error).strip().splitlines() or ["(without a message)"]
         raise ModelError(
-            f"{what()} failed{_place(error)} with {type(error).__name__}: {told[0]}"
+            f"{what()} failed{_place(error)} with {type(error).__name__}: {lines[0]}"
         ) from error
 
 
 def blamed_on_model(name: str, when: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
-    """Like `blamed_on`, for the model `name` at work; errors of a built-in one are our own."""
+    """Like `blamed_on`, for code that runs model `name`; built-in models are not blamed."""
     if name in BUILT_IN:
         return contextlib.nullcontext()
     return blamed_on(lambda: f"the model {name} {when()}")
 
 
 def _build(name: str, factory: Callable[[], object]) -> nn.Module:
-    with blamed_on(lambda: f"the factory of --model {name}"):
+    with blamed_on(lambda: f"the factory of the model {name}"):
         model = factory()
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"the factory of --model {name} returned a {type(model).__name__}: "
+            f"the factory of the model {name} returned a {type(model).__name__}: "
             f"a torch.nn.Module is needed"
         )
     return model
 
 
 def _place(error: Exception) -> str:
-    """Name the innermost line that belongs neither to torch nor to evenstep nor to Python."""
+    """Return the innermost line of code outside torch, evenstep and Python's library."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith((*_LIBRARIES, "<", os.path.dirname(os.__file__))):
             return f" at {frame.filename}, line {frame.lineno},"

@@ -8,10 +8,10 @@ from torch.nn import functional as F
 
 
 class Residual(nn.Module):
-    """Two 3x3 convolutions beside a shortcut (He, Zhang, Ren, Sun 2016, figure 2).
+    """Two 3x3 convolutions with a shortcut connection (He, Zhang, Ren, Sun 2016, figure 2).
 
-    The children have the names of the book's `d2l.Residual`. As in the book, the 1x1 convolution
-    of the shortcut has no batch normalisation behind it (in the paper it has one).
+    The children have the names of the book's `d2l.Residual`. As in the book, and unlike in the
+    paper, no batch normalisation follows the 1x1 convolution of the shortcut.
     """
 
     def __init__(
@@ -22,7 +22,7 @@ class Residual(nn.Module):
         use_1x1conv: bool = False,
         stride: int = 1,
     ) -> None:
-        """Build the block; without `use_1x1conv`, channels and image size must stay as they are."""
+        """Create the block; without `use_1x1conv`, input and output must have the same shape."""
         super().__init__()
         self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1)
         self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
@@ -42,15 +42,15 @@ def resnet18(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
     """Return the ResNet-18 of Dive into Deep Learning, "Concise Implementation for Multiple GPUs".
 
     It is the network of He, Zhang, Ren, Sun: Deep Residual Learning for Image Recognition (CVPR
-    2016), table 1, made fit for small images: a 3x3 stem of stride 1, and no max-pooling. The
+    2016), table 1, adapted to small images: a 3x3 stem of stride 1, and no max-pooling. The
     children have the book's names, so that weights saved there can be loaded here.
 
     Args:
         num_classes: width of the last layer.
-        in_channels: channels of the images.
+        in_channels: number of channels of the images.
 
     Returns:
-        A module from images, float32 (n, in_channels, h, w), to scores (n, num_classes).
+        A module that maps images, float32 (n, in_channels, h, w), to scores (n, num_classes).
     """
     net = nn.Sequential(
         nn.Conv2d(in_channels, 64, kernel_size=3, stride=1, padding=1),  # (n, 64, h, w)
@@ -69,7 +69,7 @@ def resnet18(num_classes: int = 10, in_channels: int = 1) -> nn.Sequential:
 def _stage(
     in_channels: int, out_channels: int, *, residuals: int, first: bool = False
 ) -> nn.Sequential:
-    """Chain residuals; every stage but the first halves the image on entry."""
+    """Return a chain of residual blocks; every stage except the first halves the image size."""
     entry = (
         Residual(in_channels, out_channels)
         if first

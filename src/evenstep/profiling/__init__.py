@@ -1,1 +1,1 @@
-"""Where the time of a training went: recorded, added up, and put into words."""
+"""Profiling: records what devices do, adds up where their time goes, and suggests improvements."""

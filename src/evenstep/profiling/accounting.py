@@ -1,15 +1,15 @@
-"""Where the time of the devices went: five parts that add up to the wall time of the steps.
+"""Adds up where each device's time went: five parts whose sum is the wall time of the steps.
 
-A step's wall time begins when the devices are free for it and its data may come, and ends with its
-update. For each device it is split into
+A step's wall time begins when the devices are free and its data could be requested, and ends with
+its update. It is split for each device into
 
-    compute          forward and backward of shards
-    sum              adding up nodes of the tree, which happens inside a shard's task
+    compute          forward and backward passes of shards
+    sum              summing gradients, inside a shard's task
     update           ending a step: loss, division, optimizer
-    wait for data    nothing could begin yet
+    wait for data    no device could begin yet
     wait for others  the rest: other devices' shards, another device's update, the program itself
 
-Pure: fed with durations and times, by whatever clock.
+No clock: all times and durations are arguments.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class DeviceShares:
     """Where one device's time went.
 
     Attributes:
-        device: its name.
-        compute_s: seconds in shards, forward and backward.
-        sum_s: seconds in sums of the tree.
+        device: name of the device.
+        compute_s: seconds in forward and backward passes.
+        sum_s: seconds in which it summed gradients.
         update_s: seconds in updates.
-        wait_data_s: seconds in which the data of the step were not there.
-        wait_others_s: seconds inside steps in which the device did none of these.
-        shards: shards that it computed.
-        stolen: how many of them it took over from another device's run.
+        wait_data_s: seconds in which it waited for the data of a step.
+        wait_others_s: all other seconds inside steps.
+        shards: number of shards that it computed.
+        stolen: how many of these shards had been assigned to another device.
     """
 
     device: str
@@ -57,21 +57,19 @@ class DeviceShares:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Each part's share of the wall time; all 0 where there was none."""
+        """Each part's share of the wall time; all 0 before the first step."""
         wall_s = self.wall_s
         return {part: spent / wall_s if wall_s else 0.0 for part, spent in self.seconds.items()}
 
 
 class Account:
-    """Adds up what devices do, told step by step.
-
-    Cheap and without a lock: whoever calls from several threads lets one in at a time.
+    """Adds up the work of devices, step by step. Not thread-safe: callers take turns.
 
     Attributes:
-        devices: their names, in the order of the lanes.
-        wall_s: seconds of all steps, with the waiting for their data.
-        wait_data_s: seconds of it in which no device could begin.
-        steps: how many there were.
+        devices: names of the devices, in the order of the lanes.
+        wall_s: seconds of all steps, including the waits for their data.
+        wait_data_s: seconds of these in which no device could begin.
+        steps: number of steps.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:
@@ -86,38 +84,29 @@ class Account:
         self._stolen = [0] * lanes
 
     def add(
-        self,
-        lane: int,
-        category: str,
-        seconds: float,
-        *,
-        shards: int = 0,
-        stolen: int = 0,
+        self, lane: int, category: str, seconds: float, *, shards: int = 0, stolen: int = 0
     ) -> None:
-        """Note what a lane did.
+        """Add work of a lane.
 
         Args:
-            lane: the number of its device.
-            category: "compute", "sum" or "update"; anything else is left out of the account.
-            seconds: how long. Those of a "sum" lie inside a "compute" (or an "update") that is
-                added too, earlier or later, with all its seconds.
-            shards: how many shards were computed in these seconds.
-            stolen: how many of them were in another device's run.
+            lane: number of its device.
+            category: "compute", "sum" or "update"; other categories are ignored.
+            seconds: duration. The seconds of a "sum" are also part of a "compute" or an "update".
+            shards: number of shards that were computed in this time.
+            stolen: how many of these shards had been assigned to another device.
         """
-        spent = self._spent.get(category)
-        if spent is None:
-            return
-        spent[lane] += seconds
-        self._shards[lane] += shards
-        self._stolen[lane] += stolen
+        if category in self._spent:
+            self._spent[category][lane] += seconds
+            self._shards[lane] += shards
+            self._stolen[lane] += stolen
 
     def add_step(self, opened_s: float, began_s: float, ended_s: float) -> None:
-        """Note a step, in the order of their ends; what overlaps the step before counts once.
+        """Add a step, in the order of their ends; time shared with earlier steps counts once.
 
         Args:
-            opened_s: when the step's data might have come.
-            began_s: when they were there, and devices could begin.
-            ended_s: when its update had ended.
+            opened_s: the earliest time at which the step's data could be used.
+            began_s: the time at which the data were there and devices could begin.
+            ended_s: the end of the step's update.
         """
         if self._ended_s is not None:
             opened_s = max(opened_s, self._ended_s)
@@ -129,7 +118,7 @@ class Account:
         self._ended_s = ended_s
 
     def shares(self) -> tuple[DeviceShares, ...]:
-        """Return each device's part of the time; the parts add up to `wall_s`."""
+        """Return each device's parts of the time, which add up to `wall_s`."""
         return tuple(map(self._shares_of, range(len(self.devices))))
 
     def _shares_of(self, lane: int) -> DeviceShares:
@@ -138,7 +127,7 @@ class Account:
         update_s = max(0.0, update_s - (sum_s - nested_s))
         compute_s -= nested_s
         busy_s = compute_s + sum_s + update_s
-        if busy_s > self.wall_s:  # work of a step that has not ended, or that was given up
+        if busy_s > self.wall_s:  # work of a step that has not ended, or that was abandoned
             scale = self.wall_s / busy_s
             compute_s, sum_s, update_s = compute_s * scale, sum_s * scale, update_s * scale
             busy_s = self.wall_s
@@ -156,7 +145,7 @@ class Account:
 
 
 def since(early: DeviceShares, late: DeviceShares) -> DeviceShares:
-    """Return what a device did between two looks at its account."""
+    """Return the difference of two readings of a device's account."""
     return DeviceShares(
         device=late.device,
         **{f"{part}_s": late.seconds[part] - early.seconds[part] for part in PARTS},
@@ -166,24 +155,20 @@ def since(early: DeviceShares, late: DeviceShares) -> DeviceShares:
 
 
 def together(devices: Sequence[DeviceShares]) -> DeviceShares:
-    """Return all devices as one: the means of their seconds, the sums of their shards."""
+    """Return all devices as one: the means of their seconds, and the sums of their shards."""
     count = max(1, len(devices))
     return DeviceShares(
         device="all",
-        compute_s=sum(device.compute_s for device in devices) / count,
-        sum_s=sum(device.sum_s for device in devices) / count,
-        update_s=sum(device.update_s for device in devices) / count,
-        wait_data_s=sum(device.wait_data_s for device in devices) / count,
-        wait_others_s=sum(device.wait_others_s for device in devices) / count,
+        **{f"{part}_s": sum(device.seconds[part] for device in devices) / count for part in PARTS},
         shards=sum(device.shards for device in devices),
         stolen=sum(device.stolen for device in devices),
     )
 
 
 def whole_percents(shares: Iterable[float]) -> list[int]:
-    """Round shares that add up to 1 so that they add up to 100: by the largest remainders.
+    """Round shares that add up to 1 to percentages that add up to 100.
 
-    (Hamilton's method of apportionment; of equal remainders the first goes first.)
+    The largest remainders are rounded up (Hamilton's method of apportionment).
     """
     exact = [100 * share for share in shares]
     rounded = [int(value) for value in exact]

@@ -1,7 +1,6 @@
-"""In words: where the time of a trace went, and what would help.
+"""Explains in sentences where the time of a trace went, and what would help.
 
-The rules are those of somebody who looks at the picture of a trace: what takes the largest share
-comes first, and a cause is named only where the trace shows it.
+The largest share comes first, and a cause is named only where the trace shows it.
 """
 
 from __future__ import annotations
@@ -13,18 +12,23 @@ from typing import Literal, TypeAlias
 from evenstep.profiling.accounting import DeviceShares, together, whole_percents
 from evenstep.profiling.trace_reader import TraceAccount
 
-WORTH_MENDING = 0.05
-"""A loss that takes less of the devices' time is not worth a sentence."""
+WORTH_FIXING = 0.05
+"""Smaller losses, as shares of the devices' time, get no sentence."""
 SHORT_SHARD_S = 1e-3
-"""Where half of the shards are shorter than this, fixed costs weigh."""
+"""If half of the shards are shorter than this, fixed costs matter."""
 UNEVEN = 1.2
-"""A device is slow whose median shard takes so many times the fastest one's."""
+"""A device is slow if its median shard takes this many times as long as the fastest device's."""
 STRAGGLING = 2.0
-"""Shards vary where one in twenty takes so many times the median."""
+"""Shards vary if the 95th percentile of their time is this many times the median."""
 OVERLAPPED = 0.1
-"""Loading overlaps with steps where this share of it passes during steps."""
+"""Loading overlaps with steps if at least this share of it happens during steps."""
 OFTEN_STOLEN = 0.1
-"""The share of shards that has to be stolen before it says something."""
+"""Stolen shards are mentioned from this share on."""
+
+_LESS_OVERHEAD = (
+    "A larger --batch-size means fewer steps, fewer --shards mean fewer tasks (both make another "
+    "experiment)"
+)
 
 Cause: TypeAlias = Literal["data", "others", "sum", "update", "short", "stolen", "none", "gpu"]
 
@@ -34,10 +38,10 @@ class Finding:
     """A sentence about a trace.
 
     Attributes:
-        cause: what takes the time: "data", "others", "sum" or "update"; or a remark: "short"
-            shards, "stolen" shards, "none" (nothing is lost), "gpu" (how to read the times).
-        share: the share of the devices' time that it takes, 0 to 1; 0 for a remark.
-        text: what it is, in numbers, and what would help.
+        cause: a loss of time ("data", "others", "sum", "update") or a remark ("short" shards,
+            "stolen" shards, "none" for no loss, "gpu" on how to read the times).
+        share: the share of the devices' time that is lost, 0 to 1; 0 for a remark.
+        text: the loss in numbers, and what would help.
     """
 
     cause: Cause
@@ -46,9 +50,9 @@ class Finding:
 
 
 def findings(account: TraceAccount) -> list[Finding]:
-    """Say where the time goes and what would help: losses first, the largest one first."""
+    """Return the losses of time, the largest first, and then remarks."""
     losses = [_data(account), _others(account), _sum(account), _update(account)]
-    losses = [loss for loss in losses if loss.share >= WORTH_MENDING]
+    losses = [loss for loss in losses if loss.share >= WORTH_FIXING]
     losses.sort(key=lambda loss: -loss.share)
     remarks = [*_short(account)]
     if not losses and not remarks:
@@ -60,23 +64,23 @@ def findings(account: TraceAccount) -> list[Finding]:
 
 
 def _data(account: TraceAccount) -> Finding:
-    share = together(account.devices).shares["wait_data"]
     wait_s = account.wait_data_s / account.steps
-    head = f"{_who(account, 'wait')} for data {_percents(account)['wait_data']}% of the time"
+    text = f"{_who(account, 'wait')} for data {_percents(account)['wait_data']}% of the time: "
     if not account.loads:
-        advice = (
-            f"{_ms(wait_s)} a step, and the trace does not show the loading. "
-            f"--in-flight 2 lets the next batch come while devices work"
-        )
-        return Finding(cause="data", share=share, text=f"{head}: {advice}")
-    load_s = account.load_s / account.loads
-    text = f"{head}: {_loading(account, load_s)}"
-    if wait_s > 1.5 * load_s:
         text += (
-            f". Of {_ms(wait_s)} of waiting a step, loading explains only {_ms(load_s)}: the rest "
-            f"passes in your program between the steps, or in bringing examples to the devices"
+            f"{_ms(wait_s)} a step, and the trace does not show the loading. --in-flight 2 loads "
+            f"the next batch while devices compute"
         )
-    return Finding(cause="data", share=share, text=text)
+    else:
+        load_s = account.load_s / account.loads
+        text += _loading(account, load_s)
+        if wait_s > 1.5 * load_s:
+            text += (
+                f". Of {_ms(wait_s)} of waiting a step, loading explains only {_ms(load_s)}: the "
+                f"rest is spent in your program between the steps, or in copying examples to the "
+                f"devices"
+            )
+    return Finding(cause="data", share=together(account.devices).shares["wait_data"], text=text)
 
 
 def _loading(account: TraceAccount, load_s: float) -> str:
@@ -110,37 +114,41 @@ def _others(account: TraceAccount) -> Finding:
     share = sum(waits_s) / len(waits_s) / account.wall_s if account.wall_s else 0.0
     if len(account.devices) == 1:
         text = (
-            f"{account.devices[0].device} stands idle {share:.0%} of the time inside steps: it "
-            f"passes between the tasks. A larger --batch-size means fewer steps, fewer --shards "
-            f"mean fewer tasks (both make another experiment)"
+            f"{account.devices[0].device} is idle {share:.0%} of the time inside steps, between "
+            f"the tasks. {_LESS_OVERHEAD}"
         )
     else:
         text = f"devices wait for each other {share:.0%} of the time: {_unevenness(account)}"
     return Finding(cause="others", share=share, text=text)
 
 
+def _waits_for_update_s(account: TraceAccount, device: DeviceShares) -> float:
+    """Return an upper bound of the time that a device waited for another one's update."""
+    return min(device.wait_others_s, max(0.0, account.updating_s - device.update_s))
+
+
 def _unevenness(account: TraceAccount) -> str:
     count, shards = len(account.devices), account.shards
     idle = [device.device for device in account.devices if not device.shards]
+    finer = f"More shards (--shards {2 * shards}, another experiment) are finer pieces to share out"
     if 0 < shards < count:
         return (
-            f"a step has {_count(shards, 'shard')} for {count} devices, so that "
-            f"{count - shards} of them can't have one. --shards {count} (another experiment) has "
-            f"one for each; with fewer devices nothing is lost"
+            f"a step has {shards} shard{'s' * (shards != 1)} for {count} devices, so "
+            f"{count - shards} of them can't have one. --shards {count} (another experiment) gives "
+            f"each device one; with fewer devices nothing is lost"
         )
     if shards and idle:
         return (
-            f"{_list(idle)} computed no shard. Leave such devices out (--devices): "
-            f"nothing is lost, as every device gets what its speed deserves"
+            f"{_list(idle)} computed no shard. Leave such devices out (--devices): nothing is "
+            f"lost, because every device gets as many shards as its speed allows"
         )
-    paces = {} if _gpus(account) else account.shard_s  # on a GPU a shard's end is not awaited
+    paces = {} if _gpus(account) else account.shard_s  # a GPU's tasks end before its kernels do
     slow = max(paces, key=lambda device: paces[device], default="")
     fast = min(paces, key=lambda device: paces[device], default="")
     if paces and paces[slow] > UNEVEN * paces[fast]:
         return (
-            f"{slow} takes {_ms(paces[slow])} a shard, {fast} {_ms(paces[fast])}. "
-            f"More shards (--shards {2 * shards}, another experiment) are finer pieces to share "
-            f"out; or leave {slow} out"
+            f"{slow} takes {_ms(paces[slow])} a shard, {fast} {_ms(paces[fast])}. {finer}; or "
+            f"leave {slow} out"
         )
     if shards % count:
         most = shards // count + 1
@@ -152,20 +160,17 @@ def _unevenness(account: TraceAccount) -> str:
     if paces and median_s and late_s and late_s >= STRAGGLING * median_s:
         return (
             f"no device is slower than the others, but shards vary: half of them take "
-            f"{_ms(median_s)} or more, one in twenty {_ms(late_s)} or more. More shards "
-            f"(--shards {2 * shards}, another experiment) are finer pieces to share out"
+            f"{_ms(median_s)} or more, one in twenty {_ms(late_s)} or more. {finer}"
         )
     return (
-        "the trace shows no device that is slower, so the time passes between the tasks. A larger "
-        "--batch-size means fewer steps, fewer --shards mean fewer tasks (both make another "
-        "experiment)"
+        f"no device is slower than the others, so the time is lost between tasks. {_LESS_OVERHEAD}"
     )
 
 
 def _sum(account: TraceAccount) -> Finding:
-    shards = f" (up to {account.shards - 1} sums a step)" if account.shards > 1 else ""
+    sums = f" (up to {account.shards - 1} sums a step)" if account.shards > 1 else ""
     text = (
-        f"{_who(account, 'sum')} gradients {_percents(account)['sum']}% of the time{shards}: fewer "
+        f"{_who(account, 'sum')} gradients {_percents(account)['sum']}% of the time{sums}: fewer "
         f"--shards sum less often, a larger --batch-size does more between the sums (both make "
         f"another experiment)"
     )
@@ -177,20 +182,14 @@ def _update(account: TraceAccount) -> Finding:
     updaters = [device.device for device in account.devices if device.update_s]
     where = f", on {_list(updaters)}"
     where += " while the others wait" if len(updaters) < len(account.devices) else ""
-    kernels = ""
     if any(device.startswith("cuda") for device in updaters):
-        kernels = " (on a GPU it also waits there for the kernels of the shards)"
+        where += " (on a GPU, this includes waiting for the kernels of the shards)"
     text = (
         f"updating takes {share:.0%} of the time, {_ms(account.updating_s / account.steps)} a step"
-        f"{where}{kernels}: a larger --batch-size updates less often, and an optimizer with "
-        f"fused=True or foreach=True may be faster (both make another experiment)"
+        f"{where}: a larger --batch-size updates less often, and an optimizer with fused=True or "
+        f"foreach=True may be faster (both make another experiment)"
     )
     return Finding(cause="update", share=share, text=text)
-
-
-def _waits_for_update_s(account: TraceAccount, device: DeviceShares) -> float:
-    """Return for how long a device waited because another one was updating, at most."""
-    return min(device.wait_others_s, max(0.0, account.updating_s - device.update_s))
 
 
 # ---- remarks
@@ -199,51 +198,51 @@ def _waits_for_update_s(account: TraceAccount, device: DeviceShares) -> float:
 def _short(account: TraceAccount) -> Iterable[Finding]:
     median_s = account.median_shard_s
     if median_s is not None and median_s < SHORT_SHARD_S and not _gpus(account):
-        text = (
-            f"half of the shards take less than {_ms(median_s)}: in so short a time the fixed cost "
-            f"of each task and of each operation weighs. A larger --batch-size, or fewer --shards, "
-            f"make longer ones (another experiment)"
+        yield _remark(
+            "short",
+            f"half of the shards take less than {_ms(median_s)}, so the fixed cost of each task "
+            f"and each operation matters. A larger --batch-size, or fewer --shards, make longer "
+            f"shards (another experiment)",
         )
-        yield Finding(cause="short", share=0.0, text=text)
 
 
 def _nothing(account: TraceAccount) -> Finding:
-    rest = f"no loss takes {WORTH_MENDING:.0%}, so nothing is worth mending"
     percent = _percents(account)["compute"]
-    if percent > 100 * (1 - WORTH_MENDING):
-        rest = "nothing is worth mending"
-    text = f"{_who(account, 'compute')} {percent}% of the time: {rest}"
-    return Finding(cause="none", share=0.0, text=text)
+    small = "" if percent > 100 * (1 - WORTH_FIXING) else f"no loss takes {WORTH_FIXING:.0%}, so "
+    who = _who(account, "compute")
+    return _remark("none", f"{who} {percent}% of the time: {small}nothing is worth fixing")
 
 
 def _stolen(account: TraceAccount) -> Iterable[Finding]:
     whole = together(account.devices)
-    if not whole.shards or whole.stolen / whole.shards < OFTEN_STOLEN:
-        return
-    thief = max(account.devices, key=lambda device: device.stolen)
-    text = (
-        f"{whole.stolen / whole.shards:.0%} of the shards were stolen, most of them by "
-        f"{thief.device}: devices were not as fast as the steps before had promised. Other "
-        f"programs on the same cores can be a reason; results don't change by it"
-    )
-    yield Finding(cause="stolen", share=0.0, text=text)
+    if whole.shards and whole.stolen / whole.shards >= OFTEN_STOLEN:
+        thief = max(account.devices, key=lambda device: device.stolen)
+        yield _remark(
+            "stolen",
+            f"{whole.stolen / whole.shards:.0%} of the shards were stolen, most of them by "
+            f"{thief.device}: the speeds of the devices changed after the shards were assigned. "
+            f"Other programs on the same cores can be a reason; results do not change",
+        )
 
 
 def _gpu(account: TraceAccount) -> Iterable[Finding]:
-    gpus = _gpus(account)
-    if gpus:
-        text = (
-            f"the times of {_list(gpus)} are those of the threads that launch kernels: what a GPU "
-            f"still has to do when a shard is launched counts where it is waited for"
+    if gpus := _gpus(account):
+        yield _remark(
+            "gpu",
+            f"the times of {_list(gpus)} are those of the threads that launch kernels: kernels "
+            f"that still run when a shard's task ends count where they are waited for",
         )
-        yield Finding(cause="gpu", share=0.0, text=text)
 
 
 # ---- words
 
 
+def _remark(cause: Cause, text: str) -> Finding:
+    return Finding(cause=cause, share=0.0, text=text)
+
+
 def _percents(account: TraceAccount) -> dict[str, int]:
-    """Return the shares of all devices as the table shows them."""
+    """Return the shares of all devices together, as the table shows them."""
     shares = together(account.devices).shares
     return dict(zip(shares, whole_percents(shares.values()), strict=True))
 
@@ -262,10 +261,6 @@ def _list(names: list[str]) -> str:
     if len(names) > 4:
         return f"{', '.join(names[:3])} and {len(names) - 3} more"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def _ms(seconds: float) -> str:

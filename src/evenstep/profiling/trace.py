@@ -1,6 +1,7 @@
-"""What ran where and when: one row a lane, in the format that Perfetto and chrome://tracing open.
+"""Records what ran where and when, and saves it as a file that Perfetto and chrome://tracing open.
 
-The format is Chrome's "Trace Event Format" (complete events, `ph: X`, times in microseconds).
+The format is Chrome's "Trace Event Format": complete events (`ph: X`) with times in microseconds,
+and one row for each lane.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from evenstep.errors import SaveError
 
 
 class Span(NamedTuple):
-    """Something that took time.
+    """One bar of the trace.
 
     Attributes:
-        row: the lane's number, or the name of a row beside the lanes.
-        name: what it was.
-        category: what its seconds count as.
-        began_s, ended_s: by `time.perf_counter`.
-        story: more to say about it; None for nothing.
+        row: number of the lane, or the name of a further row.
+        name: text of the bar.
+        category: what its time counts as.
+        began_s, ended_s: times of `time.perf_counter`.
+        story: further facts; None for none.
     """
 
     row: int | str
@@ -37,11 +38,15 @@ class Span(NamedTuple):
 
 
 class Trace:
-    """The newest spans of an engine.
+    """The newest spans of an engine. Spans may be added and read from any thread.
+
+    Args:
+        rows: names of the lanes.
+        limit: the largest number of spans that are kept.
 
     Attributes:
-        rows: the name of each lane.
-        dropped: how many older spans were left out to bound memory.
+        rows: names of the lanes.
+        dropped: number of older spans that were dropped to stay below the limit.
     """
 
     def __init__(self, rows: Sequence[str], *, limit: int = 200_000) -> None:
@@ -53,16 +58,16 @@ class Trace:
         self._lock = threading.Lock()
 
     def add(self, span: Span) -> None:
-        """Keep a span; called from any thread."""
+        """Record a span."""
         self._keep(1, span)
 
     def add_later(self, count: int, make: Callable[[], Sequence[Span]]) -> None:
-        """Keep `count` spans that are made when somebody looks; called from any thread."""
+        """Record `count` spans that `make` returns when the trace is read."""
         self._keep(count, make)
 
-    def _keep(self, count: int, what: Callable[[], Sequence[Span]] | Span) -> None:
+    def _keep(self, count: int, entry: Callable[[], Sequence[Span]] | Span) -> None:
         with self._lock:
-            self._kept.append((count, what))
+            self._kept.append((count, entry))
             self._count += count
             while self._count > self._limit:
                 oldest, _ = self._kept.popleft()
@@ -71,22 +76,18 @@ class Trace:
 
     @property
     def spans(self) -> list[Span]:
-        """The spans that are kept, in the order in which they were added."""
+        """The spans that were kept, in the order in which they were added."""
         with self._lock:
             kept = [*self._kept]
-        spans: list[Span] = []
-        for _, what in kept:
-            if isinstance(what, Span):
-                spans.append(what)
-            else:
-                spans += what()
-        return spans
+        return [
+            span for _, entry in kept for span in ([entry] if isinstance(entry, Span) else entry())
+        ]
 
     def save(self, file: str | Path) -> None:
-        """Write the trace as JSON; https://ui.perfetto.dev and chrome://tracing open it.
+        """Write the trace as JSON, for https://ui.perfetto.dev or chrome://tracing.
 
         Raises:
-            SaveError: the file can't be written; one that was there is as it was.
+            SaveError: the file can't be written; an existing file is left unchanged.
         """
         path = Path(file)
         part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -104,20 +105,14 @@ class Trace:
         """Return the trace as a JSON object; times count from its first span."""
         spans = self.spans
         origin = min((span.began_s for span in spans), default=0.0)
-        others = dict.fromkeys(span.row for span in spans if isinstance(span.row, str))
-        numbers: dict[int | str, int] = {number: number for number in range(len(self.rows))}
-        numbers |= {name: len(self.rows) + place for place, name in enumerate(others)}
-        names = [*self.rows, *others]
+        names = [*self.rows, *dict.fromkeys(s.row for s in spans if isinstance(s.row, str))]
         events: list[dict[str, Any]] = [
-            {
-                "ph": "M",
-                "name": kind,
-                "pid": 1,
-                "tid": number,
-                "args": {"name": name} if kind == "thread_name" else {"sort_index": number},
-            }
+            {"ph": "M", "name": kind, "pid": 1, "tid": number, "args": arguments}
             for number, name in enumerate(names)
-            for kind in ("thread_name", "thread_sort_index")
+            for kind, arguments in (
+                ("thread_name", {"name": name}),
+                ("thread_sort_index", {"sort_index": number}),
+            )
         ]
         events += [
             {
@@ -125,7 +120,7 @@ class Trace:
                 "name": span.name,
                 "cat": span.category,
                 "pid": 1,
-                "tid": numbers[span.row],
+                "tid": span.row if isinstance(span.row, int) else names.index(span.row),
                 "ts": round((span.began_s - origin) * 1e6, 3),
                 "dur": round((span.ended_s - span.began_s) * 1e6, 3),
                 "args": dict(span.story or {}),

@@ -218,7 +218,7 @@ class StepLoss(Pending):
         self._wait = wait
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """What it is, in a task's story."""
         return f"the loss of step {self._step.number}"
 

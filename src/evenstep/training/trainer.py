@@ -263,8 +263,7 @@ class Trainer:
             if self.shall_stop:
                 group.ask_to_stop()
             self._group = self._executor.group = group
-            if self._tune_malloc:
-                opened.enter_context(kept_memory())
+            opened.enter_context(kept_memory(self._tune_malloc))
             opened.enter_context(deterministic_kernels(self.devices))
             opened.enter_context(self._engine)
             self._refuse_lockstep_apart()

@@ -33,9 +33,9 @@ def main() -> None:
             {
                 "eager_us": min(eager_us),
                 "hybrid_us": min(hybrid_us),
-                "way": fast.way.name,
-                "ways_us": {way.name: way.call_us for way in fast.ways},
-                "max_difference": fast.way.max_difference,
+                "way": fast.method.name,
+                "ways_us": {method.name: method.call_us for method in fast.methods},
+                "max_difference": fast.method.max_difference,
                 "found_s": found_s,
             }
         )
