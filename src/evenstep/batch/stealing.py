@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 _NEWEST_WEIGHT = 0.3  # of the newest duration in a lane's moving average
@@ -88,6 +88,7 @@ class ShardQueue:
         pace: the lanes' speeds; the queue adds what it measures.
         done: receives the time of every shard that is done.
         own_first: lanes that must compute the first shard of their runs themselves.
+        clock: returns the time in seconds.
 
     Attributes:
         dropped: whether no further shard may begin.
@@ -99,8 +100,10 @@ class ShardQueue:
         pace: Pace,
         done: list[ShardTime],
         own_first: Collection[int] = (),
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.dropped = False
+        self._clock = clock
         self._done = done
         self._runs = [deque(run) for run in runs]
         self._pace = pace
@@ -110,7 +113,7 @@ class ShardQueue:
 
     def next(self, lane: int) -> int | None:
         """End the lane's current shard, if there is one, and return its next; None for no more."""
-        now = time.perf_counter()
+        now = self._clock()
         with self._lock:
             current = self._current[lane]
             if current is not None:
@@ -137,7 +140,7 @@ class ShardQueue:
         takes. Before anything was measured, no lane is stuck.
         """
         with self._lock:
-            now, usual = time.perf_counter(), self._pace.slowest()
+            now, usual = self._clock(), self._pace.slowest()
             at_work = [lane for lane in alive if self._current[lane] is not None]
             if not usual or len(at_work) == len(alive):
                 return []
