@@ -222,3 +222,19 @@ def test_nothing_is_pickled(file):
 )
 def test_what_is_forbidden_would_be_found(source):
     assert forbidden(source) & (ENVIRONMENT | PICKLE)
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_the_files_that_a_page_names_exist(page):
+    """Paths in backticks: `collectives/tree.py`, or `tests/support/reference.py`."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", text)
+    assert named
+    assert [
+        file for file in named if not ((SOURCE / file).exists() or (ROOT / file).exists())
+    ] == []
+
+
+def test_the_architecture_fits_on_a_page():
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150

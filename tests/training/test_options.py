@@ -1,0 +1,89 @@
+"""How a trainer takes its options: an experiment as one value, names that PyTorch users know."""
+
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import CheckpointError, InputError
+from evenstep.experiment import with_current_names
+from evenstep.training.trainer import TrainerOptions
+from trainers import sgd
+from zoo import build, make_batches
+
+
+def trained(**options):
+    model = build("dropout")
+    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1, **options) as t:
+        for batch in make_batches((20, 13)):
+            t.step(*batch)
+        return t.fingerprint()
+
+
+def test_an_experiment_is_given_as_one_value_or_by_keywords():
+    experiment = evenstep.Experiment(shards=5, seed=3, precision="bf16")
+    assert trained(experiment=experiment) == trained(shards=5, seed=3, precision="bf16")
+    assert trained(experiment=experiment) != trained()
+
+
+def test_an_experiment_and_a_keyword_of_it_are_refused():
+    with pytest.raises(InputError, match="got experiment= and shards, seed: give these choices in"):
+        trained(experiment=evenstep.Experiment(), shards=4, seed=1)
+
+
+def test_compile_and_the_books_name_for_it_are_one_option():
+    def experiment(**options):
+        model = build("convolution")
+        return evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **options).experiment
+
+    assert experiment(compile=True) == experiment(hybridize=True)
+    assert experiment(compile=True).compile
+    assert not experiment().compile
+
+
+@pytest.mark.parametrize("devices", [torch.device("cpu"), "cpu:0", 1, ["cpu:0"]], ids=str)
+def test_one_device_may_be_named_in_many_ways(devices):
+    model = build("convolution")
+    trainer = evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=devices)
+    assert [device.name for device in trainer.devices] == ["cpu:0"]
+
+
+def test_load_takes_the_keywords_of_a_trainer():
+    """All but the four that it has itself, so that a type checker knows them."""
+    keywords = set(inspect.signature(evenstep.Trainer).parameters)
+    assert set(TrainerOptions.__annotations__) == keywords - {"model", "optimizer", "loss"}
+
+
+def test_load_takes_the_same_experiment_and_refuses_another_one(tmp_path):
+    def fresh():
+        model = build("convolution")
+        return model, sgd(model), nn.CrossEntropyLoss()
+
+    with evenstep.Trainer(*fresh(), devices=1, shards=4) as trainer:
+        trainer.save(tmp_path)
+    same = evenstep.Experiment(shards=4)
+    assert evenstep.Trainer.load(tmp_path, *fresh(), experiment=same).experiment.shards == 4
+    assert evenstep.Trainer.load(tmp_path, *fresh(), shards=4).experiment.shards == 4
+    for other in ({"experiment": evenstep.Experiment(shards=5)}, {"shards": 5}, {"compile": True}):
+        with pytest.raises(CheckpointError, match="instead of"):
+            evenstep.Trainer.load(tmp_path, *fresh(), **other)
+
+
+def test_names_of_version_0_1_0_are_understood():
+    assert with_current_names({"hybridize": True, "shards": 3}) == {"compile": True, "shards": 3}
+
+
+@pytest.mark.parametrize("tune_malloc", [True, False])
+def test_the_allocator_can_be_left_alone(tune_malloc, monkeypatch):
+    entered = []
+
+    def noted(enabled=True):
+        entered.append(enabled)
+        return real(enabled)
+
+    real = evenstep.training.trainer.kept_memory
+    monkeypatch.setattr(evenstep.training.trainer, "kept_memory", noted)
+    trained(tune_malloc=tune_malloc)
+    assert entered == [tune_malloc]
