@@ -35,7 +35,7 @@ class Pipeline(abc.ABC):
     Args:
         executor: computes the shards of a step.
         timekeeper: receives the times of finished steps.
-        max_in_flight: how many steps may be unfinished when `submit` returns, plus one.
+        max_in_flight: how many steps may be unfinished at once.
         lost_after_s: how long a device may be at one shard while another one waits.
         abandoned: called with the first step that was not finished when steps are abandoned.
     """
@@ -97,10 +97,9 @@ class Pipeline(abc.ABC):
         if not self.steps:
             return
         steps = [*self.steps]
-        first = steps[0]
         self._forget()
         self._give_up(steps, error)
-        self._executor.group.reducer.announce_failure(first, error)
+        self._executor.group.reducer.announce_failure(steps[0], error)
 
     def _finish_oldest(self) -> None:
         step = self.steps[0]
