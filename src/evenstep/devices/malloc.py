@@ -67,9 +67,8 @@ def kept_memory(enabled: bool = True) -> Iterator[None]:
     glibc does not allow to undo everything. After the first use in a process:
 
     * Its dynamic adaptation of the mmap and trim thresholds stays off. They stay at 32 MiB and
-      64 MiB, the limits that the adaptation approaches in a process that frees large tensors.
-      (With its initial 128 KiB and no adaptation, every larger tensor would be mapped anew:
-      measured 8 to 12 times slower than in a process that never used this function.)
+      64 MiB, the limits that the adaptation approaches in a process that frees large tensors. (With
+      the initial 128 KiB and no adaptation, every larger tensor would be mapped anew.)
     * The limit of one arena stays in force if a thread was started meanwhile, because glibc
       evaluates it only once. Threads that start later share the existing arenas.
 
