@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 
 from evenstep.checkpoint.codec import Plain, Tree, decode, encode
 from evenstep.errors import CheckpointError, InputError, SaveError
+from evenstep.files import flush
 
 _FORMAT = "evenstep checkpoint"
 _VERSION = 1
@@ -173,7 +174,7 @@ def _write_files(folder: Path, plain: Plain, tensors: dict[str, torch.Tensor], s
     (folder / _MANIFEST).write_bytes(_seal(_spell_fields(manifest)))
     shutil.copymode(folder / _MANIFEST, folder / _TENSORS)  # safetensors shuts others out
     for path in (folder / _TENSORS, folder / _MANIFEST, folder):
-        _flush(path)
+        flush(path)
 
 
 def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -219,7 +220,7 @@ def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        _flush(folder.parent)
+        flush(folder.parent)
 
 
 @contextlib.contextmanager
@@ -240,20 +241,8 @@ def _move_into_place(hidden: Path, final: Path) -> None:
         _remove(aside)
         final.replace(aside)
     hidden.replace(final)
-    _flush(final.parent)
+    flush(final.parent)
     _remove(aside)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise  # some network disks can't flush a folder, and need not
-    finally:
-        os.close(descriptor)
 
 
 def _remove_earlier(final: Path, keep: int) -> None:
