@@ -121,7 +121,7 @@ def test_tensors_that_disagree_are_named(batch, place):
         message(count_examples, batch)
         == message(cut_batch, batch, 3)
         == (
-            f"the tensors of a batch need one and the same number of examples (first dimension), "
+            f"the tensors of a batch need the same number of examples (first dimension), "
             f"but {place}"
         )
     )
@@ -130,9 +130,9 @@ def test_tensors_that_disagree_are_named(batch, place):
 @pytest.mark.parametrize(
     ("batch", "place"),
     [
-        ((X, 3), "batch[1] of the batch is int"),
-        ((X, np.zeros(6)), "batch[1] of the batch is ndarray"),
-        ({"x": X, "names": ["a"]}, "batch['names'][0] of the batch is str"),
+        ((X, 3), "batch[1] is of type int"),
+        ((X, np.zeros(6)), "batch[1] is of type ndarray"),
+        ({"x": X, "names": ["a"]}, "batch['names'][0] is of type str"),
     ],
     ids=["number", "array", "string"],
 )
@@ -140,7 +140,7 @@ def test_another_kind_of_leaf_is_named(batch, place):
     assert (
         message(count_examples, batch)
         == message(cut_batch, batch, 3)
-        == (f"{place}, not a tensor: give tensors, examples first")
+        == (f"{place}: give tensors, examples first")
     )
 
 
@@ -148,7 +148,7 @@ def test_a_single_number_has_no_examples():
     assert (
         message(count_examples, (X, torch.tensor(3)))
         == message(cut_batch, (X, torch.tensor(3)), 3)
-        == ("batch[1] of the batch is a single number: give tensors, examples first")
+        == ("batch[1] is a single number: give tensors, examples first")
     )
 
 

@@ -18,9 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import evenstep
 from evenstep.batch.rng import (
     ShardRandomness,
-    default_states,
     derive_seed,
-    restore_default_states,
     shard_seed,
 )
 from evenstep.errors import ModelError
@@ -241,18 +239,6 @@ def test_the_default_generator_of_the_cpu_is_not_even_lent():
         watcher.join()
     assert seen
     assert all(seen)
-
-
-def test_moved_default_generators_are_noticed_and_put_back():
-    cpu = [torch.device("cpu")]
-    states = default_states(cpu)
-    assert not restore_default_states(cpu, states)
-    torch.rand(1)
-    assert restore_default_states(cpu, states)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    with ShardRandomness(SEED):
-        torch.rand(1)
-    assert not restore_default_states(cpu, states)
 
 
 # ---- activations recomputed in the backward pass

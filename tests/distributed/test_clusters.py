@@ -56,7 +56,7 @@ def test_slurm(machines, tmp_path):
     slurm |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path / 'bin'}:{TOOLS}"}
     script = tmp_path / "job.sh"
     script.write_text(recipe("Slurm"))
-    told = subprocess.run(
+    finished = subprocess.run(
         ["bash", script],
         env={**os.environ, **slurm},
         capture_output=True,
@@ -64,8 +64,8 @@ def test_slurm(machines, tmp_path):
         timeout=LIMIT_S,
         check=False,
     )
-    assert told.returncode == 0, told.stderr
-    assert fingerprints(told.stdout) == undisturbed()
+    assert finished.returncode == 0, finished.stderr
+    assert fingerprints(finished.stdout) == undisturbed()
 
 
 @pytest.mark.slow
@@ -99,6 +99,6 @@ def test_kubernetes(machines, tmp_path):
         )
         for machine, pod in zip(machines, pods, strict=True)
     ]
-    told = [process.communicate(timeout=LIMIT_S) for process in running]
-    assert [process.returncode for process in running] == [0, 0], told
-    assert fingerprints("".join(out for out, _ in told)) == undisturbed()
+    finished = [process.communicate(timeout=LIMIT_S) for process in running]
+    assert [process.returncode for process in running] == [0, 0], finished
+    assert fingerprints("".join(out for out, _ in finished)) == undisturbed()
