@@ -191,7 +191,7 @@ def test_a_tree_that_is_too_deep_is_refused(container):
 def test_a_tree_that_holds_itself_is_refused_and_100_levels_are_not():
     loop = []
     loop.append(loop)
-    with pytest.raises(CheckpointError, match="holds itself"):
+    with pytest.raises(CheckpointError, match="contains itself"):
         encode(loop)
     deep = 0
     for _ in range(100):

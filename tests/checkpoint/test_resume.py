@@ -10,6 +10,7 @@ from torch import nn
 
 import evenstep
 from evenstep.checkpoint import async_writer
+from evenstep.checkpoint.codec import encode
 from evenstep.checkpoint.files import list_checkpoints, write_checkpoint
 from evenstep.data import Loader
 from evenstep.errors import CheckpointError, SaveError
@@ -180,7 +181,7 @@ def test_a_missing_scheduler_is_said(saved):
 
 
 def test_a_checkpoint_of_something_else(tmp_path):
-    write_checkpoint(tmp_path, {"weights": torch.zeros(3)}, step=1)
+    write_checkpoint(tmp_path, encode({"weights": torch.zeros(3)}), step=1)
     model, optimizer, _ = parts("convolution")
     with pytest.raises(CheckpointError, match="not of a trainer"):
         evenstep.Trainer.load(tmp_path, model, optimizer, LOSS)
