@@ -1,4 +1,4 @@
-"""The recipes of docs/clusters.md, run as they stand there, on two machines that are namespaces."""
+"""The recipes of docs/clusters.md, run unchanged in two network namespaces."""
 
 import functools
 import os
@@ -42,7 +42,7 @@ def stub(folder, name, text):
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_slurm(machines, tmp_path):
-    """`srun` and `scontrol` are played: what they run, where, and with which variables."""
+    """Stubs play `srun` and `scontrol`: they set variables, and run commands on each host."""
     hosts = ("n1", "n2")
     name_hosts(hosts)
     (tmp_path / "bin").mkdir()
@@ -71,7 +71,7 @@ def test_slurm(machines, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_kubernetes(machines, tmp_path):
-    """The pods are played: their names, and the variables that the training operator gives."""
+    """Namespaces play the pods, with their names and the variables of the training operator."""
     job = recipe("Kubernetes")
     name, replicas = re.search(r"name: (\w+)", job)[1], int(re.search(r"replicas: (\d+)", job)[1])
     assert replicas == len(NAMES)

@@ -1,4 +1,4 @@
-"""Two machines, played by network namespaces with a cable between them."""
+"""Two machines, played by network namespaces with a link between them."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def dropped_packets(machine):
 
 @pytest.mark.slow
 def test_a_narrow_cable_that_drops_packets_changes_nothing(machines, tmp_path):
-    """A bucket of tokens with a queue of a few packets: what comes too fast is lost, sent again."""
+    """A token bucket with a queue of a few packets: excess packets are lost and sent again."""
     for machine in machines:
         bucket = ["root", "tbf", "rate", "40mbit", "burst", "4kb", "limit", "8kb"]
         add = ("tc", "qdisc", "add", "dev", "eth0", *bucket)
@@ -108,14 +108,14 @@ def test_a_cut_cable_is_noticed_on_both_sides_within_the_time_limit(machines, tm
 
 
 @pytest.mark.slow
-def test_the_side_with_the_rendezvous_goes_on_alone_to_the_same_end(machines, tmp_path):
+def test_the_side_with_the_rendezvous_continues_alone_to_the_same_result(machines, tmp_path):
     job = [*MLP, "--steps", 900, "--devices", 1]
     undisturbed = trained(*job).fingerprint
     runs, record = tmp_path / "runs", tmp_path / "record.json"
     job += ["--checkpoint-dir", runs, "--checkpoint-every", 20, "--timeout", 3, "--json", record]
     running = []
     for number, machine in enumerate(machines):
-        # How long the kernel tries to reach a machine that is gone: torch's launcher waits for it.
+        # How long the kernel tries to reach a lost machine: torch's launcher waits for it.
         ip("netns", "exec", machine, "sysctl", "-qw", "net.ipv4.tcp_retries2=4")
         wait = ",last_call_timeout=4,read_timeout=5"
         command = ["-m", "evenstep", "train", *job]
