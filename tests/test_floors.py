@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "evenstep"
 ROW = re.compile(r"^\| (?P<order>\d+) \| `(?P<place>\w+(?:/|\.py))` \| \S.* \|$", re.MULTILINE)
-MOST_IN_THE_ROOT = 8
+MOST_IN_THE_ROOT = 8  # besides __init__
 IN_A_PACKAGE = range(3, 11)
 MAY_BE_LARGE = ("cli", "book/reproduce")  # a file for each command, for each experiment
 COMMAND_LINE = ("cli/", "__main__.py")
@@ -134,7 +134,8 @@ def test_a_module_says_what_it_is_for(module):
 
 
 def test_few_modules_are_in_the_root():
-    assert len([file for file in FILES if "/" not in file]) <= MOST_IN_THE_ROOT
+    in_the_root = [file for file in FILES if "/" not in file and file != "__init__.py"]
+    assert len(in_the_root) <= MOST_IN_THE_ROOT
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -20,7 +20,11 @@ from evenstep.collectives import canonical_sum, forest
 from evenstep.devices import kept_memory
 from evenstep.distributed import Peers, join
 from evenstep.distributed.flat_buffers import FlatSpace
-from evenstep.distributed.gradient_reduce import BUCKET_BYTES, SharedSum, add_up_shared
+from evenstep.distributed.gradient_reduce import (
+    BUCKET_BYTES,
+    SharedMemoryReducer,
+    add_up_shared,
+)
 
 
 def main() -> None:
@@ -30,7 +34,7 @@ def main() -> None:
     distributed.init_process_group(backend="gloo")
     peers = join(60.0)
     memory = nullcontext() if job["way"] == "gloo" else kept_memory()  # as a trainer keeps it
-    with peers.board, memory:
+    with peers.status_board, memory:
         once = WAYS[job["way"]](peers, job["elements"])
         seconds = [timed(once) for _ in range(job["warmup"] + job["repetitions"])][job["warmup"] :]
     slowest = torch.tensor(seconds, dtype=torch.float64)
@@ -55,23 +59,23 @@ def by_gloo(peers: Peers, elements: int) -> Callable[[], object]:
 
 
 def by_network(peers: Peers, elements: int) -> Callable[[], object]:
-    """The canonical sum through the network, one top each."""
+    """The canonical sum through the network, one partial sum each."""
     vector, out = torch.ones(elements), torch.empty(elements)
     trees = forest(peers.size, peers.size, tuple(range(r, r + 1) for r in range(peers.size)))
-    return lambda: canonical_sum(peers.links, trees, [vector], out)
+    return lambda: canonical_sum(peers.transport, trees, [vector], out)
 
 
 def by_memory(peers: Peers, elements: int) -> Callable[[], object]:
     """The canonical sum through shared memory, from gradients that lie there to sums there."""
     flats = FlatSpace([torch.ones(elements)], [0])
     trees = forest(peers.size, peers.size, tuple(range(r, r + 1) for r in range(peers.size)))
-    shared = SharedSum(peers, flats, BUCKET_BYTES)
-    shared.settle(trees, 0)
+    shared = SharedMemoryReducer(peers, flats, BUCKET_BYTES)
+    shared.reserve(trees, 0)
     shared.begin(trees, 1, 0).write_rest([[torch.ones(elements)]])
 
     def once() -> None:
         peers.gather(b"", "the others")
-        add_up_shared(peers, trees, shared.rooms[-1])
+        add_up_shared(peers, trees, shared.shared[-1])
 
     return once
 
@@ -81,8 +85,8 @@ def by_memory_with_copies(peers: Peers, elements: int) -> Callable[[], object]:
     vector = torch.ones(elements)
     flats = FlatSpace([vector], [0])
     trees = forest(peers.size, peers.size, tuple(range(r, r + 1) for r in range(peers.size)))
-    shared = SharedSum(peers, flats, BUCKET_BYTES)
-    shared.settle(trees, 0)
+    shared = SharedMemoryReducer(peers, flats, BUCKET_BYTES)
+    shared.reserve(trees, 0)
 
     def once() -> None:
         sending = shared.begin(trees, 1, 0)
@@ -98,7 +102,7 @@ def classic(name: str) -> Callable[[Peers, int], Callable[[], object]]:
 
     def make(peers: Peers, elements: int) -> Callable[[], object]:
         vector = torch.ones(elements)
-        return lambda: CLASSIC[name](peers.links, vector)
+        return lambda: CLASSIC[name](peers.transport, vector)
 
     return make
 

@@ -1,4 +1,4 @@
-"""The page on what was killed and what came of it, and on what saving costs."""
+"""The page on recovery after killed processes, and on the cost of saving."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pages.common import joined, origin
 from text import NOTHING, number, spread, table
 
 KINDS = {
-    "worker": "any process, once a random step is saved",
+    "worker": "any process, after a random step was saved",
     "writer": "the process that saves, in the middle of a checkpoint",
 }
 HEAD = """# Reliability
 
-This page is written by `python benchmarks/write_docs.py` from files in `benchmarks/results`; don't
-edit it."""
+`python benchmarks/write_docs.py` generates this page from files in `benchmarks/results`; don't edit
+it."""
 
 
 def page(*sections: str) -> str:
@@ -29,11 +29,11 @@ def killed(document: dict[str, Any]) -> str:
     text = (
         f"`evenstep train --processes {settings['processes']} --max-restarts 3` for "
         f"{settings['steps']} steps, with a checkpoint every {settings['checkpoint_every']}. One "
-        f"process is killed (SIGKILL). The launcher starts both again, and they go on from the "
-        f"newest checkpoint. A run is well when it ends by itself with the fingerprint of one "
-        f"process that nothing happened to, and no process is left."
+        f"process is killed (SIGKILL). The launcher restarts both, and they resume from the newest "
+        f"checkpoint. A run has recovered if it ends by itself, leaves no process behind, and has "
+        f"the fingerprint of an undisturbed run in one process."
     )
-    head = ("killed", "runs", "well", "seconds from start to end", "spread")
+    head = ("killed", "runs", "recovered", "seconds from start to end", "spread")
     rows = [_row(document["runs"], kind) for kind in KINDS]
     return joined("## Killed processes", origin(document), text, table(head, rows))
 
@@ -43,12 +43,12 @@ def saved(document: dict[str, Any]) -> str:
     settings = document["settings"]
     text = (
         f"ResNet-18, batch {settings['batch']}, momentum, two devices; a checkpoint after every "
-        f"{settings['every']} of {settings['steps']} steps. A save that is waited for hashes, "
-        f"writes and flushes; one aside copies the state, and the writer then takes its share of "
-        f"the cores. Where the devices are these cores, that share is what the last column shows "
-        f"(the end of the last write is in it); what training no longer waits for is the disk."
+        f"{settings['every']} of {settings['steps']} steps. `save(folder)` hashes, writes and "
+        f"flushes before it returns. With `aside=True` it only copies the state; a worker thread "
+        f"does the rest, so training does not wait for the disk. That thread competes with the CPU "
+        f"devices for the cores: the last column includes this, and the end of the last write."
     )
-    head = ("training", "ms for which `save` holds training up", "spread", "ms a step, with all")
+    head = ("training", "ms until `save` returns", "spread", "ms per step, including saves")
     rows = [
         _saving([run for run in document["runs"] if run["variant"] == variant], label)
         for variant, label in document["variants"].items()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -81,11 +81,6 @@ class Experiment:
             target, layout = device.torch_device, torch.contiguous_format
             return operator.methodcaller("to", target, copy=True, memory_format=layout)
         return lambda tensor: carry(tensor, device, self.image_format(tensor))
-
-
-def with_current_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an experiment's options as version 0.1.0 saved them, under today's names."""
-    return {"compile" if name == "hybridize" else name: value for name, value in options.items()}
 
 
 def resolve_format(

@@ -1,4 +1,4 @@
-"""Where a minibatch is cut, what counts as one, and what a shard is given."""
+"""Minibatches cut into shards: boundaries, refused batches, and the tensors of a shard."""
 
 import collections
 
@@ -52,7 +52,7 @@ def test_runs_are_contiguous_and_even(items, parts):
     items=st.lists(st.integers()),
     speeds=st.lists(st.floats(0, 1e6), min_size=1, max_size=20).filter(any),
 )
-def test_runs_are_as_long_as_speeds_deserve(items, speeds):
+def test_the_lengths_of_runs_are_in_proportion_to_speeds(items, speeds):
     runs = contiguous_runs(items, speeds)
     assert [item for run in runs for item in run] == items
     for run, speed in zip(runs, speeds, strict=True):
@@ -121,7 +121,7 @@ def test_tensors_that_disagree_are_named(batch, place):
         message(count_examples, batch)
         == message(cut_batch, batch, 3)
         == (
-            f"the tensors of a batch need one and the same number of examples (first dimension), "
+            f"the tensors of a batch need the same number of examples (first dimension), "
             f"but {place}"
         )
     )
@@ -130,9 +130,9 @@ def test_tensors_that_disagree_are_named(batch, place):
 @pytest.mark.parametrize(
     ("batch", "place"),
     [
-        ((X, 3), "batch[1] of the batch is int"),
-        ((X, np.zeros(6)), "batch[1] of the batch is ndarray"),
-        ({"x": X, "names": ["a"]}, "batch['names'][0] of the batch is str"),
+        ((X, 3), "batch[1] is of type int"),
+        ((X, np.zeros(6)), "batch[1] is of type ndarray"),
+        ({"x": X, "names": ["a"]}, "batch['names'][0] is of type str"),
     ],
     ids=["number", "array", "string"],
 )
@@ -140,7 +140,7 @@ def test_another_kind_of_leaf_is_named(batch, place):
     assert (
         message(count_examples, batch)
         == message(cut_batch, batch, 3)
-        == (f"{place}, not a tensor: give tensors, examples first")
+        == (f"{place}: give tensors, examples first")
     )
 
 
@@ -148,7 +148,7 @@ def test_a_single_number_has_no_examples():
     assert (
         message(count_examples, (X, torch.tensor(3)))
         == message(cut_batch, (X, torch.tensor(3)), 3)
-        == ("batch[1] of the batch is a single number: give tensors, examples first")
+        == ("batch[1] is a single number: give tensors, examples first")
     )
 
 
@@ -186,7 +186,7 @@ def test_a_shard_is_a_copy_of_exactly_its_examples(shards, shard):
 
 
 def test_a_view_of_the_batch_would_not_be_aligned():
-    """The test above can fail: what `place` gets lies where it lies."""
+    """`place` gets an unaligned view, so the test above can fail."""
     seen = []
     cut = cut_batch(torch.arange(7 * 3.0).reshape(7, 3), 7)
     cut.take(1, lambda view: seen.append(view) or view)

@@ -154,7 +154,7 @@ def test_the_page_on_reliability_counts_what_went_well():
     settings = {"processes": 2, "steps": 9, "checkpoint_every": 3}
     document = {"command": "python benchmarks/it.py", "machine": FACTS}
     page = reliability.killed(document | {"settings": settings, "runs": runs})
-    assert "| any process, once a random step is saved | 3 | 1 | 4.00 | 4.00 to 4.00 |" in page
+    assert "| any process, after a random step was saved | 3 | 1 | 4.00 | 4.00 to 4.00 |" in page
     assert "in the middle of a checkpoint | 1 | 1 | 4.00 | 4.00 to 4.00 |" in page
 
 

@@ -188,10 +188,10 @@ def test_a_tree_that_is_too_deep_is_refused(container):
         encode(deep)
 
 
-def test_a_tree_that_holds_itself_is_refused_and_100_levels_are_not():
+def test_a_tree_that_contains_itself_is_refused_but_100_levels_are_not():
     loop = []
     loop.append(loop)
-    with pytest.raises(CheckpointError, match="holds itself"):
+    with pytest.raises(CheckpointError, match="contains itself"):
         encode(loop)
     deep = 0
     for _ in range(100):
@@ -237,7 +237,7 @@ def test_a_negated_view_is_stored_by_its_values():
     assert torch.equal(there_and_back(tensor), tensor)
 
 
-def test_tensors_that_share_memory_come_back_apart():
+def test_tensors_that_share_memory_come_back_with_their_own():
     whole = torch.arange(6.0)
     tree = {"a": whole, "b": whole, "c": whole[2:], "d": whole.view(torch.complex64)}
     _, stored = encode(tree)
@@ -248,7 +248,7 @@ def test_tensors_that_share_memory_come_back_apart():
     assert torch.equal(back["b"], whole)
 
 
-def test_a_contiguous_tensor_is_not_copied_on_its_way_out():
+def test_encoding_does_not_copy_a_contiguous_tensor():
     tensor = torch.nn.Parameter(torch.ones(3))
     _, stored = encode({"model": {"weight": tensor}})
     assert stored["model/weight"].data_ptr() == tensor.data_ptr()

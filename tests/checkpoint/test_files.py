@@ -1,3 +1,5 @@
+"""Checkpoints on the disk: written whole or not at all, and refused if anything is damaged."""
+
 import ast
 import errno
 import json
@@ -21,12 +23,9 @@ from test_codec import DTYPES, random_tensor, same
 
 import evenstep.checkpoint.codec
 import evenstep.checkpoint.files
-from evenstep.checkpoint.files import (
-    latest_checkpoint,
-    list_checkpoints,
-    read_checkpoint,
-    write_checkpoint,
-)
+from evenstep.checkpoint import files
+from evenstep.checkpoint.codec import encode
+from evenstep.checkpoint.files import latest_checkpoint, list_checkpoints, read_checkpoint
 from evenstep.errors import CheckpointError, InputError, SaveError
 
 TREE = {
@@ -37,6 +36,10 @@ TREE = {
     "scheduler": None,
 }
 FILES = ["manifest.json", "tensors.safetensors"]
+
+
+def write_checkpoint(folder, tree, **options):
+    return files.write_checkpoint(folder, encode(tree), **options)
 
 
 def names(folder):
@@ -69,7 +72,7 @@ def test_the_files_can_be_read_without_evenstep(tmp_path):
     assert torch.equal(load_file(folder / "tensors.safetensors")["model/w"], torch.ones(2))
 
 
-def test_all_may_read_what_the_umask_lets_them(tmp_path):
+def test_files_have_the_permissions_that_the_umask_leaves(tmp_path):
     folder = write_checkpoint(tmp_path, TREE, step=0)
     modes = {stat.S_IMODE((folder / file).stat().st_mode) for file in FILES}
     plain = tmp_path / "plain"
@@ -97,7 +100,7 @@ SCHEDULERS = {
 
 
 class Run:
-    """A small training, unbroken or carried on from a checkpoint."""
+    """A small training, uninterrupted or resumed from a checkpoint."""
 
     def __init__(self, optimizer, scheduler):
         torch.manual_seed(0)
@@ -129,7 +132,7 @@ class Run:
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_run_carries_on_from_its_checkpoint_bit_for_bit(tmp_path, optimizer, scheduler):
+def test_a_run_resumes_from_its_checkpoint_bit_for_bit(tmp_path, optimizer, scheduler):
     unbroken = Run(optimizer, scheduler)
     unbroken.train(0, 3)
     write_checkpoint(tmp_path, unbroken.state(), step=3)
@@ -158,7 +161,7 @@ def test_steps_are_ordered_as_numbers(tmp_path):
     assert read_checkpoint(tmp_path) == 100_000_000
 
 
-def test_a_run_that_went_back_keeps_what_it_writes_and_what_lies_ahead(tmp_path):
+def test_a_run_that_resumed_earlier_keeps_its_new_and_all_later_checkpoints(tmp_path):
     for step in (10, 20, 30, 40):
         write_checkpoint(tmp_path, step, step=step, keep=4)
     write_checkpoint(tmp_path, "again", step=20, keep=1)
@@ -206,7 +209,7 @@ def test_only_leftovers_of_ended_processes_of_this_machine_are_removed(tmp_path)
     assert names(tmp_path) == sorted([*stay, "step-00000020"])
 
 
-def test_what_was_set_aside_counts_until_its_successor_is_there(tmp_path):
+def test_a_checkpoint_that_is_being_replaced_counts_until_the_new_one_is_there(tmp_path):
     write_checkpoint(tmp_path, "old", step=20)
     aside = tmp_path / "step-00000020.old"
     (tmp_path / "step-00000020").rename(aside)
@@ -224,13 +227,7 @@ def test_impossible_numbers_are_refused(tmp_path, step, keep):
         write_checkpoint(tmp_path, {}, step=step, keep=keep)
 
 
-def test_a_state_that_cannot_be_encoded_changes_nothing(tmp_path):
-    with pytest.raises(CheckpointError, match=r"state\['a'\] is of type set"):
-        write_checkpoint(tmp_path / "run", {"a": {1}}, step=1)
-    assert names(tmp_path) == []
-
-
-# What can be wrong with a checkpoint when it is read
+# ---- damage found when a checkpoint is read
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +236,7 @@ def written(tmp_path_factory):
 
 
 def assert_refused(folder, path, change):
-    """Check that `path` with `change(bytes)` is refused by a line that names it; put it back."""
+    """Check that `path` with `change(bytes)` is refused in a line that names it."""
     whole = path.read_bytes()
     changed = change(whole)
     assert changed != whole
@@ -274,7 +271,7 @@ def test_every_truncation_and_addition_is_found(written, data):
 
 
 def test_every_letter_of_the_manifest_counts(written):
-    """Also where the JSON would read the same: blanks, line ends, the case of hexadecimals."""
+    """Even those that mean the same in JSON: blanks, line ends, the case of hexadecimals."""
     path = written / "manifest.json"
     for place, letter in enumerate(path.read_bytes()):
         if chr(letter).isalpha() or chr(letter).isspace():
@@ -302,11 +299,13 @@ def test_a_missing_file_is_named_with_the_earlier_checkpoint(two, file):
 
 def test_damage_to_the_first_checkpoint_says_that_there_is_no_earlier_one(two):
     (two / "step-00000020" / "tensors.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"has 0 bytes, but .* no earlier one lies beside it"):
+    with pytest.raises(
+        CheckpointError, match=r"has 0 bytes, but .* there is no earlier one beside it"
+    ):
         read_checkpoint(two / "step-00000020")
 
 
-def test_a_checkpoint_that_is_not_there_is_told(two):
+def test_a_checkpoint_that_does_not_exist_is_named(two):
     with pytest.raises(CheckpointError, match=r"step-00000030 is not there; use the earlier .*20"):
         read_checkpoint(two / "step-00000030")
 
@@ -334,7 +333,7 @@ def seal_again(folder, **changes):
     path.write_bytes(evenstep.checkpoint.files._seal(body))
 
 
-def test_a_newer_version_is_refused_with_what_reads_it(two):
+def test_a_newer_version_is_refused_with_the_release_that_reads_it(two):
     seal_again(two / "step-00000040", version=2, evenstep="9.8.7")
     with pytest.raises(CheckpointError, match=r"version 2, but .* version 1: .* evenstep 9\.8\.7"):
         read_checkpoint(two)
@@ -364,7 +363,7 @@ def test_a_folder_of_another_program_is_refused(tmp_path):
         read_checkpoint(tmp_path)
 
 
-def test_a_folder_without_checkpoints_is_told(tmp_path):
+def test_a_folder_without_checkpoints_is_refused_with_its_contents(tmp_path):
     (tmp_path / "file").touch()
     assert list_checkpoints(tmp_path / "nothing") == list_checkpoints(tmp_path / "file") == []
     with pytest.raises(CheckpointError, match="there is no such folder"):
@@ -375,7 +374,7 @@ def test_a_folder_without_checkpoints_is_told(tmp_path):
         latest_checkpoint(tmp_path)
 
 
-# What can go wrong when it is written
+# ---- failures while a checkpoint is written
 
 
 def assert_not_saved(folder, match, tree=TREE, step=40):
@@ -431,7 +430,7 @@ def test_a_limit_on_the_size_of_files_leaves_the_earlier_checkpoint(tmp_path):
 
 @pytest.fixture
 def nobody():
-    """A folder that may be read but not written, and a user whom that binds (root is not)."""
+    """A folder that is read-only for the current user, who is not root meanwhile."""
     folder = Path(tempfile.mkdtemp())
     write_checkpoint(folder, TREE, step=20)
     folder.chmod(0o555)
@@ -451,7 +450,7 @@ def test_a_folder_without_permission_leaves_the_earlier_checkpoint(nobody):
         write_checkpoint(nobody / "new", TREE, step=1)
 
 
-def test_a_folder_that_may_not_be_read_is_told(tmp_path, nobody):
+def test_a_folder_that_may_not_be_read_is_refused(tmp_path, nobody):
     user = os.geteuid()
     os.seteuid(os.getuid())
     tmp_path.chmod(0)
@@ -466,14 +465,14 @@ def test_a_folder_that_may_not_be_read_is_told(tmp_path, nobody):
 
 
 @pytest.mark.parametrize("inside", [".", "deeper", "much/deeper"])
-def test_a_file_in_place_of_the_folder_is_told(tmp_path, inside):
+def test_a_file_in_place_of_the_folder_is_named(tmp_path, inside):
     (tmp_path / "file").touch()
     match = f"{tmp_path / 'file'} is in the way, .*; give a folder, not a file"
     with pytest.raises(SaveError, match=match):
         write_checkpoint(tmp_path / "file" / inside, TREE, step=40)
 
 
-def test_a_file_in_place_of_the_checkpoint_is_told(tmp_path):
+def test_a_file_in_place_of_the_checkpoint_is_named(tmp_path):
     write_checkpoint(tmp_path, TREE, step=20)
     (tmp_path / "step-00000040").touch()
     assert_not_saved(tmp_path, "step-00000040 could not be written: .* is in the way")
@@ -492,7 +491,7 @@ def test_an_interrupt_while_writing_leaves_nothing_behind(tmp_path, monkeypatch)
     assert names(tmp_path) == ["step-00000020"]
 
 
-def test_what_cannot_be_removed_is_told_and_the_checkpoint_stands(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_removed_is_named_in_a_warning(tmp_path, monkeypatch):
     write_checkpoint(tmp_path, TREE, step=20)
 
     def refuse(path, ignore_errors=False):
@@ -505,7 +504,7 @@ def test_what_cannot_be_removed_is_told_and_the_checkpoint_stands(tmp_path, monk
     assert list_checkpoints(tmp_path) == [tmp_path / "step-00000040"]
 
 
-def test_a_disk_that_cannot_flush_folders_will_do_but_files_must_be_flushed(tmp_path, monkeypatch):
+def test_folders_need_not_be_flushed_but_files_must_be(tmp_path, monkeypatch):
     really = os.fsync
 
     def refuse(kind):
@@ -522,20 +521,21 @@ def test_a_disk_that_cannot_flush_folders_will_do_but_files_must_be_flushed(tmp_
     assert_not_saved(tmp_path, "Invalid argument")
 
 
-# A process that stops dead. Each `stop` is a fork that exits, without any cleaning up, just before
-# the n-th thing that it does to the disk (or with half of the tensors written).
+# A process that is killed. Each `stop` forks a child that exits without cleaning up, just before
+# its n-th operation on the disk (or with half of the tensors written).
 STOPS = """
 import os, sys
 from pathlib import Path
 import torch
 import evenstep.checkpoint.files as checkpoint
+from evenstep.checkpoint.codec import encode
 from evenstep.checkpoint.files import list_checkpoints, read_checkpoint, write_checkpoint
 
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.chmod", "shutil.rmtree"}
-OLD, NEW = ({"w": torch.full((99,), float(n))} for n in (1, 2))
+OLD, NEW = (encode({"w": torch.full((99,), float(n))}) for n in (1, 2))
 
 def is_same(one, two):
-    return torch.equal(one["w"], two["w"])
+    return torch.equal(one["w"], two.tensors["w"])
 
 def stop(n, folder, step, keep):
     child = os.fork()
@@ -589,7 +589,7 @@ run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 
 
 @pytest.mark.parametrize(("step", "keep"), [(40, 1), (20, 3)], ids=["next", "replaced"])
-def test_a_stop_at_any_moment_leaves_a_whole_newest_checkpoint(tmp_path, step, keep):
+def test_a_kill_at_any_moment_leaves_an_undamaged_newest_checkpoint(tmp_path, step, keep):
     command = [sys.executable, "-c", STOPS, str(tmp_path), str(step), str(keep)]
     paths = os.pathsep.join(sys.path)
     done = subprocess.run(

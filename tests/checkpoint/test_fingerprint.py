@@ -1,4 +1,4 @@
-"""The fingerprint: one hash of the state, blind to everything that is not the state."""
+"""The fingerprint: one hash that depends on the training state and on nothing else."""
 
 import hashlib
 
@@ -116,7 +116,7 @@ NAMES += [name for name, _ in named_state(*make(torch.optim.Adam)) if name not i
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "buffer/nothing"])
-def test_one_flipped_bit_shows(name):
+def test_one_flipped_bit_changes_the_fingerprint(name):
     state = make(torch.optim.Adam)
     if name not in dict(named_state(*state)):
         state = make(lbfgs)
@@ -142,7 +142,7 @@ def test_values_that_compare_equal_may_have_other_bits():
     assert tensor_digest(nans[0]) != tensor_digest(nans[1])
 
 
-def test_dtype_shape_and_place_show():
+def test_dtype_shape_and_place_change_the_fingerprint():
     values = [
         torch.zeros(4),
         torch.zeros(2, 2),
@@ -175,7 +175,7 @@ def other_layouts(tensor):
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int64]
 )
-def test_the_layout_in_memory_does_not_show(dtype):
+def test_the_layout_in_memory_does_not_change_the_fingerprint(dtype):
     tensor = torch.randn(2, 3, 4, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
     layouts = list(other_layouts(tensor))
     assert sum(layout.stride() != tensor.stride() for layout in layouts) == 3
@@ -194,7 +194,7 @@ def test_channels_last_models_and_optimizers_have_the_same_fingerprint():
     assert fingerprint(model, optimizer) == before
 
 
-def test_the_order_in_which_things_were_made_does_not_show():
+def test_the_order_of_creation_does_not_change_the_fingerprint():
     one, other = nn.Module(), nn.Module()
     for module, order in ((one, "abc"), (other, "cab")):
         for name in order:
@@ -219,7 +219,7 @@ def test_a_tied_parameter_counts_once():
     assert names == ["parameter/0.weight"]
 
 
-def test_gradients_and_flags_are_no_state():
+def test_gradients_and_flags_are_not_part_of_the_state():
     model, optimizer = make()
     before = fingerprint(model, optimizer)
     optimizer.zero_grad()

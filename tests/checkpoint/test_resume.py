@@ -1,4 +1,4 @@
-"""Stop anywhere, go on with other devices: the end is that of the unbroken run, bit for bit."""
+"""Runs stopped anywhere and resumed on other devices end with the bits of uninterrupted ones."""
 
 import contextlib
 import json
@@ -10,6 +10,7 @@ from torch import nn
 
 import evenstep
 from evenstep.checkpoint import async_writer
+from evenstep.checkpoint.codec import encode
 from evenstep.checkpoint.files import list_checkpoints, write_checkpoint
 from evenstep.data import Loader
 from evenstep.errors import CheckpointError, SaveError
@@ -56,7 +57,7 @@ def run(trainer, steps):
                 return
 
 
-def unbroken(steps, *names):
+def uninterrupted(steps, *names):
     model, optimizer, options = parts(*names)
     with evenstep.Trainer(model, optimizer, LOSS, devices=1, **options) as trainer:
         run(trainer, steps)
@@ -74,7 +75,7 @@ def test_resuming_on_other_devices_mid_epoch(tmp_path, stop, devices):
     with evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=devices) as resumed:
         assert resumed.steps_done == stop
         run(resumed, 8)
-    whole = unbroken(8)
+    whole = uninterrupted(8)
     assert resumed.fingerprint() == whole.fingerprint()
     assert_same_bits(whole_state(model, optimizer), whole_state(whole.model, whole.optimizer))
 
@@ -91,7 +92,7 @@ def test_resuming_on_other_devices_mid_epoch(tmp_path, stop, devices):
     ],
     ids="-".join,
 )
-def test_everything_that_training_goes_on_from_is_saved(tmp_path, names):
+def test_everything_that_training_continues_from_is_saved(tmp_path, names):
     model, optimizer, options = parts(*names)
     with evenstep.Trainer(model, optimizer, LOSS, devices=3, **options) as trainer:
         run(trainer, 4)
@@ -100,7 +101,7 @@ def test_everything_that_training_goes_on_from_is_saved(tmp_path, names):
     resumed = evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=2, **options)
     with resumed:
         run(resumed, 7)
-    whole = unbroken(7, *names)
+    whole = uninterrupted(7, *names)
     assert resumed.fingerprint() == whole.fingerprint()
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == [group["lr"] for group in whole.optimizer.param_groups]
@@ -115,7 +116,7 @@ def saved(tmp_path):
     return tmp_path
 
 
-def test_shards_and_seed_are_the_checkpoints(saved):
+def test_shards_and_seed_come_from_the_checkpoint(saved):
     model, optimizer, _ = parts("convolution")
     trainer = evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=2)
     assert (trainer.experiment.shards, trainer.experiment.seed) == (4, 6)
@@ -173,21 +174,21 @@ def test_another_kind_of_optimizer_is_refused(saved):
         evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1)
 
 
-def test_a_missing_scheduler_is_said(saved):
+def test_a_scheduler_that_was_not_saved_is_refused(saved):
     model, optimizer, options = parts("convolution", "sgd", "steps")
     with pytest.raises(CheckpointError, match="without a learning-rate scheduler"):
         evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1, **options)
 
 
-def test_a_checkpoint_of_something_else(tmp_path):
-    write_checkpoint(tmp_path, {"weights": torch.zeros(3)}, step=1)
+def test_a_checkpoint_of_another_program_is_refused(tmp_path):
+    write_checkpoint(tmp_path, encode({"weights": torch.zeros(3)}), step=1)
     model, optimizer, _ = parts("convolution")
     with pytest.raises(CheckpointError, match="not of a trainer"):
         evenstep.Trainer.load(tmp_path, model, optimizer, LOSS)
 
 
-def test_a_state_that_does_not_come_back_is_noticed(saved, monkeypatch):
-    """What restores another state than was saved must not be trained on in silence."""
+def test_a_state_that_is_not_restored_is_noticed(saved, monkeypatch):
+    """Training must not continue silently from another state than was saved."""
     model, optimizer, _ = parts("convolution")
     monkeypatch.setattr("evenstep.checkpoint.training_state.restore_optimizer", lambda *_: None)
     with pytest.raises(CheckpointError, match="fingerprint"):
@@ -215,7 +216,7 @@ def test_the_manifest_is_json_that_a_person_can_read(saved):
 
 
 class SlowDisk:
-    """Lets a checkpoint be written only when it is told to."""
+    """Delays the writing of a checkpoint until `free` is set."""
 
     def __init__(self, monkeypatch):
         self.asked, self.free = threading.Event(), threading.Event()
@@ -229,7 +230,7 @@ class SlowDisk:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch, max_in_flight):
+def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch, max_in_flight):
     disk = SlowDisk(monkeypatch)
     names = ("batch_norm", "adam", "steps")
     model, optimizer, options = parts(*names)
@@ -278,7 +279,7 @@ def trainer_with_a_file_in_the_way(folder):
         lambda trainer, folder: trainer.__exit__(None, None, None),
     ],
 )
-def test_what_goes_wrong_aside_is_raised_by_who_looks_next(tmp_path, use):
+def test_an_error_of_the_writer_is_raised_by_the_next_call(tmp_path, use):
     trainer = trainer_with_a_file_in_the_way(tmp_path)
     with trainer:
         run(trainer, 1)
@@ -289,7 +290,7 @@ def test_what_goes_wrong_aside_is_raised_by_who_looks_next(tmp_path, use):
             trainer.save(tmp_path / "good")
 
 
-def test_a_step_raises_what_went_wrong_aside_and_is_not_taken(tmp_path):
+def test_a_step_raises_an_error_of_the_writer_and_is_not_taken(tmp_path):
     trainer = trainer_with_a_file_in_the_way(tmp_path)
     with trainer:
         run(trainer, 1)
@@ -302,7 +303,7 @@ def test_a_step_raises_what_went_wrong_aside_and_is_not_taken(tmp_path):
         run(trainer, 2)
 
 
-def test_an_error_keeps_the_one_of_the_disk_as_a_note(tmp_path):
+def test_an_error_has_the_writers_error_as_a_note(tmp_path):
     def fail(trainer):
         with trainer:
             run(trainer, 1)
@@ -314,7 +315,7 @@ def test_an_error_keeps_the_one_of_the_disk_as_a_note(tmp_path):
     assert "in the way" in caught.value.__notes__[0]
 
 
-def test_what_cannot_be_saved_is_refused_at_once(tmp_path):
+def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path):
     model, optimizer, _ = parts("convolution")
     with evenstep.Trainer(model, optimizer, LOSS, devices=1) as trainer:
         run(trainer, 1)

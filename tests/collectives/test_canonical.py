@@ -1,4 +1,4 @@
-"""The sum over processes, by bits: whatever the runs and the buckets, that of one process."""
+"""The sum over processes: for any runs and buckets, the bits of the sum in one process."""
 
 import operator
 
@@ -15,27 +15,29 @@ from reference import assert_same_bits
 
 
 def vectors(shards, elements, dtype=torch.float32):
-    """Return numbers of very different size, so that every order of addition rounds otherwise."""
+    """Return numbers of very different magnitude: other orders of addition round differently."""
     generator = torch.Generator().manual_seed(elements + shards)
     numbers = torch.randn(shards, elements, generator=generator, dtype=torch.float64)
     exponents = torch.randint(-12, 12, (shards, elements), generator=generator)
     return list((numbers * 2.0**exponents).to(dtype))
 
 
-def tops_of(trees, rank, leaves):
+def partials_of(trees, rank, leaves):
     tree = TreeSum(trees.plans[rank], operator.add)
     for shard in trees.runs[rank]:
         tree.put(shard, leaves[shard])
-    return tree.take_tops()
+    return tree.take_partials()
 
 
-def sum_over_processes(links, trees, leaves, bucket_bytes):
+def sum_over_processes(transports, trees, leaves, bucket_bytes):
     def part(end):
         out = torch.empty_like(leaves[0])
-        canonical_sum(end, trees, tops_of(trees, end.rank, leaves), out, bucket_bytes=bucket_bytes)
+        canonical_sum(
+            end, trees, partials_of(trees, end.rank, leaves), out, bucket_bytes=bucket_bytes
+        )
         return out
 
-    return on_each(links, part)
+    return on_each(transports, part)
 
 
 @settings(max_examples=60, deadline=None)
@@ -59,7 +61,7 @@ def test_any_runs_and_buckets_give_the_sum_of_one_process(
 
 
 def test_another_order_would_be_another_sum():
-    """The vectors are such that the test above can fail."""
+    """The vectors make the order matter, so the test above can fail."""
     leaves = vectors(8, 100)
     in_order = leaves[0].clone()
     for leaf in leaves[1:]:
@@ -68,7 +70,7 @@ def test_another_order_would_be_another_sum():
 
 
 @pytest.mark.parametrize("processes", [2, 4, 8])
-def test_with_one_top_each_it_sends_what_a_ring_all_reduce_sends(processes):
+def test_with_one_partial_sum_each_it_sends_what_a_ring_all_reduce_sends(processes):
     leaves = vectors(8, 100_000)
     each = 8 // processes
     trees = Forest(8, 8, [range(first, first + each) for first in range(0, 8, each)])
@@ -79,7 +81,7 @@ def test_with_one_top_each_it_sends_what_a_ring_all_reduce_sends(processes):
         assert abs(end.sent - ring) <= 0.02 * ring
 
 
-def test_a_process_that_does_not_come_is_named():
+def test_a_process_that_sends_nothing_is_named():
     trees = Forest(4, 4, [range(2), range(2, 4)])
     leaves = vectors(4, 10)
 
@@ -87,7 +89,7 @@ def test_a_process_that_does_not_come_is_named():
         if end.rank == 1:
             return None
         with pytest.raises(PeerError, match=r"rank 1 sent nothing for 0\.05 s") as caught:
-            canonical_sum(end, trees, tops_of(trees, 0, leaves), torch.empty(10))
+            canonical_sum(end, trees, partials_of(trees, 0, leaves), torch.empty(10))
         return caught.value.rank
 
     assert on_each_of(2, part, timeout_s=0.05) == [1, None]

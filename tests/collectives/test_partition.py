@@ -1,4 +1,4 @@
-"""The tree cut over processes: parentheses by parentheses the tree of one."""
+"""The tree divided among processes: the same additions, in parentheses, as in one process."""
 
 import itertools
 
@@ -14,15 +14,15 @@ def write(left, right):
 
 
 def sum_over(shards, filled, runs):
-    """Sum names of shards as processes do: each its tops, then all of them."""
+    """Sum the names of shards as processes do: first each its partial sums, then all of them."""
     trees = Forest(shards, filled, runs)
-    tops = []
+    partials = []
     for run, plan in zip(runs, trees.plans, strict=True):
         tree = TreeSum(plan, write)
         for shard in reversed(run):
             tree.put(shard, str(shard))
-        tops += tree.take_tops()
-    return trees.add_up(tops, write)
+        partials += tree.take_partials()
+    return trees.add_up(partials, write)
 
 
 def canonical(shards, filled):
@@ -48,30 +48,30 @@ def test_any_runs_give_the_tree(shards, data):
     assert sum_over(shards, filled, runs_at(filled, cuts)) == canonical(shards, filled)
 
 
-def test_one_process_has_one_top():
+def test_one_process_has_one_partial_sum():
     trees = Forest(8, 5, [range(5)])
     assert trees.spans == [range(5)]
     assert trees.adds == []
 
 
-def test_halves_of_a_power_of_two_have_a_top_each():
+def test_halves_of_a_power_of_two_have_a_partial_sum_each():
     trees = Forest(8, 8, [range(4), range(4, 8)])
     assert trees.spans == [range(4), range(4, 8)]
     assert trees.owners == [0, 1]
     assert trees.adds == [(0, 1)]
 
 
-def test_a_run_that_is_no_node_has_several_tops():
+def test_a_run_that_is_no_node_has_several_partial_sums():
     trees = Forest(8, 8, [range(3), range(3, 8)])
     assert trees.spans == [range(2), range(2, 3), range(3, 4), range(4, 8)]
-    assert trees.tops_of(0) == [0, 1]
-    assert trees.tops_of(1) == [2, 3]
+    assert trees.partials_of(0) == [0, 1]
+    assert trees.partials_of(1) == [2, 3]
     assert trees.adds == [(1, 2), (0, 1), (0, 3)]
 
 
-def test_a_process_without_shards_has_no_top():
+def test_a_process_without_shards_has_no_partial_sum():
     trees = Forest(2, 2, [range(1), range(1, 2), range(2, 2)])
-    assert trees.tops_of(2) == []
+    assert trees.partials_of(2) == []
 
 
 def test_the_same_forest_is_made_once():

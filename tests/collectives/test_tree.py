@@ -1,4 +1,4 @@
-"""The canonical tree, by its parentheses: `add` writes down what was added to what."""
+"""The canonical tree, by its parentheses: here `add` writes down what is added to what."""
 
 import functools
 import itertools
@@ -23,7 +23,7 @@ def anything(value):
 
 
 def canonical(lo, hi, filled):
-    """Write down the node [lo, hi) as the design states it; None where all its shards are empty."""
+    """Write down the node [lo, hi) by its definition; None if all its shards are empty."""
     if hi - lo == 1:
         return str(lo) if lo in filled else None
     powers = [1 << exponent for exponent in range(12)]
@@ -39,13 +39,13 @@ def leaves(shards, filled):
 
 
 def put_one(tree, shard, *, claim):
-    """Bring shard `shard` as a lane does: onto what is there, or by itself."""
+    """Put shard `shard` as a lane does: accumulated onto its left sibling, or by itself."""
     node, left = tree.claim(shard, anything) if claim else (shard, None)
     tree.put(node, str(shard) if left is None else write(left, shard))
 
 
 def root_of(tree):
-    (root,) = tree.take_tops()
+    (root,) = tree.take_partials()
     return root
 
 
@@ -77,15 +77,15 @@ def test_the_recursive_sum_is_canonical():
 
 
 @given(shards=st.integers(1, 70), data=st.data())
-def test_the_recursive_sum_passes_over_any_empty_shards(shards, data):
+def test_the_recursive_sum_skips_empty_shards(shards, data):
     filled = data.draw(st.sets(st.integers(0, shards - 1)))
     assert tree_sum(leaves(shards, filled), write) == canonical(0, shards, filled)
 
 
-def test_nothing_has_no_sum():
+def test_the_sum_of_no_values_is_none():
     assert tree_sum([], write) is None
     assert tree_sum([None] * 5, write) is None
-    assert TreePlan(5, []).tops == []
+    assert TreePlan(5, []).partials == []
 
 
 @pytest.mark.parametrize("claim", [False, True])
@@ -117,7 +117,7 @@ def test_any_order_and_any_empty_shards(shards, claim, data):
 
 @pytest.mark.parametrize("claim", [False, True])
 @pytest.mark.parametrize("threads", [2, 5])
-def test_from_several_threads(threads, claim):
+def test_several_threads_give_the_same_parentheses(threads, claim):
     shards = 37
     expected = canonical(0, shards, range(shards))
     for attempt in range(30):
@@ -151,7 +151,7 @@ def test_each_value_is_added_once_and_the_tree_is_empty_afterwards():
 
 def test_claim_hands_out_the_left_sibling_and_only_that():
     tree = TreeSum(tree_plan(4, 4), write)
-    assert tree.claim(1, anything) == (1, None)  # nothing is there yet
+    assert tree.claim(1, anything) == (1, None)  # no value is there yet
     tree.put(1, "1")
     assert tree.claim(0, anything) == (0, None)  # 1 is there, but on the right
     tree.put(0, "0")
@@ -163,7 +163,7 @@ def test_claim_hands_out_the_left_sibling_and_only_that():
     assert root_of(tree) == "((0+1)+(2+3))"
 
 
-def test_claim_hands_out_a_sum_that_stands_on_the_left():
+def test_claim_hands_out_a_sum_on_the_left():
     tree = TreeSum(tree_plan(3, 3), write)
     tree.put(0, "0")
     tree.put(1, "1")
@@ -173,7 +173,7 @@ def test_claim_hands_out_a_sum_that_stands_on_the_left():
     assert root_of(tree) == "((0+1)+2)"
 
 
-def test_claim_leaves_what_does_not_fit():
+def test_claim_leaves_a_value_that_does_not_fit():
     tree = TreeSum(tree_plan(2, 2), write)
     tree.put(0, "0")
     asked = []
@@ -183,7 +183,7 @@ def test_claim_leaves_what_does_not_fit():
     assert root_of(tree) == "(0+1)"
 
 
-def test_what_was_claimed_is_gone_until_it_is_put():
+def test_a_claimed_value_is_not_handed_out_twice():
     tree = TreeSum(tree_plan(2, 2), write)
     tree.put(0, "0")
     parent, left = tree.claim(1, anything)
@@ -200,7 +200,7 @@ def test_a_lone_shard_is_the_root():
 
 
 def test_floats_in_another_order_have_other_bits():
-    """The order is the result: the comparisons by bits can fail."""
+    """The order matters, so comparisons of bits can fail."""
     values = torch.randn(7, 1000, generator=torch.Generator().manual_seed(0))
     expected = ((values[0] + values[1]) + (values[2] + values[3])) + (
         (values[4] + values[5]) + values[6]

@@ -1,4 +1,4 @@
-"""The recipes of docs/clusters.md, run as they stand there, on two machines that are namespaces."""
+"""The recipes of docs/clusters.md, run unchanged in two network namespaces."""
 
 import functools
 import os
@@ -42,7 +42,7 @@ def stub(folder, name, text):
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_slurm(machines, tmp_path):
-    """`srun` and `scontrol` are played: what they run, where, and with which variables."""
+    """Stubs play `srun` and `scontrol`: they set variables, and run commands on each host."""
     hosts = ("n1", "n2")
     name_hosts(hosts)
     (tmp_path / "bin").mkdir()
@@ -56,7 +56,7 @@ def test_slurm(machines, tmp_path):
     slurm |= {"SLURM_SUBMIT_DIR": str(tmp_path), "PATH": f"{tmp_path / 'bin'}:{TOOLS}"}
     script = tmp_path / "job.sh"
     script.write_text(recipe("Slurm"))
-    told = subprocess.run(
+    finished = subprocess.run(
         ["bash", script],
         env={**os.environ, **slurm},
         capture_output=True,
@@ -64,14 +64,14 @@ def test_slurm(machines, tmp_path):
         timeout=LIMIT_S,
         check=False,
     )
-    assert told.returncode == 0, told.stderr
-    assert fingerprints(told.stdout) == undisturbed()
+    assert finished.returncode == 0, finished.stderr
+    assert fingerprints(finished.stdout) == undisturbed()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_kubernetes(machines, tmp_path):
-    """The pods are played: their names, and the variables that the training operator gives."""
+    """Namespaces play the pods, with their names and the variables of the training operator."""
     job = recipe("Kubernetes")
     name, replicas = re.search(r"name: (\w+)", job)[1], int(re.search(r"replicas: (\d+)", job)[1])
     assert replicas == len(NAMES)
@@ -99,6 +99,6 @@ def test_kubernetes(machines, tmp_path):
         )
         for machine, pod in zip(machines, pods, strict=True)
     ]
-    told = [process.communicate(timeout=LIMIT_S) for process in running]
-    assert [process.returncode for process in running] == [0, 0], told
-    assert fingerprints("".join(out for out, _ in told)) == undisturbed()
+    finished = [process.communicate(timeout=LIMIT_S) for process in running]
+    assert [process.returncode for process in running] == [0, 0], finished
+    assert fingerprints("".join(out for out, _ in finished)) == undisturbed()

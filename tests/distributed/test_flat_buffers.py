@@ -43,12 +43,12 @@ def test_every_place_is_aligned():
         assert view.data_ptr() % 64 == 0
 
 
-def test_only_the_numbers_asked_for_have_a_place():
+def test_only_the_given_parameters_have_a_place():
     space = FlatSpace(PARAMETERS, [0, 3])
     assert [i for i, _ in space.views(space.new())] == [0, 3]
 
 
-def test_where_there_is_no_gradient_any_number_can_be_added_unchanged():
+def test_the_place_of_a_missing_gradient_changes_no_number_added_to_it():
     space = FlatSpace([torch.empty(4)], [0])
     vectors = space.new()
     fill(space, vectors, [None])
@@ -58,7 +58,7 @@ def test_where_there_is_no_gradient_any_number_can_be_added_unchanged():
         assert torch.equal(total.view(torch.int32), numbers.view(torch.int32))
 
 
-def test_vectors_may_lie_in_given_memory():
+def test_vectors_can_lie_in_given_memory():
     space = FlatSpace(PARAMETERS, range(len(PARAMETERS)))
     memory = torch.zeros(space.nbytes, dtype=torch.uint8)
     fill(space, space.over(memory), [torch.ones_like(parameter) for parameter in PARAMETERS])

@@ -1,4 +1,4 @@
-"""Messages between processes, here threads: over local links, and over gloo itself."""
+"""Messages between processes, played by threads: over a local transport, and over gloo."""
 
 import datetime
 import json
@@ -8,86 +8,88 @@ import pytest
 import torch.distributed as dist
 
 from evenstep.collectives import connect
-from evenstep.distributed import Board, Peers, agree
-from evenstep.distributed.gloo import GlooLinks
+from evenstep.distributed import Peers, StatusBoard, agree
+from evenstep.distributed.gloo import GlooTransport
 from evenstep.errors import InputError, PeerError
 from over_threads import on_each
 
 SIZES = [0, 1, 4087, 4088, 4089, 100_000]
 
 
-def peers_over(links):
-    hosts = [f"host{rank}" for rank in range(links.size)]
+def peers_over(transport):
+    hosts = [f"host{rank}" for rank in range(transport.size)]
     store = dist.HashStore()
-    for rank in range(1, links.size):
+    for rank in range(1, transport.size):
         store.set(f"doing/{rank}", json.dumps({"at": time.time() - 7, "doing": "thinking"}))
-    return Peers(links, hosts, Board(store, links.rank), alone=True)
+    return Peers(transport, hosts, StatusBoard(store, transport.rank), on_one_machine=True)
 
 
-def gloo_links(size, timeout_s=20):
+def gloo_transports(size, timeout_s=20):
     store = dist.HashStore()
     store.set_timeout(datetime.timedelta(seconds=20))
-    return lambda rank: GlooLinks(store, rank, size, "lo", timeout_s)
+    return lambda rank: GlooTransport(store, rank, size, "lo", timeout_s)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_everybody_gets_every_message_by_rank(size):
-    def tell(end):
+def test_every_process_gets_every_message_by_rank(size):
+    def exchange(end):
         peers = peers_over(end)
         return [peers.gather(bytes([end.rank]) * (n * (end.rank + 1)), "it") for n in SIZES]
 
-    for told in on_each(connect(size), tell):
-        assert told == [[bytes([rank]) * (n * (rank + 1)) for rank in range(size)] for n in SIZES]
+    for gathered in on_each(connect(size), exchange):
+        assert gathered == [
+            [bytes([rank]) * (n * (rank + 1)) for rank in range(size)] for n in SIZES
+        ]
 
 
 def test_messages_go_over_gloo():
-    make = gloo_links(3)
+    make = gloo_transports(3)
 
-    def tell(rank):
+    def exchange(rank):
         peers = peers_over(make(rank))
         return [peers.gather(bytes([rank]) * n * (rank + 1), "it") for n in SIZES]
 
-    for told in on_each(range(3), tell):
-        assert told == [[bytes([rank]) * n * (rank + 1) for rank in range(3)] for n in SIZES]
+    for gathered in on_each(range(3), exchange):
+        assert gathered == [[bytes([rank]) * n * (rank + 1) for rank in range(3)] for n in SIZES]
 
 
 def test_over_gloo_too_a_late_process_is_named():
-    make = gloo_links(2, timeout_s=0.2)
+    make = gloo_transports(2, timeout_s=0.2)
 
-    def tell(rank):
+    def exchange(rank):
         peers = peers_over(make(rank))
         if rank == 1:
             return peers
         with pytest.raises(PeerError) as caught:
             peers.gather(b"here", "its part of step 3")
         assert str(caught.value) == (
-            "rank 1 did not come within 0.2 s: rank 0 waited for its part of step 3; rank 1 is on "
-            "host1, last seen 7 s ago, thinking"
+            "rank 1 did not respond within 0.2 s: rank 0 waited for its part of step 3; rank 1 is "
+            "on host1, last seen 7 s ago, thinking"
         )
         return None
 
-    on_each(range(2), tell)
+    on_each(range(2), exchange)
 
 
-def test_over_gloo_a_process_that_is_gone_is_named():
-    make = gloo_links(2)
+def test_over_gloo_a_process_that_has_left_is_named():
+    make = gloo_transports(2)
 
-    def tell(rank):
+    def exchange(rank):
         peers = peers_over(make(rank))
         if rank == 1:
             return
-        with pytest.raises(PeerError, match=r"rank 1 is gone: .*waited for its part of step 3"):
+        with pytest.raises(PeerError, match=r"rank 1 has left: .*waited for its part of step 3"):
             peers.gather(b"here", "its part of step 3")
         return
 
-    on_each(range(2), tell)
+    on_each(range(2), exchange)
 
 
-def test_why_a_process_left_reaches_who_waits_for_it():
+def test_the_reason_why_a_process_left_reaches_those_that_wait_for_it():
     store = dist.HashStore()
 
-    def tell(end):
-        peers = Peers(end, ["host0", "host1"], Board(store, end.rank), alone=True)
+    def exchange(end):
+        peers = Peers(end, ["host0", "host1"], StatusBoard(store, end.rank), on_one_machine=True)
         if end.rank == 1:
             peers.leave("a problem of its own")
         else:
@@ -95,10 +97,10 @@ def test_why_a_process_left_reaches_who_waits_for_it():
             with pytest.raises(PeerError, match=expected):
                 peers.gather(b"here", "it")
 
-    on_each(connect(2), tell)
+    on_each(connect(2), exchange)
 
 
-def test_what_differs_is_named_with_its_place():
+def test_facts_that_differ_are_named_with_their_process():
     def compare(end):
         facts = {"the version of torch": f"2.{end.rank}", "shards": 8, "seed": end.rank // 2}
         with pytest.raises(InputError) as caught:
@@ -112,5 +114,5 @@ def test_what_differs_is_named_with_its_place():
     }
 
 
-def test_what_agrees_is_not_spoken_of():
+def test_facts_that_agree_raise_nothing():
     assert on_each(connect(3), lambda end: agree(peers_over(end), {"seed": 1}, "it")) == [None] * 3

@@ -1,4 +1,4 @@
-"""The promise over processes: torchrun's, with any devices each, against one process."""
+"""Several processes, with any devices each, give the bits of one process."""
 
 import json
 import re
@@ -15,7 +15,7 @@ LAYOUTS = [
     ("2,1", 1, "memory"),
     ("2,1", 2, "plain"),
 ]
-"""The devices of each process, the steps in flight, and how gradients go (see `jobs/same.py`)."""
+"""The devices of each process, the steps in flight, and the transport (see `jobs/same.py`)."""
 
 
 def results_of(finished, out, rank):
@@ -25,26 +25,28 @@ def results_of(finished, out, rank):
 
 @pytest.fixture(scope="module", params=[pytest.param(7, marks=pytest.mark.slow), 8])
 def one_process(request, tmp_path_factory):
-    """What comes out of one process on one device."""
+    """The results of one process on one device."""
     out = tmp_path_factory.mktemp("alone")
     return request.param, results_of(alone("same.py", out, "1", request.param, 1), out, 0)
 
 
-@pytest.mark.parametrize(("layout", "in_flight", "way"), LAYOUTS)
-def test_every_layout_gives_what_one_process_gives(one_process, layout, in_flight, way, tmp_path):
+@pytest.mark.parametrize(("layout", "in_flight", "method"), LAYOUTS)
+def test_every_layout_gives_what_one_process_gives(
+    one_process, layout, in_flight, method, tmp_path
+):
     shards, expected = one_process
     processes = len(layout.split(","))
-    finished = torchrun(processes, "same.py", tmp_path, layout, shards, in_flight, way)
+    finished = torchrun(processes, "same.py", tmp_path, layout, shards, in_flight, method)
     seen = []
     for rank in range(processes):
-        told = results_of(finished, tmp_path, rank)
-        assert told["results"] == expected["results"]
-        seen += told["seen"]
+        found = results_of(finished, tmp_path, rank)
+        assert found["results"] == expected["results"]
+        seen += found["seen"]
     assert sorted(seen) == sorted([*range(203)] * 2)  # trained on once, predicted once
 
 
 def test_a_slow_process_gets_fewer_shards_and_nothing_else_changes(tmp_path):
-    """Five epochs of 40 steps: what is measured in the middle of 64 counts from the 64th on."""
+    """Five epochs of 40 steps: speeds measured in the first 64 steps count in the next 64."""
     (tmp_path / "alone").mkdir()
     expected = results_of(alone("uneven.py", tmp_path / "alone"), tmp_path / "alone", 0)
     finished = torchrun(2, "uneven.py", tmp_path)
@@ -76,5 +78,5 @@ def test_a_process_that_cannot_compile_is_named_by_all(tmp_path):
     assert "computed eagerly, because" in finished.stderr
     assert "no compiler is there" in finished.stderr
     for rank in range(2):
-        told = (tmp_path / f"{rank}.txt").read_text()
-        assert re.match(r"rank 1 \(on \S+\) can't compile its shards, though others can", told)
+        text = (tmp_path / f"{rank}.txt").read_text()
+        assert re.match(r"rank 1 \(on \S+\) can't compile its shards, though others can", text)

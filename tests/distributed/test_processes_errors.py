@@ -1,4 +1,4 @@
-"""What the other processes say when one of several fails, is late, or does something else."""
+"""The errors of the other processes when one of several fails, is late, or differs."""
 
 import os
 import re
@@ -12,7 +12,7 @@ from launched import JOBS, free_port, torchrun
 LIMIT_S = 3.0
 
 
-def told(tmp_path, kind, rank):
+def reported(tmp_path, kind, rank):
     seconds, text = (tmp_path / f"{rank}.txt").read_text().split("\n", 1)
     return float(seconds), text
 
@@ -51,14 +51,16 @@ def without_launcher(tmp_path, *job):
 )
 def test_an_error_of_one_process_reaches_the_others(tmp_path, kind, own, of_others):
     run(tmp_path, kind)
-    assert told(tmp_path, kind, 1)[1].startswith(own)
-    assert re.search(of_others, told(tmp_path, kind, 0)[1])
+    assert reported(tmp_path, kind, 1)[1].startswith(own)
+    assert re.search(of_others, reported(tmp_path, kind, 0)[1])
 
 
-def test_shards_of_several_processes_can_not_go_in_lockstep(tmp_path):
+def test_shards_of_several_processes_cannot_run_in_lockstep(tmp_path):
     run(tmp_path, "sync")
     for rank in range(2):
-        assert told(tmp_path, "", rank)[1].startswith("InputError: got batch_norm='sync' in one of")
+        assert reported(tmp_path, "", rank)[1].startswith(
+            "InputError: got batch_norm='sync' in one of"
+        )
 
 
 def test_an_uncaught_error_shows_its_traceback_once(tmp_path):
@@ -67,15 +69,15 @@ def test_an_uncaught_error_shows_its_traceback_once(tmp_path):
     assert [process.returncode for process in processes] == [1, 1]
     assert "Traceback" in own
     assert "raise RuntimeError" in own
-    told = r"evenstep: rank 1 \(on \S+\) failed: RuntimeError: rank 1 has a problem of its own"
-    assert re.fullmatch(told, others.strip())
+    expected = r"evenstep: rank 1 \(on \S+\) failed: RuntimeError: rank 1 has a problem of its own"
+    assert re.fullmatch(expected, others.strip())
 
 
 @pytest.mark.parametrize("how", [(), ("in buckets",)], ids=str)
-def test_an_error_while_gradients_are_under_way_reaches_the_others(tmp_path, how):
+def test_an_error_while_gradients_are_in_flight_reaches_the_others(tmp_path, how):
     run(tmp_path, "raise in backward", *how)
-    assert told(tmp_path, "", 1)[1].startswith("RuntimeError: rank 1 has a problem of its own")
-    seconds, text = told(tmp_path, "", 0)
+    assert reported(tmp_path, "", 1)[1].startswith("RuntimeError: rank 1 has a problem of its own")
+    seconds, text = reported(tmp_path, "", 0)
     assert re.match(r"PeerError: rank 1 .*failed: RuntimeError", text)
     assert seconds < LIMIT_S
 
@@ -102,17 +104,19 @@ def test_an_error_while_gradients_are_under_way_reaches_the_others(tmp_path, how
 def test_what_differs_between_processes_is_named_in_all(tmp_path, kind, pattern):
     run(tmp_path, kind)
     for rank in range(2):
-        assert re.search(pattern, told(tmp_path, kind, rank)[1])
+        assert re.search(pattern, reported(tmp_path, kind, rank)[1])
 
 
-def test_who_comes_alone_waits_no_longer_than_the_limit(tmp_path):
+def test_a_process_that_starts_alone_waits_no_longer_than_the_limit(tmp_path):
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}
     variables |= {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
     command = [sys.executable, str(JOBS / "fail.py"), str(tmp_path), "nothing"]
     subprocess.run(command, env={**os.environ, **variables}, timeout=60, check=True)
-    seconds, text = told(tmp_path, "nothing", 0)
+    seconds, text = reported(tmp_path, "nothing", 0)
     assert seconds < 4 * LIMIT_S
-    assert re.match(r"PeerError: (the processes did not meet|rank 1 did not come) within 3 s", text)
+    assert re.match(
+        r"PeerError: (the processes did not meet|rank 1 did not respond) within 3 s", text
+    )
 
 
 @pytest.mark.parametrize(
@@ -120,17 +124,17 @@ def test_who_comes_alone_waits_no_longer_than_the_limit(tmp_path):
     [("stop", ()), ("die", ()), ("stop", ("in buckets",)), ("die in backward", ("in buckets",))],
     ids=str,
 )
-def test_a_process_that_is_late_or_gone_is_named_within_the_time_limit(tmp_path, kind, how):
+def test_a_process_that_is_late_or_has_left_is_named_within_the_time_limit(tmp_path, kind, how):
     processes = without_launcher(tmp_path, kind, *how)
     try:
         processes[0].wait(60)
-        seconds, text = told(tmp_path, kind, 0)
+        seconds, text = reported(tmp_path, kind, 0)
     finally:
         for process in processes:
             process.kill()
             process.communicate()
     assert seconds < 4 * LIMIT_S
-    reason = r"did not come within 3 s" if kind == "stop" else r"is gone"
+    reason = r"did not respond within 3 s" if kind == "stop" else r"has left"
     assert re.search(
         rf"PeerError: rank 1 {reason}.*: rank 0 waited for its part of step 3; rank 1 is on \S+, "
         r"last seen \d s ago, \w+",

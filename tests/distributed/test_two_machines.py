@@ -1,4 +1,4 @@
-"""Two machines, played by network namespaces with a cable between them."""
+"""Two machines, played by network namespaces with a link between them."""
 
 import json
 import os
@@ -38,13 +38,15 @@ def torchrun_on(
 
 
 def train_on_both(machines, out, addresses=ADDRESSES, interface="eth0"):
-    job, way = (
+    job, network = (
         (JOBS / "same.py", out, "1,1", 8, 1),
         {"addresses": addresses, "interface": interface},
     )
-    running = [torchrun_on(machine, number, *job, **way) for number, machine in enumerate(machines)]
-    told = [process.communicate(timeout=300) for process in running]
-    assert [process.returncode for process in running] == [0, 0], told
+    running = [
+        torchrun_on(machine, number, *job, **network) for number, machine in enumerate(machines)
+    ]
+    output = [process.communicate(timeout=300) for process in running]
+    assert [process.returncode for process in running] == [0, 0], output
     return [json.loads((out / f"{rank}.json").read_text())["results"] for rank in range(2)]
 
 
@@ -70,13 +72,13 @@ def test_a_slow_cable_that_loses_packets_changes_nothing(machines, tmp_path):
 
 
 def dropped_packets(machine):
-    told = ip("netns", "exec", machine, "tc", "-s", "qdisc", "show", "dev", "eth0").stdout
-    return int(re.search(r"dropped (\d+)", told)[1])
+    output = ip("netns", "exec", machine, "tc", "-s", "qdisc", "show", "dev", "eth0").stdout
+    return int(re.search(r"dropped (\d+)", output)[1])
 
 
 @pytest.mark.slow
 def test_a_narrow_cable_that_drops_packets_changes_nothing(machines, tmp_path):
-    """A bucket of tokens with a queue of a few packets: what comes too fast is lost, sent again."""
+    """A token bucket with a queue of a few packets: excess packets are lost and sent again."""
     for machine in machines:
         bucket = ["root", "tbf", "rate", "40mbit", "burst", "4kb", "limit", "8kb"]
         add = ("tc", "qdisc", "add", "dev", "eth0", *bucket)
@@ -102,18 +104,18 @@ def test_a_cut_cable_is_noticed_on_both_sides_within_the_time_limit(machines, tm
             process.communicate()
     for rank in range(2):
         text = (tmp_path / f"{rank}.txt").read_text()
-        assert f"PeerError: rank {1 - rank} did not come within 3 s" in text
+        assert f"PeerError: rank {1 - rank} did not respond within 3 s" in text
 
 
 @pytest.mark.slow
-def test_the_side_with_the_rendezvous_goes_on_alone_to_the_same_end(machines, tmp_path):
+def test_the_side_with_the_rendezvous_continues_alone_to_the_same_result(machines, tmp_path):
     job = [*MLP, "--steps", 900, "--devices", 1]
     undisturbed = trained(*job).fingerprint
     runs, record = tmp_path / "runs", tmp_path / "record.json"
     job += ["--checkpoint-dir", runs, "--checkpoint-every", 20, "--timeout", 3, "--json", record]
     running = []
     for number, machine in enumerate(machines):
-        # How long the kernel tries to reach a machine that is gone: torch's launcher waits for it.
+        # How long the kernel tries to reach a lost machine: torch's launcher waits for it.
         ip("netns", "exec", machine, "sysctl", "-qw", "net.ipv4.tcp_retries2=4")
         wait = ",last_call_timeout=4,read_timeout=5"
         command = ["-m", "evenstep", "train", *job]
@@ -122,9 +124,9 @@ def test_the_side_with_the_rendezvous_goes_on_alone_to_the_same_end(machines, tm
     try:
         wait_until(lambda: max(steps_kept(runs), default=0) >= 40)
         ip("-n", machines[1], "link", "set", "eth0", "down")
-        _, told = goes.communicate(timeout=90)
+        _, output = goes.communicate(timeout=90)
         assert goes.returncode
-        assert "evenstep: rank 0" in told
+        assert "evenstep: rank 0" in output
         _, errors = stays.communicate(timeout=90)
     finally:
         for process in running:

@@ -6,7 +6,7 @@ from torch import nn
 
 from evenstep.collectives import tree_plan, tree_sum
 from evenstep.distributed.flat_buffers import FlatSpace
-from evenstep.distributed.gradient_reduce import Sending
+from evenstep.distributed.gradient_reduce import GradientReduction
 from evenstep.errors import ModelError
 from evenstep.replicas import Replica
 from evenstep.shard.gradients import AccumulatedTwiceError, GradientStream
@@ -15,18 +15,18 @@ from layouts import TWO
 from reference import assert_same_bits
 
 
-class Kept(Sending):
+class Kept(GradientReduction):
     """Keeps what is sent, and in which order."""
 
-    def __init__(self, model, tops, bucket_bytes=4):
+    def __init__(self, model, partials, bucket_bytes=4):
         parameters = list(model.parameters())
         self.flats = FlatSpace(parameters, [*reversed(range(len(parameters)))])
-        super().__init__(self.flats, tops, len(parameters), bucket_bytes)
-        self.rows = [self.flats.new() for _ in range(tops)]
+        super().__init__(self.flats, partials, len(parameters), bucket_bytes)
+        self.rows = [self.flats.new() for _ in range(partials)]
         self.sent = []
 
-    def _row(self, top):
-        return self.rows[top]
+    def _vectors(self, partial):
+        return self.rows[partial]
 
     def _send(self, bucket):
         self.sent.append(self.buckets[bucket].numbers)
@@ -72,7 +72,7 @@ def test_the_sums_have_the_bits_of_the_tree(shards):
     losses = losses_of(model, shards)
     expected = tree_sum([plain_gradients(model, loss) for loss in losses], add_gradients)
     plan, replica = tree_plan(shards, shards), Replica(TWO[0], model)
-    sending = Kept(model, tops=1)
+    sending = Kept(model, partials=1)
     in_turn(GradientStream(plan, sending), plan, replica, losses, range(shards))
     for i, view in sending.flats.views(sending.rows[0]):
         assert_same_bits({"sum": view}, {"sum": expected[i]})
@@ -84,7 +84,7 @@ def test_the_last_layers_leave_while_the_first_are_computed():
     model = layers()
     losses = losses_of(model, 4)
     plan, replica = tree_plan(4, 4), Replica(TWO[0], model)
-    sending = Kept(model, tops=1)
+    sending = Kept(model, partials=1)
     seen = []
     model[0].weight.register_hook(lambda _: seen.append(list(sending.sent)))
     in_turn(GradientStream(plan, sending), plan, replica, losses, range(4))
@@ -96,8 +96,8 @@ def test_the_last_layers_leave_while_the_first_are_computed():
 def test_every_top_must_be_there_before_a_bucket_leaves():
     model = layers()
     losses = losses_of(model, 8)
-    plan, replica = tree_plan(8, 8, range(3, 6)), Replica(TWO[0], model)  # tops [3,4) and [4,6)
-    sending = Kept(model, tops=2)
+    plan, replica = tree_plan(8, 8, range(3, 6)), Replica(TWO[0], model)  # partials [3,4) and [4,6)
+    sending = Kept(model, partials=2)
     stream = GradientStream(plan, sending)
     in_turn(stream, plan, replica, losses, [4, 5])
     assert sending.sent == []
@@ -112,7 +112,7 @@ def test_parameters_without_gradients_leave_as_nothing():
     model = layers()
     model[2].weight.requires_grad_(False)
     plan, replica = tree_plan(2, 2), Replica(TWO[0], model)
-    sending = Kept(model, tops=1, bucket_bytes=10**6)  # one bucket, with and without
+    sending = Kept(model, partials=1, bucket_bytes=10**6)  # one bucket, with and without
     losses = [lambda: model[4](torch.ones(2, 4)).sum(), lambda: model(torch.ones(2, 6)).sum()]
     in_turn(GradientStream(plan, sending), plan, replica, losses, range(2))
     assert sending.present == [[True, True, False, True, True, True]]
@@ -123,7 +123,7 @@ def test_parameters_without_gradients_leave_as_nothing():
 def test_a_gradient_that_was_not_final_is_noticed():
     model = layers()
     plan, replica = tree_plan(1, 1), Replica(TWO[0], model)
-    stream = GradientStream(plan, Kept(model, tops=1))
+    stream = GradientStream(plan, Kept(model, partials=1))
 
     def twice():
         model(torch.ones(2, 6)).sum().backward()
@@ -137,7 +137,7 @@ def test_a_gradient_that_was_not_final_is_noticed():
 def test_a_sparse_gradient_is_refused_by_name():
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True))
     plan, replica = tree_plan(1, 1), Replica(TWO[0], model)
-    stream = GradientStream(plan, Kept(model, tops=1))
+    stream = GradientStream(plan, Kept(model, partials=1))
 
     def loss():
         return model(torch.tensor([1, 2])).sum()

@@ -1,33 +1,33 @@
-"""Processes played by threads, each with its own end of the links."""
+"""Processes played by threads, each with a transport of its own."""
 
 import concurrent.futures
 
 from evenstep.collectives import connect
 
 
-def on_each(links, function):
+def on_each(ends, function):
     """Return `function(end)` of every end, called at the same time."""
-    with concurrent.futures.ThreadPoolExecutor(len(links)) as pool:
-        futures = [pool.submit(function, end) for end in links]
+    with concurrent.futures.ThreadPoolExecutor(len(ends)) as pool:
+        futures = [pool.submit(function, end) for end in ends]
         return [future.result(60) for future in futures]
 
 
 def on_each_of(size, function, *, timeout_s=60.0):
-    """Return `function(links)` of `size` ends that are linked to each other."""
+    """Return `function(transport)` of `size` transports that are connected to each other."""
     return on_each(connect(size, timeout_s=timeout_s), function)
 
 
 class Counting:
-    """Links that count the bytes that they send."""
+    """A transport that counts the bytes that it sends."""
 
-    def __init__(self, links):
-        self._links = links
-        self.rank, self.size = links.rank, links.size
+    def __init__(self, transport):
+        self._transport = transport
+        self.rank, self.size = transport.rank, transport.size
         self.sent = 0
 
     def send(self, tensor, to, tag=0):
         self.sent += tensor.nbytes
-        return self._links.send(tensor, to, tag)
+        return self._transport.send(tensor, to, tag)
 
     def receive(self, tensor, source, tag=0):
-        return self._links.receive(tensor, source, tag)
+        return self._transport.receive(tensor, source, tag)

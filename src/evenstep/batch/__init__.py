@@ -1,13 +1,13 @@
-"""A minibatch cut into shards: where, for which process, and with which random numbers."""
+"""A minibatch cut into shards, their assignment to processes, and their random numbers."""
 
-from evenstep.batch.assignment import Dealing, contiguous_runs
+from evenstep.batch.assignment import ProcessAssignment, contiguous_runs
 from evenstep.batch.cut import Batch, Cut, Part, count_examples, cut_batch, shard_bounds
 
 __all__ = [
     "Batch",
     "Cut",
-    "Dealing",
     "Part",
+    "ProcessAssignment",
     "contiguous_runs",
     "count_examples",
     "cut_batch",

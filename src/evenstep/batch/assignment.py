@@ -1,4 +1,7 @@
-"""Which process computes which shards, and when that changes: pure, and so the same everywhere."""
+"""Assigns shards to devices and to processes, in proportion to their speeds.
+
+Everything here is a pure function of its arguments, so all processes compute the same assignment.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from collections.abc import Sequence
 
 
 def contiguous_runs(items: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
-    """Deal `items` in their order to devices, to each a run as long as its speed deserves.
+    """Divide `items` into contiguous runs, one for each speed and in proportion to it.
 
-    Largest remainders (Hamilton's apportionment; of equal ones, the first devices'): equal speeds
-    get runs whose lengths differ by at most one, the longer ones first.
+    Lengths are rounded by largest remainders (Hamilton's apportionment; of equal remainders the
+    first counts as larger): with equal speeds they differ by at most one, the longer runs first.
 
     Args:
-        items: what is dealt.
-        speeds: of each device, relative to each other, at least 0; not all 0.
+        items: what is divided, in order.
+        speeds: relative speeds, at least 0 and not all 0.
     """
     total = sum(speeds)
     shares = [len(items) * speed / total for speed in speeds]
@@ -29,31 +32,32 @@ def contiguous_runs(items: Sequence[int], speeds: Sequence[float]) -> list[list[
 
 
 PERIOD_STEPS = 64
-"""The runs of a batch are settled at least half as many steps ahead."""
+"""The runs of a batch are known at least half as many steps ahead."""
 
 
-class Dealing:
-    """Deals shards to processes: runs as long as their speeds deserve.
+class ProcessAssignment:
+    """Assigns each process a contiguous run of shards, in proportion to its measured speed.
 
-    What processes tell each other in the middle of a period counts from the next period on. Then
-    batches that are loaded ahead fit, and every process deals alike, however far it is.
+    Speeds that are reported in the middle of a period take effect at the start of the next. So
+    batches that were loaded ahead have the right shards, and all processes use the same runs for a
+    step, even if one is some steps ahead.
 
     Args:
-        speeds: of the processes, relative to each other, until they are measured.
+        speeds: relative speeds of the processes, used until speeds are measured.
     """
 
     def __init__(self, speeds: Sequence[float]) -> None:
-        self._speeds = {-1: tuple(speeds)}  # by the period in which they were told
+        self._speeds = {-1: tuple(speeds)}  # by the period in which they were reported
 
     def runs(self, filled: int, step: int) -> tuple[range, ...]:
-        """Return for each process its shards of step `step`, of which `filled` have examples."""
-        told = max(period for period in self._speeds if period < step // PERIOD_STEPS)
-        runs = contiguous_runs(range(filled), self._speeds[told])
+        """Return the shards of each process in step `step`, of which `filled` have examples."""
+        period = max(period for period in self._speeds if period < step // PERIOD_STEPS)
+        runs = contiguous_runs(range(filled), self._speeds[period])
         ends = itertools.accumulate(len(run) for run in runs)
         return tuple(range(end - len(run), end) for run, end in zip(runs, ends, strict=True))
 
-    def hear(self, step: int, speeds: Sequence[float]) -> None:
-        """Note what all told each other in a step; 0 is the speed of one that doesn't know it."""
+    def record_speeds(self, step: int, speeds: Sequence[float]) -> None:
+        """Record the speeds that the processes reported in a step; an unknown speed is 0."""
         period, into = divmod(step, PERIOD_STEPS)
         if into == PERIOD_STEPS // 2 and all(speeds):
             self._speeds[period] = tuple(speeds)

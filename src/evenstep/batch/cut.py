@@ -1,10 +1,8 @@
-"""Cut a minibatch into shards, and shards over devices: pure functions of sizes.
+"""Cuts a minibatch into shards: the boundaries depend on its size and on V, never on devices.
 
-A minibatch of n examples is always cut into the same V shards, whatever the devices: the
-boundaries are those of `numpy.array_split` (sizes differ by at most one, the longer ones first).
-Which device computes a shard moves time, never bits. (VirtualFlow, MLSys 2022, has virtual nodes
-in this sense; `split_and_load` of Dive into Deep Learning, "Training on Multiple GPUs", cuts by
-device.)
+The boundaries are those of `numpy.array_split`: sizes differ by at most one, the longer shards come
+first. (Virtual nodes in VirtualFlow, MLSys 2022, are shards in this sense; `split_and_load` in Dive
+into Deep Learning, "Training on Multiple GPUs", cuts by device instead.)
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ from evenstep.devices import Device
 from evenstep.errors import BatchError
 
 Batch: TypeAlias = Any
-"""Any nesting of tuples, lists and dicts whose leaves are tensors of one first dimension."""
+"""Any nesting of tuples, lists and dicts of tensors, all with the same first dimension."""
 
 
 def shard_bounds(examples: int, shards: int) -> list[tuple[int, int]]:
-    """Return the half-open range [lo, hi) of examples of each of the `shards` shards.
+    """Return the half-open range [lo, hi) of examples in each of the `shards` shards.
 
     A batch smaller than the number of shards leaves the last shards empty (lo == hi).
     """
@@ -39,13 +37,13 @@ def shard_bounds(examples: int, shards: int) -> list[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What a process has of a minibatch: the examples of its run of shards.
+    """The part of a minibatch that one process computes: the examples of its run of shards.
 
     Attributes:
-        examples: of the whole minibatch.
+        examples: the number of examples in the whole minibatch.
         bounds: the examples [lo, hi) of each shard.
-        runs: for each process its shards; together those with examples, in order.
-        rank: this process among them.
+        runs: the shards of each process; together all shards with examples, in order.
+        rank: this process's number.
     """
 
     examples: int
@@ -72,14 +70,14 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A minibatch, cut into shards; of several processes each may have only its own.
+    """A minibatch cut into shards, of which a process may hold only its own.
 
     Attributes:
-        part: where it is cut, and which process has what.
-        views: for each shard that is here its part of each tensor of the batch.
-        structure: how a shard's tensors are nested: as the batch's are.
-        versions: for each tensor of the batch how often it had been written to; None where torch
-            doesn't count.
+        part: the boundaries, and which process computes which shards.
+        views: for each shard that is held here, its slice of each tensor of the batch.
+        structure: the nesting of the batch, which each shard has too.
+        versions: how often each tensor of the batch had been written to when it was cut; None for
+            tensors whose writes torch does not count.
     """
 
     part: Part
@@ -99,11 +97,11 @@ class Cut:
 
     @functools.cached_property
     def weights(self) -> list[int]:
-        """For each shard its examples; 1 for the only one that has any."""
+        """The number of examples in each shard; 1 if only one shard has any."""
         return [1] if self.filled == 1 else [hi - lo for lo, hi in self.bounds]
 
     def take(self, shard: int, place: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
-        """Return one shard as a batch, each tensor carried to a device by `place`.
+        """Return one shard as a batch, each tensor copied to a device by `place`.
 
         `place` gets a view and must return a copy in memory of its own: a shard is computed on
         tensors of exactly its own shape, never on views at an odd offset of a larger one.
@@ -111,16 +109,16 @@ class Cut:
         return self.structure.unflatten(map(place, self.views[shard]))
 
     def lies_on(self, taken: Batch, device: Device) -> bool:
-        """Say whether a shard that was taken is where `device` computes."""
+        """Whether all tensors of a shard returned by `take` are on `device`."""
         return all(
             leaf.device == device.torch_device for leaf in self.structure.flatten_up_to(taken)
         )
 
     def check_unchanged(self) -> None:
-        """Refuse a batch that was written to since it was cut.
+        """Refuse a batch that was written to after it was cut.
 
         Raises:
-            BatchError: it was.
+            BatchError: a tensor was written to.
         """
         some = next(iter(self.views.values()), ())
         if some and self.versions != _versions(some):
@@ -131,60 +129,52 @@ class Cut:
 
 
 NO_CUT = Cut(Part(0, (), (range(0),)), {}, optree.treespec_tuple())
-"""What is left of a minibatch that nobody needs any more."""
-
-
-def whole(examples: int, shards: int) -> Part:
-    """Return the part of a process that is alone: everything."""
-    return Part(examples, shard_bounds(examples, shards), (range(min(examples, shards)),))
+"""Replaces the cut of a finished step, to release the batch."""
 
 
 def cut_batch(batch: Batch, shards: int, part: Part | None = None) -> Cut:
     """Cut `batch` into `shards` shards.
 
     Args:
-        batch: a minibatch, or, if it is as long as `part` says, this process's examples of one.
+        batch: a minibatch; or, if it has as many examples as `part` assigns to this process, this
+            process's examples of one.
         shards: V.
-        part: what this process has of its next minibatch; None for one that is alone.
+        part: this process's part of the minibatch; None for the only process.
 
     Raises:
-        BatchError: a batch without tensors, with another kind of leaf, without examples, or whose
-            tensors disagree in their first dimension.
+        BatchError: the batch has no tensors, another kind of leaf, no examples, or tensors whose
+            first dimensions differ.
     """
     leaves, structure = optree.tree_flatten(batch)
     here = _check_examples(batch, leaves, may_be_empty=part is not None)
     tensors = [leaf.detach() for leaf in leaves]
     if part is None:
-        part = whole(here, shards)
+        part = Part(here, shard_bounds(here, shards), (range(min(here, shards)),))
     elif here == part.examples:
         tensors = [tensor[part.own] for tensor in tensors]
     elif here != part.own_examples:
         raise BatchError(
-            f"got a batch of {here} examples, but the loader's last batch has {part.examples}, of "
-            f"which {part.own_examples} are this process's: give step what epoch() yields"
+            f"got a batch of {here} examples, but the loader's last batch has {part.examples}, "
+            f"{part.own_examples} of them for this process: give step what epoch() yields"
         )
     sizes = [part.bounds[shard][1] - part.bounds[shard][0] for shard in part.run]
     views = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
-    mine = dict(zip(part.run, views, strict=True))
-    return Cut(part, mine, structure, _versions(leaves))
+    return Cut(part, dict(zip(part.run, views, strict=True)), structure, _versions(leaves))
 
 
 def cut_whole_batch(batch: Batch, shards: int, step: int = 0) -> Cut:
-    """Cut a batch that one process has whole; the same for every step."""
+    """Cut a batch for the only process; `step` does not matter."""
     return cut_batch(batch, shards)
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
-    """Return how often each tensor was written to; a view counts with its base."""
-    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
 def count_examples(batch: Batch) -> int:
-    """Return the length of the first dimension that all tensors of `batch` share.
-
-    Raises BatchError as `cut_batch` does.
-    """
+    """Return the first dimension of all tensors of `batch`. Raises BatchError like `cut_batch`."""
     return _check_examples(batch, optree.tree_leaves(batch))
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+    """Return how often each tensor was written to; a view shares the count of its base."""
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _check_examples(batch: Batch, leaves: Sequence[object], *, may_be_empty: bool = False) -> int:
@@ -201,32 +191,18 @@ def _check_examples(batch: Batch, leaves: Sequence[object], *, may_be_empty: boo
 
 
 def _refuse(batch: Batch) -> NoReturn:
-    """Say what is wrong with a batch whose tensors have not one first dimension."""
+    """Raise the error for a batch whose tensors don't all have the same first dimension."""
     paths, leaves, _ = optree.tree_flatten_with_path(batch)
     if not leaves:
         raise BatchError("got a batch without tensors: give at least one, examples first")
-    lengths = [_first_dimension(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-    got = ", ".join(
-        f"{_spell(path)} has {length}" for path, length in zip(paths, lengths, strict=True)
-    )
+    names = ["batch" + "".join(f"[{step!r}]" for step in path) for path in paths]
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            kind = type(leaf).__name__
+            raise BatchError(f"{name} is of type {kind}: give tensors, examples first")
+        if leaf.ndim == 0:
+            raise BatchError(f"{name} is a single number: give tensors, examples first")
+    got = ", ".join(f"{name} has {len(leaf)}" for name, leaf in zip(names, leaves, strict=True))
     raise BatchError(
-        f"the tensors of a batch need one and the same number of examples (first dimension), "
-        f"but {got}"
+        f"the tensors of a batch need the same number of examples (first dimension), but {got}"
     )
-
-
-def _first_dimension(path: tuple[Any, ...], leaf: object) -> int:
-    if not isinstance(leaf, torch.Tensor):
-        raise BatchError(
-            f"{_spell(path)} of the batch is {type(leaf).__name__}, not a tensor: "
-            f"give tensors, examples first"
-        )
-    if leaf.ndim == 0:
-        raise BatchError(
-            f"{_spell(path)} of the batch is a single number: give tensors, examples first"
-        )
-    return leaf.shape[0]
-
-
-def _spell(path: tuple[Any, ...]) -> str:
-    return "batch" + "".join(f"[{step!r}]" for step in path)

@@ -1,9 +1,9 @@
-"""Random numbers as a function of (seed, place in the training, shard): never of the layout.
+"""Random numbers that depend on seed, epoch, step and shard, and never on the devices.
 
-A CPU has one default generator a process, and lanes are threads: two shards computed side by side
-would share its stream in whatever order they came. So each shard has a generator of its own, seeded
-from what the shard *is*, and a dispatch mode hands it to every random op of the shard. The draws
-are those of `torch.manual_seed(shard_seed)` followed by the shard alone.
+A process has one default generator for its CPUs, and worker threads that compute shards at the same
+time would draw from it in an order that depends on timing. So each shard has its own generator, and
+a dispatch mode passes it to every random op of the shard. The shard draws the same numbers as after
+`torch.manual_seed(shard_seed(...))`, computed alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import hashlib
 import operator
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from evenstep.errors import ModelError
 
 
 def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that is a function of `parts` alone (SHA-256 of their text)."""
+    """Return a 63-bit seed that depends on `parts` alone (SHA-256 of their text)."""
     text = "/".join(
         f"str:{part}" if isinstance(part, str) else f"int:{operator.index(part)}" for part in parts
     )
@@ -31,18 +31,18 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def shard_seed(seed: int, epoch: int, step: int, shard: int) -> int:
-    """Return the seed of the random ops of one shard of one training step."""
+    """Return the seed for the random ops of one shard in one training step."""
     return derive_seed("shard", seed, epoch, step, shard)
 
 
 class ShardRandomness(TorchDispatchMode):
-    """While active in a thread, every random op there draws from the shard's own generator.
+    """A dispatch mode in which every random op draws from the shard's own generator.
 
-    Ops that take a generator, or have a twin that does (`aten.rand`), get it. The others (CUDA's
-    fused dropout) run with the default generator lent the shard's state, one at a time. A generator
-    that the model passes itself is left alone.
+    It is active in the thread that enters it. Ops with an overload that takes a generator
+    (`aten.rand`) get the shard's. For others (CUDA's fused dropout) the default generator is given
+    the shard's state while they run, one op at a time. A generator that the model passes is used.
 
-    Raises (from inside the op) ModelError when activations are recomputed in the backward pass:
+    An op raises ModelError if it recomputes activations in the backward pass:
     `torch.utils.checkpoint` replays the default generator, which the forward pass did not use.
     """
 
@@ -55,7 +55,7 @@ class ShardRandomness(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run one op, with the shard's generator where it is a random one."""
+        """Run one op, with the shard's generator if the op is random."""
         kwargs = kwargs or {}
         if not _is_random(func) or _has_generator(args, kwargs) or _is_off(func, args, kwargs):
             return func(*args, **kwargs)
@@ -69,7 +69,7 @@ class ShardRandomness(TorchDispatchMode):
         seedable = _seedable(func)
         if seedable is not None:
             return seedable(*args, **{**kwargs, "generator": generator})
-        with _lent_to_default(generator):
+        with _as_default(generator):
             return func(*args, **kwargs)
 
     def _generator(self, device: torch.device) -> torch.Generator:
@@ -78,36 +78,13 @@ class ShardRandomness(TorchDispatchMode):
         return self._generators[device]
 
 
-def default_states(devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Return the states of the default generators behind `devices`, while none is lent."""
-    with DEFAULT_GENERATORS:
-        return [default_generator(device).get_state() for device in devices]
-
-
-def have_moved(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> bool:
-    """Say whether any of the default generators is no longer in its state of `states`."""
-    return any(
-        not torch.equal(now, then)
-        for now, then in zip(default_states(devices), states, strict=True)
-    )
-
-
-def restore_default_states(devices: Sequence[torch.device], states: Sequence[torch.Tensor]) -> bool:
-    """Put the default generators back to `states`; say whether any of them had moved."""
-    moved = have_moved(devices, states)
-    if moved:
-        for device, state in zip(devices, states, strict=True):
-            default_generator(device).set_state(state)
-    return moved
-
-
 DEFAULT_GENERATORS = threading.Lock()
-"""Held while a default generator is in a state that is not its own, to be put back soon."""
+"""Held while a default generator temporarily has the state of a shard's generator."""
 
 
 @contextmanager
 def undrawn() -> Iterator[None]:
-    """Put the CPU's default generator back afterwards; no shard borrows it meanwhile."""
+    """Inside `with`, draws from the CPU's default generator are undone at the end."""
     with DEFAULT_GENERATORS:
         before = torch.default_generator.get_state()
         try:
@@ -117,7 +94,7 @@ def undrawn() -> Iterator[None]:
 
 
 @contextmanager
-def _lent_to_default(generator: torch.Generator) -> Iterator[None]:
+def _as_default(generator: torch.Generator) -> Iterator[None]:
     default = default_generator(generator.device)
     with DEFAULT_GENERATORS:
         before = default.get_state()
@@ -143,7 +120,7 @@ def _is_random(func: Any) -> bool:
 
 
 def _is_off(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Say whether `func` is fused attention without dropout: it counts as random, but isn't."""
+    """Whether `func` is fused attention without dropout: tagged as random, but it draws nothing."""
     position = _dropout_position(func)
     if position is None:
         return False
@@ -159,7 +136,7 @@ def _dropout_position(func: Any) -> int | None:
 
 @functools.cache
 def _seedable(func: Any) -> Any:
-    """Return the overload of `func` that takes a generator besides the same arguments, or None."""
+    """Return the overload of `func` that takes the same arguments and a generator, or None."""
     wanted = _arguments_but_generator(func)
     packet = func.overloadpacket
     for overload in (func, *(getattr(packet, name) for name in packet.overloads())):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.bench import machine
+from evenstep.files import write_file
 
 
 class Record:
@@ -37,4 +38,4 @@ class Record:
         self.document["runs"].append(run)
         if self._out is not None:
             self._out.parent.mkdir(parents=True, exist_ok=True)
-            self._out.write_text(json.dumps(self.document, indent=1) + "\n")
+            write_file(self._out, json.dumps(self.document, indent=1) + "\n")

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from evenstep.collectives import Links, canonical_sum, forest, wait_all
+from evenstep.collectives import Transport, canonical_sum, forest, wait_all
 
 
-def all_reduce(tensor: torch.Tensor, links: Links) -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, links: Transport) -> torch.Tensor:
     """Return the sum of every process's `tensor`, of one shape, in the order of the tree."""
     result: torch.Tensor = _AllReduce.apply(tensor, links)  # type: ignore[no-untyped-call]
     return result
 
 
-def all_gather(tensor: torch.Tensor, links: Links) -> torch.Tensor:
+def all_gather(tensor: torch.Tensor, links: Transport) -> torch.Tensor:
     """Return every process's `tensor` (shape), stacked by rank: (size, *shape)."""
     result: torch.Tensor = _AllGather.apply(tensor, links)  # type: ignore[no-untyped-call]
     return result
@@ -28,7 +28,7 @@ def all_gather(tensor: torch.Tensor, links: Links) -> torch.Tensor:
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, links: Links) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, links: Transport) -> torch.Tensor:
         ctx.links = links
         return _summed(tensor, links)
 
@@ -39,7 +39,7 @@ class _AllReduce(torch.autograd.Function):
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, links: Links) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, links: Transport) -> torch.Tensor:
         ctx.links = links
         rows = tensor.new_empty((links.size, *tensor.shape))
         rows[links.rank] = tensor
@@ -54,7 +54,7 @@ class _AllGather(torch.autograd.Function):
         return _summed(gradients[0], ctx.links)[ctx.links.rank], None
 
 
-def _summed(tensor: torch.Tensor, links: Links) -> torch.Tensor:
+def _summed(tensor: torch.Tensor, links: Transport) -> torch.Tensor:
     one_each = forest(links.size, links.size, tuple(range(r, r + 1) for r in range(links.size)))
     own = tensor.contiguous().flatten()
     total = torch.empty_like(own)

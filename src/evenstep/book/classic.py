@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from evenstep.collectives import Links, chunk_bounds, wait_all
+from evenstep.collectives import Transport, chunk_bounds, wait_all
 
 
-def sum_at_root(links: Links, tensor: torch.Tensor) -> None:
+def sum_at_root(links: Transport, tensor: torch.Tensor) -> None:
     """Sum `tensor` in place: all send theirs to process 0, which sends the sum back.
 
     2 (p − 1) (α + n β): every byte goes through process 0 ("Training on Multiple GPUs" of Dive
@@ -31,7 +31,7 @@ def sum_at_root(links: Links, tensor: torch.Tensor) -> None:
         links.receive(tensor, 0).wait()
 
 
-def sum_by_tree(links: Links, tensor: torch.Tensor) -> None:
+def sum_by_tree(links: Transport, tensor: torch.Tensor) -> None:
     """Sum `tensor` in place: up a binomial tree to process 0 and down again.
 
     2 ⌈log₂ p⌉ (α + n β): few messages one after the other, good for small tensors (Thakur,
@@ -53,7 +53,7 @@ def sum_by_tree(links: Links, tensor: torch.Tensor) -> None:
     wait_all(below)
 
 
-def sum_around_ring(links: Links, tensor: torch.Tensor) -> None:
+def sum_around_ring(links: Transport, tensor: torch.Tensor) -> None:
     """Sum `tensor` in place: chunks go around a ring, growing, then around again, complete.
 
     2 (p − 1) α + 2 (p − 1) / p n β: the fewest bytes there can be (Patarasuk and Yuan, "Bandwidth
@@ -72,7 +72,7 @@ def sum_around_ring(links: Links, tensor: torch.Tensor) -> None:
         sent.wait()
 
 
-def sum_sharded(links: Links, tensor: torch.Tensor) -> None:
+def sum_sharded(links: Transport, tensor: torch.Tensor) -> None:
     """Sum `tensor` in place: each chunk goes to the process that owns it, and its sum to all.
 
     2 (p − 1) α + 2 (p − 1) / p n β: a parameter server whose shards are the workers themselves (Li
@@ -92,7 +92,7 @@ def sum_sharded(links: Links, tensor: torch.Tensor) -> None:
     wait_all(sent)
 
 
-CLASSIC: dict[str, Callable[[Links, torch.Tensor], None]] = {
+CLASSIC: dict[str, Callable[[Transport, torch.Tensor], None]] = {
     "root": sum_at_root,
     "tree": sum_by_tree,
     "ring": sum_around_ring,
@@ -101,7 +101,7 @@ CLASSIC: dict[str, Callable[[Links, torch.Tensor], None]] = {
 """Each takes the links and a contiguous tensor (n,), the same size everywhere."""
 
 
-def _received(links: Links, like: torch.Tensor, source: int) -> torch.Tensor:
+def _received(links: Transport, like: torch.Tensor, source: int) -> torch.Tensor:
     part = torch.empty_like(like)
     links.receive(part, source).wait()
     return part

@@ -1,1 +1,1 @@
-"""The training state: taken, written to disk, read back exactly, and compared."""
+"""Checkpoints: the training state, written to disk, read back exactly, and compared."""

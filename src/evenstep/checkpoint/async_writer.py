@@ -1,13 +1,8 @@
-"""Checkpoints on their way to the disk, while training goes on.
-
-The state is copied at once; a thread of its own hashes the copy and writes it. There is one such
-thread, so one checkpoint after the other.
-"""
+"""Writes checkpoints while training continues, in one worker thread."""
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -16,31 +11,23 @@ from typing import Any
 
 import torch
 
-from evenstep.checkpoint.codec import encode
+from evenstep.checkpoint.codec import Encoded, encode, row_major
 from evenstep.checkpoint.files import write_checkpoint
 from evenstep.checkpoint.fingerprint import digest_of
-from evenstep.checkpoint.training_state import Tree
+from evenstep.checkpoint.training_state import TrainingState, with_fingerprint
 from evenstep.errors import add_note
 
-
-def write_state(
-    folder: Path, tree: Tree, entries: Iterable[tuple[str, Any]], step: int, keep: int
-) -> Path:
-    """Write a training state under its fingerprint (see `write_checkpoint`).
-
-    Args:
-        folder: where the run's checkpoints lie.
-        tree: the state, without its fingerprint.
-        entries: what the fingerprint is over (see `named_state`).
-        step: how many steps led to it.
-        keep: how many checkpoints are kept.
-    """
-    tree = {**tree, "fingerprint": digest_of(entries)}
-    return write_checkpoint(folder, tree, step=step, keep=keep)
+Entries = Iterable[tuple[str, Any]]
+"""What the fingerprint covers, as `named_state` yields it."""
 
 
-class Saves:
-    """Inside `with`: the checkpoint that is being written, if any.
+def write_state(folder: Path, state: TrainingState, entries: Entries, keep: int) -> Path:
+    """Write a training state with the fingerprint of `entries` (see `write_checkpoint`)."""
+    return _write(folder, encode(state.to_tree()), entries, state.steps_done, keep)
+
+
+class AsyncWriter:
+    """Inside `with`, writes one checkpoint at a time in a worker thread.
 
     Attributes:
         pending: the checkpoint that is being written, or whose error was not raised yet.
@@ -50,8 +37,8 @@ class Saves:
         self._thread: ThreadPoolExecutor | None = None
         self.pending: Future[Path] | None = None
 
-    def __enter__(self) -> Saves:
-        # Threads of its own would fight with the devices for the cores.
+    def __enter__(self) -> AsyncWriter:
+        # More intra-op threads would compete with the devices for the cores.
         self._thread = ThreadPoolExecutor(1, "evenstep save", torch.set_num_threads, (1,))
         return self
 
@@ -61,7 +48,7 @@ class Saves:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Wait for the disk; raise the writer's error, or add it to one that is on its way."""
+        """Wait for the disk. Raise the writer's error, or add it to one that is being raised."""
         assert self._thread is not None
         self._thread.shutdown()
         self._thread = None
@@ -72,24 +59,23 @@ class Saves:
                 raise
             add_note(error, f"besides, {failure}")
 
-    def start(
-        self, folder: Path, tree: Tree, entries: Iterable[tuple[str, Any]], step: int, keep: int
-    ) -> None:
-        """Copy a training state, and have the copy written (see `write_state`).
+    def start(self, folder: Path, state: TrainingState, entries: Entries, keep: int) -> None:
+        """Copy a training state, and start writing the copy (see `write_state`).
 
         Raises:
-            CheckpointError: it holds what can't be saved.
+            CheckpointError: the state holds something that can't be saved.
             the error of the checkpoint before, which is waited for.
         """
         assert self._thread is not None
         self.wait()
-        encode(tree)  # refuses what can't be saved while the caller is there to hear it
-        tree, entries = copy.deepcopy((tree, list(entries)))  # memory in both is copied once
-        write = functools.partial(write_state, folder, tree, entries, step, keep)
-        self.pending = self._thread.submit(write)
+        copies = _Copies()
+        encoded = encode(state.to_tree(), copies)
+        entries = [(name, copies.of(value)) for name, value in entries]
+        step = state.steps_done
+        self.pending = self._thread.submit(_write, folder, encoded, entries, step, keep)
 
     def check(self) -> None:
-        """Raise the writer's error, if there is one by now."""
+        """Raise the writer's error, if it has failed."""
         if self.pending is not None and self.pending.done():
             self.wait()
 
@@ -98,3 +84,27 @@ class Saves:
         written, self.pending = self.pending, None
         if written is not None:
             written.result()
+
+
+class _Copies:
+    """Copies tensors as `row_major` does, each tensor only once, into memory of its own."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        place = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        key = (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
+        if key not in self._copies:
+            plain = row_major(tensor)
+            is_same = plain.data_ptr() == tensor.data_ptr()
+            self._copies[key] = plain.clone() if is_same else plain
+        return self._copies[key]
+
+    def of(self, value: Any) -> Any:
+        return self(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _write(folder: Path, encoded: Encoded, entries: Entries, step: int, keep: int) -> Path:
+    sealed = with_fingerprint(encoded, digest_of(entries))
+    return write_checkpoint(folder, sealed, step=step, keep=keep)

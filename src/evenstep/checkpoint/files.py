@@ -1,16 +1,15 @@
-"""Checkpoints: a training state on disk, written whole or not at all, read exactly or refused.
+"""Checkpoints as folders: written as a whole or not at all, read exactly or refused.
 
     folder/
         step-00000020/          an earlier checkpoint
         step-00000040/
             tensors.safetensors every tensor of the state
             manifest.json       everything else, with the size and SHA-256 of the other file,
-                                and last a SHA-256 of all that stands before it
+                                and last a SHA-256 of everything before it
 
-A checkpoint is written in a hidden folder beside its place, flushed to the disk and then renamed.
-A stop at any moment, of the process or of the machine, leaves the earlier checkpoints whole: the
-order of flushes and renames is that of Pillai et al., "All File Systems Are Not Created Equal"
-(OSDI 2014). No threads, and no pickle is read or written.
+A checkpoint is written to a hidden folder beside its place, flushed to the disk and then renamed.
+If the process or the machine stops at any moment, earlier checkpoints stay whole: the order of
+flushes and renames is that of Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014).
 """
 
 from __future__ import annotations
@@ -27,21 +26,24 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from evenstep.checkpoint.codec import Plain, Tree, decode, encode
+from evenstep.checkpoint.codec import Encoded, Tree, decode
 from evenstep.errors import CheckpointError, InputError, SaveError
+from evenstep.files import flush
+
+_StrPath: TypeAlias = "str | os.PathLike[str]"
 
 _FORMAT = "evenstep checkpoint"
 _VERSION = 1
 _MANIFEST = "manifest.json"
 _TENSORS = "tensors.safetensors"
 
-# `.old` is a checkpoint on its way out while another of its step comes in: it counts until then.
+# `.old` is a checkpoint that another of the same step replaces: it counts until the other is there.
 _CHECKPOINT = re.compile(r"step-(?P<step>\d{8}|[1-9]\d{8,})(?P<old>\.old)?")
 _HIDDEN = re.compile(r"\.step-\d{8,}(\.old)?\.(writing|removing)-(?P<host>.*)-(?P<pid>\d+)")
 _HASH_BLOCK_NBYTES = 1 << 20
@@ -58,48 +60,46 @@ _SAVE_ADVICE = {
 }
 
 
-def write_checkpoint(
-    folder: str | os.PathLike[str], tree: Tree, *, step: int, keep: int = 3
-) -> Path:
-    """Write the state `tree` after `step` steps, and return its folder `step-...` inside `folder`.
+def write_checkpoint(folder: _StrPath, state: Encoded, *, step: int, keep: int = 3) -> Path:
+    """Write the state after `step` steps, and return its folder `step-...` inside `folder`.
 
-    `folder` is made where it is missing; a checkpoint of the same step is replaced. Once the new
-    one is safe on the disk, checkpoints of smaller steps are removed until `keep` are left, the new
-    one included. What runs of this machine that have ended left half-written is removed too. What
-    can't be removed is told in a warning. One process at a time may write to a folder.
+    `folder` is created if it is missing; a checkpoint of the same step is replaced. Once the new
+    checkpoint is on the disk, checkpoints of smaller steps are removed until `keep` are left, the
+    new one included. Half-written checkpoints of processes of this machine that have ended are
+    removed too. A warning names what could not be removed. Only one process at a time may write to
+    a folder.
 
     Raises:
         InputError: `step` is negative, or `keep` less than 1.
-        CheckpointError: `tree` holds something that `statetree.encode` refuses; nothing was done.
         SaveError: it could not be written (full disk, read-only folder, ...); nothing was changed.
     """
     if step < 0 or keep < 1:
         raise InputError(f"got step {step} and keep {keep}: give a step >= 0 and keep >= 1")
     folder = Path(folder)
     final = checkpoint_of(folder, step)
-    plain, tensors = encode(tree)
     try:
         _make_folder(folder)
         _remove_leftovers(folder)
         with _hidden_folder(final) as hidden:
-            _write_files(hidden, plain, tensors, step)
+            _write_files(hidden, state, step)
             _move_into_place(hidden, final)
     except OSError as error:
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
         raise SaveError(_explain_save(error, final, nbytes)) from error
     _remove_earlier(final, keep)
     return final
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
-    """Return where the checkpoint after `step` steps lies."""
+    """Return the path of the checkpoint after `step` steps."""
     return folder / f"step-{step:08d}"
 
 
-def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
-    """Return the checkpoints in `folder`, the smallest step first; other entries don't count.
+def list_checkpoints(folder: _StrPath) -> list[Path]:
+    """Return the checkpoints in `folder`, the smallest step first; none if it doesn't exist.
 
-    A folder that is missing has none. Raises CheckpointError where it may not be read.
+    Raises:
+        CheckpointError: the folder can't be read.
     """
     folder = Path(folder)
     try:
@@ -115,8 +115,12 @@ def list_checkpoints(folder: str | os.PathLike[str]) -> list[Path]:
     return [folder / name for _, name in sorted(by_step.items())]
 
 
-def latest_checkpoint(folder: str | os.PathLike[str]) -> Path:
-    """Return the checkpoint in `folder` with the largest step. Raises CheckpointError: none."""
+def latest_checkpoint(folder: _StrPath) -> Path:
+    """Return the checkpoint in `folder` with the largest step.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     checkpoints = list_checkpoints(folder)
     if checkpoints:
         return checkpoints[-1]
@@ -132,16 +136,16 @@ def latest_checkpoint(folder: str | os.PathLike[str]) -> Path:
     )
 
 
-def read_checkpoint(folder: str | os.PathLike[str]) -> Tree:
-    """Return the state that `write_checkpoint` was given, its tensors on the CPU (see `decode`).
+def read_checkpoint(folder: _StrPath) -> Tree:
+    """Return the tree whose encoding was written, its tensors on the CPU (see `decode`).
 
-    `folder` is one checkpoint, or holds checkpoints: then the one with the largest step is read,
-    and never an older one in its place.
-    Format, version, sizes and hashes are checked before anything is decoded.
+    `folder` is one checkpoint, or holds several: then the one with the largest step is read, and
+    never an older one in its place. Format, version, sizes and hashes are checked before anything
+    is decoded.
 
     Raises:
-        CheckpointError: there is none, or it is half-written, truncated, damaged, not evenstep's,
-            or of a newer version; the message names the file and what to do.
+        CheckpointError: it is missing, half-written, truncated, damaged, of another program, or of
+            a newer version; the message names the file and says what to do.
     """
     folder = Path(folder)
     try:
@@ -159,8 +163,8 @@ def read_checkpoint(folder: str | os.PathLike[str]) -> Tree:
         raise _unusable(folder / _MANIFEST, f"lacks a field ({error!r})") from error
 
 
-def _write_files(folder: Path, plain: Plain, tensors: dict[str, torch.Tensor], step: int) -> None:
-    _save_tensors(tensors, folder / _TENSORS)
+def _write_files(folder: Path, state: Encoded, step: int) -> None:
+    _save_tensors(state.tensors, folder / _TENSORS)
     manifest = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -168,12 +172,12 @@ def _write_files(folder: Path, plain: Plain, tensors: dict[str, torch.Tensor], s
         "torch": torch.__version__,
         "step": int(step),
         "files": {_TENSORS: _describe(folder / _TENSORS)},
-        "state": plain,
+        "state": state.plain,
     }
     (folder / _MANIFEST).write_bytes(_seal(_spell_fields(manifest)))
-    shutil.copymode(folder / _MANIFEST, folder / _TENSORS)  # safetensors shuts others out
+    shutil.copymode(folder / _MANIFEST, folder / _TENSORS)  # safetensors makes it private
     for path in (folder / _TENSORS, folder / _MANIFEST, folder):
-        _flush(path)
+        flush(path)
 
 
 def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -191,7 +195,7 @@ def _spell_fields(manifest: dict[str, Any]) -> bytes:
 
 
 def _seal(body: bytes) -> bytes:
-    """Close the JSON object `body` with the SHA-256 of every byte so far."""
+    """Close the JSON object `body` with the SHA-256 of all bytes before it."""
     return body + b',\n"sha256": "%s"\n}\n' % hashlib.sha256(body).hexdigest().encode("ascii")
 
 
@@ -219,7 +223,7 @@ def _make_folder(folder: Path) -> None:
     if not folder.is_dir():
         _make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
-        _flush(folder.parent)
+        flush(folder.parent)
 
 
 @contextlib.contextmanager
@@ -230,30 +234,18 @@ def _hidden_folder(final: Path) -> Iterator[Path]:
     try:
         yield hidden
     finally:
-        shutil.rmtree(hidden, ignore_errors=True)  # is gone where it was moved into place
+        shutil.rmtree(hidden, ignore_errors=True)  # it doesn't exist any more if it was renamed
 
 
 def _move_into_place(hidden: Path, final: Path) -> None:
-    """Rename; at every moment a whole checkpoint of this step is listed, if there was one."""
+    """Rename `hidden`; a checkpoint of this step that is replaced is listed until then."""
     aside = final.with_name(f"{final.name}.old")
     if final.is_dir():
         _remove(aside)
         final.replace(aside)
     hidden.replace(final)
-    _flush(final.parent)
+    flush(final.parent)
     _remove(aside)
-
-
-def _flush(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's entries, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if path.is_file() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise  # some network disks can't flush a folder, and need not
-    finally:
-        os.close(descriptor)
 
 
 def _remove_earlier(final: Path, keep: int) -> None:
@@ -264,7 +256,7 @@ def _remove_earlier(final: Path, keep: int) -> None:
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what runs that have ended left in the middle of their work."""
+    """Remove what processes that were killed have left half-written or half-removed."""
     for entry in list(folder.iterdir()):
         if _is_leftover(entry):
             _remove(entry)
@@ -278,7 +270,7 @@ def _is_leftover(entry: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder, if it is there; hide it first, so that half of one is never listed."""
+    """Remove a folder, if it exists; hide it first, so that half of one is never listed."""
     try:
         if not path.name.startswith("."):
             path = path.replace(_hide(path, "removing"))
@@ -286,7 +278,7 @@ def _remove(path: Path) -> None:
     except FileNotFoundError:
         return
     except OSError as error:
-        warnings.warn(f"{path} could not be removed ({error}): do it by hand", stacklevel=2)
+        warnings.warn(f"{path} could not be removed ({error}): remove it by hand", stacklevel=2)
 
 
 def _hide(path: Path, doing: str) -> Path:
@@ -298,7 +290,7 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # it belongs to another user
         return True
     return True
 
@@ -346,7 +338,7 @@ def _explain_save(error: OSError, final: Path, nbytes: int) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = next(folder for folder in final.parents if folder.is_dir())
         reason += f", {shutil.disk_usage(place).free} bytes are free"
-    advice = _SAVE_ADVICE.get(error.errno or 0, "mend this, or save to another folder")
+    advice = _SAVE_ADVICE.get(error.errno or 0, "fix this, or save to another folder")
     return (
         f"{final} could not be written: {reason}, about {nbytes} bytes are needed; {advice} "
         f"(the checkpoints so far are untouched)"
@@ -361,14 +353,14 @@ def _unreadable(folder: Path, error: OSError) -> CheckpointError:
 
 
 def _unusable(path: Path, problem: str) -> CheckpointError:
-    """Say what is wrong with a checkpoint or a file of it, and which earlier one there is."""
+    """Return the error for a checkpoint or one of its files, with the earlier one to use."""
     folder = path if _CHECKPOINT.fullmatch(path.name) else path.parent
     checkpoints = list_checkpoints(folder.parent) if _CHECKPOINT.fullmatch(folder.name) else []
     earlier = [other for other in checkpoints if _step_of(other) < _step_of(folder)]
     advice = (
         f"use the earlier {earlier[-1]}"
         if earlier
-        else "no earlier one lies beside it: give another folder, or start again"
+        else "there is no earlier one beside it: give another folder, or start again"
     )
     return CheckpointError(f"{path} {problem}; {advice}")
 

@@ -1,4 +1,4 @@
-"""The fingerprint: one SHA-256 over everything that training changes."""
+"""The fingerprint of a training state: one SHA-256 over everything that training changes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import nn
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Return the SHA-256 (hexadecimal) of parameters, buffers and optimizer state.
 
-    Entries are sorted by name; each brings its name, dtype, shape and little-endian bytes in
-    row-major order. Two runs with the same fingerprint are in the same state, bit for bit.
+    Entries are sorted by name; each adds its name, dtype, shape and little-endian bytes in
+    row-major order. Two runs with the same fingerprint have the same state, bit for bit.
     """
     return digest_of(named_state(model, optimizer))
 
 
 def digest_of(entries: Iterable[tuple[str, Any]]) -> str:
-    """Return the fingerprint over what `named_state` has yielded."""
+    """Return the fingerprint over the entries that `named_state` yields."""
     digest = hashlib.sha256()
     for name, value in sorted(entries, key=lambda entry: entry[0]):
         _update(digest, name, value)
@@ -29,7 +29,7 @@ def digest_of(entries: Iterable[tuple[str, Any]]) -> str:
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of every parameter, buffer and leaf of the optimizer's state."""
+    """Yield (name, value) of all parameters, buffers and leaves of the optimizer's state."""
     names: dict[Any, str] = {}
     for name, parameter in model.named_parameters():
         names[parameter] = name
@@ -44,7 +44,7 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
 
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the digest of everything that `named_state` yields, by name."""
+    """Return the digest of each entry that `named_state` yields, by name."""
     return {name: tensor_digest(value) for name, value in named_state(model, optimizer)}
 
 

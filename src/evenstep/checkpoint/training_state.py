@@ -1,80 +1,217 @@
-"""The training state as one tree of plain values and tensors, taken and put back exactly."""
+"""The training state: what a checkpoint holds, checked when it is read, and restored exactly."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import types
+import typing
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from evenstep.errors import CheckpointError
-from evenstep.experiment import Experiment, with_current_names
+from evenstep.checkpoint.codec import Encoded, Tree
+from evenstep.checkpoint.files import read_checkpoint
+from evenstep.data import Cursor
+from evenstep.errors import CheckpointError, InputError
+from evenstep.experiment import Experiment
 
-Tree = dict[str, Any]
+Tensors: TypeAlias = dict[str, torch.Tensor]
+Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
+
+_SAVED_AS = {"compile": "hybridize"}  # fields that checkpoints have under an earlier name
+
+# What libraries raise for a state of another kind than they expect.
+_UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-def model_state(model: nn.Module) -> Tree:
-    """Return the model's parameters and buffers by name, each once (buffers: all of them)."""
-    return {
-        "parameters": {name: value.detach() for name, value in model.named_parameters()},
-        "buffers": dict(model.named_buffers()),
-    }
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelState:
+    """The tensors of a model by name, each once.
+
+    Attributes:
+        parameters: all parameters.
+        buffers: all buffers, those that a module's `state_dict` leaves out included.
+    """
+
+    parameters: Tensors
+    buffers: Tensors
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelState:
+        """Return the model's own tensors, not copies."""
+        parameters = {name: value.detach() for name, value in model.named_parameters()}
+        return cls(parameters=parameters, buffers=dict(model.named_buffers()))
 
 
-def restore_model(model: nn.Module, saved: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """Everything that training continues from. A checkpoint's keys are the fields' names.
+
+    Attributes:
+        experiment: the choices that the result depends on.
+        cursor: the place of the next batch in the data.
+        steps_done: the number of steps since the start of the training.
+        draws_random: whether the model was seen to use random ops.
+        compiles: whether shards are compiled; None before the first step.
+        model: the model's parameters and buffers.
+        optimizer: the optimizer's `state_dict`.
+        scheduler: the scheduler's `state_dict`; None without one.
+        fingerprint: of model and optimizer; empty until it is computed (see `with_fingerprint`).
+    """
+
+    experiment: Experiment
+    cursor: Cursor
+    steps_done: int
+    draws_random: bool
+    compiles: bool | None
+    model: ModelState
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any] | None
+    fingerprint: str = ""
+
+    def to_tree(self) -> Tree:
+        """Return the state as nested dicts; tensors are not copied."""
+        return _as_dict(self)
+
+    @classmethod
+    def from_tree(cls, tree: Tree, folder: Path) -> TrainingState:
+        """Return the state that `to_tree` turned into `tree`.
+
+        Raises:
+            CheckpointError: a key is missing or unknown, or a value has another type; the message
+                names the key, and `folder`.
+        """
+        if not isinstance(tree, dict) or not tree.keys() & typing.get_type_hints(cls).keys():
+            raise CheckpointError(
+                f"{folder} holds a checkpoint, but not of a trainer: give a folder that "
+                f"Trainer.save or evenstep train --checkpoint-dir has written"
+            )
+        try:
+            state: TrainingState = _read(cls, tree, "")
+        except InputError as error:
+            raise CheckpointError(
+                f"the training state in {folder} can't be used: {error}; it is damaged, or another "
+                f"version of evenstep wrote it"
+            ) from error
+        return state
+
+    def restore(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
+    ) -> None:
+        """Write the state into a model, an optimizer and a scheduler.
+
+        Raises:
+            CheckpointError: one of them is of another kind than the saved one.
+        """
+        restore_model(model, self.model)
+        restore_optimizer(optimizer, self.optimizer)
+        restore_scheduler(scheduler, self.scheduler)
+
+    def check_experiment(self, experiment: Experiment) -> None:
+        """Refuse to resume with another experiment than the checkpoint's, naming what differs."""
+        now, saved = dataclasses.asdict(experiment), dataclasses.asdict(self.experiment)
+        differing = [name for name in now if now[name] != saved[name]]
+        if differing:
+            got = ", ".join(f"{name} {now[name]} instead of {saved[name]}" for name in differing)
+            raise CheckpointError(
+                f"can't resume with {got}: {', '.join(now)} are part of the experiment; resume "
+                f"with those of the checkpoint (devices may differ)"
+            )
+
+    def check_fingerprint(self, restored: str) -> None:
+        """Make sure that the restored state is the saved one, bit for bit."""
+        if restored != self.fingerprint:
+            raise CheckpointError(
+                f"the restored state has fingerprint {restored[:16]}…, the saved one had "
+                f"{self.fingerprint[:16]}…: the model or the optimizer has state that its "
+                f"state_dict lacks, so training can't be resumed exactly"
+            )
+
+
+def read_training_state(folder: Path) -> TrainingState:
+    """Read the checkpoint in `folder`, or the newest of several.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or not a trainer's.
+    """
+    return TrainingState.from_tree(read_checkpoint(folder), folder)
+
+
+def with_fingerprint(encoded: Encoded, fingerprint: str) -> Encoded:
+    """Return an encoded training state with its fingerprint, which takes long to compute."""
+    return encoded._replace(plain={**encoded.plain, "fingerprint": fingerprint})
+
+
+def restore_model(model: nn.Module, saved: ModelState) -> None:
     """Write saved parameters and buffers into `model`, in place.
 
     Raises:
-        CheckpointError: names, shapes or dtypes differ (the tensors are named); nothing is written.
+        CheckpointError: names, shapes or dtypes differ; the message names the tensors, and nothing
+            is written.
     """
-    present = model_state(model)
-    differences = [
-        line for part in present for line in _differences(present[part], saved[part], part[:-1])
-    ]
+    present = ModelState.of(model)
+    differences = _differences(present.parameters, saved.parameters, "parameter")
+    differences += _differences(present.buffers, saved.buffers, "buffer")
     if differences:
-        shown = "; ".join(differences[:3])
         more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CheckpointError(
-            f"the checkpoint is of another model: {shown}{more}: "
+            f"the checkpoint is of another model: {'; '.join(differences[:3])}{more}: "
             f"build the model that was trained, or train from the start in a new folder"
         )
     with torch.no_grad():
-        for part, tensors in present.items():
-            for name, tensor in tensors.items():
-                tensor.copy_(saved[part][name])
+        for name, tensor in present.parameters.items():
+            tensor.copy_(saved.parameters[name])
+        for name, tensor in present.buffers.items():
+            tensor.copy_(saved.buffers[name])
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
-    """Put back an optimizer's state with the dtypes and memory layouts it was saved with.
+    """Restore an optimizer's state with the dtypes and memory layouts with which it was saved.
 
-    `load_state_dict` casts state to its parameter's dtype; what that changed is put right.
+    `load_state_dict` casts state to the dtype of its parameter; this undoes the cast.
     """
     try:
         optimizer.load_state_dict(saved)
-    except (ValueError, KeyError) as error:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        numbers = [number for group in saved["param_groups"] for number in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for key, value in saved["state"].get(number, {}).items():
+                loaded = optimizer.state[parameter].get(key)
+                if not isinstance(value, torch.Tensor) or not isinstance(loaded, torch.Tensor):
+                    continue
+                if loaded.dtype != value.dtype or loaded.stride() != value.stride():
+                    optimizer.state[parameter][key] = value.to(loaded.device, copy=True)
+    except _UNFIT as error:
         raise CheckpointError(
             f"the checkpoint is of another optimizer than {type(optimizer).__name__} with "
-            f"{len(optimizer.param_groups)} parameter groups: {error}"
+            f"{len(optimizer.param_groups)} parameter groups: {error!r}"
         ) from error
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for number, parameter in zip(numbers, parameters, strict=True):
-        for key, value in saved["state"].get(number, {}).items():
-            loaded = optimizer.state[parameter].get(key)
-            if not isinstance(value, torch.Tensor) or not isinstance(loaded, torch.Tensor):
-                continue
-            if loaded.dtype != value.dtype or loaded.stride() != value.stride():
-                optimizer.state[parameter][key] = value.to(loaded.device, copy=True)
+
+
+def restore_scheduler(scheduler: Scheduler | None, saved: Tree | None) -> None:
+    """Restore a scheduler's state; a checkpoint with one needs one, and vice versa."""
+    if (scheduler is None) != (saved is None):
+        was, needed = ("without", "none") if saved is None else ("with", "scheduler=...")
+        raise CheckpointError(
+            f"the checkpoint was saved {was} a learning-rate scheduler: give Trainer.load {needed}"
+        )
+    if scheduler is not None and saved is not None:
+        try:
+            scheduler.load_state_dict(saved)
+        except _UNFIT as error:
+            raise CheckpointError(
+                f"the checkpoint is of another scheduler than {type(scheduler).__name__}: {error!r}"
+            ) from error
 
 
 @contextmanager
 def rolled_back_on_error(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Put parameters and optimizer state back if the block fails (it may fail half-way)."""
+    """Restore parameters and optimizer state if the block fails, possibly after half its work."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
     saved = copy.deepcopy(optimizer.state_dict())
     try:
@@ -87,57 +224,54 @@ def rolled_back_on_error(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         raise
 
 
-def check_experiment(experiment: Experiment, saved: Mapping[str, Any]) -> None:
-    """Refuse to go on with an experiment other than the checkpoint's, naming what differs."""
-    now = dataclasses.asdict(experiment)
-    saved = {**dataclasses.asdict(Experiment()), **with_current_names(saved)}
-    differing = [name for name in now if now[name] != saved.get(name)]
-    if differing:
-        got = ", ".join(f"{name} {now[name]} instead of {saved.get(name)}" for name in differing)
-        raise CheckpointError(
-            f"can't resume with {got}: shards, seed, precision, memory format, threads, "
-            f"compile and batch_norm are part of the experiment; resume with those of the "
-            f"checkpoint (devices may differ)"
-        )
+def _names(kind: Any) -> dict[str, str]:
+    """Return the fields of a dataclass by their keys in a checkpoint."""
+    names = [field.name for field in dataclasses.fields(kind)]
+    return {_SAVED_AS.get(name, name): name for name in names}
 
 
-def check_is_training_state(saved: object, folder: Path) -> None:
-    """Refuse a checkpoint that holds something else than a trainer's state."""
-    parts = {"experiment", "cursor", "steps_done", "draws_random", "model", "optimizer"}
-    if not isinstance(saved, dict) or not parts <= saved.keys():
-        raise CheckpointError(
-            f"{folder} holds a checkpoint, but not of a trainer: give a folder that Trainer.save "
-            f"or evenstep train --checkpoint-dir has written"
-        )
+def _as_dict(value: Any) -> Any:
+    if not dataclasses.is_dataclass(value):
+        return value
+    return {key: _as_dict(getattr(value, name)) for key, name in _names(value).items()}
 
 
-def restore_scheduler(
-    scheduler: torch.optim.lr_scheduler.LRScheduler | None, saved: Tree | None
-) -> None:
-    """Put back a scheduler's state; a checkpoint with one needs one, and the other way round."""
-    if (scheduler is None) != (saved is None):
-        raise CheckpointError(
-            "the checkpoint was saved "
-            + ("with" if saved else "without")
-            + " a learning-rate scheduler: give Trainer.load "
-            + ("scheduler=..." if saved else "none")
-        )
-    if scheduler is not None and saved is not None:
-        scheduler.load_state_dict(saved)
+def _read(kind: Any, value: Any, key: str) -> Any:
+    """Return the value of `key` as the annotated type `kind`. Raises InputError if it isn't one."""
+    origin, choices = typing.get_origin(kind), typing.get_args(kind)
+    if types.NoneType in choices:
+        return value if value is None else _read(choices[0], value, key)
+    if dataclasses.is_dataclass(kind):
+        return _read_fields(kind, value, key)
+    if origin is typing.Literal:
+        fits = type(value) is str and value in choices
+    else:
+        fits = type(value) is (origin or kind)
+    if not fits:
+        plain = isinstance(value, bool | int | float | str | None)
+        shown = repr(value) if plain else type(value).__name__
+        needed = f"one of {', '.join(choices)}" if origin is typing.Literal else kind.__name__
+        raise InputError(f"{key} is {shown}, but {needed} is needed")
+    if origin is dict and choices[1] is not Any:
+        for name, item in value.items():
+            _read(choices[1], item, f"{key}.{name}")
+    return value
 
 
-def check_fingerprint(now: str, saved: str) -> None:
-    """Make sure that what was restored is what was saved, bit for bit."""
-    if now != saved:
-        raise CheckpointError(
-            f"the restored state has fingerprint {now[:16]}…, the saved one had {saved[:16]}…: the "
-            f"optimizer or the model kept something back; it can't be resumed exactly"
-        )
+def _read_fields(kind: Any, value: Any, key: str) -> Any:
+    names, hints, prefix = _names(kind), typing.get_type_hints(kind), f"{key}." if key else ""
+    _read(dict, value, key)
+    for one in value:
+        if one not in names:
+            raise InputError(f"it has the unknown key {prefix}{one}")
+    for one in names:
+        # An experiment without an option was written before the option existed.
+        if one not in value and kind is not Experiment:
+            raise InputError(f"it lacks the key {prefix}{one}")
+    return kind(**{names[k]: _read(hints[names[k]], v, prefix + k) for k, v in value.items()})
 
 
-def _differences(
-    present: Mapping[str, torch.Tensor], saved: Mapping[str, torch.Tensor], kind: str
-) -> list[str]:
+def _differences(present: Tensors, saved: Mapping[str, torch.Tensor], kind: str) -> list[str]:
     missing = [f"{kind} {name} is not in it" for name in present if name not in saved]
     unknown = [f"its {kind} {name} is not in the model" for name in saved if name not in present]
     other = [

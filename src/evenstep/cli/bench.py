@@ -33,7 +33,7 @@ from evenstep.bench.fresh import RunFailedError
 from evenstep.bench.lineup import counted
 from evenstep.cli.columns import aligned
 from evenstep.cli.display import print_line
-from evenstep.cli.files import check_file
+from evenstep.cli.files import check_file, target_of
 from evenstep.devices import usable_cores
 from evenstep.errors import InputError
 from evenstep.models.registry import find_factory
@@ -260,7 +260,7 @@ def _run(plan: Plan, name: str, contenders: list[Contender]) -> Mapping[str, Any
     record = Record(
         name,
         shlex.join(["evenstep", *sys.argv[1:]]),
-        None if plan.json_file is None else Path(plan.json_file),
+        None if plan.json_file is None else target_of(plan.json_file),
         settings={"rounds": plan.rounds},
         contenders=[contender.described() for contender in contenders],
     )

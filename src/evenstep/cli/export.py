@@ -8,8 +8,8 @@ import click
 import torch
 from rich.console import Console
 
-from evenstep.checkpoint import training_state
-from evenstep.checkpoint.files import list_checkpoints, read_checkpoint
+from evenstep.checkpoint.files import list_checkpoints
+from evenstep.checkpoint.training_state import read_training_state, restore_model
 from evenstep.cli.display import print_table
 from evenstep.cli.runfile import saved_choices
 from evenstep.cli.setup import load_data
@@ -41,14 +41,13 @@ def export(checkpoint: Path, out: Path) -> None:
 
     What the file computes is compared with the model, on examples of the run's test data.
     """
-    saved = read_checkpoint(checkpoint)
-    training_state.check_is_training_state(saved, checkpoint)
+    saved = read_training_state(checkpoint)
     choices = saved_choices(checkpoint if list_checkpoints(checkpoint) else checkpoint.parent)
     model = find_factory(choices["model"])()
-    training_state.restore_model(model, saved["model"])
+    restore_model(model, saved.model)
     examples = load_data(choices["data"], choices["data_dir"], train=False).tensors[0][:_COMPARED]
     write_program(model, examples, out)
-    rows = [("file", str(out)), ("step", str(saved["steps_done"]))]
+    rows = [("file", str(out)), ("step", str(saved.steps_done))]
     if out.suffix == ".onnx":
         rows.append(("compared", f"in onnxruntime, on {len(examples)} test examples"))
     else:

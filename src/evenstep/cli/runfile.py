@@ -6,7 +6,6 @@ chosen. This file does. It is written whole or not at all, before the first step
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -15,6 +14,7 @@ from typing import Any
 
 from evenstep.cli.options import Choices
 from evenstep.errors import CheckpointError, SaveError
+from evenstep.files import write_file
 
 NAME = "run.json"
 _FORMAT = "evenstep run"
@@ -41,17 +41,10 @@ def write_choices(folder: Path, choices: Choices) -> None:
     values = {"format": _FORMAT, **{name: getattr(choices, name) for name in _KINDS}}
     if choices.data_dir is not None:
         values["data_dir"] = os.path.abspath(choices.data_dir)
-    aside = folder / f".{NAME}.writing-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with aside.open("w", encoding="ascii") as file:
-            file.write(json.dumps(values, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(folder / NAME)
+        write_file(folder / NAME, json.dumps(values, indent=2) + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink()
         raise SaveError(
             f"{folder / NAME} could not be written ({error.strerror or error}): give a "
             f"--checkpoint-dir that can be written; nothing was trained"

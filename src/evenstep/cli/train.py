@@ -15,7 +15,7 @@ from evenstep import metrics
 from evenstep.batch import Batch
 from evenstep.checkpoint.files import latest_checkpoint, list_checkpoints
 from evenstep.cli.display import Display, open_display, print_line, print_table
-from evenstep.cli.files import check_file
+from evenstep.cli.files import check_file, target_of, write_text
 from evenstep.cli.landing import Landing
 from evenstep.cli.launch import launch
 from evenstep.cli.notes import notes_on_stderr
@@ -168,7 +168,7 @@ def train(
         resuming = "--resume" if resume else "--auto-resume"
         option = resuming if resume or auto_resume else "--checkpoint-every"
         raise InputError(f"got {option} without --checkpoint-dir: say in which folder")
-    check_file("--json", json_file)
+    check_file("--json", json_file, may_be_stream=True)
     check_file("--trace", trace_file)
     if processes > 1 and not was_launched():
         launch(processes, max_restarts, sys.argv[1:])
@@ -187,7 +187,7 @@ def train(
             record = _train_and_test(run, console)
         finally:
             if trace_file is not None:
-                run.trainer.trace.save(trace_file)
+                run.trainer.trace.save(target_of(trace_file))
     print_table(console, _table(record, checkpoint_dir))
     if record.train_loss is not None:
         print_line(console, "")
@@ -350,7 +350,7 @@ def _write_json(record: TrainRecord, name: str | None) -> None:
         click.echo(record.to_json())
     elif name is not None:
         try:
-            Path(name).write_text(record.to_json() + "\n", encoding="utf-8")
+            write_text(name, record.to_json() + "\n")
         except OSError as error:
             raise SaveError(
                 f"{name} could not be written ({error.strerror or error}): "

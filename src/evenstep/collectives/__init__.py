@@ -1,17 +1,17 @@
-"""Sums in one canonical order, whoever computed the terms."""
+"""Sums in one canonical order: the same bits wherever the terms were computed."""
 
-from evenstep.collectives.canonical import CanonicalSum, add_in_order, canonical_sum
-from evenstep.collectives.local import LocalLinks, connect
+from evenstep.collectives.canonical import CanonicalSum, add_in_order, canonical_sum, start_sum
+from evenstep.collectives.local import LocalTransport, connect
 from evenstep.collectives.partition import Forest, forest
-from evenstep.collectives.transport import Links, Transfer, chunk_bounds, wait_all
+from evenstep.collectives.transport import Transfer, Transport, chunk_bounds, wait_all
 from evenstep.collectives.tree import TreePlan, TreeSum, tree_plan, tree_sum
 
 __all__ = [
     "CanonicalSum",
     "Forest",
-    "Links",
-    "LocalLinks",
+    "LocalTransport",
     "Transfer",
+    "Transport",
     "TreePlan",
     "TreeSum",
     "add_in_order",
@@ -19,6 +19,7 @@ __all__ = [
     "chunk_bounds",
     "connect",
     "forest",
+    "start_sum",
     "tree_plan",
     "tree_sum",
     "wait_all",

@@ -1,13 +1,13 @@
-"""The canonical sum over processes: the bits of one process, the bytes of a ring all-reduce.
+"""A reduction over processes with the bits of one process and the traffic of a ring all-reduce.
 
-Every process holds its tops (see `forest`) as flat vectors. They are cut into buckets, and each
-bucket into a chunk for every process, its owner. A chunk of every top goes to its owner; the owner
-adds them in the order of the tree; the sum goes back to all. Only who computes moves with the
-number of processes, with bucket sizes and runs, never the order of an addition.
+Every process holds its partial sums (see `Forest`) as flat vectors. They are cut into buckets, and
+each bucket into one chunk for each process, the chunk's owner. Every process sends the owner its
+chunk of each partial sum; the owner adds them in the order of the tree and sends the result to all.
+The number of processes, the runs and the bucket size decide who adds, never what is added to what.
 
-With p processes of one top each, and n bytes, each sends and receives 2 n (p - 1) / p bytes, which
-is what a ring all-reduce moves (Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for
-Clusters of Workstations", 2009), in 2 instead of 2 (p - 1) rounds.
+With p processes of one partial sum each, and n bytes, each sends and receives 2 n (p - 1) / p
+bytes, as in a ring all-reduce (Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for
+Clusters of Workstations", 2009), in 2 rounds instead of 2 (p - 1).
 """
 
 from __future__ import annotations
@@ -17,137 +17,136 @@ from collections.abc import Sequence
 import torch
 
 from evenstep.collectives.partition import Forest
-from evenstep.collectives.transport import Links, Transfer, chunk_bounds, wait_all
+from evenstep.collectives.transport import Transport, chunk_bounds, wait_all
 from evenstep.errors import PeerError
 
 BUCKET_BYTES = 4 << 20
 
 
 def canonical_sum(
-    links: Links,
+    transport: Transport,
     forest: Forest,
-    tops: Sequence[torch.Tensor],
+    partials: Sequence[torch.Tensor],
     out: torch.Tensor,
     *,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> None:
-    """Sum the tops of all processes into `out`, which then has the same bits everywhere.
+    """Sum the partial sums of all processes into `out`, which then has the same bits everywhere.
 
     Args:
-        links: to the other processes, which call this too.
-        forest: whose tops are summed, in which order.
-        tops: this process's own, each (n,), of one floating dtype.
-        out: (n,), of that dtype; none of the tops.
-        bucket_bytes: how much is exchanged at a time, of every top.
+        transport: to the other processes, each of which must call this function too.
+        forest: the partial sums of all processes, and the order in which they are added.
+        partials: this process's partial sums, each of shape (n,) and of one floating dtype.
+        out: shape (n,), of that dtype; it may not be one of `partials`.
+        bucket_bytes: the size of the pieces in which each vector is exchanged.
 
     Raises:
-        PeerError: another process did not come within the links' time limit.
+        PeerError: another process did not arrive within the transport's time limit.
     """
-    elements = max(1, bucket_bytes // out.element_size())
-    starts = range(0, out.numel(), elements)
-    buckets = [
-        CanonicalSum(
-            links,
-            forest,
-            [top[lo : lo + elements] for top in tops],
-            out[lo : lo + elements],
-            name=f"the bucket from {lo} on",
-        )
-        for lo in starts
-    ]
+    buckets = start_sum(transport, forest, partials, out, bucket_bytes=bucket_bytes)
     for bucket in buckets:
         bucket.add_up()
     for bucket in buckets:
         bucket.wait()
 
 
+def start_sum(
+    transport: Transport,
+    forest: Forest,
+    partials: Sequence[torch.Tensor],
+    out: torch.Tensor,
+    *,
+    bucket_bytes: int,
+    tag: int = 0,
+    name: str = "a bucket",
+) -> list[CanonicalSum]:
+    """Start the reduction of `canonical_sum`; its pieces must be added up, then waited for."""
+    elements = max(1, bucket_bytes // out.element_size())
+    pieces = [slice(lo, lo + elements) for lo in range(0, out.numel(), elements)]
+    return [
+        CanonicalSum(transport, forest, [p[piece] for p in partials], out[piece], tag, name)
+        for piece in pieces
+    ]
+
+
 class CanonicalSum:
-    """A slice of the flat vectors on its way; made, it has been sent to its chunks' owners.
+    """The reduction of one piece, in progress: creating it sends each chunk to its owner.
 
     Args:
-        links: as for `canonical_sum`.
-        forest: likewise.
-        tops: this process's own of the slice, each (n,).
-        out: (n,), where the sum comes to lie.
-        tag: sets buckets apart which processes don't begin in the same order.
-        name: of the bucket, for errors.
+        transport: as for `canonical_sum`.
+        forest: as for `canonical_sum`.
+        partials: the piece of this process's partial sums, each of shape (n,).
+        out: shape (n,), receives the sum.
+        tag: tells apart reductions that processes may start in different orders.
+        name: what is reduced, for error messages.
     """
 
     def __init__(
         self,
-        links: Links,
+        transport: Transport,
         forest: Forest,
-        tops: Sequence[torch.Tensor],
+        partials: Sequence[torch.Tensor],
         out: torch.Tensor,
-        *,
-        tag: int = 0,
-        name: str = "a bucket",
+        tag: int,
+        name: str,
     ) -> None:
-        self._links = links
-        self._forest = forest
-        self._out = out
-        self._tag = tag
-        self._name = name
-        self._chunks = chunk_bounds(len(out), links.size)
-        first, last = self._chunks[links.rank]
-        parts = dict(zip(forest.tops_of(links.rank), tops, strict=True))
+        self._transport, self._forest = transport, forest
+        self._tag, self._name = tag, name
+        rank, size = transport.rank, transport.size
+        # Each process starts with the one after it, so that they don't all send to the same one.
+        self._peers = [(rank + step) % size for step in range(1, size)]
+        bounds = chunk_bounds(len(out), size)
+        self._chunks = [out[lo:hi] for lo, hi in bounds]
+        own = dict(zip(forest.partials_of(rank), partials, strict=True))
         self._sent = [
-            links.send(part[slice(*self._chunks[peer])], peer, tag)
-            for peer in _others(links)
-            for part in parts.values()
-            if self._chunks[peer][0] < self._chunks[peer][1]
+            transport.send(partial[slice(*bounds[peer])], peer, tag)
+            for peer in self._peers
+            for partial in own.values()
+            if self._chunks[peer].numel()
         ]
-        self._mine = [
-            parts[top][first:last] if top in parts else torch.empty_like(out[first:last])
-            for top in range(len(forest.owners))
+        mine = self._chunks[rank]
+        self._terms = [
+            own[number][slice(*bounds[rank])] if number in own else torch.empty_like(mine)
+            for number in range(len(forest.owners))
         ]
         self._received = [
-            links.receive(self._mine[top], owner, tag)
-            for top, owner in enumerate(forest.owners)
-            if owner != links.rank and first < last
+            transport.receive(self._terms[number], owner, tag)
+            for number, owner in enumerate(forest.owners)
+            if owner != rank and mine.numel()
         ]
 
     def add_up(self) -> None:
-        """Wait for this process's chunk of every top, add it up, and send the sum on its way.
+        """Wait for this process's chunk of every partial sum, add them, and send the result.
 
         Raises:
-            PeerError: a process did not come in time, or is gone; with the bucket's name.
+            PeerError: a process did not arrive in time or has left; the message has the name.
         """
         try:
             wait_all(self._received)
         except PeerError as error:
             raise PeerError(f"{error}, in {self._name}", error.rank) from error
-        first, last = self._chunks[self._links.rank]
-        total = self._out[first:last]
-        add_in_order(self._forest, self._mine, total)
-        links = self._links
-        peers = _others(links)
-        back: list[Transfer] = []
-        if first < last:
-            back += [links.send(total, peer, self._tag) for peer in peers]
-        for peer in peers:
-            chunk = self._out[slice(*self._chunks[peer])]
-            if chunk.numel():
-                back.append(links.receive(chunk, peer, self._tag))
-        self._sent += back
+        total = self._chunks[self._transport.rank]
+        add_in_order(self._forest, self._terms, total)
+        if total.numel():
+            self._sent += [self._transport.send(total, peer, self._tag) for peer in self._peers]
+        self._sent += [
+            self._transport.receive(self._chunks[peer], peer, self._tag)
+            for peer in self._peers
+            if self._chunks[peer].numel()
+        ]
 
     def wait(self) -> None:
-        """Wait until everything has left and everything is there."""
+        """Wait until everything was sent and the whole sum has arrived."""
         wait_all(self._sent)
 
 
-def add_in_order(forest: Forest, tops: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Sum the tops into `out` in the order of the tree."""
+def add_in_order(forest: Forest, partials: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Add the partial sums of all processes into `out`, in the order of the tree."""
     if not forest.adds:
-        out.copy_(tops[0])
+        out.copy_(partials[0])
         return
-    places = list(tops)
+    values = list(partials)
     *before, (left, right) = forest.adds
     for onto, added in before:
-        places[onto] = places[onto] + places[added]
-    torch.add(places[left], places[right], out=out)
-
-
-def _others(links: Links) -> list[int]:
-    """Return the other processes, each process beginning behind itself: none is asked by all."""
-    return [(links.rank + step) % links.size for step in range(1, links.size)]
+        values[onto] = values[onto] + values[added]
+    torch.add(values[left], values[right], out=out)

@@ -1,8 +1,8 @@
-"""The canonical tree, cut over processes: what each sums by itself, and what is left to add.
+"""The canonical tree divided among processes: what each one sums, and what remains to be added.
 
-A process owns a contiguous run of shards. It sums the highest nodes that lie inside its run: its
-tops. Adding up the tops of all processes in the tree gives the root: the same additions in the same
-order as in one process, so the same bits, whatever the runs are.
+A process computes a contiguous run of shards. It sums the highest nodes of the tree that lie inside
+its run: its partial sums. Adding the partial sums of all processes gives the root by the same
+additions in the same order as in one process, and so with the same bits, whatever the runs are.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ T = TypeVar("T")
 
 
 class Forest:
-    """The tree over `shards` shards (the first `filled` not empty) over the processes' `runs`.
+    """The tree over `shards` shards, of which the first `filled` have examples, divided into runs.
 
     Attributes:
-        runs: for each process its shards; together they are the filled ones, in order.
-        plans: for each process what it sums by itself.
-        spans: the shards of each top, of all processes in order.
-        owners: for each top the process that sums it.
-        adds: pairs (left, right) of tops; adding right onto left, in this order, leaves the root
-            in the place of the first top.
+        runs: the shards of each process; together the filled ones, in order.
+        plans: what each process sums.
+        spans: the shards of each partial sum, of all processes in order.
+        owners: the process that computes each partial sum.
+        adds: pairs (left, right) of partial sums; adding right onto left, in this order, leaves
+            the root in the place of the first partial sum.
     """
 
     def __init__(self, shards: int, filled: int, runs: Sequence[range]) -> None:
         self.runs = tuple(runs)
         self.plans: list[TreePlan] = [tree_plan(shards, filled, run) for run in runs]
         self.spans = [span for plan in self.plans for span in plan.spans]
-        self.owners = [rank for rank, plan in enumerate(self.plans) for _ in plan.tops]
+        self.owners = [rank for rank, plan in enumerate(self.plans) for _ in plan.partials]
         self.adds: list[tuple[int, int]] = []
         self._walk(0, shards)
 
-    def tops_of(self, rank: int) -> list[int]:
-        """Return the numbers of the tops of a process."""
-        return [top for top, owner in enumerate(self.owners) if owner == rank]
+    def partials_of(self, rank: int) -> list[int]:
+        """Return the numbers of a process's partial sums."""
+        return [number for number, owner in enumerate(self.owners) if owner == rank]
 
-    def add_up(self, tops: Sequence[T], add: Callable[[T, T], T]) -> T:
-        """Return the root's value from those of all tops; `add(left, right)` may reuse its left."""
-        values = list(tops)
+    def add_up(self, partials: Sequence[T], add: Callable[[T, T], T]) -> T:
+        """Return the root, given all partial sums; `add(left, right)` may reuse its left."""
+        values = list(partials)
         for left, right in self.adds:
             values[left] = add(values[left], values[right])
         return values[0]
 
     def _walk(self, lo: int, hi: int) -> int | None:
-        """Note the additions below the node [lo, hi); return the top that then holds its value."""
-        inside = [top for top, span in enumerate(self.spans) if span.start < hi and lo < span.stop]
+        """Record the additions below the node [lo, hi); return which partial sum then holds it."""
+        inside = [n for n, span in enumerate(self.spans) if span.start < hi and lo < span.stop]
         if len(inside) < 2:
             return inside[0] if inside else None
         middle = split_point(lo, hi)
@@ -62,5 +62,5 @@ class Forest:
 
 @functools.lru_cache(maxsize=64)
 def forest(shards: int, filled: int, runs: tuple[range, ...]) -> Forest:
-    """Return the forest of `runs`; kept, for it is the same in every step."""
+    """Return the `Forest` of these arguments, cached: most steps have the same one."""
     return Forest(shards, filled, runs)

@@ -1,4 +1,4 @@
-"""What an exchange between processes needs: to send tensors to each other, and to wait."""
+"""The interface of a transport: what a reduction needs to exchange tensors between processes."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ import torch
 
 
 class Transfer(Protocol):
-    """A tensor on its way."""
+    """A tensor that is being sent or received."""
 
     def wait(self) -> None:
-        """Block until it has left (or arrived), at most for the links' time limit.
+        """Block until the tensor was sent or has arrived, at most for the transport's time limit.
 
         Raises:
-            PeerError: the time is over, or the other process is gone.
+            PeerError: the time limit has passed, or the other process has left.
         """
         ...
 
 
-class Links(Protocol):
-    """The processes of a group and the way from this one to each other one.
+class Transport(Protocol):
+    """Point-to-point messages between this process and the others of a group.
 
-    Tensors of one tag between two processes arrive in the order in which they are sent. They are
-    contiguous, in the CPU's memory, and left alone until their transfer is waited for. Any thread
-    may send and receive.
+    Tensors with one tag between two processes arrive in the order in which they are sent. They must
+    be contiguous, in CPU memory, and unchanged until their transfer was waited for. Any thread may
+    send and receive.
 
     Attributes:
-        rank: this process among them.
-        size: how many there are.
+        rank: this process's number in the group.
+        size: the number of processes.
     """
 
     rank: int
     size: int
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Transfer:
-        """Begin to send `tensor`."""
+        """Start sending `tensor`."""
         ...
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Transfer:
-        """Begin to receive into `tensor` what `source` sends with that tag, of the same size."""
+        """Start receiving into `tensor`, which has the size of the tensor that `source` sends."""
         ...
 
     def close(self) -> None:
-        """Close every way; who waits for this process learns that it is gone."""
+        """Close all connections; processes that wait for this one get a PeerError."""
         ...
 
 
@@ -57,5 +57,4 @@ def wait_all(transfers: Iterable[Transfer]) -> None:
 
 def chunk_bounds(elements: int, owners: int) -> list[tuple[int, int]]:
     """Return the [lo, hi) of a flat tensor that each of `owners` processes adds up."""
-    cuts = [elements * owner // owners for owner in range(owners + 1)]
-    return list(itertools.pairwise(cuts))
+    return list(itertools.pairwise(elements * owner // owners for owner in range(owners + 1)))

@@ -1,10 +1,10 @@
-"""The canonical tree: one order of summation for every layout.
+"""The canonical tree: one order of summation for every set of devices.
 
 A node covers the shards [lo, hi) and splits at lo + the largest power of two smaller than hi − lo;
 its value is left + right. An empty shard contributes nothing: its sibling is the node's value.
-Floating-point addition is not associative, so this order *is* the result. It is pairwise summation,
-whose error grows with the logarithm of the number of terms (Higham, The Accuracy of Floating Point
-Summation, 1993).
+Floating-point addition is not associative, so this order defines the result. It is pairwise
+summation, whose error grows with the logarithm of the number of terms (Higham, The Accuracy of
+Floating Point Summation, 1993).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def split_point(lo: int, hi: int) -> int:
 def tree_sum(leaves: Sequence[T | None], add: Callable[[T, T], T]) -> T | None:
     """Sum `leaves` (None for an empty shard) in canonical order; None if all are empty.
 
-    Neighbours are added level by level, a last one without a neighbour going up as it is: that is
-    the canonical tree, from its leaves up.
+    Adding neighbours level by level, and passing a last one without a neighbour on to the next
+    level, builds the canonical tree from its leaves.
     """
     level = list(leaves)
     while len(level) > 1:
@@ -39,21 +39,26 @@ def tree_sum(leaves: Sequence[T | None], add: Callable[[T, T], T]) -> T | None:
     return level[0] if level else None
 
 
-_ELSEWHERE = -1  # stands for a shard that is summed elsewhere
+_ELSEWHERE = -1  # stands for a shard that another process sums
 
 
 class TreePlan:
-    """Who is summed with whom: `shards` shards, those not in `filled` empty, those of `mine` here.
+    """Which values are added in this process, for a tree over `shards` shards.
 
-    Leaves are numbered as their shards, inner nodes from `shards` on. A node is summed here when
-    all its shards are of `mine`; the highest such nodes are the tops. Where every shard is here,
-    there is one: the root.
+    Leaves are numbered as their shards, inner nodes from `shards` on. A node is summed here if all
+    its filled shards are in `mine`; the highest such nodes are the partial sums. If every shard is
+    here, the only partial sum is the root.
+
+    Args:
+        shards: the number of shards.
+        filled: the shards that have examples.
+        mine: the shards that this process computes; None for all.
 
     Attributes:
-        parent, sibling: node to node, for every node below a top.
+        parent, sibling: node to node, for every node below a partial sum.
         lefts: the nodes that are left children.
-        tops: the nodes whose parents are not summed here, in the order of their shards.
-        spans: for each top its shards with examples: from the first to the last.
+        partials: the nodes whose parents are not summed here, in the order of their shards.
+        spans: the shards of each partial sum, from the first filled one to the last.
     """
 
     def __init__(
@@ -66,11 +71,11 @@ class TreePlan:
         self._mine = self._filled if mine is None else self._filled.intersection(mine)
         self._spans: dict[int, range] = {}
         self._next = shards
-        self.tops = [node for node in self._build(0, shards) if node >= 0]
-        self.spans = [self._spans[node] for node in self.tops]
+        self.partials = [node for node in self._build(0, shards) if node >= 0]
+        self.spans = [self._spans[node] for node in self.partials]
 
     def _build(self, lo: int, hi: int) -> list[int]:
-        """Return what stands for the node [lo, hi): nothing, itself, or the tops inside it."""
+        """Return what stands for the node [lo, hi): nothing, itself, or its partial sums."""
         if hi - lo == 1:
             return self._leaf(lo)
         middle = split_point(lo, hi)
@@ -97,20 +102,22 @@ class TreePlan:
 
 @functools.cache
 def tree_plan(shards: int, filled: int, mine: range | None = None) -> TreePlan:
-    """Return the plan for `shards` shards, the first `filled` not empty, those of `mine` here."""
+    """Return the `TreePlan` whose first `filled` shards have examples, cached."""
     return TreePlan(shards, range(filled), mine)
 
 
 class TreeSum(Generic[T]):
-    """A sum under way: lanes put values of nodes in any order, from any thread.
+    """A tree sum in progress, to which any thread adds the values of nodes in any order.
 
-    Whoever brings the second child of a node adds the two (left first) and carries the value up.
+    The thread that puts the second child of a node adds the two, left first, and continues with
+    their parent.
 
     Args:
-        plan: which shards, and who is added to whom.
-        add: `add(left, right)`; it may reuse the memory of both: neither is read again.
-        close: `close(top, left, right)` is called with what makes a top (numbered as in
-            `plan.tops`), instead of adding and keeping it; right is None for a value that is whole.
+        plan: which values are added to which.
+        add: `add(left, right)`; it may reuse the memory of both, which are not read again.
+        close: called instead of adding and keeping, as `close(number, left, right)`, when both
+            children of a partial sum are there; `number` is its place in `plan.partials`. A partial
+            sum that was put whole is `left`, and `right` is None.
     """
 
     def __init__(
@@ -126,10 +133,11 @@ class TreeSum(Generic[T]):
         self._lock = threading.Lock()
 
     def claim(self, shard: int, fits: Callable[[T], bool]) -> tuple[int, T | None]:
-        """Say where the value of `shard` goes, and what it may be accumulated onto.
+        """Return the node to put the value of `shard` at, and a value to accumulate it onto.
 
-        Where the left sibling of `shard` is there already (and `fits`), it is handed out: the
-        caller adds the shard's value to it and puts the sum at the node returned, their parent.
+        If the left sibling of `shard` is there, and `fits`, it is handed out: the caller adds the
+        shard's value to it and puts the sum at the returned node, their parent. Otherwise the
+        caller puts the value at the shard's own node.
         """
         plan = self._plan
         left = plan.sibling.get(shard)
@@ -141,12 +149,12 @@ class TreeSum(Generic[T]):
         return shard, None
 
     def take(self, node: int) -> T:
-        """Take back the value of a node whose sibling is not there yet."""
+        """Remove and return the value of a node whose sibling is not there yet."""
         with self._lock:
             return self._waiting.pop(node)
 
     def put(self, node: int, value: T) -> None:
-        """Bring the value of `node`, and sum upwards as far as siblings are there."""
+        """Put the value of `node`, and add upwards while siblings are there."""
         plan = self._plan
         while node in plan.parent:
             with self._lock:
@@ -157,14 +165,14 @@ class TreeSum(Generic[T]):
             left, right = (value, other) if node in plan.lefts else (other, value)
             node = plan.parent[node]
             if self._close is not None and node not in plan.parent:
-                self._close(plan.tops.index(node), left, right)
+                self._close(plan.partials.index(node), left, right)
                 return
             value = self._add(left, right)
         if self._close is not None:
-            self._close(plan.tops.index(node), value, None)
+            self._close(plan.partials.index(node), value, None)
         else:
             self._waiting[node] = value
 
-    def take_tops(self) -> list[T]:
-        """Return the sums of the plan's tops; every shard's value must have been put."""
-        return [self._waiting.pop(node) for node in self._plan.tops]
+    def take_partials(self) -> list[T]:
+        """Remove and return the partial sums; the values of all shards must have been put."""
+        return [self._waiting.pop(node) for node in self._plan.partials]

@@ -1,4 +1,4 @@
-"""The processes of a job: found, linked, and heard."""
+"""The processes of a job: how they find each other, exchange messages, and sum gradients."""
 
 from evenstep.distributed.consistency import agree, refuse_divergence
 from evenstep.distributed.process_group import Peers
@@ -7,17 +7,17 @@ from evenstep.distributed.rendezvous import (
     join,
     local_share,
     restarts,
-    show_told_in_a_line,
+    show_reported_errors_in_one_line,
     was_launched,
 )
 from evenstep.distributed.shared_memory import shared_bytes
-from evenstep.distributed.status_board import Board
+from evenstep.distributed.status_board import StatusBoard
 from evenstep.distributed.watchdog import LauncherWatch
 
 __all__ = [
-    "Board",
     "LauncherWatch",
     "Peers",
+    "StatusBoard",
     "agree",
     "is_first",
     "join",
@@ -25,6 +25,6 @@ __all__ = [
     "refuse_divergence",
     "restarts",
     "shared_bytes",
-    "show_told_in_a_line",
+    "show_reported_errors_in_one_line",
     "was_launched",
 ]

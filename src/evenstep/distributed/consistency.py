@@ -1,4 +1,4 @@
-"""Whether all processes of a job train the same thing, and are in the same state."""
+"""Checks that all processes of a job train the same thing and are in the same state."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from evenstep.errors import DivergedError, InputError
 
 
 def agree(peers: Peers, facts: Mapping[str, object], what: str) -> None:
-    """Compare facts over all processes, each of which must call this.
+    """Compare facts over all processes, each of which must call this function.
 
     Args:
         peers: the processes.
-        facts: name to something that JSON can hold.
-        what: the facts are about, for errors.
+        facts: values that JSON can hold, by name.
+        what: what the facts are about, for error messages.
 
     Raises:
-        InputError: they differ; all that do, and where, are named.
+        InputError: some facts differ; the message names each of them and the process.
     """
     message = json.dumps(dict(facts)).encode()
-    told = [json.loads(other) for other in peers.gather(message, f"{what} to compare")]
-    first = told[0]
+    reported = [json.loads(other) for other in peers.gather(message, f"{what} to compare")]
+    first = reported[0]
     different = [
         f"{name} is {other.get(name)} on rank {rank} ({peers.hosts[rank]}), but "
         f"{first.get(name)} on rank 0 ({peers.hosts[0]})"
-        for rank, other in enumerate(told)
+        for rank, other in enumerate(reported)
         for name in first
         if other.get(name) != first[name]
     ]
@@ -37,30 +37,30 @@ def agree(peers: Peers, facts: Mapping[str, object], what: str) -> None:
 
 
 def refuse_divergence(peers: Peers, digests: Mapping[str, str], when: str) -> None:
-    """Compare the digests of a state over all processes, each of which must call this.
+    """Compare the training state over all processes, each of which must call this function.
 
     Args:
         peers: the processes.
-        digests: of every tensor, by name.
-        when: the state is from.
+        digests: the digest of every tensor, by name.
+        when: when the state was taken, such as "after step 5", for error messages.
 
     Raises:
-        DivergedError: who is in another state than most (of two, than rank 0), and the first
-            tensor that differs there.
+        DivergedError: a process has another state than most (of two, than rank 0); the message
+            names the process and the first tensor that differs.
     """
     whole = hashlib.sha256(json.dumps(sorted(digests.items())).encode()).digest()
-    told = peers.gather(whole, f"its state {when}")
-    if len(set(told)) == 1:
+    states = peers.gather(whole, f"its state {when}")
+    if len(set(states)) == 1:
         return
-    (usual, _), *_ = collections.Counter(told).most_common(1)
-    rank = next(rank for rank, other in enumerate(told) if other != usual)
+    (usual, _), *_ = collections.Counter(states).most_common(1)
+    rank = next(rank for rank, state in enumerate(states) if state != usual)
     named = peers.gather(json.dumps(dict(digests)).encode(), "the digests of its tensors")
-    theirs, ours = json.loads(named[rank]), json.loads(named[told.index(usual)])
+    theirs, ours = json.loads(named[rank]), json.loads(named[states.index(usual)])
     names = sorted(theirs.keys() | ours.keys())
     first = next(name for name in names if theirs.get(name) != ours.get(name))
     raise DivergedError(
         f"rank {rank} (on {peers.hosts[rank]}) is in another state than the others {when}: the "
-        f"first tensor that differs is {first}. Its memory or processor may be at fault, or its "
-        f"script changes the model: go on from the last checkpoint without it",
+        f"first tensor that differs is {first}. Its memory or processor may be faulty, or its "
+        f"script changes the model: resume from the last checkpoint without it",
         rank,
     )

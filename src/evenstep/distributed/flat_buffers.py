@@ -1,4 +1,4 @@
-"""Many tensors as a few flat vectors, one for each dtype: what goes from process to process."""
+"""Flat vectors, one for each dtype, in which processes exchange gradients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _ALIGN_BYTES = 64  # a kernel may round differently at another alignment
 
 @dataclasses.dataclass(frozen=True)
 class Bucket:
-    """A piece of a flat vector that is exchanged at once.
+    """A slice of a flat vector that is exchanged separately.
 
     Attributes:
-        flat: which vector.
-        lo, hi: the elements [lo, hi) of it.
-        numbers: of the parameters that have their places there.
+        flat: the number of the vector.
+        lo, hi: the elements [lo, hi) of the vector.
+        numbers: the parameters whose gradients lie there.
     """
 
     flat: int
@@ -30,19 +30,19 @@ class Bucket:
 
 
 class FlatSpace:
-    """Where each of some parameters has its place in flat vectors.
+    """The place of each parameter's gradient in the flat vectors.
 
     Args:
-        parameters: of a model.
-        numbers: which of them, in the order of their places.
+        parameters: all parameters of a model.
+        numbers: the parameters that have a place, in the order of their places.
 
     Attributes:
-        nbytes: of all vectors together.
+        nbytes: the size of all vectors together.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
         self._shapes = [parameter.shape for parameter in parameters]
-        # Without gaps, in the order of the parameter's own, as its gradients are.
+        # Without gaps, in the parameter's own dimension order, like its gradients.
         self._strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
         self._dtypes = list(dict.fromkeys(parameters[i].dtype for i in numbers))
         self._places: list[dict[int, int]] = [{} for _ in self._dtypes]
@@ -51,19 +51,13 @@ class FlatSpace:
             flat = self._dtypes.index(parameters[i].dtype)
             self._places[flat][i] = self._lengths[flat]
             self._lengths[flat] += _padded(parameters[i])
-        self.nbytes = sum(
-            length * dtype.itemsize
-            for length, dtype in zip(self._lengths, self._dtypes, strict=True)
-        )
+        sizes = zip(self._lengths, self._dtypes, strict=True)
+        self._sizes = [length * dtype.itemsize for length, dtype in sizes]
+        self.nbytes = sum(self._sizes)
 
     def is_like(self, other: FlatSpace) -> bool:
-        """Whether every place is the same."""
-        return (self._places, self._shapes, self._strides, self._dtypes) == (
-            other._places,
-            other._shapes,
-            other._strides,
-            other._dtypes,
-        )
+        """Whether every gradient has the same place in both."""
+        return vars(self) == vars(other)
 
     def new(self) -> list[torch.Tensor]:
         """Return vectors in fresh memory."""
@@ -71,15 +65,11 @@ class FlatSpace:
 
     def over(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return vectors that lie in `memory`, uint8 (nbytes,)."""
-        sizes = [
-            length * dtype.itemsize
-            for length, dtype in zip(self._lengths, self._dtypes, strict=True)
-        ]
-        parts = memory.split(sizes)
+        parts = memory.split(self._sizes)
         return [part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True)]
 
     def buckets(self, nbytes: int) -> list[Bucket]:
-        """Cut the vectors between parameters, into pieces of at least `nbytes` but for the last."""
+        """Cut the vectors between parameters into pieces of at least `nbytes` (the last: any)."""
         found = []
         for flat, (places, dtype) in enumerate(zip(self._places, self._dtypes, strict=True)):
             numbers: list[int] = []
@@ -99,16 +89,16 @@ class FlatSpace:
         left: Gradients,
         right: Gradients | None = None,
     ) -> None:
-        """Write a bucket's gradients, left + right, into vectors.
+        """Write the gradients of a bucket, left + right, into vectors.
 
-        Where there is none the place becomes −0, the one number to which any other can be added
-        without changing it (+0 makes +0 of −0).
+        A parameter without a gradient gets −0, the one number that changes no number it is added
+        to (+0 turns −0 into +0).
 
         Args:
-            vectors: where to.
-            bucket: which part of them.
-            left: a gradient or None for each of its parameters.
-            right: likewise; None to write `left` alone.
+            vectors: the vectors to write to.
+            bucket: the part of them to write.
+            left: a gradient or None for each parameter of the bucket.
+            right: the gradients to add; None to write `left` alone.
         """
         rights: Gradients = [None] * len(left) if right is None else right
         for i, ours, theirs in zip(bucket.numbers, left, rights, strict=True):
@@ -122,7 +112,7 @@ class FlatSpace:
                 torch.add(ours, theirs, out=view)
 
     def views(self, vectors: Sequence[torch.Tensor]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield each parameter's number and its place in vectors, laid out as the parameter is."""
+        """Yield each parameter's number and its gradient in `vectors`, laid out like it."""
         for flat, places in enumerate(self._places):
             for i in places:
                 yield i, self._view(vectors, flat, i)

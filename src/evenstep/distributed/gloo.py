@@ -1,4 +1,4 @@
-"""Links over gloo, torch's transport between CPU processes: point to point, each wait limited."""
+"""A transport over gloo, torch's library for exchanges between CPUs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 
-class GlooLinks:
-    """The ways to the other processes of a group.
+class GlooTransport:
+    """Connections to the other processes of a group.
 
     Args:
-        store: where the processes find each other; a prefix of this group's own.
-        rank, size: this process among how many.
-        interface: the network interface to listen on, "lo" within one machine; None for what the
-            user says in GLOO_SOCKET_IFNAME, or else that of the host's name.
-        timeout_s: the most seconds that a wait may take.
+        store: where the processes find each other, with a prefix for this group alone.
+        rank, size: this process's number, and the number of processes.
+        interface: the network interface to listen on, such as "lo"; None for the one that
+            GLOO_SOCKET_IFNAME names, or else the one of the host's name.
+        timeout_s: the maximum time that a wait may take.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class GlooLinks:
         self.rank = rank
         self.size = size
         self._timeout = datetime.timedelta(seconds=timeout_s)
-        make: Any = dist.ProcessGroupGloo  # torch's stubs know but a part of it
+        make: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
         if interface is None:
             self._group = make(store, rank, size, self._timeout)
         else:
@@ -43,42 +43,43 @@ class GlooLinks:
             self._group = make(store, rank, size, options)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Transfer:
-        """Begin to send `tensor`."""
-        return _Transfer(self._begin(self._group.send, tensor, to, tag), to, self._timeout)
+        """Start sending `tensor`."""
+        return _Transfer(self._group.send, tensor, to, tag, self._timeout)
 
     def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Transfer:
-        """Begin to receive into `tensor`."""
-        return _Transfer(self._begin(self._group.recv, tensor, source, tag), source, self._timeout)
+        """Start receiving into `tensor`."""
+        return _Transfer(self._group.recv, tensor, source, tag, self._timeout)
 
     def close(self) -> None:
         """Close the connections."""
         self._group = None
 
-    def _begin(
-        self, operation: Callable[..., dist.Work], tensor: torch.Tensor, peer: int, tag: int
-    ) -> dist.Work:
-        try:
-            return operation([tensor], peer, tag)
-        except RuntimeError as error:
-            raise _told(error, peer, self._timeout) from error
-
 
 class _Transfer:
-    def __init__(self, work: dist.Work, peer: int, timeout: datetime.timedelta) -> None:
-        self._work = work
-        self._peer = peer
-        self._timeout = timeout
+    def __init__(
+        self,
+        start: Callable[..., dist.Work],
+        tensor: torch.Tensor,
+        peer: int,
+        tag: int,
+        timeout: datetime.timedelta,
+    ) -> None:
+        self._peer, self._timeout = peer, timeout
+        try:
+            self._work = start([tensor], peer, tag)
+        except RuntimeError as error:
+            raise self._peer_error(error) from error
 
     def wait(self) -> None:
         try:
             self._work.wait(self._timeout)
         except RuntimeError as error:
-            raise _told(error, self._peer, self._timeout) from error
+            raise self._peer_error(error) from error
 
-
-def _told(error: RuntimeError, peer: int, timeout: datetime.timedelta) -> PeerError:
-    """Say in our words what gloo says: a time limit, or a connection that is no more."""
-    text = str(error).lower()
-    if "timed out" in text or "timeout" in text:  # of this wait, or of another one's before it
-        return PeerError(f"rank {peer} did not come within {timeout.total_seconds():g} s", peer)
-    return PeerError(f"rank {peer} is gone: its connection is closed", peer)
+    def _peer_error(self, error: RuntimeError) -> PeerError:
+        """Tell gloo's two failures apart by their text: a timeout, or a closed connection."""
+        text, peer = str(error).lower(), self._peer
+        if "timed out" in text or "timeout" in text:  # of this wait, or of an earlier one
+            limit_s = self._timeout.total_seconds()
+            return PeerError(f"rank {peer} did not respond within {limit_s:g} s", peer)
+        return PeerError(f"rank {peer} has left: its connection is closed", peer)

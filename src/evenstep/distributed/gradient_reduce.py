@@ -1,7 +1,7 @@
-"""The sum of dense gradients over processes: through a network, or through memory they share.
+"""The sum of dense gradients over processes, through the network or through shared memory.
 
-It goes bucket by bucket. A bucket may be written, and be on its way, while a backward pass still
-computes others.
+Gradients are exchanged bucket by bucket: a bucket that is complete can be in flight while a
+backward pass still computes the others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from evenstep.collectives import CanonicalSum, Forest, add_in_order, chunk_bounds
+from evenstep.collectives import CanonicalSum, Forest, add_in_order, chunk_bounds, start_sum
 from evenstep.distributed.flat_buffers import FlatSpace, Gradients
 from evenstep.distributed.process_group import Peers
 from evenstep.distributed.shared_memory import shared_bytes
@@ -23,105 +23,106 @@ from evenstep.errors import PeerError
 BUCKET_BYTES = 4 << 20
 
 
-class Sending(abc.ABC):
-    """The gradients of one go at a step on their way: each bucket of each own top is written once.
+class GradientReduction(abc.ABC):
+    """The reduction of the gradients of one attempt at a step, in progress.
 
-    Whoever begins one ends it, in every process, by `total` or (when the step is not to be taken)
-    by `drop`: else others would wait for what never comes.
+    Each local partial sum is written once per bucket, from any thread. Every process must end the
+    reduction, by `total` or, if the step is not applied, by `drop`: the others wait for it.
 
     Attributes:
-        buckets: what is written and sent at once.
-        present: for each of this process's tops and each parameter, whether it has a gradient.
+        buckets: the pieces that are written and exchanged separately.
+        present: for each local partial sum and each parameter, whether it has a gradient.
     """
 
-    def __init__(self, flats: FlatSpace, tops: int, parameters: int, bucket_bytes: int) -> None:
+    def __init__(self, flats: FlatSpace, partials: int, parameters: int, bucket_bytes: int) -> None:
         self.buckets = flats.buckets(bucket_bytes)
-        self.present = [[False] * parameters for _ in range(tops)]
+        self.present = [[False] * parameters for _ in range(partials)]
         self._flats = flats
-        self._missing = [set(range(tops)) for _ in self.buckets]
+        self._missing = [set(range(partials)) for _ in self.buckets]
         self._lock = threading.Lock()
 
-    def write(self, bucket: int, top: int, left: Gradients, right: Gradients | None = None) -> None:
-        """Write a bucket of one of this process's tops, left + right; from any thread.
+    def write(
+        self, bucket: int, partial: int, left: Gradients, right: Gradients | None = None
+    ) -> None:
+        """Write the gradients of a local partial sum, left + right, into a bucket.
 
         Args:
-            bucket: its number.
-            top: which of this process's tops.
+            bucket: the bucket's number.
+            partial: the number of the partial sum among those of this process.
             left: a gradient or None for each parameter of the bucket.
-            right: likewise; None to write `left` alone.
+            right: the gradients to add; None to write `left` alone.
         """
-        self._flats.write(self._row(top), self.buckets[bucket], left, right)
+        self._flats.write(self._vectors(partial), self.buckets[bucket], left, right)
         for position, i in enumerate(self.buckets[bucket].numbers):
             absent = left[position] is None and (right is None or right[position] is None)
-            self.present[top][i] = not absent
+            self.present[partial][i] = not absent
         with self._lock:
-            self._missing[bucket].discard(top)
-            is_whole = not self._missing[bucket]
-        if is_whole:
+            self._missing[bucket].discard(partial)
+            is_complete = not self._missing[bucket]
+        if is_complete:
             self._send(bucket)
 
-    def write_rest(self, tops: Sequence[Gradients]) -> None:
-        """Write what is not yet written from the gradients of this process's tops."""
+    def write_rest(self, partials: Sequence[Gradients]) -> None:
+        """Write everything that was not written yet, given all gradients of the partial sums."""
         for number, bucket in enumerate(self.buckets):
-            for top in sorted(self._missing[number]):
-                self.write(number, top, [tops[top][i] for i in bucket.numbers])
-        if not tops:  # a process without shards
-            for number in range(len(self.buckets)):
+            for partial in sorted(self._missing[number]):
+                self.write(number, partial, [partials[partial][i] for i in bucket.numbers])
+            if not partials:  # a process without shards
                 self._send(number)
 
     @abc.abstractmethod
     def total(self) -> list[torch.Tensor]:
-        """Return the sum, a flat vector for each dtype, in memory of this process's own.
+        """Return the sum as flat vectors in this process's own memory.
 
-        Only called when every process has written its own.
+        It may be called only after every process has written all its partial sums.
         """
 
     @abc.abstractmethod
     def drop(self) -> None:
-        """End it without a sum."""
+        """End the reduction without a sum."""
 
     @abc.abstractmethod
-    def _row(self, top: int) -> list[torch.Tensor]:
-        """Return the vectors of one of this process's tops."""
+    def _vectors(self, partial: int) -> list[torch.Tensor]:
+        """Return the flat vectors of a local partial sum."""
 
     @abc.abstractmethod
     def _send(self, bucket: int) -> None:
-        """Let a bucket go that all of this process's tops have written."""
+        """Exchange a bucket that all local partial sums have written."""
 
 
-class NetworkSum:
-    """Through the network, chunk by chunk (`canonical_sum`), by a thread of its own."""
+class NetworkReducer:
+    """Sums gradients through the network, in a thread of its own (see `canonical_sum`)."""
 
     def __init__(self, peers: Peers, flats: FlatSpace, bucket_bytes: int) -> None:
         self.peers = peers
         self.flats = flats
         self.bucket_bytes = bucket_bytes
-        # Threads of its own would fight with the devices for the cores.
+        # More intra-op threads would compete with the devices for the cores.
         self.thread = ThreadPoolExecutor(1, "evenstep exchange", torch.set_num_threads, (1,))
 
-    def begin(self, trees: Forest, parameters: int, step: int) -> Sending:
-        """Return where the gradients of a step go."""
-        return _OverNetwork(self, trees, parameters)
+    def begin(self, trees: Forest, parameters: int, step: int) -> GradientReduction:
+        """Start the reduction of a step's gradients."""
+        return _NetworkReduction(self, trees, parameters)
 
-    def settle(self, trees: Forest, since: int) -> None:
-        """Do nothing: it is always ready."""
+    def reserve(self, trees: Forest, since: int) -> None:
+        """Do nothing: no memory is reserved."""
 
     def close(self) -> None:
         """End the thread."""
         self.thread.shutdown()
 
 
-class _OverNetwork(Sending):
-    def __init__(self, way: NetworkSum, trees: Forest, parameters: int) -> None:
-        tops = len(trees.tops_of(way.peers.rank))
-        super().__init__(way.flats, tops, parameters, way.bucket_bytes)
-        self._way = way
+class _NetworkReduction(GradientReduction):
+    def __init__(self, reducer: NetworkReducer, trees: Forest, parameters: int) -> None:
+        partials = len(trees.partials_of(reducer.peers.rank))
+        super().__init__(reducer.flats, partials, parameters, reducer.bucket_bytes)
+        self._reducer = reducer
         self._trees = trees
-        self._rows: list[list[torch.Tensor]] = [[] for _ in range(tops)]
+        self._own: list[list[torch.Tensor]] = [[] for _ in range(partials)]
         self._totals: list[torch.Tensor] = []
         self._sent: set[int] = set()
         self._pieces: list[tuple[CanonicalSum, Future[None]]] = []
-        self._broken: PeerError | None = None
+        self._failure: PeerError | None = None
 
     def total(self) -> list[torch.Tensor]:
         pieces, self._pieces = self._pieces, []
@@ -136,140 +137,128 @@ class _OverNetwork(Sending):
             self._send(bucket)
         self.total()
 
-    def _row(self, top: int) -> list[torch.Tensor]:
+    def _vectors(self, partial: int) -> list[torch.Tensor]:
         with self._lock:
-            if not self._rows[top]:
-                self._rows[top] = self._flats.new()
-            return self._rows[top]
+            self._own[partial] = self._own[partial] or self._flats.new()
+            return self._own[partial]
 
     def _send(self, bucket: int) -> None:
-        """Send a bucket, cut into pieces of a handy size, to its chunks' owners."""
-        way, place = self._way, self.buckets[bucket]
-        rows = [self._row(top)[place.flat] for top in range(len(self._rows))]
+        flat, lo, hi = self.buckets[bucket].flat, self.buckets[bucket].lo, self.buckets[bucket].hi
         with self._lock:
             self._sent.add(bucket)
             self._totals = self._totals or self._flats.new()
-        total = self._totals[place.flat]
-        elements = max(1, way.bucket_bytes // total.element_size())
-        pieces = [
-            CanonicalSum(
-                way.peers.links,
-                self._trees,
-                [row[lo:hi] for row in rows],
-                total[lo:hi],
-                tag=1 + bucket,
-                name=f"bucket {bucket} of the gradients",
-            )
-            for lo in range(place.lo, place.hi, elements)
-            for hi in [min(lo + elements, place.hi)]
-        ]
-        # Not before all are sent: what has one tag arrives in the order of its sending.
-        self._pieces += [(piece, way.thread.submit(self._add_up, piece)) for piece in pieces]
+        pieces = start_sum(
+            self._reducer.peers.transport,
+            self._trees,
+            [self._vectors(partial)[flat][lo:hi] for partial in range(len(self._own))],
+            self._totals[flat][lo:hi],
+            bucket_bytes=self._reducer.bucket_bytes,
+            tag=1 + bucket,
+            name=f"bucket {bucket} of the gradients",
+        )
+        # Only now, after all are sent: messages with one tag arrive in the order of sending.
+        submit = self._reducer.thread.submit
+        self._pieces += [(piece, submit(self._add_up, piece)) for piece in pieces]
 
     def _add_up(self, piece: CanonicalSum) -> None:
-        """Add a piece up, unless one before it was waited for in vain: one time limit is enough."""
-        if self._broken is not None:
-            raise self._broken
+        """Add up a piece, unless an earlier one failed: the time limit is waited for only once."""
+        if self._failure is not None:
+            raise self._failure
         try:
             piece.add_up()
         except PeerError as error:
-            self._broken = error
+            self._failure = error
             raise
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
-    """Memory that all processes map.
+class SharedVectors:
+    """Flat vectors in memory that all processes share.
 
     Attributes:
-        since: the first step that uses it.
-        rows: the vectors of each top.
+        since: the first step that uses them.
+        partials: the vectors of each partial sum, of all processes.
         totals: the vectors of the sum.
     """
 
     since: int
-    rows: list[list[torch.Tensor]]
+    partials: list[list[torch.Tensor]]
     totals: list[torch.Tensor]
 
 
-class SharedSum:
-    """Through memory that all processes map: each adds up the chunk it owns, where it lies.
+class SharedMemoryReducer(NetworkReducer):
+    """Sums gradients in shared memory: each process adds up, in place, the chunk that it owns.
 
-    Where there is none (yet) for so many tops, the network has to do.
+    A step for whose partial sums no memory is shared yet goes through the network.
     """
 
     def __init__(self, peers: Peers, flats: FlatSpace, bucket_bytes: int) -> None:
-        self.peers = peers
-        self.flats = flats
-        self.bucket_bytes = bucket_bytes
-        self._network = NetworkSum(peers, flats, bucket_bytes)
-        self.rooms: list[Room] = []
+        super().__init__(peers, flats, bucket_bytes)
+        self.shared: list[SharedVectors] = []
         self._can_grow = True
 
-    def begin(self, trees: Forest, parameters: int, step: int) -> Sending:
-        """Return where the gradients of a step go; the same way in every process."""
-        for room in reversed(self.rooms):
-            if step >= room.since and len(room.rows) >= len(trees.owners):
-                return _OverMemory(self, room, trees, parameters)
-        return self._network.begin(trees, parameters, step)
+    def begin(self, trees: Forest, parameters: int, step: int) -> GradientReduction:
+        """Start the reduction of a step's gradients, by the same method in every process."""
+        for shared in reversed(self.shared):
+            if step >= shared.since and len(shared.partials) >= len(trees.owners):
+                return _SharedMemoryReduction(self, shared, trees, parameters)
+        return super().begin(trees, parameters, step)
 
-    def settle(self, trees: Forest, since: int) -> None:
-        """Make room for so many tops from step `since` on; called by all, once a sum is there."""
-        tops = len(trees.owners)
-        if self._can_grow and all(len(room.rows) < tops for room in self.rooms):
-            memory = shared_bytes(self.peers, self.flats.nbytes * (tops + 1))
+    def reserve(self, trees: Forest, since: int) -> None:
+        """Share memory for the partial sums of `trees`, to be used from step `since` on.
+
+        Every process must call this method after the same step.
+        """
+        partials = len(trees.owners)
+        if self._can_grow and all(len(shared.partials) < partials for shared in self.shared):
+            memory = shared_bytes(self.peers, self.flats.nbytes * (partials + 1))
             if memory is None:
                 self._can_grow = False
                 return
-            *rows, last = map(self.flats.over, memory.split(self.flats.nbytes))
-            self.rooms = [*self.rooms[-1:], Room(since, rows, last)]
-
-    def close(self) -> None:
-        """End the network's thread."""
-        self._network.close()
+            *rows, totals = map(self.flats.over, memory.split(self.flats.nbytes))
+            self.shared = [*self.shared[-1:], SharedVectors(since, rows, totals)]
 
 
-class _OverMemory(Sending):
-    def __init__(self, way: SharedSum, room: Room, trees: Forest, parameters: int) -> None:
-        self._own = trees.tops_of(way.peers.rank)
-        super().__init__(way.flats, len(self._own), parameters, way.bucket_bytes)
-        self._peers = way.peers
+class _SharedMemoryReduction(GradientReduction):
+    def __init__(
+        self, reducer: SharedMemoryReducer, shared: SharedVectors, trees: Forest, parameters: int
+    ) -> None:
+        self._own = trees.partials_of(reducer.peers.rank)
+        super().__init__(reducer.flats, len(self._own), parameters, reducer.bucket_bytes)
+        self._peers = reducer.peers
         self._trees = trees
-        self._room = room
+        self._shared = shared
 
     def total(self) -> list[torch.Tensor]:
-        add_up_shared(self._peers, self._trees, self._room)
-        return [total.clone() for total in self._room.totals]
+        add_up_shared(self._peers, self._trees, self._shared)
+        return [total.clone() for total in self._shared.totals]
 
     def drop(self) -> None:
         pass
 
-    def _row(self, top: int) -> list[torch.Tensor]:
-        return self._room.rows[self._own[top]]
+    def _vectors(self, partial: int) -> list[torch.Tensor]:
+        return self._shared.partials[self._own[partial]]
 
     def _send(self, bucket: int) -> None:
         pass
 
 
-def add_up_shared(peers: Peers, trees: Forest, room: Room) -> None:
-    """Have the sum in the shared memory, each process adding its chunk; each must call this."""
-    for flat, total in enumerate(room.totals):
+def add_up_shared(peers: Peers, trees: Forest, shared: SharedVectors) -> None:
+    """Compute `shared.totals`, each process adding its own chunk; each must call this function."""
+    for flat, total in enumerate(shared.totals):
         lo, hi = chunk_bounds(len(total), peers.size)[peers.rank]
-        tops = [vectors[flat][lo:hi] for vectors in room.rows[: len(trees.owners)]]
-        add_in_order(trees, tops, total[lo:hi])
+        partials = [vectors[flat][lo:hi] for vectors in shared.partials[: len(trees.owners)]]
+        add_in_order(trees, partials, total[lo:hi])
     peers.gather(b"", "the sum of its chunk of the gradients")
 
 
-def dense_sum(
-    peers: Peers, flats: FlatSpace, *, on_cpus: bool, bucket_bytes: int | None = None
-) -> NetworkSum | SharedSum:
-    """Return the fastest way there is.
+def gradient_reducer(peers: Peers, flats: FlatSpace, *, on_cpus: bool) -> NetworkReducer:
+    """Return the fastest reducer that is available.
 
     Args:
         peers: the processes.
-        flats: the parameters' places.
-        on_cpus: whether all compute on CPUs.
-        bucket_bytes: how much is exchanged at a time, at the least.
+        flats: the place of each parameter's gradient.
+        on_cpus: whether all processes compute on CPUs.
     """
-    way = SharedSum if peers.alone and on_cpus else NetworkSum
-    return way(peers, flats, bucket_bytes or BUCKET_BYTES)
+    make = SharedMemoryReducer if peers.on_one_machine and on_cpus else NetworkReducer
+    return make(peers, flats, BUCKET_BYTES)

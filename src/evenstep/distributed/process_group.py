@@ -1,4 +1,4 @@
-"""The processes that train together, and what they tell each other."""
+"""The group of processes that train together, and the exchange of messages between them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import struct
 
 import torch
 
-from evenstep.collectives import Links, wait_all
-from evenstep.distributed.status_board import Board
+from evenstep.collectives import Transport, wait_all
+from evenstep.distributed.status_board import StatusBoard
 from evenstep.errors import PeerError
 
 _FRAME_BYTES = 4096
@@ -15,98 +15,91 @@ _LENGTH = struct.Struct("<q")
 
 
 class Peers:
-    """Bytes from every process to every other one.
+    """The processes of a job, seen from one of them.
 
     Args:
-        links: the ways to them.
-        hosts: the name of each one's machine.
-        board: where each says what it is doing.
+        transport: the connections to the others.
+        hosts: the name of each process's machine, by rank.
+        status_board: where each process publishes what it is doing.
 
     Attributes:
-        rank, size: this process among how many.
-        alone: whether all are on one machine, as far as shared memory goes.
+        rank, size: this process's number, and the number of processes.
+        on_one_machine: whether all processes can share memory.
     """
 
-    def __init__(self, links: Links, hosts: list[str], board: Board, *, alone: bool) -> None:
-        self.links = links
-        self.board = board
-        self.rank = links.rank
-        self.size = links.size
+    def __init__(
+        self,
+        transport: Transport,
+        hosts: list[str],
+        status_board: StatusBoard,
+        *,
+        on_one_machine: bool,
+    ) -> None:
+        self.transport = transport
+        self.status_board = status_board
+        self.rank = transport.rank
+        self.size = transport.size
         self.hosts = hosts
-        self.alone = alone
+        self.on_one_machine = on_one_machine
 
     def gather(self, message: bytes, what: str) -> list[bytes]:
-        """Return every process's message, by rank; each must call this.
-
-        A message has no fixed length: what doesn't fit into the first frame follows in a second.
+        """Return every process's message, by rank; each process must call this method.
 
         Args:
-            message: this process's.
-            what: is waited for, for the error.
+            message: this process's message, of any length.
+            what: what is waited for, for error messages.
 
         Raises:
-            PeerError: a process did not come within the links' time limit, or has left.
+            PeerError: a process did not respond within the transport's time limit, or has left.
         """
         try:
             return self._gather(message)
         except PeerError as error:
-            raise self.told(error, what) from error
+            raise self.explained(error, what) from error
 
-    def told(self, error: PeerError, what: str) -> PeerError:
-        """Return an error with all that is known: who, where, waited for what, doing what."""
+    def explained(self, error: PeerError, what: str) -> PeerError:
+        """Return the error with what is known of its process: host, last status, own error."""
         if error.rank is None:
             return error
         host = self.hosts[error.rank]
-        story, seen = self.board.word_of(error.rank)
-        if story is not None:
-            failed = f"rank {error.rank} (on {host}) failed: {story}"
-            return PeerError(failed, error.rank, reported=True)
+        failure, status = self.status_board.status_of(error.rank)
+        if failure is not None:
+            text = f"rank {error.rank} (on {host}) failed: {failure}"
+            return PeerError(text, error.rank, reported=True)
         return PeerError(
-            f"{error}: rank {self.rank} waited for {what}; rank {error.rank} is on {host}, {seen}",
+            f"{error}: rank {self.rank} waited for {what}; rank {error.rank} is on {host}, "
+            f"{status}",
             error.rank,
         )
 
-    def leave(self, story: str) -> None:
-        """Let those who wait for this process, now or later, know why it is gone."""
-        self.board.leave(story)
-        self.links.close()
+    def leave(self, reason: str) -> None:
+        """Publish why this process ends, for processes that wait for it, and close connections."""
+        self.status_board.leave(reason)
+        self.transport.close()
 
     def _gather(self, message: bytes) -> list[bytes]:
+        """Exchange a frame of fixed length, then the rest of the messages that don't fit in it."""
+        send, receive = self.transport.send, self.transport.receive
         others = [rank for rank in range(self.size) if rank != self.rank]
-        frame, rest = _packed(message)
-        sent = [self.links.send(frame, peer) for peer in others]
-        if rest.numel():
-            sent += [self.links.send(rest, peer) for peer in others]
-        frames = {peer: torch.empty(_FRAME_BYTES, dtype=torch.uint8) for peer in others}
-        wait_all([self.links.receive(frames[peer], peer) for peer in others])
-        rests = {peer: torch.empty(_missing(frames[peer]), dtype=torch.uint8) for peer in others}
-        wait_all([self.links.receive(tail, peer) for peer, tail in rests.items() if tail.numel()])
-        wait_all(sent)
-        return [
-            message if peer == self.rank else _unpacked(frames[peer], rests[peer])
-            for peer in range(self.size)
+        packed = (_LENGTH.pack(len(message)) + message).ljust(_FRAME_BYTES, b"\0")
+        whole = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        parts = [
+            part for part in whole.split([_FRAME_BYTES, len(whole) - _FRAME_BYTES]) if len(part)
         ]
-
-
-def _packed(message: bytes) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a message as its first frame and the rest."""
-    packed = _LENGTH.pack(len(message)) + message
-    return _bytes(packed[:_FRAME_BYTES].ljust(_FRAME_BYTES, b"\0")), _bytes(packed[_FRAME_BYTES:])
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0)
-
-
-def _length(frame: torch.Tensor) -> int:
-    length: int = _LENGTH.unpack_from(frame.numpy().data)[0]
-    return length
-
-
-def _missing(frame: torch.Tensor) -> int:
-    return max(0, _LENGTH.size + _length(frame) - _FRAME_BYTES)
-
-
-def _unpacked(frame: torch.Tensor, rest: torch.Tensor) -> bytes:
-    whole = frame.numpy().tobytes() + rest.numpy().tobytes()
-    return whole[_LENGTH.size : _LENGTH.size + _length(frame)]
+        sent = [send(part, peer) for part in parts for peer in others]
+        frames = {peer: torch.empty(_FRAME_BYTES, dtype=torch.uint8) for peer in others}
+        wait_all([receive(frame, peer) for peer, frame in frames.items()])
+        lengths = {
+            peer: _LENGTH.unpack_from(frame.numpy().data)[0] for peer, frame in frames.items()
+        }
+        rests = {
+            peer: torch.empty(max(0, _LENGTH.size + length - _FRAME_BYTES), dtype=torch.uint8)
+            for peer, length in lengths.items()
+        }
+        wait_all([receive(rest, peer) for peer, rest in rests.items() if len(rest)])
+        wait_all(sent)
+        messages = {self.rank: message}
+        for peer, length in lengths.items():
+            received = torch.cat([frames[peer], rests[peer]]).numpy().tobytes()
+            messages[peer] = received[_LENGTH.size : _LENGTH.size + length]
+        return [messages[rank] for rank in range(self.size)]

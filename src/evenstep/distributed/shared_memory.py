@@ -1,4 +1,4 @@
-"""Memory that the processes of one machine share."""
+"""Memory that all processes of one machine share."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from evenstep.distributed.process_group import Peers
 
-FOLDER = Path("/dev") / "shm"  # files that lie in memory, on Linux
+FOLDER = Path("/dev") / "shm"  # a file system in memory, on Linux
 
 
 def shared_bytes(peers: Peers, nbytes: int) -> torch.Tensor | None:
-    """Return zeros, uint8 (nbytes,), the same memory in every process; each must call this.
+    """Return zeros, uint8 (nbytes,), in the same memory in every process; each must call this.
 
-    None where it can't be had: another system, or too little of it. The file that holds it is
-    nameless once all have mapped it, so that it goes with the last process, however that ends.
+    None if the system has no shared memory, or too little. The file behind the memory is unlinked
+    as soon as all processes have mapped it, so the system frees it when the last process ends.
     """
     path = _make_file(nbytes) if peers.rank == 0 else None
     try:

@@ -1,4 +1,4 @@
-"""A board where each process says what it is doing, for others to read when it does not come."""
+"""A status board, on which each process publishes what it is doing, for errors of the others."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -15,18 +14,18 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_GRACE_S = 2.0  # for a store that may be gone, whose own time limit is long
+_GRACE_S = 2.0  # the store's own time limit is much longer, and the store may be gone
 
 
-class Board:
-    """Writes this process's note to a store, a few times a second, and reads the others'.
+class StatusBoard:
+    """Publishes this process's status in a store, and reads the status of other processes.
 
-    Inside `with` a thread does the writing, so that `note` costs nothing.
+    Inside `with`, a thread publishes the status a few times a second; `note` itself costs nothing.
 
     Args:
-        store: that all processes share.
-        rank: this process's.
-        every_s: seconds between two looks at the note.
+        store: shared by all processes.
+        rank: this process's number.
+        every_s: the interval at which the status is published.
     """
 
     def __init__(self, store: Store, rank: int, every_s: float = 0.25) -> None:
@@ -37,37 +36,33 @@ class Board:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Board:
-        """Start writing."""
-        self._thread = threading.Thread(target=self._write, name="evenstep board", daemon=True)
+    def __enter__(self) -> StatusBoard:
+        """Start publishing."""
+        name = "evenstep status board"
+        self._thread = threading.Thread(target=self._publish, name=name, daemon=True)
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Stop writing."""
+    def __exit__(self, *error: object) -> None:
+        """Stop publishing."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join(_GRACE_S)
 
     def note(self, doing: str) -> None:
-        """Say what this process is doing from now on."""
+        """Set what this process is doing."""
         self._doing = doing
 
-    def leave(self, story: str) -> None:
-        """Say why this process is about to be gone."""
-        self._in_time(lambda: self._store.set(f"left/{self._rank}", story))
+    def leave(self, reason: str) -> None:
+        """Publish why this process ends."""
+        self._in_time(lambda: self._store.set(f"left/{self._rank}", reason))
 
-    def word_of(self, rank: int) -> tuple[str | None, str]:
-        """Return why a process has left, if it has said so, and what it was last seen doing."""
-        unknown = (None, "and the launcher's store, which would know what it did, does not answer")
-        return self._in_time(lambda: self._look(rank)) or unknown
+    def status_of(self, rank: int) -> tuple[str | None, str]:
+        """Return why a process has left, if it published that, and its last known status."""
+        unknown = (None, "and its status is unknown: the launcher's store does not respond")
+        return self._in_time(lambda: self._look_up(rank)) or unknown
 
-    def _look(self, rank: int) -> tuple[str | None, str]:
+    def _look_up(self, rank: int) -> tuple[str | None, str]:
         if self._store.check([f"left/{rank}"]):
             return str(self._store.get(f"left/{rank}"), "utf-8", "replace"), ""
         if not self._store.check([f"doing/{rank}"]):
@@ -76,7 +71,7 @@ class Board:
         return None, f"last seen {max(0.0, time.time() - seen['at']):.0f} s ago, {seen['doing']}"
 
     def _in_time(self, function: Callable[[], T]) -> T | None:
-        """Return `function()`, which asks the store; None if it doesn't answer in a short while."""
+        """Return `function()`, which asks the store; None if the store doesn't respond soon."""
         answers: list[T] = []
 
         def ask() -> None:
@@ -88,8 +83,8 @@ class Board:
         asking.join(_GRACE_S)
         return answers[0] if answers else None
 
-    def _write(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: others will notice
+    def _publish(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone; the main thread will notice
             while True:
                 seen = {"at": time.time(), "doing": self._doing}
                 self._store.set(f"doing/{self._rank}", json.dumps(seen))

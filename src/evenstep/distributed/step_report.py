@@ -97,16 +97,16 @@ def decoded(message: bytes) -> Report:
 
 def heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> None:
     """Raise an error if another process failed, asks for a retry, or is at another step."""
-    told = [(rank, report) for rank, report in enumerate(reports) if rank != but]
-    for rank, report in told:
+    others = [(rank, report) for rank, report in enumerate(reports) if rank != but]
+    for rank, report in others:
         if report.verdict is Verdict.FAILED:
             failed = f"rank {rank} (on {peers.hosts[rank]}) failed: {report.story}"
             raise PeerError(failed, rank, reported=True)
-    for rank, report in told:
+    for rank, report in others:
         if report.verdict is Verdict.AGAIN:
             raise AgainError(f"rank {rank} asks for step {report.facts[0]} to be done again")
     own = reports[peers.rank].facts
-    for rank, report in told:
+    for rank, report in others:
         if report.facts != own:
             raise PeerError(
                 f"rank {peers.rank} is at {_spelled(own)}, but rank {rank} (on "

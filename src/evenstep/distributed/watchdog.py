@@ -1,17 +1,17 @@
-"""A process whose launcher is gone must not train on: nobody would know."""
+"""Ends a process whose launcher was killed, so that it does not train on unsupervised."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
-from types import TracebackType
 
 
 class LauncherWatch:
-    """Inside `with`, a thread looks whether the launcher lives; if not, it sends SIGTERM here.
+    """Inside `with`, a thread watches the launcher and sends this process SIGTERM when it ends.
 
-    A launcher that ends in order does so too: the command line then saves, a plain script ends.
+    A launcher that ends in order sends SIGTERM too. On SIGTERM the command line saves a checkpoint,
+    and a plain script ends.
     """
 
     def __init__(self, every_s: float = 0.5) -> None:
@@ -26,12 +26,7 @@ class LauncherWatch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Stop watching."""
         self._ended.set()
         self._thread.join()

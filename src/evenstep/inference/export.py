@@ -9,7 +9,6 @@ The file is a torch archive (`.pt2`). It contains a program: load only files tha
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import json
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import BatchError, ExportError, SaveError
+from evenstep.files import write_file
 from evenstep.inference.onnx_export import as_onnx
 from evenstep.shard.evaluation import evaluation_mode
 
@@ -204,13 +204,9 @@ def _reason(error: Exception) -> str:
 
 def _write_whole(path: Path, content: bytes) -> None:
     """Write a file completely or not at all."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        draft.write_bytes(content)
-        draft.replace(path)
+        write_file(path, content)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
         raise SaveError(f"{path} can't be written ({error.strerror or error})") from error
 
 

@@ -6,9 +6,7 @@ and one row for each lane.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evenstep.errors import SaveError
+from evenstep.files import write_file
 
 
 class Span(NamedTuple):
@@ -90,13 +89,9 @@ class Trace:
             SaveError: the file can't be written; an existing file is left unchanged.
         """
         path = Path(file)
-        part = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            part.write_text(json.dumps(self.to_json(), default=str) + "\n", encoding="utf-8")
-            part.replace(path)
+            write_file(path, json.dumps(self.to_json(), default=str) + "\n")
         except OSError as error:
-            with contextlib.suppress(OSError):
-                part.unlink()
             raise SaveError(
                 f"the trace could not be written to {path}: {error.strerror or error}"
             ) from error

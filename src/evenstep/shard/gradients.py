@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from evenstep.collectives import TreePlan, TreeSum
-from evenstep.distributed.gradient_reduce import Sending
+from evenstep.distributed.gradient_reduce import GradientReduction
 from evenstep.errors import ModelError
 from evenstep.replicas import Replica
 from evenstep.shard.partial_sum import AccumulatedTwiceError, Tensors, add_gradients
@@ -28,7 +28,7 @@ class GradientStream:
         sending: takes the sums of its tops, bucket by bucket.
     """
 
-    def __init__(self, plan: TreePlan, sending: Sending) -> None:
+    def __init__(self, plan: TreePlan, sending: GradientReduction) -> None:
         self._plan = plan
         self._buckets = [bucket.numbers for bucket in sending.buckets]
         self._bucket_of = {i: n for n, numbers in enumerate(self._buckets) for i in numbers}

@@ -23,7 +23,7 @@ from evenstep.distributed import (
     agree,
     join,
     refuse_divergence,
-    show_told_in_a_line,
+    show_reported_errors_in_one_line,
     was_launched,
 )
 from evenstep.errors import SaveError
@@ -229,8 +229,8 @@ def joined(
     if peers is None or peers.size == 1:
         yield Group()
         return
-    show_told_in_a_line()
-    with peers.board, LauncherWatch(), contextlib.closing(peers.links):
+    show_reported_errors_in_one_line()
+    with peers.status_board, LauncherWatch(), contextlib.closing(peers.transport):
         agree(peers, facts(), "what is trained")
         counts = peers.gather(str(len(replicas.all)).encode(), "its number of devices")
         reducer = ProcessReducer(peers, replicas, [*map(int, counts)], own_speed, in_flight)

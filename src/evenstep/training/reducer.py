@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from evenstep.batch import Dealing
+from evenstep.batch import ProcessAssignment
 from evenstep.collectives import Forest, TreeSum, tree_plan
 from evenstep.distributed import Peers
 from evenstep.distributed.flat_buffers import FlatSpace
-from evenstep.distributed.gradient_reduce import Sending, dense_sum
+from evenstep.distributed.gradient_reduce import GradientReduction, gradient_reducer
 from evenstep.distributed.step_report import (
     AgainError,
     Kind,
@@ -50,7 +50,7 @@ class LocalReducer:
         """Return every shard's (total, count), and the root, when all own shards are done."""
         attempt = step.attempt
         assert attempt.tree is not None
-        (root,) = attempt.tree.take_tops()
+        (root,) = attempt.tree.take_partials()
         return [*map(attempt.results.get, range(len(attempt.cut.bounds)))], root
 
     def announce_retry(self, step: Step) -> None:
@@ -92,13 +92,13 @@ class ProcessReducer(LocalReducer):
         self._in_flight = in_flight
         self._replicas = replicas
         self._own_speed = own_speed
-        self.assignment = Dealing(speeds)
+        self.assignment = ProcessAssignment(speeds)
         self.stop_asked = False
         self.stop_seen: int | None = None
         self._home = replicas.home
         self._loose = _loose_parameters(self._home.module)
         self._flats = _places_of(self._home, self._loose)
-        self._dense = dense_sum(peers, self._flats, on_cpus=replicas.on_cpus)
+        self._dense = gradient_reducer(peers, self._flats, on_cpus=replicas.on_cpus)
 
     @property
     def rank(self) -> int:
@@ -132,7 +132,7 @@ class ProcessReducer(LocalReducer):
         """
         attempt = step.attempt
         assert attempt.tree is not None
-        report = self._report(step, attempt.tree.take_tops())
+        report = self._report(step, attempt.tree.take_partials())
         self.note(f"exchanging step {step.number}")
         attempt.reported = True
         began_s = time.perf_counter()
@@ -194,7 +194,7 @@ class ProcessReducer(LocalReducer):
             tensors=self._small_tensors(partials),
         )
 
-    def _present(self, sending: Sending, partials: Sequence[PartialSum]) -> torch.Tensor:
+    def _present(self, sending: GradientReduction, partials: Sequence[PartialSum]) -> torch.Tensor:
         """Return which gradients each partial sum has: bool (partial sums, parameters)."""
         present = torch.tensor(sending.present).reshape(-1, len(self._home.parameters)) > 0
         loose = sorted(self._loose)
@@ -220,14 +220,14 @@ class ProcessReducer(LocalReducer):
         assert sending is not None
         reports = self._gather(report)
         heed(reports, self.peers)
-        self.assignment.hear(step, [other.speed for other in reports])
+        self.assignment.record_speeds(step, [other.speed for other in reports])
         if self.stop_seen is None and any(report.stop for report in reports):
             self.stop_seen = step
         try:
             totals = sending.total()
-            self._dense.settle(trees, step + self._in_flight)
+            self._dense.reserve(trees, step + self._in_flight)
         except PeerError as error:
-            raise self.peers.told(error, f"the gradients of step {step}") from error
+            raise self.peers.explained(error, f"the gradients of step {step}") from error
         parts = [
             self._small_part(trees, number, reports[owner], attempt.cut.weights)
             for number, owner in enumerate(trees.owners)
@@ -244,7 +244,7 @@ class ProcessReducer(LocalReducer):
 
     def note(self, doing: str) -> None:
         """Publish what this process is doing, for processes that wait for it."""
-        self.peers.board.note(doing)
+        self.peers.status_board.note(doing)
 
     def close(self) -> None:
         """Stop the thread that sends gradients."""
@@ -257,7 +257,7 @@ class ProcessReducer(LocalReducer):
         self._flats = _places_of(home, self._loose)
         if not self._flats.is_like(flats):  # a hook may have been added in this process alone
             self._dense.close()
-            self._dense = dense_sum(self.peers, self._flats, on_cpus=self._replicas.on_cpus)
+            self._dense = gradient_reducer(self.peers, self._flats, on_cpus=self._replicas.on_cpus)
 
     def _gather(self, report: Report) -> list[Report]:
         messages = self.peers.gather(report.encoded(), f"its part of step {report.facts[0]}")
@@ -268,7 +268,7 @@ class ProcessReducer(LocalReducer):
     ) -> PartialSum:
         """Return the buffers and the gradients that may be sparse of a partial sum."""
         home, span = self._home, trees.spans[partial]
-        number = trees.tops_of(trees.owners[partial]).index(partial)
+        number = trees.partials_of(trees.owners[partial]).index(partial)
 
         def tensor(kind: str, i: int) -> torch.Tensor | None:
             return unnamed(report.tensors, f"{kind}/{number}/{i}", home.device.torch_device)

@@ -14,7 +14,7 @@ from evenstep.batch.rng import shard_seed
 from evenstep.batch.stealing import ShardQueue
 from evenstep.collectives import Forest, TreeSum, forest
 from evenstep.data.order import Cursor
-from evenstep.distributed.gradient_reduce import Sending
+from evenstep.distributed.gradient_reduce import GradientReduction
 from evenstep.distributed.step_report import Facts
 from evenstep.engine import Pending, Task
 from evenstep.errors import ClosedError
@@ -86,7 +86,7 @@ class Attempt:
         self.lockstep: Lockstep | None = None
         self.runs: Sequence[Sequence[int]] = ()
         self.tree: TreeSum[PartialSum] | None = None
-        self.sending: Sending | None = None
+        self.sending: GradientReduction | None = None
         self.programs: Mapping[int, Program] = {}
         self.before: States | None = None
         self.clock = StepClock(ready_s)

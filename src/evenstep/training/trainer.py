@@ -23,8 +23,8 @@ from torch import nn
 from evenstep.batch import Batch, shard_bounds
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint import training_state
-from evenstep.checkpoint.async_writer import Saves, write_state
-from evenstep.checkpoint.files import checkpoint_of, read_checkpoint
+from evenstep.checkpoint.async_writer import AsyncWriter, write_state
+from evenstep.checkpoint.files import checkpoint_of
 from evenstep.data import Cursor, Loader
 from evenstep.devices import (
     Device,
@@ -43,7 +43,6 @@ from evenstep.experiment import (
     Experiment,
     MemoryFormat,
     Precision,
-    with_current_names,
 )
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
@@ -202,7 +201,7 @@ class Trainer:
         self._check_every = check_every
         self._max_in_flight = max_in_flight
         self._tune_malloc = tune_malloc
-        self._saves = Saves()
+        self._saves = AsyncWriter()
         self._is_open = False
         self._opened = contextlib.ExitStack()
         channels_last = self.experiment.memory_format == "channels_last"
@@ -424,18 +423,18 @@ class Trainer:
             SaveError: it can't be written; the checkpoints before it are whole.
         """
         self.waitall()
-        tree = {
-            "experiment": dataclasses.asdict(self.experiment),
-            "cursor": dataclasses.asdict(self.cursor),
-            "steps_done": self.steps_done,
-            "draws_random": self._executor.watch.draws,
-            "compiles": self._executor.programs.compiles if self._executor.programs else None,
-            "model": training_state.model_state(self.model),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict() if self.scheduler else None,
-        }
+        state = training_state.TrainingState(
+            experiment=self.experiment,
+            cursor=self.cursor,
+            steps_done=self.steps_done,
+            draws_random=self._executor.watch.draws,
+            compiles=self._executor.programs.compiles if self._executor.programs else None,
+            model=training_state.ModelState.of(self.model),
+            optimizer=self.optimizer.state_dict(),
+            scheduler=self.scheduler.state_dict() if self.scheduler else None,
+        )
         entries = fingerprints.named_state(self.model, self.optimizer)
-        given = (Path(folder), tree, entries, self.steps_done, keep)
+        given = (Path(folder), state, entries, keep)
         if aside and self._is_open:
             if self._group.is_first:
                 self._saves.start(*given)
@@ -473,11 +472,10 @@ class Trainer:
         Raises:
             CheckpointError: missing, damaged, or of another model, optimizer or experiment.
         """
-        saved = read_checkpoint(Path(folder))
-        training_state.check_is_training_state(saved, Path(folder))
+        saved = training_state.read_training_state(Path(folder))
         if "hybridize" in options:
             options["compile"] = options.pop("hybridize")
-        given = {} if options.get("experiment") else with_current_names(saved["experiment"])
+        given = {} if options.get("experiment") else dataclasses.asdict(saved.experiment)
         trainer = cls(model, optimizer, loss, **{**given, **options})
         trainer._restore(saved)
         return trainer
@@ -660,17 +658,14 @@ class Trainer:
         """Run `function` where the update is done, and wait for it."""
         self._engine.submit(function, device=self.devices[self._engine.first_lane]).wait_to_read()
 
-    def _restore(self, saved: Mapping[str, Any]) -> None:
-        training_state.check_experiment(self.experiment, saved["experiment"])
-        training_state.restore_model(self.model, saved["model"])
-        training_state.restore_optimizer(self.optimizer, saved["optimizer"])
-        training_state.restore_scheduler(self.scheduler, saved["scheduler"])
-        cursor = Cursor(**saved["cursor"])
-        self.position = Position(saved["steps_done"], cursor.epoch, cursor.step)
-        self._executor.watch.draws = saved["draws_random"]
+    def _restore(self, saved: training_state.TrainingState) -> None:
+        saved.check_experiment(self.experiment)
+        saved.restore(self.model, self.optimizer, self.scheduler)
+        self.position = Position(saved.steps_done, saved.cursor.epoch, saved.cursor.step)
+        self._executor.watch.draws = saved.draws_random
         if self._executor.programs:
-            self._executor.programs.compiles = saved["compiles"]
-        training_state.check_fingerprint(self.fingerprint(), saved["fingerprint"])
+            self._executor.programs.compiles = saved.compiles
+        saved.check_fingerprint(self.fingerprint())
 
 
 def _only_one(given: Experiment | None, keywords: Experiment) -> Experiment:

@@ -54,7 +54,8 @@ def main():
     """Train; write what ended it."""
     out, kind, rank = Path(sys.argv[1]), sys.argv[2], int(os.environ["RANK"])
     if "in buckets" in sys.argv[3:]:  # which leave while a backward pass still runs
-        gradient_reduce.BUCKET_BYTES, gradient_reduce.SharedSum = 200, gradient_reduce.NetworkSum
+        gradient_reduce.BUCKET_BYTES = 200
+        gradient_reduce.SharedMemoryReducer = gradient_reduce.NetworkReducer
     options = {"batch_norm": "sync"} if kind == "sync" else {}
     model = build("convolution", seed=rank if kind == "other model" else 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

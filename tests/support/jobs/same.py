@@ -106,7 +106,7 @@ def main():
     if way != "plain":
         gradient_reduce.BUCKET_BYTES = TINY_BYTES
     if way == "network":
-        gradient_reduce.SharedSum = gradient_reduce.NetworkSum
+        gradient_reduce.SharedMemoryReducer = gradient_reduce.NetworkReducer
     rank = int(os.environ.get("RANK", "0"))
     devices = int(layout.split(",")[rank])
     options = {"devices": devices, "shards": shards, "max_in_flight": in_flight}

@@ -11,6 +11,7 @@ from typing import Any
 from evenstep.bench import machine
 from evenstep.book.reproduce.plan import Experiment, Part, Size, Workplace
 from evenstep.errors import InputError, SaveError
+from evenstep.files import write_file
 
 
 class Kept:
@@ -57,11 +58,9 @@ class Kept:
         if self._facts != self.document["machine"]:
             now = {name: self._facts[name] for name in ("date_utc", "git_revision")}
             self.document["went_on"] = [*self._went_on, now]
-        unfinished = self._file.with_suffix(".part")
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished.write_text(json.dumps(self.document, indent=1) + "\n")
-            unfinished.replace(self._file)
+            write_file(self._file, json.dumps(self.document, indent=1) + "\n")
         except OSError as error:
             raise SaveError(f"{self._file} can't be written: {error.strerror or error}") from error
 

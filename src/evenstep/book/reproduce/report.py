@@ -11,6 +11,7 @@ from typing import Any
 from evenstep.book.reproduce import pictures
 from evenstep.book.reproduce.plan import Experiment, Figures, Row
 from evenstep.errors import SaveError
+from evenstep.files import write_file
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8882; }
@@ -52,10 +53,8 @@ def write_report(
     Raises:
         SaveError: it can't be written.
     """
-    unfinished = file.with_name(f".{file.name}.part")
     try:
-        unfinished.write_text(page(experiments, document, command), encoding="utf-8")
-        unfinished.replace(file)
+        write_file(file, page(experiments, document, command))
     except OSError as error:
         raise SaveError(f"{file} can't be written: {error.strerror or error}") from error
 

@@ -20,6 +20,7 @@ from evenstep.checkpoint.files import list_checkpoints
 from evenstep.data import Loader
 from evenstep.devices import Devices, gpu_count
 from evenstep.experiment import Precision
+from evenstep.files import write_file
 from evenstep.lr_scaling import Rule, scale_lr
 from evenstep.metrics import accuracy
 from evenstep.models.registry import find_factory
@@ -263,9 +264,8 @@ class _Curve:
 
     def _write(self) -> None:
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        part = self._file.with_suffix(".part")
-        part.write_text(json.dumps({"pieces": self._pieces, "accuracies": self._accuracies}))
-        part.replace(self._file)
+        document = {"pieces": self._pieces, "accuracies": self._accuracies}
+        write_file(self._file, json.dumps(document))
 
 
 class _Progress:

@@ -1,0 +1,236 @@
+"""The training state: what may be in a checkpoint, and what is refused in one line."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.checkpoint import async_writer
+from evenstep.checkpoint.codec import encode, row_major
+from evenstep.checkpoint.files import read_checkpoint, write_checkpoint
+from evenstep.checkpoint.training_state import (
+    ModelState,
+    TrainingState,
+    read_training_state,
+    restore_scheduler,
+)
+from evenstep.data import Cursor
+from evenstep.errors import CheckpointError
+from evenstep.experiment import Experiment
+from zoo import build, make_batches
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def parts(name="batch_norm"):
+    model = build(name)
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """What a trainer with a scheduler saves."""
+    folder = tmp_path_factory.mktemp("run")
+    model, optimizer = parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with evenstep.Trainer(
+        model, optimizer, LOSS, scheduler=scheduler, devices=1, shards=4, seed=6
+    ) as trainer:
+        trainer.step(*make_batches((20,))[0])
+        trainer.save(folder)
+    return read_checkpoint(folder)
+
+
+def changed(tree, key, value):
+    """Return a copy of nested dicts with another value for a key such as "a.b", or without it."""
+    name, _, rest = key.partition(".")
+    if rest:
+        return {**tree, name: changed(tree[name], rest, value)}
+    without = {other: item for other, item in tree.items() if other != name}
+    return without if value is MISSING else {**without, name: value}
+
+
+MISSING = object()
+
+
+def test_a_state_becomes_a_tree_and_a_state_again(tree, tmp_path):
+    state = TrainingState.from_tree(tree, tmp_path)
+    assert state.experiment == Experiment(shards=4, seed=6, memory_format="channels_last")
+    assert state.cursor == Cursor(0, 1)
+    assert (state.steps_done, state.draws_random, state.compiles) == (1, False, None)
+    assert state.model.parameters.keys() == dict(parts()[0].named_parameters()).keys()
+    assert len(state.fingerprint) == 64
+    assert list(state.to_tree()) == list(tree)
+    assert encode(state.to_tree()).plain == encode(tree).plain
+
+
+def test_the_keys_of_a_checkpoint_are_the_documented_fields(tree):
+    assert list(tree) == [field.name for field in dataclasses.fields(TrainingState)]
+    assert list(tree["model"]) == [field.name for field in dataclasses.fields(ModelState)]
+
+
+KEYS = [field.name for field in dataclasses.fields(TrainingState)]
+KEYS += ["cursor.epoch", "cursor.step", "model.parameters", "model.buffers"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_missing_key_is_named(tree, tmp_path, key):
+    assert refusal(tmp_path, changed(tree, key, MISSING)) == f"it lacks the key {key}"
+
+
+def test_an_option_that_an_older_version_did_not_have_has_its_default(tree, tmp_path):
+    state = TrainingState.from_tree(changed(tree, "experiment.batch_norm", MISSING), tmp_path)
+    assert state.experiment.batch_norm == "shard"
+    assert state.experiment.shards == 4
+
+
+def test_compile_is_saved_as_version_0_1_0_named_it(tree):
+    """So that checkpoints can be read by either version."""
+    assert tree["experiment"]["hybridize"] is False
+    assert "compile" not in tree["experiment"]
+
+
+@pytest.mark.parametrize("key", ["extra", "experiment.extra", "cursor.extra", "model.extra"])
+def test_an_unknown_key_is_named(tree, tmp_path, key):
+    assert refusal(tmp_path, changed(tree, key, 1)) == f"it has the unknown key {key}"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "problem"),
+    [
+        ("experiment", 3, "experiment is 3, but dict is needed"),
+        ("experiment.shards", "8", "experiment.shards is '8', but int is needed"),
+        ("experiment.shards", True, "experiment.shards is True, but int is needed"),
+        ("experiment.shards", 0, "got shards=0: give an integer of at least 1"),
+        ("experiment.hybridize", 1, "experiment.hybridize is 1, but bool is needed"),
+        (
+            "experiment.precision",
+            "fp8",
+            "experiment.precision is 'fp8', but one of fp32, bf16 is needed",
+        ),
+        (
+            "experiment.precision",
+            torch.ones(2),
+            "experiment.precision is Tensor, but one of fp32, bf16 is needed",
+        ),
+        ("cursor", None, "cursor is None, but dict is needed"),
+        ("cursor.step", 1.5, "cursor.step is 1.5, but int is needed"),
+        ("cursor.step", -1, "got Cursor(epoch=0, step=-1): epoch and step count from 0"),
+        ("steps_done", None, "steps_done is None, but int is needed"),
+        ("steps_done", "many", "steps_done is 'many', but int is needed"),
+        ("draws_random", 0, "draws_random is 0, but bool is needed"),
+        ("compiles", "yes", "compiles is 'yes', but bool is needed"),
+        ("model", [], "model is list, but dict is needed"),
+        ("model.buffers", None, "model.buffers is None, but dict is needed"),
+        ("model.parameters", {"w": 1}, "model.parameters.w is 1, but Tensor is needed"),
+        ("optimizer", None, "optimizer is None, but dict is needed"),
+        ("scheduler", (1,), "scheduler is tuple, but dict is needed"),
+        ("fingerprint", 5, "fingerprint is 5, but str is needed"),
+    ],
+)
+def test_a_value_of_another_type_is_named(tree, tmp_path, key, value, problem):
+    assert refusal(tmp_path, changed(tree, key, value)) == problem
+
+
+def refusal(folder, tree):
+    """Return what is said of a checkpoint that holds `tree`, without where it is."""
+    write_checkpoint(folder, encode(tree), step=1)
+    model, optimizer = parts()
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(CheckpointError) as caught:
+        evenstep.Trainer.load(folder, model, optimizer, LOSS, devices=1)
+    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+    with pytest.raises(CheckpointError):
+        read_training_state(folder)
+    begin = f"the training state in {folder} can't be used: "
+    end = "; it is damaged, or another version of evenstep wrote it"
+    text = str(caught.value)
+    assert text.startswith(begin)
+    assert text.endswith(end)
+    assert "\n" not in text
+    return text[len(begin) : -len(end)]
+
+
+@pytest.mark.parametrize("other", [None, 3, [1, 2], {}, {"weights": torch.ones(2)}], ids=str)
+def test_a_checkpoint_of_something_else_is_refused(tmp_path, other):
+    write_checkpoint(tmp_path, encode(other), step=1)
+    with pytest.raises(CheckpointError, match="holds a checkpoint, but not of a trainer: give a"):
+        read_training_state(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.state", 1),
+        ("optimizer.state", MISSING),
+        ("optimizer.state", {0: 3}),
+        ("optimizer.param_groups", None),
+        ("optimizer.param_groups", [{}]),
+        ("optimizer.param_groups", MISSING),
+    ],
+    ids=str,
+)
+def test_a_malformed_optimizer_is_refused(tree, tmp_path, key, value):
+    write_checkpoint(
+        tmp_path, encode(changed(changed(tree, "scheduler", None), key, value)), step=1
+    )
+    with pytest.raises(CheckpointError, match="of another optimizer than Adam with 1 parameter gr"):
+        evenstep.Trainer.load(tmp_path, *parts(), LOSS, devices=1)
+
+
+def test_the_state_of_another_scheduler_is_refused():
+    optimizer = parts()[1]
+    steps = [torch.optim.lr_scheduler.StepLR(optimizer, 2) for _ in range(2)]
+    scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, steps, [3])
+    with pytest.raises(CheckpointError, match=r"another scheduler than SequentialLR: KeyError\("):
+        restore_scheduler(scheduler, {"step_size": 2})
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_state_is_encoded_once(tmp_path, monkeypatch, aside):
+    calls = []
+    really = async_writer.encode
+    monkeypatch.setattr(async_writer, "encode", lambda *given: calls.append(1) or really(*given))
+    with evenstep.Trainer(*parts(), LOSS, devices=1) as trainer:
+        trainer.step(*make_batches((20,))[0])
+        trainer.save(tmp_path, aside=aside)
+        expected = trainer.fingerprint()
+    assert calls == [1]
+    assert read_training_state(tmp_path).fingerprint == expected
+
+
+TENSORS = {
+    "contiguous": torch.arange(6.0).reshape(2, 3),
+    "transposed": torch.arange(6.0).reshape(2, 3).t(),
+    "channels last": torch.rand(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "slice": torch.arange(9.0)[2:5],
+    "conjugated": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "empty": torch.zeros(0, 3),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_copy_has_the_values_and_memory_of_its_own(name):
+    tensor, copies = TENSORS[name], async_writer._Copies()
+    copy = copies(tensor)
+    assert torch.equal(copy, tensor)
+    assert copy.is_contiguous()
+    assert not copy.numel() or copy.untyped_storage().data_ptr() != (
+        tensor.untyped_storage().data_ptr()
+    )
+    assert copies(tensor.detach()) is copy
+
+
+def test_tensors_that_differ_only_in_how_memory_is_read_have_copies_of_their_own():
+    values = torch.tensor([[1 + 2j, 3 - 4j], [5j, 6]])
+    views = [values, values.conj(), values.t(), values[:1], values[:, :1], values.view_as(values)]
+    copies = async_writer._Copies()
+    assert all(torch.equal(copies(view), view) for view in views)
+    assert len({id(copies(view)) for view in views}) == len(views) - 1
+
+
+def test_a_tensor_that_is_in_row_major_order_already_is_not_copied():
+    tensor = TENSORS["contiguous"]
+    assert row_major(tensor).data_ptr() == tensor.data_ptr()
