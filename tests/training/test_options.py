@@ -8,7 +8,6 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import CheckpointError, InputError
-from evenstep.experiment import with_current_names
 from evenstep.training.trainer import TrainerOptions
 from trainers import sgd
 from zoo import build, make_batches
@@ -69,10 +68,6 @@ def test_load_takes_the_same_experiment_and_refuses_another_one(tmp_path):
     for other in ({"experiment": evenstep.Experiment(shards=5)}, {"shards": 5}, {"compile": True}):
         with pytest.raises(CheckpointError, match="instead of"):
             evenstep.Trainer.load(tmp_path, *fresh(), **other)
-
-
-def test_names_of_version_0_1_0_are_understood():
-    assert with_current_names({"hybridize": True, "shards": 3}) == {"compile": True, "shards": 3}
 
 
 @pytest.mark.parametrize("tune_malloc", [True, False])

@@ -1,12 +1,24 @@
-"""Assigns shards to devices and to processes, in proportion to their speeds.
+"""Assigns shards to processes and devices, in proportion to their speeds.
 
-Everything here is a pure function of its arguments, so all processes compute the same assignment.
+Processes compute the same assignment from the same reported speeds. Inside a process every device
+starts with a contiguous run of shards and computes it from the front. A device whose run is empty
+takes the last shard of the run that is expected to finish last, unless that run's own device would
+finish it sooner. This changes the time of a step, never its result. (Blumofe and Leiserson,
+"Scheduling Multithreaded Computations by Work Stealing", 1999, steal from the far end too.)
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+_NEWEST_WEIGHT = 0.3  # of the newest duration in a lane's moving average
+_IDLE_DECAY = 0.995  # shrinks the pace of a lane that was given nothing, so that it is tried again
+_STUCK_AFTER = 20  # times the usual duration
 
 
 def contiguous_runs(items: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
@@ -63,3 +75,157 @@ class ProcessAssignment:
             self._speeds[period] = tuple(speeds)
             for old in sorted(self._speeds)[:-3]:
                 del self._speeds[old]
+
+
+class ShardTime(NamedTuple):
+    """When a lane computed a shard, in seconds of `time.perf_counter`.
+
+    Attributes:
+        lane: the lane's number.
+        shard: the shard's number.
+        stolen: whether the shard was in another lane's run.
+        began_s: when the computation began.
+        ended_s: when it ended.
+    """
+
+    lane: int
+    shard: int
+    stolen: bool
+    began_s: float
+    ended_s: float
+
+
+class Pace:
+    """The seconds that each lane needs for a shard: moving averages.
+
+    Attributes:
+        seconds: for each lane its average; None before its first shard.
+    """
+
+    def __init__(self, lanes: int) -> None:
+        self.seconds: list[float | None] = [None] * lanes
+
+    def learn(self, lane: int, took_s: float) -> None:
+        """Add a measured duration to a lane's average."""
+        before = self.seconds[lane]
+        new = took_s if before is None else before + _NEWEST_WEIGHT * (took_s - before)
+        self.seconds[lane] = new
+
+    def slowest(self) -> float:
+        """Return the seconds of the slowest lane; 0 before anything was measured."""
+        return max((took or 0.0 for took in self.seconds), default=0.0)
+
+    def speeds(self, lost: Collection[int] = ()) -> list[float]:
+        """Return the lanes' speeds relative to each other.
+
+        A lane without a measurement counts as fast as the fastest one, a lost lane has speed 0.
+        """
+        known = [took for lane, took in enumerate(self.seconds) if took and lane not in lost]
+        best = min(known, default=1.0)
+        return [
+            0.0 if lane in lost else 1 / (took or best) for lane, took in enumerate(self.seconds)
+        ]
+
+    def total_speed(self, lost: Collection[int] = ()) -> float:
+        """Return the shards a second of all lanes together; 0 while a lane has no measurement."""
+        alive = [took for lane, took in enumerate(self.seconds) if lane not in lost]
+        return sum(1 / took for took in alive if took) if all(alive) else 0.0
+
+    def decay(self, lanes: Iterable[int]) -> None:
+        """Shrink the averages of lanes that were given nothing, so that they are tried again."""
+        for lane in lanes:
+            took = self.seconds[lane]
+            self.seconds[lane] = took and took * _IDLE_DECAY
+
+
+class ShardQueue:
+    """The shards of one attempt at a step: not begun, being computed, done. Thread-safe.
+
+    Args:
+        runs: for each lane the shards that it starts with, in order.
+        pace: the lanes' speeds; the queue adds what it measures.
+        done: receives the time of every shard that is done.
+        own_first: lanes that must compute the first shard of their runs themselves.
+        clock: returns the time in seconds.
+
+    Attributes:
+        dropped: whether no further shard may begin.
+    """
+
+    def __init__(
+        self,
+        runs: Sequence[Iterable[int]],
+        pace: Pace,
+        done: list[ShardTime],
+        own_first: Collection[int] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.dropped = False
+        self._clock = clock
+        self._done = done
+        self._runs = [deque(run) for run in runs]
+        self._pace = pace
+        self._own_first = set(own_first)
+        self._current: list[tuple[int, bool, float] | None] = [None] * len(self._runs)
+        self._lock = threading.Lock()
+
+    def next(self, lane: int) -> int | None:
+        """End the lane's current shard, if there is one, and return its next; None for no more."""
+        now = self._clock()
+        with self._lock:
+            current = self._current[lane]
+            if current is not None:
+                self._current[lane] = None
+                self._pace.learn(lane, now - current[2])
+                self._done.append(ShardTime(lane, *current, now))
+            if self.dropped:
+                return None
+            run = self._runs[lane]
+            stolen = not run
+            if run:
+                self._own_first.discard(lane)
+                shard: int | None = run.popleft()
+            else:
+                shard = self._steal(lane, now)
+            if shard is not None:
+                self._current[lane] = (shard, stolen, now)
+            return shard
+
+    def stuck(self, alive: Collection[int], after_s: float) -> list[int]:
+        """Return the lanes that take too long for a shard while another lane has none.
+
+        Too long is more than `after_s` and more than twenty times what the slowest lane usually
+        takes. Before anything was measured, no lane is stuck.
+        """
+        with self._lock:
+            now, usual = self._clock(), self._pace.slowest()
+            at_work = [lane for lane in alive if self._current[lane] is not None]
+            if not usual or len(at_work) == len(alive):
+                return []
+            limit_s = max(after_s, _STUCK_AFTER * usual)
+            return [lane for lane in at_work if self._working_s(lane, now) > limit_s]
+
+    def _steal(self, thief: int, now: float) -> int | None:
+        """Take the last shard of the run that will end last, if the thief would be done before."""
+        victim, longest_s = -1, -1.0
+        for lane, run in enumerate(self._runs):
+            available = len(run) - (lane in self._own_first)
+            if available > 0 and (left_s := self._left_s(lane, now)) > longest_s:
+                victim, longest_s = lane, left_s
+        pace = self._pace.seconds[thief]
+        if victim < 0 or (pace is not None and pace >= longest_s):
+            return None
+        return self._runs[victim].pop()
+
+    def _left_s(self, lane: int, now: float) -> float:
+        """Estimate the seconds until a lane has computed its current shard and its run."""
+        pace = self._pace.seconds[lane]
+        if pace is None:
+            return float("inf")
+        # A shard that is late by some seconds is expected to take as long again.
+        current_s = abs(pace - self._working_s(lane, now)) if self._current[lane] else 0.0
+        return current_s + pace * len(self._runs[lane])
+
+    def _working_s(self, lane: int, now: float) -> float:
+        current = self._current[lane]
+        return now - current[2] if current is not None else 0.0

@@ -89,7 +89,7 @@ class TrainingState:
         if not isinstance(tree, dict) or not tree.keys() & typing.get_type_hints(cls).keys():
             raise CheckpointError(
                 f"{folder} holds a checkpoint, but not of a trainer: give a folder that "
-                f"Trainer.save or evenstep train --checkpoint-dir has written"
+                f"Trainer.save has written"
             )
         try:
             state: TrainingState = _read(cls, tree, "")

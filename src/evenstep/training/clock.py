@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from evenstep.batch.stealing import ShardTime
+from evenstep.batch.assignment import ShardTime
 from evenstep.engine import Engine
 from evenstep.profiling.accounting import Account, DeviceShares
 from evenstep.profiling.trace import Span, Trace

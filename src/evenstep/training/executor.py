@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 
 from evenstep.batch import Batch, contiguous_runs
+from evenstep.batch.assignment import Pace, ShardQueue, ShardTime
 from evenstep.batch.cut import Cut
-from evenstep.batch.stealing import Pace, ShardQueue, ShardTime
 from evenstep.devices import Device
 from evenstep.engine import Engine, Task, streams
 from evenstep.engine.task import PLAIN

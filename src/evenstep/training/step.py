@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+from evenstep.batch.assignment import ShardQueue
 from evenstep.batch.cut import NO_CUT, Cut, Part
 from evenstep.batch.rng import shard_seed
-from evenstep.batch.stealing import ShardQueue
 from evenstep.collectives import Forest, TreeSum, forest
 from evenstep.data.order import Cursor
 from evenstep.distributed.gradient_reduce import GradientReduction

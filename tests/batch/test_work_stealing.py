@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.batch.stealing import Pace, ShardQueue
+from evenstep.batch.assignment import Pace, ShardQueue
 
 
 class Clock:
