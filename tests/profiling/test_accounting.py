@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from evenstep.cli.trace_reader import account_of_trace, read_trace
 from evenstep.errors import InputError
 from evenstep.profiling.accounting import Account, DeviceShares, together, whole_percents
 from evenstep.profiling.trace import Span
-from evenstep.profiling.trace_reader import account_of_trace, read_trace
 from traces import HandTrace
 
 seconds = st.floats(min_value=0, max_value=1e3)

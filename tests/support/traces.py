@@ -1,7 +1,7 @@
 """Traces made by hand, written by the real `Trace`."""
 
+from evenstep.cli.trace_reader import account_of_trace
 from evenstep.profiling.trace import Span, Trace
-from evenstep.profiling.trace_reader import account_of_trace
 
 MS = 1e-3
 

@@ -14,7 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import NamedTuple
+
+from evenstep.profiling.clock import ShardTime
 
 _NEWEST_WEIGHT = 0.3  # of the newest duration in a lane's moving average
 _IDLE_DECAY = 0.995  # shrinks the pace of a lane that was given nothing, so that it is tried again
@@ -75,24 +76,6 @@ class ProcessAssignment:
             self._speeds[period] = tuple(speeds)
             for old in sorted(self._speeds)[:-3]:
                 del self._speeds[old]
-
-
-class ShardTime(NamedTuple):
-    """When a lane computed a shard, in seconds of `time.perf_counter`.
-
-    Attributes:
-        lane: the lane's number.
-        shard: the shard's number.
-        stolen: whether the shard was in another lane's run.
-        began_s: when the computation began.
-        ended_s: when it ended.
-    """
-
-    lane: int
-    shard: int
-    stolen: bool
-    began_s: float
-    ended_s: float
 
 
 class Pace:

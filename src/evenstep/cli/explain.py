@@ -9,10 +9,10 @@ import click
 from rich.console import Console
 from rich.text import Text
 
+from evenstep.cli.advice import Finding, findings
 from evenstep.cli.display import print_line
 from evenstep.cli.shares import print_shares
-from evenstep.profiling.advice import Finding, findings
-from evenstep.profiling.trace_reader import TraceAccount, read_trace
+from evenstep.cli.trace_reader import TraceAccount, read_trace
 
 
 @click.command()

@@ -1,1 +1,1 @@
-"""Profiling: records what devices do, adds up where their time goes, and suggests improvements."""
+"""Profiling: records what devices do, and adds up where their time goes."""

@@ -12,13 +12,14 @@ from typing import Any, TypeVar
 import torch
 
 from evenstep.batch import Batch, contiguous_runs
-from evenstep.batch.assignment import Pace, ShardQueue, ShardTime
+from evenstep.batch.assignment import Pace, ShardQueue
 from evenstep.batch.cut import Cut
 from evenstep.devices import Device
 from evenstep.engine import Engine, Task, streams
 from evenstep.engine.task import PLAIN
 from evenstep.errors import DeviceLostError, add_note
 from evenstep.experiment import Experiment
+from evenstep.profiling.clock import NodeTime, ShardTime, StepClock, Timekeeper
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.compile_policy import ShardPrograms
 from evenstep.shard.compiler import Program
@@ -28,7 +29,6 @@ from evenstep.shard.lockstep import Lockstep, ShardInStep, Turn
 from evenstep.shard.partial_sum import PartialSum, add
 from evenstep.shard.random_ops import DrawWatch
 from evenstep.shard.sync_batch_norm import SyncedBatchNorm
-from evenstep.training.clock import NodeTime, StepClock, Timekeeper
 from evenstep.training.group import Group
 from evenstep.training.step import Attempt, Step
 

@@ -21,7 +21,7 @@ from evenstep.distributed.step_report import AgainError
 from evenstep.engine import Task
 from evenstep.engine.task import PLAIN
 from evenstep.errors import DeviceLostError, InputError, PeerError
-from evenstep.training.clock import ADD_UP_EVERY, Timekeeper
+from evenstep.profiling.clock import ADD_UP_EVERY, Timekeeper
 from evenstep.training.executor import IndependentExecutor
 from evenstep.training.recovery import DrawsSeenError, Recovery
 from evenstep.training.step import Attempt, Step, StepLoss

@@ -18,6 +18,7 @@ from evenstep.distributed.gradient_reduce import GradientReduction
 from evenstep.distributed.step_report import Facts
 from evenstep.engine import Pending, Task
 from evenstep.errors import ClosedError
+from evenstep.profiling.clock import StepClock
 from evenstep.replicas import Replica
 from evenstep.shard.compiler import Program
 from evenstep.shard.forward_backward import Leaf, ShardWork
@@ -25,7 +26,6 @@ from evenstep.shard.lockstep import Lockstep
 from evenstep.shard.loss import ShardObjective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.random_ops import States
-from evenstep.training.clock import StepClock
 
 SeedOf: TypeAlias = Callable[[int], int]
 """Returns the seed of a shard's random ops from the shard's number."""

@@ -45,6 +45,7 @@ from evenstep.experiment import (
     Precision,
 )
 from evenstep.profiling.accounting import DeviceShares
+from evenstep.profiling.clock import Timekeeper
 from evenstep.profiling.trace import Trace
 from evenstep.replicas import OptimizerProxy, Replicas, check_trainable, move_home
 from evenstep.shard.compile_policy import Hybridized
@@ -52,7 +53,6 @@ from evenstep.shard.evaluation import Forward, Metric, measure_model, measure_ou
 from evenstep.shard.loss import Loss, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_lonely_batch_norm
-from evenstep.training.clock import Timekeeper
 from evenstep.training.evaluator import Evaluator
 from evenstep.training.executor import IndependentExecutor, LockstepExecutor
 from evenstep.training.group import Group, joined
@@ -216,7 +216,8 @@ class Trainer:
         overlap, sync = self._max_in_flight > 1, self.experiment.batch_norm == "sync"
         abreast = self._shards_at_once() if sync else 1
         self._group = Group()
-        self._timekeeper = Timekeeper(self._engine)
+        names = [device.name for device in self.devices]
+        self._timekeeper = Timekeeper(self._engine.trace, names)
         self._replicas = Replicas(self.model, self.devices, apart=overlap, abreast=abreast)
         make_executor = LockstepExecutor if sync else IndependentExecutor
         self._executor = make_executor(

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
+from evenstep.cli.advice import findings
 from evenstep.profiling.accounting import PARTS, together
-from evenstep.profiling.advice import findings
 from traces import HandTrace
 
 

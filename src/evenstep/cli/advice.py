@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
+from evenstep.cli.trace_reader import TraceAccount
 from evenstep.profiling.accounting import DeviceShares, together, whole_percents
-from evenstep.profiling.trace_reader import TraceAccount
 
 WORTH_FIXING = 0.05
 """Smaller losses, as shares of the devices' time, get no sentence."""

@@ -7,16 +7,32 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from evenstep.batch.assignment import ShardTime
-from evenstep.engine import Engine
 from evenstep.profiling.accounting import Account, DeviceShares
 from evenstep.profiling.trace import Span, Trace
 
 ADD_UP_EVERY = 64
 """The number of steps after which their times are added up."""
+
+
+class ShardTime(NamedTuple):
+    """When a lane computed a shard, in seconds of `time.perf_counter`.
+
+    Attributes:
+        lane: the lane's number.
+        shard: the shard's number.
+        stolen: whether the shard was in another lane's run.
+        began_s: when the computation began.
+        ended_s: when it ended.
+    """
+
+    lane: int
+    shard: int
+    stolen: bool
+    began_s: float
+    ended_s: float
 
 
 class NodeTime(NamedTuple):
@@ -68,15 +84,19 @@ class StepClock:
 
 
 class Timekeeper:
-    """Keeps the account of an engine's devices, and writes steps into its trace.
+    """Keeps the account of devices, and writes steps into a trace.
+
+    Args:
+        trace: receives the spans of steps.
+        devices: the devices' names.
 
     Attributes:
         ended: the finished steps that were not added up yet, as (number, clock); None for a rest.
     """
 
-    def __init__(self, engine: Engine) -> None:
-        self._trace = engine.trace
-        self._account = Account([device.name for device in engine.devices])
+    def __init__(self, trace: Trace, devices: Sequence[str]) -> None:
+        self._trace = trace
+        self._account = Account(devices)
         self._free_s: float | None = None
         self._lock = threading.Lock()
         self.ended: deque[tuple[int, StepClock] | None] = deque()
