@@ -84,8 +84,8 @@ def test_a_peer_that_is_not_installed_is_named_and_left_out(monkeypatch):
         (("scaling", "--devices", "1,x"), "whole numbers with commas"),
         (("scaling", "--shape", "28,0"), "whole numbers with commas"),
         (("scaling", "--model", "alexnet"), "choose lenet, resnet18, mlp"),
-        (("scaling", "--plot", "no/such/folder/x.png"), "a file in a folder that is there"),
-        (("peers", "--batch-size", 33, "--workers", 2), "a batch that all can share alike"),
+        (("scaling", "--plot", "no/such/folder/x.png"), "expected a file in an existing folder"),
+        (("peers", "--batch-size", 33, "--workers", 2), "a multiple of the number of workers"),
     ],
 )
 def test_bad_input_is_one_line_before_anything_is_measured(arguments, told, monkeypatch):

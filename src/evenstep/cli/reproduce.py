@@ -1,4 +1,4 @@
-"""`evenstep reproduce`: the book's experiments on this machine, in one report."""
+"""`evenstep reproduce`: runs the book's experiments on this machine and writes a report."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from evenstep.errors import InputError
 @click.option(
     "--only",
     metavar="NAME,...",
-    help=f"Some of {', '.join(EXPERIMENTS)}.",
+    help=f"Run only these: some of {', '.join(EXPERIMENTS)}.",
 )
-@click.option("--quick", is_flag=True, help="A look at all of it, in less than five minutes.")
+@click.option("--quick", is_flag=True, help="Run short versions, in less than five minutes.")
 @click.option(
     "--data-dir",
     metavar="DIR",
-    help="The folder with the files of Fashion-MNIST; without it they are downloaded.",
+    help="Folder with the files of Fashion-MNIST; without it they are downloaded.",
 )
 @click.option(
     "--out",
@@ -45,14 +45,14 @@ from evenstep.errors import InputError
     show_default=True,
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="The folder for report.html and figures.json. What is there already is not measured "
-    "again: a run that was interrupted goes on.",
+    help="Folder for report.html and figures.json. Measurements that it already has are not "
+    "repeated, so the command can be interrupted and run again.",
 )
 def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) -> None:
     """Run the experiments of Dive into Deep Learning's chapter on performance, on this machine.
 
-    The report has the book's figures beside this machine's, says what differs and why, and draws
-    the curves. On two cores all of it takes hours, most of them for ResNet-18: start with --quick.
+    The report shows the book's figures beside this machine's, explains the differences, and draws
+    the curves. On two cores everything takes hours, mostly for ResNet-18: start with --quick.
     """
     require_matplotlib()
     began_s = time.perf_counter()
@@ -82,7 +82,7 @@ def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) ->
     except RunFailedError as error:
         raise click.ClickException(f"a measurement failed: {error.reason}") from error
     except KeyboardInterrupt:
-        _say(f"stopped; the same command goes on from here ({out / 'figures.json'})")
+        _say(f"stopped; the same command continues from here ({out / 'figures.json'})")
         raise
     click.echo(f"{report} (took {time.perf_counter() - began_s:.0f} s)")
 
