@@ -245,10 +245,7 @@ def _whole_numbers(option: str, text: str) -> list[int]:
 
 def _doubling(most: int) -> list[int]:
     """Return 1, 2, 4 and so on up to `most`, at least 1 and 2."""
-    counts = [1]
-    while 2 * counts[-1] <= max(2, most):
-        counts.append(2 * counts[-1])
-    return counts
+    return [2**exponent for exponent in range(max(2, most).bit_length())]
 
 
 def _say(line: str) -> None:

@@ -42,7 +42,7 @@ class Option:
         hint: the type of its field.
         flag: the option as it is written on the command line.
         scope: what it affects.
-        argument: the argument of `evenstep.Trainer` that it sets; "" if it sets none.
+        argument: the argument of `evenstep.Trainer` that it sets; None if it sets none.
         settings: arguments of `click.option`.
     """
 
@@ -50,7 +50,7 @@ class Option:
     hint: Any
     flag: str
     scope: Scope
-    argument: str
+    argument: str | None
     settings: dict[str, Any]
 
     @property
@@ -60,36 +60,22 @@ class Option:
             return (str,)
         return (float, int) if self.hint is float else typing.get_args(self.hint) or (self.hint,)
 
-    def added_to(self, command: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a click command that takes the option too."""
-        return click.option(self.flag, self.name, **self.settings)(command)
 
-
-def option(
-    default: Any,
-    description: str,
-    kind: Any = None,
-    *,
-    scope: Scope = Scope.LAYOUT,
-    flag: str | None = None,
-    argument: str = "",
-    metavar: str | None = None,
-) -> Any:
+def option(default: Any, description: str, kind: Any = None, **settings: Any) -> Any:
     """Declare an option as a field of an `OptionTable`.
 
     Args:
         default: its default value.
         description: its help text.
-        kind: a type of click. By default this follows from the field's type: `bool` is a flag,
+        kind: a type of click. By default it follows from the field's type: `bool` is a flag,
             `Literal` a choice, `Path` a path, and `int` a number of at least 1.
-        scope: what it affects.
-        flag: its spelling; by default the field's name, as in `--batch-size`.
-        argument: the argument of `evenstep.Trainer` that it sets, if any.
-        metavar: its value's name in the help text.
+        settings: `scope` (by default, the layout), `flag` (by default, the field's name with
+            dashes), `argument` (by default, the field's name if checkpoints keep the option, or
+            else none), and further arguments of `click.option`.
     """
-    settings = {"help": description, "type": kind, "metavar": metavar}
-    metadata = {"flag": flag, "scope": scope, "argument": argument, "settings": settings}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(
+        default=default, metadata={**settings, "help": description, "type": kind}
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,8 +120,10 @@ def takes_options(**tables: type[OptionTable]) -> Callable[[Callable[..., Any]],
                 values[argument] = table(**fields, given=frozenset(given))
             return command(**values)
 
-        options = [option for table in tables.values() for option in table.options()]
-        return functools.reduce(lambda made, one: one.added_to(made), options[::-1], with_tables)
+        made = with_tables
+        for one in [one for table in tables.values() for one in table.options()][::-1]:
+            made = click.option(one.flag, one.name, **one.settings)(made)
+        return made
 
     return decorate
 
@@ -155,8 +143,10 @@ class OutputFile(click.types.StringParamType):
 
 
 def _option(field: dataclasses.Field[Any], hint: Any) -> Option:
-    metadata = field.metadata
-    settings = {**metadata["settings"], "default": field.default}
+    settings = {"default": field.default, **field.metadata}
+    flag = settings.pop("flag", f"--{field.name.replace('_', '-')}")
+    scope = settings.pop("scope", Scope.LAYOUT)
+    argument = settings.pop("argument", field.name if scope is Scope.CHECKPOINT else None)
     plain = next(iter(typing.get_args(hint)), hint)  # of `int | None`, int
     if hint is bool:
         settings["is_flag"] = True
@@ -164,11 +154,7 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Option:
         settings["type"] = click.Choice(typing.get_args(hint))
     elif settings["type"] is None:
         settings["type"] = {int: click.IntRange(min=1), Path: click.Path(path_type=Path)}.get(plain)
+    settings["show_default"] = hint is not bool and field.default is not None
     return Option(
-        name=field.name,
-        hint=hint,
-        flag=metadata["flag"] or f"--{field.name.replace('_', '-')}",
-        scope=metadata["scope"],
-        argument=metadata["argument"],
-        settings={"show_default": hint is not bool and field.default is not None, **settings},
+        name=field.name, hint=hint, flag=flag, scope=scope, argument=argument, settings=settings
     )

@@ -16,7 +16,7 @@ import click
 from evenstep.cli.option_table import OptionTable, OutputFile, Scope, option
 from evenstep.experiment import BatchNorm, MemoryFormat, Precision
 
-_COMPILE_ARGUMENT = "hybridize"  # the argument of `Trainer` that --compile sets
+_COMPILE_ARGUMENT = "hybridize"  # the argument of `Trainer` that `--compile` sets
 
 
 class _Rate(click.FloatRange):
@@ -49,25 +49,19 @@ class ExperimentOptions(OptionTable):
         "Folder with the four files of fashion-mnist, instead of a download.", metavar="DIR"
     )
     shards: int = _in_checkpoint(
-        8,
-        "Number of shards that each batch is split into; part of the experiment.",
-        argument="shards",
+        8, "Number of shards that each batch is split into; part of the experiment."
     )
     batch_size: int = _in_run_file(256, "Examples in a batch, over all devices.")
     drop_last: bool = _in_run_file(False, "Skip an epoch's last batch if it is shorter.")
     lr: float = _in_run_file(0.1, "Learning rate of SGD.", _Rate(min=0))
     momentum: float = _in_run_file(0.0, "Momentum of SGD.", _Rate(min=0))
     precision: Precision = _in_checkpoint(
-        "fp32", "bf16 computes under autocast; part of the experiment.", argument="precision"
+        "fp32", "bf16 computes under autocast; part of the experiment."
     )
     memory_format: MemoryFormat = _in_checkpoint(
-        "auto",
-        "Memory format of images; auto chooses by the model and the kind of device.",
-        argument="memory_format",
+        "auto", "Memory format of images; auto chooses by the model and the kind of device."
     )
-    threads: int = _in_checkpoint(
-        1, "Threads of each CPU device; part of the experiment.", argument="threads"
-    )
+    threads: int = _in_checkpoint(1, "Threads of each CPU device; part of the experiment.")
     compile: bool = _in_checkpoint(
         False,
         "Compile the forward and backward pass of a shard with torch.compile, on CPUs; part of the "
@@ -78,7 +72,6 @@ class ExperimentOptions(OptionTable):
         "shard",
         "Statistics that BatchNorm layers use in training: those of each shard, or those of the "
         "whole batch (sync); part of the experiment.",
-        argument="batch_norm",
     )
     epochs: int | None = _replaceable("Stop after N epochs.")
     steps: int | None = _replaceable(
@@ -89,16 +82,10 @@ class ExperimentOptions(OptionTable):
         0,
         "Seed of the weights, of the order of the data and of random operations in the model.",
         click.IntRange(min=0, max=2**63 - 1),
-        argument="seed",
     )
 
     def target_steps(self, epoch_steps: int, *, default: int) -> int:
-        """Return the step at which training ends, by --steps or --epochs.
-
-        Args:
-            epoch_steps: steps in an epoch.
-            default: the result if neither option was given.
-        """
+        """Return the step at which training ends; `default` without --steps and --epochs."""
         limits = [self.steps, self.epochs and self.epochs * epoch_steps]
         return min((limit for limit in limits if limit is not None), default=default)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from evenstep.bench.lineup import counted
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.option_table import takes_options
 from evenstep.cli.options import ExperimentOptions
@@ -11,7 +12,7 @@ from evenstep.cli.setup import load_data, make_loader, make_trainer, train_batch
 from evenstep.devices import Devices, find_devices, intra_op_threads
 from evenstep.errors import InputError
 from evenstep.models.registry import blamed_on_model, find_factory
-from evenstep.verification import Difference, LayoutResult, Verdict
+from evenstep.verification import LayoutResult, Verdict
 from evenstep.verification import verify as compare
 
 _DEFAULT_STEPS = 20
@@ -50,7 +51,7 @@ def verify(context: click.Context, experiment: ExperimentOptions, wanted: str) -
     loader = make_loader(experiment, examples, experiment.seed)
     steps = experiment.target_steps(len(loader), default=_DEFAULT_STEPS)
     width = max(map(len, ("devices", *labels)))
-    click.echo(f"{'devices':<{width}}  fingerprint after {_count(steps, 'step')}")
+    click.echo(f"{'devices':<{width}}  fingerprint after {counted(steps, 'step')}")
     waiting = iter(labels)
 
     def print_run(run: LayoutResult) -> None:
@@ -82,14 +83,11 @@ def _layout(label: str, threads: int) -> Devices:
 
 
 def _spell(verdict: Verdict, labels: list[str], steps: int) -> list[str]:
-    if verdict.difference is None:
+    found = verdict.difference
+    if found is None:
         sets = f"{', '.join(labels[:-1])} and {labels[-1]}"
         noun = " devices" if all(label.isdecimal() for label in labels) else ""
-        return [f"identical: the same bits after each of {_count(steps, 'step')} on {sets}{noun}"]
-    return _spell_difference(verdict.difference, labels)
-
-
-def _spell_difference(found: Difference, labels: list[str]) -> list[str]:
+        return [f"identical: the same bits after each of {counted(steps, 'step')} on {sets}{noun}"]
     ours, theirs = (labels[number] for number in found.layouts)
     lines = [
         f"not identical: {ours} and {theirs} differ",
@@ -113,7 +111,3 @@ def _spell_difference(found: Difference, labels: list[str]) -> list[str]:
     if not found.repeats:
         lines.append("  repeatable    no: a replay on the same devices gave another result")
     return [*lines, *_HINT]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("s" if number != 1 else "")
