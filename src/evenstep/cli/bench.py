@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -31,7 +29,7 @@ from evenstep.bench import (
 from evenstep.bench.fresh import RunFailedError
 from evenstep.bench.lineup import counted
 from evenstep.cli.option_table import OptionTable, OutputFile, option, takes_options
-from evenstep.cli.output import numbers_table, print_line, print_table
+from evenstep.cli.output import command_line, numbers_table, print_line, print_table, say
 from evenstep.devices import usable_cores
 from evenstep.errors import InputError
 from evenstep.models.registry import find_factory
@@ -113,11 +111,13 @@ def bench_scaling(plan: Plan, wanted: str | None, compiled: bool) -> None:
     counts = _whole_numbers("--devices", wanted) if wanted else _doubling(usable_cores())
     if sorted(set(counts)) != counts or len(counts) < 2:
         raise InputError(f"got --devices {wanted}: give at least two, the least first, such as 1,2")
-
-    def lineup(job: Mapping[str, Any]) -> list[Contender]:
-        return scaling({**job, "hybridize": compiled}, counts)
-
-    document = _measure(plan, "scaling", lineup, counts[-1], pictures.draw_scaling)
+    document = _measure(
+        plan,
+        "scaling",
+        lambda job: scaling({**job, "hybridize": compiled}, counts),
+        counts[-1],
+        pictures.draw_scaling,
+    )
     console = Console()
     for title, same in (("the same batch", True), ("a batch that grows", False)):
         print_line(console, "")
@@ -141,16 +141,14 @@ def bench_peers(plan: Plan, workers: int) -> None:
     Each does the same work, written as in its own documentation. Those that are not installed are
     skipped (pip install 'evenstep[bench]').
     """
-
-    def lineup(job: Mapping[str, Any]) -> list[Contender]:
-        return side_by_side(job, workers)
-
     if plan.batch_size % workers:
         raise InputError(
             f"got --batch-size {plan.batch_size} and --workers {workers}: the other libraries need "
             f"a batch size that is a multiple of the number of workers"
         )
-    document = _measure(plan, "peers", lineup, workers, pictures.draw_peers)
+    document = _measure(
+        plan, "peers", lambda job: side_by_side(job, workers), workers, pictures.draw_peers
+    )
     print_table(Console(), numbers_table(_PEERS_HEADS, _peers_rows(document)))
 
 
@@ -174,7 +172,7 @@ def _measure(
         raise click.ClickException(f"a run of {plan.model} failed: {error.reason}") from error
     if plan.plot is not None:
         draw(document, Path(plan.plot))
-    _say(
+    say(
         f"{plan.model}: {counted(plan.rounds, 'round')} of {counted(steps, 'step')}, "
         f"after {warmup_steps} of warm-up"
     )
@@ -184,11 +182,11 @@ def _measure(
 def _run(plan: Plan, name: str, contenders: list[Contender]) -> Mapping[str, Any]:
     """Run the rounds of all contenders that are installed, and print the speed of each."""
     for absent in missing(contenders):
-        _say(f"left out: {absent.label} ({absent.needs} is not installed)")
+        say(f"left out: {absent.label} ({absent.needs} is not installed)")
     contenders = [contender for contender in contenders if contender.is_there]
     record = Record(
         name,
-        shlex.join(["evenstep", *sys.argv[1:]]),
+        command_line(),
         None if plan.json_file is None else Path(plan.json_file),
         settings={"rounds": plan.rounds},
         contenders=[contender.described() for contender in contenders],
@@ -201,7 +199,7 @@ def _run(plan: Plan, name: str, contenders: list[Contender]) -> Mapping[str, Any
         contenders,
         plan.rounds,
         record,
-        lambda run: _say(
+        lambda run: say(
             f"round {run['round'] + 1} of {plan.rounds}  "
             f"{run['examples_per_s']:9,.1f} examples/s  {labels[run['contender']]}"
         ),
@@ -246,7 +244,3 @@ def _whole_numbers(option: str, text: str) -> list[int]:
 def _doubling(most: int) -> list[int]:
     """Return 1, 2, 4 and so on up to `most`, at least 1 and 2."""
     return [2**exponent for exponent in range(max(2, most).bit_length())]
-
-
-def _say(line: str) -> None:
-    click.echo(line, err=True)

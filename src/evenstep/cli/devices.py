@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import click
@@ -66,12 +67,9 @@ def _what_differs() -> list[tuple[str, str]]:
 
 def _memory() -> str:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        facts = {name: int(value.split()[0]) for name, value in (li.split(":") for li in lines)}
-        return f"{_gib(total)}, {_gib(facts['MemAvailable'] * 1024)} of it free"
-    except (OSError, ValueError, LookupError):
-        return _gib(total)
+    file = Path("/proc/meminfo")
+    free = re.search(r"MemAvailable:\s*(\d+) kB", file.read_text() if file.exists() else "")
+    return f"{_gib(total)}, {_gib(int(free[1]) * 1024)} of it free" if free else _gib(total)
 
 
 def _gib(nbytes: int) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterable, Sequence
 
+import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -11,6 +14,16 @@ from rich.text import Text
 from evenstep.profiling.accounting import DeviceShares, together, whole_percents
 
 _UNLIMITED = 100_000  # columns
+
+
+def say(line: str) -> None:
+    """Print a line on stderr."""
+    click.echo(line, err=True)
+
+
+def command_line() -> str:
+    """Return the command that is running, as a shell takes it."""
+    return shlex.join(["evenstep", *sys.argv[1:]])
 
 
 def print_line(console: Console, text: str | Text) -> None:
