@@ -32,6 +32,7 @@ from evenstep.devices import intra_op_threads
 from evenstep.distributed import is_first, restarts, was_launched
 from evenstep.errors import CheckpointError, InputError, SaveError
 from evenstep.models.registry import find_factory
+from evenstep.training.trainer import Trainer
 
 _DEFAULT_EPOCHS = {"digits": 40, "fashion-mnist": 10}
 
@@ -79,16 +80,9 @@ def _check_folder_is_given(layout: LayoutOptions) -> None:
 def _prepare(experiment: ExperimentOptions, layout: LayoutOptions) -> Training:
     """Build everything that the training needs, and only then create its folder."""
     folder, restarted = layout.checkpoint_dir, layout.auto_resume or restarts() > 0
-    checkpoints = list_checkpoints(folder) if folder else []
-    resumed_from = folder if layout.resume or (restarted and checkpoints) else None
+    resumed_from = _resumed_folder(layout, restarted=restarted)
     if resumed_from:
-        latest_checkpoint(resumed_from)  # raises if there is none
         experiment = resumed_options(resumed_from, experiment)
-    elif checkpoints:
-        raise CheckpointError(
-            f"{folder} already has checkpoints of a training (the newest is "
-            f"{checkpoints[-1].name}): add --resume, or choose another --checkpoint-dir"
-        )
     factory = find_factory(experiment.model)
     examples, test_examples = (
         load_data(experiment.data, experiment.data_dir, train=train) for train in (True, False)
@@ -102,21 +96,46 @@ def _prepare(experiment: ExperimentOptions, layout: LayoutOptions) -> Training:
     if folder and is_first():
         write_run_file(folder, experiment)
     loader = make_loader(experiment, examples, trainer.experiment.seed)
-    default_steps = _DEFAULT_EPOCHS[experiment.data] * len(loader)
     return Training(
         options=experiment,
         trainer=trainer,
         loader=loader,
         test=Loader(test_examples, experiment.batch_size, shuffle=False),
-        goal=Goal(
-            first_step=trainer.steps_done,
-            steps=experiment.target_steps(len(loader), default=default_steps),
-            epoch_steps=len(loader),
-            epoch_examples=loader.epoch_examples,
-            devices=tuple(device.name for device in trainer.devices),
-        ),
+        goal=_goal(experiment, trainer, loader),
         saver=Saver(trainer, folder, layout.checkpoint_every or len(loader)),
         in_flight=layout.in_flight,
+    )
+
+
+def _resumed_folder(layout: LayoutOptions, *, restarted: bool) -> Path | None:
+    """Return the folder to resume from; None to start.
+
+    Raises:
+        CheckpointError: the folder has checkpoints, but --resume was not given; or the reverse.
+    """
+    folder = layout.checkpoint_dir
+    if folder is None:
+        return None
+    checkpoints = list_checkpoints(folder)
+    if layout.resume or (restarted and checkpoints):
+        latest_checkpoint(folder)  # raises if there is none
+        return folder
+    if checkpoints:
+        raise CheckpointError(
+            f"{folder} already has checkpoints of a training (the newest is "
+            f"{checkpoints[-1].name}): add --resume, or choose another --checkpoint-dir"
+        )
+    return None
+
+
+def _goal(experiment: ExperimentOptions, trainer: Trainer, loader: Loader) -> Goal:
+    default = _DEFAULT_EPOCHS[experiment.data] * len(loader)
+    return Goal(
+        first_step=trainer.steps_done,
+        steps=experiment.target_steps(len(loader), default=default),
+        epoch_steps=len(loader),
+        epoch_examples=loader.epoch_examples,
+        devices=tuple(device.name for device in trainer.devices),
     )
 
 
