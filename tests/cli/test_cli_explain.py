@@ -48,7 +48,7 @@ def test_a_trace_is_explained(tmp_path):
     ]
 
 
-def test_pauses_and_dropped_spans_are_told(tmp_path):
+def test_pauses_and_dropped_spans_are_reported(tmp_path):
     trace = HandTrace("cpu:0").add([10])
     trace.pause(1000)
     text = run("explain", saved(trace.add([10]), tmp_path)).stdout
@@ -60,11 +60,11 @@ def test_pauses_and_dropped_spans_are_told(tmp_path):
 
 def test_json_holds_the_same(tmp_path):
     file = saved(slow_data(), tmp_path)
-    told = json.loads(run("explain", file, "--json").stdout)
-    assert told["steps"] == 10
-    assert [device["device"] for device in told["devices"]] == ["cpu:0", "cpu:1"]
-    assert told["devices"][0]["wait_data_s"] == pytest.approx(0.09)
-    (finding,) = told["findings"]
+    account = json.loads(run("explain", file, "--json").stdout)
+    assert account["steps"] == 10
+    assert [device["device"] for device in account["devices"]] == ["cpu:0", "cpu:1"]
+    assert account["devices"][0]["wait_data_s"] == pytest.approx(0.09)
+    (finding,) = account["findings"]
     assert finding["cause"] == "data"
     assert finding["share"] == pytest.approx(9 / 29.2)
     assert finding["text"] in run("explain", file).stdout
@@ -109,7 +109,7 @@ def test_help_says_where_a_file_comes_from():
 
 
 def printed(devices, *, width=200):
-    """Return the lines of the table, as they are printed on a console so wide."""
+    """Return the lines of the table, as printed on a console of that width."""
     console = Console(file=io.StringIO(), width=width)
     print_table(console, shares_table(devices))
     return console.file.getvalue().splitlines()

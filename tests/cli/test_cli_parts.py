@@ -1,4 +1,4 @@
-"""The parts of the command line that are easier to look at one by one."""
+"""Unit tests for parts of the command line."""
 
 import io
 import logging
@@ -21,7 +21,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 @pytest.fixture(autouse=True)
 def signals_as_in_a_shell():
-    """Ctrl-C is ignored in background jobs; these tests need what a shell's command has."""
+    """Ctrl-C is ignored in background jobs; restore the handler of a foreground command."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

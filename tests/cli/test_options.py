@@ -1,4 +1,4 @@
-"""The tables of options: what click, the run file and the trainer get from them."""
+"""The tables of options: what is derived from them for click, the run file and the trainer."""
 
 import ast
 import dataclasses
@@ -46,9 +46,9 @@ def test_hybridize_is_a_hidden_name_of_compile():
     assert trained(*options, "--hybridize").fingerprint == compiled
     assert trained(*options).fingerprint != compiled
     for command in (("train",), ("verify",), ("bench", "scaling")):
-        told = run(*command, "--help").stdout
-        assert "--compile" in told
-        assert "--hybridize" not in told
+        output = run(*command, "--help").stdout
+        assert "--compile" in output
+        assert "--hybridize" not in output
 
 
 def test_only_the_command_line_imports_what_draws_on_a_terminal():
@@ -59,7 +59,7 @@ def test_only_the_command_line_imports_what_draws_on_a_terminal():
 
 
 def imported(file):
-    """Return the packages that a file imports, at its top or later."""
+    """Return the packages that a file imports, at module level or in functions."""
     nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
     names = {one.name for node in nodes if isinstance(node, ast.Import) for one in node.names}
     names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}

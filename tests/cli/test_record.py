@@ -1,4 +1,4 @@
-"""A run's record: exactly these keys, in this order, and back without loss."""
+"""The record of a training: its JSON keys and their order, and reading it back."""
 
 import json
 

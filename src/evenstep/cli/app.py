@@ -38,7 +38,8 @@ class Program(click.Group):
             _fail("stopped", 1)
         except EvenstepError as error:
             code = 2 if isinstance(error, InputError) else 1
-            follows, reported = isinstance(error, PeerError), getattr(error, "reported", False)
+            follows = isinstance(error, PeerError)
+            reported = isinstance(error, PeerError) and error.reported
             _fail(spell_options(str(error)), code, follows=follows, reported=reported)
         sys.exit(code or 0)
 
