@@ -139,7 +139,7 @@ def test_numbers_are_aligned_to_the_right_and_lines_end_without_spaces(capsys):
         ("shards=12 uses them all", "--shards 12 uses them all"),
         ("use max_in_flight=1.", "use --in-flight 1."),
         (
-            "got hybridize=True and batch_norm='sync', but",
+            "got compile=True and batch_norm='sync', but",
             "got --compile and --batch-norm sync, but",
         ),
         ("pass its folder as data_dir=...", "pass its folder as --data-dir ..."),

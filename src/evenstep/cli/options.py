@@ -16,8 +16,6 @@ import click
 from evenstep.cli.option_table import OptionTable, OutputFile, Scope, option
 from evenstep.experiment import BatchNorm, MemoryFormat, Precision
 
-_COMPILE_ARGUMENT = "hybridize"  # the argument of `Trainer` that `--compile` sets
-
 
 class _Rate(click.FloatRange):
     """A finite number of at least 0."""
@@ -66,7 +64,6 @@ class ExperimentOptions(OptionTable):
         False,
         "Compile the forward and backward pass of a shard with torch.compile, on CPUs; part of the "
         "experiment.",
-        argument=_COMPILE_ARGUMENT,
     )
     batch_norm: BatchNorm = _in_checkpoint(
         "shard",
