@@ -142,7 +142,7 @@ def test_numbers_are_aligned_to_the_right_and_lines_end_without_spaces(capsys):
             "got compile=True and batch_norm='sync', but",
             "got --compile and --batch-norm sync, but",
         ),
-        ("pass its folder as data_dir=...", "pass its folder as --data-dir ..."),
+        ("pass its folder as data_dir", "pass its folder as --data-dir"),
         ("fused=True may be faster; 8 shards", "fused=True may be faster; 8 shards"),
     ],
 )

@@ -158,9 +158,9 @@ def spell_options(message: str) -> str:
     "use shards=12" becomes "use --shards 12", and "compile=True" becomes "--compile".
     """
     message = message.replace("Trainer.trace.save", "evenstep train --trace FILE")
+    message = message.replace("as data_dir", "as --data-dir")
     tables = (ExperimentOptions, LayoutOptions)
     flags = {one.argument: one.flag for table in tables for one in table.options() if one.argument}
-    flags["data_dir"] = "--data-dir"
 
     def spelled(match: re.Match[str]) -> str:
         flag, value = flags[match[1]], match[2].strip("'")
