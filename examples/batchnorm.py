@@ -1,11 +1,11 @@
-"""Batch normalisation on several devices: by the statistics of each shard, or of the whole batch.
+"""Batch normalization on several devices: statistics of each shard, or of the whole batch.
 
     python examples/batchnorm.py
 
-On k devices a BatchNorm layer usually sees only its own device's part of the batch, so its result
-depends on k. Here it sees a shard ("shard"), which depends on V alone, or all of the batch
-("sync"), which doesn't depend on V either, but for rounding. Both have the same bits on any number
-of devices. With few examples a shard, a shard's statistics are noisy: compare the accuracies.
+On k devices, a BatchNorm layer usually sees only the part of the batch on its own device, so its
+result depends on k. With "shard" it sees one shard, so its result depends on V. With "sync" it sees
+the whole batch, and its result does not depend on V, except for rounding. Both give the same bits
+on any number of devices. Statistics of shards with few examples are noisy: compare the accuracies.
 """
 
 import torch
@@ -18,7 +18,7 @@ BATCH, EPOCHS = 32, 8
 
 
 def make_net():
-    """Return a small convolutional network with batch normalisation, always the same."""
+    """Return a small convolutional network with batch normalization and fixed weights."""
     torch.manual_seed(0)
     return nn.Sequential(
         *(nn.Conv2d(1, 8, 5, stride=2), nn.BatchNorm2d(8), nn.ReLU()),
@@ -28,7 +28,7 @@ def make_net():
 
 
 def train(batch_norm, shards, devices):
-    """Train on digits; return the test accuracy and the fingerprint."""
+    """Train on digits and return the test accuracy and the fingerprint."""
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     loader, test = Loader(digits(), BATCH, drop_last=True), Loader(digits(train=False), 256)

@@ -1,9 +1,9 @@
-"""A learning rate for each stage of ResNet-18: small near the image, larger towards the output.
+"""A learning rate for each stage of ResNet-18: small near the input, larger towards the output.
 
     python examples/by_stage_rates.py cpu:0,cpu:1
 
-Parameter groups are torch's own; evenstep uses the optimizer as it is, so the result is one, on any
-number of devices.
+The rates are parameter groups of a torch optimizer. evenstep uses the optimizer as it is, and the
+result is the same on any number of devices.
 """
 
 import sys

@@ -1,8 +1,9 @@
-"""Say whether two runs of `evenstep train --json` ended in the same weights, and learned.
+"""Check that two trainings (`evenstep train --json`) gave the same weights, and learned.
 
     python examples/compare_runs.py one.json two.json
 
-Exit status 0 only if the fingerprints are equal and each run reached a test accuracy of 0.95.
+The exit status is 0 only if the fingerprints are equal and each training reached a test accuracy of
+0.95.
 """
 
 import json
@@ -13,7 +14,7 @@ ENOUGH = 0.95
 
 
 def main(paths: list[str]) -> int:
-    """Compare the runs in the JSON files `paths`; return the exit status."""
+    """Compare the results in the JSON files `paths` and return the exit status."""
     runs = [json.loads(Path(path).read_text()) for path in paths]
     for run in runs:
         print(
@@ -24,7 +25,7 @@ def main(paths: list[str]) -> int:
     learned = all(run["test_accuracy"] >= ENOUGH for run in runs)
     print("the same weights, bit for bit" if same else "NOT the same weights")
     if not learned:
-        print(f"a run stayed below a test accuracy of {ENOUGH}")
+        print(f"a training did not reach a test accuracy of {ENOUGH}")
     return 0 if same and learned else 1
 
 

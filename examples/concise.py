@@ -1,4 +1,4 @@
-"""ResNet-18 on every device there is, concisely: one result on any number of them.
+"""Trains ResNet-18 on all devices, concisely; the result is the same on any number of them.
 
     python examples/concise.py cpu:0,cpu:1
 

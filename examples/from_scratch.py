@@ -1,10 +1,10 @@
-"""Data-parallel LeNet from scratch: raw tensors, copies of the parameters, one sum, one result.
+"""Data-parallel LeNet from scratch: raw tensors, a copy of the parameters per device, one sum.
 
     python examples/from_scratch.py 2
 
-After "Training on Multiple GPUs" of Dive into Deep Learning, with the one change that makes the
-result independent of the number of devices: a batch is cut into SHARDS parts, not into as many
-as there are devices, and the parts' gradients are added in one fixed order.
+After "Training on Multiple GPUs" of Dive into Deep Learning, with one change that makes the result
+independent of the number of devices: a batch is split into SHARDS parts instead of one part per
+device, and the gradients of the parts are added in one fixed order.
 """
 
 import sys
@@ -22,7 +22,7 @@ SHAPES = [(20, 1, 3, 3), (20,), (50, 20, 5, 5), (50,), (800, 128), (128,), (128,
 
 
 def init_params():
-    """Return the weights (normal, He's deviation) and biases (0) of LeNet."""
+    """Return weights (normal, with He's standard deviation) and biases (zero) of LeNet."""
     torch.manual_seed(0)
     fans = [9, 0, 500, 0, 800, 0, 128, 0]
     return [
@@ -32,26 +32,26 @@ def init_params():
 
 
 def gradients_of(params, X, y):
-    """Return the gradients of the sum of the losses of a shard; in its device's lane."""
+    """Return the gradients of a shard's summed loss; runs in the lane of the shard's device."""
     return torch.autograd.grad(F.cross_entropy(lenet(X, params), y, reduction="sum"), params)
 
 
 def sgd(params, sums, examples):
-    """Update one device's copy of the parameters, in its lane."""
+    """Update one device's copy of the parameters; runs in that device's lane."""
     with torch.no_grad():
         for param, total in zip(params, sums, strict=True):
             param -= LEARNING_RATE * total / examples
 
 
 def train_batch(engine, X, y, device_params):
-    """Split, differentiate side by side, sum, and update on every device at once."""
+    """Split the batch, compute gradients in parallel, sum them, and update every copy."""
     devices = engine.devices
     found = []
     for shard, (part, labels) in enumerate(
         zip(X.tensor_split(SHARDS), y.tensor_split(SHARDS), strict=True)
     ):
         where = shard * len(devices) // SHARDS
-        X_shard, y_shard = part.clone(), labels.clone()  # a shard is computed on its own memory
+        X_shard, y_shard = part.clone(), labels.clone()  # each shard has its own memory
         found.append(
             engine.submit(
                 gradients_of, device_params[where], X_shard, y_shard, device=devices[where]
@@ -65,7 +65,7 @@ def train_batch(engine, X, y, device_params):
 
 
 def main(count):
-    """Train on `count` devices; return the parameters."""
+    """Train on `count` devices and return the parameters."""
     batches, held_out = Loader(digits(), BATCH_SIZE), digits(train=False).tensors
     with evenstep.Engine([f"cpu:{number}:own" for number in range(count)]) as engine:
         device_params = [get_params(init_params(), device) for device in engine.devices]

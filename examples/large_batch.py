@@ -1,11 +1,10 @@
-"""What a batch eight times as large does to accuracy, and what scaling the rate gives back.
+"""How a batch eight times as large affects accuracy, and how scaling the learning rate helps.
 
     python examples/large_batch.py
 
-More devices ask for larger batches. A larger batch at the same rate takes fewer steps of the same
-size: it learns less in an epoch. The rate may grow with the batch, after a warm-up; too large a
-rate for a small batch makes accuracy shake. None of that depends on the devices: the number of
-shards is the same in all rows.
+More devices invite larger batches. With the same learning rate, a larger batch means fewer steps of
+the same size, so an epoch learns less. The rate can be scaled with the batch size, after a warm-up.
+None of this depends on the devices: the number of shards is the same in all rows.
 """
 
 import sys
@@ -26,7 +25,7 @@ ROWS = [
 
 
 def accuracy_after(epochs, batch_size, rule, warmup_steps):
-    """Train LeNet on digits; return its test accuracy after each epoch."""
+    """Train LeNet on digits and return its test accuracy after each epoch."""
     torch.manual_seed(0)
     net = evenstep.models.lenet()
     for layer in net.modules():

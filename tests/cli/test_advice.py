@@ -58,14 +58,14 @@ def test_one_device_has_its_name():
 def test_loading_that_in_flight_would_hide():
     assert said(two(*GOOD, wait=9, load=9, update=0.2)) == {
         "data": "devices wait for data 31% of the time: loading takes 9.0 ms a step and one step's "
-        "work 20.2 ms. --in-flight 2 overlaps them"
+        "work 20.2 ms. max_in_flight=2 overlaps them"
     }
 
 
 def test_loading_that_takes_longer_than_the_work():
     text = said(two(*GOOD, wait=40, load=40, update=0.2))["data"]
     assert "loading takes 40.0 ms a step, longer than one step's work, 20.2 ms" in text
-    assert "--in-flight 2 overlaps them, but then loading sets the pace" in text
+    assert "max_in_flight=2 overlaps them, but then loading sets the pace" in text
 
 
 def in_flight(*, load, wait, longest=None):
@@ -82,12 +82,15 @@ def test_loading_that_overlaps_and_takes_longer():
     text = said(in_flight(load=30, wait=10))["data"]
     assert "longer than one step's work, 20.2 ms, although the two overlap" in text
     assert "workers of the Loader" in text
-    assert "--in-flight" not in text
+    assert "in flight" not in text
 
 
 def test_loading_that_overlaps_but_is_uneven():
     text = said(in_flight(load=5, wait=2, longest=60))["data"]
-    assert "the longest load took 60.0 ms. A greater --in-flight bridges such pauses" in text
+    assert (
+        "the longest load took 60.0 ms. More steps in flight (max_in_flight=...) bridge such pauses"
+        in text
+    )
 
 
 def test_loading_that_overlaps_in_part():
@@ -111,12 +114,12 @@ def test_a_slow_device_is_named():
     text = said(two([10, 10], [15, 15], update=0.2))["others"]
     assert text.startswith("devices wait for each other 17% of the time")
     assert "cpu:1 takes 15.0 ms a shard, cpu:0 10.0 ms" in text
-    assert "--shards 8, another experiment" in text
+    assert "shards=8, another experiment" in text
 
 
 def test_fewer_shards_than_devices():
     text = said(trace_of("cpu:0", "cpu:1", "cpu:2", shards=[[10], [10], []], update=0.2))["others"]
-    assert "2 shards for 3 devices, so 1 of them can't have one. --shards 3" in text
+    assert "2 shards for 3 devices, so 1 of them can't have one. shards=3" in text
 
 
 def test_a_device_without_shards():
@@ -126,7 +129,7 @@ def test_a_device_without_shards():
 
 def test_shards_that_do_not_come_out_even():
     text = said(two([10, 10], [10], update=0.2))["others"]
-    assert "3 shards over 2 devices give some 2 and others 1. --shards 4" in text
+    assert "3 shards over 2 devices give some 2 and others 1. shards=4" in text
 
 
 def test_shards_that_vary():
@@ -165,7 +168,7 @@ def test_summing():
     texts = said(two(*GOOD, update=0.2, sums=[4, 4]))
     assert list(texts) == ["sum"]
     assert texts["sum"].startswith(
-        "devices sum gradients 20% of the time (up to 3 sums a step): fewer --shards"
+        "devices sum gradients 20% of the time (up to 3 sums a step): fewer shards"
     )
 
 

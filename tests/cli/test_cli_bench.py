@@ -1,4 +1,4 @@
-"""`evenstep bench`: tables, files and errors; the peers themselves run in a slow test."""
+"""`evenstep bench`: tables, files and errors; a slow test runs the peers."""
 
 import builtins
 import json
@@ -77,20 +77,20 @@ def test_a_peer_that_is_not_installed_is_named_and_left_out(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "part"),
     [
         (("scaling", "--devices", "2,1"), "the least first"),
         (("scaling", "--devices", "1"), "at least two"),
         (("scaling", "--devices", "1,x"), "whole numbers with commas"),
         (("scaling", "--shape", "28,0"), "whole numbers with commas"),
         (("scaling", "--model", "alexnet"), "choose lenet, resnet18, mlp"),
-        (("scaling", "--plot", "no/such/folder/x.png"), "a file in a folder that is there"),
-        (("peers", "--batch-size", 33, "--workers", 2), "a batch that all can share alike"),
+        (("scaling", "--plot", "no/such/folder/x.png"), "expected a file in an existing folder"),
+        (("peers", "--batch-size", 33, "--workers", 2), "a multiple of the number of workers"),
     ],
 )
-def test_bad_input_is_one_line_before_anything_is_measured(arguments, told, monkeypatch):
+def test_bad_input_is_one_line_before_anything_is_measured(arguments, part, monkeypatch):
     monkeypatch.setattr(fresh, "run_module", None)
-    assert told in complaint("bench", *arguments, code=2)
+    assert part in complaint("bench", *arguments, code=2)
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(monkeypatch):

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from commands import complaint, run
 from evenstep.cli.explain import explain
-from evenstep.cli.shares import print_shares, shares_table
+from evenstep.cli.output import print_table, shares_table
 from evenstep.profiling.accounting import DeviceShares
 from traces import HandTrace
 
@@ -48,23 +48,23 @@ def test_a_trace_is_explained(tmp_path):
     ]
 
 
-def test_pauses_and_dropped_spans_are_told(tmp_path):
+def test_pauses_and_dropped_spans_are_reported(tmp_path):
     trace = HandTrace("cpu:0").add([10])
     trace.pause(1000)
     text = run("explain", saved(trace.add([10]), tmp_path)).stdout
     assert "; 1.00 s between them are not counted" in text
-    assert "no room" not in text
+    assert "did not fit" not in text
     text = run("explain", saved(slow_data(limit=60), tmp_path)).stdout
-    assert "20 older spans had no room in the trace" in text
+    assert "20 older spans did not fit into the trace" in text
 
 
 def test_json_holds_the_same(tmp_path):
     file = saved(slow_data(), tmp_path)
-    told = json.loads(run("explain", file, "--json").stdout)
-    assert told["steps"] == 10
-    assert [device["device"] for device in told["devices"]] == ["cpu:0", "cpu:1"]
-    assert told["devices"][0]["wait_data_s"] == pytest.approx(0.09)
-    (finding,) = told["findings"]
+    account = json.loads(run("explain", file, "--json").stdout)
+    assert account["steps"] == 10
+    assert [device["device"] for device in account["devices"]] == ["cpu:0", "cpu:1"]
+    assert account["devices"][0]["wait_data_s"] == pytest.approx(0.09)
+    (finding,) = account["findings"]
     assert finding["cause"] == "data"
     assert finding["share"] == pytest.approx(9 / 29.2)
     assert finding["text"] in run("explain", file).stdout
@@ -108,37 +108,42 @@ def test_help_says_where_a_file_comes_from():
 # --- the table
 
 
+def printed(devices, *, width=200):
+    """Return the lines of the table, as printed on a console of that width."""
+    console = Console(file=io.StringIO(), width=width)
+    print_table(console, shares_table(devices))
+    return console.file.getvalue().splitlines()
+
+
 def test_the_table_fits_80_columns_with_many_devices():
     devices = [
         shares(f"cpu:{number}:own", shards=1_234_567, compute_s=0.7, wait_data_s=0.3)
         for number in range(16)
     ]
-    lines = shares_table(devices)
+    lines = printed(devices)
     assert max(map(len, lines)) <= 80
     assert [line.split()[0] for line in lines[2:]] == [d.device for d in devices] + ["all"]
 
 
 def test_percentages_of_a_line_add_up():
     parts = {"compute_s": 1.0, "sum_s": 1.0, "update_s": 1.0, "wait_data_s": 3.0}
-    (line,) = shares_table([shares("cpu:0", **parts, wait_others_s=1.0)])[2:]
+    (line,) = printed([shares("cpu:0", **parts, wait_others_s=1.0)])[2:]
     percents = [int(value) for value in re.findall(r"(\d+)%", line)]
     assert len(percents) == 5
     assert sum(percents) == 100
 
 
 def test_one_device_has_no_line_for_all():
-    lines = shares_table([shares("cuda:0", compute_s=1.0)])
+    lines = printed([shares("cuda:0", compute_s=1.0)])
     assert len(lines) == 3
     assert lines[2].split() == ["cuda:0", "100%", "0%", "0%", "0%", "0%", "480", "0"]
 
 
 def test_without_steps_all_is_0():
-    lines = shares_table([shares("cpu:0", shards=0)])
+    lines = printed([shares("cpu:0", shards=0)])
     assert lines[2].split() == ["cpu:0", *["0%"] * 5, "0", "0"]
 
 
 def test_a_narrow_terminal_cuts_nothing():
     devices = [shares("cpu:0", compute_s=1.0), shares("cpu:1", compute_s=1.0)]
-    console = Console(file=io.StringIO(), width=30)
-    print_shares(console, devices)
-    assert console.file.getvalue().splitlines() == shares_table(devices)
+    assert printed(devices, width=30) == printed(devices)

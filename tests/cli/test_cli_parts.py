@@ -1,4 +1,4 @@
-"""The parts of the command line that are easier to look at one by one."""
+"""Unit tests for parts of the command line."""
 
 import io
 import logging
@@ -9,8 +9,10 @@ import warnings
 import pytest
 from rich.console import Console
 
-from evenstep.cli.display import draw, print_table
+from evenstep.cli.display import draw
 from evenstep.cli.notes import notes_on_stderr
+from evenstep.cli.options import spell_options
+from evenstep.cli.output import fields_table, numbers_table, print_table
 from evenstep.cli.progress import Goal, Progress
 from evenstep.cli.stop import StopRequest
 
@@ -19,7 +21,7 @@ SIGNALS = [signal.SIGINT, signal.SIGTERM]
 
 @pytest.fixture(autouse=True)
 def signals_as_in_a_shell():
-    """Ctrl-C is ignored in background jobs; these tests need what a shell's command has."""
+    """Ctrl-C is ignored in background jobs; restore the handler of a foreground command."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -119,8 +121,33 @@ def test_the_view_sums_up_more_devices_than_fit():
 
 
 def test_a_table_is_neither_cut_nor_broken(capsys):
-    print_table(Console(width=20), [("a", "0" * 64), ("label", "[bold]x[/] :smile:")])
+    fields = [("a", "0" * 64), ("label", "[bold]x[/] :smile:")]
+    print_table(Console(width=20), fields_table(fields))
     assert capsys.readouterr().out == "a      " + "0" * 64 + "\nlabel  [bold]x[/] :smile:\n"
+
+
+def test_numbers_are_aligned_to_the_right_and_lines_end_without_spaces(capsys):
+    print_table(
+        Console(width=10), numbers_table(["", "busy\nnow", "n"], [["cpu:0", "7%", "1,000"]])
+    )
+    assert capsys.readouterr().out == "       busy\n        now      n\ncpu:0    7%  1,000\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "spelled"),
+    [
+        ("shards=12 uses them all", "--shards 12 uses them all"),
+        ("use max_in_flight=1.", "use --in-flight 1."),
+        (
+            "got compile=True and batch_norm='sync', but",
+            "got --compile and --batch-norm sync, but",
+        ),
+        ("pass its folder as data_dir", "pass its folder as --data-dir"),
+        ("fused=True may be faster; 8 shards", "fused=True may be faster; 8 shards"),
+    ],
+)
+def test_python_arguments_in_messages_are_spelled_as_options(message, spelled):
+    assert spell_options(message) == spelled
 
 
 def test_notes_and_warnings_are_lines_printed_once(capsys, caplog):

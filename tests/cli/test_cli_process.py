@@ -63,7 +63,7 @@ def test_a_reader_that_goes_away_ends_the_run_and_it_is_saved(tmp_path):
 
 
 def test_a_disk_that_is_full_keeps_the_earlier_checkpoint(tmp_path):
-    """A limit on the size of files stands for it; the last checkpoint needs more room."""
+    """A limit on file sizes simulates it: the last checkpoint does not fit."""
     folder = tmp_path / "kept"
     first = trained(*MLP, "--steps", 1, "--checkpoint-dir", folder)
     limited = PROGRAM.replace(
@@ -100,7 +100,7 @@ def test_on_a_narrow_terminal_the_view_is_live_and_the_fingerprint_whole():
 
 
 def read_all(terminal):
-    """Read until the other side is closed, which Linux tells with an error."""
+    """Read until the other side is closed, which Linux reports as an error."""
     blocks = []
     while True:
         try:

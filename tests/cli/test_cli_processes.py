@@ -1,4 +1,4 @@
-"""`evenstep train --processes`: one fingerprint, one voice, one clear end."""
+"""`evenstep train --processes`: one fingerprint, one output, one error line."""
 
 import os
 import re
@@ -30,12 +30,12 @@ def start(*arguments):
 
 def children_of(pid):
     """Return the processes that a process has started."""
-    told = Path(f"/proc/{pid}/task/{pid}/children").read_text()
-    return [int(child) for child in told.split()]
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+    return [int(child) for child in children.split()]
 
 
 def wait_for_workers(launcher, count):
-    """Return the workers of a launcher, once they are there."""
+    """Return the workers of a launcher, once they have started."""
     for _ in range(600):
         workers = children_of(launcher.pid)
         if len(workers) >= count:
@@ -46,7 +46,7 @@ def wait_for_workers(launcher, count):
 
 
 def wait_for_step(folder, step, process):
-    """Wait until there is a checkpoint of a step that late."""
+    """Wait until there is a checkpoint of this step or a later one."""
     for _ in range(2400):
         if any(kept >= step for kept in steps_kept(folder)):
             return
@@ -56,7 +56,7 @@ def wait_for_step(folder, step, process):
 
 
 def is_alive(pid):
-    """Whether a process is there and no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -166,7 +166,7 @@ def test_a_killed_launcher_leaves_no_process_and_the_run_is_saved(tmp_path):
     assert len(steps_kept(folder)) == 1
 
 
-def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_is_used(tmp_path):
+def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(tmp_path):
     folder = tmp_path / "kept"
     trained(*MLP, "--steps", 20, "--checkpoint-every", 10, "--checkpoint-dir", folder)
     newest = folder / "step-00000020" / "tensors.safetensors"

@@ -64,13 +64,13 @@ def test_a_trace_has_every_shard_and_is_explained(folder, in_flight):
     assert sorted(shards) == [(step, shard) for step in range(12) for shard in range(8)]
     copies = [event for event in events if event.get("cat") == "copy"]
     assert {e["args"]["step"] for e in copies} == (set() if in_flight == 1 else set(range(12)))
-    told = run("explain", "run.trace").stdout
-    explained = [row.groups() for row in ROW.finditer(told)]
+    output = run("explain", "run.trace").stdout
+    explained = [row.groups() for row in ROW.finditer(output)]
     assert [row[-2:] for row in explained] == [row[-2:] for row in closing]  # shards, stolen
     for ours, theirs in zip(explained, closing, strict=True):
         for share, other in zip(ours[1:6], theirs[1:6], strict=True):
             assert abs(int(share) - int(other)) <= 2
-    assert len(told.splitlines()[-1].split()) > 5  # a finding, in words
+    assert len(output.splitlines()[-1].split()) > 5  # a finding, in words
 
 
 def test_a_stopped_run_leaves_its_trace(folder):
@@ -83,7 +83,4 @@ def test_a_stopped_run_leaves_its_trace(folder):
 
 def test_a_trace_that_cannot_be_written_is_refused_before_training():
     line = complaint("train", *MLP, "--trace", "nowhere/run.trace", code=2)
-    assert (
-        line
-        == "evenstep: got --trace nowhere/run.trace: a file in a folder that is there is needed"
-    )
+    assert line == "evenstep: got --trace nowhere/run.trace: expected a file in an existing folder"

@@ -300,7 +300,7 @@ def test_foreign_documents_are_refused(document, part):
     with pytest.raises(InputError) as caught:
         account_of_trace(document)
     assert part in str(caught.value)
-    assert "`evenstep train --trace FILE` or `Trainer.trace.save` wrote" in str(caught.value)
+    assert "give a file that `Trainer.trace.save` wrote" in str(caught.value)
 
 
 json_values = st.recursive(

@@ -1,4 +1,4 @@
-"""The command line: `evenstep train`, `evenstep verify`, `evenstep devices`."""
+"""The command line, `evenstep`."""
 
 from evenstep.cli.app import main
 

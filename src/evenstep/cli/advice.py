@@ -26,8 +26,7 @@ OFTEN_STOLEN = 0.1
 """Stolen shards are mentioned from this share on."""
 
 _LESS_OVERHEAD = (
-    "A larger --batch-size means fewer steps, fewer --shards mean fewer tasks (both make another "
-    "experiment)"
+    "A larger batch means fewer steps, fewer shards mean fewer tasks (both make another experiment)"
 )
 
 Cause: TypeAlias = Literal["data", "others", "sum", "update", "short", "stolen", "none", "gpu"]
@@ -68,7 +67,7 @@ def _data(account: TraceAccount) -> Finding:
     text = f"{_who(account, 'wait')} for data {_percents(account)['wait_data']}% of the time: "
     if not account.loads:
         text += (
-            f"{_ms(wait_s)} a step, and the trace does not show the loading. --in-flight 2 loads "
+            f"{_ms(wait_s)} a step, and the trace does not show the loading. max_in_flight=2 loads "
             f"the next batch while devices compute"
         )
     else:
@@ -92,19 +91,22 @@ def _loading(account: TraceAccount, load_s: float) -> str:
         if overlaps:
             return f"{longer}, although the two overlap. Loading must become {faster}"
         return (
-            f"{longer}. --in-flight 2 overlaps them, but then loading sets the pace: "
+            f"{longer}. max_in_flight=2 overlaps them, but then loading sets the pace: "
             f"it must become {faster}"
         )
     both = f"loading takes {_ms(load_s)} a step and one step's work {_ms(work_s)}"
     if not overlaps:
-        return f"{both}. --in-flight 2 overlaps them"
+        return f"{both}. max_in_flight=2 overlaps them"
     if account.longest_load_s > work_s:
         longest = _ms(account.longest_load_s)
         return (
             f"{both}, and the two overlap, but the longest load took {longest}. "
-            f"A greater --in-flight bridges such pauses"
+            f"More steps in flight (max_in_flight=...) bridge such pauses"
         )
-    return f"{both}, and the two overlap in part. A greater --in-flight may overlap more of it"
+    return (
+        f"{both}, and the two overlap in part. More steps in flight (max_in_flight=...) may "
+        f"overlap more of it"
+    )
 
 
 def _others(account: TraceAccount) -> Finding:
@@ -130,16 +132,16 @@ def _waits_for_update_s(account: TraceAccount, device: DeviceShares) -> float:
 def _unevenness(account: TraceAccount) -> str:
     count, shards = len(account.devices), account.shards
     idle = [device.device for device in account.devices if not device.shards]
-    finer = f"More shards (--shards {2 * shards}, another experiment) are finer pieces to share out"
+    finer = f"More shards (shards={2 * shards}, another experiment) are finer pieces to share out"
     if 0 < shards < count:
         return (
             f"a step has {shards} shard{'s' * (shards != 1)} for {count} devices, so "
-            f"{count - shards} of them can't have one. --shards {count} (another experiment) gives "
+            f"{count - shards} of them can't have one. shards={count} (another experiment) gives "
             f"each device one; with fewer devices nothing is lost"
         )
     if shards and idle:
         return (
-            f"{_list(idle)} computed no shard. Leave such devices out (--devices): nothing is "
+            f"{_list(idle)} computed no shard. Leave such devices out (devices=...): nothing is "
             f"lost, because every device gets as many shards as its speed allows"
         )
     paces = {} if _gpus(account) else account.shard_s  # a GPU's tasks end before its kernels do
@@ -154,7 +156,7 @@ def _unevenness(account: TraceAccount) -> str:
         most = shards // count + 1
         return (
             f"{shards} shards over {count} devices give some {most} and others {most - 1}. "
-            f"--shards {count * most} (another experiment) come out even"
+            f"shards={count * most} (another experiment) come out even"
         )
     median_s, late_s = account.median_shard_s, account.late_shard_s
     if paces and median_s and late_s and late_s >= STRAGGLING * median_s:
@@ -171,7 +173,7 @@ def _sum(account: TraceAccount) -> Finding:
     sums = f" (up to {account.shards - 1} sums a step)" if account.shards > 1 else ""
     text = (
         f"{_who(account, 'sum')} gradients {_percents(account)['sum']}% of the time{sums}: fewer "
-        f"--shards sum less often, a larger --batch-size does more between the sums (both make "
+        f"shards sum less often, a larger batch does more between the sums (both make "
         f"another experiment)"
     )
     return Finding(cause="sum", share=together(account.devices).shares["sum"], text=text)
@@ -186,7 +188,7 @@ def _update(account: TraceAccount) -> Finding:
         where += " (on a GPU, this includes waiting for the kernels of the shards)"
     text = (
         f"updating takes {share:.0%} of the time, {_ms(account.updating_s / account.steps)} a step"
-        f"{where}: a larger --batch-size updates less often, and an optimizer with fused=True or "
+        f"{where}: a larger batch updates less often, and an optimizer with fused=True or "
         f"foreach=True may be faster (both make another experiment)"
     )
     return Finding(cause="update", share=share, text=text)
@@ -201,7 +203,7 @@ def _short(account: TraceAccount) -> Iterable[Finding]:
         yield _remark(
             "short",
             f"half of the shards take less than {_ms(median_s)}, so the fixed cost of each task "
-            f"and each operation matters. A larger --batch-size, or fewer --shards, make longer "
+            f"and each operation matters. A larger batch, or fewer shards, make longer "
             f"shards (another experiment)",
         )
 

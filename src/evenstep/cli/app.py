@@ -1,6 +1,6 @@
-"""The program `evenstep`: its commands, its exit codes, and its one line for every error.
+"""The program `evenstep`: its commands, its exit codes, and one line for every error.
 
-Exit codes: 0 done, 1 failed, stopped or not identical, 2 bad input.
+Exit codes: 0 done; 1 failed, stopped or not identical; 2 bad input.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from evenstep.cli.bench import bench
 from evenstep.cli.devices import devices
 from evenstep.cli.explain import explain
 from evenstep.cli.export import export
-from evenstep.cli.launch import hand_to_launcher
+from evenstep.cli.launch import report_to_launcher
+from evenstep.cli.options import spell_options
 from evenstep.cli.reproduce import reproduce
 from evenstep.cli.train import train
 from evenstep.cli.verify import verify
@@ -23,11 +24,11 @@ from evenstep.errors import EvenstepError, InputError, PeerError
 
 
 class Program(click.Group):
-    """A group of commands whose errors are one line on stderr that begins with `evenstep: `."""
+    """A group of commands that reports an error as one line on stderr, `evenstep: ...`."""
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Run the command that the arguments name, and exit."""
-        # CUDA reads it once, when it starts; without it cuBLAS is not deterministic.
+        """Run the command and exit."""
+        # CUDA reads it when it starts; without it cuBLAS is not deterministic.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
@@ -37,12 +38,22 @@ class Program(click.Group):
             _fail("stopped", 1)
         except EvenstepError as error:
             code = 2 if isinstance(error, InputError) else 1
-            follows, told = isinstance(error, PeerError), getattr(error, "reported", False)
-            _fail(str(error), code, follows=follows, told=told)
+            follows = isinstance(error, PeerError)
+            reported = isinstance(error, PeerError) and error.reported
+            _fail(spell_options(str(error)), code, follows=follows, reported=reported)
         sys.exit(code or 0)
 
 
-@click.group(cls=Program, invoke_without_command=True)
+def _current_name(name: str) -> str:
+    """Replace the former name of an option: `--compile` was `--hybridize`."""
+    return "compile" if name == "hybridize" else name
+
+
+@click.group(
+    cls=Program,
+    invoke_without_command=True,
+    context_settings={"token_normalize_func": _current_name},
+)
 @click.version_option(package_name="evenstep", message="%(prog)s %(version)s")
 @click.pass_context
 def main(context: click.Context) -> None:
@@ -57,20 +68,20 @@ for _command in (train, verify, explain, export, devices, bench, reproduce):
 
 def _spell(error: click.ClickException) -> str:
     context = error.ctx if isinstance(error, click.UsageError) else None
-    hint = f" ({context.command_path} --help shows what is possible)" if context else ""
+    hint = f" (see {context.command_path} --help)" if context else ""
     return error.format_message() + hint
 
 
-def _fail(message: str, code: int, *, follows: bool = False, told: bool = False) -> NoReturn:
-    """Say what is wrong, and exit.
+def _fail(message: str, code: int, *, follows: bool = False, reported: bool = False) -> NoReturn:
+    """Print an error on one line and exit with `code`.
 
     Args:
-        message: what is wrong.
-        code: to exit with.
-        follows: whether it follows from what is wrong in another process.
-        told: whether that one says so itself.
+        message: the error.
+        code: the exit code.
+        follows: whether the error follows from an error in another process.
+        reported: whether that process reports its own error.
     """
     line = f"evenstep: {' '.join(message.split())}"
-    if not hand_to_launcher(line, code, follows=follows) and not told:
+    if not report_to_launcher(line, code, follows=follows) and not reported:
         click.echo(line, err=True)
     sys.exit(code)

@@ -1,4 +1,4 @@
-"""`evenstep explain`: where the time of a traced training went, and what would help."""
+"""`evenstep explain`: says where the time of a traced training went, and what would help."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from evenstep.cli.advice import Finding, findings
-from evenstep.cli.display import print_line
-from evenstep.cli.shares import print_shares
+from evenstep.cli.options import spell_options
+from evenstep.cli.output import print_line, print_table, shares_table
 from evenstep.cli.trace_reader import TraceAccount, read_trace
 
 
@@ -21,40 +21,37 @@ from evenstep.cli.trace_reader import TraceAccount, read_trace
 def explain(file: str, as_json: bool) -> None:
     """Say where the time of a training went, and what would help.
 
-    FILE is what `evenstep train --trace FILE` wrote. https://ui.perfetto.dev shows it as a picture.
+    FILE was written by `evenstep train --trace FILE`. https://ui.perfetto.dev shows it as a
+    timeline.
     """
     account = read_trace(file)
-    found = findings(account)
+    found = [
+        dataclasses.replace(finding, text=spell_options(finding.text))
+        for finding in findings(account)
+    ]
     if as_json:
-        click.echo(_to_json(account, found))
+        whole = {**dataclasses.asdict(account), "findings": list(map(dataclasses.asdict, found))}
+        click.echo(json.dumps(whole, allow_nan=False))
     else:
         _print(Console(), account, found)
 
 
 def _print(console: Console, account: TraceAccount, found: list[Finding]) -> None:
-    print_line(console, _head(account))
+    print_line(console, _summary(account))
     if account.dropped:
-        print_line(console, f"{account.dropped:,} older spans had no room in the trace")
+        print_line(console, f"{account.dropped:,} older spans did not fit into the trace")
     print_line(console, "")
-    print_shares(console, account.devices)
+    print_table(console, shares_table(account.devices))
     for finding in found:
         print_line(console, "")
-        # A terminal breaks lines between words; a pipe gets a line for each finding.
+        # A terminal breaks lines between words; on a pipe each finding is one line.
         console.print(Text(finding.text), soft_wrap=not console.is_terminal)
 
 
-def _head(account: TraceAccount) -> str:
+def _summary(account: TraceAccount) -> str:
     steps = f"{account.steps:,} step{'s' * (account.steps != 1)}"
     each = f"{account.wall_s / account.steps * 1e3:,.1f} ms each"
     between = ""
     if account.between_s >= 0.01 * account.wall_s:
         between = f"; {account.between_s:,.2f} s between them are not counted"
     return f"{steps} in {account.wall_s:,.2f} s, {each}{between}"
-
-
-def _to_json(account: TraceAccount, found: list[Finding]) -> str:
-    whole = {
-        **dataclasses.asdict(account),
-        "findings": [dataclasses.asdict(finding) for finding in found],
-    }
-    return json.dumps(whole, allow_nan=False)

@@ -1,4 +1,4 @@
-"""`evenstep export`: a trained model as one file that runs without its Python source."""
+"""`evenstep export`: writes a trained model as one file that runs without its Python source."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import click
 import torch
 from rich.console import Console
 
-from evenstep.checkpoint.files import list_checkpoints
-from evenstep.checkpoint.training_state import read_training_state, restore_model
-from evenstep.cli.display import print_table
-from evenstep.cli.runfile import saved_choices
+from evenstep.checkpoint import training_state
+from evenstep.checkpoint.files import list_checkpoints, read_checkpoint
+from evenstep.cli.output import fields_table, print_table
+from evenstep.cli.runfile import read_run_file
 from evenstep.cli.setup import load_data
 from evenstep.inference.export import export as write_program
 from evenstep.inference.export import load_exported
@@ -27,7 +27,7 @@ _COMPARED = 64  # examples
     required=True,
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="The folder of a run (its newest checkpoint counts), or one checkpoint in it.",
+    help="A folder of checkpoints, whose newest one is exported, or one checkpoint in it.",
 )
 @click.option(
     "--out",
@@ -39,21 +39,22 @@ _COMPARED = 64  # examples
 def export(checkpoint: Path, out: Path) -> None:
     """Write the model of a checkpoint into one file that runs without its Python source.
 
-    What the file computes is compared with the model, on examples of the run's test data.
+    The outputs of the file are compared with those of the model on examples of the test data.
     """
-    saved = read_training_state(checkpoint)
-    choices = saved_choices(checkpoint if list_checkpoints(checkpoint) else checkpoint.parent)
-    model = find_factory(choices["model"])()
-    restore_model(model, saved.model)
-    examples = load_data(choices["data"], choices["data_dir"], train=False).tensors[0][:_COMPARED]
+    saved = read_checkpoint(checkpoint)
+    training_state.check_is_training_state(saved, checkpoint)
+    options = read_run_file(checkpoint if list_checkpoints(checkpoint) else checkpoint.parent)
+    model = find_factory(options["model"])()
+    training_state.restore_model(model, saved["model"])
+    examples = load_data(options["data"], options["data_dir"], train=False).tensors[0][:_COMPARED]
     write_program(model, examples, out)
-    rows = [("file", str(out)), ("step", str(saved.steps_done))]
+    fields = [("file", str(out)), ("step", str(saved["steps_done"]))]
     if out.suffix == ".onnx":
-        rows.append(("compared", f"in onnxruntime, on {len(examples)} test examples"))
+        fields.append(("compared", f"in onnxruntime, on {len(examples)} test examples"))
     else:
         exported = load_exported(out)
         with evaluation_mode(model), torch.no_grad():
             difference = (exported(examples) - model(examples)).abs().max().item()
-        rows.append(("input", ", ".join(map(str, exported.inputs))))
-        rows.append(("max difference", f"{difference:.1e} on {len(examples)} test examples"))
-    print_table(Console(), rows)
+        fields.append(("input", ", ".join(map(str, exported.inputs))))
+        fields.append(("max difference", f"{difference:.1e} on {len(examples)} test examples"))
+    print_table(Console(), fields_table(fields))

@@ -1,4 +1,4 @@
-"""Notes of the library (its logger, and warnings) as lines on stderr, each of them once."""
+"""Prints log messages and warnings of the library on stderr, each of them once."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from collections.abc import Iterator
 
 import click
 
+from evenstep.cli.options import spell_options
+
 _LOGGER = logging.getLogger("evenstep")
 
 
 class NoteHandler(logging.Handler):
-    """Prints each message once."""
+    """Prints each message once, as `note: ...`."""
 
     def __init__(self) -> None:
         super().__init__()
         self._printed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print the record's message, unless it has been printed."""
+        """Print the record's message."""
         self.note(record.getMessage())
 
     def note(self, message: str) -> None:
-        """Print a line, unless it has been printed."""
+        """Print a message, unless it has been printed before."""
         if message not in self._printed:
             self._printed.add(message)
-            click.echo(f"note: {message}", err=True)
+            click.echo(f"note: {spell_options(message)}", err=True)
 
 
 @contextlib.contextmanager
 def notes_on_stderr() -> Iterator[None]:
-    """For a while, print what the library logs and warns of as plain lines."""
+    """Inside `with`, print the library's log messages and warnings as lines on stderr."""
     handler = NoteHandler()
     propagate = _LOGGER.propagate
     with warnings.catch_warnings():

@@ -1,188 +1,169 @@
-"""The options that say what is trained, shared by `evenstep train` and `evenstep verify`."""
+"""The options of `evenstep train` and `evenstep verify`: tables for experiment and layout."""
+
+# ruff: noqa: RUF009 (the functions called in the tables return dataclass fields)
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, TypeVar
+import re
+from pathlib import Path
+from typing import Any, Literal
 
 import click
-from click.core import ParameterSource
 
+from evenstep.cli.option_table import OptionTable, OutputFile, Scope, option
 from evenstep.experiment import BatchNorm, MemoryFormat, Precision
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+
+class _Rate(click.FloatRange):
+    """A finite number of at least 0."""
+
+    def convert(self, *arguments: Any) -> Any:
+        if not math.isfinite(value := super().convert(*arguments)):
+            self.fail(f"{value} is not a finite number.", *arguments[1:])
+        return value
+
+
+_in_run_file = functools.partial(option, scope=Scope.RUN_FILE)
+_in_checkpoint = functools.partial(option, scope=Scope.CHECKPOINT)
+_replaceable = functools.partial(option, None, scope=Scope.REPLACEABLE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Choices:
-    """What a run trains and for how long: everything but its devices and where it saves.
+class ExperimentOptions(OptionTable):
+    """What is trained and for how long: the options that a result depends on."""
 
-    Attributes:
-        given: the names of the options that stood on the command line; the others have their
-            default values.
-    """
-
-    model: str
-    data: str
-    data_dir: str | None
-    shards: int
-    batch_size: int
-    drop_last: bool
-    lr: float
-    momentum: float
-    precision: Precision
-    memory_format: MemoryFormat
-    threads: int
-    hybridize: bool
-    batch_norm: BatchNorm
-    epochs: int | None
-    steps: int | None
-    seed: int
-    given: frozenset[str] = frozenset()
+    model: str = _in_run_file(
+        "lenet",
+        "lenet, resnet18, mlp, or package.module:factory, where factory is a function without "
+        "arguments that returns a torch.nn.Module. The current folder is searched too.",
+    )
+    data: Literal["digits", "fashion-mnist"] = _in_run_file(
+        "digits", "digits comes with scikit-learn; fashion-mnist is downloaded once."
+    )
+    data_dir: str | None = _replaceable(
+        "Folder with the four files of fashion-mnist, instead of a download.", metavar="DIR"
+    )
+    shards: int = _in_checkpoint(
+        8, "Number of shards that each batch is split into; part of the experiment."
+    )
+    batch_size: int = _in_run_file(256, "Examples in a batch, over all devices.")
+    drop_last: bool = _in_run_file(False, "Skip an epoch's last batch if it is shorter.")
+    lr: float = _in_run_file(0.1, "Learning rate of SGD.", _Rate(min=0))
+    momentum: float = _in_run_file(0.0, "Momentum of SGD.", _Rate(min=0))
+    precision: Precision = _in_checkpoint(
+        "fp32", "bf16 computes under autocast; part of the experiment."
+    )
+    memory_format: MemoryFormat = _in_checkpoint(
+        "auto", "Memory format of images; auto chooses by the model and the kind of device."
+    )
+    threads: int = _in_checkpoint(1, "Threads of each CPU device; part of the experiment.")
+    compile: bool = _in_checkpoint(
+        False,
+        "Compile the forward and backward pass of a shard with torch.compile, on CPUs; part of the "
+        "experiment.",
+    )
+    batch_norm: BatchNorm = _in_checkpoint(
+        "shard",
+        "Statistics that BatchNorm layers use in training: those of each shard, or those of the "
+        "whole batch (sync); part of the experiment.",
+    )
+    epochs: int | None = _replaceable("Stop after N epochs.")
+    steps: int | None = _replaceable(
+        "Stop after N steps, counted from the start of the training. If --epochs is given too, "
+        "training stops at whichever comes first."
+    )
+    seed: int = _in_checkpoint(
+        0,
+        "Seed of the weights, of the order of the data and of random operations in the model.",
+        click.IntRange(min=0, max=2**63 - 1),
+    )
 
     def target_steps(self, epoch_steps: int, *, default: int) -> int:
-        """Return the step at which the run is done: that of --steps or --epochs, the earlier one.
-
-        Args:
-            epoch_steps: steps of an epoch.
-            default: the answer when neither was chosen.
-        """
+        """Return the step at which training ends; `default` without --steps and --epochs."""
         limits = [self.steps, self.epochs and self.epochs * epoch_steps]
         return min((limit for limit in limits if limit is not None), default=default)
 
 
-def _finite(context: click.Context, parameter: click.Parameter, value: float) -> float:
-    """Refuse NaN and infinity, which `FloatRange` lets through."""
-    if not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a finite number.", context, parameter)
-    return value
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayoutOptions(OptionTable):
+    """Where and how `evenstep train` runs: the options that a result does not depend on."""
 
-
-_AT_LEAST_1 = click.IntRange(min=1)
-
-_OPTIONS: tuple[Callable[[Command], Command], ...] = (
-    click.option(
-        "--model",
-        default="lenet",
-        show_default=True,
-        help="lenet, resnet18, mlp, or package.module:factory: a function of no arguments that "
-        "returns a torch.nn.Module (the current folder is searched too).",
-    ),
-    click.option(
-        "--data",
-        type=click.Choice(["digits", "fashion-mnist"]),
-        default="digits",
-        show_default=True,
-        help="digits come with scikit-learn, fashion-mnist is downloaded once.",
-    ),
-    click.option(
-        "--data-dir",
+    devices: str = option(
+        "auto",
+        "auto: all GPUs, or without one a CPU device for each core; N: a number of devices; LIST: "
+        "names, such as cpu:0,cpu:1.",
+        argument="devices",
+        metavar="auto|N|LIST",
+    )
+    checkpoint_dir: Path | None = option(
+        None,
+        "Save checkpoints here: after every epoch, at the end, and when training is stopped.",
         metavar="DIR",
-        help="The folder with the four files of fashion-mnist; nothing is downloaded.",
-    ),
-    click.option(
-        "--shards",
-        type=_AT_LEAST_1,
-        default=8,
-        show_default=True,
-        help="How many shards every minibatch is cut into; part of the experiment.",
-    ),
-    click.option(
-        "--batch-size",
-        type=_AT_LEAST_1,
-        default=256,
-        show_default=True,
-        help="Examples of a minibatch, over all devices.",
-    ),
-    click.option(
-        "--drop-last",
-        is_flag=True,
-        help="Leave out the short last batch of an epoch.",
-    ),
-    click.option(
-        "--lr",
-        type=click.FloatRange(min=0),
-        callback=_finite,
-        default=0.1,
-        show_default=True,
-        help="Learning rate of SGD.",
-    ),
-    click.option(
-        "--momentum",
-        type=click.FloatRange(min=0),
-        callback=_finite,
-        default=0.0,
-        show_default=True,
-        help="Momentum of SGD.",
-    ),
-    click.option(
-        "--precision",
-        type=click.Choice(["fp32", "bf16"]),
-        default="fp32",
-        show_default=True,
-        help="bf16 computes under autocast; part of the experiment.",
-    ),
-    click.option(
-        "--memory-format",
-        type=click.Choice(["auto", "contiguous", "channels_last"]),
-        default="auto",
-        show_default=True,
-        help="Layout of images; auto goes by the model and the kind of device.",
-    ),
-    click.option(
-        "--threads",
-        type=_AT_LEAST_1,
-        default=1,
-        show_default=True,
-        help="Threads of each CPU device; part of the experiment.",
-    ),
-    click.option(
-        "--hybridize",
-        is_flag=True,
-        help="Compile a shard's forward and backward pass, on CPUs; part of the experiment.",
-    ),
-    click.option(
-        "--batch-norm",
-        type=click.Choice(["shard", "sync"]),
-        default="shard",
-        show_default=True,
-        help="BatchNorm layers go by each shard's statistics, or by the whole batch's; part of "
-        "the experiment.",
-    ),
-    click.option("--epochs", type=_AT_LEAST_1, help="Stop after N epochs."),
-    click.option(
-        "--steps",
-        type=_AT_LEAST_1,
-        help="Stop after N steps, counted from the start of the training. With --epochs too, "
-        "whichever comes first counts.",
-    ),
-    click.option(
-        "--seed",
-        type=click.IntRange(min=0, max=2**63 - 1),
-        default=0,
-        show_default=True,
-        help="Of the weights, the order of the data and the random ops in the model.",
-    ),
-)
+    )
+    checkpoint_every: int | None = option(
+        None, "Save every so many steps instead of after every epoch.", metavar="STEPS"
+    )
+    in_flight: int = option(
+        1,
+        "Number of steps in flight: with 2, the next batch is loaded and copied while a step is "
+        "computed.",
+        argument="max_in_flight",
+        metavar="STEPS",
+    )
+    trace_file: str | None = option(
+        None,
+        "Write a timeline of all devices, for evenstep explain, Perfetto and chrome://tracing.",
+        OutputFile(),
+        flag="--trace",
+    )
+    max_restarts: int = option(
+        0,
+        "With --processes: how often to restart from the last checkpoint after a process failed.",
+        click.IntRange(min=0),
+        metavar="N",
+    )
+    processes: int = option(
+        1,
+        "Number of processes on this machine, each with its own --devices (torchrun starts more).",
+    )
+    timeout_s: float = option(
+        60.0,
+        "How long a process waits for another one before it reports which one is late, and exits.",
+        click.FloatRange(min=0, min_open=True),
+        flag="--timeout",
+        argument="peer_timeout_s",
+        metavar="SECONDS",
+    )
+    resume: bool = option(False, "Resume from the newest checkpoint in DIR.")
+    auto_resume: bool = option(
+        False,
+        "Resume from the newest undamaged checkpoint in DIR if there is one, else start: for jobs "
+        "that a cluster restarts.",
+    )
+    json_file: str | None = option(
+        None,
+        "Write the results as JSON to this file. With -, they go to stdout and everything else to "
+        "stderr.",
+        OutputFile(),
+        flag="--json",
+    )
 
 
-def takes_choices(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give `command` the options of `Choices`, and them as its argument `choices`."""
+def spell_options(message: str) -> str:
+    """Replace Python arguments in a message of the library by options of the command line.
 
-    @click.pass_context
-    @functools.wraps(command)
-    def with_choices(context: click.Context, /, **values: Any) -> Any:
-        names = {field.name for field in dataclasses.fields(Choices)} - {"given"}
-        given = {
-            name for name in values if context.get_parameter_source(name) != ParameterSource.DEFAULT
-        }
-        choices = Choices(**{name: values.pop(name) for name in names}, given=frozenset(given))
-        return command(choices=choices, **values)
+    "use shards=12" becomes "use --shards 12", and "compile=True" becomes "--compile".
+    """
+    message = message.replace("Trainer.trace.save", "evenstep train --trace FILE")
+    message = message.replace("as data_dir", "as --data-dir")
+    tables = (ExperimentOptions, LayoutOptions)
+    flags = {one.argument: one.flag for table in tables for one in table.options() if one.argument}
 
-    decorated: Callable[..., Any] = with_choices
-    for option in reversed(_OPTIONS):
-        decorated = option(decorated)
-    return decorated
+    def spelled(match: re.Match[str]) -> str:
+        flag, value = flags[match[1]], match[2].strip("'")
+        return flag if value == "True" else f"{flag} {value}"
+
+    return re.sub(rf"\b({'|'.join(flags)})=('\w*'|\.\.\.|\w+(?:\.\w+)*)", spelled, message)

@@ -1,4 +1,4 @@
-"""How far a training run is, and how fast: numbers only."""
+"""Counts the steps and examples of a training, and measures its speed."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Goal:
-    """Where a run starts and ends.
+    """Where a training starts and ends.
 
     Attributes:
         first_step: steps done before this process began.
-        steps: the step at which the run is done.
-        epoch_steps: steps of an epoch.
-        epoch_examples: examples of an epoch.
+        steps: the step at which training ends.
+        epoch_steps: steps in an epoch.
+        epoch_examples: examples in an epoch.
         devices: names of the devices.
     """
 
@@ -25,19 +25,19 @@ class Goal:
 
     @property
     def epochs(self) -> int:
-        """How many epochs the run begins."""
+        """The number of epochs, the last one possibly unfinished."""
         return -(-self.steps // self.epoch_steps)
 
 
 class Progress:
-    """What a run has done so far; `add` is called after every step.
+    """The progress of a training; `add` is called after every step.
 
     Attributes:
-        goal: where it starts and ends.
+        goal: where the training starts and ends.
         step: steps done since the start of the training.
-        train_s: seconds spent in this process on steps and their data.
-        examples: examples trained on in those seconds.
-        busy: for each device the share of those seconds in which it had work, 0 to 1.
+        train_s: seconds that this process spent on steps and on loading their data.
+        examples: examples that this process trained on.
+        busy: for each device, the fraction of `train_s` in which it had work.
     """
 
     def __init__(self, goal: Goal) -> None:
@@ -50,12 +50,12 @@ class Progress:
         self._epoch_examples = 0
 
     def add(self, *, loss: float, examples: int, took_s: float, busy_s: list[float]) -> None:
-        """Count one step.
+        """Add one step.
 
         Args:
-            loss: mean over the batch.
-            examples: of the batch.
-            took_s: seconds since the step before ended (or was saved).
+            loss: mean loss of the batch.
+            examples: examples in the batch.
+            took_s: seconds since the previous step ended, or was saved.
             busy_s: for each device, seconds of work since the trainer was opened.
         """
         if self.step % self.goal.epoch_steps == 0:
@@ -69,32 +69,32 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """The number of the epoch that the last step belongs to, from 1; 0 before the first."""
+        """The epoch of the last step, counted from 1; 0 before the first step."""
         return -(-self.step // self.goal.epoch_steps)
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether the last step was the last one of its epoch."""
+        """Whether the last step ended its epoch."""
         return self.step % self.goal.epoch_steps == 0
 
     @property
     def loss(self) -> float | None:
-        """Mean over the examples trained on in this epoch by this process; None if none."""
+        """Mean loss over the examples of this epoch so far, in this process; None before any."""
         return self._epoch_loss / self._epoch_examples if self._epoch_examples else None
 
     @property
     def examples_per_s(self) -> float | None:
-        """The mean speed; None before the first step."""
+        """Mean speed; None before the first step."""
         return self.examples / self.train_s if self.examples else None
 
     @property
     def epoch_s(self) -> float | None:
-        """Seconds for all examples of an epoch at the mean speed; None before the first step."""
+        """Seconds for an epoch at the mean speed; None before the first step."""
         speed = self.examples_per_s
         return self.goal.epoch_examples / speed if speed else None
 
     @property
     def left_s(self) -> float:
-        """Seconds left at the mean pace of the steps so far."""
+        """Remaining seconds, estimated from the mean time of a step."""
         done = self.step - self.goal.first_step
         return self.train_s / done * max(0, self.goal.steps - self.step) if done else 0.0

@@ -1,9 +1,8 @@
-"""`evenstep reproduce`: the book's experiments on this machine, in one report."""
+"""`evenstep reproduce`: runs the book's experiments on this machine and writes a report."""
 
 from __future__ import annotations
 
 import functools
-import shlex
 import sys
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from evenstep.book.reproduce import (
     write_report,
 )
 from evenstep.book.reproduce.plan import Size
+from evenstep.cli.output import command_line, say
 from evenstep.data import fashion_mnist
 from evenstep.errors import InputError
 
@@ -31,13 +31,13 @@ from evenstep.errors import InputError
 @click.option(
     "--only",
     metavar="NAME,...",
-    help=f"Some of {', '.join(EXPERIMENTS)}.",
+    help=f"Run only these: some of {', '.join(EXPERIMENTS)}.",
 )
-@click.option("--quick", is_flag=True, help="A look at all of it, in less than five minutes.")
+@click.option("--quick", is_flag=True, help="Run short versions, in less than five minutes.")
 @click.option(
     "--data-dir",
     metavar="DIR",
-    help="The folder with the files of Fashion-MNIST; without it they are downloaded.",
+    help="Folder with the files of Fashion-MNIST; without it they are downloaded.",
 )
 @click.option(
     "--out",
@@ -45,14 +45,14 @@ from evenstep.errors import InputError
     show_default=True,
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="The folder for report.html and figures.json. What is there already is not measured "
-    "again: a run that was interrupted goes on.",
+    help="Folder for report.html and figures.json. Measurements that it already has are not "
+    "repeated, so the command can be interrupted and run again.",
 )
 def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) -> None:
     """Run the experiments of Dive into Deep Learning's chapter on performance, on this machine.
 
-    The report has the book's figures beside this machine's, says what differs and why, and draws
-    the curves. On two cores all of it takes hours, most of them for ResNet-18: start with --quick.
+    The report shows the book's figures beside this machine's, explains the differences, and draws
+    the curves. On two cores everything takes hours, mostly for ResNet-18: start with --quick.
     """
     require_matplotlib()
     began_s = time.perf_counter()
@@ -67,11 +67,11 @@ def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) ->
         return fashion_mnist(True, data_dir, progress), fashion_mnist(False, data_dir, progress)
 
     def show(experiment: Experiment) -> None:
-        write_report(report, experiments(size), kept.document, _command())
+        write_report(report, experiments(size), kept.document, command_line())
         for row in experiment.rows(kept.figures):
             click.echo(f"{experiment.name}: {row.text}: {row.here} (the book: {row.book})")
 
-    place = Workplace(data=data, folder=out / "unfinished", tell=_say)
+    place = Workplace(data=data, folder=out / "unfinished", tell=say)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if any(one.needs_data for one in chosen):
@@ -82,7 +82,7 @@ def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) ->
     except RunFailedError as error:
         raise click.ClickException(f"a measurement failed: {error.reason}") from error
     except KeyboardInterrupt:
-        _say(f"stopped; the same command goes on from here ({out / 'figures.json'})")
+        say(f"stopped; the same command continues from here ({out / 'figures.json'})")
         raise
     click.echo(f"{report} (took {time.perf_counter() - began_s:.0f} s)")
 
@@ -91,15 +91,6 @@ def _chosen(only: str | None, known: list[Experiment]) -> list[Experiment]:
     if only is None:
         return known
     names = [name.strip() for name in only.split(",")]
-    strangers = [name for name in names if name not in EXPERIMENTS]
-    if strangers:
+    if set(names) - set(EXPERIMENTS):
         raise InputError(f"got --only {only}: choose some of {', '.join(EXPERIMENTS)}")
     return [one for one in known if one.name in names]
-
-
-def _command() -> str:
-    return shlex.join(["evenstep", *sys.argv[1:]])
-
-
-def _say(line: str) -> None:
-    click.echo(line, err=True)

@@ -1,101 +1,72 @@
-"""`run.json` in a folder of checkpoints: the choices of the run, for `--resume`.
+"""Reads and writes `run.json`, which keeps a training's options beside its checkpoints.
 
-A checkpoint holds the state of a trainer, which doesn't know by which names its model and data were
-chosen. This file does. It is written whole or not at all, before the first step.
+A checkpoint holds the state of a trainer, but not the names of the model and the data. `--resume`
+and `evenstep export` find them here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from evenstep.cli.options import Choices
+from evenstep.cli.option_table import Scope
+from evenstep.cli.options import ExperimentOptions
 from evenstep.errors import CheckpointError, SaveError
-from evenstep.files import write_file
 
 NAME = "run.json"
 _FORMAT = "evenstep run"
-_EXPERIMENT = ("model", "data", "batch_size", "drop_last", "lr", "momentum")
-_KINDS: dict[str, tuple[type, ...]] = {
-    "model": (str,),
-    "data": (str,),
-    "batch_size": (int,),
-    "drop_last": (bool,),
-    "lr": (float, int),
-    "momentum": (float, int),
-    "data_dir": (str, type(None)),
-    "epochs": (int, type(None)),
-    "steps": (int, type(None)),
-}
+_COMPARED, _REPLACEABLE = (
+    {option.name: option for option in ExperimentOptions.options() if option.scope is scope}
+    for scope in (Scope.RUN_FILE, Scope.REPLACEABLE)
+)
+_KEPT = {**_COMPARED, **_REPLACEABLE}
 
 
-def write_choices(folder: Path, choices: Choices) -> None:
-    """Write the choices of a run into its folder of checkpoints, which is made if need be.
+def write_run_file(folder: Path, options: ExperimentOptions) -> None:
+    """Write the options of a training into its folder of checkpoints, creating the folder.
+
+    The file is written completely or not at all.
 
     Raises:
         SaveError: it can't be written.
     """
-    values = {"format": _FORMAT, **{name: getattr(choices, name) for name in _KINDS}}
-    if choices.data_dir is not None:
-        values["data_dir"] = os.path.abspath(choices.data_dir)
+    values = {"format": _FORMAT, **{name: getattr(options, name) for name in _KEPT}}
+    if options.data_dir is not None:
+        values["data_dir"] = os.path.abspath(options.data_dir)
+    temporary = folder / f".{NAME}.writing-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(folder / NAME, json.dumps(values, indent=2) + "\n")
+        with temporary.open("w", encoding="ascii") as file:
+            file.write(json.dumps(values, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(folder / NAME)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise SaveError(
-            f"{folder / NAME} could not be written ({error.strerror or error}): give a "
-            f"--checkpoint-dir that can be written; nothing was trained"
+            f"{folder / NAME} could not be written ({error.strerror or error}), and nothing was "
+            f"trained: choose a writable --checkpoint-dir"
         ) from error
 
 
-def saved_choices(folder: Path) -> dict[str, Any]:
-    """Return the choices of the run in `folder`, by name: its model, its data and how it trained.
+def read_run_file(folder: Path) -> dict[str, Any]:
+    """Return the saved options of the training in `folder`, by name.
 
     Raises:
         CheckpointError: the file is missing or damaged.
     """
-    return _read(folder / NAME)
-
-
-def resumed_choices(folder: Path, choices: Choices) -> Choices:
-    """Return the choices of the run in `folder`, with the length that `choices` asks for.
-
-    The model, the data, the batch size and the optimizer's numbers are the run's own. So are the
-    folder of the data and the length, where `choices` left them open.
-
-    Raises:
-        CheckpointError: what stood on the command line is another experiment, or the file is
-            missing or damaged.
-    """
-    saved = _read(folder / NAME)
-    differing = [
-        f"--{name.replace('_', '-')} {getattr(choices, name)} instead of {saved[name]}"
-        for name in _EXPERIMENT
-        if name in choices.given and getattr(choices, name) != saved[name]
-    ]
-    if differing:
-        raise CheckpointError(
-            f"can't resume {folder} with {', '.join(differing)}: they are part of the experiment; "
-            f"leave them out, or start another run in a folder of its own"
-        )
-    asked = {"data_dir"} & choices.given
-    if choices.given & {"epochs", "steps"}:
-        asked = asked | {"epochs", "steps"}
-    return dataclasses.replace(
-        choices, **{name: value for name, value in saved.items() if name not in asked}
-    )
-
-
-def _read(path: Path) -> dict[str, Any]:
+    path = folder / NAME
     try:
         values = json.loads(path.read_text(encoding="ascii"))
     except FileNotFoundError:
         raise CheckpointError(
-            f"{path} is missing: evenstep train writes it beside its checkpoints; those that "
-            f"Trainer.save wrote are resumed with Trainer.load"
+            f"{path} is missing: evenstep train writes it beside its checkpoints; to resume "
+            f"checkpoints that Trainer.save wrote, use Trainer.load"
         ) from None
     except OSError as error:
         raise CheckpointError(
@@ -103,17 +74,46 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     except ValueError:
         values = None
-    if not _is_ours(values):
+    if not _is_valid(values):
         raise CheckpointError(
-            f"{path} is damaged or not evenstep's: put it back from a backup, or resume with "
-            f"Trainer.load"
+            f"{path} is damaged or was not written by evenstep: restore it from a backup, or "
+            f"resume with Trainer.load"
         )
-    return {name: values[name] for name in _KINDS}
+    return {name: values[name] for name in _KEPT}
 
 
-def _is_ours(values: Any) -> bool:
+def resumed_options(folder: Path, options: ExperimentOptions) -> ExperimentOptions:
+    """Return the options with which the training in `folder` resumes.
+
+    They are those of its run file; the folder of the data and the length may be replaced by
+    options on the command line.
+
+    Raises:
+        CheckpointError: the command line asks for another experiment, or the file is missing or
+            damaged.
+    """
+    saved = read_run_file(folder)
+    differing = [
+        f"{option.flag} {getattr(options, name)} instead of {saved[name]}"
+        for name, option in _COMPARED.items()
+        if name in options.given and getattr(options, name) != saved[name]
+    ]
+    if differing:
+        raise CheckpointError(
+            f"can't resume {folder} with {', '.join(differing)}, because these belong to the "
+            f"experiment: leave them out, or train in another --checkpoint-dir"
+        )
+    replaced = options.given & _REPLACEABLE.keys()
+    if replaced & {"epochs", "steps"}:
+        replaced |= {"epochs", "steps"}
+    return dataclasses.replace(
+        options, **{name: value for name, value in saved.items() if name not in replaced}
+    )
+
+
+def _is_valid(values: Any) -> bool:
     return (
         isinstance(values, dict)
         and values.get("format") == _FORMAT
-        and all(name in values and type(values[name]) in kinds for name, kinds in _KINDS.items())
+        and all(name in values and type(values[name]) in _KEPT[name].json_types for name in _KEPT)
     )

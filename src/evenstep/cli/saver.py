@@ -1,4 +1,4 @@
-"""When a run saves, and what it tells about that."""
+"""Decides when a training saves checkpoints, and says how it can be resumed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from evenstep.training.trainer import Trainer
 
 
 class Saver:
-    """Saves a trainer into the run's folder, if it has one, and only what isn't saved yet."""
+    """Saves a trainer into a folder of checkpoints, each step at most once.
+
+    Args:
+        trainer: a new one, or one that was loaded from `folder`.
+        folder: where checkpoints are saved; None saves nothing.
+        every: number of steps between checkpoints.
+    """
 
     def __init__(self, trainer: Trainer, folder: Path | None, every: int) -> None:
-        """Begin with nothing to save.
-
-        Args:
-            trainer: fresh, or as it was loaded from `folder`.
-            folder: where checkpoints go; None for a run that doesn't save.
-            every: steps between two checkpoints.
-        """
         self._trainer = trainer
         self._folder = folder
         self._every = every
@@ -26,13 +25,14 @@ class Saver:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for a checkpoint."""
+        """Whether a checkpoint is due after the last step."""
         return self._trainer.steps_done % self._every == 0
 
     def save(self, *, aside: bool = False) -> None:
-        """Save, unless the run has no folder or this step lies there already.
+        """Save, unless there is no folder or this step has been saved.
 
-        `aside`: while training goes on. Else the disk has it on return.
+        With `aside` the checkpoint is written while training continues; otherwise it is on disk
+        when `save` returns.
         """
         if self._folder is not None and self._saved_step != self._trainer.steps_done:
             self._trainer.save(self._folder, aside=aside)
@@ -40,14 +40,14 @@ class Saver:
         if not aside:
             self._trainer.wait_for_save()
 
-    def story(self) -> str:
-        """Say what is saved and how to go on; wait for the disk."""
+    def summary(self) -> str:
+        """Wait for the disk, then say what is saved and how to resume."""
         self._trainer.wait_for_save()
         if self._folder is None:
-            return "nothing is saved (--checkpoint-dir would have been the place)"
+            return "nothing is saved (use --checkpoint-dir to save)"
         if self._saved_step == 0:
             return "no checkpoint was written"
         return (
-            f"{self._folder} has the checkpoint of step {self._saved_step}: go on from it with "
+            f"{self._folder} has the checkpoint of step {self._saved_step}: resume with "
             f"evenstep train --resume --checkpoint-dir {shlex.quote(str(self._folder))}"
         )

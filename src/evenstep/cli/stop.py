@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first lets a run finish its step, a second one stops it at once."""
+"""Ctrl-C and SIGTERM: the first signal lets the current step finish, a second one interrupts it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Inside `with`, holds the first signal back until `check` is called.
+    """Inside `with`, the first signal has no effect until `check` is called; a second one raises.
 
-    Both ways end in a KeyboardInterrupt. In the middle of a step the trainer then leaves the model
-    as the step found it. A signal that is ignored (as in a background job) stays ignored.
+    Both cases end in a KeyboardInterrupt. If it is raised in the middle of a step, the trainer
+    restores the model to its state before that step. Signals that were ignored before (as in a
+    background job) stay ignored.
+
+    Args:
+        same_signal_s: signals within so many seconds of the first count as one, because a launcher
+            repeats the signal to its processes.
     """
 
-    def __init__(self, together_s: float = 0.0) -> None:
-        """Signals within `together_s` seconds of the first count as one: a launcher repeats it."""
-        self._together_s = together_s
-        self._asked_at: float | None = None
+    def __init__(self, same_signal_s: float = 0.0) -> None:
+        self._same_signal_s = same_signal_s
+        self._requested_at: float | None = None
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -32,23 +36,23 @@ class StopRequest:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Put the former handlers back."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
     @property
-    def asked(self) -> bool:
-        """Whether a signal has come."""
-        return self._asked_at is not None
+    def requested(self) -> bool:
+        """Whether a signal was received."""
+        return self._requested_at is not None
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt if a signal has come."""
-        if self.asked:
+        """Raise KeyboardInterrupt if a signal was received."""
+        if self.requested:
             raise KeyboardInterrupt
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._asked_at is None:
-            self._asked_at = now
-        elif now - self._asked_at >= self._together_s:
+        if self._requested_at is None:
+            self._requested_at = now
+        elif now - self._requested_at >= self._same_signal_s:
             raise KeyboardInterrupt

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from evenstep.errors import InputError
 from evenstep.profiling.accounting import Account, DeviceShares
 
-_FIX = "give a file that `evenstep train --trace FILE` or `Trainer.trace.save` wrote"
+_FIX = "give a file that `Trainer.trace.save` wrote"
 _WORK = ("compute", "sum", "update")
 _SAME_TIME_S = 1e-6  # times in a file are rounded
 _MOST_US = 1e15  # no trace is longer
@@ -225,7 +225,7 @@ def _steps(events: Sequence[_Event], dropped: int) -> list[_Step]:
         if not steps:
             raise InputError(
                 f"the trace contains no complete step, because it dropped {dropped:,} older spans: "
-                f"train with fewer --shards, which takes fewer spans for a step"
+                f"train with fewer shards, which takes fewer spans for a step"
             )
     return sorted(steps, key=lambda step: step.ended_s)
 

@@ -1,67 +1,66 @@
-"""`evenstep verify`: the same steps on several numbers of devices, compared bit for bit."""
+"""`evenstep verify`: trains the same steps on several sets of devices and compares every bit."""
 
 from __future__ import annotations
 
-import functools
-
 import click
 
+from evenstep.bench.lineup import counted
 from evenstep.cli.notes import notes_on_stderr
-from evenstep.cli.options import Choices, takes_choices
+from evenstep.cli.option_table import takes_options
+from evenstep.cli.options import ExperimentOptions
 from evenstep.cli.setup import load_data, make_loader, make_trainer, train_batches
 from evenstep.devices import Devices, find_devices, intra_op_threads
 from evenstep.errors import InputError
 from evenstep.models.registry import blamed_on_model, find_factory
-from evenstep.verification import Difference, LayoutResult, Verdict
+from evenstep.verification import LayoutResult, Verdict
 from evenstep.verification import verify as compare
 
 _DEFAULT_STEPS = 20
 _HINT = (
     "usual causes:",
-    "  `random`, numpy.random or the clock in forward: draw with torch, whose random ops",
-    "  evenstep seeds for each shard",
+    "  `random`, numpy.random or the clock in forward: draw with torch, whose random",
+    "  operations evenstep seeds for each shard",
     "  Python state that forward changes, such as a counter or a list: each device has its own",
 )
 
 
 @click.command()
-@takes_choices
+@takes_options(experiment=ExperimentOptions)
 @click.option(
     "--devices",
     "wanted",
     default="1,2,3",
     show_default=True,
     metavar="N,N,...",
-    help="Numbers of devices to compare; names joined by + stand for one set: 1,cpu:0+cpu:1:own.",
+    help="Numbers of devices to compare, or sets of names joined by +, as in 1,cpu:0+cpu:1:own.",
 )
 @click.pass_context
-def verify(context: click.Context, choices: Choices, wanted: str) -> None:
+def verify(context: click.Context, experiment: ExperimentOptions, wanted: str) -> None:
     """Compare results on several numbers of devices, bit for bit.
 
-    The same steps are trained on each of them; without --epochs and --steps these are 20. The exit
-    code is 0 only if all are equal. Where they differ, the first step, shard and tensor that differ
-    are found by replaying.
+    Trains the same steps on each of them: 20 steps, unless --epochs or --steps is given. The exit
+    code is 0 only if all results are equal. If they differ, the steps are replayed to find the
+    first step, shard and tensor that differ.
     """
     labels = [label.strip() for label in wanted.split(",")]
-    layouts = [_layout(label, choices.threads) for label in labels]
+    layouts = [_layout(label, experiment.threads) for label in labels]
     if len(layouts) < 2:
         raise InputError(f"got --devices {wanted}: give at least two to compare, such as 1,2")
-    factory = find_factory(choices.model)
-    loader = make_loader(
-        choices, load_data(choices.data, choices.data_dir, train=True), choices.seed
-    )
-    steps = choices.target_steps(len(loader), default=_DEFAULT_STEPS)
+    factory = find_factory(experiment.model)
+    examples = load_data(experiment.data, experiment.data_dir, train=True)
+    loader = make_loader(experiment, examples, experiment.seed)
+    steps = experiment.target_steps(len(loader), default=_DEFAULT_STEPS)
     width = max(map(len, ("devices", *labels)))
-    click.echo(f"{'devices':<{width}}  fingerprint after {_count(steps, 'step')}")
+    click.echo(f"{'devices':<{width}}  fingerprint after {counted(steps, 'step')}")
     waiting = iter(labels)
 
     def print_run(run: LayoutResult) -> None:
         click.echo(f"{next(waiting):<{width}}  {run.fingerprints[-1]}")
 
-    blamed = blamed_on_model(choices.model, lambda: "in training")
+    blamed = blamed_on_model(experiment.model, lambda: "in training")
     with notes_on_stderr(), intra_op_threads(1), blamed:
         verdict = compare(
-            functools.partial(make_trainer, choices, factory=factory),
+            lambda devices: make_trainer(experiment, factory, devices=devices),
             lambda trainer: train_batches(trainer, loader),
             layouts,
             steps,
@@ -73,7 +72,7 @@ def verify(context: click.Context, choices: Choices, wanted: str) -> None:
 
 
 def _layout(label: str, threads: int) -> Devices:
-    """Read one entry of --devices, and make sure that its devices are there."""
+    """Parse an entry of --devices, and check that its devices exist."""
     devices: Devices = label if label.isdecimal() else label.split("+")
     if not label or label == "auto":
         raise InputError(
@@ -84,14 +83,11 @@ def _layout(label: str, threads: int) -> Devices:
 
 
 def _spell(verdict: Verdict, labels: list[str], steps: int) -> list[str]:
-    if verdict.difference is None:
+    found = verdict.difference
+    if found is None:
         sets = f"{', '.join(labels[:-1])} and {labels[-1]}"
         noun = " devices" if all(label.isdecimal() for label in labels) else ""
-        return [f"identical: the same bits after each of {_count(steps, 'step')} on {sets}{noun}"]
-    return _spell_difference(verdict.difference, labels)
-
-
-def _spell_difference(found: Difference, labels: list[str]) -> list[str]:
+        return [f"identical: the same bits after each of {counted(steps, 'step')} on {sets}{noun}"]
     ours, theirs = (labels[number] for number in found.layouts)
     lines = [
         f"not identical: {ours} and {theirs} differ",
@@ -100,11 +96,11 @@ def _spell_difference(found: Difference, labels: list[str]) -> list[str]:
     if found.tensor is None:
         lines += [
             "  first shard   unknown: when that step was replayed, the two did not differ again",
-            "                (the model reaches for something outside evenstep, such as the clock)",
+            "                (the model depends on something outside evenstep, such as the clock)",
         ]
     elif found.shard is None:
         lines += [
-            "  first shard   none: every shard's own gradients and buffers agree",
+            "  first shard   none: the gradients and buffers of every shard agree",
             f"  first tensor  {found.tensor}, after the step",
         ]
     else:
@@ -113,9 +109,5 @@ def _spell_difference(found: Difference, labels: list[str]) -> list[str]:
             f"  first tensor  {found.tensor}",
         ]
     if not found.repeats:
-        lines.append("  repeatable    no: replayed on the same devices, the result was another one")
+        lines.append("  repeatable    no: a replay on the same devices gave another result")
     return [*lines, *_HINT]
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("s" if number != 1 else "")

@@ -95,11 +95,11 @@ def _read(file: Path, size: Size) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InputError(
             f"{file} is no file of figures that evenstep reproduce has written ({error}): give "
-            f"another --out"
+            f"another folder"
         ) from error
     if other != size:
         raise InputError(
             f"{file} has the figures of a {other} run, which a {size} run can't go on from: give "
-            f"another --out"
+            f"another folder"
         )
     return found

@@ -1,7 +1,7 @@
-"""Where the processes of one machine meet: a store on the loopback interface.
+"""A rendezvous for the processes of one machine: a store that listens on the loopback interface.
 
-torch's own rendezvous listens on every interface and keeps its state pickled in its store, so that
-whoever reaches it can run code in the launcher. On one machine neither is needed.
+torch's own rendezvous listens on every interface and keeps pickled state in its store, so anyone
+who can reach it can run code in the launcher. One machine needs neither.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ BACKEND = "evenstep-loopback"
 _LOOPBACK = "127.0.0.1"
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """The meeting of one launcher with itself, as torch's elastic agent wants it."""
+class _LoopbackRendezvous(RendezvousHandler):
+    """The rendezvous of a single launcher, as torch's elastic agent calls it."""
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
@@ -40,44 +40,37 @@ class LoopbackRendezvous(RendezvousHandler):
             )
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the store, and that this launcher is the only one."""
         place = RendezvousStoreInfo(_LOOPBACK, self._port)
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, place)
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether the processes meet in this store too."""
-        return True
+        return True  # the worker processes use this store too
 
     def get_backend(self) -> str:
-        """Return the name that it is registered by."""
         return BACKEND
 
     def get_run_id(self) -> str:
-        """Return the job's name."""
         return self._run_id
 
     def num_nodes_waiting(self) -> int:
-        """Return how many launchers want to come in: none can."""
-        return 0
+        return 0  # no other launcher can join
 
     def is_closed(self) -> bool:
-        """Whether no further meeting is possible."""
-        return False
+        return False  # the processes can be restarted
 
     def set_closed(self) -> None:
-        """Do nothing: nobody else is there to be told."""
+        """Do nothing: there is no other launcher to inform."""
 
     def shutdown(self) -> bool:
-        """Say that nothing is left open; the store goes with the launcher."""
-        return True
+        return True  # the store is closed with the launcher
 
 
 def register() -> None:
-    """Let torch's launcher find it by its name."""
+    """Register the rendezvous with torch's launcher."""
     if BACKEND not in rendezvous_handler_registry._registry:
         rendezvous_handler_registry.register(BACKEND, _make)
 
 
 def _make(parameters: RendezvousParameters) -> RendezvousHandler:
-    return LoopbackRendezvous(parameters.run_id)
+    return _LoopbackRendezvous(parameters.run_id)

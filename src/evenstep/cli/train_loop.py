@@ -1,0 +1,119 @@
+"""The loop of `evenstep train`: trains to the goal, saves, stops on a signal, tests."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import click
+from rich.console import Console
+
+from evenstep import metrics
+from evenstep.batch import Batch
+from evenstep.cli.display import Display, open_display
+from evenstep.cli.in_flight import StepsInFlight
+from evenstep.cli.options import ExperimentOptions
+from evenstep.cli.progress import Goal, Progress
+from evenstep.cli.record import TrainRecord
+from evenstep.cli.saver import Saver
+from evenstep.cli.setup import train_batches
+from evenstep.cli.stop import StopRequest
+from evenstep.data import Loader
+from evenstep.distributed import was_launched
+from evenstep.errors import NonFiniteLossError, SaveError
+from evenstep.models.registry import blamed_on_model
+from evenstep.training.trainer import Trainer
+
+_ONE_SIGNAL_S = 3.0  # Ctrl-C reaches a process twice: from the terminal and from its launcher
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """A training that is ready to begin or to resume."""
+
+    options: ExperimentOptions
+    trainer: Trainer
+    loader: Loader
+    test: Loader
+    goal: Goal
+    saver: Saver
+    in_flight: int
+
+
+def train_and_test(training: Training, console: Console) -> TrainRecord:
+    """Train to the goal, save and test. If training ends early, save what can be resumed."""
+    progress, saver = Progress(training.goal), training.saver
+    same_signal_s = _ONE_SIGNAL_S if was_launched() else 0.0
+    with StopRequest(same_signal_s) as stop, training.trainer, open_display(console) as display:
+        try:
+            _train(training, progress, display, stop)
+            saver.save()
+            accuracy = _test(training, display, stop)
+        except KeyboardInterrupt:
+            saver.save()
+            raise click.ClickException(
+                f"stopped after step {training.trainer.steps_done} of {training.goal.steps}; "
+                f"{saver.summary()}"
+            ) from None
+        except NonFiniteLossError as error:
+            # Not saved: weights that are about to become NaN would displace good checkpoints.
+            raise NonFiniteLossError(f"{error}; {saver.summary()}") from error
+        except SaveError:
+            raise
+        except BaseException:
+            saver.save()
+            raise
+    return _record(training, progress, accuracy)
+
+
+def _train(training: Training, progress: Progress, display: Display, stop: StopRequest) -> None:
+    trainer, loader, goal = training.trainer, training.loader, training.goal
+    batches = train_batches(trainer, loader)
+    if trainer.steps_done >= goal.steps:
+        display.say(f"step {trainer.steps_done} of {goal.steps}: nothing is left to train")
+    steps = StepsInFlight(trainer, progress, display)
+    while trainer.steps_done < goal.steps:
+        if stop.requested:
+            trainer.ask_to_stop()
+        if trainer.shall_stop:
+            raise KeyboardInterrupt
+        batch = next(batches)
+        with blamed_on_model(training.options.model, lambda: f"in step {trainer.steps_done}"):
+            examples = loader.size_of(trainer.steps_done % len(loader))
+            steps.add(trainer.step(*batch), examples)
+            ends = training.saver.is_due or trainer.steps_done == goal.steps
+            steps.wait(down_to=0 if ends else training.in_flight - 1)
+        if training.saver.is_due:
+            training.saver.save(aside=True)
+            steps.restart_clock()
+
+
+def _test(training: Training, display: Display, stop: StopRequest) -> float:
+    def stoppable() -> Iterator[Batch]:
+        for batch in training.trainer.batches(training.test):
+            stop.check()
+            yield batch
+
+    display.say(f"testing on {training.test.examples} examples")
+    with blamed_on_model(training.options.model, lambda: "while it was tested"):
+        measured = training.trainer.evaluate(stoppable(), {"accuracy": metrics.accuracy})
+    return measured["accuracy"]
+
+
+def _record(training: Training, progress: Progress, accuracy: float) -> TrainRecord:
+    trainer, options = training.trainer, training.options
+    return TrainRecord(
+        model=options.model,
+        data=options.data,
+        devices=training.goal.devices,
+        shards=trainer.experiment.shards,
+        batch_size=options.batch_size,
+        epochs=progress.epoch,
+        steps=progress.step,
+        seed=trainer.experiment.seed,
+        train_loss=progress.loss,
+        test_accuracy=accuracy,
+        seconds_per_epoch=progress.epoch_s,
+        examples_per_second=progress.examples_per_s,
+        fingerprint=trainer.fingerprint(),
+    )

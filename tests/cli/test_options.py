@@ -1,0 +1,66 @@
+"""The tables of options: what is derived from them for click, the run file and the trainer."""
+
+import ast
+import dataclasses
+import inspect
+from pathlib import Path
+
+import evenstep
+from commands import MLP, run, trained
+from evenstep import Experiment, Trainer
+from evenstep.cli.option_table import Scope
+from evenstep.cli.options import ExperimentOptions, LayoutOptions
+
+SOURCE = Path(evenstep.__file__).parent
+
+
+def arguments(table, scope):
+    return {one.argument for one in table.options() if one.scope is scope and one.argument}
+
+
+def test_every_choice_of_the_trainers_experiment_is_an_option():
+    names = {field.name for field in dataclasses.fields(Experiment)}
+    assert arguments(ExperimentOptions, Scope.CHECKPOINT) == names
+
+
+def test_options_set_arguments_that_the_trainer_has():
+    accepted = set(inspect.signature(Trainer).parameters)
+    for table in (ExperimentOptions, LayoutOptions):
+        assert {one.argument for one in table.options() if one.argument} <= accepted
+
+
+def test_only_options_of_the_experiment_are_kept():
+    assert {one.scope for one in LayoutOptions.options()} == {Scope.LAYOUT}
+    assert Scope.LAYOUT not in {one.scope for one in ExperimentOptions.options()}
+
+
+def test_given_options_alone_are_asked_of_a_checkpoint():
+    table = ExperimentOptions(shards=4, seed=1, given=frozenset({"shards", "lr"}))
+    assert table.trainer_arguments(given_only=True) == {"shards": 4}
+    assert table.trainer_arguments()["seed"] == 1
+
+
+def test_hybridize_is_a_hidden_name_of_compile():
+    options = (*MLP, "--steps", 2)
+    compiled = trained(*options, "--compile").fingerprint
+    assert trained(*options, "--hybridize").fingerprint == compiled
+    assert trained(*options).fingerprint != compiled
+    for command in (("train",), ("verify",), ("bench", "scaling")):
+        output = run(*command, "--help").stdout
+        assert "--compile" in output
+        assert "--hybridize" not in output
+
+
+def test_only_the_command_line_imports_what_draws_on_a_terminal():
+    importing = {
+        file for file in SOURCE.rglob("*.py") if imported(file) & {"click", "rich", "tqdm"}
+    }
+    assert {file.parent.name for file in importing} == {"cli"}
+
+
+def imported(file):
+    """Return the packages that a file imports, at module level or in functions."""
+    nodes = [*ast.walk(ast.parse(file.read_text(encoding="utf-8")))]
+    names = {one.name for node in nodes if isinstance(node, ast.Import) for one in node.names}
+    names |= {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+    return {name.partition(".")[0] for name in names}
