@@ -280,7 +280,7 @@ def test_a_model_that_is_no_onnx_says_why(tmp_path):
 
 def test_outputs_that_differ_are_noticed(tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
-    run_it = onnx_export._step
+    run_it = onnx_export._run
     monkeypatch.setattr(onnx_export, "_run", lambda *args: [one + 0.1 for one in run_it(*args)])
     with pytest.raises(ExportError, match=r"differ from those of Linear by 1\.0e-01: nothing"):
         evenstep.export(nn.Linear(2, 2), torch.ones(2, 2), tmp_path / "it.onnx")

@@ -124,7 +124,7 @@ def _refuse_mixed(reports: Sequence[Report], peers: Peers) -> None:
         rank = kinds[Kind.EAGER]
         raise PeerError(
             f"rank {rank} (on {peers.hosts[rank]}) can't compile its shards, though others can, "
-            f"and says why: make it compile, or leave hybridize out",
+            f"and says why: make it compile, or leave out compile=True",
             rank,
         )
 
