@@ -36,10 +36,10 @@ def test_all_get_the_canonical_sum(devices):
 def test_the_sum_is_canonical_in_whatever_order_they_come(order):
     lockstep = Lockstep(4)
     complete = [
-        lockstep._bring(shard, "place", "abcd"[shard], lambda a, b: f"({a}{b})") for shard in order
+        lockstep.bring(shard, "place", "abcd"[shard], lambda a, b: f"({a}{b})") for shard in order
     ]
     assert complete == [False, False, False, True]
-    assert lockstep._sum_of("place") == "((ab)(cd))"
+    assert lockstep.sum_of("place") == "((ab)(cd))"
 
 
 def test_many_places_one_after_the_other():
