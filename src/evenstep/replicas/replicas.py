@@ -39,7 +39,7 @@ class Replicas:
     Attributes:
         home: the replica that is the user's module; the update is done there.
         all: the first replica of every device, then the second of every device, and so on.
-        copies: the replicas that hold the parameters of another memory than the home's.
+        copies: one replica for each memory besides the home's; it gets the new parameters.
         was_refreshed: whether `refresh` has found the module changed since this was last reset.
     """
 
@@ -64,7 +64,7 @@ class Replicas:
         _refuse_hooks_on_sums(model)
         self.home = Replica(self._devices[0], model)
         self.all = [self.home] if self._home_computes else []
-        self._owners = {self.home.device.memory: self.home}  # the others in a memory share its own
+        self._owners = {self.home.device.memory: self.home}  # whose parameters others share
         for device in self._devices[len(self.all) :]:
             self._add(device)
         self._others = [replica for replica in self.all if replica is not self.home]
@@ -138,22 +138,17 @@ class Replicas:
         memory and the device computes on a copy. It needs all devices where each has several
         replicas.
         """
-        if len(lost) >= len(self.all) or len(self.all) > self._lanes:
-            return False
-        if 0 in lost and (self._home_computes or self.home.device.kind != "cpu"):
+        needs_home = self._home_computes or self.home.device.kind != "cpu"
+        if len(lost) >= len(self.all) or len(self.all) > self._lanes or (0 in lost and needs_home):
             return False
         self._lost = lost
         self._find_copies()
         return True
 
     def _find_copies(self) -> None:
-        self.copies = [
-            replica
-            for lane, replica in enumerate(self.all)
-            if lane not in self._lost
-            and self._owners[replica.device.memory] is replica
-            and replica is not self.home
-        ]
+        used = [replica for lane, replica in enumerate(self.all) if lane not in self._lost]
+        owners = [one for one in used if self._owners[one.device.memory] is one]
+        self.copies = [owner for owner in owners if owner is not self.home]
 
     def mark_synchronised(self) -> None:
         """Note that every copy now equals the home's parameters."""

@@ -66,16 +66,11 @@ class Program:
 
     def __init__(self, compiled: _Compiled, arguments: Sequence[Any], given: Tensors) -> None:
         number_of = {id(tensor): number for number, tensor in enumerate(given)}
+        numbered = dict(enumerate(arguments))
         self._compiled = compiled
-        self._sources = [number_of.get(id(argument)) for argument in arguments]
-        self._constants = [
-            argument if source is None else None
-            for argument, source in zip(arguments, self._sources, strict=True)
-        ]
-        self._kinds = [
-            _kind(argument) if isinstance(argument, torch.Tensor) else None
-            for argument in arguments
-        ]
+        self._bound = {n: number_of[id(one)] for n, one in numbered.items() if id(one) in number_of}
+        self._constants = [None if n in self._bound else one for n, one in numbered.items()]
+        self._kinds = {n: _kind(o) for n, o in numbered.items() if isinstance(o, torch.Tensor)}
         if any(isinstance(one, torch.Tensor) and one.requires_grad for one in self._constants):
             raise ModelError(
                 "the objective reaches parameters of a model from outside: objective(model, "
@@ -95,12 +90,11 @@ class Program:
                 its end.
         """
         given = [*parameters, *buffers, *optree.tree_leaves(batch)]
-        arguments: list[Any] = [
-            constant if source is None else given[source]
-            for source, constant in zip(self._sources, self._constants, strict=True)
-        ]
-        for number, known in enumerate(self._kinds):
-            if known is not None and _kind(arguments[number]) != known:
+        arguments: list[Any] = list(self._constants)
+        for number, place in self._bound.items():
+            arguments[number] = given[place]
+        for number, known in self._kinds.items():
+            if _kind(arguments[number]) != known:
                 arguments[number] = _as_kind(arguments[number], known)
         with torch.no_grad():
             outputs = list(self._compiled.call(*arguments))
