@@ -93,7 +93,7 @@ def test_the_last_layers_are_sent_while_the_first_are_computed():
     assert sorted(sending.sent) == [(i,) for i in range(6)]
 
 
-def test_every_top_must_be_there_before_a_bucket_leaves():
+def test_a_bucket_is_sent_when_every_partial_sum_of_it_is_there():
     model = layers()
     losses = losses_of(model, 8)
     plan, replica = tree_plan(8, 8, range(3, 6)), Replica(TWO[0], model)  # partials [3,4) and [4,6)

@@ -21,18 +21,18 @@ from evenstep.shard.partial_sum import AccumulatedTwiceError, Tensors, add_gradi
 
 
 class GradientStream:
-    """Passes the gradients of one attempt at a step from the backward passes to `sending`.
+    """Passes the gradients of one attempt at a step from the backward passes to `reduction`.
 
     Args:
         plan: which shards this process sums by itself.
-        sending: takes this process's partial sums, bucket by bucket.
+        reduction: takes this process's partial sums, bucket by bucket.
     """
 
-    def __init__(self, plan: TreePlan, sending: GradientReduction) -> None:
+    def __init__(self, plan: TreePlan, reduction: GradientReduction) -> None:
         self._plan = plan
-        self._buckets = [bucket.numbers for bucket in sending.buckets]
+        self._buckets = [bucket.numbers for bucket in reduction.buckets]
         self._trees = [
-            TreeSum[Tensors](plan, add_gradients, functools.partial(sending.write, bucket))
+            TreeSum[Tensors](plan, add_gradients, functools.partial(reduction.write, bucket))
             for bucket in range(len(self._buckets))
         ]
 
