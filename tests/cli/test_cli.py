@@ -218,7 +218,7 @@ def test_verify_prints_the_fingerprint_that_train_ends_with():
 def test_verify_of_compiled_shards():
     result = run("verify", *MLP, "--steps", 2, "--devices", "1,2", "--hybridize")
     assert "identical: the same bits after each of 2 steps" in result.stdout
-    assert "note: hybridize: a shard takes" in result.stderr
+    assert "note: compile: a shard takes" in result.stderr
 
 
 def test_verify_trains_twenty_steps_on_one_two_and_three_devices():

@@ -1,4 +1,4 @@
-"""What a user does to the model between two steps holds on every device."""
+"""Changes to the model between two steps take effect on every device."""
 
 import pytest
 import torch
@@ -115,7 +115,7 @@ def test_changes_between_steps_reach_every_device(change):
     assert trainer.fingerprint() not in prints.values()
 
 
-def test_waitall_hands_the_model_over_even_to_writers_past_the_version_counters():
+def test_after_waitall_the_model_may_be_written_even_past_the_version_counters():
     def run(devices):
         model = Tempered()
         with open_trainer(model, devices=devices) as trainer:
@@ -128,7 +128,7 @@ def test_waitall_hands_the_model_over_even_to_writers_past_the_version_counters(
     assert len({run(devices) for devices in LAYOUTS}) == 1
 
 
-def test_gradient_hooks_hold_on_every_device():
+def test_gradient_hooks_take_effect_on_every_device():
     def run(devices):
         model = Tempered()
         model.body.weight.register_hook(lambda gradient: gradient * 0)

@@ -1,4 +1,4 @@
-"""Schedulers and users change the optimizer's groups while steps are in flight, to the same end."""
+"""Changes to the optimizer while steps are in flight have the same effect as one step at a time."""
 
 import copy
 
@@ -30,7 +30,7 @@ def adam(model):
 
 
 class Counting(torch.optim.Optimizer):
-    """An optimizer that keeps what it counts in its groups, as Prodigy and schedule-free do."""
+    """An optimizer that keeps counters in its groups, as Prodigy and schedule-free do."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "k": 0, "weight": torch.zeros(())})
@@ -65,7 +65,7 @@ def counting(model):
     ],
 )
 def test_a_scheduler_stepped_after_every_step(devices, make_optimizer, make_scheduler):
-    """That it warns of nothing is tested too: warnings are errors here."""
+    """Also tests that nothing warns: warnings are errors here."""
 
     def act(trainer, number, loss):
         trainer.scheduler.step()
@@ -90,12 +90,12 @@ def test_a_scheduler_that_looks_at_the_loss(devices):
     assert groups[0]["lr"] < 0.1
 
 
-# What users write themselves
+# Hyper-parameters that users set themselves
 
 
 @on_devices
 @pytest.mark.parametrize("number_to_change", [1, 2])
-def test_settings_written_into_the_groups(devices, number_to_change):
+def test_hyper_parameters_written_into_the_groups(devices, number_to_change):
     def act(trainer, number, loss):
         if number == number_to_change:
             trainer.optimizer.param_groups[1].update(lr=0.7, weight_decay=0.1, mine=["note"])
@@ -118,7 +118,7 @@ def test_a_tensor_as_learning_rate_changed_in_place(devices):
 
 
 @on_devices
-def test_counters_in_the_groups_are_there_after_waitall(devices):
+def test_counters_in_the_groups_are_up_to_date_after_waitall(devices):
     def act(trainer, number, loss):
         if number == 3:
             trainer.optimizer.param_groups[0]["lr"] = 0.05
@@ -128,7 +128,7 @@ def test_counters_in_the_groups_are_there_after_waitall(devices):
 
 
 @on_devices
-def test_counters_in_the_groups_are_set_back_by_the_user_after_waitall(devices):
+def test_counters_in_the_groups_can_be_reset_after_waitall(devices):
     def act(trainer, number, loss):
         if number == 2:
             trainer.waitall()
@@ -217,7 +217,7 @@ def test_zero_grad_between_steps_changes_nothing(devices, whose, set_to_none):
 @on_devices
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_in_the_middle_of_an_update_changes_nothing(devices, set_to_none):
-    """As if the front end came just then: before the optimizer looks at its gradients."""
+    """The user's `zero_grad` comes just before the optimizer reads its gradients."""
 
     def run(zero):
         with opened(devices) as (trainer, _):
@@ -271,7 +271,7 @@ def test_every_torch_optimizer_with_a_step_in_flight(cls, devices):
     assert losses == expected_losses
 
 
-# The twin alone
+# The proxy alone
 
 
 def alone(**settings):
@@ -281,34 +281,34 @@ def alone(**settings):
 
 
 def test_a_change_reaches_the_step_that_was_recorded_with_it():
-    parameter, optimizer, twin = alone()
-    first = twin.record()
+    parameter, optimizer, proxy = alone()
+    first = proxy.record()
     optimizer.param_groups[0]["lr"] = 0.25
-    second = twin.record()
+    second = proxy.record()
     assert first == []
     assert second == [(0, "lr", 0.25)]
-    assert twin.record() == []
+    assert proxy.record() == []
     gradients = {parameter: torch.ones(2)}
-    twin.step(first, gradients)
+    proxy.step(first, gradients)
     assert parameter.tolist() == [0.5, 0.5]
-    twin.step(second, gradients)
+    proxy.step(second, gradients)
     assert parameter.tolist() == [0.25, 0.25]
 
 
-def test_the_twin_uses_the_gradients_it_is_given_and_leaves_the_users_alone():
-    parameter, _, twin = alone()
+def test_the_proxy_uses_the_gradients_it_is_given_and_not_the_users():
+    parameter, _, proxy = alone()
     parameter.grad = torch.full((2,), 7.0)
-    twin.step([], {parameter: torch.ones(2)})
+    proxy.step([], {parameter: torch.ones(2)})
     assert parameter.tolist() == [0.5, 0.5]
     assert parameter.grad.tolist() == [7, 7]
 
 
 def test_the_state_is_the_users_under_the_users_parameters():
-    parameter, optimizer, twin = alone(momentum=0.9)
-    twin.step([], {parameter: torch.ones(2)})
+    parameter, optimizer, proxy = alone(momentum=0.9)
+    proxy.step([], {parameter: torch.ones(2)})
     assert [*optimizer.state] == [parameter]
     assert optimizer.state[parameter]["momentum_buffer"].tolist() == [1, 1]
-    assert twin.fits
+    assert proxy.fits
 
 
 @pytest.mark.parametrize(
@@ -320,23 +320,23 @@ def test_the_state_is_the_users_under_the_users_parameters():
         lambda parameter, optimizer: optimizer.param_groups[0]["params"].clear(),
     ],
 )
-def test_a_twin_that_does_not_fit_any_more_is_renewed(change):
-    parameter, optimizer, twin = alone()
-    assert twin.fits
+def test_a_proxy_that_no_longer_fits_is_renewed(change):
+    parameter, optimizer, proxy = alone()
+    assert proxy.fits
     change(parameter, optimizer)
-    assert not twin.fits
-    twin.renew()
-    assert twin.fits
+    assert not proxy.fits
+    proxy.renew()
+    assert proxy.fits
 
 
 def test_values_of_any_kind_in_the_groups_are_compared():
-    _, optimizer, twin = alone()
+    _, optimizer, proxy = alone()
     group = optimizer.param_groups[0]
     group["betas"] = (torch.tensor([0.9, 0.8]), 0.5)
-    assert len(twin.record()) == 1
-    assert twin.record() == []
+    assert len(proxy.record()) == 1
+    assert proxy.record() == []
     group["betas"][0][1] = 0.7
-    assert len(twin.record()) == 1
+    assert len(proxy.record()) == 1
     group["betas"] = (torch.tensor([0.9, 0.7], dtype=torch.float64), 0.5)
-    assert len(twin.record()) == 1
-    assert twin.record() == []
+    assert len(proxy.record()) == 1
+    assert proxy.record() == []

@@ -1,4 +1,4 @@
-"""`Trainer(hybridize=True)`: compiled shards keep the promise, or say why they are not compiled."""
+"""`Trainer(compile=True)`: compiled shards keep the promise, or say why they are not compiled."""
 
 import functools
 import logging
@@ -26,22 +26,22 @@ from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 LOSS = nn.CrossEntropyLoss()
 SIZES = (33, 16)
-TOLD = {"branching": "data-dependent", "recurrent": "LSTM"}
+EAGER = {"branching": "data-dependent", "recurrent": "LSTM"}
 QUICK = ("convolution", "batch_norm", "dropout")
 FEW = ("1 shared", "2 shared", "3 mixed")
 
 
 @pytest.fixture(autouse=True)
 def briefly(monkeypatch):
-    """Time but one call; and Dynamo's caches of one test are not the next one's."""
+    """Time only one call, and clear Dynamo's caches after each test."""
     monkeypatch.setattr(compile_policy, "_MEASURED_S", 0.0)
     yield
     torch._dynamo.reset()
 
 
 def train(model, batches, loss=LOSS, **options):
-    """Train; return the fingerprint, the losses and what was told of compiling."""
-    options = {"devices": 2, "shards": 8, "hybridize": True, "lanes": DelayedLanes, **options}
+    """Train; return the fingerprint, the losses and the result of compiling."""
+    options = {"devices": 2, "shards": 8, "compile": True, "lanes": DelayedLanes, **options}
     with evenstep.Trainer(model, ADAM(model.parameters()), loss, **options) as trainer:
         losses = [float(loss) for loss in [trainer.step(*batch) for batch in batches]]
         return trainer.fingerprint(), losses, trainer.hybridized
@@ -52,7 +52,7 @@ def train(model, batches, loss=LOSS, **options):
     [
         name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
         for name in ZOO
-        if name not in TOLD
+        if name not in EAGER
     ],
 )
 def test_compiled_shards_have_the_same_bits_on_every_layout(name):
@@ -64,18 +64,18 @@ def test_compiled_shards_have_the_same_bits_on_every_layout(name):
     assert not results[0][2].why_not
     assert len({(fingerprint, *losses) for fingerprint, losses, _ in results}) == 1
     assert results[0][2].max_difference < 1e-5
-    _, eagerly, _ = train(build(name), make_batches(sizes), hybridize=False)
+    _, eagerly, _ = train(build(name), make_batches(sizes), compile=False)
     assert results[0][1] == pytest.approx(eagerly, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", TOLD)
+@pytest.mark.parametrize("name", EAGER)
 def test_a_model_that_cannot_be_compiled_is_trained_eagerly_and_a_line_says_why(name, caplog):
-    fingerprint, _, told = train(build(name), make_batches(SIZES))
-    assert TOLD[name] in told.why_not
+    fingerprint, _, result = train(build(name), make_batches(SIZES))
+    assert EAGER[name] in result.why_not
     (line,) = [record.message for record in caplog.records if record.name == "evenstep"]
-    assert line == f"hybridize: shards are computed eagerly, because {told.why_not}"
+    assert line == f"compile: shards are computed eagerly, because {result.why_not}"
     assert "\n" not in line
-    assert fingerprint == train(build(name), make_batches(SIZES), hybridize=False)[0]
+    assert fingerprint == train(build(name), make_batches(SIZES), compile=False)[0]
 
 
 def made(forward):
@@ -114,10 +114,10 @@ def looping(layer, x):
 
 
 @pytest.mark.parametrize(("forward", "where"), [(printing, "`print`"), (drawing, "Random.random")])
-def test_python_that_a_program_would_lose_is_kept_by_computing_eagerly(forward, where, capsys):
-    told = train(made(forward), make_batches((16,)))[2]
-    assert where in told.why_not
-    assert f"in {forward.__name__}" in told.why_not
+def test_python_side_effects_make_shards_eager(forward, where, capsys):
+    result = train(made(forward), make_batches((16,)))[2]
+    assert where in result.why_not
+    assert f"in {forward.__name__}" in result.why_not
     assert (capsys.readouterr().out.count("here") >= 8) == (forward is printing)  # every shard
 
 
@@ -126,7 +126,7 @@ def test_in_place_operations_and_loops_are_part_of_the_program(forward):
     one, two = (train(made(forward), make_batches((16, 16)), devices=n) for n in (1, 2))
     assert not one[2].why_not
     assert one[:2] == two[:2]
-    eagerly = train(made(forward), make_batches((16, 16)), hybridize=False)
+    eagerly = train(made(forward), make_batches((16, 16)), compile=False)
     assert one[1] == pytest.approx(eagerly[1], rel=1e-5)
 
 
@@ -164,37 +164,37 @@ def hooked_layer():
         (hooked_layer, "the layer 1 has hooks on its backward pass"),
     ],
 )
-def test_what_a_compiled_backward_pass_would_leave_out_is_refused(make, why):
+def test_what_a_compiled_backward_pass_would_leave_out_makes_shards_eager(make, why):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with evenstep.Trainer(model, optimizer, LOSS, devices=2, hybridize=True) as trainer:
+    with evenstep.Trainer(model, optimizer, LOSS, devices=2, compile=True) as trainer:
         trainer.step(*make_batches((16,))[0])
         assert why in trainer.hybridized.why_not
 
 
 def test_recomputed_layers_that_share_a_weight_are_compiled_and_right():
-    fingerprint, losses, told = train(Recomputed(), make_batches((16, 24)))
-    assert not told.why_not
+    fingerprint, losses, result = train(Recomputed(), make_batches((16, 24)))
+    assert not result.why_not
     assert fingerprint == train(Recomputed(), make_batches((16, 24)), devices=own(3))[0]
     assert losses == pytest.approx(
-        train(Recomputed(), make_batches((16, 24)), hybridize=False)[1], rel=1e-4
+        train(Recomputed(), make_batches((16, 24)), compile=False)[1], rel=1e-4
     )
 
 
-def test_the_line_says_what_is_gained_and_compiling_is_no_part_of_a_step(caplog):
+def test_the_line_says_what_is_gained_and_compiling_does_not_count_as_step_time(caplog):
     caplog.set_level(logging.WARNING, "evenstep")
     model = build("convolution")
-    with evenstep.Trainer(model, ADAM(model.parameters()), LOSS, devices=2, hybridize=True) as t:
+    with evenstep.Trainer(model, ADAM(model.parameters()), LOSS, devices=2, compile=True) as t:
         t.step(*make_batches((32,))[0])
-        told, spent = t.hybridized, t.shares()
-    assert told.shard_ms > 0
-    assert told.eager_ms > 0
-    assert told.max_difference < 1e-6
-    assert t.compile_s == told.compile_s > sum(own.wall_s for own in spent)
+        result, spent = t.hybridized, t.shares()
+    assert result.shard_ms > 0
+    assert result.eager_ms > 0
+    assert result.max_difference < 1e-6
+    assert t.compile_s == result.compile_s > sum(own.wall_s for own in spent)
     (line,) = [record.message for record in caplog.records if record.name == "evenstep"]
     assert "ms compiled and" in line
     assert "max difference of the gradients" in line
-    assert ("does not pay here" in line) == (told.shard_ms >= told.eager_ms)
+    assert ("does not pay here" in line) == (result.shard_ms >= result.eager_ms)
 
 
 def test_only_the_thread_that_begins_steps_compiles(monkeypatch):
@@ -210,11 +210,11 @@ def test_only_the_thread_that_begins_steps_compiles(monkeypatch):
     assert set(threads) == {threading.main_thread()}
 
 
-def test_sizes_flags_and_attributes_have_programs_of_their_own_and_find_them_again():
+def test_each_size_flag_and_attribute_value_has_one_program():
     def run(devices):
         model = build("dropout")
         with evenstep.Trainer(
-            model, ADAM(model.parameters()), LOSS, devices=devices, hybridize=True
+            model, ADAM(model.parameters()), LOSS, devices=devices, compile=True
         ) as trainer:
             counts = []
             for batch in make_batches((16, 16)):
@@ -236,7 +236,7 @@ def test_sizes_flags_and_attributes_have_programs_of_their_own_and_find_them_aga
     assert counts == [1, 2, 3, 4, 4, 4, 4, 4]
 
 
-def test_the_draws_are_functions_of_seed_step_and_shard_and_the_users_are_left_alone():
+def test_draws_depend_on_seed_step_and_shard_and_leave_the_default_generator_alone():
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
     first = train(build("noisy"), make_batches(SIZES), seed=1)[0]
@@ -251,7 +251,7 @@ def test_the_draws_are_functions_of_seed_step_and_shard_and_the_users_are_left_a
 
 
 def test_class_weights_may_be_another_tensor_at_every_step():
-    def run(hybridize):
+    def run(compiled):
         loss = nn.CrossEntropyLoss(weight=torch.ones(5))
 
         def objective(model, X, y):
@@ -262,7 +262,7 @@ def test_class_weights_may_be_another_tensor_at_every_step():
         model = build("convolution")
         losses = []
         with evenstep.Trainer(
-            model, ADAM(model.parameters()), objective=objective, devices=2, hybridize=hybridize
+            model, ADAM(model.parameters()), objective=objective, devices=2, compile=compiled
         ) as trainer:
             for number, batch in enumerate(make_batches((16, 16, 16))):
                 loss.weight = torch.linspace(1, 2 + number, 5)
@@ -273,7 +273,7 @@ def test_class_weights_may_be_another_tensor_at_every_step():
 
 
 def penalised(parameters_of):
-    """Train with a penalty on the parameters that `parameters_of(model, outer, listed)` gives."""
+    """Train with a penalty on the parameters that `parameters_of(model, outer, listed)` returns."""
     outer = build("convolution")
     listed = list(outer.parameters())
 
@@ -305,7 +305,7 @@ class Counting(nn.Module):
         return self.layer(x.flatten(1)) * (1 + 0.1 * self.calls)
 
 
-def test_a_counter_in_forward_ends_with_a_line_instead_of_compiling_for_ever(monkeypatch):
+def test_a_counter_in_forward_is_refused_instead_of_compiling_endlessly(monkeypatch):
     monkeypatch.setattr(compiler, "_MOST_PROGRAMS", 3)
     with pytest.raises(ModelError, match="has compiled 3 programs, and needs another one.*counter"):
         train(Counting(), make_batches((16,) * 6))
@@ -334,7 +334,7 @@ def test_a_tensor_of_another_kind_never_reaches_compiled_code():
     assert all(map(torch.equal, found.gradients, expected.gradients))
 
 
-def test_gradients_lie_as_their_parameters_do_in_memory_of_their_own():
+def test_gradients_have_their_parameters_strides_and_memory_of_their_own():
     class Plain(nn.Module):
         def __init__(self):
             super().__init__()
@@ -367,7 +367,7 @@ def digits_like():
 
 
 def steps(trainer, count):
-    """Take steps from the trainer's place on."""
+    """Take steps from the trainer's position on."""
     while count:
         for batch in trainer.epoch(digits_like()):
             trainer.step(*batch)
@@ -380,10 +380,10 @@ def trainer_of(model, folder=None, **options):
     arguments = (model, ADAM(model.parameters()), LOSS)
     if folder is not None:
         return evenstep.Trainer.load(folder, *arguments, **options)
-    return evenstep.Trainer(*arguments, hybridize=True, **options)
+    return evenstep.Trainer(*arguments, compile=True, **options)
 
 
-def test_a_run_goes_on_with_the_same_bits_on_other_devices(tmp_path):
+def test_training_resumes_with_the_same_bits_on_other_devices(tmp_path):
     with trainer_of(build("dropout"), devices=1) as whole:
         steps(whole, 9)
     with trainer_of(build("dropout"), devices=2) as first:
@@ -403,7 +403,7 @@ def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
         "model = evenstep.models.mlp()\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "loss = torch.nn.CrossEntropyLoss()\n"
-        "with evenstep.Trainer(model, optimizer, loss, devices=1, hybridize=True) as trainer:\n"
+        "with evenstep.Trainer(model, optimizer, loss, devices=1, compile=True) as trainer:\n"
         "    trainer.step(torch.ones(16, 1, 28, 28), torch.zeros(16).long())\n"
         "print(counters['inductor']['fxgraph_cache_hit'])\n"
     )
@@ -437,7 +437,7 @@ def broken(*_):
     raise RuntimeError("no compiler is there")
 
 
-def test_a_run_that_was_compiled_is_not_gone_on_with_eagerly(tmp_path, monkeypatch):
+def test_compiled_training_does_not_resume_eagerly(tmp_path, monkeypatch):
     with trainer_of(build("convolution")) as trainer:
         steps(trainer, 2)
         trainer.save(tmp_path)
@@ -449,8 +449,8 @@ def test_a_run_that_was_compiled_is_not_gone_on_with_eagerly(tmp_path, monkeypat
         steps(trainer, 1)
 
 
-def test_a_run_that_was_eager_stays_so_where_it_could_be_compiled(tmp_path, monkeypatch):
-    expected, _, _ = train(build("convolution"), [*digits_like().epoch(Cursor())], hybridize=False)
+def test_eager_training_resumes_eagerly_where_it_could_be_compiled(tmp_path, monkeypatch):
+    expected, _, _ = train(build("convolution"), [*digits_like().epoch(Cursor())], compile=False)
     with monkeypatch.context() as without, trainer_of(build("convolution")) as trainer:
         without.setattr("torch._inductor.compile_fx.compile_fx", broken)
         steps(trainer, 2)
@@ -463,7 +463,7 @@ def test_a_run_that_was_eager_stays_so_where_it_could_be_compiled(tmp_path, monk
 
 
 def test_no_update_runs_while_the_user_compiles_something_with_steps_in_flight():
-    """Adam computes in another order while torch compiles, in whatever thread."""
+    """Adam computes in another order while any thread compiles."""
     seen, begun, held = [], threading.Event(), threading.Event()
     model = build("convolution")
     optimizer = ADAM(model.parameters())
@@ -497,15 +497,15 @@ def test_no_update_runs_while_the_user_compiles_something_with_steps_in_flight()
     assert seen == [False, False]
 
 
-def test_after_a_failed_step_a_compiled_run_is_where_it_was():
+def test_a_failed_step_leaves_compiled_training_unchanged():
     model = build("convolution")
     bad = make_batches((16,))[0][0] * float("nan")
     (X, y), later = make_batches((16, 16))
     with evenstep.Trainer(
-        model, ADAM(model.parameters()), LOSS, devices=2, hybridize=True, max_in_flight=2
+        model, ADAM(model.parameters()), LOSS, devices=2, compile=True, max_in_flight=2
     ) as trainer:
         trainer.step(X, y)
-        trainer.step(bad, y)  # which nobody has waited for
+        trainer.step(bad, y)  # in flight: its error is raised later
         with pytest.raises(NonFiniteLossError):
             trainer.step(*later)
         assert trainer.steps_done == trainer.cursor.step == 1
@@ -525,7 +525,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("kind", COUNTS)
-def test_what_a_shard_counts_is_its_own_and_not_that_of_the_shard_that_was_compiled(kind):
+def test_a_shards_count_is_its_own_and_not_that_of_the_shard_that_was_compiled(kind):
     def objective(model, X, y):
         scale = float(X.mean()) if kind == "float" else 1.0
         return scale * nn.functional.cross_entropy(model(X), y, reduction="sum"), COUNTS[kind](y)
@@ -535,7 +535,7 @@ def test_what_a_shard_counts_is_its_own_and_not_that_of_the_shard_that_was_compi
             build("convolution"), make_batches((16, 16)), None, objective=objective, **options
         )
 
-    one, two, eagerly = losses(devices=1), losses(devices=2), losses(hybridize=False)
+    one, two, eagerly = losses(devices=1), losses(devices=2), losses(compile=False)
     assert not one[2].why_not
     assert one[:2] == two[:2]
     assert one[1] == pytest.approx(eagerly[1], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Gradients that leave while a backward pass still runs: in time, and with the bits of the tree."""
+"""Gradients are sent while a backward pass still runs, with the bits of the canonical tree."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from reference import assert_same_bits
 
 
 class Kept(GradientReduction):
-    """Keeps what is sent, and in which order."""
+    """Records which buckets are sent, in order."""
 
     def __init__(self, model, partials, bucket_bytes=4):
         parameters = list(model.parameters())
@@ -59,7 +59,7 @@ def stream_shard(stream, replica, shard, node, loss, *, accumulates):
 
 
 def in_turn(stream, plan, replica, losses, shards):
-    """Compute shards one after the other, each onto its left sibling where that is there."""
+    """Compute shards one after the other, accumulating onto the left sibling where it is ready."""
     for shard in shards:
         onto = shard in plan.sibling and plan.sibling[shard] in plan.lefts
         node = plan.parent[shard] if onto else shard
@@ -80,7 +80,7 @@ def test_the_sums_have_the_bits_of_the_tree(shards):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_the_last_layers_leave_while_the_first_are_computed():
+def test_the_last_layers_are_sent_while_the_first_are_computed():
     model = layers()
     losses = losses_of(model, 4)
     plan, replica = tree_plan(4, 4), Replica(TWO[0], model)
@@ -93,7 +93,7 @@ def test_the_last_layers_leave_while_the_first_are_computed():
     assert sorted(sending.sent) == [(i,) for i in range(6)]
 
 
-def test_every_top_must_be_there_before_a_bucket_leaves():
+def test_a_bucket_is_sent_when_every_partial_sum_of_it_is_there():
     model = layers()
     losses = losses_of(model, 8)
     plan, replica = tree_plan(8, 8, range(3, 6)), Replica(TWO[0], model)  # partials [3,4) and [4,6)
@@ -108,7 +108,7 @@ def test_every_top_must_be_there_before_a_bucket_leaves():
         assert_same_bits({"sum": view}, {"sum": expected[i]})
 
 
-def test_parameters_without_gradients_leave_as_nothing():
+def test_parameters_without_gradients_are_sent_as_absent():
     model = layers()
     model[2].weight.requires_grad_(False)
     plan, replica = tree_plan(2, 2), Replica(TWO[0], model)

@@ -1,4 +1,4 @@
-"""Shards that go through a step side by side."""
+"""Shards that run side by side, and sum values over the whole batch."""
 
 import itertools
 import operator
@@ -11,42 +11,42 @@ from evenstep.errors import ModelError
 from evenstep.shard.lockstep import Lockstep, ShardInStep
 
 
-def walk(shards, functions, devices=1):
-    """Let each function walk as one shard; return what came of each: a value or an error."""
+def run(shards, functions, devices=1):
+    """Run each function as one shard; return the value or the error of each, and the turns."""
     lockstep = Lockstep(shards)
     free = [threading.Lock() for _ in range(devices)]
     turns = []
-    walkers = [ShardInStep(lockstep, n, free[n % devices], turns.append) for n in range(shards)]
+    members = [ShardInStep(lockstep, n, free[n % devices], turns.append) for n in range(shards)]
     with ThreadPoolExecutor(shards) as crew:
-        walks = zip(walkers, functions, strict=True)
-        found = [crew.submit(one.run, lambda f=f, one=one: f(one)) for one, f in walks]
+        pairs = zip(members, functions, strict=True)
+        found = [crew.submit(one.run, lambda f=f, one=one: f(one)) for one, f in pairs]
     return [future.exception() or future.result() for future in found], turns
 
 
 @pytest.mark.parametrize("devices", [1, 2, 5])
-def test_all_get_the_canonical_sum(devices):
+def test_all_shards_get_the_canonical_sum(devices):
     def bring(letter):
         return lambda shard: shard.sum_over_shards("place", letter, lambda a, b: f"({a}{b})")
 
-    found, _ = walk(5, [bring(letter) for letter in "abcde"], devices)
+    found, _ = run(5, [bring(letter) for letter in "abcde"], devices)
     assert found == ["(((ab)(cd))e)"] * 5
 
 
 @pytest.mark.parametrize("order", [*itertools.permutations(range(4))])
-def test_the_sum_is_canonical_in_whatever_order_they_come(order):
+def test_the_sum_is_canonical_in_any_order_of_arrival(order):
     lockstep = Lockstep(4)
     complete = [
-        lockstep._bring(shard, "place", "abcd"[shard], lambda a, b: f"({a}{b})") for shard in order
+        lockstep.bring(shard, "place", "abcd"[shard], lambda a, b: f"({a}{b})") for shard in order
     ]
     assert complete == [False, False, False, True]
-    assert lockstep._sum_of("place") == "((ab)(cd))"
+    assert lockstep.sum_of("place") == "((ab)(cd))"
 
 
-def test_many_places_one_after_the_other():
+def test_many_sums_one_after_the_other():
     def function(shard):
         return [shard.sum_over_shards(place, place, operator.add) for place in range(50)]
 
-    found, _ = walk(4, [function] * 4, devices=2)
+    found, _ = run(4, [function] * 4, devices=2)
     assert found == [[4 * place for place in range(50)]] * 4
 
 
@@ -60,25 +60,25 @@ def test_a_device_runs_one_shard_at_a_time():
             running.pop()
             shard.sum_over_shards(place, 1, operator.add)
 
-    _, turns = walk(6, [function] * 6)
+    _, turns = run(6, [function] * 6)
     assert set(most) == {1}
     ordered = sorted(turns, key=operator.itemgetter(1))
     assert all(earlier[2] <= later[1] for earlier, later in itertools.pairwise(ordered))
 
 
-def test_an_error_of_one_stops_the_others():
+def test_an_error_in_one_shard_stops_the_others():
     def fail(shard):
         raise KeyError("mine")
 
     def wait(shard):
         return shard.sum_over_shards("place", 1, operator.add)
 
-    found, _ = walk(3, [wait, fail, wait])
+    found, _ = run(3, [wait, fail, wait])
     assert [found[0], found[2]] == [None, None]
     assert isinstance(found[1], KeyError)
 
 
-def test_stop_from_outside_ends_those_who_wait():
+def test_stop_ends_the_shards_that_wait():
     lockstep = Lockstep(2)
     shard = ShardInStep(lockstep, 0, threading.Lock(), lambda turn: None)
     with ThreadPoolExecutor(1) as crew:
@@ -90,8 +90,8 @@ def test_stop_from_outside_ends_those_who_wait():
 @pytest.mark.parametrize(
     "other", [lambda shard: None, lambda shard: shard.sum_over_shards("elsewhere", 1, max)]
 )
-def test_shards_at_different_places_are_refused_instead_of_waiting_for_ever(other):
-    found, _ = walk(3, [lambda shard: shard.sum_over_shards("layer 1", 1, max)] * 2 + [other])
+def test_shards_at_different_sums_are_refused_instead_of_deadlocking(other):
+    found, _ = run(3, [lambda shard: shard.sum_over_shards("layer 1", 1, max)] * 2 + [other])
     errors = [error for error in found if isinstance(error, Exception)]
     assert len(errors) == 1
     with pytest.raises(ModelError, match=r"layer 1 was reached by shards 0, 1.*batch_norm='shard'"):

@@ -1,4 +1,4 @@
-"""Losses as totals and counts: exact means whatever they are over."""
+"""Losses as totals and counts: the mean is exact, whatever a loss divides by."""
 
 import functools
 import time
@@ -114,13 +114,13 @@ def test_class_probabilities_and_positions():
 
 
 def token_objective(model, batch):
-    """A token-weighted language model: dict batches, several outputs, its own count."""
+    """A token-weighted language model: dict batches, and a count of its own."""
     logits = model(batch["tokens"].float().reshape(-1, 1, 6, 6))
     counted = batch["mask"].sum()
     return (F.cross_entropy(logits, batch["next"], reduction="none") * batch["mask"]).sum(), counted
 
 
-def test_an_objective_over_dict_batches_counts_what_it_says():
+def test_an_objective_over_dict_batches_divides_by_its_count():
     generator = torch.Generator().manual_seed(3)
     batch = {
         "tokens": torch.randint(0, 9, (21, 36), generator=generator),
@@ -219,7 +219,7 @@ def test_an_objective_that_uses_the_outer_model_is_refused(objective, in_flight,
 
     def compute_late(executor, attempt, lane, *batches):
         if lane == late:
-            time.sleep(0.1)  # the other lane, being done, could take all shards of this one
+            time.sleep(0.1)  # so that the other lane could take all of its shards
         return compute(executor, attempt, lane, *batches)
 
     monkeypatch.setattr(IndependentExecutor, "compute", compute_late)

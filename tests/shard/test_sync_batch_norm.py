@@ -32,7 +32,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class Late(nn.Module):
-    """Passes its input on, late at random, and its gradient too."""
+    """Returns its input after a random delay, and likewise its gradient."""
 
     def forward(self, x):
         time.sleep(random.random() * 1e-3)
@@ -43,7 +43,7 @@ class Late(nn.Module):
 
 
 def build(dropout=0.0):
-    """A net with four BatchNorm layers: two side by side, one without weights, one of rows."""
+    """A net with four BatchNorm layers: two in parallel branches, one of them without weights."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -108,7 +108,7 @@ def test_every_layout_has_the_same_bits(shards, max_in_flight, dropout):
 
 
 @pytest.mark.parametrize("shards", [2, 3, 8])
-def test_it_is_the_whole_batch_up_to_rounding(shards):
+def test_training_equals_the_whole_batch_up_to_rounding(shards):
     data = batches((24, 17), dtype=torch.float64)
     whole, ours = build().double(), build().double()
     losses = plain(whole, data)
@@ -118,7 +118,7 @@ def test_it_is_the_whole_batch_up_to_rounding(shards):
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-10, atol=1e-12)
 
 
-def test_per_shard_statistics_are_something_else():
+def test_per_shard_statistics_differ():
     data = batches((24,))
     synced, by_shard = build(), build()
     train(synced, data)
@@ -158,13 +158,13 @@ def test_bf16_sums_in_single_precision():
     )
 
 
-def test_devices_are_told_their_shards_once_each():
+def test_every_device_computes_its_shards_once():
     _, _, trainer = train(build(), batches((32, 32)), devices=2)
     assert [own.shards for own in trainer.shares()] == [8, 8]
     assert all(0 < own.compute_s <= own.wall_s for own in trainer.shares())
 
 
-def test_evaluation_goes_by_the_running_statistics():
+def test_evaluation_uses_the_running_statistics():
     model, data = build(), batches((32,))
     _, _, trainer = train(model, data)
     with trainer:
@@ -173,7 +173,7 @@ def test_evaluation_goes_by_the_running_statistics():
         torch.testing.assert_close(found, model.eval()(data[0][0]))
 
 
-def test_a_step_that_fails_leaves_the_model_and_the_next_one_works():
+def test_a_failed_step_leaves_the_model_unchanged_and_the_next_one_works():
     model = build()
     optimizer = SGD(model.parameters())
     good = batches((32,))[0]
@@ -189,7 +189,7 @@ def test_a_step_that_fails_leaves_the_model_and_the_next_one_works():
 
 
 class FailsInShard(nn.Module):
-    """Raises in the shard that holds a huge value, which the others then wait for in vain."""
+    """Raises in the shard that holds a huge value, while the other shards wait for it."""
 
     def __init__(self):
         super().__init__()
@@ -220,7 +220,7 @@ class LosesItsDevice(FailsInShard):
             raise DeviceLostError("the cable is out") from None
 
 
-def test_after_a_device_failed_nobody_waits_for_its_shards():
+def test_after_a_device_failed_no_shard_waits_for_its_shards():
     X, y = batches((32,))[0]
     bad = X.clone()
     bad[30] = 1e7
@@ -240,7 +240,7 @@ def test_after_a_device_failed_nobody_waits_for_its_shards():
 
 
 class PressesCtrlC(FailsInShard):
-    """Presses Ctrl-C at a huge value, and goes on."""
+    """Presses Ctrl-C at a huge value, and continues."""
 
     def forward(self, x):
         if x.max() > 1e6:
@@ -268,7 +268,7 @@ def test_ctrl_c_ends_the_step_and_the_next_one_works(devices):
 
 
 class NormalisesSometimes(Branching):
-    """Only shards whose first example is positive come to the BatchNorm layer."""
+    """Only shards whose first example is positive reach the BatchNorm layer."""
 
     def __init__(self):
         super().__init__()
@@ -280,14 +280,14 @@ class NormalisesSometimes(Branching):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_model_whose_shards_part_ways_is_refused(devices):
+def test_a_model_whose_shards_branch_differently_is_refused(devices):
     X, y = batches((32,))[0]
     X[:16, 0, 0, 0], X[16:, 0, 0, 0] = 1, -1
     with pytest.raises(ModelError, match="BatchNorm call 1 was reached by shards 0, 1, 2, 3"):
         train(NormalisesSometimes(), [(X, y)], devices=devices)
 
 
-def test_what_can_not_work_is_refused_with_the_way_out():
+def test_unsupported_combinations_are_refused_with_a_remedy():
     with pytest.raises(InputError, match="compile=True and batch_norm='sync'"):
         train(build(), [], hybridize=True)
     with pytest.raises(InputError, match="batch_norm='whole': choose one of shard, sync"):
@@ -303,7 +303,7 @@ def test_lanes_without_threads_have_the_bits_of_one_device():
     assert_same_bits(state, expected)
 
 
-def test_it_is_part_of_the_experiment_and_of_checkpoints(tmp_path):
+def test_batch_norm_is_part_of_the_experiment_and_of_checkpoints(tmp_path):
     data = batches((32, 32, 32))
     expected, _, _ = train(build(), data)
     model = build()
@@ -323,7 +323,7 @@ def test_it_is_part_of_the_experiment_and_of_checkpoints(tmp_path):
 
 @settings(max_examples=50, deadline=None)
 @given(sizes=st.lists(st.integers(1, 6), min_size=2, max_size=9), offset=st.floats(-1e3, 1e3))
-def test_moments_merge_to_those_of_all(sizes, offset):
+def test_merged_moments_are_those_of_all_values(sizes, offset):
     values = torch.randn(sum(sizes), 3, 2, dtype=torch.float64) + offset
     parts = [moments_of(part) for part in values.split(sizes)]
     merged = tree_sum(parts, merge)

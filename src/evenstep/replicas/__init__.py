@@ -1,4 +1,4 @@
-"""The copies of the user's model and optimizer that the devices compute with."""
+"""Copies of the user's model for the devices, and a proxy of the optimizer for steps in flight."""
 
 from evenstep.replicas.optimizer_proxy import OptimizerProxy
 from evenstep.replicas.replica import Replica, broadcast

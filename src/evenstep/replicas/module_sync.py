@@ -1,4 +1,4 @@
-"""What a user does to the module between two steps, noticed and carried over to its copies."""
+"""Finds what the user has changed in the module between two steps, and applies it to a copy."""
 
 from __future__ import annotations
 
@@ -16,37 +16,35 @@ _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 
 
 def gradient_hooks(parameter: nn.Parameter) -> dict[int, Any]:
-    """Return the gradient hooks of a parameter (`register_hook`), by their numbers."""
+    """Return the gradient hooks of a parameter (`register_hook`), by their ids."""
     return parameter._backward_hooks or {}
 
 
-def carry_over_attributes(
+def attribute_updates(
     mine: dict[str, Any], its: dict[str, Any], device: Device
 ) -> Iterator[Callable[[], None]]:
-    """Yield, for each plain attribute in which a copied module is behind, what brings it over.
+    """Yield a function for each plain attribute that the user has changed; it updates the copy's.
 
     Args:
-        mine: the `__dict__` of a module of the user's.
-        its: that of the copy.
-        device: where the copy is.
+        mine: the `__dict__` of one of the user's modules.
+        its: the `__dict__` of its copy.
+        device: the copy's device.
     """
     for key, value in mine.items():
         theirs = its.get(key)
-        if value is theirs or key in _MODULE_INTERNALS:
-            continue
-        if _differs(value, theirs):
-            yield functools.partial(_carry_over, its, key, value, device)
+        if value is not theirs and key not in _MODULE_INTERNALS and _differs(value, theirs):
+            yield functools.partial(_update, its, key, value, device)
 
 
-def _carry_over(its: dict[str, Any], key: str, value: Any, device: Device) -> None:
+def _update(its: dict[str, Any], key: str, value: Any, device: Device) -> None:
     its[key] = carry(value, device) if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
 def _differs(mine: Any, its: Any) -> bool:
-    """Say whether a plain value, a tensor, or a nesting of them is not what the copy has.
+    """Return whether a plain value, a tensor, or a nesting of them differs from the copy's.
 
     Other objects count as equal: the copy has its own. So do results of a forward pass that a
-    module keeps: they are no input of the next.
+    module keeps: the next forward pass doesn't read them.
     """
     if mine is its:
         return False

@@ -1,10 +1,10 @@
-"""The user's optimizer, stepped later than it was asked for, with the settings of then.
+"""A proxy of the user's optimizer, which applies the updates of steps in flight.
 
-While a step is in flight the front end goes on: a scheduler sets the next learning rate in
-`optimizer.param_groups` before the update that wants the old one, and `zero_grad` drops gradients
-that the update is to see. So the lanes step a proxy. It shares the optimizer's state and the memory
-of its parameters, but has groups and gradients of its own; what the front end changes in its groups
-is recorded with each step and reaches the proxy's when that step is updated.
+While a step is in flight, the user's thread continues: a scheduler sets the next learning rate in
+`optimizer.param_groups` before the update that needs the old one, and `zero_grad` drops gradients
+that the update needs. So the lanes call `step` on a proxy. The proxy shares the optimizer's state
+and the parameters' memory, but has parameter groups and gradients of its own. Each step records the
+hyper-parameters that were changed before it was submitted, and its update applies them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 
 class Change(NamedTuple):
-    """A value that the front end has set in one of the parameter groups."""
+    """A hyper-parameter that the user's thread has set in one of the parameter groups."""
 
     group: int
     key: str
@@ -26,36 +26,37 @@ class Change(NamedTuple):
 
 
 class OptimizerProxy:
-    """Steps an optimizer in a lane while its owner may change its groups and drop gradients."""
+    """Applies delayed updates with the hyper-parameters in force when a step was submitted."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._take()
+        self._copy_optimizer()
 
     def renew(self) -> None:
-        """Give back, then take the optimizer as it is now; only while no step is in flight."""
+        """Copy the optimizer as it is now; no step may be in flight."""
         self.give_back()
-        self._take()
+        self._copy_optimizer()
 
     @property
     def fits(self) -> bool:
-        """Whether the optimizer has the state and the parameters that it had."""
+        """Whether the optimizer still has the state and the parameters that the proxy shares."""
         return (
             self._state is self._optimizer.state
-            and [[id(p) for p in group["params"]] for group in self._optimizer.param_groups]
-            == self._held
-            and all(map(_share_memory, self._originals, self._originals.values()))
+            and _parameter_ids(self._optimizer.param_groups) == self._held
+            and all(
+                parameter.data_ptr() == original.data_ptr()
+                for parameter, original in self._originals.items()
+            )
         )
 
     def record(self) -> list[Change]:
-        """Return what the front end has changed since the last `record`."""
+        """Return the hyper-parameters that the user has changed since the last `record`."""
         # Schedulers warn when they are stepped before the optimizer: this one will be.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
+        groups = zip(self._optimizer.param_groups, self._seen, strict=True)
         changes = [
             Change(number, key, copy.deepcopy(value))
-            for number, (group, seen) in enumerate(
-                zip(self._optimizer.param_groups, self._seen, strict=True)
-            )
+            for number, (group, seen) in enumerate(groups)
             for key, value in group.items()
             if _differs(key, value, seen)
         ]
@@ -66,11 +67,11 @@ class OptimizerProxy:
     def step(
         self, changes: Sequence[Change], gradients: Mapping[nn.Parameter, torch.Tensor | None]
     ) -> None:
-        """Update the parameters with the settings of when `changes` was recorded.
+        """Update the parameters.
 
         Args:
-            changes: what `record` returned for this step.
-            gradients: of the user's parameters.
+            changes: what `record` returned when the step was submitted.
+            gradients: the gradients of the user's parameters.
         """
         for change in changes:
             self._proxy.param_groups[change.group][change.key] = change.value
@@ -84,9 +85,9 @@ class OptimizerProxy:
                 parameter.grad = None
 
     def give_back(self) -> None:
-        """Write what the updates have changed in the groups into the user's; none in flight.
+        """Write what the updates changed in their groups into the user's; no step may be in flight.
 
-        Groups that the user has put in their place meanwhile (`load_state_dict`) stay as they are.
+        Groups that the user has replaced meanwhile (`load_state_dict`) stay as they are.
         """
         present = {id(group) for group in self._optimizer.param_groups}
         for group, ours, seen in zip(
@@ -97,23 +98,23 @@ class OptimizerProxy:
                     group[key] = copy.deepcopy(value)
                     seen[key] = copy.deepcopy(value)
 
-    def _take(self) -> None:
+    def _copy_optimizer(self) -> None:
         optimizer = self._optimizer
         proxy = object.__new__(type(optimizer))
         proxy.__dict__.update(optimizer.__dict__)
         # A scheduler wraps `step` on the instance, bound to the instance.
         proxy.__dict__.pop("step", None)
         self._groups = list(optimizer.param_groups)
-        self._held = [[id(p) for p in group["params"]] for group in self._groups]
+        self._held = _parameter_ids(self._groups)
         self._state = optimizer.state
         self._originals: dict[nn.Parameter, nn.Parameter] = {}
         proxy.param_groups = [
-            {**_settings(group), "params": [*map(self._proxy_of, group["params"])]}
+            {**_hyper_parameters(group), "params": [*map(self._proxy_of, group["params"])]}
             for group in self._groups
         ]
         proxy.state = _StateOfProxy(optimizer.state, self._originals)  # type: ignore[assignment]
         self._proxy = proxy
-        self._seen = [_settings(group) for group in self._groups]
+        self._seen = [*map(_hyper_parameters, self._groups)]
 
     def _proxy_of(self, original: nn.Parameter) -> nn.Parameter:
         """Return another parameter in the same memory, with a gradient of its own."""
@@ -124,7 +125,7 @@ class OptimizerProxy:
 
 
 class _StateOfProxy(MutableMapping[Any, Any]):
-    """The state of an optimizer, asked for by the proxies of its parameters."""
+    """The user's optimizer state, with the proxies of its parameters as keys."""
 
     def __init__(
         self, state: MutableMapping[Any, Any], originals: Mapping[nn.Parameter, nn.Parameter]
@@ -152,17 +153,16 @@ class _StateOfProxy(MutableMapping[Any, Any]):
         return len(self._state)
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copy a group's values; not the parameters."""
+def _parameter_ids(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    return [[*map(id, group["params"])] for group in groups]
+
+
+def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
 
 
 def _differs(key: str, value: Any, seen: Mapping[str, Any]) -> bool:
     return key != "params" and not (key in seen and _equal(value, seen[key]))
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.data_ptr() == other.data_ptr()
 
 
 def _equal(one: Any, other: Any) -> bool:

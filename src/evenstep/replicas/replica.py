@@ -13,18 +13,18 @@ from evenstep.devices import Device
 class Replica:
     """A model on one device.
 
-    Attributes:
-        device: where its shards are computed.
+    Args:
+        device: the device that computes on this replica.
         module: the user's module (the home replica) or a copy of it.
-        parameters: in the order of `named_parameters()`, each parameter once.
+        copied: the user's module if `module` is a copy of it, else None.
+
+    Attributes:
+        parameters: the module's parameters in the order of `named_parameters()`, each once.
         buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
         opening: the values that the buffers have when a shard starts, in this replica's memory.
-        has_learned: whether a backward pass was seen to reach its parameters.
-        may_be_sparse: whether it has layers with sparse gradients.
-        outer: the `id`s of the parameters that a copy stands for; none for the home replica.
-
-    Args:
-        copied: the user's module, where `module` is a copy of it.
+        has_learned: whether a backward pass has reached the parameters.
+        may_be_sparse: whether the module has layers with sparse gradients.
+        outer: the `id`s of the parameters of `copied`.
     """
 
     def __init__(self, device: Device, module: nn.Module, copied: nn.Module | None = None) -> None:
@@ -39,7 +39,7 @@ class Replica:
         self._slots = _buffer_slots(module)
 
     def open_shard(self) -> None:
-        """Give every buffer its opening value, whatever the shard before left there."""
+        """Reset every buffer to its opening value."""
         if self.buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self.buffers, self.opening)
@@ -47,8 +47,8 @@ class Replica:
     def changed_buffers(self) -> list[torch.Tensor | None]:
         """Return each buffer whose value the shard has changed (None for the others).
 
-        Values are compared, not version counters: batch normalisation writes its running
-        statistics without counting.
+        Compares values, not version counters: batch normalisation writes its running statistics
+        without counting.
         """
         changed: list[torch.Tensor | None] = []
         for slots, own, opening in zip(self._slots, self.buffers, self.opening, strict=True):
@@ -60,7 +60,7 @@ class Replica:
 
 
 def broadcast(home: Replica, replica: Replica) -> None:
-    """Copy the home's parameters into those of a replica with memory of its own."""
+    """Copy the parameters of `home` into a replica with memory of its own."""
     with torch.no_grad():
         torch._foreach_copy_(list[torch.Tensor](replica.parameters), list(home.parameters))
 

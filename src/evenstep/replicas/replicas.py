@@ -1,12 +1,12 @@
-"""Replicas: one copy of the user's model for each device.
+"""The replicas of the user's model, one or more for each device, kept up to date with it.
 
-The first device's replica is the user's own module. Devices with the same memory share the storage
-of the parameters, so that an update reaches them at once; each has gradients and buffers of its
-own. A device with another memory (a GPU, or `cpu:1:own`) holds copies.
+The first device's replica is the user's own module (the home). Devices with the same memory share
+the storage of the parameters, so that an update reaches all of them; each has its own gradients and
+buffers. A device with another memory (a GPU, or `cpu:1:own`) holds copies.
 
-There is one update and one optimizer, the user's: the other memories then get the new parameters.
-That moves as many bytes as giving every memory the summed gradients for an optimizer replica would,
-needs no second optimizer state, holds for any optimizer, and copies can't drift apart.
+There is one update, by the user's optimizer; then the new parameters are copied to the other
+memories. That moves as many bytes as sending the summed gradients to a replica of the optimizer
+would, needs no second optimizer state, works for any optimizer, and copies can't drift apart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 
 from evenstep.devices import Device, carry
 from evenstep.errors import InputError, ModelError
-from evenstep.replicas.module_sync import carry_over_attributes, gradient_hooks
+from evenstep.replicas.module_sync import attribute_updates, gradient_hooks
 from evenstep.replicas.replica import Replica
 
 
@@ -30,18 +30,17 @@ class Replicas:
 
     Args:
         model: the user's module.
-        devices: the first one is where the module is.
-        apart: whether the first device too computes on a copy of the module (with the same
-            parameters in memory). Then what the user does to the module, to its gradients or
-            training flags, doesn't reach the shards of a step in flight.
-        abreast: how many shards each device has under way at once, with a replica for each.
+        devices: the devices; the module is on the first one.
+        home_computes: whether the first device computes on the user's module. False gives it a copy
+            that shares the parameters' memory; then the shards of a step in flight don't see the
+            user's changes to gradients or training flags.
+        per_device: the number of replicas for each device.
 
     Attributes:
         home: the replica that is the user's module; the update is done there.
-        all: one replica for each device, then what `abreast` asks for besides; without `apart`
-            the first is home.
-        copies: the replicas that hold copies of the home's parameters in a memory of their own.
-        have_followed: whether `follow_home` has found the module changed, since this was unset.
+        all: the first replica of every device, then the second of every device, and so on.
+        copies: one replica for each memory besides the home's; it gets the new parameters.
+        was_refreshed: whether `refresh` has found the module changed since this was last reset.
     """
 
     def __init__(
@@ -49,23 +48,23 @@ class Replicas:
         model: nn.Module,
         devices: Sequence[Device],
         *,
-        apart: bool = False,
-        abreast: int = 1,
+        home_computes: bool = True,
+        per_device: int = 1,
     ) -> None:
         self._model = model
         self._lanes = len(devices)
-        self._devices = (*devices,) * abreast
-        self._apart = apart
+        self._devices = (*devices,) * per_device
+        self._home_computes = home_computes
         self._lost: frozenset[int] = frozenset()
-        self.have_followed = False
+        self.was_refreshed = False
         self._build()
 
     def _build(self) -> None:
         model = self._model
         _refuse_hooks_on_sums(model)
         self.home = Replica(self._devices[0], model)
-        self.all = [] if self._apart else [self.home]
-        self._owners = {self.home.device.memory: self.home}  # who holds a memory's parameters
+        self.all = [self.home] if self._home_computes else []
+        self._owners = {self.home.device.memory: self.home}  # whose parameters others share
         for device in self._devices[len(self.all) :]:
             self._add(device)
         self._others = [replica for replica in self.all if replica is not self.home]
@@ -79,87 +78,88 @@ class Replicas:
         self._structure = _structure(self._modules, self.home.parameters)
         self._synchronised: list[tuple[int, int]] = []
 
-    def abreast(self, lane: int, place: int) -> Replica:
-        """Return the replica for the shard that is number `place` of those a device has at once."""
-        return self.all[place * self._lanes + lane]
+    def of_lane(self, lane: int, number: int) -> Replica:
+        """Return replica `number` of a device."""
+        return self.all[number * self._lanes + lane]
 
     @property
     def on_cpus(self) -> bool:
         """Whether every device is a CPU."""
         return all(device.kind == "cpu" for device in self._devices)
 
-    def follow_home(self) -> bool:
-        """Bring every replica up to what the user has done to the module since the last step.
+    def refresh(self) -> bool:
+        """Bring every replica up to date with the user's module.
 
-        Training flags and plain attributes (a dropout rate, a temperature, a mask) are carried
-        over, as is `requires_grad`; storage that was swapped is shared anew; after a change of
-        layers or hooks the replicas are made again. Says whether there are copies that are stale,
-        because somebody wrote the parameters since `mark_synchronised`.
+        Training flags, plain attributes (a dropout rate, a temperature, a mask) and `requires_grad`
+        are copied; storage that was swapped is shared again; after a change of layers or hooks, all
+        replicas are made again.
+
+        Returns:
+            Whether the copies are stale, because the parameters were written since
+            `mark_synchronised`.
         """
-        if self._structure != _structure(self._modules, self.home.parameters):
+        if self._structure_changed:
             self._build()
-            self.have_followed = True
-        for bring_over in self._differences():
-            bring_over()
-            self.have_followed = True
+            self.was_refreshed = True
+        for update in self._updates():
+            update()
+            self.was_refreshed = True
         if not self.copies:
             self.mark_synchronised()
         return bool(self.copies) and self._synchronised != self._home_versions()
 
     @property
-    def is_behind(self) -> bool:
-        """Whether the user has changed the module since `follow_home`; nothing is done about it."""
-        if self._structure != _structure(self._modules, self.home.parameters):
-            return True
-        return any(True for _ in self._differences())
+    def is_outdated(self) -> bool:
+        """Whether the user has changed the module since `refresh`."""
+        return self._structure_changed or any(True for _ in self._updates())
 
-    def _differences(self) -> Iterator[Callable[[], object]]:
-        """Yield, for each thing in which a replica is behind the home, what brings it over."""
+    @property
+    def _structure_changed(self) -> bool:
+        return self._structure != _structure(self._modules, self.home.parameters)
+
+    def _updates(self) -> Iterator[Callable[[], object]]:
+        """Yield a function for each difference between a replica and the home; it removes it."""
         for mine, its, device in self._pairs:
-            yield from carry_over_attributes(mine, its, device)
+            yield from attribute_updates(mine, its, device)
         for replica in self._others:
             owner = self._owners[replica.device.memory]
             if owner is not replica:
                 for parameter, source in zip(replica.parameters, owner.parameters, strict=True):
                     if parameter.data_ptr() != source.data_ptr():
-                        yield functools.partial(_share, parameter, source)
+                        yield functools.partial(setattr, parameter, "data", source.detach())
             for parameter, source in zip(replica.parameters, self.home.parameters, strict=True):
                 if parameter.requires_grad != source.requires_grad:
                     yield functools.partial(parameter.requires_grad_, source.requires_grad)
 
-    def can_do_without(self, lost: frozenset[int]) -> bool:
-        """Say whether training can go on without the devices of some lanes, and give them up.
+    def drop_lanes(self, lost: frozenset[int]) -> bool:
+        """Stop using the replicas of lost lanes; return False if training needs them.
 
-        It can't without the one that holds the user's module, unless that is in the CPU's memory
-        and its lane computes on a copy; nor where each device has a replica for each of its shards.
+        Training needs the device that holds the user's module, unless the module is in the CPU's
+        memory and the device computes on a copy. It needs all devices where each has several
+        replicas.
         """
-        if len(lost) >= len(self.all) or len(self.all) > self._lanes:
-            return False
-        if 0 in lost and not (self._apart and self.home.device.kind == "cpu"):
+        needs_home = self._home_computes or self.home.device.kind != "cpu"
+        if len(lost) >= len(self.all) or len(self.all) > self._lanes or (0 in lost and needs_home):
             return False
         self._lost = lost
         self._find_copies()
         return True
 
     def _find_copies(self) -> None:
-        self.copies = [
-            replica
-            for lane, replica in enumerate(self.all)
-            if lane not in self._lost
-            and self._owners[replica.device.memory] is replica
-            and replica is not self.home
-        ]
+        used = [replica for lane, replica in enumerate(self.all) if lane not in self._lost]
+        owners = [one for one in used if self._owners[one.device.memory] is one]
+        self.copies = [owner for owner in owners if owner is not self.home]
 
     def mark_synchronised(self) -> None:
         """Note that every copy now equals the home's parameters."""
-        if self.copies or self._apart:
+        if self.copies or not self._home_computes:
             self._synchronised = self._home_versions()
 
     def refuse_written(self) -> None:
-        """Refuse parameters and buffers that somebody wrote since `mark_synchronised`.
+        """Refuse parameters and buffers that were written to since `mark_synchronised`.
 
         Raises:
-            InputError: somebody did, while a step was in flight.
+            InputError: the user wrote to them while a step was in flight.
         """
         if self._were_written:
             raise InputError(
@@ -171,12 +171,12 @@ class Replicas:
     def _were_written(self) -> bool:
         return bool(self._synchronised) and self._synchronised != self._home_versions()
 
-    def mark_touched(self) -> None:
-        """Note that somebody may have written the home's parameters, in whatever way."""
+    def mark_written(self) -> None:
+        """Note that the user may write to the parameters, even past the version counters."""
         self._synchronised = []
 
     def open_step(self) -> None:
-        """Take the home's buffers as the step's opening values, for every replica."""
+        """Take the home's buffers as the opening values of every replica."""
         opening = [buffer.detach().clone() for buffer in self.home.buffers]
         per_memory = {self.home.device.memory: opening}
         self.home.opening = opening
@@ -189,18 +189,15 @@ class Replicas:
             replica.opening = per_memory[memory]
 
     def close_step(self, closing: Sequence[torch.Tensor | None]) -> None:
-        """Write the step's closing values into the user's module (None: the opening value)."""
-        home = self.home
-        if home.buffers:
-            values = [
-                before if after is None else after
-                for before, after in zip(home.opening, closing, strict=True)
-            ]
+        """Write the buffers' closing values into the user's module (None: the opening value)."""
+        if self.home.buffers:
+            pairs = zip(self.home.opening, closing, strict=True)
+            values = [opening if value is None else value for opening, value in pairs]
             with torch.no_grad():
-                torch._foreach_copy_(home.buffers, values)
+                torch._foreach_copy_(self.home.buffers, values)
 
     def restore_opening(self) -> None:
-        """Give the user's module the step's opening values back."""
+        """Reset the buffers of the user's module to the step's opening values."""
         self.close_step([None] * len(self.home.buffers))
 
     def abandon_step(self) -> None:
@@ -227,16 +224,14 @@ class Replicas:
         self.all.append(replica)
 
     def _home_versions(self) -> list[tuple[int, int]]:
-        written = (
-            [*self.home.parameters, *self.home.buffers] if self._apart else (self.home.parameters)
-        )
-        return [(values._version, values.data_ptr()) for values in written]
+        buffers = () if self._home_computes else self.home.buffers
+        return [(one._version, one.data_ptr()) for one in (*self.home.parameters, *buffers)]
 
 
 def _structure(
     modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
 ) -> tuple[list[Any], list[Any]]:
-    """Return what changes when layers, parameters, buffers or hooks of a model change."""
+    """Return a value that changes when the model's layers, parameters, buffers or hooks do."""
     return [
         (
             *map(id, module._modules.values()),
@@ -252,11 +247,11 @@ def _structure(
 
 
 def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what can't be trained, before anything is changed.
+    """Refuse a model or an optimizer that can't be trained.
 
     Raises:
-        ModelError: lazy parameters, hooks on accumulated gradients, or an optimizer with parameters
-            that the model doesn't have.
+        ModelError: the model has lazy parameters or hooks on accumulated gradients, or the
+            optimizer holds parameters that are not the model's.
     """
     _refuse_hooks_on_sums(model)
     for name, parameter in model.named_parameters():
@@ -277,7 +272,7 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def move_home(
     model: nn.Module, optimizer: torch.optim.Optimizer, device: Device, *, channels_last: bool
 ) -> None:
-    """Bring the user's model, and what the optimizer holds for it, to `device` (in place)."""
+    """Move the user's model and the optimizer's state to `device`, in place."""
     target = device.torch_device
     if any(parameter.device != target for parameter in model.parameters()):
         model.to(target)
@@ -310,10 +305,6 @@ def _copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.M
             f"and computed tensors out of its attributes (or give it __deepcopy__), or train on "
             f"one device"
         ) from error
-
-
-def _share(parameter: nn.Parameter, source: nn.Parameter) -> None:
-    parameter.data = source.detach()
 
 
 def _refuse_hooks_on_sums(model: nn.Module) -> None:

@@ -1,8 +1,8 @@
-"""`hybridize` in a trainer: which shards run compiled, and what came of it.
+"""Decides whether a trainer's shards are compiled (`compile=True`), and measures what it gains.
 
 Compiled code adds in another order than torch's own kernels do. So whether a shard is compiled is a
-function of the experiment and the shard, never of the device or of timing; where compiling does not
-pay it is said, and the user's choice stands.
+function of the experiment and the shard, never of the device or of timing. Where compiling does not
+pay, a log line says so, and the user's choice stands.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from evenstep.shard.loss import ShardObjective
 
 logger = logging.getLogger("evenstep")
 
-_MEASURED_S = 0.5  # for each way, about
+_MEASURED_S = 0.5  # for each of the two, about
 _MOST_REPEATS = 20
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Hybridized:
-    """What came of compiling a trainer's shards.
+    """The result of compiling a trainer's shards.
 
     Attributes:
-        compile_s: seconds spent on it (and on comparing) so far; no part of any step's time.
-        shard_ms: milliseconds of the first batch's first shard, compiled; 0 where it isn't.
-        eager_ms: the same without compiling.
-        max_difference: by how much the gradients of the two differ at most, over the largest one.
+        compile_s: the seconds spent on compiling and comparing so far; no part of a step's time.
+        shard_ms: the milliseconds that the first batch's first shard takes compiled; 0 where it
+            isn't compiled.
+        eager_ms: the milliseconds that it takes without compiling.
+        max_difference: the largest difference between compiled and eager gradients, relative to
+            the largest gradient.
         why_not: why shards are computed eagerly; "" where they are compiled.
     """
 
@@ -48,28 +50,28 @@ class Hybridized:
 
     def __str__(self) -> str:
         if self.why_not:
-            return f"hybridize: shards are computed eagerly, because {self.why_not}"
+            return f"compile: shards are computed eagerly, because {self.why_not}"
         pays = self.shard_ms < self.eager_ms
         return (
-            f"hybridize{'' if pays else ' does not pay here'}: a shard takes "
-            f"{self.shard_ms:.3g} ms compiled and {self.eager_ms:.3g} ms eagerly; max difference "
-            f"of the gradients {self.max_difference:.0e}; compiled in {self.compile_s:.1f} s (not "
-            f"counted as training)"
+            f"compile: a shard takes {self.shard_ms:.3g} ms compiled and {self.eager_ms:.3g} ms "
+            f"eagerly{'' if pays else ', so compiling does not pay here'}; max difference of the "
+            f"gradients {self.max_difference:.0e}; compiled in {self.compile_s:.1f} s (not counted "
+            f"as training)"
         )
 
 
 class ShardPrograms:
-    """The programs of the shards of steps, found by the thread that begins them.
+    """Finds the compiled programs for the shards of each step, in the thread that begins it.
 
-    The first step decides whether a training's shards are compiled, for good: a shard that is
-    computed in another way than before would move bits.
+    The first step decides for the whole training whether shards are compiled: changing that later
+    would change bits.
 
     Args:
-        experiment: what is computed.
-        replicas: of the model.
+        experiment: the choices that the result depends on.
+        replicas: the replicas of the model.
 
     Attributes:
-        told: what came of it.
+        result: the result of compiling so far; another object after more was compiled.
         compiles: whether shards are compiled; None before the first step.
     """
 
@@ -78,93 +80,76 @@ class ShardPrograms:
         self._replicas = replicas
         self._home: Replica | None = None
         self._compiler: ShardCompiler | None = None
-        self.told = Hybridized()
+        self.result = Hybridized()
         self.compiles: bool | None = None
 
     def of(self, cut: Cut, objective: ShardObjective) -> dict[int, Program]:
-        """Return the program for each size of this process's shards; none where they are eager.
+        """Return the program for each size of this process's shards; empty where they are eager.
 
         Raises:
-            ModelError: the objective takes the model from outside, a shard can't be compiled after
-                others were, or there are too many programs.
+            ModelError: the objective uses another model than it is given, a shard can't be compiled
+                though earlier ones were, or there are too many programs.
         """
-        told, began_s = self.told, time.perf_counter()
+        before, began_s = self.result, time.perf_counter()
         if self.compiles is False:
-            if not told.why_not:
-                self._say(Hybridized(why_not="they were before the checkpoint"))
+            if not before.why_not:
+                self.result = Hybridized(why_not="they were before the checkpoint")
+                logger.warning(str(self.result))
             return {}
         try:
-            found = self._found(cut, objective)
+            programs = self._find(cut, objective)
         except NotCompiledError as error:
             if self.compiles:
                 raise ModelError(
-                    f"the shards of this training were compiled so far, but here {error}: other "
-                    f"bits would come of computing them eagerly"
+                    f"the shards of this training were compiled so far, but here {error}: "
+                    f"computing them eagerly would give other bits"
                 ) from error
-            self.compiles, found = False, {}
-            self.told = Hybridized(why_not=str(error))
-        if self.told is not told:  # something was compiled, or tried
-            took_s = time.perf_counter() - began_s
-            self.told = dataclasses.replace(self.told, compile_s=told.compile_s + took_s)
-            if told == Hybridized():
-                self._say(self.told)
-        if found:
+            self.compiles, programs = False, {}
+            self.result = Hybridized(why_not=str(error))
+        if self.result is not before:
+            spent_s = before.compile_s + time.perf_counter() - began_s
+            self.result = dataclasses.replace(self.result, compile_s=spent_s)
+            if before == Hybridized():
+                logger.warning(str(self.result))
+        if programs:
             self.compiles = True
-        return found
+        return programs
 
-    def _say(self, told: Hybridized) -> None:
-        self.told = told
-        logger.warning(str(told))
-
-    def _found(self, cut: Cut, objective: ShardObjective) -> dict[int, Program]:
-        compiler, alone = self._compiler_of(objective), cut.filled == 1
+    def _find(self, cut: Cut, objective: ShardObjective) -> dict[int, Program]:
+        compiler, alone = self._compiler_for(objective), cut.filled == 1
         place = self._experiment.placement(self._replicas.home.device)
         found: dict[int, Program] = {}
         for shard in cut.part.run:
             lo, hi = cut.bounds[shard]
-            if hi - lo not in found:
-                example = cut.take(shard, place)
-                found[hi - lo] = self._program(compiler, example, alone=alone)
+            if hi - lo in found:
+                continue
+            example, compiled = cut.take(shard, place), compiler.compiled
+            found[hi - lo] = program = compiler.program(example, alone=alone)
+            if compiler.compiled > compiled and self.result == Hybridized():
+                self.result = self._compare(compiler, program, example, alone=alone)
+            elif compiler.compiled > compiled:
+                self.result = dataclasses.replace(self.result)
         return found
 
-    def _compiler_of(self, objective: ShardObjective) -> ShardCompiler:
+    def _compiler_for(self, objective: ShardObjective) -> ShardCompiler:
         if self._compiler is None or self._home is not self._replicas.home:  # layers were changed
             if not self._replicas.on_cpus:
                 raise NotCompiledError("it compiles for CPUs only")
-            self._home = self._replicas.home
+            self._home, experiment = self._replicas.home, self._experiment
             self._compiler = ShardCompiler(
-                self._home.module,
-                objective,
-                self._experiment.threads,
-                self._experiment.autocast_dtype,
+                self._home.module, objective, experiment.threads, experiment.autocast_dtype
             )
         return self._compiler
 
-    def _program(self, compiler: ShardCompiler, example: Batch, *, alone: bool) -> Program:
-        before = compiler.compiled
-        program = compiler.program(example, alone=alone)
-        if compiler.compiled > before:
-            if self.told == Hybridized():
-                self.told = self._compared(compiler, program, example, alone=alone)
-            else:
-                self.told = dataclasses.replace(self.told)
-        return program
-
-    def _compared(
-        self,
-        compiler: ShardCompiler,
-        program: Program,
-        example: Batch,
-        *,
-        alone: bool,
+    def _compare(
+        self, compiler: ShardCompiler, program: Program, example: Batch, *, alone: bool
     ) -> Hybridized:
         """Compare the compiled shard with the eager one: its gradients, and its time."""
-        assert self._home is not None
-        parameters = [parameter.detach() for parameter in self._home.parameters]
-        buffers = self._home.buffers
+        home = self._replicas.home
+        parameters = [parameter.detach() for parameter in home.parameters]
 
         def compiled() -> Outcome:
-            return program.run(parameters, buffers, example)
+            return program.run(parameters, home.buffers, example)
 
         def eager() -> Outcome:
             return compiler.eager(example, alone=alone)
@@ -177,31 +162,28 @@ class ShardPrograms:
             with undrawn():
                 shard_s, eager_s = _timed(compiled, eager)
         return Hybridized(
-            shard_ms=1e3 * shard_s,
-            eager_ms=1e3 * eager_s,
-            max_difference=_difference(ours, theirs),
+            shard_ms=1e3 * shard_s, eager_ms=1e3 * eager_s, max_difference=_difference(ours, theirs)
         )
 
 
-def _timed(*ways: Callable[[], object]) -> list[float]:
-    """Return the seconds of each way: medians of interleaved calls."""
-    taken: list[list[float]] = [[] for _ in ways]
-    while not taken[0] or (
-        len(taken[0]) < _MOST_REPEATS and sum(map(sum, taken)) < _MEASURED_S * len(ways)
-    ):
-        for seconds, way in zip(taken, ways, strict=True):
+def _timed(*calls: Callable[[], object]) -> list[float]:
+    """Return the seconds that each call takes: medians of interleaved calls."""
+    taken_s: list[list[float]] = [[] for _ in calls]
+    end_s = time.perf_counter() + _MEASURED_S * len(calls)
+    for _ in range(_MOST_REPEATS):
+        for seconds, call in zip(taken_s, calls, strict=True):
             began_s = time.perf_counter()
-            way()
+            call()
             seconds.append(time.perf_counter() - began_s)
-    return [statistics.median(seconds) for seconds in taken]
+        if time.perf_counter() >= end_s:
+            break
+    return [statistics.median(seconds) for seconds in taken_s]
 
 
 def _difference(ours: Outcome, theirs: Outcome) -> float:
-    pairs = [
-        (mine, its)
-        for mine, its in zip(ours.gradients, theirs.gradients, strict=True)
-        if mine is not None and its is not None and mine.numel()
-    ]
-    largest = max((its.abs().max().item() for _, its in pairs), default=0.0)
-    difference = max(((mine - its).abs().max().item() for mine, its in pairs), default=0.0)
+    largest = difference = 0.0
+    for mine, its in zip(ours.gradients, theirs.gradients, strict=True):
+        if mine is not None and its is not None and mine.numel():
+            largest = max(largest, its.abs().max().item())
+            difference = max(difference, (mine - its).abs().max().item())
     return difference / largest if largest else difference

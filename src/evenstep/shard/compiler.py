@@ -1,17 +1,16 @@
-"""A shard's forward and backward pass as one compiled program, which all lanes share.
+"""Compiles a shard's forward and backward pass into one program, which all lanes share.
 
-Dynamo traces model, objective and backward pass into one graph and guards the Python that it has
-read; inductor compiles the graph. The guards are checked once a step, in the thread that begins it.
-The lanes then run the program itself on their own tensors: no guards, no autograd, and nothing that
-two of them could compile at once.
+Dynamo traces model, objective and backward pass into one graph, and guards the Python values that
+it has read; inductor compiles the graph. The guards are checked once a step, in the thread that
+begins the step. The lanes run the program itself on their own tensors: without guards, without
+autograd, and with nothing that two of them could compile at the same time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import optree
@@ -28,9 +27,8 @@ from evenstep.replicas.module_sync import gradient_hooks
 from evenstep.shard.loss import Number, ShardObjective
 
 Tensors: TypeAlias = "list[torch.Tensor]"
-Call: TypeAlias = "Callable[..., Sequence[Any]]"
-Kind: TypeAlias = "tuple[object, ...]"
-"""What compiled code takes for granted of a tensor: shape, strides, dtype, device."""
+Kind: TypeAlias = "tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]"
+"""What compiled code assumes about a tensor: shape, strides, dtype, device."""
 
 _MOST_PROGRAMS = 64
 _SETTINGS = {"trace_autograd_ops": True, "recompile_limit": 2 * _MOST_PROGRAMS}
@@ -41,13 +39,13 @@ class NotCompiledError(EvenstepError):
 
 
 class Outcome(NamedTuple):
-    """What a shard gives.
+    """What computing a shard returns.
 
     Attributes:
-        total: its objective.
-        divisor: what that is to be divided by, float64.
-        gradients: of each parameter; None where the objective doesn't depend on it.
-        buffers: what each of the model's buffers is afterwards.
+        total: the shard's loss, summed.
+        divisor: the count by which the sum of the totals is divided, float64.
+        gradients: one for each parameter; None where the loss doesn't depend on it.
+        buffers: the values of the model's buffers after the forward pass.
     """
 
     total: torch.Tensor
@@ -57,79 +55,69 @@ class Outcome(NamedTuple):
 
 
 class Program:
-    """The compiled shard, bound to a step's constants; called from any thread.
+    """A compiled shard, bound to the step's constants (class weights, say).
 
     Args:
-        call: what inductor has compiled.
-        kinds: of its arguments.
-        sources: for each argument its place among parameters, buffers and the batch's tensors; or
-            itself, if it is a constant of the step (class weights, say).
-        places: for each leaf of the outcome the output that it is; None where it is None.
-        layouts: for some outputs the strides that they are to be copied to.
-        structure: of the outcome.
+        compiled: the compiled graph.
+        arguments: the arguments that Dynamo called the graph with.
+        given: the parameters, buffers and batch tensors that they were taken from, in the order
+            in which `run` gets the shard's own.
     """
 
-    def __init__(
-        self,
-        call: Call,
-        kinds: Sequence[Kind | None],
-        sources: Sequence[Any],
-        places: Sequence[_Place | None],
-        layouts: dict[int, tuple[int, ...]],
-        structure: optree.PyTreeSpec,
-    ) -> None:
-        self._call = call
-        self._kinds = kinds
-        self._sources = sources
-        self._places = places
-        self._layouts = layouts
-        self._structure = structure
+    def __init__(self, compiled: _Compiled, arguments: Sequence[Any], given: Tensors) -> None:
+        number_of = {id(tensor): number for number, tensor in enumerate(given)}
+        numbered = dict(enumerate(arguments))
+        self._compiled = compiled
+        self._bound = {n: number_of[id(one)] for n, one in numbered.items() if id(one) in number_of}
+        self._constants = [None if n in self._bound else one for n, one in numbered.items()]
+        self._kinds = {n: _kind(o) for n, o in numbered.items() if isinstance(o, torch.Tensor)}
+        if any(isinstance(one, torch.Tensor) and one.requires_grad for one in self._constants):
+            raise ModelError(
+                "the objective reaches parameters of a model from outside: objective(model, "
+                "*batch) must call the model that it is given"
+            )
 
-    def run(
-        self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], batch: Batch
-    ) -> Outcome:
-        """Compute a shard.
+    def run(self, parameters: Tensors, buffers: Tensors, batch: Batch) -> Outcome:
+        """Compute a shard; any thread may call this.
 
         Args:
-            parameters: of the replica that it is computed on.
-            buffers: their opening values; they are left as they are.
-            batch: of the shape that the program was made for.
+            parameters: the replica's parameters, detached.
+            buffers: the buffers' opening values; they are not written to.
+            batch: examples of the shape that the program was compiled for.
 
         Raises:
-            ModelError: a tensor is of another kind; compiled code would read past its end.
+            ModelError: a tensor has another shape, dtype or device; compiled code would read past
+                its end.
         """
         given = [*parameters, *buffers, *optree.tree_leaves(batch)]
-        arguments = [
-            given[source.number] if isinstance(source, _Place) else source
-            for source in self._sources
-        ]
-        for number, known in enumerate(self._kinds):
-            if known is not None and kind(arguments[number]) != known:
+        arguments: list[Any] = list(self._constants)
+        for number, place in self._bound.items():
+            arguments[number] = given[place]
+        for number, known in self._kinds.items():
+            if _kind(arguments[number]) != known:
                 arguments[number] = _as_kind(arguments[number], known)
         with torch.no_grad():
-            outputs = self._call(*arguments)
-        laid_out = [
-            _strided(output, self._layouts[number]) if number in self._layouts else output
-            for number, output in enumerate(outputs)
-        ]
-        leaves = [None if place is None else laid_out[place.number] for place in self._places]
-        return cast("Outcome", self._structure.unflatten(leaves))
+            outputs = list(self._compiled.call(*arguments))
+        return self._compiled.outcome(outputs, len(parameters))
 
 
 class ShardCompiler:
-    """Finds the program of a shard, and compiles it if there is none yet.
+    """Finds the program for a shard, and compiles it the first time.
 
-    Only ever called by the thread that begins steps.
+    Only the thread that begins steps may call it.
 
     Args:
-        model: the user's module. Its layers and hooks stay what they are.
-        objective: of a shard.
-        threads: that a lane may use.
-        precision: dtype that autocast computes in; None for the parameters' own.
+        model: the user's module; it is not changed.
+        objective: computes a shard's loss as (total, count).
+        threads: the number of threads that a lane may use.
+        precision: the dtype that autocast computes in; None for the parameters' own.
+
+    Attributes:
+        compiled: the number of programs compiled so far.
 
     Raises:
-        NotCompiledError: the model has what a compiled backward pass would leave out, or torch is
-            too old.
+        NotCompiledError: a compiled backward pass would leave out something that the model has, or
+            torch is too old.
     """
 
     def __init__(
@@ -143,13 +131,9 @@ class ShardCompiler:
         self._model = model
         self._threads = threads
         self._precision = precision
-        self._whole = _Whole(model, objective)
-        self._names = [
-            f"model.{name}"
-            for named in (model.named_parameters(), model.named_buffers())
-            for name, _ in named
-        ]
-        # Dynamo keeps what it knows by code object; what it holds of one model is not another's.
+        self._whole = whole = _Whole(model, objective)
+        self._names = [name for name, _ in (*whole.named_parameters(), *whole.named_buffers())]
+        # Dynamo caches by code object: each model needs one of its own.
         code = types.FunctionType(_joint.__code__.replace(), _joint.__globals__)
         self._traced = torch.compile(
             code, fullgraph=True, dynamic=False, backend=self._compile_graph
@@ -158,60 +142,68 @@ class ShardCompiler:
         self.compiled = 0
 
     def program(self, batch: Batch, *, alone: bool) -> Program:
-        """Return the program for shards like `batch`, of the model as it is now.
+        """Return the program for shards like `batch`, for the model as it is now.
 
         Args:
-            batch: a shard's examples, laid out as the lanes will have them.
-            alone: whether it is the whole minibatch.
+            batch: a shard's examples, in the memory layout that the lanes will use.
+            alone: whether the shard is the whole minibatch.
 
         Raises:
-            NotCompiledError: why there is none.
-            ModelError: the objective takes the model from outside, or the model is another one at
-                every step.
+            NotCompiledError: the shard can't be compiled.
+            ModelError: the objective uses another model than it is given, or the model needs a new
+                program again and again.
         """
         self._found = None
-        given = self._given(batch)
-        with _tracing(), in_modes(PLAIN), autocast("cpu", self._precision):
+        parameters, wanted, buffers = self._state()
+        # Dynamo is to trace backward passes, and to keep more than eight programs of a function.
+        tracing = torch._dynamo.config.patch(_SETTINGS)
+        with in_modes(PLAIN), autocast("cpu", self._precision), tracing, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, about torch
             try:
-                result = self._traced(self._whole, self._names, *given, alone)
+                result = self._traced(
+                    self._whole, self._names, parameters, wanted, buffers, batch, alone
+                )
             except Exception as error:
                 raise NotCompiledError(_reason(error)) from error
         if self._found is None:
             raise NotCompiledError("there is nothing in it to compute")
-        compiled, arguments = self._found
         if self.compiled > _MOST_PROGRAMS:
             raise ModelError(
-                f"hybridize has compiled {_MOST_PROGRAMS} programs, and needs another one: shards "
-                f"come in too many shapes, or forward reads Python values that change (a counter, "
-                f"a rate): keep these in tensors, or leave hybridize out"
+                f"compile=True has compiled {_MOST_PROGRAMS} programs, and needs another one: "
+                f"shards come in too many shapes, or forward reads Python values that change (a "
+                f"counter, a rate): keep these in tensors, or leave out compile=True"
             )
-        return self._bound(compiled, arguments, result, given)
+        compiled, arguments = self._found
+        program = Program(compiled, arguments, [*parameters, *buffers, *optree.tree_leaves(batch)])
+        if not compiled.places:
+            compiled.learn(arguments, result, parameters)
+        return program
 
     def eager(self, batch: Batch, *, alone: bool) -> Outcome:
-        """Return what the shard gives without compiling."""
+        """Return the shard's outcome without compiling."""
         with in_modes(PLAIN), autocast("cpu", self._precision):
-            return _joint(self._whole, self._names, *self._given(batch), alone)
+            return _joint(self._whole, self._names, *self._state(), batch, alone)
 
-    def _given(self, batch: Batch) -> tuple[Tensors, list[bool], Tensors, Batch]:
-        # Not the parameters themselves: whoever uses those takes them from outside.
+    def _state(self) -> tuple[Tensors, list[bool], Tensors]:
+        # Detached, to tell them from parameters that the objective takes from outside.
         parameters = [parameter.detach() for parameter in self._model.parameters()]
         wanted = [parameter.requires_grad for parameter in self._model.parameters()]
-        return parameters, wanted, list(self._model.buffers()), batch
+        return parameters, wanted, list(self._model.buffers())
 
-    def _compile_graph(self, graph: Any, examples: list[torch.Tensor]) -> Callable[..., Any]:
-        """Compile a graph for Dynamo (its backend), which calls the answer once guards have held.
+    def _compile_graph(self, graph: Any, examples: Tensors) -> Callable[..., Any]:
+        """Compile a graph; Dynamo's backend. Dynamo calls the result when the guards have held.
 
-        That only notes what was found: the outputs of the first time are given again.
+        That call only records which graph was found, and returns the outputs of the first time.
         """
         from torch._inductor.compile_fx import compile_fx
 
         settings = {"cpp.threads": self._threads, "fallback_random": True}
         with torch._inductor.config.patch(settings):
-            compiled = _Compiled(cast("Call", compile_fx(graph, examples)))
+            compiled = _Compiled(cast("Callable[..., Sequence[Any]]", compile_fx(graph, examples)))
         self.compiled += 1
 
         def found(*arguments: Any) -> Sequence[Any]:
-            if compiled.places is None:
+            if not compiled.places:
                 with undrawn():
                     compiled.outputs = list(compiled.call(*arguments))
             self._found = compiled, arguments
@@ -219,84 +211,58 @@ class ShardCompiler:
 
         return found
 
-    def _bound(
-        self,
-        compiled: _Compiled,
-        arguments: Sequence[Any],
-        result: Outcome,
-        given: tuple[Tensors, list[bool], Tensors, Batch],
-    ) -> Program:
-        """Say which argument of a program is which tensor, and which output what."""
-        parameters, _, buffers, batch = given
-        at = {
-            id(tensor): _Place(number)
-            for number, tensor in enumerate([*parameters, *buffers, *optree.tree_leaves(batch)])
-        }
-        sources = [at.get(id(argument), argument) for argument in arguments]
-        if any(isinstance(one, torch.Tensor) and one.requires_grad for one in sources):
-            raise ModelError(
-                "the objective reaches parameters of a model from outside: objective(model, "
-                "*batch) must call the model that it is given"
-            )
-        if compiled.places is None:
-            compiled.learn(arguments, result, parameters)
-        assert compiled.places is not None
-        assert compiled.structure is not None
-        return Program(
-            compiled.call,
-            [kind(one) if isinstance(one, torch.Tensor) else None for one in arguments],
-            sources,
-            compiled.places,
-            compiled.layouts,
-            compiled.structure,
-        )
-
-
-class _Place(NamedTuple):
-    """The number of a tensor in a list."""
-
-    number: int
-
 
 class _Compiled:
-    """A compiled graph, and what is known of its outputs."""
+    """A compiled graph, and how its outputs make an `Outcome`.
 
-    def __init__(self, call: Call) -> None:
+    Attributes:
+        call: the compiled graph.
+        outputs: its outputs of the first time.
+        places: for each tensor of an `Outcome`, the number of the output that it is, or None;
+            empty before `learn`.
+        layouts: the strides to which some outputs are copied.
+    """
+
+    def __init__(self, call: Callable[..., Sequence[Any]]) -> None:
         self.call = call
         self.outputs: list[Any] = []
-        self.places: list[_Place | None] | None = None
+        self.places: list[int | None] = []
         self.layouts: dict[int, tuple[int, ...]] = {}
-        self.structure: optree.PyTreeSpec | None = None
 
     def learn(self, arguments: Sequence[Any], result: Outcome, parameters: Tensors) -> None:
-        """Look at the outputs of the first time; then only their places are kept.
+        """Find the outputs of the first time in `result`; then free them.
 
-        Gradients are to lie as their parameters do, and no two outputs in one memory: they are
-        added onto each other in place.
+        Each gradient gets the strides of its parameter, and each output memory of its own:
+        gradients are added onto each other in place.
         """
         number_of = {id(output): number for number, output in enumerate(self.outputs)}
-        leaves, self.structure = optree.tree_flatten(cast("Any", result), none_is_leaf=True)
-        self.places = [None if leaf is None else _Place(number_of[id(leaf)]) for leaf in leaves]
-        if {place.number for place in self.places if place is not None} < {*number_of.values()}:
+        leaves = [result.total, result.divisor, *result.gradients, *result.buffers]
+        places = [None if leaf is None else number_of[id(leaf)] for leaf in leaves]
+        if not {*number_of.values()} <= {*places}:
             raise NotCompiledError("forward keeps a tensor somewhere besides returning it")
         used = {_memory(one) for one in arguments if isinstance(one, torch.Tensor)}
-        wanted = {
-            id(gradient): parameter.stride()
-            for gradient, parameter in zip(result.gradients, parameters, strict=True)
-            if gradient is not None
-        }
-        for leaf, place in zip(leaves, self.places, strict=True):
-            if place is None:
+        pairs = zip(result.gradients, parameters, strict=True)
+        wanted = {id(gradient): parameter.stride() for gradient, parameter in pairs}
+        for leaf, place in zip(leaves, places, strict=True):
+            if leaf is None or place is None:
                 continue
             strides = wanted.get(id(leaf), leaf.stride())
             if _memory(leaf) in used or leaf.stride() != strides:
-                self.layouts[place.number] = strides
+                self.layouts[place] = strides
             used.add(_memory(leaf))
+        self.places = places
         self.outputs = [torch.empty(0) for _ in self.outputs]
+
+    def outcome(self, outputs: list[Any], parameters: int) -> Outcome:
+        """Return the outcome that `outputs` make, for a model with so many `parameters`."""
+        for number, strides in self.layouts.items():
+            outputs[number] = _strided(outputs[number], strides)
+        leaves: list[Any] = [None if place is None else outputs[place] for place in self.places]
+        return Outcome(leaves[0], leaves[1], leaves[2 : 2 + parameters], leaves[2 + parameters :])
 
 
 class _Whole(nn.Module):
-    """Model and objective as one module, so that the objective is given a module."""
+    """Model and objective as one module, as `functional_call` needs it."""
 
     def __init__(self, model: nn.Module, objective: ShardObjective) -> None:
         super().__init__()
@@ -317,7 +283,7 @@ def _joint(
     batch: Batch,
     alone: bool,
 ) -> Outcome:
-    """Compute a shard, forward and backward; what Dynamo traces."""
+    """Compute a shard, forward and backward; Dynamo traces this."""
     leaves = [
         parameter.detach().requires_grad_(wants)
         for parameter, wants in zip(parameters, wanted, strict=True)
@@ -328,26 +294,13 @@ def _joint(
     learning = [leaf for leaf in leaves if leaf.requires_grad]
     found = iter(torch.autograd.grad(total, learning, allow_unused=True))
     gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
-    # A number may be a tensor's value; only what the graph gives is right for every shard.
+    # A Python number may come from a tensor's value: only an output of the graph is each shard's.
     divisor = (torch.ones((), dtype=torch.float64) * count).detach()
     return Outcome(total.detach(), divisor, gradients, own)
 
 
-def kind(tensor: torch.Tensor) -> Kind:
-    """Return what compiled code takes for granted of a tensor."""
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-@contextlib.contextmanager
-def _tracing() -> Any:
-    """Let Dynamo trace backward passes, and keep more than its eight programs of a function."""
-    with torch._dynamo.config.patch(_SETTINGS), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, about torch
-        yield
-
-
 def _refuse_unfit(model: nn.Module) -> None:
-    """Refuse what can't be compiled here, or not rightly."""
+    """Refuse models that can't be compiled, or whose gradients would be wrong."""
     if not all(hasattr(torch._dynamo.config, name) for name in _SETTINGS):
         raise NotCompiledError(f"torch {torch.__version__} is too old for it")
     for name, child in model.named_modules():
@@ -361,22 +314,21 @@ def _refuse_unfit(model: nn.Module) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return in a line what is wrong, and where in the user's code."""
+    """Return in one line what is wrong, and where in the user's code."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     where = [line for line in lines if line.startswith("File ")][-1:]
     return " ".join([*lines[:2], *where]) or type(error).__name__
 
 
-def _as_kind(tensor: torch.Tensor, known: Kind) -> torch.Tensor:
-    """Return a tensor with the strides that compiled code takes for granted.
+def _kind(tensor: torch.Tensor) -> Kind:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
-    Raises:
-        ModelError: that is not all in which it differs.
-    """
+
+def _as_kind(tensor: torch.Tensor, known: Kind) -> torch.Tensor:
+    """Copy a tensor to the strides that compiled code assumes; refuse any other difference."""
     shape, strides, dtype, device = known
     if (tensor.shape, tensor.dtype, tensor.device) != (shape, dtype, device):
-        raise ModelError(f"a shard has {kind(tensor)} where the compiled program has {known}")
-    assert isinstance(strides, tuple)
+        raise ModelError(f"a shard has {_kind(tensor)} where the compiled program has {known}")
     return _strided(tensor, strides)
 
 

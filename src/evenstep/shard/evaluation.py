@@ -1,4 +1,4 @@
-"""Metrics (exact totals and counts) and predictions of a data set, shard by shard."""
+"""Computes metrics (as exact totals and counts) and predictions, shard by shard."""
 
 from __future__ import annotations
 
@@ -22,53 +22,51 @@ Metric: TypeAlias = Callable[..., "tuple[Number, Number]"]
 """`metric(output, *targets) -> (total, count)`; with an objective, `metric(model, *batch)`."""
 
 Forward: TypeAlias = Callable[..., Batch]
-"""`forward(model, *batch) -> output`: a tensor or a nesting of tensors, examples first."""
+"""`forward(model, *batch) -> output`: a tensor or a tree of tensors, with a row per example."""
 
 Pairs: TypeAlias = dict[str, tuple[Number, Number]]
 Measure: TypeAlias = Callable[[nn.Module, Batch, Mapping[str, Metric]], Pairs]
 
 
 def measure_output(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Pairs:
-    """Give every metric the output of one forward pass, and the targets."""
+    """Call every metric with the output of one forward pass, and the targets."""
     source, targets = split_batch(batch)
     output = model(source)
     return {name: metric(output, *targets) for name, metric in metrics.items()}
 
 
 def measure_model(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Pairs:
-    """Give every metric the model and the batch, as an objective gets them."""
+    """Call every metric with the model and the batch, as an objective is called."""
     return {name: metric(model, *batch) for name, metric in metrics.items()}
 
 
 def measure_shard(
     replica: Replica, work: ShardWork, measure: Measure, metrics: Mapping[str, Metric]
 ) -> Pairs:
-    """Return each metric's (total, count) of one shard; nothing of the model is changed."""
+    """Return each metric's (total, count) for one shard; the model is not changed."""
     with _undisturbed(replica, work):
         return measure(replica.module, work.batch, metrics)
 
 
 def output_of(model: nn.Module, *batch: Batch) -> Batch:
-    """Return the output for a batch's first part: what `loss(output, *targets)` gets."""
+    """Return the output for a batch's first part, as `loss(output, *targets)` gets it."""
     output: Batch = model(batch[0])
     return output
 
 
 def predict_shard(replica: Replica, work: ShardWork, forward: Forward) -> Batch:
-    """Return the output for one shard, on the CPU; nothing of the model is changed.
+    """Return the output for one shard, on the CPU; the model is not changed.
 
     Raises:
-        ModelError: it is not one row for each example.
+        ModelError: the output doesn't have one row for each example.
     """
     with _undisturbed(replica, work):
         output = forward(replica.module, *work.batch)
         examples = count_examples(work.batch)
         for tensor in optree.tree_leaves(output):
-            is_tensor = isinstance(tensor, torch.Tensor)
-            if not is_tensor or tensor.shape[:1] != (examples,):
-                got = (
-                    f"of shape {tuple(tensor.shape)}" if is_tensor else f"a {type(tensor).__name__}"
-                )
+            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
+            if shape is None or shape[:1] != (examples,):
+                got = f"a {type(tensor).__name__}" if shape is None else f"of shape {shape}"
                 raise ModelError(
                     f"the output for {examples} examples is {got}: predict needs tensors with a "
                     f"row for each example"
@@ -78,7 +76,7 @@ def predict_shard(replica: Replica, work: ShardWork, forward: Forward) -> Batch:
 
 @contextmanager
 def _undisturbed(replica: Replica, work: ShardWork) -> Iterator[None]:
-    """Compute a shard without gradients, and leave the buffers as they were."""
+    """Inside `with`, compute a shard without gradients; restore the buffers at the end."""
     replica.open_shard()
     randomness = nullcontext() if work.random_seed is None else ShardRandomness(work.random_seed)
     with torch.no_grad(), randomness, autocast(replica.device.kind, work.precision):
@@ -88,7 +86,7 @@ def _undisturbed(replica: Replica, work: ShardWork) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put `model` into evaluation mode, and each of its modules back into its own afterwards."""
+    """Inside `with`, put `model` into evaluation mode; restore every module's mode at the end."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -177,7 +177,9 @@ def _forward_backward(replica: Replica, work: ShardWork, objective: ShardObjecti
         else:
             total.backward()
         if not replica.has_learned:
-            replica.has_learned = _reached(replica)
+            if all(parameter.grad is None for parameter in replica.parameters):
+                raise _outer_model_error(replica, "no parameter")
+            replica.has_learned = True
     if isinstance(count, torch.Tensor) and count.requires_grad:
         count = count.detach()
     return total.detach(), count
@@ -198,13 +200,6 @@ def _refuse_outer_model(total: torch.Tensor, replica: Replica) -> None:
         if leaf is not None and id(leaf) in replica.outer:
             raise _outer_model_error(replica, "a parameter of the model itself")
         nodes.extend(before for before, _ in node.next_functions)
-
-
-def _reached(replica: Replica) -> bool:
-    """Make sure that the first backward pass on a replica reached that replica's parameters."""
-    if all(parameter.grad is None for parameter in replica.parameters):
-        raise _outer_model_error(replica, "no parameter")
-    return True
 
 
 def _outer_model_error(replica: Replica, reached: str) -> ModelError:

@@ -1,8 +1,8 @@
-"""Gradients of shards: how they add up, and how they leave while a backward pass still runs.
+"""Sends gradients to the other processes while a backward pass still computes others.
 
-A backward pass makes the last layers' gradients final first. Where several processes train, these
-are summed and sent, bucket by bucket, while the others are computed: a tree for each bucket, of the
-same shape as the tree for everything else, so the same additions in the same order.
+A backward pass makes the last layers' gradients final first. With several processes, these are
+summed and sent bucket by bucket, while earlier layers' gradients are computed. Each bucket has a
+tree of the same shape as the tree for everything else, so the same additions in the same order.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from evenstep.shard.partial_sum import AccumulatedTwiceError, Tensors, add_gradi
 
 
 class GradientStream:
-    """The gradients of one go at a step, from the backward passes that make them to `sending`.
+    """Passes the gradients of one attempt at a step from the backward passes to `reduction`.
 
     Args:
-        plan: what this process sums by itself.
-        sending: takes the sums of its tops, bucket by bucket.
+        plan: which shards this process sums by itself.
+        reduction: takes this process's partial sums, bucket by bucket.
     """
 
-    def __init__(self, plan: TreePlan, sending: GradientReduction) -> None:
+    def __init__(self, plan: TreePlan, reduction: GradientReduction) -> None:
         self._plan = plan
-        self._buckets = [bucket.numbers for bucket in sending.buckets]
-        self._bucket_of = {i: n for n, numbers in enumerate(self._buckets) for i in numbers}
+        self._buckets = [bucket.numbers for bucket in reduction.buckets]
         self._trees = [
-            TreeSum[Tensors](plan, add_gradients, functools.partial(sending.write, bucket))
+            TreeSum[Tensors](plan, add_gradients, functools.partial(reduction.write, bucket))
             for bucket in range(len(self._buckets))
         ]
 
@@ -44,25 +43,38 @@ class GradientStream:
         """Inside `with`, take the gradients of a backward pass as they become final.
 
         Args:
-            replica: whose parameters they are of.
-            shard: whose they are.
-            node: of the tree, whose value they become.
-            accumulates: whether onto those of the shard's left sibling, which are there.
+            replica: the replica that the backward pass runs on.
+            shard: the shard's number.
+            node: the node of the tree whose value the gradients become.
+            accumulates: whether the backward pass adds to the gradients of the shard's left
+                sibling; these are then taken from the trees.
 
         Raises:
-            AccumulatedTwiceError: one was not final (a backward pass inside a backward pass).
-            ModelError: one is sparse.
+            AccumulatedTwiceError: a gradient was not final (a backward pass inside the backward
+                pass).
+            ModelError: a gradient is sparse.
         """
-        passing = _Passing(self, replica, node)
+        missing = [set(numbers) for numbers in self._buckets]
+
+        def accumulated(bucket: int, i: int, _: torch.Tensor) -> None:
+            """Torch calls this in the lane, when parameter `i` has got its gradient."""
+            if i not in missing[bucket]:
+                raise AccumulatedTwiceError(f"parameter {i} got a gradient twice in a shard")
+            missing[bucket].remove(i)
+            replica.has_learned = True
+            if not missing[bucket]:
+                self._put(bucket, node, replica)
+
         if accumulates:
             for tree, numbers in zip(self._trees, self._buckets, strict=True):
                 for i, left in zip(numbers, tree.take(self._plan.sibling[shard]), strict=True):
                     replica.parameters[i].grad = left
         hooks = [
             replica.parameters[i].register_post_accumulate_grad_hook(
-                functools.partial(passing.accumulated, i)
+                functools.partial(accumulated, bucket, i)
             )
-            for i in self._bucket_of
+            for bucket, numbers in enumerate(self._buckets)
+            for i in numbers
             if replica.parameters[i].requires_grad
         ]
         try:
@@ -70,49 +82,20 @@ class GradientStream:
         finally:
             for hook in hooks:
                 hook.remove()
-        passing.put_rest()
+        for bucket in range(len(missing)):
+            if missing[bucket]:
+                self._put(bucket, node, replica)
 
-    def put(self, bucket: int, node: int, gradients: Tensors) -> None:
-        """Bring a bucket's gradients of a node."""
-        self._trees[bucket].put(node, gradients)
-
-
-class _Passing:
-    """One shard's backward pass: which gradients it has made final."""
-
-    def __init__(self, stream: GradientStream, replica: Replica, node: int) -> None:
-        self._stream = stream
-        self._replica = replica
-        self._node = node
-        self._final: set[int] = set()
-        self._missing = [set(numbers) for numbers in stream._buckets]
-
-    def accumulated(self, i: int, parameter: torch.Tensor) -> None:
-        """Note that parameter `i` has got its gradient; called by torch, in the lane."""
-        if i in self._final:
-            raise AccumulatedTwiceError(f"parameter {i} got a gradient twice in a shard")
-        self._final.add(i)
-        self._replica.has_learned = True
-        bucket = self._stream._bucket_of[i]
-        self._missing[bucket].discard(i)
-        if not self._missing[bucket]:
-            self._put(bucket)
-
-    def put_rest(self) -> None:
-        """Bring the buckets in which not every parameter got a gradient."""
-        for bucket, missing in enumerate(self._missing):
-            if missing:
-                self._put(bucket)
-
-    def _put(self, bucket: int) -> None:
+    def _put(self, bucket: int, node: int, replica: Replica) -> None:
+        """Move a bucket's gradients from the replica into the bucket's tree."""
         gradients: Tensors = []
-        for i in self._stream._buckets[bucket]:
-            parameter = self._replica.parameters[i]
+        for i in self._buckets[bucket]:
+            parameter = replica.parameters[i]
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None and gradient.is_sparse:
-                raise sparse_error(self._replica, i)
+                raise sparse_error(replica, i)
             gradients.append(gradient)
-        self._stream.put(bucket, self._node, gradients)
+        self._trees[bucket].put(node, gradients)
 
 
 def sparse_error(replica: Replica, i: int) -> ModelError:

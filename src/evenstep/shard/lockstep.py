@@ -1,9 +1,9 @@
-"""The shards of a step side by side, adding values up on their way through it.
+"""Runs all shards of a step side by side, so that a layer can sum values over the whole batch.
 
-What a layer needs of the whole batch (batch normalisation's statistics), no shard knows alone. So
-all of a step's shards are under way at once, each in a thread of its own with a replica of its own.
-A device lets one of its shards run at a time, as ever; where one has to wait for the others, the
-device goes on with the next.
+A shard alone doesn't know what such a layer needs (batch normalisation's statistics). So all of a
+step's shards are in progress at once, each in a thread of its own with a replica of its own. A
+device still runs one of its shards at a time; when that one has to wait for shards elsewhere, the
+device switches to its next one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from evenstep.errors import EvenstepError, ModelError
 T = TypeVar("T")
 
 Turn = tuple[int, float, float]
-"""A stretch of time in which a device ran a shard: its number, began_s, ended_s."""
+"""A stretch of time in which a device ran a shard: the shard's number, began_s, ended_s."""
 
 
 class Lockstep:
-    """The step's shards, and what they have brought so far.
+    """Adds up the values that the shards of one step bring.
 
     Args:
-        shards: how many there are with examples: numbers 0 to `shards` − 1.
+        shards: the number of shards with examples; they are numbered from 0.
     """
 
     def __init__(self, shards: int) -> None:
@@ -34,24 +34,24 @@ class Lockstep:
         self._brought: dict[Hashable, dict[int, Any]] = {}
         self._sums: dict[Hashable, Any] = {}
         self._waiting = 0
-        self._through = 0
+        self._done = 0
         self._stopped = False
         self._change = threading.Condition()
 
     def stop(self) -> None:
-        """Let every shard end where it would wait next."""
+        """Make every shard end at its next sum."""
         with self._change:
             self._stopped = True
             self._change.notify_all()
 
-    def _bring(self, shard: int, key: Hashable, value: T, add: Callable[[T, T], T]) -> bool:
-        """Note a shard's value; say whether it was the last one, and the sum is there."""
+    def bring(self, shard: int, key: Hashable, value: T, add: Callable[[T, T], T]) -> bool:
+        """Note a shard's value; return whether it was the last one, so that the sum is there."""
         with self._change:
             brought = self._brought.setdefault(key, {})
             brought[shard] = value
             if len(brought) < self._shards:
                 self._waiting += 1
-                self._refuse_standstill()
+                self._refuse_deadlock()
                 return False
             del self._brought[key]
             self._sums[key] = tree_sum([brought[shard] for shard in range(self._shards)], add)
@@ -59,24 +59,26 @@ class Lockstep:
             self._change.notify_all()
             return True
 
-    def _wait_for(self, key: Hashable) -> None:
+    def wait_for(self, key: Hashable) -> None:
+        """Wait until the sum for `key` is there, or the step was stopped."""
         with self._change:
             self._change.wait_for(lambda: key in self._sums or self._stopped)
 
-    def _sum_of(self, key: Hashable) -> Any:
+    def sum_of(self, key: Hashable) -> Any:
+        """Return the sum for `key`; raise if the step was stopped."""
         if self._stopped:
             raise _StoppedError
         return self._sums[key]
 
-    def _leave(self) -> None:
-        """A shard is through the step."""
+    def shard_done(self) -> None:
+        """Note that a shard has finished the step."""
         with self._change:
-            self._through += 1
-            self._refuse_standstill()
+            self._done += 1
+            self._refuse_deadlock()
 
-    def _refuse_standstill(self) -> None:
-        """Refuse a model whose shards don't all come to the same places."""
-        if self._waiting and self._waiting + self._through == self._shards and not self._stopped:
+    def _refuse_deadlock(self) -> None:
+        """Refuse a model whose shards don't all come to the same sums."""
+        if self._waiting and self._waiting + self._done == self._shards and not self._stopped:
             places = "; ".join(
                 f"{key} was reached by {_listed(brought)}"
                 for key, brought in sorted(self._brought.items(), key=lambda item: str(item[0]))
@@ -89,13 +91,13 @@ class Lockstep:
 
 
 class ShardInStep:
-    """One shard on its way, in the thread that computes it.
+    """One shard of a step, in the thread that computes it.
 
     Args:
-        lockstep: all shards.
-        number: which one this is.
+        lockstep: the step's shards.
+        number: this shard's number.
         device_is_free: held while a shard of the device runs.
-        note: told of every turn, when it is over.
+        note: called with every turn, at its end.
     """
 
     def __init__(
@@ -114,14 +116,15 @@ class ShardInStep:
     def run(self, function: Callable[[], T]) -> T | None:
         """Return `function()`, called when the device is free; None if the step was stopped.
 
+        An exception from `function` stops the step for all shards.
+
         Raises:
-            what `function` raises; then the step is stopped for all.
-            ModelError: others wait for what this shard has not brought.
+            ModelError: other shards wait for a value that this shard has not brought.
         """
         self._begin_turn()
         try:
             result = function()
-            self._lockstep._leave()
+            self._lockstep.shard_done()
         except _StoppedError:
             return None
         except BaseException:
@@ -132,20 +135,20 @@ class ShardInStep:
         return result
 
     def sum_over_shards(self, key: Hashable, value: T, add: Callable[[T, T], T]) -> T:
-        """Return the canonical sum of what all shards bring under `key`; wait for it.
+        """Wait until all shards have brought a value for `key`, and return their canonical sum.
 
         Args:
-            key: the same for all, and new in this step.
-            value: of this shard; not to be changed any more.
-            add: `add(left, right)`, which leaves both as they are.
+            key: the same for all shards, and new in this step.
+            value: this shard's value; it must not be changed afterwards.
+            add: `add(left, right)`; it must not change its arguments.
         """
-        if not self._lockstep._bring(self._number, key, value, add):
+        if not self._lockstep.bring(self._number, key, value, add):
             self._end_turn()
             try:
-                self._lockstep._wait_for(key)
+                self._lockstep.wait_for(key)
             finally:
                 self._begin_turn()
-        total: T = self._lockstep._sum_of(key)
+        total: T = self._lockstep.sum_of(key)
         return total
 
     def _begin_turn(self) -> None:
@@ -158,7 +161,7 @@ class ShardInStep:
 
 
 class _StoppedError(EvenstepError):
-    """The step was stopped while a shard was under way."""
+    """The step was stopped while a shard was in progress."""
 
 
 def _listed(shards: dict[int, Any]) -> str:

@@ -1,7 +1,7 @@
-"""What a shard is trained on: a total and a count.
+"""Turns the user's `loss=` or `objective=` into a function that gives a shard's total and count.
 
-The objective of a batch is the sum of its shards' totals over the sum of their counts, so that each
-example (or token, or class weight) weighs the same however the batch is cut.
+A batch's loss is the sum of its shards' totals divided by the sum of their counts. So every example
+(or token, or class weight) weighs the same, however the batch is cut.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from evenstep.errors import ModelError
 
 Number: TypeAlias = "torch.Tensor | float"
 UserObjective: TypeAlias = Callable[..., "tuple[torch.Tensor, Number]"]
-"""`objective(model, *batch) -> (total, count)`; total is a scalar tensor with a graph."""
+"""`objective(model, *batch) -> (total, count)`; total is a scalar tensor that has a graph."""
 
 ShardObjective: TypeAlias = Callable[[nn.Module, Batch, bool], "tuple[torch.Tensor, Number]"]
 """`(model, batch, alone) -> (total, count)`.
 
-A shard that is the whole batch is `alone`: its total is then the mean itself and its count 1, so
-that a run with one shard is the plain loop `loss.backward()`, bit for bit.
+`alone` says that the shard is the whole batch: its total is then the mean and its count 1, so that
+training with one shard is the plain loop `loss.backward()`, bit for bit.
 """
 
 Loss: TypeAlias = Callable[..., torch.Tensor]
-"""`loss(output, *targets) -> scalar`, the mean over what it is given."""
+"""`loss(output, *targets) -> scalar`, the mean over the examples."""
 
 
 def choose_objective(loss: Loss | None, objective: UserObjective | None) -> ShardObjective:
-    """Return the shard's objective for exactly one of a mean-reduced `loss` and an `objective`.
+    """Return the shards' objective for exactly one of a mean-reduced `loss` and an `objective`.
 
     Raises:
-        ModelError: both or neither are given, or the loss is not mean-reduced or has parameters.
+        ModelError: both or neither are given, or the loss is not a mean, or has parameters.
     """
     if (loss is None) == (objective is None):
         raise ModelError(
             f"got {'both loss and objective' if loss else 'neither loss nor objective'}: give "
-            f"loss=... (a mean-reduced loss(output, *targets)) or "
-            f"objective=... (objective(model, *batch) -> (total, count))"
+            f"loss=... (a mean-reduced loss(output, *targets)) or objective=... "
+            f"(objective(model, *batch) -> (total, count))"
         )
     if objective is not None:
         return functools.partial(_user_objective, objective)
@@ -69,7 +69,7 @@ def split_batch(batch: Batch) -> tuple[Any, tuple[Any, ...]]:
 
 
 class _PlacedLoss:
-    """A loss whose tensors (class weights) are at hand on the device of each output."""
+    """A loss with a copy of its tensors (class weights) on each GPU."""
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
@@ -97,7 +97,7 @@ def _mean_objective(
 ) -> tuple[torch.Tensor, Number]:
     source, targets = split_batch(batch)
     output = model(source)
-    mean = loss.on(_device_of(batch))(output, *targets)
+    mean = loss.on(optree.tree_leaves(batch)[0].device)(output, *targets)
     _check_scalar(mean, "the loss")
     examples = count_examples(batch)
     return (mean, 1) if alone else (mean * examples, examples)
@@ -123,7 +123,7 @@ def _class_objective(
 def _class_count(
     loss: nn.CrossEntropyLoss | nn.NLLLoss, output: torch.Tensor, target: torch.Tensor
 ) -> Number:
-    """Return what `loss` divides by: the sum of the weights of the targets not ignored."""
+    """Return what `loss` divides by: the sum of the class weights of the targets it counts."""
     if target.is_floating_point():  # class probabilities: a mean over positions
         return output.numel() // output.shape[1]
     counted = target != loss.ignore_index
@@ -133,18 +133,11 @@ def _class_count(
     return torch.where(counted, weights, 0.0).sum()
 
 
-def _device_of(batch: Batch) -> torch.device:
-    device: torch.device = optree.tree_leaves(batch)[0].device
-    return device
-
-
 def _as_module(loss: Loss) -> Loss:
     """Turn `F.cross_entropy` and `F.nll_loss`, alone or in a partial, into their modules."""
-    function, settings = (
-        (loss.func, loss.keywords) if isinstance(loss, functools.partial) else (loss, {})
-    )
-    if isinstance(loss, functools.partial) and loss.args:
-        return loss
+    function, settings = loss, {}
+    if isinstance(loss, functools.partial) and not loss.args:
+        function, settings = loss.func, loss.keywords
     if function is F.cross_entropy:
         return nn.CrossEntropyLoss(**settings)
     if function is F.nll_loss:

@@ -1,10 +1,10 @@
-"""Batch normalisation over the whole batch, though every shard is computed alone.
+"""Batch normalisation over the whole batch, for shards that are computed separately.
 
 Ioffe and Szegedy, "Batch Normalization" (2015); Dive into Deep Learning, section "Batch
-Normalization". Each shard brings its count, mean and sum of squared deviations; these merge in the
-canonical tree by the formula of Chan, Golub and LeVeque, "Algorithms for computing the sample
-variance" (1983), which loses no digits where the mean is large. In the backward pass the two sums
-that the gradient needs of the whole batch merge likewise.
+Normalization". Each shard brings its count, mean and sum of squared deviations, and the canonical
+tree merges them by the formula of Chan, Golub and LeVeque, "Algorithms for computing the sample
+variance" (1983), which loses no digits where the mean is large. The backward pass adds up the two
+sums over the whole batch that the gradient needs in the same tree.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from evenstep.shard.lockstep import ShardInStep
 
 
 class Moments(NamedTuple):
-    """What a part of a batch tells about its mean and variance, for each of C channels.
+    """The count, mean and variance of a part of a batch, for each of C channels.
 
     Attributes:
-        size: how many values each channel has.
-        mean: of shape (C,).
-        squares: sum of the squared deviations from the mean, of shape (C,).
+        size: the number of values in each channel.
+        mean: the means, of shape (C,).
+        squares: the sums of the squared deviations from the mean, of shape (C,).
     """
 
     size: int
@@ -38,10 +38,10 @@ class Moments(NamedTuple):
 
 
 class SyncedBatchNorm(TorchFunctionMode):
-    """While active in a thread, batch normalisation there is over all shards of the step.
+    """While active in a thread, normalises there with the statistics of all shards of the step.
 
-    It stands in for `torch.nn.functional.batch_norm` in training, which torch's BatchNorm layers
-    call. Running statistics take up the whole batch's mean and (unbiased) variance.
+    It replaces `torch.nn.functional.batch_norm` in training, which torch's BatchNorm layers call.
+    Running statistics are updated with the whole batch's mean and unbiased variance.
     """
 
     def __init__(self, shard: ShardInStep) -> None:
@@ -53,9 +53,8 @@ class SyncedBatchNorm(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call `func`, unless it is a batch normalisation in training."""
-        if func is F.batch_norm:
-            return self._normalise(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
+        call = self._normalise if func is F.batch_norm else func
+        return call(*args, **(kwargs or {}))
 
     def _normalise(
         self,
@@ -76,29 +75,25 @@ class SyncedBatchNorm(TorchFunctionMode):
         place = f"BatchNorm call {self._calls}"
         moments = self._shard.sum_over_shards(place, moments_of(input.detach()), merge)
         with torch.no_grad():
-            _follow(running_mean, moments.mean, momentum)
-            _follow(running_var, moments.squares / (moments.size - 1), momentum)
+            _update_running(running_mean, moments.mean, momentum)
+            _update_running(running_var, moments.squares / (moments.size - 1), momentum)
         normalised: torch.Tensor = _Normalise.apply(  # type: ignore[no-untyped-call]
             input, weight, bias, moments, eps, self._shard, f"the backward pass of {place}"
         )
         return normalised
 
 
-def refuse_lonely_batch_norm(model: nn.Module, bounds: Sequence[tuple[int, int]]) -> None:
-    """Refuse a batch that leaves a BatchNorm layer in training a shard of one example.
-
-    Raises:
-        BatchError: which shard it is, and how many shards would do.
-    """
-    lonely = [shard for shard, (lo, hi) in enumerate(bounds) if hi - lo == 1]
-    if not lonely or len(bounds) == 1:
+def refuse_single_example_shards(model: nn.Module, bounds: Sequence[tuple[int, int]]) -> None:
+    """Refuse a batch that gives a BatchNorm layer in training a shard of one example."""
+    single = [shard for shard, (lo, hi) in enumerate(bounds) if hi - lo == 1]
+    if not single or len(bounds) == 1:
         return
     if any(isinstance(child, _BatchNorm) and child.training for child in model.modules()):
         examples = bounds[-1][1]
         most = examples // 2
         remedy = f"use at most {most} shard{'s' * (most > 1)}, or drop the last batch"
         raise BatchError(
-            f"batch of {examples} examples over {len(bounds)} shards leaves shard {lonely[0]} with "
+            f"batch of {examples} examples over {len(bounds)} shards leaves shard {single[0]} with "
             f"1 example, too few for BatchNorm: {remedy if most else 'drop the last batch'}"
         )
 
@@ -114,14 +109,14 @@ def moments_of(values: torch.Tensor) -> Moments:
 def merge(left: Moments, right: Moments) -> Moments:
     """Return the moments of both parts together (Chan, Golub and LeVeque, formula 2.1)."""
     count = left.size + right.size
-    apart = right.mean - left.mean
-    mean = left.mean + apart * (right.size / count)
-    between = apart * apart * (left.size * right.size / count)
+    delta = right.mean - left.mean
+    mean = left.mean + delta * (right.size / count)
+    between = delta * delta * (left.size * right.size / count)
     return Moments(count, mean, left.squares + right.squares + between)
 
 
 class _Normalise(torch.autograd.Function):
-    """(x − mean) / √(variance + eps) · weight + bias, mean and variance being functions of all x.
+    """(x − mean) / √(variance + eps) · weight + bias; mean and variance depend on the whole batch.
 
     With x̂ the normalised values, N their count and Σ over the whole batch, the gradient is
     weight / √(variance + eps) · (dy − Σdy / N − x̂ · Σ(dy · x̂) / N).
@@ -184,8 +179,7 @@ def _add_pairs(
     return left[0] + right[0], left[1] + right[1]
 
 
-def _follow(running: torch.Tensor | None, value: torch.Tensor, momentum: float) -> None:
-    """Move a running statistic towards the batch's, as torch does."""
+def _update_running(running: torch.Tensor | None, value: torch.Tensor, momentum: float) -> None:
     if running is not None:
         running.mul_(1 - momentum).add_(value, alpha=momentum)
 

@@ -91,9 +91,9 @@ class IndependentExecutor:
         self.assign(attempt)
 
     def _programs_of(self, programs: ShardPrograms, step: Step) -> Mapping[int, Program]:
-        before = programs.told
+        before = programs.result
         found = programs.of(step.attempt.cut, step.objective)
-        if programs.told is not before:  # the time for compiling is no step's
+        if programs.result is not before:  # the time for compiling is no step's
             self._timekeeper.rest()
         return found
 
@@ -294,7 +294,7 @@ class LockstepExecutor(IndependentExecutor):
         device_is_free = threading.Lock()
 
         def compute_one(place: int, shard: int) -> Leaf | None:
-            replica = self.replicas.abreast(lane, place)
+            replica = self.replicas.of_lane(lane, place)
 
             def note(turn: Turn) -> None:
                 _, began_s, ended_s = turn

@@ -69,7 +69,7 @@ class Recovery:
         engine = self._executor.engine
         lost = engine.lost_lanes
         newly_lost = lost - self._lost
-        if not newly_lost or not self._executor.replicas.can_do_without(lost):
+        if not newly_lost or not self._executor.replicas.drop_lanes(lost):
             return False
         self._lost = lost
         for lane in sorted(newly_lost):

@@ -52,7 +52,7 @@ from evenstep.shard.compile_policy import Hybridized
 from evenstep.shard.evaluation import Forward, Metric, measure_model, measure_output, output_of
 from evenstep.shard.loss import Loss, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
-from evenstep.shard.sync_batch_norm import refuse_lonely_batch_norm
+from evenstep.shard.sync_batch_norm import refuse_single_example_shards
 from evenstep.training.evaluator import Evaluator
 from evenstep.training.executor import IndependentExecutor, LockstepExecutor
 from evenstep.training.group import Group, joined
@@ -214,11 +214,13 @@ class Trainer:
     def _build(self, before_update: Hook | None, lost_after_s: float) -> None:
         """Choose the parts that a step is made of."""
         overlap, sync = self._max_in_flight > 1, self.experiment.batch_norm == "sync"
-        abreast = self._shards_at_once() if sync else 1
+        per_device = self._shards_at_once() if sync else 1
         self._group = Group()
         names = [device.name for device in self.devices]
         self._timekeeper = Timekeeper(self._engine.trace, names)
-        self._replicas = Replicas(self.model, self.devices, apart=overlap, abreast=abreast)
+        self._replicas = Replicas(
+            self.model, self.devices, home_computes=not overlap, per_device=per_device
+        )
         make_executor = LockstepExecutor if sync else IndependentExecutor
         self._executor = make_executor(
             self.experiment, self._replicas, self._engine, self._timekeeper, self._group
@@ -397,7 +399,7 @@ class Trainer:
         self._pipeline.wait()
         if self._proxy:
             self._proxy.give_back()
-        self._replicas.mark_touched()
+        self._replicas.mark_written()
         self._timekeeper.rest()
 
     def fingerprint(self) -> str:
@@ -499,7 +501,7 @@ class Trainer:
     def hybridized(self) -> Hybridized | None:
         """The result of compiling shards, from the first step on; None without `compile`."""
         programs = self._executor.programs
-        return programs.told if programs is not None else None
+        return programs.result if programs is not None else None
 
     @property
     def compile_s(self) -> float:
@@ -543,7 +545,7 @@ class Trainer:
 
     def _refuse_lonely(self, bounds: Sequence[tuple[int, int]]) -> None:
         if self.experiment.batch_norm == "shard":
-            refuse_lonely_batch_norm(self.model, bounds)
+            refuse_single_example_shards(self.model, bounds)
 
     def _open_step(self) -> None:
         """Get ready for a step: nothing has failed, states agree, replicas are up to date."""
@@ -573,11 +575,11 @@ class Trainer:
             self._follow_user()
 
     def _user_changed_something(self) -> bool:
-        return self._replicas.is_behind or (self._proxy is not None and not self._proxy.fits)
+        return self._replicas.is_outdated or (self._proxy is not None and not self._proxy.fits)
 
     def _follow_user(self) -> None:
         """Bring replicas and proxy up to what the user did to the model and the optimizer."""
-        if self._replicas.follow_home():
+        if self._replicas.refresh():
             self._in_first_lane(self._update.update_copies)
         if self._proxy and not self._proxy.fits:
             self._proxy.renew()
