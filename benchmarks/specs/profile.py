@@ -128,7 +128,8 @@ def _contender(network: str, method: str, shards: int) -> Contender:
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return a table of operators for each network."""
-    return {name: _table(document, name) for name in document["settings"] if name in NETWORKS}
+    measured = {run["network"] for run in document["runs"]}
+    return {name: _table(document, name) for name in NETWORKS if name in measured}
 
 
 def _table(document: Mapping[str, Any], network: str) -> Table:
