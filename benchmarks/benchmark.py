@@ -33,7 +33,8 @@ ALLOCATORS: Mapping[str, Mapping[str, str]] = {
 
 By default its thresholds adapt to what the program frees. Depending on the history of the process,
 the memory of activations then returns to the system and comes back page by page in every step, or
-not. The other two settings are fixed. An open `Trainer` keeps freed memory and overrides them.
+not. The other two settings are fixed. An open `Trainer` keeps freed memory and overrides them,
+unless it was made with `tune_malloc=False`.
 """
 
 

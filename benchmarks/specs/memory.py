@@ -8,7 +8,6 @@ memory that is kept for the next step.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,6 @@ from benchmark import ALLOCATORS, Benchmark, script
 from evenstep.bench import Contender, fresh, machine, running, summarise
 from evenstep.bench.rounds import select
 from evenstep.bench.tables import NOTHING, Table, cells, verdict
-from evenstep.training import trainer as trainer_module
 
 WIDTH = 2048
 
@@ -33,13 +31,16 @@ def measure(job: Mapping[str, Any]) -> dict[str, int]:
     model, batch = _make(job["network"], job["examples"])
     if job["devices"] == 0:
         return _sizes(model, batch, job["shards"])
-    if job["malloc"] == "gives_back":
-        trainer_module.kept_memory = contextlib.nullcontext  # it would override the variable
     before = machine.peak_memory_bytes()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     devices = [f"cpu:{number}" for number in range(job["devices"])]
     with evenstep.Trainer(
-        model, optimizer, loss=nn.CrossEntropyLoss(), devices=devices, shards=job["shards"]
+        model,
+        optimizer,
+        loss=nn.CrossEntropyLoss(),
+        devices=devices,
+        shards=job["shards"],
+        tune_malloc=job["malloc"] == "default",  # it would override the variable
     ) as trainer:
         for _ in range(job["steps"]):
             trainer.step(*batch)

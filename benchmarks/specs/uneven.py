@@ -20,13 +20,15 @@ import torch
 
 import evenstep
 from benchmark import Benchmark, script
+from evenstep.batch.stealing import Pace, ShardQueue
 from evenstep.bench import Contender, fresh, workload
 from evenstep.bench.rounds import Run, by_round, select
 from evenstep.bench.tables import Table, cells, number, verdict
-from evenstep.engine import Pace, Runs, Task, ThreadLanes
+from evenstep.engine import ThreadLanes
 from evenstep.training import executor
 
 SLOW = 1
+CORES = sorted(os.sched_getaffinity(0))
 CHOICES = ("slowed", "factor", "devices", "steal")
 
 
@@ -46,8 +48,8 @@ def measure(fields: Mapping[str, Any]) -> dict[str, Any]:
     if slowed == "delay":
         executor.compute_shard = _delayed(executor.compute_shard, factor)
     if not steal:  # the same number of shards for every device
-        Runs.steal = lambda runs, thief, now: None
-        Pace.speeds = lambda pace, kind, lost: [1.0] * len(devices)
+        ShardQueue._steal = lambda queue, thief, now: None
+        Pace.speeds = lambda pace, lost=(): [1.0] * len(devices)
     with trainer, _rivals(factor - 1 if slowed == "rivals" else 0):
         timing = workload.time_steps(
             job, workload.in_memory(workload.make_loader(job)), trainer.step, trainer.waitall
@@ -62,20 +64,17 @@ def measure(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PinnedLanes(ThreadLanes):
-    """Lanes that each pin themselves to a core at their first task."""
+    """Lanes that are each pinned to the core of their device."""
 
-    def open(self, carry_out: Callable[[int, Task], None]) -> None:
-        """Start the lanes."""
-        pinned = threading.local()
+    def put(self, lane: int, work: Callable[[int], object]) -> None:
+        """Queue the call `work(lane)`, on the core of the lane's device."""
 
-        def on_its_core(lane: int, task: Task) -> None:
-            if not hasattr(pinned, "core"):
-                device = self.devices[lane % len(self.devices)]
-                pinned.core = sorted(os.sched_getaffinity(0))[device.index]
-                os.sched_setaffinity(0, {pinned.core})
-            carry_out(lane, task)
+        def on_its_core(lane: int) -> None:
+            device = self.devices[lane % len(self.devices)]
+            os.sched_setaffinity(0, {CORES[device.index]})
+            work(lane)
 
-        super().open(on_its_core)
+        super().put(lane, on_its_core)
 
 
 def _delayed(function: Callable[..., object], factor: float) -> Callable[..., object]:
@@ -94,8 +93,7 @@ def _delayed(function: Callable[..., object], factor: float) -> Callable[..., ob
 @contextlib.contextmanager
 def _rivals(count: int) -> Iterator[None]:
     """Keep `count` busy processes on the slow device's core."""
-    core = sorted(os.sched_getaffinity(0))[SLOW]
-    command = ["taskset", "-c", str(core), sys.executable, "-c", "while True: pass"]
+    command = ["taskset", "-c", str(CORES[SLOW]), sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command) for _ in range(count)]
     try:
         yield
