@@ -126,7 +126,7 @@ def trainings(network: str) -> list[Contender]:
 
 
 def exchange_row(runs: list[Run], method: str) -> list[str]:
-    """Return the row of a way to sum."""
+    """Return the row of a method to sum."""
     label, at_most, _ = METHODS[method]
     own = by_round(runs, "median_ms", variant=f"exchange.{method}")
     ratios = paired_ratios(own, by_round(runs, "median_ms", variant="exchange.gloo"))

@@ -113,7 +113,7 @@ def test_numbers_have_three_digits_or_more():
     ]
 
 
-def test_a_target_is_held_against_the_median_of_the_ratios():
+def test_a_target_is_compared_with_the_median_of_the_ratios():
     ratio = {"text": "a over b", "network": "n", "ours": "a", "theirs": "b", "at_least": "1.4"}
     runs = [*_speeds("n.a", 14.0, 30.0, 15.0), *_speeds("n.b", 10.0, 10.0, 11.0)]
     row = ["a over b", "≥ 1.40", "1.40", "1.36 to 3.00", "reached"]
@@ -315,10 +315,10 @@ def _documents():
     }
 
 
-def _profiled(way, shards, **operators):
+def _profiled(method, shards, **operators):
     return {
         "network": "lenet",
-        "way": way,
+        "way": method,
         "shards": shards,
         "operators_ms": {f"aten::{name}": ms for name, ms in operators.items()},
         "all_operators_ms": sum(operators.values()),

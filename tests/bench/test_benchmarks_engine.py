@@ -89,7 +89,7 @@ def test_each_round_starts_with_another_measurement(tmp_path, monkeypatch, capsy
     assert "≤ 30.0 µs  reached" in capsys.readouterr().out
 
 
-def test_a_ratio_is_taken_within_each_round_and_held_against_the_target():
+def test_a_ratio_is_taken_within_each_round_and_compared_with_the_target():
     runs = [*_runs("a", 6.0, 30.0, 9.0), *_runs("b", 3.0, 3.0, 3.0)]
     assert GAIN.values(runs) == [2.0, 10.0, 3.0]
     assert engine.row(GAIN, runs) == [
@@ -100,13 +100,13 @@ def test_a_ratio_is_taken_within_each_round_and_held_against_the_target():
     assert engine.row(GAIN, _runs("a", 1.0))[2:] == ["–", "–", "–", "≥ 2.00×", "not measured"]
 
 
-def test_a_target_from_above_and_a_row_without_one():
+def test_an_upper_target_and_a_row_without_a_target():
     most = Finding(text="cost", figure="a:s", scale=1e6, unit="µs", at_most=30.0)
     assert engine.row(most, _runs("a", 29e-6))[-2:] == ["≤ 30.0 µs", "reached"]
     assert engine.row(most, _runs("a", 31e-6))[-1] == "**not reached**"
-    told = Finding(text="told", figure="a:s", unit="s")
-    assert engine.row(told, _runs("a", 0.5)) == [
-        *("told", "–", "0.500 s", "0.500 to 0.500", "–", "–", "–")
+    bare = Finding(text="bare", figure="a:s", unit="s")
+    assert engine.row(bare, _runs("a", 0.5)) == [
+        *("bare", "–", "0.500 s", "0.500 to 0.500", "–", "–", "–")
     ]
 
 

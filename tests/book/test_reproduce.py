@@ -41,7 +41,7 @@ def examples(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=generator)
     images = torch.randn(count, 1, 28, 28, generator=generator) * 0.3
-    images[torch.arange(count), 0, labels] += 1  # a bright row tells the class
+    images[torch.arange(count), 0, labels] += 1  # a bright row marks the class
     return TensorDataset(images, labels)
 
 
@@ -339,14 +339,14 @@ def test_the_trainings_are_those_of_the_book():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--only", "alexnet"), "choose some of hybridize, queued"),
         (("--only", "lenet", "--data-dir", "nowhere"), "is missing in"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path, arguments, told):
-    assert told in complaint("reproduce", "--out", tmp_path / "out", *arguments, code=2)
+def test_bad_input_is_one_line(tmp_path, arguments, message):
+    assert message in complaint("reproduce", "--out", tmp_path / "out", *arguments, code=2)
 
 
 def test_a_folder_that_can_not_be_made_is_one_line(tmp_path):
