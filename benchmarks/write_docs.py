@@ -21,7 +21,7 @@ from evenstep.bench import pictures, summarise
 from evenstep.bench.tables import Table, number
 from evenstep.book.reproduce import EXPERIMENTS, Experiment, experiments
 from evenstep.book.reproduce import pictures as book_pictures
-from specs import engine, scaling, speed
+from specs import engine, speed
 
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
@@ -64,7 +64,7 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
         },
         ratios=speed.ratios,
         failures=speed.failures,
-        scaled=scaling.table,
+        scaled=speed.scaling,
     )
 
 
@@ -110,6 +110,7 @@ def render(name: str, notes: Mapping[str, str], **values: Any) -> str:
 def rerun(command: str) -> str:
     """Return the command that today measures what a recorded command measured."""
     scripts = "|".join(measure.BENCHMARKS)
+    command = command.replace(" --runs ", " --rounds ")
     return re.sub(rf"benchmarks/({scripts})\.py", r"benchmarks/measure.py \1", command)
 
 

@@ -62,7 +62,7 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
             saves = [ms for run in runs for ms in run["saves_ms"]]
             step, _ = cells([run["step_ms"] for run in runs])
             rows.append([one.label, *cells(saves), step])
-    head = ("training", "ms that `save` blocks training", "spread", "ms a step, including saves")
+    head = ("training", "ms until `save` returns", "spread", "ms per step, including saves")
     return {"saves": Table(head, rows)}
 
 

@@ -1,9 +1,9 @@
 """Kills one of two training processes, again and again, and checks the result.
 
 Each run is `evenstep train --processes 2` with restarts and checkpoints. "worker" kills (SIGKILL)
-one of the two processes once a random step is saved; "writer" kills the process that saves while it
-writes a checkpoint. A run succeeds if it ends by itself with the fingerprint of one undisturbed
-process, and no process is left over.
+one of the two processes after a random step was saved; "writer" kills the process that saves while
+it writes a checkpoint. A run has recovered if it ends by itself, leaves no process behind, and has
+the fingerprint of an undisturbed run in one process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS, EVERY = 600, 20
 LIMIT_S = 180
 TRAIN = ("train", "--model", "mlp", "--data", "digits", "--momentum", "0.9", "--steps", str(STEPS))
 KINDS = {
-    "worker": "any process, once a random step is saved",
+    "worker": "any process, after a random step was saved",
     "writer": "the process that saves, in the middle of a checkpoint",
 }
 
@@ -128,7 +128,7 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
             well = sum(run["same"] and not run["left"] and run["killed"] == 1 for run in runs)
             seconds = cells([run["seconds"] for run in runs])
             rows.append([one.label, str(len(runs)), str(well), *seconds])
-    head = ("killed", "runs", "successful", "seconds from start to end", "spread")
+    head = ("killed", "runs", "recovered", "seconds from start to end", "spread")
     return {"kills": Table(head, rows)}
 
 

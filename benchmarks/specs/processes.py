@@ -20,9 +20,8 @@ from evenstep.bench.tables import Table, cells, verdict
 from evenstep.book.classic import CLASSIC
 from evenstep.collectives import canonical_sum, forest
 from evenstep.devices import kept_memory
-from evenstep.distributed import Peers, join
+from evenstep.distributed import Peers, gradient_reduce, join
 from evenstep.distributed.flat_buffers import FlatSpace
-from evenstep.distributed.gradient_reduce import BUCKET_BYTES, SharedSum, add_up_shared
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, float] | None:
@@ -32,7 +31,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, float] | None:
     peers = join(60.0)
     gloo = job["method"] == "gloo"
     memory = contextlib.nullcontext() if gloo else kept_memory()  # as a trainer keeps it
-    with peers.board, memory:
+    with peers.status_board, memory:
         _, _, prepare = METHODS[job["method"]]
         once = prepare(peers, job["elements"])
         times = [timed(once) for _ in range(job["warmup"] + job["repetitions"])]
@@ -56,13 +55,14 @@ def _gloo(peers: Peers, elements: int) -> Callable[[], object]:
 
 def _network(peers: Peers, elements: int) -> Callable[[], object]:
     trees, out = _one_partial_sum_each(peers), torch.empty(elements)
-    return functools.partial(canonical_sum, peers.links, trees, [torch.ones(elements)], out)
+    return functools.partial(canonical_sum, peers.transport, trees, [torch.ones(elements)], out)
 
 
 def _memory(peers: Peers, elements: int, *, in_place: bool) -> Callable[[], object]:
     vector, trees = torch.ones(elements), _one_partial_sum_each(peers)
-    shared = SharedSum(peers, FlatSpace([vector], [0]), BUCKET_BYTES)
-    shared.settle(trees, 0)
+    flats, nbytes = FlatSpace([vector], [0]), gradient_reduce.BUCKET_BYTES
+    shared = gradient_reduce.SharedMemoryReducer(peers, flats, nbytes)
+    shared.reserve(trees, 0)
 
     def with_copies() -> None:
         sending = shared.begin(trees, 1, 0)
@@ -72,7 +72,7 @@ def _memory(peers: Peers, elements: int, *, in_place: bool) -> Callable[[], obje
 
     def without_copies() -> None:
         peers.gather(b"", "the others")
-        add_up_shared(peers, trees, shared.rooms[-1])
+        gradient_reduce.add_up_shared(peers, trees, shared.shared[-1])
 
     if in_place:
         shared.begin(trees, 1, 0).write_rest([[vector]])
@@ -80,7 +80,7 @@ def _memory(peers: Peers, elements: int, *, in_place: bool) -> Callable[[], obje
 
 
 def _classic(name: str, peers: Peers, elements: int) -> Callable[[], object]:
-    return functools.partial(CLASSIC[name], peers.links, torch.ones(elements))
+    return functools.partial(CLASSIC[name], peers.transport, torch.ones(elements))
 
 
 def _one_partial_sum_each(peers: Peers) -> Any:

@@ -8,16 +8,28 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmark import ALLOCATORS, FOLDER, TRAINING_STEPS, Benchmark
-from evenstep.bench import Contender, paired_ratios, speeds, summarise
+from evenstep.bench import Contender, paired_ratios, scaled, speeds, summarise
 from evenstep.bench.lineup import ddp, devices, peers, plain
 from evenstep.bench.rounds import Run, select
-from evenstep.bench.tables import NOTHING, Table, cells, verdict
+from evenstep.bench.tables import NOTHING, Table, cells, number, spread, verdict
+from evenstep.profiling.accounting import PARTS, whole_percents
 
 NETWORKS = ("lenet", "resnet18")
 LAYOUTS = ("contiguous", "channels_last")
 HEAD = ("contender", "batch", "examples/s", "spread", "page faults a step", "kernel", "busy")
 RATIO_HEAD = ("ratio", "target", "median", "spread", "verdict")
 GAIN_HEAD = ("what it brings", "target", "median", "spread", "verdict", "bits")
+
+SCALING_HEAD = (
+    "devices",
+    "batch",
+    "examples/s",
+    "spread",
+    "speed-up",
+    "spread of it",
+    "efficiency",
+)
+PART_NAMES = ("busy", "waiting for data", "waiting for others", "summing", "updating")
 
 
 def lineup() -> list[Contender]:
@@ -121,6 +133,24 @@ def ratio_row(ratio: Mapping[str, str], runs: Sequence[Run]) -> list[str]:
     at_least = float(ratio["at_least"]) if ratio["at_least"] else None
     target, judged = verdict(values, at_least=at_least, spell="{:.2f}".format)
     return [ratio["text"], target, *cells(values, "{:.2f}".format), judged]
+
+
+def scaling(document: Mapping[str, Any], *, same_batch: bool) -> Table:
+    """Return a row for each number of devices that `evenstep bench scaling` measured."""
+    rows = [
+        [
+            str(row.devices),
+            str(row.examples),
+            number(row.speed.median),
+            spread(row.speed),
+            f"{row.speed_up.median:.2f}",
+            spread(row.speed_up),
+            f"{row.efficiency:.0%}",
+            *(f"{percent}%" for percent in whole_percents(row.shares[part] for part in PARTS)),
+        ]
+        for row in scaled(document, same_batch=same_batch)
+    ]
+    return Table((*SCALING_HEAD, *PART_NAMES), rows)
 
 
 BENCHMARK = Benchmark(name="training_speed", contenders=lineup(), tables=tables)

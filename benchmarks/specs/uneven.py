@@ -20,7 +20,7 @@ import torch
 
 import evenstep
 from benchmark import Benchmark, script
-from evenstep.batch.stealing import Pace, ShardQueue
+from evenstep.batch.assignment import Pace, ShardQueue
 from evenstep.bench import Contender, fresh, workload
 from evenstep.bench.rounds import Run, by_round, select
 from evenstep.bench.tables import Table, cells, number, verdict

@@ -184,7 +184,7 @@ def test_the_committed_pages_are_what_the_committed_files_make():
     assert (write_docs.DOCS / "book.md").read_text() == book
 
 
-def test_the_page_on_reliability_counts_what_went_well(tmp_path):
+def test_the_page_on_reliability_counts_the_runs_that_recovered(tmp_path):
     def run(kind, **more):
         return {"kind": kind, "same": True, "left": [], "killed": 1, "seconds": 4.0, **more}
 
@@ -194,7 +194,7 @@ def test_the_page_on_reliability_counts_what_went_well(tmp_path):
     document |= {"settings": settings, "runs": runs}
     (tmp_path / "kills.json").write_text(json.dumps(document))
     page = write_docs.page("reliability", tmp_path, {})
-    assert "| any process, once a random step is saved | 3 | 1 | 4.00 | 4.00 to 4.00 |" in page
+    assert "| any process, after a random step was saved | 3 | 1 | 4.00 | 4.00 to 4.00 |" in page
     assert "in the middle of a checkpoint | 1 | 1 | 4.00 | 4.00 to 4.00 |" in page
 
 

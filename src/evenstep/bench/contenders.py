@@ -142,14 +142,6 @@ def evenstep_trainer(job: Job) -> Iterator[Training]:
             if has_processes:
                 distributed.barrier()
 
-        def facts() -> dict[str, Any]:
-            timed = [since(early, late) for early, late in zip(*shares, strict=True)]
-            return {
-                "busy_s": [own.compute_s + own.sum_s + own.update_s for own in timed],
-                "spent_s": together(timed).seconds,
-                "memory_format": trainer.experiment.memory_format,
-            }
-
         in_memory = None if job.loads else workload.in_memory(workload.make_loader(job))
         yield Training(
             model=model,
@@ -157,7 +149,7 @@ def evenstep_trainer(job: Job) -> Iterator[Training]:
             batches=in_memory or _loaded(trainer, job),
             synchronize=synchronize,
             is_reporting=not has_processes or distributed.get_rank() == 0,
-            facts=facts,
+            facts=lambda: _spent(trainer, shares),
         )
     if has_processes:
         distributed.destroy_process_group()
@@ -171,6 +163,15 @@ LIBRARIES: dict[str, Callable[[Job], contextlib.AbstractContextManager[Training]
     "evenstep": evenstep_trainer,
     "processes": evenstep_trainer,
 }
+
+
+def _spent(trainer: evenstep.Trainer, shares: list[tuple[DeviceShares, ...]]) -> dict[str, Any]:
+    timed = [since(early, late) for early, late in zip(*shares, strict=True)]
+    return {
+        "busy_s": [own.compute_s + own.sum_s + own.update_s for own in timed],
+        "spent_s": together(timed).seconds,
+        "memory_format": trainer.experiment.memory_format,
+    }
 
 
 def _loaded(trainer: evenstep.Trainer, job: Job) -> Iterator[Batch]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from evenstep.bench import machine
 from evenstep.errors import SaveError
+from evenstep.files import write_file
 
 
 class Record:
@@ -51,16 +52,14 @@ def write(file: Path, document: Mapping[str, Any]) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """Replace a file as a whole, and create its folder.
+    """Write a text file atomically, and create its folder.
 
     Raises:
         SaveError: the file can't be written.
     """
-    unfinished = file.with_name(f".{file.name}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.replace(file)
+        write_file(file, text)
     except OSError as error:
         raise SaveError(f"{file} can't be written: {error.strerror or error}") from error
 

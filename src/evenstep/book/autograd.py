@@ -55,7 +55,9 @@ class _AllGather(torch.autograd.Function):
 
 
 def _summed(tensor: torch.Tensor, transport: Transport) -> torch.Tensor:
-    one_each = forest(transport.size, transport.size, tuple(range(r, r + 1) for r in range(transport.size)))
+    one_each = forest(
+        transport.size, transport.size, tuple(range(r, r + 1) for r in range(transport.size))
+    )
     own = tensor.contiguous().flatten()
     total = torch.empty_like(own)
     canonical_sum(transport, one_each, [own], total)

@@ -80,7 +80,10 @@ def sum_sharded(transport: Transport, tensor: torch.Tensor) -> None:
     Servers" of Dive into Deep Learning).
     """
     chunks = [tensor[lo:hi] for lo, hi in chunk_bounds(len(tensor), transport.size)]
-    mine, others = chunks[transport.rank], [peer for peer in range(transport.size) if peer != transport.rank]
+    mine, others = (
+        chunks[transport.rank],
+        [peer for peer in range(transport.size) if peer != transport.rank],
+    )
     sent = [transport.send(chunks[peer], peer) for peer in others]
     parts = {peer: torch.empty_like(mine) for peer in others}
     wait_all([transport.receive(part, peer) for peer, part in parts.items()])
