@@ -14,10 +14,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.console import Console
+
 from benchmark import RESULTS, Benchmark, command_line
 from evenstep.bench import Contender, Record, missing, run_rounds
 from evenstep.bench.rounds import Run
 from evenstep.bench.tables import NOT_MEASURED, small
+from evenstep.cli.output import numbers_table, print_table
 
 NAMES = "speed overhead memory profile uneven processes cable hybridize engine kills checkpoints"
 MODULES = [importlib.import_module(f"specs.{name}") for name in NAMES.split()]
@@ -86,7 +89,7 @@ def measure(benchmark: Benchmark, rounds: int, out: Path) -> None:
     for name, table in benchmark.tables(record.document).items():
         if any(row[-1] != NOT_MEASURED for row in table.rows):
             print(f"\n{name}")
-            table.print()
+            print_table(Console(), numbers_table(table.head, table.rows))
 
 
 def show(run: Run) -> None:

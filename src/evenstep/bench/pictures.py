@@ -31,9 +31,7 @@ def require_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise InputError(
-            "pictures need matplotlib: pip install 'evenstep[bench]', or leave out --plot"
-        ) from error
+        raise InputError("a picture needs matplotlib: pip install 'evenstep[bench]'") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 

@@ -1,20 +1,14 @@
-"""Numbers as tables spell them, and tables as Markdown or for the terminal."""
+"""Numbers as tables spell them, and tables as Markdown."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal
-
-import rich.table
-from rich.console import Console
-from rich.text import Text
 
 from evenstep.bench.rounds import Summary, summarise
 
 NOTHING = "–"
 NOT_MEASURED = "not measured"
-_WIDE = 1000  # columns: more than any table has
 
 
 def number(value: float) -> str:
@@ -88,13 +82,3 @@ class Table:
         rule = ["---" if column < self.text_columns else "---:" for column in range(len(self.head))]
         lines = (self.head, rule, *self.rows)
         return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-
-    def print(self) -> None:
-        """Print the table in full, however narrow the terminal is."""
-        grid = rich.table.Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        for column, title in enumerate(self.head):
-            justify: Literal["left", "right"] = "left" if column < self.text_columns else "right"
-            grid.add_column(Text(title, "bold"), justify=justify)
-        for row in self.rows:
-            grid.add_row(*map(Text, row))
-        Console(width=_WIDE).print(grid)

@@ -85,11 +85,11 @@ def _read(file: Path, size: Size) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, AttributeError) as error:
         raise InputError(
             f"{file} is not a file of figures written by evenstep reproduce ({error}): choose "
-            f"another --out"
+            f"another folder"
         ) from error
     if other != size:
         raise InputError(
             f"{file} has figures of a {other} run, which a {size} run can't resume: choose another "
-            f"--out"
+            f"folder"
         )
     return found
