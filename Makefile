@@ -6,6 +6,7 @@ DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --mome
 
 GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,lenet.plain.1.channels_last.keeps,resnet18.evenstep.2.v8
 SYNC := resnet18.evenstep.2.v8.n128,resnet18.evenstep.2.v8.n128.sync
+BENCHMARKS := step_overhead memory step_profile uneven_devices processes cable engine_experiments hybridize kills checkpoints
 
 .PHONY: help install demo test slow lint types format check bench book docs clean
 
@@ -46,21 +47,12 @@ format: install ## put the code into its format
 
 bench: install ## measure again and write docs/benchmarks.md (an hour; needs a quiet machine)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
-	$(BIN)/python benchmarks/training_speed.py
-	$(BIN)/python benchmarks/training_speed.py --only $(GAINS) --out benchmarks/results/gains.json
-	$(BIN)/python benchmarks/training_speed.py --only $(SYNC) --out benchmarks/results/batch_norm.json
+	$(BIN)/python benchmarks/measure.py training_speed
+	$(BIN)/python benchmarks/measure.py training_speed --only $(GAINS) --out benchmarks/results/gains.json
+	$(BIN)/python benchmarks/measure.py training_speed --only $(SYNC) --out benchmarks/results/batch_norm.json
 	$(BIN)/evenstep bench scaling --model lenet --devices 1,2 --json benchmarks/results/scaling_lenet.json
 	$(BIN)/evenstep bench scaling --model resnet18 --batch-size 64 --devices 1,2 --json benchmarks/results/scaling_resnet18.json
-	$(BIN)/python benchmarks/step_overhead.py
-	$(BIN)/python benchmarks/memory.py
-	$(BIN)/python benchmarks/step_profile.py
-	$(BIN)/python benchmarks/uneven_devices.py
-	$(BIN)/python benchmarks/processes.py
-	$(BIN)/python benchmarks/cable.py
-	$(BIN)/python benchmarks/engine_experiments.py
-	$(BIN)/python benchmarks/hybridize.py
-	$(BIN)/python benchmarks/kills.py
-	$(BIN)/python benchmarks/checkpoints.py
+	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/measure.py $$name; done
 	$(BIN)/python benchmarks/write_docs.py
 
 book: install ## run the book's experiments again and write docs/book.md (hours; can be interrupted)

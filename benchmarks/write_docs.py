@@ -1,98 +1,136 @@
-"""Write docs/benchmarks.md, reliability.md and book.md, from benchmarks/results and notes.md alone.
+"""Write docs/benchmarks.md, docs/reliability.md and docs/book.md from result files and notes.
 
     python benchmarks/write_docs.py
 
-It starts nothing and measures nothing.
+It measures nothing: pages are made of `results/*.json`, `notes.md` and `templates`. Notes have no
+measured figures, which would be wrong after the next run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from notes import read_notes
-from pages import (
-    book,
-    cable,
-    engine,
-    hybridize,
-    memory,
-    overhead,
-    processes,
-    profile,
-    reliability,
-    scaling,
-    speed,
-    uneven,
+import jinja2
+
+import measure
+from benchmark import FOLDER, RESULTS, ROOT, load
+from evenstep.bench import pictures, summarise
+from evenstep.bench.tables import Table, number
+from evenstep.book.reproduce import EXPERIMENTS, Experiment, experiments
+from evenstep.book.reproduce import pictures as book_pictures
+from specs import engine, speed
+
+DOCS = ROOT / "docs"
+IMAGES = DOCS / "images"
+FILES = (*measure.BENCHMARKS, "gains", "batch_norm", "scaling_lenet", "scaling_resnet18")
+NOTES = (
+    *("method", "lenet", "resnet18", "gains", "batch_norm", "step_overhead", "memory"),
+    *("step_profile", "uneven_devices", "processes", "cable", "hybrid", "engine"),
+    *(f"engine.{experiment}" for experiment in engine.FINDINGS),
+    *(f"book.{experiment}" for experiment in EXPERIMENTS),
 )
-from records import RESULTS, ROOT, load
-
-PAGE = ROOT / "docs" / "benchmarks.md"
-IMAGES = ROOT / "docs" / "images"
-RELIABILITY = ROOT / "docs" / "reliability.md"
-BOOK = ROOT / "docs" / "book.md"
-HEAD = """# Benchmarks
-
-This page is written by `python benchmarks/write_docs.py` from the files in `benchmarks/results`;
-don't edit it. Explanations stand in `benchmarks/notes.md`."""
-
-Section = Callable[[dict[str, Any], Mapping[str, str]], str]
-SECTIONS: dict[str, Section] = {
-    "training_speed": speed.section,
-    "gains": speed.gains,
-    "batch_norm": speed.batch_norm,
-    "scaling_lenet": scaling.section,
-    "scaling_resnet18": scaling.section,
-    "step_overhead": overhead.section,
-    "memory": memory.section,
-    "step_profile": profile.section,
-    "uneven_devices": uneven.section,
-    "processes": processes.section,
-    "cable": cable.section,
-    "hybridize": hybridize.section,
-    "engine_experiments": engine.section,
-}
-PICTURES = ("scaling_lenet", "scaling_resnet18")
-RELIABILITY_SECTIONS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "kills": reliability.killed,
-    "checkpoints": reliability.saved,
-}
+_FIGURE = re.compile(r"\d+\.\d+|\d\s*(?:%|×|x\b|ms\b|s\b|[MGk]i?B\b|examples/s)")
 
 
 def main() -> None:
-    """Write the pages."""
-    PAGE.parent.mkdir(exist_ok=True)
-    PAGE.write_text(page(RESULTS, read_notes()))
-    for name in PICTURES:
-        document = load(name)
-        if document is not None:
-            scaling.draw(document, IMAGES)
-    RELIABILITY.write_text(reliability_page(RESULTS))
-    found = load("book")
-    if found is not None:
-        BOOK.write_text(book.page(found, read_notes(), IMAGES))
+    """Write the pages and their pictures."""
+    notes = parse_notes((FOLDER / "notes.md").read_text(encoding="utf-8"))
+    for name in ("benchmarks", "reliability"):
+        (DOCS / f"{name}.md").write_text(page(name, RESULTS, notes), encoding="utf-8")
+    for name in ("scaling_lenet", "scaling_resnet18"):
+        if document := load(name):
+            pictures.draw_scaling(document, IMAGES / f"{name}.png")
+    if document := load("book"):
+        for name in book_pictures.TITLES:
+            if drawn := book_pictures.draw(name, document["parts"]):
+                (IMAGES / f"book_{name}.svg").write_text(drawn, encoding="utf-8")
+        (DOCS / "book.md").write_text(book_page(document, notes), encoding="utf-8")
 
 
-def page(results: Path, notes: Mapping[str, str]) -> str:
-    """Return the page: a section for each result file that is there."""
-    parts = [HEAD]
-    for name, section in SECTIONS.items():
-        document = load(name, results)
-        if document is not None:
-            parts.append(section(document, notes))
-    return "\n\n".join(parts) + "\n"
+def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
+    """Return a page, with a section for each result file that exists."""
+    documents = {name: load(name, results) for name in FILES}
+    return render(
+        name,
+        notes,
+        found=documents,
+        tables={
+            name: one.tables(documents[name])
+            for name, one in measure.BENCHMARKS.items()
+            if documents[name]
+        },
+        ratios=speed.ratios,
+        failures=speed.failures,
+        scaled=speed.scaling,
+    )
 
 
-def reliability_page(results: Path) -> str:
-    """Return the page on reliability, likewise."""
-    documents = {name: load(name, results) for name in RELIABILITY_SECTIONS}
-    sections = [
-        RELIABILITY_SECTIONS[name](document)
-        for name, document in documents.items()
-        if document is not None
-    ]
-    return reliability.page(*sections)
+def book_page(document: Mapping[str, Any], notes: Mapping[str, str]) -> str:
+    """Return the page on the book's experiments."""
+    figures = document["parts"]
+
+    def drawn(name: str) -> bool:
+        return book_pictures.draw(name, figures) is not None
+
+    def table(experiment: Experiment) -> Table:
+        rows = [[row.text, row.book, row.here, row.why] for row in experiment.rows(figures)]
+        return Table(("", "the book", "here", "what differs, and why"), rows, 4)
+
+    return render(
+        "book",
+        notes,
+        document=document,
+        figures=figures,
+        experiments=experiments(document["size"]),
+        table=table,
+        drawn=drawn,
+        titles=book_pictures.TITLES,
+    )
+
+
+def render(name: str, notes: Mapping[str, str], **values: Any) -> str:
+    """Return a page from its template; more than one empty line becomes one."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER / "templates"),
+        autoescape=False,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["number"] = number
+    environment.filters["median"] = lambda values: summarise([*values]).median
+    template = environment.get_template(f"{name}.md.jinja")
+    text = template.render(note=lambda name: notes.get(name, ""), rerun=rerun, **values)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def rerun(command: str) -> str:
+    """Return the command that today measures what a recorded command measured."""
+    scripts = "|".join(measure.BENCHMARKS)
+    command = command.replace(" --runs ", " --rounds ")
+    return re.sub(rf"benchmarks/({scripts})\.py", r"benchmarks/measure.py \1", command)
+
+
+def parse_notes(text: str) -> dict[str, str]:
+    """Split `text` at its `## name` lines; what comes before the first is for writers.
+
+    Raises:
+        ValueError: the pages have no place for a name, or a note has a measured figure.
+    """
+    _, *parts = re.split(r"^## +(.+)$", text, flags=re.MULTILINE)
+    notes = {name.strip(): body.strip() for name, body in zip(parts[::2], parts[1::2], strict=True)}
+    for name, body in notes.items():
+        if name not in NOTES:
+            raise ValueError(f"notes.md has a section {name!r}: expected one of {', '.join(NOTES)}")
+        if figure := _FIGURE.search(body):
+            raise ValueError(
+                f"the note {name!r} has the figure {figure[0]!r}, which the next run may change: "
+                f"name the row of the table that shows it"
+            )
+    return notes
 
 
 if __name__ == "__main__":

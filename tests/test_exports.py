@@ -64,7 +64,6 @@ EXPORTS = {
         "steps_for",
         "summarise",
     ],
-    "evenstep.bench.contenders": [],
     "evenstep.book": [],
     "evenstep.book.reproduce": [
         "EXPERIMENTS",

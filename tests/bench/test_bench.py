@@ -1,4 +1,4 @@
-"""What `evenstep bench` stands on: who is measured, in which order, and what is made of it."""
+"""The toolkit of `evenstep bench`: contenders, rounds, fresh processes, speed-ups, pictures."""
 
 import pytest
 
@@ -85,7 +85,7 @@ def test_peers_run_with_one_thread_and_evenstep_sets_its_own():
     assert lineup.devices(JOB, 3).variables == {}
 
 
-def test_everybody_beside_evenstep_has_the_same_job_and_as_many_workers():
+def test_all_contenders_have_the_same_job_and_as_many_workers():
     contenders = side_by_side(JOB, 3)
     assert len({contender.key for contender in contenders}) == len(contenders)
     for contender in contenders:
@@ -98,7 +98,7 @@ def test_scaling_takes_the_same_batch_and_one_that_grows():
     assert sizes == [(2, 64), (4, 64), (6, 64), (4, 128), (6, 192)]
 
 
-def test_who_is_not_installed_is_found():
+def test_a_contender_whose_package_is_missing_is_found():
     absent = lineup.Contender(key="x", label="X", module="m", job=JOB, needs="no_such_package")
     assert running.missing([lineup.plain(JOB, 1), absent]) == [absent]
 
@@ -136,7 +136,7 @@ def test_speed_ups_are_taken_within_a_round_and_efficiency_from_their_median():
     assert [(row.devices, row.examples) for row in grown] == [(1, 64), (2, 128), (4, 256)]
 
 
-def test_speeds_are_held_against_one_contender_round_by_round():
+def test_speeds_are_compared_with_one_contender_within_each_round():
     ratios = against(scaling_document(), lineup.devices(JOB, 1).key)
     assert ratios[lineup.devices(JOB, 2).key].median == pytest.approx((1.8 + 1.5) / 2)
 
@@ -150,7 +150,7 @@ def test_pictures_are_drawn_in_the_format_that_the_name_asks_for(name, tmp_path)
         assert begin.startswith(b"\x89PNG") if file.suffix == ".png" else b"<?xml" in begin
 
 
-def test_a_format_that_nobody_knows_is_refused(tmp_path):
+def test_an_unknown_format_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"picture .*x\.docx can't be written"):
         pictures.draw_scaling(scaling_document(), tmp_path / "x.docx")
 

@@ -1,4 +1,4 @@
-"""The pure parts of `benchmarks/`: order, medians, ratios, pages. Nothing is measured here."""
+"""The pure parts of `benchmarks/`: line-ups, ratios, pages. Nothing is measured here."""
 
 # ruff: noqa: I001  (what puts the scripts on the path comes first)
 
@@ -8,48 +8,68 @@ import pytest
 
 from benchmarking import BENCHMARKS, FACTS
 
-import lineup
-import records
-import targets
-import text
+import benchmark
+import measure
 import write_docs
-from notes import parse_notes, read_notes
-from pages import reliability
-from pages.memory import bound_bytes
-from pages.speed import ratio_rows
-from evenstep.bench import machine
+from evenstep.bench import Record, machine, tables
+from specs import speed
+from specs.memory import bound_bytes
 
 OURS, THEIRS = "lenet.evenstep.2.v8.n256", "lenet.ddp.2.contiguous"
 
 
 def test_a_recorded_command_names_no_place_of_the_machine():
-    script = str(BENCHMARKS / "memory.py")
-    assert records.command_line([script, "--out", str(BENCHMARKS / "results" / "x.json")]) == (
-        "python benchmarks/memory.py --out benchmarks/results/x.json"
+    script = str(BENCHMARKS / "measure.py")
+    out = str(BENCHMARKS / "results" / "x.json")
+    assert benchmark.command_line([script, "memory", "--out", out]) == (
+        "python benchmarks/measure.py memory --out benchmarks/results/x.json"
     )
-    assert records.command_line([script, "--out", "/secret/x.json"]).endswith("--out x.json")
+    assert benchmark.command_line([script, "--out", "/secret/x.json"]).endswith("--out x.json")
+
+
+def test_a_page_names_the_command_of_today():
+    assert write_docs.rerun("python benchmarks/memory.py --rounds 3") == (
+        "python benchmarks/measure.py memory --rounds 3"
+    )
+    assert write_docs.rerun("evenstep bench scaling") == "evenstep bench scaling"
 
 
 def test_a_record_is_written_run_by_run(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "facts", lambda: FACTS)
-    record = records.Record("b", tmp_path / "new" / "b.json", settings={"rounds": 1})
+    record = Record("b", "python b.py", tmp_path / "new" / "b.json", settings={"rounds": 1})
     record.add({"round": 0})
-    document = records.load("b", tmp_path / "new")
+    document = benchmark.load("b", tmp_path / "new")
     assert document["runs"] == [{"round": 0}]
     assert document["machine"] == FACTS
-    assert records.load("c", tmp_path) is None
+    assert benchmark.load("c", tmp_path) is None
 
 
 def test_the_lineup_has_every_contender_that_a_target_names():
-    keys = [contender.key for contender in lineup.lineup()]
-    assert len(keys) == len(set(keys))
-    tables = [*targets.RATIOS.values(), *targets.GAINS.values()]
-    for ratio in (ratio for ratios in tables for ratio in ratios):
-        assert {ratio.ours, ratio.theirs} <= set(keys), ratio.text
+    keys = {contender.key for contender in speed.lineup()}
+    assert len(keys) == len(speed.lineup())
+    assert speed.read_ratios()
+    for ratio in speed.read_ratios():
+        named = {f"{ratio['network']}.{ratio[side]}" for side in ("ours", "theirs")}
+        assert named <= keys, ratio["text"]
+
+
+@pytest.mark.parametrize("one", measure.BENCHMARKS.values(), ids=lambda one: one.name)
+def test_every_contender_has_a_key_and_runs_of_its_own(one):
+    assert len({contender.key for contender in one.contenders}) == len(one.contenders)
+    marks = [json.dumps(contender.marks, sort_keys=True) for contender in one.contenders]
+    assert len(set(marks)) == len(marks)
+
+
+@pytest.mark.parametrize("one", measure.BENCHMARKS.values(), ids=lambda one: one.name)
+def test_the_committed_files_have_runs_of_every_table(one):
+    document = benchmark.load(one.name)
+    for table in one.tables(document).values():
+        assert table.rows
+        assert {len(row) for row in table.rows} == {len(table.head)}
 
 
 def test_peers_run_with_one_thread_and_evenstep_sets_its_own():
-    for contender in lineup.lineup():
+    for contender in speed.lineup():
         threads = contender.variables.get("OMP_NUM_THREADS")
         if ".evenstep." in contender.key:
             assert threads is None
@@ -60,23 +80,32 @@ def test_peers_run_with_one_thread_and_evenstep_sets_its_own():
 
 
 def test_only_chooses_by_the_beginning_of_keys():
-    assert {one.network for one in lineup.chosen("resnet18")} == {"resnet18"}
-    assert [one.key for one in lineup.chosen("lenet.fabric,resnet18.accel")] == [
+    everyone = speed.lineup()
+    chosen = measure.choose(everyone, "resnet18")
+    assert {one.job["network"] for one in chosen} == {"resnet18"}
+    assert [one.key for one in measure.choose(everyone, "lenet.fabric,resnet18.accel")] == [
         "lenet.fabric.2.contiguous",
         "resnet18.accelerate.2.contiguous",
     ]
-    with pytest.raises(SystemExit, match="names no contender"):
-        lineup.chosen("alexnet")
+    with pytest.raises(SystemExit, match="got --only alexnet: expected the beginnings of some of"):
+        measure.choose(everyone, "alexnet")
 
 
 def test_a_whole_key_chooses_that_contender_alone():
     key = "resnet18.evenstep.2.v8.n128"
-    assert [one.key for one in lineup.chosen(f"{key},{key}.sync")] == [key, f"{key}.sync"]
-    assert len(lineup.chosen(f"{key}.")) > 1
+    chosen = measure.choose(speed.lineup(), f"{key},{key}.sync")
+    assert [one.key for one in chosen] == [key, f"{key}.sync"]
+    assert len(measure.choose(speed.lineup(), f"{key}.")) > 1
+
+
+def test_other_steps_are_those_of_every_contender_and_stand_in_the_file():
+    one = measure.shortened(measure.BENCHMARKS["step_overhead"], "2", 7)
+    assert {contender.job["steps"] for contender in one.contenders} == {7}
+    assert one.settings["steps"] == 7
 
 
 def test_numbers_have_three_digits_or_more():
-    assert [text.number(value) for value in (0.5, 12.34, 123.4, 12345.6)] == [
+    assert [tables.number(value) for value in (0.5, 12.34, 123.4, 12345.6)] == [
         "0.50",
         "12.3",
         "123",
@@ -84,13 +113,14 @@ def test_numbers_have_three_digits_or_more():
     ]
 
 
-def test_a_target_is_held_against_the_median_of_the_ratios():
-    ratio = targets.Ratio(text="a over b", ours="a", theirs="b", at_least=1.4)
-    runs = [*_speeds("a", 14.0, 30.0, 15.0), *_speeds("b", 10.0, 10.0, 11.0)]
-    assert ratio_rows([ratio], runs) == [["a over b", "≥ 1.40", "1.40", "1.36 to 3.00", "reached"]]
-    worse = [*_speeds("a", 13.9), *_speeds("b", 10.0)]
-    assert ratio_rows([ratio], worse)[0][-1] == "**not reached**"
-    assert ratio_rows([ratio], _speeds("a", 1.0))[0][-1] == "not measured"
+def test_a_target_is_compared_with_the_median_of_the_ratios():
+    ratio = {"text": "a over b", "network": "n", "ours": "a", "theirs": "b", "at_least": "1.4"}
+    runs = [*_speeds("n.a", 14.0, 30.0, 15.0), *_speeds("n.b", 10.0, 10.0, 11.0)]
+    row = ["a over b", "≥ 1.40", "1.40", "1.36 to 3.00", "reached"]
+    assert speed.ratio_row(ratio, runs) == row
+    worse = [*_speeds("n.a", 13.9), *_speeds("n.b", 10.0)]
+    assert speed.ratio_row(ratio, worse)[-1] == "**not reached**"
+    assert speed.ratio_row(ratio, _speeds("n.a", 1.0))[-1] == "not measured"
 
 
 def test_the_bound_on_memory_grows_with_gradients_and_activations():
@@ -101,7 +131,8 @@ def test_the_bound_on_memory_grows_with_gradients_and_activations():
 def test_the_page_has_a_section_for_each_file_and_its_note(tmp_path):
     for name, document in _documents().items():
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
-    page = write_docs.page(tmp_path, {"lenet": "A word on LeNet.", "memory": "A word on memory."})
+    notes = {"lenet": "A word on LeNet.", "memory": "A word on memory."}
+    page = write_docs.page("benchmarks", tmp_path, notes)
     assert "| DDP | 256 | 10.0 | 10.0 to 10.0 | 2 | 25% | – |" in page
     assert "| evenstep | 256 | 20.0 | 20.0 to 20.0 | 2 | 25% | 50%, 75% |" in page
     assert "DDP as its documentation says | ≥ 1.40 | 2.00 | 2.00 to 2.00 | reached |" in page
@@ -124,59 +155,63 @@ def test_the_page_has_a_section_for_each_file_and_its_note(tmp_path):
 
 
 def test_without_files_the_page_is_its_head(tmp_path):
-    assert write_docs.page(tmp_path, {}) == write_docs.HEAD + "\n"
+    page = write_docs.page("benchmarks", tmp_path, {})
+    assert page.startswith("# Benchmarks\n")
+    assert page.count("\n\n") == 1
 
 
 def test_notes_are_found_by_name_and_hold_no_figures():
-    assert parse_notes("For writers.\n\n## lenet\nV = 8 and 2 devices.\n\n## memory\nB.\n") == {
+    assert write_docs.parse_notes(
+        "For writers.\n\n## lenet\nV = 8 and 2 devices.\n\n## memory\nB.\n"
+    ) == {
         "lenet": "V = 8 and 2 devices.",
         "memory": "B.",
     }
-    assert parse_notes("For writers alone.\n") == {}
+    assert write_docs.parse_notes("For writers alone.\n") == {}
     with pytest.raises(ValueError, match="has a section 'elephant'"):
-        parse_notes("## elephant\nBig.\n")
+        write_docs.parse_notes("## elephant\nBig.\n")
     for figure in ("1.5 times", "12%", "3 ms", "80 MiB", "2× faster"):
-        with pytest.raises(ValueError, match="holds the figure"):
-            parse_notes(f"## lenet\nIt takes {figure}.\n")
+        with pytest.raises(ValueError, match="has the figure"):
+            write_docs.parse_notes(f"## lenet\nIt takes {figure}.\n")
 
 
-def test_the_committed_page_is_what_the_committed_files_make():
-    if not write_docs.PAGE.exists():
-        pytest.skip("docs/benchmarks.md has not been made yet")
-    assert write_docs.PAGE.read_text() == write_docs.page(write_docs.RESULTS, read_notes())
+def test_the_committed_pages_are_what_the_committed_files_make():
+    notes = write_docs.parse_notes((BENCHMARKS / "notes.md").read_text())
+    for name in ("benchmarks", "reliability"):
+        committed = (write_docs.DOCS / f"{name}.md").read_text()
+        assert committed == write_docs.page(name, benchmark.RESULTS, notes)
+    book = write_docs.book_page(benchmark.load("book"), notes)
+    assert (write_docs.DOCS / "book.md").read_text() == book
 
 
-def test_the_page_on_reliability_counts_what_went_well():
+def test_the_page_on_reliability_counts_the_runs_that_recovered(tmp_path):
     def run(kind, **more):
         return {"kind": kind, "same": True, "left": [], "killed": 1, "seconds": 4.0, **more}
 
     runs = [run("worker"), run("worker", same=False), run("worker", left=[7]), run("writer")]
     settings = {"processes": 2, "steps": 9, "checkpoint_every": 3}
     document = {"command": "python benchmarks/it.py", "machine": FACTS}
-    page = reliability.killed(document | {"settings": settings, "runs": runs})
+    document |= {"settings": settings, "runs": runs}
+    (tmp_path / "kills.json").write_text(json.dumps(document))
+    page = write_docs.page("reliability", tmp_path, {})
     assert "| any process, after a random step was saved | 3 | 1 | 4.00 | 4.00 to 4.00 |" in page
     assert "in the middle of a checkpoint | 1 | 1 | 4.00 | 4.00 to 4.00 |" in page
 
 
-def test_the_page_on_reliability_says_what_saving_holds_up():
+def test_the_page_on_reliability_says_how_long_saving_blocks(tmp_path):
     document = {
         "command": "python benchmarks/it.py",
         "machine": FACTS,
         "settings": {"batch": 4, "every": 2, "steps": 6},
-        "variants": {"never": "not at all", "aside": "aside"},
         "runs": [
             {"variant": "never", "step_ms": 10.0, "saves_ms": []},
             {"variant": "aside", "step_ms": 12.0, "saves_ms": [1.0, 3.0, 2.0]},
         ],
     }
-    page = reliability.saved(document)
-    assert "| aside | 2.00 | 1.00 to 3.00 | 12.0 |" in page
-    assert "| not at all | - | - | 10.0 |" in page.replace(text.NOTHING, "-")
-
-
-def test_the_committed_page_on_reliability_is_what_the_committed_files_make():
-    page = write_docs.reliability_page(records.RESULTS)
-    assert write_docs.RELIABILITY.read_text() == page
+    (tmp_path / "checkpoints.json").write_text(json.dumps(document))
+    page = write_docs.page("reliability", tmp_path, {})
+    assert "written while training continues | 2.00 | 1.00 to 3.00 | 12.0 |" in page
+    assert "| without saving | – | – | 10.0 |" in page
 
 
 def _speeds(key, *speeds):
@@ -280,10 +315,10 @@ def _documents():
     }
 
 
-def _profiled(way, shards, **operators):
+def _profiled(method, shards, **operators):
     return {
         "network": "lenet",
-        "way": way,
+        "way": method,
         "shards": shards,
         "operators_ms": {f"aten::{name}": ms for name, ms in operators.items()},
         "all_operators_ms": sum(operators.values()),

@@ -2,8 +2,10 @@
 
 # ruff: noqa: I001  (what puts the scripts on the path comes first)
 
+import dataclasses
 import importlib
 import json
+import re
 import sys
 
 import pytest
@@ -11,19 +13,27 @@ import torch
 
 from benchmarking import BENCHMARKS, FACTS
 
-import engine_experiments
-import finding_rows
-import fresh
+import measure
 import write_docs
-from evenstep.book.reproduce.book import EXPERIMENTS, Finding
-from evenstep.book.reproduce.engine.common import BareThreads
-from evenstep.book.reproduce.findings import measured
-from evenstep.book.reproduce.lineup import BOOK, TINY, lineup
-from pages import engine as page
-from evenstep.bench import machine
-from evenstep.bench.rounds import Summary
+from evenstep.bench import fresh, machine
+from evenstep.book.reproduce.engine.common import DEVICES, BareThreads
+from evenstep.book.reproduce.findings import Finding
+from specs import engine
 
 GAIN = Finding(text="gain", figure="a:s", over="b:s", unit="×", book=4.0, at_least=2.0)
+TINY = {
+    "queued": {"size": 8, "repeats": 2},
+    "waiting.add": {"operation": "add", "size": 8, "count": 4},
+    "waiting.mm": {"operation": "mm", "size": 8, "count": 4},
+    "together": {"size": 8, "count": 2},
+    "copies.square": {"size": 8, "inner": 8, "count": 2, "repeats": 1},
+    "copies.thin": {"size": 8, "inner": 2, "count": 2, "repeats": 2},
+    "memory": {"examples": 4, "batches": 3},
+    "cost": {"tasks": 40},
+}
+TINY_ENGINE = dataclasses.replace(
+    engine.BENCHMARK, settings=TINY, contenders=engine.contenders(TINY)
+)
 
 
 @pytest.fixture
@@ -34,7 +44,7 @@ def _threads_as_before():
 
 
 @pytest.mark.usefixtures("_threads_as_before")
-@pytest.mark.parametrize("measurement", lineup(TINY), ids=lambda one: one.key)
+@pytest.mark.parametrize("measurement", engine.contenders(TINY), ids=lambda one: one.key)
 def test_every_measurement_runs_and_returns_what_the_tables_need(measurement):
     figures = importlib.import_module(measurement.module).measure(measurement.job)
     assert json.loads(json.dumps(figures)) == figures
@@ -43,10 +53,9 @@ def test_every_measurement_runs_and_returns_what_the_tables_need(measurement):
 
 
 def test_every_figure_of_the_tables_is_one_of_the_lineup():
-    keys = {one.key for one in lineup(BOOK)}
-    assert keys == {one.key for one in lineup(TINY)}
+    keys = {one.key for one in engine.contenders(engine.JOBS)}
+    assert keys == {one.key for one in engine.contenders(TINY)}
     assert {name.split(":")[0] for name in _figures()} == keys
-    assert set(page.TOLD) == set(EXPERIMENTS)
 
 
 def test_the_script_runs_in_fresh_processes_and_prints_the_book_beside_it(
@@ -54,22 +63,24 @@ def test_the_script_runs_in_fresh_processes_and_prints_the_book_beside_it(
 ):
     monkeypatch.setattr(machine, "facts", lambda: FACTS)
     out = tmp_path / "engine_experiments.json"
-    options = ["--rounds", "1", "--tiny", "--only", "queued", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "engine_experiments.py"), *options])
-    engine_experiments.main()
+    options = ["engine_experiments", "--rounds", "1", "--only", "queued", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / "measure.py"), *options])
+    monkeypatch.setitem(measure.BENCHMARKS, "engine_experiments", TINY_ENGINE)
+    measure.main()
     printed = capsys.readouterr().out
-    assert "`submit` returned after       1.40 ms" in printed
+    assert re.search(r"`submit` returned after +1\.40 ms", printed)
     assert "waiting" not in printed
     assert [run["key"] for run in json.loads(out.read_text())["runs"]] == ["queued"]
 
 
 def test_each_round_starts_with_another_measurement(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(machine, "facts", lambda: FACTS)
-    monkeypatch.setattr(fresh, "run_module", lambda *_: {"submit_us": 1.0, "task_us": 2.0})
+    figures = {"submit_us": 1.0, "task_us": 2.0}
+    monkeypatch.setattr(fresh, "run_module", lambda *_, **__: figures)
     out = tmp_path / "engine_experiments.json"
-    options = ["--rounds", "2", "--only", "cost", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", ["engine_experiments.py", *options])
-    engine_experiments.main()
+    options = ["engine_experiments", "--rounds", "2", "--only", "cost", "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["measure.py", *options])
+    measure.main()
     runs = json.loads(out.read_text())["runs"]
     assert [run["key"][len("cost.") :] for run in runs] == [
         *("engine", "chain", "pool"),
@@ -78,38 +89,32 @@ def test_each_round_starts_with_another_measurement(tmp_path, monkeypatch, capsy
     assert "≤ 30.0 µs  reached" in capsys.readouterr().out
 
 
-def test_only_chooses_by_the_beginning_of_keys():
-    chosen = engine_experiments.chosen(lineup(TINY), "cost.pool,queued")
-    assert [one.key for one in chosen] == ["queued", "cost.pool"]
-    with pytest.raises(SystemExit, match="names no measurement"):
-        engine_experiments.chosen(lineup(TINY), "elephant")
-
-
-def test_a_ratio_is_taken_within_each_round_and_held_against_the_target():
+def test_a_ratio_is_taken_within_each_round_and_compared_with_the_target():
     runs = [*_runs("a", 6.0, 30.0, 9.0), *_runs("b", 3.0, 3.0, 3.0)]
-    assert measured(GAIN, runs) == Summary(3.0, 2.0, 10.0, 3)
-    assert finding_rows.row(GAIN, runs) == [
+    assert GAIN.values(runs) == [2.0, 10.0, 3.0]
+    assert engine.row(GAIN, runs) == [
         *("gain", "4.00×", "3.00×", "2.00 to 10.0", "0.750", "≥ 2.00×", "reached")
     ]
     worse = [*_runs("a", 5.0), *_runs("b", 3.0)]
-    assert finding_rows.row(GAIN, worse)[-1] == "**not reached**"
-    assert finding_rows.row(GAIN, _runs("a", 1.0))[2:] == ["–", "–", "–", "≥ 2.00×", "not measured"]
+    assert engine.row(GAIN, worse)[-1] == "**not reached**"
+    assert engine.row(GAIN, _runs("a", 1.0))[2:] == ["–", "–", "–", "≥ 2.00×", "not measured"]
 
 
-def test_a_target_from_above_and_a_row_without_one():
+def test_an_upper_target_and_a_row_without_a_target():
     most = Finding(text="cost", figure="a:s", scale=1e6, unit="µs", at_most=30.0)
-    assert finding_rows.row(most, _runs("a", 29e-6))[-2:] == ["≤ 30.0 µs", "reached"]
-    assert finding_rows.row(most, _runs("a", 31e-6))[-1] == "**not reached**"
-    told = Finding(text="told", figure="a:s", unit="s")
-    assert finding_rows.row(told, _runs("a", 0.5)) == [
-        *("told", "–", "0.500 s", "0.500 to 0.500", "–", "–", "–")
+    assert engine.row(most, _runs("a", 29e-6))[-2:] == ["≤ 30.0 µs", "reached"]
+    assert engine.row(most, _runs("a", 31e-6))[-1] == "**not reached**"
+    bare = Finding(text="bare", figure="a:s", unit="s")
+    assert engine.row(bare, _runs("a", 0.5)) == [
+        *("bare", "–", "0.500 s", "0.500 to 0.500", "–", "–", "–")
     ]
 
 
 def test_the_page_has_a_table_for_each_experiment_from_the_file_alone(tmp_path):
     (tmp_path / "engine_experiments.json").write_text(json.dumps(_document()))
-    written = write_docs.page(tmp_path, {"engine.cost": "A word on cost.", "engine": "A word."})
-    assert written.count("### ") == len(EXPERIMENTS) == written.count("| the book | here |")
+    notes = {"engine.cost": "A word on cost.", "engine": "A word."}
+    written = write_docs.page("benchmarks", tmp_path, notes)
+    assert written.count("### ") == len(engine.FINDINGS) == written.count("| the book | here |")
     for row in (
         "| the first over the second | 0.396% | 50.0% | 50.0 to 50.0 | 126 | ≤ 1.00% | **not",
         "| gain | 2.09× | 2.00× | 2.00 to 2.00 | 0.958 | ≥ 1.09× | reached |",
@@ -125,14 +130,14 @@ def test_the_page_has_a_table_for_each_experiment_from_the_file_alone(tmp_path):
 
 def test_bare_threads_pass_errors_on_and_end():
     with BareThreads() as threads:
-        threads.start(0, lambda: None)
-        threads.start(1, lambda: 1 // 0)
+        assert threads.submit(max, 1, 2, device=DEVICES[0]).result() == 2
+        threads.submit(lambda: 1 // 0, device=DEVICES[1])
         with pytest.raises(ZeroDivisionError):
-            threads.wait()
+            threads.waitall()
 
 
 def _figures():
-    rows = [row for rows in EXPERIMENTS.values() for row in rows]
+    rows = [row for rows in engine.FINDINGS.values() for row in rows]
     return {name for row in rows for name in (row.figure, row.over) if name}
 
 
@@ -155,6 +160,6 @@ def _document():
     return {
         "command": "python benchmarks/engine_experiments.py",
         "machine": FACTS,
-        "settings": BOOK,
+        "settings": engine.JOBS,
         "runs": [{"round": 0, "key": key, **more} for key, more in figures.items()],
     }

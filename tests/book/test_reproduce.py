@@ -1,4 +1,4 @@
-"""`evenstep reproduce`: parts measured once, kept, gone on with; the report that comes of them."""
+"""`evenstep reproduce`: parts are measured once and kept, a run resumes, the report shows them."""
 
 import base64
 import dataclasses
@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,8 @@ from commands import complaint, run
 from evenstep.bench import fresh, machine
 from evenstep.book.reproduce import EXPERIMENTS, Experiment, Kept, Part, Row, Workplace, experiments
 from evenstep.book.reproduce import run as measure
-from evenstep.book.reproduce import training_experiments as trainings
 from evenstep.book.reproduce.report import page
-from evenstep.book.reproduce.training import Training, _Curve, places, spelled, timeline, train
+from evenstep.book.reproduce.training import Training, _Curve, choose_devices, timeline, train
 from evenstep.errors import InputError
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "fashion-mnist"
@@ -41,15 +41,15 @@ def examples(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=generator)
     images = torch.randn(count, 1, 28, 28, generator=generator) * 0.3
-    images[torch.arange(count), 0, labels] += 1  # a bright row tells the class
+    images[torch.arange(count), 0, labels] += 1  # a bright row marks the class
     return TensorDataset(images, labels)
 
 
 DATA = (examples(100), examples(40, seed=1))
 
 
-def curve_of(training=SMALL, folder=None, tell=lambda line: None):
-    found = train(training, DATA, folder, tell)
+def curve_of(training=SMALL, folder=None, say=lambda line: None):
+    found = train(training, DATA, folder, say)
     assert json.loads(json.dumps(found)) == found
     return found
 
@@ -74,19 +74,24 @@ def test_an_interrupted_training_goes_on_to_the_same_end(tmp_path, monkeypatch, 
     expected = curve_of(folder=tmp_path / "whole")
     monkeypatch.setattr(module, "_SAVE_EVERY_S", 0.0)
 
-    class Interrupted(module._Progress):
-        def step_done(self, done):
+    announced, steps = module._announced, []
+
+    def interrupted(done_steps, total, say):
+        for done in announced(done_steps, total, say):
             if done > stopped_after:
                 raise KeyboardInterrupt
+            yield done
+
+    def noted(done_steps, total, say):
+        for done in announced(done_steps, total, say):
+            steps.append(done)
+            yield done
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_Progress", Interrupted)
+        patched.setattr(module, "_announced", interrupted)
         with pytest.raises(KeyboardInterrupt):
             curve_of(folder=tmp_path / "stopped")
-    steps = []
-    monkeypatch.setattr(
-        module._Progress, "step_done", lambda self, done: steps.append(done), raising=True
-    )
+    monkeypatch.setattr(module, "_announced", noted)
     found = curve_of(folder=tmp_path / "stopped")
     assert steps[0] == stopped_after + 1
     assert found["fingerprint"] == expected["fingerprint"]
@@ -117,12 +122,19 @@ def test_what_was_noted_after_the_checkpoint_is_forgotten(tmp_path):
 )
 def test_a_machine_with_fewer_gpus_trains_on_them_all_the_same(monkeypatch, gpus, expected):
     monkeypatch.setattr("evenstep.book.reproduce.training.gpu_count", lambda: gpus)
-    assert places(3) == expected
+    assert choose_devices(3) == expected
 
 
-def test_durations_are_spelled_as_people_say_them():
-    assert [spelled(seconds) for seconds in (3.4, 99, 101, 3601)] == [
-        *("3 s", "99 s", "2 min", "61 min")
+def test_a_long_training_says_how_long_it_will_take(monkeypatch):
+    from evenstep.book.reproduce import training as module
+
+    now_s, said = iter(range(0, 1000, 6)), []
+    clock = types.SimpleNamespace(perf_counter=lambda: next(now_s))
+    monkeypatch.setattr(module, "time", clock)
+    assert [*module._announced(iter(range(3, 8)), 13, said.append)] == [3, 4, 5, 6, 7]
+    assert said == [
+        "step 4 of 13, about 0:00:54 left",
+        "step 6 of 13, about 0:00:42 left",
     ]
 
 
@@ -155,26 +167,26 @@ def make_experiment(measured, name="first", fails=()):
     )
 
 
-def place_in(folder, told=None):
-    tell = [].append if told is None else told.append
-    return Workplace(data=lambda: DATA, folder=folder / "unfinished", tell=tell)
+def place_in(folder, said=None):
+    say = [].append if said is None else said.append
+    return Workplace(data=lambda: DATA, folder=folder / "unfinished", say=say)
 
 
 def test_what_was_measured_is_not_measured_again(tmp_path):
-    measured, done, told = [], [], []
+    measured, done, said = [], [], []
     file = tmp_path / "figures.json"
     with pytest.raises(KeyboardInterrupt):
         measure(
             [make_experiment(measured, fails=["first.b"])],
             Kept(file, "full"),
-            place_in(tmp_path, told),
+            place_in(tmp_path, said),
             done.append,
         )
     assert (measured, done) == (["first.a"], [])
     experiment = make_experiment(measured)
-    measure([experiment], Kept(file, "full"), place_in(tmp_path, told), done.append)
+    measure([experiment], Kept(file, "full"), place_in(tmp_path, said), done.append)
     assert (measured, done) == (["first.a", "first.b"], [experiment])
-    assert told == ["first: first.a", "first: first.b", "first: first.b"]
+    assert said == ["first: first.a", "first: first.b", "first: first.b"]
     assert not any((tmp_path / "unfinished").iterdir())
     measure([experiment], Kept(file, "full"), place_in(tmp_path), done.append)
     assert len(measured) == 2
@@ -197,7 +209,7 @@ def test_it_is_said_when_a_later_run_went_on(tmp_path, monkeypatch):
 @pytest.mark.parametrize("content", ["", "[]", '{"size": "full"}', '{"size": "full", "parts": 3}'])
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path, content):
     (tmp_path / "figures.json").write_text(content)
-    with pytest.raises(InputError, match="no file of figures.*another folder"):
+    with pytest.raises(InputError, match="not a file of figures.*another folder"):
         Kept(tmp_path / "figures.json", "full")
 
 
@@ -302,7 +314,7 @@ def test_a_difference_is_called_one():
     (lenet,) = (one for one in experiments("full") if one.name == "lenet")
     found = {row.text: row.here for row in lenet.rows(figures)}
     assert found["fingerprint, one device and two, the book's rate"].startswith("DIFFERENT: f00d")
-    assert found["fingerprint, one device and two, mended"].startswith("equal")
+    assert found["fingerprint, one device and two, improved"].startswith("equal")
 
 
 def test_the_same_figures_make_the_same_page():
@@ -327,14 +339,14 @@ def test_the_trainings_are_those_of_the_book():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("--only", "alexnet"), "choose some of hybridize, queued"),
         (("--only", "lenet", "--data-dir", "nowhere"), "is missing in"),
     ],
 )
-def test_bad_input_is_one_line(tmp_path, arguments, told):
-    assert told in complaint("reproduce", "--out", tmp_path / "out", *arguments, code=2)
+def test_bad_input_is_one_line(tmp_path, arguments, message):
+    assert message in complaint("reproduce", "--out", tmp_path / "out", *arguments, code=2)
 
 
 def test_a_folder_that_can_not_be_made_is_one_line(tmp_path):
@@ -347,17 +359,15 @@ def test_a_measurement_that_fails_is_one_line(tmp_path, monkeypatch):
     def fails(*arguments, **more):
         raise fresh.RunFailedError("queued failed (1)", "RuntimeError: no")
 
-    monkeypatch.setattr("evenstep.book.reproduce.small_experiments.run_module", fails)
+    monkeypatch.setattr(fresh, "run_module", fails)
     out = tmp_path / "out"
     result = run("reproduce", "--only", "queued", "--quick", "--out", out, code=1)
     assert result.stderr.splitlines()[1:] == ["evenstep: a measurement failed: RuntimeError: no"]
 
 
 def test_only_measures_what_is_asked_for_and_writes_the_report(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "evenstep.book.reproduce.small_experiments.run_module",
-        lambda module, job: {"queued_s": 0.001, "finished_s": 0.1},
-    )
+    figures = {"queued_s": 0.001, "finished_s": 0.1}
+    monkeypatch.setattr(fresh, "run_module", lambda *_, **__: figures)
     out = tmp_path / "out"
     result = run("reproduce", "--only", "queued", "--quick", "--out", out)
     assert "queued: the first over the second: 1.00% (the book: 0.396%)" in result.stdout
@@ -371,8 +381,8 @@ def test_a_quick_run_trains_little_and_a_full_one_as_the_book_does():
     quick = {part.key: part for one in experiments("quick") for part in one.parts}
     for key in ("lenet.book.1", "resnet18.mended.2", "sixteen.root"):
         training = quick[key].measure.args[1]
-        assert training.epochs == trainings.QUICK.epochs
-        assert training.examples == trainings.QUICK.examples[training.network]
+        assert training.epochs == 2
+        assert training.examples == {"lenet": 10_240, "resnet18": 1024}[training.network]
         assert training.warmup_epochs < training.epochs
 
 

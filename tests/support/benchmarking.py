@@ -1,4 +1,4 @@
-"""Puts the scripts of `benchmarks/` on the path, where they import one another from."""
+"""Puts `benchmarks/` on the path, from which its modules import one another."""
 
 import sys
 from pathlib import Path

@@ -1,10 +1,18 @@
-"""evenstep beside others, and on more devices: measured in fresh processes, in rotating rounds."""
+"""Measures training speed: on more devices, and beside other libraries."""
 
-from evenstep.bench.lineup import Contender, scaling, side_by_side
+from evenstep.bench.lineup import scaling, side_by_side, steps_for
 from evenstep.bench.results import Record
-from evenstep.bench.rounds import Summary, paired_ratios, rotated, summarise
-from evenstep.bench.running import missing, run_rounds, steps_for
-from evenstep.bench.tables import Scaled, against, scaled, speeds
+from evenstep.bench.rounds import (
+    Scaled,
+    Summary,
+    against,
+    paired_ratios,
+    rotated,
+    scaled,
+    speeds,
+    summarise,
+)
+from evenstep.bench.running import Contender, missing, run_rounds
 
 __all__ = [
     "Contender",

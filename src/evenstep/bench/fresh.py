@@ -1,4 +1,4 @@
-"""Run a piece of a benchmark in a fresh process, and read the one JSON line that it prints."""
+"""Runs a module in a fresh process and reads the one JSON line that it prints."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 _STEERING = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH_", "MALLOC_", "LD_PRELOAD")
-"""Beginnings of environment variables that steer threads and allocators."""
+"""Prefixes of environment variables that control threads and allocators."""
 
-
+_TIMEOUT_S = 600
 _ERROR = re.compile(r"[\w.]+(Error|Exception): ")
 
 
 class RunFailedError(Exception):
-    """A fresh process ended with an error, or without its line.
+    """A fresh process failed, or printed no JSON line.
 
     Attributes:
-        reason: the last line of what it wrote to stderr that tells of an error.
+        reason: the last line of its stderr that names an error.
     """
 
     def __init__(self, message: str, errors: str) -> None:
         super().__init__(f"{message}:\n{errors}")
-        lines = errors.strip().splitlines() or ["it said nothing"]
+        lines = errors.strip().splitlines() or ["the process printed no error"]
         self.reason = next(filter(_ERROR.match, reversed(lines)), lines[-1])
 
 
@@ -37,53 +37,89 @@ def run_module(
     module: str,
     job: Mapping[str, Any],
     *,
-    folder: Path | None = None,
     launcher: Sequence[str] = (),
+    folder: Path | None = None,
     variables: Mapping[str, str] | None = None,
-    timeout_s: float = 600,
 ) -> dict[str, Any]:
     """Run `python -m [launcher] module JOB` and return the object that it prints.
 
     Args:
-        module: such as "evenstep.bench.contenders.plain".
-        job: its one argument, passed as JSON.
-        folder: where it runs; by default the current one.
+        module: a module that calls `answer`, such as "evenstep.bench.contenders".
+        job: its only argument, passed as JSON.
         launcher: a launching module and its options, such as ("torch.distributed.run", ...).
-        variables: environment variables to add; those that steer threads and allocators are taken
-            out of the inherited environment first, so that every run starts from torch's defaults.
-        timeout_s: after which the process and its children are stopped.
+        folder: the working directory; None for the current one.
+        variables: environment variables to add.
 
     Raises:
         RunFailedError: with what the process wrote to stderr.
     """
-    module_arguments = ["-m", *launcher, "-m", module] if launcher else ["-m", module]
-    process = subprocess.Popen(
-        [sys.executable, *module_arguments, json.dumps(job)],
-        cwd=folder,
-        env=clean_environment(os.environ) | dict(variables or {}),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    return run_commands([module_command(module, job, launcher)], folder, variables)
+
+
+def run_commands(
+    commands: Sequence[Sequence[str]],
+    folder: Path | None = None,
+    variables: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """Run commands at the same time and return the JSON object that one of them prints.
+
+    Variables that control threads and allocators are not inherited, so that every run starts from
+    torch's defaults. After ten minutes the processes and their children are stopped.
+
+    Raises:
+        RunFailedError: with what the processes wrote to stderr.
+    """
+    processes: list[subprocess.Popen[str]] = []
     try:
-        output, errors = process.communicate(timeout=timeout_s)
+        processes.extend(
+            subprocess.Popen(
+                command,
+                cwd=folder,
+                env=clean_environment(os.environ) | dict(variables or {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+            for command in commands
+        )
+        outputs = [process.communicate(timeout=_TIMEOUT_S) for process in processes]
     except BaseException:
-        _stop(process)
+        for process in processes:
+            _stop(process)
         raise
-    result = last_json_line(output)
-    if process.returncode or result is None:
-        raise RunFailedError(f"{module} failed ({process.returncode}) with {dict(job)}", errors)
-    return result
+    results = [found for output, _ in outputs if (found := last_json_line(output)) is not None]
+    codes = [process.returncode for process in processes]
+    if any(codes) or not results:
+        message = f"{' '.join(commands[0])} failed with exit codes {codes}"
+        raise RunFailedError(message, "\n".join(errors for _, errors in outputs))
+    return results[0]
+
+
+def answer(measure: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> None:
+    """Measure the job in the first argument and print the result: the other end of `run_module`.
+
+    Args:
+        measure: returns what to print; None in a process that prints nothing.
+    """
+    result = measure(json.loads(sys.argv[1]))
+    if result is not None:
+        print(json.dumps(result), flush=True)
+
+
+def module_command(module: str, job: Mapping[str, Any], launcher: Sequence[str] = ()) -> list[str]:
+    """Return the command line that runs `module` with `job`."""
+    modules = ["-m", *launcher, "-m", module] if launcher else ["-m", module]
+    return [sys.executable, *modules, json.dumps(job)]
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return `environment` without what steers threads and allocators."""
+    """Return `environment` without the variables that control threads and allocators."""
     return {name: value for name, value in environment.items() if not name.startswith(_STEERING)}
 
 
 def last_json_line(output: str) -> dict[str, Any] | None:
-    """Return the last line of `output` that is a JSON object; None without one."""
+    """Return the last line of `output` that is a JSON object; None if there is none."""
     for line in reversed(output.splitlines()):
         if line.startswith("{"):
             with contextlib.suppress(json.JSONDecodeError):
@@ -93,7 +129,7 @@ def last_json_line(output: str) -> dict[str, Any] | None:
 
 
 def _stop(process: subprocess.Popen[str]) -> None:
-    """Ask the process to end, so that a launcher ends its workers; then make it."""
+    """Terminate the process, so that a launcher ends its workers; then kill it."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)

@@ -1,74 +1,26 @@
-"""Who is measured: every contender as a value."""
+"""The contenders of `evenstep bench`: evenstep, a plain loop, DDP, Accelerate, Lightning Fabric."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_HERE = "evenstep.bench.contenders"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Contender:
-    """One way of training.
-
-    Attributes:
-        key: its name in files: network, library, and what tells it from its neighbours.
-        label: its name in tables.
-        module: the script, as Python imports it.
-        job: fields of `workload.Job`.
-        launcher: what starts its processes.
-        needs: the package it is left out without.
-        environment: more variables than those that every run has.
-    """
-
-    key: str
-    label: str
-    module: str
-    job: Mapping[str, Any]
-    launcher: tuple[str, ...] = ()
-    needs: str | None = None
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def network(self) -> str:
-        """The network it trains."""
-        return str(self.job["network"])
-
-    @property
-    def variables(self) -> dict[str, str]:
-        """Its environment: threads as torchrun sets them; evenstep sets its own."""
-        if self.module.endswith("evenstep_devices"):
-            return dict(self.environment)
-        return {"OMP_NUM_THREADS": str(self.job.get("threads", 1)), **self.environment}
-
-    @property
-    def is_there(self) -> bool:
-        """Whether the package that it needs is installed."""
-        return self.needs is None or importlib.util.find_spec(self.needs) is not None
-
-    def described(self) -> dict[str, Any]:
-        """Return what a result file says of it."""
-        more = {"environment": dict(self.environment)} if self.environment else {}
-        return {"key": self.key, "label": self.label, **more, **self.job}
+from evenstep.bench import running
+from evenstep.bench.running import Contender
 
 
 def side_by_side(job: Mapping[str, Any], workers: int) -> list[Contender]:
-    """Return everybody who trains the same: a plain loop, the peers, evenstep.
+    """Return contenders that train the same: a plain loop, the peers, evenstep.
 
     Args:
         job: fields of `workload.Job` that all share.
-        workers: processes or devices of those who have several.
+        workers: number of processes or devices of those that use several.
     """
     return [
         plain(job, 1),
         plain(job, workers),
-        ddp(job, workers),
-        ddp(job, workers, "channels_last"),
-        accelerate(job, workers),
-        fabric(job, workers),
+        *peers(job, workers),
         devices(job, workers),
         devices(job, workers, hybridize=True),
         processes(job, workers),
@@ -76,11 +28,11 @@ def side_by_side(job: Mapping[str, Any], workers: int) -> list[Contender]:
 
 
 def scaling(job: Mapping[str, Any], counts: Sequence[int]) -> list[Contender]:
-    """Return evenstep on each number of devices: with the same batch, and with one that grows.
+    """Return evenstep on each number of devices, with the same batch and with a growing one.
 
     Args:
-        job: fields of `workload.Job`; its `examples` are the batch of the least number.
-        counts: of devices, the least first.
+        job: fields of `workload.Job`; `examples` is the batch size of the first count.
+        counts: numbers of devices, in increasing order.
     """
     found = [devices({**job, "loads": True}, count) for count in counts]
     for count in counts[1:]:
@@ -89,98 +41,118 @@ def scaling(job: Mapping[str, Any], counts: Sequence[int]) -> list[Contender]:
     return found
 
 
+def peers(job: Mapping[str, Any], workers: int) -> list[Contender]:
+    """Return DDP with both memory formats, Accelerate, and Fabric, which starts its processes."""
+    return [
+        ddp(job, workers),
+        ddp(job, workers, "channels_last"),
+        *(
+            _contender(
+                name,
+                f"{name}.{workers}.contiguous",
+                f"{title}, {counted(workers, 'process')}, contiguous",
+                {**job, "workers": workers},
+                threads=1,
+                **more,
+            )
+            for name, title, more in (
+                (
+                    "accelerate",
+                    "Accelerate",
+                    {"launcher": torchrun(workers), "needs": "accelerate"},
+                ),
+                ("fabric", "Lightning Fabric", {"needs": "lightning_fabric"}),
+            )
+        ),
+    ]
+
+
 def plain(job: Mapping[str, Any], threads: int, layout: str = "contiguous") -> Contender:
-    """Return a plain loop in one process."""
-    return Contender(
-        key=f"{job['network']}.plain.{threads}.{layout}",
-        label=f"plain loop, {counted(threads, 'thread')}, {spelled(layout)}",
-        module=f"{_HERE}.plain",
-        job={**job, "threads": threads, "memory_format": layout},
-    )
+    """Return a plain loop in one process with `threads` intra-op threads."""
+    job = {**job, "threads": threads, "memory_format": layout}
+    key, label = f"plain.{threads}.{layout}", f"plain loop, {counted(threads, 'thread')}"
+    return _contender("plain", key, f"{label}, {spelled(layout)}", job, threads=threads)
 
 
 def ddp(job: Mapping[str, Any], workers: int, layout: str = "contiguous") -> Contender:
     """Return DistributedDataParallel."""
-    return Contender(
-        key=f"{job['network']}.ddp.{workers}.{layout}",
-        label=f"DDP, {counted(workers, 'process')}, {spelled(layout)}",
-        module=f"{_HERE}.ddp",
-        job={**job, "workers": workers, "memory_format": layout},
-        launcher=torchrun(workers),
-    )
-
-
-def accelerate(job: Mapping[str, Any], workers: int) -> Contender:
-    """Return Hugging Face Accelerate."""
-    return Contender(
-        key=f"{job['network']}.accelerate.{workers}.contiguous",
-        label=f"Accelerate, {counted(workers, 'process')}, contiguous",
-        module=f"{_HERE}.accelerate_cpu",
-        job={**job, "workers": workers},
-        launcher=torchrun(workers),
-        needs="accelerate",
-    )
-
-
-def fabric(job: Mapping[str, Any], workers: int) -> Contender:
-    """Return Lightning Fabric, which starts its processes itself."""
-    return Contender(
-        key=f"{job['network']}.fabric.{workers}.contiguous",
-        label=f"Lightning Fabric, {counted(workers, 'process')}, contiguous",
-        module=f"{_HERE}.fabric_cpu",
-        job={**job, "workers": workers},
-        needs="lightning_fabric",
-    )
+    job = {**job, "workers": workers, "memory_format": layout}
+    key, label = f"ddp.{workers}.{layout}", f"DDP, {counted(workers, 'process')}"
+    launcher = torchrun(workers)
+    return _contender("ddp", key, f"{label}, {spelled(layout)}", job, launcher=launcher, threads=1)
 
 
 def devices(job: Mapping[str, Any], count: int, **choices: Any) -> Contender:
     """Return evenstep in one process; `choices` are further fields of the job."""
     job = {"shards": 8, "memory_format": "auto", **job, "workers": count, **choices}
-    return Contender(
-        key=f"{job['network']}.evenstep.{count}.v{job['shards']}.n{job['examples']}"
-        + "".join(f".{short}" for short, _ in _told(job)),
-        label=f"evenstep, {counted(count, 'device')}, V = {job['shards']}"
-        + "".join(f", {long}" for _, long in _told(job)),
-        module=f"{_HERE}.evenstep_devices",
-        job=job,
+    special = _unusual_choices(job)
+    return _contender(
+        "evenstep",
+        ".".join([f"evenstep.{count}.v{job['shards']}.n{job['examples']}", *special]),
+        ", ".join(
+            [f"evenstep, {counted(count, 'device')}, V = {job['shards']}", *special.values()]
+        ),
+        job,
     )
 
 
 def processes(job: Mapping[str, Any], count: int) -> Contender:
-    """Return evenstep in processes of one device each."""
-    return Contender(
-        key=f"{job['network']}.processes.{count}.v{job.get('shards', 8)}",
-        label=f"evenstep, {counted(count, 'process')}, V = {job.get('shards', 8)}",
-        module=f"{_HERE}.evenstep_processes",
-        job={"memory_format": "auto", **job, "workers": count},
+    """Return evenstep in several processes with one device each."""
+    job = {"shards": 8, "memory_format": "auto", **job, "workers": count}
+    return _contender(
+        "processes",
+        f"processes.{count}.v{job['shards']}",
+        f"evenstep, {counted(count, 'process')}, V = {job['shards']}",
+        job,
         launcher=torchrun(count),
+        threads=1,
     )
 
 
+def steps_for(job: Mapping[str, Any], workers: int, seconds: float) -> int:
+    """Return how many steps of a job take evenstep about `seconds`, as measured with a few."""
+    trial = devices({**job, "warmup_steps": 1, "steps": 3}, workers)
+    taken: float = running.measure(trial)["seconds"] / trial.job["steps"]
+    return max(3, math.ceil(seconds / taken))
+
+
 def torchrun(workers: int) -> tuple[str, ...]:
-    """Return the launcher of so many processes on this machine."""
+    """Return the launcher that starts `workers` processes on this machine."""
     return ("torch.distributed.run", "--standalone", f"--nproc-per-node={workers}")
 
 
 def counted(number: int, thing: str) -> str:
-    """Return a number with its noun."""
+    """Return a number with its noun, such as "2 processes"."""
     plural = thing + ("es" if thing.endswith("s") else "s")
     return f"{number} {thing if number == 1 else plural}"
 
 
 def spelled(layout: str) -> str:
-    """Return a memory format as prose has it."""
+    """Return a memory format as tables spell it."""
     return layout.replace("_", "-")
 
 
-def _told(job: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return the choices that are not the usual ones: for a key, and for a label."""
+def _contender(
+    library: str, key: str, label: str, job: Mapping[str, Any], **more: Any
+) -> Contender:
+    return Contender(
+        key=f"{job['network']}.{key}",
+        label=label,
+        module="evenstep.bench.contenders",
+        job={"library": library, **job},
+        **more,
+    )
+
+
+def _unusual_choices(job: Mapping[str, Any]) -> dict[str, str]:
+    """Return the choices that differ from the defaults: their forms in a key and in a label."""
     layout, precision = job["memory_format"], job.get("precision", "fp32")
     flight = job.get("max_in_flight", 1)
-    return [
-        *([(layout, spelled(layout))] if layout != "auto" else []),
-        *([(precision, precision)] if precision != "fp32" else []),
-        *([(f"flight{flight}", f"{flight} steps in flight")] if flight != 1 else []),
-        *([("hybridized", "hybridized")] if job.get("hybridize") else []),
-        *([("sync", "batch_norm sync")] if job.get("batch_norm") == "sync" else []),
-    ]
+    choices = {
+        layout: spelled(layout) if layout != "auto" else "",
+        precision: precision if precision != "fp32" else "",
+        f"flight{flight}": f"{flight} steps in flight" if flight != 1 else "",
+        "hybridized": "hybridized" if job.get("hybridize") else "",
+        "sync": "batch_norm sync" if job.get("batch_norm") == "sync" else "",
+    }
+    return {short: text for short, text in choices.items() if text}

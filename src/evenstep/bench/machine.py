@@ -1,4 +1,4 @@
-"""Facts about the machine and the software that a result belongs to. No host names, no paths."""
+"""Facts about machine and software for result files, without host names or paths."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from evenstep.devices import usable_cores
 
 PACKAGES = ("evenstep", "torch", "numpy", "accelerate", "lightning-fabric")
 _SOURCE = Path(__file__).resolve().parents[2]
+_CODE = ("src", "benchmarks/*.py")
 
 
 def facts() -> dict[str, Any]:
-    """Return what every result file says about where and when it was made."""
+    """Return the facts that every result file records."""
     return {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
         "cpu": cpu_model(),
@@ -36,13 +37,13 @@ def facts() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """Return the processor's name."""
+    """Return the name of the processor."""
     found = re.search(r"^model name\s*:\s*(.+)$", _read("/proc/cpuinfo"), re.MULTILINE)
     return found[1].strip() if found else platform.processor() or "unknown"
 
 
 def package_version(name: str) -> str | None:
-    """Return the installed version of a package; None where it is missing."""
+    """Return the installed version of a package; None if it is missing."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -50,45 +51,41 @@ def package_version(name: str) -> str | None:
 
 
 def git_revision() -> str | None:
-    """Return the revision of evenstep's checkout, "+" behind it if the sources were changed since.
+    """Return the revision of evenstep's checkout, with "+" if the sources have changed since.
 
-    None where evenstep is installed without its checkout.
+    None if evenstep is not installed from a checkout.
     """
-    if _SOURCE.name != "src":
+    git = ["git", "--no-optional-locks", "-C", str(_SOURCE.parent)]
+    commands = (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", *_CODE])
+    try:
+        revision, changed = (
+            subprocess.run([*git, *one], capture_output=True, text=True, check=True).stdout.strip()
+            for one in commands
+        )
+    except (OSError, subprocess.CalledProcessError):
         return None
-    revision = _git("rev-parse", "--short=12", "HEAD")
-    changed = _git("status", "--porcelain", "--", "src", "benchmarks/*.py")
-    return revision and revision + ("+" if changed else "")
+    return revision + ("+" if changed else "") if _SOURCE.name == "src" else None
 
 
 def peak_memory_bytes() -> int:
     """Return the peak resident memory of this process (VmHWM), in bytes.
 
-    Not `getrusage`: its ru_maxrss starts from the peak of the process that forked this one.
+    `getrusage` would not do: its ru_maxrss starts from the peak of the parent process.
     """
     return 1024 * _kib("/proc/self/status", "VmHWM")
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process now (VmRSS), in bytes."""
+    """Return the current resident memory of this process (VmRSS), in bytes."""
     return 1024 * _kib("/proc/self/status", "VmRSS")
 
 
 def _kib(file: str, field: str) -> int:
     found = re.search(rf"^{field}:\s*(\d+) kB", _read(file), re.MULTILINE)
     if found is None:
-        raise RuntimeError(f"{file} has no field {field}: these benchmarks need Linux")
+        raise RuntimeError(f"got no field {field} in {file}: memory is measured on Linux only")
     return int(found[1])
 
 
 def _read(file: str) -> str:
     return Path(file).read_text() if Path(file).exists() else ""
-
-
-def _git(*arguments: str) -> str | None:
-    command = ["git", "--no-optional-locks", "-C", str(_SOURCE.parent), *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()

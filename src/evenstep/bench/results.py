@@ -1,26 +1,28 @@
-"""Result files: what was run, where, how, and every repetition; medians are taken by readers."""
+"""Result files: machine, settings and every single run. Readers take the medians."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from evenstep.bench import machine
+from evenstep.errors import SaveError
 from evenstep.files import write_file
 
 
 class Record:
-    """The results of a benchmark; as a file, too, that grows by one run at a time.
+    """The results of a benchmark, written to a file after each run.
 
     Args:
-        benchmark: its name.
-        command: that it was started with.
-        out: the file; None for none.
-        fields: more that is to stand in it.
+        benchmark: name of the benchmark.
+        command: the command that measures it.
+        out: the file; None to keep the results in memory only.
+        fields: further fields of the document.
 
     Attributes:
-        document: what the file holds: benchmark, command, machine, runs, and more.
+        document: content of the file: benchmark, command, machine, further fields, runs.
     """
 
     def __init__(self, benchmark: str, command: str, out: Path | None, **fields: Any) -> None:
@@ -33,9 +35,42 @@ class Record:
             "runs": [],
         }
 
-    def add(self, run: dict[str, Any]) -> None:
-        """Note a run, and write the file: what is measured isn't lost if a later run fails."""
+    def add(self, run: Mapping[str, Any]) -> None:
+        """Add a run and write the file, so that a failure later loses nothing."""
         self.document["runs"].append(run)
         if self._out is not None:
-            self._out.parent.mkdir(parents=True, exist_ok=True)
-            write_file(self._out, json.dumps(self.document, indent=1) + "\n")
+            write(self._out, self.document)
+
+
+def write(file: Path, document: Mapping[str, Any]) -> None:
+    """Write a result file; an interrupted write leaves the previous file as it was.
+
+    Raises:
+        SaveError: the file can't be written.
+    """
+    write_text(file, json.dumps(document, indent=1) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a text file atomically, and create its folder.
+
+    Raises:
+        SaveError: the file can't be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, text)
+    except OSError as error:
+        raise SaveError(f"{file} can't be written: {error.strerror or error}") from error
+
+
+def load(file: Path) -> dict[str, Any]:
+    """Return the document in a result file.
+
+    Raises:
+        ValueError: the content is not a JSON object.
+    """
+    document = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(document, dict):
+        raise ValueError(f"expected a JSON object, got {type(document).__name__}")
+    return document

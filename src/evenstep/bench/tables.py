@@ -1,80 +1,84 @@
-"""From runs to what a person asks: how much faster, and where the rest of the time went. Pure."""
+"""Numbers as tables spell them, and tables as Markdown."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
 
-from evenstep.bench.rounds import Summary, paired_ratios, summarise
-from evenstep.profiling.accounting import PARTS
+from evenstep.bench.rounds import Summary, summarise
 
-Run = Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scaled:
-    """How a job runs on some number of devices.
-
-    Attributes:
-        devices: how many.
-        examples: in a batch.
-        speed: examples a second.
-        speed_up: over the least number of devices, round by round.
-        efficiency: the speed-up over what the devices alone would bring.
-        shares: each of `account.PARTS`: its share of the devices' time, over all rounds.
-    """
-
-    devices: int
-    examples: int
-    speed: Summary
-    speed_up: Summary
-    efficiency: float
-    shares: dict[str, float]
+NOTHING = "–"
+NOT_MEASURED = "not measured"
 
 
-def scaled(document: Mapping[str, Any], *, same_batch: bool) -> list[Scaled]:
-    """Return a row for each number of devices, the least first.
+def number(value: float) -> str:
+    """Return a number with three significant digits, or all digits before the decimal point."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def small(value: float) -> str:
+    """Return a number as `number` does, with three decimal places if it is below 1."""
+    return number(value) if abs(value) >= 1 else f"{value:.3f}"
+
+
+def with_unit(value: float, unit: str) -> str:
+    """Return a number and its unit."""
+    return f"{small(value)}{unit}" if unit in ("×", "%") else f"{small(value)} {unit}"
+
+
+def spread(summary: Summary, spell: Callable[[float], str] = number) -> str:
+    """Return the extremes."""
+    return f"{spell(summary.least)} to {spell(summary.most)}"
+
+
+def cells(
+    values: Collection[float], spell: Callable[[float], str] = number, unit: str = ""
+) -> list[str]:
+    """Return the median, with its unit, and the extremes; without values, that there are none."""
+    if not values:
+        return [NOTHING, NOTHING]
+    summary = summarise([*values])
+    return [spell(summary.median) + unit, spread(summary, spell)]
+
+
+def verdict(
+    values: Collection[float],
+    *,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    spell: Callable[[float], str] = str,
+) -> list[str]:
+    """Return a target and whether the median of the values reaches it.
 
     Args:
-        document: of a run of `evenstep bench scaling`.
-        same_batch: whether the batch stays the same (strong scaling) or grows with the number of
-            devices (weak scaling).
+        values: the measured values; none if it was not measured.
+        at_least: target from below; None for no such target.
+        at_most: target from above; None for no such target.
+        spell: returns a target as text.
     """
-    first, *others = document["contenders"]
-    rows = [first] + [one for one in others if (one["examples"] == first["examples"]) == same_batch]
-    base = speeds(document["runs"], first["key"])
-    return [_scaled(document["runs"], row, base, first["workers"]) for row in rows]
+    bound = at_most if at_least is None else at_least
+    shown = NOTHING if bound is None else f"{'≤' if at_least is None else '≥'} {spell(bound)}"
+    if not values:
+        return [shown, NOT_MEASURED]
+    if bound is None:
+        return [shown, NOTHING]
+    median = summarise([*values]).median
+    reached = median <= bound if at_least is None else median >= bound
+    return [shown, "reached" if reached else "**not reached**"]
 
 
-def against(document: Mapping[str, Any], key: str) -> dict[str, Summary]:
-    """Return every contender's speed over that of `key`, round by round."""
-    base = speeds(document["runs"], key)
-    ratios = {
-        one["key"]: paired_ratios(speeds(document["runs"], one["key"]), base)
-        for one in document["contenders"]
-    }
-    return {name: summarise(values) for name, values in ratios.items() if values}
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table of text."""
 
+    head: Sequence[str]  # titles of the columns
+    rows: Sequence[Sequence[str]]  # cells of each row
+    text_columns: int = 1  # number of left-aligned columns; the others are right-aligned
 
-def speeds(runs: Sequence[Run], key: str) -> dict[int, float]:
-    """Return a contender's examples a second, by round."""
-    return {run["round"]: run["examples_per_s"] for run in runs if run["contender"] == key}
-
-
-def _scaled(
-    runs: Sequence[Run], row: Mapping[str, Any], base: dict[int, float], base_devices: int
-) -> Scaled:
-    mine = speeds(runs, row["key"])
-    spent = [run["spent_s"] for run in runs if run["contender"] == row["key"]]
-    totals = {part: sum(one[part] for one in spent) for part in PARTS}
-    whole = sum(totals.values())
-    speed_up = summarise(paired_ratios(mine, base))
-    return Scaled(
-        devices=row["workers"],
-        examples=row["examples"],
-        speed=summarise(list(mine.values())),
-        speed_up=speed_up,
-        efficiency=speed_up.median * base_devices / row["workers"],
-        shares={part: total / whole if whole else 0.0 for part, total in totals.items()},
-    )
+    def markdown(self) -> str:
+        """Return the table as Markdown."""
+        rule = ["---" if column < self.text_columns else "---:" for column in range(len(self.head))]
+        lines = (self.head, rule, *self.rows)
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)

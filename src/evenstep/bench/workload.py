@@ -1,71 +1,54 @@
-"""What every contender shares: the job, the network, the batches, the timed loop, the line."""
+"""What all contenders share: job, network, batches, training step, timed loop, result."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-import json
 import resource
-import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
+from evenstep.bench import fresh
 from evenstep.data import digits, fashion_mnist
 from evenstep.models.registry import find_factory
 
-BATCHES = 4  # different batches, used in turn
+BATCHES = 4  # number of different batches, used in turn
 LEARNING_RATE = 0.01
 
 DataName: TypeAlias = Literal["noise", "digits", "fashion-mnist"]
 Batch: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
+Step: TypeAlias = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """What one contender is to do.
+    """What a contender trains, and how."""
 
-    Attributes:
-        network: "lenet", "resnet18", "mlp", or package.module:factory.
-        data: what the batches are made of.
-        data_dir: where the files of fashion-mnist lie; None to download them.
-        shape: of an example of "noise".
-        classes: how many labels "noise" has.
-        examples: in a batch, over all processes and devices.
-        workers: processes (DDP, Accelerate, Fabric) or devices (evenstep).
-        threads: intra-op threads of each process (evenstep: of each device).
-        memory_format: "contiguous" or "channels_last"; for evenstep also "auto".
-        precision: "fp32" or "bf16"; evenstep only.
-        shards: V; evenstep only.
-        max_in_flight: steps at once; evenstep only.
-        hybridize: whether shards are compiled; evenstep only.
-        batch_norm: "shard" or "sync"; evenstep only.
-        loads: whether batches are put together while it trains; evenstep only.
-        warmup_steps: not timed.
-        steps: timed.
-    """
-
-    network: str
-    data: DataName = "noise"
-    data_dir: str | None = None
-    shape: Sequence[int] = (1, 28, 28)
-    classes: int = 10
-    examples: int
-    workers: int = 1
-    threads: int = 1
-    memory_format: Any = "contiguous"
-    precision: Any = "fp32"
-    shards: int = 8
-    max_in_flight: int = 1
-    hybridize: bool = False
-    batch_norm: Any = "shard"
-    loads: bool = False
-    warmup_steps: int
-    steps: int
+    library: str = "evenstep"  # a key of `contenders.LIBRARIES`
+    network: str  # "lenet", "resnet18", "mlp", or package.module:factory
+    data: DataName = "noise"  # data set of the batches
+    data_dir: str | None = None  # folder with the files of fashion-mnist; None to download them
+    shape: Sequence[int] = (1, 28, 28)  # shape of an example of "noise"
+    classes: int = 10  # number of labels of "noise"
+    examples: int  # batch size over all processes and devices
+    workers: int = 1  # number of processes (DDP, Accelerate, Fabric) or devices (evenstep)
+    threads: int = 1  # intra-op threads per process; for evenstep per device
+    memory_format: Any = "contiguous"  # "contiguous" or "channels_last"; for evenstep also "auto"
+    precision: Any = "fp32"  # "fp32" or "bf16"; evenstep only
+    shards: int = 8  # number of shards V; evenstep only
+    max_in_flight: int = 1  # number of steps in flight; evenstep only
+    hybridize: bool = False  # whether shards are compiled; evenstep only
+    batch_norm: Any = "shard"  # "shard" or "sync"; evenstep only
+    loads: bool = False  # whether a loader makes the batches during training; evenstep only
+    warmup_steps: int  # number of steps before the timed ones
+    steps: int  # number of timed steps
 
     @property
     def torch_format(self) -> torch.memory_format:
@@ -75,36 +58,46 @@ class Job:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Timing:
-    """What the timed steps took.
+class Training:
+    """A contender that is ready to train."""
 
-    Attributes:
-        seconds: by the clock.
-        user_s: processor time of this process (of several: the first), over all its threads.
-        kernel_s: likewise, inside the kernel: mostly memory that malloc gave back and asks for.
-        page_faults: of this process that needed no disk: pages of such memory.
+    model: nn.Module  # the model, whose weights are compared with the initial ones in the end
+    step: Step  # trains on one batch
+    batches: Iterable[Batch]  # batches to train on; `in_memory` makes them endless
+    synchronize: Callable[[], object] = lambda: None  # waits for all processes and steps in flight
+    is_reporting: bool = True  # whether this process prints the result
+    # returns further fields of the result, after the timed steps
+    facts: Callable[[], Mapping[str, Any]] = dict
+
+
+def run(
+    libraries: Mapping[str, Callable[[Job], contextlib.AbstractContextManager[Training]]],
+) -> None:
+    """Time the library that the job in the first argument names, and print the result."""
+
+    def measure(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        job = Job(**fields)
+        with libraries[job.library](job) as training:
+            timing = time_steps(job, training.batches, training.step, training.synchronize)
+            if not training.is_reporting:
+                return None
+            return {**timing, **_result(job, timing["seconds"], training)}
+
+    fresh.answer(measure)
+
+
+def make_network(job: Job, *, in_format: bool = False) -> nn.Module:
+    """Return the network in training mode, with the same initial weights for every contender.
+
+    Args:
+        job: the job.
+        in_format: whether to convert the weights to the memory format of the job.
     """
-
-    seconds: float
-    user_s: float
-    kernel_s: float
-    page_faults: int
-
-
-def read_job() -> Job:
-    """Return the job that the first argument spells in JSON."""
-    return Job(**json.loads(sys.argv[1]))
-
-
-def make_network(job: Job) -> nn.Module:
-    """Return the network in training mode; its weights are the same for every contender."""
     torch.manual_seed(0)
-    return find_factory(job.network)()
-
-
-def laid_out(model: nn.Module, job: Job) -> nn.Module:
-    """Return the model with its weights in the job's memory format."""
-    return model.to(memory_format=job.torch_format)  # type: ignore[call-overload, no-any-return]
+    model = find_factory(job.network)()
+    if in_format:
+        model.to(memory_format=job.torch_format)  # type: ignore[call-overload]
+    return model
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.SGD:
@@ -112,10 +105,34 @@ def make_optimizer(model: nn.Module) -> torch.optim.SGD:
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
 
 
-def make_dataset(job: Job) -> TensorDataset:
-    """Return BATCHES batches: images (n, *shape) and labels (n,) of the classes.
+def make_step(
+    job: Job,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward,
+) -> Step:
+    """Return the usual PyTorch training step, with images in the memory format of the job.
 
-    A data set that has fewer examples than that is taken again from its beginning.
+    Args:
+        job: the job.
+        model: returns scores (n, classes).
+        optimizer: updates the model.
+        backward: computes the gradients of a loss.
+    """
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        images = images.to(memory_format=job.torch_format)
+        optimizer.zero_grad()
+        backward(F.cross_entropy(model(images), labels))
+        optimizer.step()
+
+    return step
+
+
+def make_dataset(job: Job) -> TensorDataset:
+    """Return images (n, *shape) and labels (n,) for BATCHES batches.
+
+    A data set with fewer examples is repeated from its beginning.
     """
     count = BATCHES * job.examples
     if job.data == "noise":
@@ -130,58 +147,57 @@ def make_dataset(job: Job) -> TensorDataset:
 def make_loader(
     job: Job, processes: int = 1, sampler: Sampler[int] | None = None
 ) -> DataLoader[Any]:
-    """Return the loader of one of `processes` processes: its share of each batch."""
+    """Return the loader of one of `processes` processes, with its share of each batch."""
     return DataLoader(make_dataset(job), batch_size=job.examples // processes, sampler=sampler)
 
 
-def again_and_again(batches: Iterable[Batch]) -> Iterable[Batch]:
-    """Yield batches that lie ready in memory: loading data is nobody's part then."""
+def in_memory(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Repeat batches from memory without end, so that no time is spent on loading."""
     return itertools.cycle(list(batches))
 
 
 def time_steps(
-    job: Job,
-    batches: Iterable[Batch],
-    step: Callable[[torch.Tensor, torch.Tensor], object],
-    meet: Callable[[], object] = lambda: None,
-) -> Timing:
-    """Time `job.steps` calls of `step`, after the warm-up, with endless `batches`.
+    job: Job, batches: Iterable[Batch], step: Step, synchronize: Callable[[], object]
+) -> dict[str, float]:
+    """Time `job.steps` calls of `step` after the warm-up.
 
-    `meet` is the barrier of a contender with several processes, and where evenstep waits for its
-    steps in flight; the time runs until the last of them is done.
+    Returns:
+        "seconds" by the clock, until the last step is done; "user_s" and "kernel_s", the processor
+        time of this process over all its threads; "page_faults" that needed no disk. Kernel time
+        and page faults come mostly from memory that malloc returned to the system and requests
+        again.
     """
     endless = iter(batches)
     for images, labels in itertools.islice(endless, job.warmup_steps):
         step(images, labels)
-    meet()
-    used, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+    synchronize()
+    before, began = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
     for images, labels in itertools.islice(endless, job.steps):
         step(images, labels)
-    meet()
-    seconds, now = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
-    return Timing(
-        seconds=seconds,
-        user_s=now.ru_utime - used.ru_utime,
-        kernel_s=now.ru_stime - used.ru_stime,
-        page_faults=now.ru_minflt - used.ru_minflt,
-    )
+    synchronize()
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "seconds": seconds,
+        "user_s": after.ru_utime - before.ru_utime,
+        "kernel_s": after.ru_stime - before.ru_stime,
+        "page_faults": after.ru_minflt - before.ru_minflt,
+    }
 
 
-def report(job: Job, timing: Timing, model: nn.Module, **more: Any) -> None:
-    """Print the contender's line.
+def _result(job: Job, seconds: float, training: Training) -> dict[str, Any]:
+    """Return speed, facts, and how far the weights moved.
 
-    `weights_moved` is the distance of the trained weights from the first ones: what shows that the
-    contenders did the same work (equal within rounding where a network has no batch normalisation).
+    Contenders that did the same work moved the weights by the same distance, up to rounding
+    (unless the network has batch normalization).
     """
+    initial = make_network(job).parameters()
     moved = [
         (trained.detach() - first.detach()).double().norm()
-        for trained, first in zip(model.parameters(), make_network(job).parameters(), strict=True)
+        for trained, first in zip(training.model.parameters(), initial, strict=True)
     ]
-    line = {
-        **dataclasses.asdict(timing),
-        "examples_per_s": job.steps * job.examples / timing.seconds,
+    return {
+        "examples_per_s": job.steps * job.examples / seconds,
         "weights_moved": torch.stack(moved).norm().item(),
         "torch_threads": torch.get_num_threads(),
-        **more,
+        **training.facts(),
     }
-    print(json.dumps(line), flush=True)

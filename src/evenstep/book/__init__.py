@@ -1,1 +1,1 @@
-"""Companions to Dive into Deep Learning: its names, its experiments, the classic sums."""
+"""Companions to Dive into Deep Learning: its names, its experiments, the classic all-reduces."""

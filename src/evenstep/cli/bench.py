@@ -183,7 +183,7 @@ def _run(plan: Plan, name: str, contenders: list[Contender]) -> Mapping[str, Any
     """Run the rounds of all contenders that are installed, and print the speed of each."""
     for absent in missing(contenders):
         say(f"left out: {absent.label} ({absent.needs} is not installed)")
-    contenders = [contender for contender in contenders if contender.is_there]
+    contenders = [contender for contender in contenders if contender.is_installed]
     record = Record(
         name,
         command_line(),

@@ -71,7 +71,7 @@ def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) ->
         for row in experiment.rows(kept.figures):
             click.echo(f"{experiment.name}: {row.text}: {row.here} (the book: {row.book})")
 
-    place = Workplace(data=data, folder=out / "unfinished", tell=say)
+    place = Workplace(data=data, folder=out / "unfinished", say=say)
     try:
         out.mkdir(parents=True, exist_ok=True)
         if any(one.needs_data for one in chosen):

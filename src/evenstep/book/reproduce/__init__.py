@@ -1,4 +1,4 @@
-"""The experiments of Dive into Deep Learning's chapter on performance, run again on evenstep."""
+"""Runs the experiments of Dive into Deep Learning's chapter on performance on evenstep."""
 
 from evenstep.book.reproduce.experiments import EXPERIMENTS, experiments
 from evenstep.book.reproduce.kept import Kept, run

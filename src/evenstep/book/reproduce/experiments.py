@@ -1,24 +1,117 @@
-"""All experiments, in the order of the book."""
+"""Builds the experiments of the book from their description in `experiments.json`."""
 
 from __future__ import annotations
 
-from evenstep.book.reproduce.lineup import BOOK, QUICK
-from evenstep.book.reproduce.plan import Experiment, Size
-from evenstep.book.reproduce.small_experiments import engine_experiments, hybridize
-from evenstep.book.reproduce.training_experiments import QUICK as SHORTENED
-from evenstep.book.reproduce.training_experiments import lenet, resnet18, sixteen
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-EXPERIMENTS = (
-    *("hybridize", "queued", "waiting", "memory", "together", "copies"),
-    *("lenet", "resnet18", "sixteen"),
-)
-"""Their names."""
+from evenstep.bench import Contender, running
+from evenstep.bench.lineup import counted
+from evenstep.book.reproduce import rows
+from evenstep.book.reproduce.lineup import descriptions, jobs, measurements
+from evenstep.book.reproduce.plan import Experiment, Figures, Part, Row, Size, Workplace
+from evenstep.book.reproduce.training import Training, first_steps, train
+
+Description = Mapping[str, Any]
+
+EXPERIMENTS = tuple(descriptions())
+"""The names of the experiments."""
 
 
 def experiments(size: Size) -> list[Experiment]:
-    """Return the experiments as the book has them, or shortened to a few minutes in all."""
+    """Return the experiments as the book has them, or shortened to a few minutes in total."""
+    return [
+        (_with_trainings if "trainings" in description else _with_fresh_processes)(
+            name, description, size
+        )
+        for name, description in descriptions().items()
+    ]
+
+
+def _experiment(
+    name: str,
+    description: Description,
+    parts: Sequence[Part],
+    table: Callable[[Figures], list[Row]],
+) -> Experiment:
+    return Experiment(
+        name=name,
+        title=description["title"],
+        section=description["section"],
+        question=description["question"],
+        parts=parts,
+        rows=table,
+        pictures=tuple(description.get("pictures", ())),
+        optional=tuple(description.get("optional", ())),
+        needs_data="trainings" in description,
+    )
+
+
+def _with_fresh_processes(name: str, description: Description, size: Size) -> Experiment:
+    """Return an experiment that measures in fresh processes: hybridizing, or with the engine."""
+    rounds = 1 if size == "quick" else 3
+    if name == "hybridize":
+        module = "evenstep.book.reproduce.hybrid_calls"
+        calls = Contender(key=name, module=module, job=jobs(size)[name])
+        label = "1000 calls of a small network, eager and hybridized"
+        parts = [Part(key=name, label=label, measure=functools.partial(_run, calls, {}))]
+    else:
+        parts = [
+            Part(
+                key=f"{one.key}.round{number}",
+                label=f"{one.key}, round {number + 1} of {rounds}",
+                measure=functools.partial(_run, one, {"round": number, **one.marks}),
+            )
+            for number in range(rounds)
+            for one in measurements(jobs(size))
+            if one.key.split(".")[0] == name
+            and not (size == "quick" and one.job.get("contender") == "bare")
+        ]
+    table = functools.partial(rows.measured, description["findings"])
+    return _experiment(name, description, parts, table)
+
+
+def _run(contender: Contender, marks: Mapping[str, Any], place: Workplace) -> Mapping[str, Any]:
+    return {**marks, **running.measure(contender)}
+
+
+def _with_trainings(name: str, description: Description, size: Size) -> Experiment:
+    trainings = {key: Training(**one) for key, one in description["trainings"].items()}
     if size == "quick":
-        small = engine_experiments(QUICK, rounds=1, contenders=("engine",))
-        return [hybridize(3), *small, *(make(SHORTENED) for make in (lenet, resnet18, sixteen))]
-    small = engine_experiments(BOOK, rounds=3, contenders=("engine", "bare"))
-    return [hybridize(15), *small, *(make(None) for make in (lenet, resnet18, sixteen))]
+        trainings = {key: _shortened(one, description) for key, one in trainings.items()}
+    parts, words = [], {"caveat": rows.CAVEATS[size]}
+    if first := description.get("first_steps"):
+        steps = first["steps"][size]
+        words["steps"] = counted(steps, "step")
+        for devices in first["devices"]:
+            training = dataclasses.replace(trainings[first["part"]], devices=devices)
+            label = f"the first {words['steps']} on {counted(devices, 'device')}"
+            measure = functools.partial(_first, training, steps)
+            parts.append(Part(key=f"{name}.first.{devices}", label=label, measure=measure))
+    parts += [
+        Part(
+            key=key,
+            label=f"{key} (batch {one.batch_size}, {counted(one.devices, 'device')})",
+            measure=functools.partial(_train, key, one),
+        )
+        for key, one in trainings.items()
+    ]
+    table = functools.partial(rows.trained, description["rows"], words)
+    return _experiment(name, description, parts, table)
+
+
+def _train(key: str, training: Training, place: Workplace) -> Mapping[str, object]:
+    found = train(training, place.data(), place.folder / key, place.say)
+    return {**found, "training": dataclasses.asdict(training)}
+
+
+def _first(training: Training, steps: int, place: Workplace) -> Mapping[str, object]:
+    return first_steps(training, place.data(), steps)
+
+
+def _shortened(training: Training, description: Description) -> Training:
+    quick = description["quick"]
+    warmup_epochs = min(training.warmup_epochs, quick["epochs"] - 1)
+    return dataclasses.replace(training, **quick, warmup_epochs=warmup_epochs)

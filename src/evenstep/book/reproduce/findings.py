@@ -1,45 +1,79 @@
-"""From the runs of the book's experiments to figures, as tables spell them. Pure functions."""
+"""The figures that are measured in fresh processes: their source, and what the book printed.
+
+`findings.csv` lists them. The book is Dive into Deep Learning with MXNet, sections 8.1.2
+("Hybridizing the Sequential Class"), 8.2 ("Asynchronous Computation") and 8.3 ("Automatic
+Parallelism"). The calls of 8.1.2 are a thousand. Section 8.3 prints no figures. The
+time until a product was computed is the book's "queued" and, from then on, "finished" (1.4 ms +
+351.7 ms). The target 1.09 is the gain of MXNet 1.9.1 on the machine of the first measurements.
+"""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
 
-from evenstep.bench import Summary, paired_ratios, summarise
-from evenstep.book.reproduce.book import Finding
-
-Runs = Sequence[Mapping[str, Any]]
-
-
-def measured(finding: Finding, runs: Runs) -> Summary | None:
-    """Return the median and the extremes over the rounds; None if nothing was measured.
-
-    A ratio is taken within each round.
-    """
-    figures = _figures(finding.figure, runs)
-    values = list(figures.values())
-    if finding.over is not None:
-        values = paired_ratios(figures, _figures(finding.over, runs))
-    return summarise([finding.scale * value for value in values]) if values else None
+from evenstep.bench import paired_ratios
+from evenstep.bench.rounds import Run, by_round
+from evenstep.bench.tables import NOTHING, with_unit
 
 
-def number(value: float) -> str:
-    """Return a number with three significant digits or all that stand before the point."""
-    if abs(value) >= 100:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finding:
+    """A row of a table: one figure, or the ratio of two figures of the same round."""
+
+    text: str  # what the figure is
+    figure: str  # "key:field" of a measurement
+    over: str | None = None  # "key:field" of the divisor; None to show the figure itself
+    scale: float = 1.0  # factor that converts the figure to `unit`
+    unit: str  # unit in which the figure is shown
+    book: float | None = None  # the book's figure in `unit`; None if the book prints none
+    at_least: float | None = None  # target from below; None for no target
+    at_most: float | None = None  # target from above; None for no target
+    in_report: bool = False  # whether the report of `evenstep reproduce` has the row
+    why: str = ""  # what differs from the book, and why
+
+    @property
+    def book_text(self) -> str:
+        """The book's figure as text."""
+        return NOTHING if self.book is None else with_unit(self.book, self.unit)
+
+    def values(self, runs: Sequence[Run]) -> list[float]:
+        """Return the figure of each round in which it was measured."""
+        figures = _figures(self.figure, runs)
+        values = [*figures.values()]
+        if self.over is not None:
+            values = paired_ratios(figures, _figures(self.over, runs))
+        return [self.scale * value for value in values]
 
 
-def small(value: float) -> str:
-    """Return a number as `number` does, with three places behind the point if below 1."""
-    return number(value) if abs(value) >= 1 else f"{value:.3f}"
-
-
-def with_unit(value: float, unit: str) -> str:
-    """Return a number and its unit."""
-    return f"{small(value)}{unit}" if unit in ("×", "%") else f"{small(value)} {unit}"
-
-
-def _figures(name: str, runs: Runs) -> dict[int, float]:
+def _figures(name: str, runs: Sequence[Run]) -> dict[int, float]:
     key, field = name.split(":")
-    return {run["round"]: run[field] for run in runs if run["key"] == key}
+    return by_round(runs, field, key=key)
+
+
+@functools.cache
+def read_findings() -> Mapping[str, Sequence[Finding]]:
+    """Return the rows of each experiment's table."""
+    found: dict[str, list[Finding]] = {}
+    with Path(__file__).with_suffix(".csv").open(newline="", encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            book, at_least, at_most = (
+                float(row[name]) if row[name] else None for name in ("book", "at_least", "at_most")
+            )
+            finding = Finding(
+                text=row["text"],
+                figure=row["figure"],
+                over=row["over"] or None,
+                scale=float(row["scale"]),
+                unit=row["unit"],
+                book=book,
+                at_least=at_least,
+                at_most=at_most,
+                in_report=row["in_report"] == "yes",
+                why=row["why"],
+            )
+            found.setdefault(row["experiment"], []).append(finding)
+    return found

@@ -1,80 +1,56 @@
-"""What the book's experiments with the engine are made of: each measurement and its job."""
+"""The measurements of the experiments that run in fresh processes."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-Sizes = Mapping[str, Mapping[str, Any]]
+from evenstep.bench import Contender, results
+from evenstep.book.reproduce.plan import Size
 
-BOOK: Sizes = {
-    "queued": {"size": 2000, "repeats": 10},
-    "waiting.add": {"operation": "add", "size": 2000, "count": 1000},
-    "waiting.mm": {"operation": "mm", "size": 600, "count": 1000},
-    "together": {"size": 2000, "count": 10},
-    "copies.square": {"size": 2000, "inner": 2000, "count": 10, "repeats": 3},
-    "copies.thin": {"size": 2000, "inner": 32, "count": 50, "repeats": 5},
-    "memory": {"examples": 1024, "batches": 100},
-    "cost": {"tasks": 100_000},
-}
-QUICK: Sizes = {  # to see what the book saw, in less time
-    "queued": {"size": 2000, "repeats": 3},
-    "waiting.add": {"operation": "add", "size": 2000, "count": 200},
-    "waiting.mm": {"operation": "mm", "size": 600, "count": 200},
-    "together": {"size": 2000, "count": 3},
-    "copies.square": {"size": 2000, "inner": 2000, "count": 3, "repeats": 1},
-    "copies.thin": {"size": 2000, "inner": 32, "count": 20, "repeats": 2},
-    "memory": {"examples": 1024, "batches": 25},
-    "cost": {"tasks": 10_000},
-}
-TINY: Sizes = {  # to see that everything runs
-    "queued": {"size": 8, "repeats": 2},
-    "waiting.add": {"operation": "add", "size": 8, "count": 4},
-    "waiting.mm": {"operation": "mm", "size": 8, "count": 4},
-    "together": {"size": 8, "count": 2},
-    "copies.square": {"size": 8, "inner": 8, "count": 2, "repeats": 1},
-    "copies.thin": {"size": 8, "inner": 2, "count": 2, "repeats": 2},
-    "memory": {"examples": 4, "batches": 3},
-    "cost": {"tasks": 40},
-}
-CONTENDERS = ("engine", "bare")
-WAITING = ("waiting.add", "waiting.mm")
-PARALLEL = ("together", "copies.square", "copies.thin")
+Jobs = Mapping[str, Mapping[str, Any]]
+"""The fields of the jobs, by experiment."""
+
+_WAITING = ("waiting.add", "waiting.mm")
+_PARALLEL = ("together", "copies.square", "copies.thin")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Measurement:
-    """A fresh process of its own, once a round.
+@functools.cache
+def descriptions() -> Mapping[str, Mapping[str, Any]]:
+    """Return the content of `experiments.json`: each experiment, in the order of the book."""
+    return results.load(Path(__file__).with_name("experiments.json"))
 
-    Attributes:
-        key: experiment, contender and way, such as "waiting.add.engine.each".
-        module: whose `measure` is run in it.
-        job: its argument.
+
+def jobs(size: Size) -> Jobs:
+    """Return the jobs as the book has them, or as large as needed to show the same effects."""
+    found = (description.get("jobs", {}) for description in descriptions().values())
+    return {name: job[size] for one in found for name, job in one.items()}
+
+
+def measurements(jobs: Jobs) -> list[Contender]:
+    """Return every measurement of the experiments with the engine.
+
+    A key consists of the experiment and its choices, such as "waiting.add.engine.each".
     """
-
-    key: str
-    module: str
-    job: Mapping[str, Any]
-
-
-def lineup(sizes: Sizes) -> list[Measurement]:
-    """Return every measurement of every experiment."""
-    names: list[tuple[str, dict[str, str]]] = [("queued", {})]
-    for contender in CONTENDERS:
+    found = [_measurement("queued", jobs)]
+    for contender in ("engine", "bare"):
         for waits in ("each", "end"):
-            names += [(one, {"contender": contender, "waits": waits}) for one in WAITING]
+            found += [_measurement(one, jobs, contender=contender, waits=waits) for one in _WAITING]
         for way in ("apart", "together"):
-            names += [(one, {"contender": contender, "way": way}) for one in PARALLEL]
+            found += [_measurement(one, jobs, contender=contender, way=way) for one in _PARALLEL]
     for maker in ("front", "tasks"):
-        names += [("memory", {"maker": maker, "bound": one}) for one in ("waits", "none", "two")]
-    names += [("cost", {"contender": one}) for one in ("engine", "chain", "pool")]
-    return [_measurement(experiment, sizes, more) for experiment, more in names]
+        bounds = ("waits", "none", "two")
+        found += [_measurement("memory", jobs, maker=maker, bound=one) for one in bounds]
+    return found
 
 
-def _measurement(experiment: str, sizes: Sizes, names: Mapping[str, str]) -> Measurement:
-    return Measurement(
-        key=".".join([experiment, *names.values()]),
+def _measurement(experiment: str, jobs: Jobs, **choices: str) -> Contender:
+    key = ".".join([experiment, *choices.values()])
+    return Contender(
+        key=key,
         module=f"evenstep.book.reproduce.engine.{experiment.split('.')[0]}",
-        job={**sizes[experiment], **names},
+        job={**jobs[experiment], **choices},
+        names={"key": key},
     )

@@ -1,4 +1,4 @@
-"""What an experiment is made of: parts to be measured, and what is shown of their figures."""
+"""What an experiment consists of: parts to measure, and a table of their figures."""
 
 from __future__ import annotations
 
@@ -9,92 +9,64 @@ from typing import Any, Literal, TypeAlias
 
 from torch.utils.data import TensorDataset
 
+from evenstep.bench.tables import NOTHING
+
+Data: TypeAlias = "tuple[TensorDataset, TensorDataset]"
+"""Examples to train on, and examples to test with."""
+
 Figures: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""What was measured, by the keys of the parts; those not measured yet are missing."""
+"""The measured figures by key of their part; parts that are not measured yet are missing."""
 
 Size: TypeAlias = Literal["quick", "full"]
-"""All of the book's experiments, or a look at each of them."""
-
-NOTHING = "–"
+"""Whether the experiments are shortened, or as the book has them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workplace:
-    """Where parts are measured.
+    """What parts need in order to be measured."""
 
-    Attributes:
-        data: returns the examples of Fashion-MNIST to train on, and those to test with.
-        folder: for what long parts keep while they run.
-        tell: told lines of progress.
-    """
-
-    data: Callable[[], tuple[TensorDataset, TensorDataset]]
-    folder: Path
-    tell: Callable[[str], object]
+    data: Callable[[], Data]  # returns the data set Fashion-MNIST
+    folder: Path  # holds the checkpoints of unfinished parts
+    say: Callable[[str], object]  # called with lines of progress
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Part:
-    """Something that is measured in one go, and kept.
+    """A part of an experiment, measured at once and recorded."""
 
-    Attributes:
-        key: of its figures.
-        label: what it is.
-        measure: returns the figures.
-    """
-
-    key: str
-    label: str
-    measure: Callable[[Workplace], Mapping[str, Any]]
+    key: str  # key of its figures
+    label: str  # description for progress lines
+    measure: Callable[[Workplace], Mapping[str, Any]]  # returns the figures
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Row:
-    """A line of an experiment's table.
+    """A row of an experiment's table."""
 
-    Attributes:
-        text: what it is about.
-        book: the book's figure.
-        here: this machine's.
-        why: what differs, and why.
-    """
-
-    text: str
-    book: str = NOTHING
-    here: str
-    why: str = ""
+    text: str  # what the figure is
+    book: str = NOTHING  # the book's figure
+    here: str  # this machine's figure
+    why: str = ""  # what differs, and why
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """An experiment of the book's.
+    """An experiment of the book."""
 
-    Attributes:
-        name: as `--only` takes it.
-        title: of its part of the report.
-        section: of the book.
-        question: what it asks, in a sentence or two.
-        parts: to be measured, in this order.
-        rows: the table.
-        pictures: their names in `pictures.py`.
-        needs_data: whether a part needs the examples.
-        later: keys of parts that the table can do without, for they take long.
-    """
-
-    name: str
-    title: str
-    section: str
-    question: str
-    parts: Sequence[Part]
-    rows: Callable[[Figures], list[Row]]
-    pictures: Sequence[str] = ()
-    needs_data: bool = False
-    later: Sequence[str] = ()
+    name: str  # name for `--only`
+    title: str  # heading in the report
+    section: str  # section of the book
+    question: str  # what the experiment asks
+    parts: Sequence[Part]  # the parts, in the order in which they are measured
+    rows: Callable[[Figures], list[Row]]  # returns the table
+    pictures: Sequence[str] = ()  # names of its pictures in `pictures.py`
+    needs_data: bool = False  # whether a part needs the data set
+    optional: Sequence[str] = ()  # keys of long parts that the table can do without
 
     def can_be_shown(self, figures: Figures) -> bool:
-        """Whether what the table needs was measured."""
-        return all(part.key in figures for part in self.parts if part.key not in self.later)
+        """Return whether all parts that the table needs have been measured."""
+        return all(part.key in figures for part in self.parts if part.key not in self.optional)
 
     def missing(self, figures: Figures) -> list[Part]:
-        """Return the parts that were not measured yet."""
+        """Return the parts that have not been measured yet."""
         return [part for part in self.parts if part.key not in figures]

@@ -1,13 +1,12 @@
-"""A training on Fashion-MNIST that can be interrupted at any time and goes on where it was."""
+"""A training on Fashion-MNIST that can be interrupted at any time and resumes where it stopped."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
-import math
+import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -16,11 +15,12 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
+from evenstep.bench import results
+from evenstep.book.reproduce.plan import Data
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.data import Loader
 from evenstep.devices import Devices, gpu_count
 from evenstep.experiment import Precision
-from evenstep.files import write_file
 from evenstep.lr_scaling import Rule, scale_lr
 from evenstep.metrics import accuracy
 from evenstep.models.registry import find_factory
@@ -28,126 +28,139 @@ from evenstep.profiling.trace import Span
 from evenstep.training.trainer import Trainer
 
 Init: TypeAlias = Literal["book", "torch", "he"]
-Tell: TypeAlias = Callable[[str], object]
-Data: TypeAlias = "tuple[TensorDataset, TensorDataset]"
-"""Examples to train on, and to test with."""
+Say: TypeAlias = Callable[[str], object]
 
 _SAVE_EVERY_S = 60.0
-_TELL_EVERY_S = 10.0
+_SAY_EVERY_S = 10.0
 _TIMELINE_STEPS = 3
 _TEST_BATCH = 1000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training: the book's, or one that shows what mends it.
+    """A training: the book's, or an improved one."""
 
-    Attributes:
-        network: name of a model.
-        devices: on how many it is computed; no part of the result.
-        batch_size: examples of a minibatch.
-        lr: learning rate of SGD for `base_batch_size`.
-        epochs: how many.
-        shards: V.
-        momentum: of SGD.
-        init: of linear and convolutional weights: "book" draws them from N(0, 0.01²), "he" from
-            N(0, 2 / inputs) (He et al., "Delving Deep into Rectifiers", 2015), "torch" leaves them.
-        precision: "fp32" or "bf16".
-        base_batch_size: what `lr` is for, when it is scaled for `batch_size`; None to leave it.
-        warmup_epochs: over how many epochs the rate grows to the scaled one.
-        decays: whether it falls to 0 from there to the end.
-        rule: by which it is scaled, "linear" or "sqrt".
-        examples: train on so many of the first ones only; None for all.
-        test_examples: test with so many of the first ones only; None for all.
-    """
-
-    network: str
-    devices: int
-    batch_size: int
-    lr: float
-    epochs: int
-    shards: int = 8
-    momentum: float = 0.0
+    network: str  # name of a model
+    devices: int  # number of devices; it does not change the result
+    batch_size: int  # examples per minibatch
+    lr: float  # learning rate of SGD for `base_batch_size`
+    epochs: int  # number of epochs
+    shards: int = 8  # number of shards V
+    momentum: float = 0.0  # momentum of SGD
+    # linear and convolutional weights: "book" draws them from N(0, 0.01²), "he" from N(0, 2 /
+    # inputs) (He et al., "Delving Deep into Rectifiers", 2015), "torch" keeps them
     init: Init = "torch"
-    precision: Precision = "fp32"
+    precision: Precision = "fp32"  # "fp32" or "bf16"
+    # the batch size that `lr` is meant for; None to use `lr` as it is
     base_batch_size: int | None = None
-    warmup_epochs: int = 0
-    decays: bool = False
-    rule: Rule = "linear"
-    examples: int | None = None
-    test_examples: int | None = None
+    warmup_epochs: int = 0  # number of epochs in which the rate grows to the scaled one
+    decays: bool = False  # whether the rate then falls to 0 by the end
+    rule: Rule = "linear"  # how the rate is scaled, "linear" or "sqrt"
+    examples: int | None = None  # number of examples to train on; None for all
+    test_examples: int | None = None  # number of examples to test with; None for all
 
 
-def train(training: Training, data: Data, folder: Path, tell: Tell) -> dict[str, Any]:
-    """Train to the end, from where `folder` has it, and return what there is to show.
+def train(training: Training, data: Data, folder: Path, say: Say) -> dict[str, Any]:
+    """Train to the end and return what there is to show.
 
     Args:
-        training: what to do.
-        data: on what.
-        folder: of this training's checkpoints; what was interrupted goes on from there.
-        tell: told lines of progress.
+        training: the training.
+        data: the data set.
+        folder: folder for the checkpoints of this training, from which it resumes.
+        say: called with lines of progress.
 
     Returns:
         "accuracies" and "seconds" of each epoch (seconds without evaluation), "fingerprint",
-        "shares" (of the devices' time, in seconds), and "timeline": spans of some steps on the
-        devices. Times are those of the last process that trained.
+        "shares" (of the devices' time, in seconds) and "timeline" (spans of some steps on the
+        devices). Shares and timeline cover only the last process that trained.
     """
-    train_data, test_data = data
-    loader = Loader(_first(train_data, training.examples), training.batch_size)
-    test = Loader(_first(test_data, training.test_examples), _TEST_BATCH, shuffle=False)
-    model = make_network(training)
-    optimizer = torch.optim.SGD(model.parameters(), lr=training.lr, momentum=training.momentum)
-    scheduler = make_scheduler(training, optimizer, len(loader))
-    with make_trainer(training, model, optimizer, scheduler, folder) as trainer:
+    test = Loader(_first(data[1], training.test_examples), _TEST_BATCH, shuffle=False)
+    with _opened(training, data, folder) as (trainer, loader, scheduler):
         curve = _Curve(folder / "curve.json", trainer)
-        progress = _Progress(tell, training.epochs * len(loader))
+        total = training.epochs * len(loader)
         while (epoch := trainer.cursor.epoch) < training.epochs:
             began_s = time.perf_counter()
-            for batch in trainer.epoch(loader):
-                trainer.step(*batch)
-                if scheduler:
-                    scheduler.step()
-                progress.step_done(trainer.steps_done)
+            for done in _announced(_steps(trainer, loader, scheduler), total, say):
                 spent_s = time.perf_counter() - began_s
-                if spent_s > _SAVE_EVERY_S and trainer.steps_done % len(loader):
-                    curve.spent(trainer.steps_done, epoch, spent_s)
+                if spent_s > _SAVE_EVERY_S and done % len(loader):
+                    curve.spent(done, epoch, spent_s)
                     trainer.save(folder, keep=1)
                     began_s = time.perf_counter()
             curve.spent(trainer.steps_done, epoch, time.perf_counter() - began_s)
             reached = trainer.evaluate(test, {"accuracy": accuracy})["accuracy"]
             curve.reached(reached)
             trainer.save(folder, keep=1)
-            tell(f"epoch {epoch + 1} of {training.epochs}: accuracy {reached:.4f}")
+            say(f"epoch {epoch + 1} of {training.epochs}: accuracy {reached:.4f}")
+        shares = {one.device: {**one.seconds, "shards": one.shards} for one in trainer.shares()}
         return {
             **curve.values,
             "fingerprint": trainer.fingerprint(),
-            "shares": {
-                own.device: {**own.seconds, "shards": own.shards} for own in trainer.shares()
-            },
+            "shares": shares,
             "timeline": timeline(trainer.trace.spans, [device.name for device in trainer.devices]),
         }
 
 
 def first_steps(training: Training, data: Data, steps: int) -> dict[str, Any]:
-    """Return the fingerprint after the training's first `steps` steps, and their seconds."""
-    loader = Loader(_first(data[0], training.examples), training.batch_size)
-    model = make_network(training)
-    optimizer = torch.optim.SGD(model.parameters(), lr=training.lr, momentum=training.momentum)
-    scheduler = make_scheduler(training, optimizer, len(loader))
-    with make_trainer(training, model, optimizer, scheduler, None) as trainer:
+    """Return the fingerprint after the first `steps` steps of a training, and their seconds."""
+    with _opened(training, data) as (trainer, loader, scheduler):
         began_s = time.perf_counter()
-        for batch in trainer.epoch(loader):
-            trainer.step(*batch)
-            if scheduler:
-                scheduler.step()
-            if trainer.steps_done == steps:
+        for done in _steps(trainer, loader, scheduler):
+            if done == steps:
                 break
         seconds = time.perf_counter() - began_s
         return {"fingerprint": trainer.fingerprint(), "seconds": seconds, "steps": steps}
 
 
-def make_network(training: Training) -> nn.Module:
-    """Return the network with its first weights, which are the same each time."""
+@contextlib.contextmanager
+def _opened(
+    training: Training, data: Data, folder: Path | None = None
+) -> Iterator[tuple[Trainer, Loader, LRScheduler | None]]:
+    """Open the trainer, at the newest checkpoint in `folder` if there is one."""
+    loader = Loader(_first(data[0], training.examples), training.batch_size)
+    model = _make_network(training)
+    optimizer = torch.optim.SGD(model.parameters(), lr=training.lr, momentum=training.momentum)
+    scheduler = _make_scheduler(training, optimizer, len(loader))
+    given = (model, optimizer, nn.CrossEntropyLoss())
+    options: dict[str, Any] = {
+        "devices": choose_devices(training.devices),
+        "shards": training.shards,
+        "precision": training.precision,
+        "scheduler": scheduler,
+    }
+    if folder is not None and list_checkpoints(folder):
+        trainer = Trainer.load(folder, *given, **options)
+    else:
+        trainer = Trainer(*given, **options)
+    with trainer:
+        yield trainer, loader, scheduler
+
+
+def _steps(trainer: Trainer, loader: Loader, scheduler: LRScheduler | None) -> Iterator[int]:
+    """Train to the end of the epoch; yield the number of steps done after each step."""
+    for batch in trainer.epoch(loader):
+        trainer.step(*batch)
+        if scheduler:
+            scheduler.step()
+        yield trainer.steps_done
+
+
+def _announced(steps: Iterator[int], total: int, say: Say) -> Iterator[int]:
+    """Pass on the numbers of steps done; say at intervals how long the training will take."""
+    first, first_s = 0, 0.0
+    said_s = time.perf_counter()
+    for done in steps:
+        now_s = time.perf_counter()
+        if not first:
+            first, first_s = done, now_s
+        elif now_s - said_s > _SAY_EVERY_S:
+            said_s = now_s
+            left_s = round((total - done) * (now_s - first_s) / (done - first))
+            say(f"step {done} of {total}, about {datetime.timedelta(seconds=left_s)} left")
+        yield done
+
+
+def _make_network(training: Training) -> nn.Module:
+    """Return the network with its initial weights, which are the same each time."""
     torch.manual_seed(0)
     model = find_factory(training.network)()
     for layer in model.modules():
@@ -159,10 +172,9 @@ def make_network(training: Training) -> nn.Module:
     return model
 
 
-def make_scheduler(
-    training: Training, optimizer: torch.optim.Optimizer, steps_an_epoch: int
+def _make_scheduler(
+    training: Training, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> LRScheduler | None:
-    """Return what scales the rate for the batch; None where it stays as the book has it."""
     if training.base_batch_size is None:
         return None
     return scale_lr(
@@ -170,39 +182,19 @@ def make_scheduler(
         base_batch_size=training.base_batch_size,
         batch_size=training.batch_size,
         rule=training.rule,
-        warmup_steps=training.warmup_epochs * steps_an_epoch,
-        total_steps=training.epochs * steps_an_epoch if training.decays else None,
+        warmup_steps=training.warmup_epochs * steps_per_epoch,
+        total_steps=training.epochs * steps_per_epoch if training.decays else None,
     )
 
 
-def make_trainer(
-    training: Training,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler | None,
-    folder: Path | None,
-) -> Trainer:
-    """Return a trainer, at the newest checkpoint in `folder` if there is one."""
-    options: dict[str, Any] = {
-        "devices": places(training.devices),
-        "shards": training.shards,
-        "precision": training.precision,
-        "scheduler": scheduler,
-    }
-    given = (model, optimizer, nn.CrossEntropyLoss())
-    if folder is not None and list_checkpoints(folder):
-        return Trainer.load(folder, *given, **options)
-    return Trainer(*given, **options)
-
-
-def places(count: int) -> Devices:
-    """Return `count` devices: GPUs, each as often as it takes, or CPU devices without GPUs."""
+def choose_devices(count: int) -> Devices:
+    """Return `count` devices: the GPUs in turn, or CPU devices on a machine without GPUs."""
     gpus = gpu_count()
     return [f"cuda:{number % gpus}" for number in range(count)] if gpus else count
 
 
 def timeline(spans: list[Span], devices: list[str]) -> list[dict[str, Any]]:
-    """Return the newest steps' spans on the devices, with times from the first of them on.
+    """Return the spans of the newest steps, in seconds since the first of these steps began.
 
     Each is {"device", "category", "name", "began_s", "ended_s"}.
     """
@@ -227,20 +219,20 @@ def timeline(spans: list[Span], devices: list[str]) -> list[dict[str, Any]]:
 
 
 class _Curve:
-    """What is known of each epoch; written before each checkpoint.
+    """Accuracy and seconds of each epoch, written before each checkpoint.
 
     Args:
-        file: where it is kept between processes.
-        trainer: at the checkpoint that training goes on from. What was written for a later one,
-            which never came to be, is forgotten.
+        file: keeps them between processes.
+        trainer: stands at the checkpoint from which training resumes. What was written after it,
+            for a later checkpoint that was never completed, is dropped.
     """
 
     def __init__(self, file: Path, trainer: Trainer) -> None:
         self._file = file
         self._pieces: list[tuple[int, int, float]] = []  # steps done, epoch, seconds
         self._accuracies: list[float] = []
-        with contextlib.suppress(OSError, json.JSONDecodeError):
-            found = json.loads(file.read_text())
+        with contextlib.suppress(OSError, ValueError):
+            found = results.load(file)
             self._pieces = [piece for piece in found["pieces"] if piece[0] <= trainer.steps_done]
             self._accuracies = found["accuracies"][: trainer.cursor.epoch]
 
@@ -253,50 +245,18 @@ class _Curve:
         return {"accuracies": self._accuracies, "seconds": seconds}
 
     def spent(self, steps_done: int, epoch: int, seconds: float) -> None:
-        """Add to an epoch's seconds."""
+        """Add to the seconds of an epoch."""
         self._pieces.append((steps_done, epoch, seconds))
         self._write()
 
     def reached(self, accuracy: float) -> None:
-        """Note the next epoch's accuracy."""
+        """Record the accuracy of the next epoch."""
         self._accuracies.append(accuracy)
         self._write()
 
     def _write(self) -> None:
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        document = {"pieces": self._pieces, "accuracies": self._accuracies}
-        write_file(self._file, json.dumps(document))
-
-
-class _Progress:
-    """Tells now and then how far a training is, and how long it will take."""
-
-    def __init__(self, tell: Tell, steps: int) -> None:
-        self._tell = tell
-        self._steps = steps
-        self._told_s = time.perf_counter()
-        self._first: tuple[int, float] | None = None
-
-    def step_done(self, done: int) -> None:
-        """Note a step."""
-        now = time.perf_counter()
-        if self._first is None:
-            self._first = (done, now)
-        elif now - self._told_s > _TELL_EVERY_S:
-            self._told_s = now
-            before, then = self._first
-            left_s = (self._steps - done) * (now - then) / (done - before)
-            self._tell(f"step {done} of {self._steps}, about {spelled(left_s)} left")
-
-
-def spelled(seconds: float) -> str:
-    """Return a duration as people say it."""
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{math.ceil(seconds / 60)} min"
+        results.write(self._file, {"pieces": self._pieces, "accuracies": self._accuracies})
 
 
 def _first(examples: TensorDataset, count: int | None) -> TensorDataset:
-    if count is None or count >= len(examples):
-        return examples
     return TensorDataset(*(tensor[:count] for tensor in examples.tensors))

@@ -1,1 +1,1 @@
-"""Each of the book's experiments with the engine, as a process of its own."""
+"""The experiments with the engine: each module is a script that takes one measurement."""

@@ -1,16 +1,16 @@
-"""What the experiments share: devices, the job, the line, and bare threads to compare with."""
+"""What the experiments share: devices, entry point, and bare threads as the limit."""
 
 from __future__ import annotations
 
-import json
-import queue
-import sys
-import threading
+import contextlib
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
+
+import evenstep
+from evenstep.bench import fresh
 
 DEVICES = ("cpu:0", "cpu:1")
 
@@ -18,66 +18,43 @@ Job = Mapping[str, Any]
 
 
 def run(measure: Callable[[Job], dict[str, Any]]) -> None:
-    """Measure what the first argument asks for, and print the line."""
+    """Measure the job in the first argument and print the result."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    print(json.dumps(measure(json.loads(sys.argv[1]))))
+    fresh.answer(measure)
 
 
-class BareThreads:
-    """Threads with a queue each and nothing else: the limit for anything built on threads.
+def open_contender(job: Job) -> Any:
+    """Return what runs the tasks: evenstep's engine, or bare threads."""
+    return evenstep.Engine(devices=DEVICES) if job["contender"] == "engine" else BareThreads()
+
+
+class BareThreads(contextlib.ExitStack):
+    """A thread with a queue for each device and nothing else: the limit for any engine on threads.
 
     Each has one intra-op thread, as the engine's devices have here.
     """
 
-    def __init__(self, count: int = len(DEVICES)) -> None:
-        self._inboxes = [queue.SimpleQueue[Callable[[], object] | None]() for _ in range(count)]
-        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, args=(inbox,), daemon=True)
-            for inbox in self._inboxes
-        ]
-        self._running = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self._threads = {
+            name: self.enter_context(ThreadPoolExecutor(1, initializer=_use_one_thread))
+            for name in DEVICES
+        }
+        self._running: list[Future[Any]] = []
 
-    def __enter__(self) -> BareThreads:
-        for thread in self._threads:
-            thread.start()
-        return self
+    def submit(self, function: Callable[..., Any], *arguments: Any, device: str) -> Future[Any]:
+        """Call `function` in the thread of a device, after what was submitted there before."""
+        self._running.append(self._threads[device].submit(function, *arguments))
+        return self._running[-1]
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        for inbox in self._inboxes:
-            inbox.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def start(self, thread: int, function: Callable[[], object]) -> None:
-        """Have a thread call `function`, after what it was given before."""
-        self._running += 1
-        self._inboxes[thread].put(function)
-
-    def wait(self) -> None:
-        """Wait for all that was started."""
-        while self._running:
-            error = self._done.get()
-            self._running -= 1
-            if error is not None:
-                raise error
-
-    def _work(self, inbox: queue.SimpleQueue[Callable[[], object] | None]) -> None:
-        torch.get_num_threads()  # a thread's first use of torch would undo the setting
-        torch.set_num_threads(1)
-        while (function := inbox.get()) is not None:
-            self._done.put(_error_of(function))
+    def waitall(self) -> None:
+        """Wait for all calls; raise the first error."""
+        running, self._running = self._running, []
+        for future in running:
+            future.result()
 
 
-def _error_of(function: Callable[[], object]) -> BaseException | None:
-    try:
-        function()
-    except BaseException as error:
-        return error
-    return None
+def _use_one_thread() -> None:
+    torch.get_num_threads()  # a thread's first use of torch would undo the setting
+    torch.set_num_threads(1)

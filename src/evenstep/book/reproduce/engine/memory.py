@@ -1,9 +1,9 @@
 """Memory of a training whose batches are made faster than they are trained on.
 
-The book's: batches of noise, an MLP, no waiting for the loss. `maker` says who makes the batches:
-the front end ("front"), or tasks ("tasks"), as every operator of MXNet is one. `bound` says what
-keeps the queue short: nothing ("none"), `max_in_flight=2` ("two"), or that the loss of each batch
-is waited for ("waits").
+As in the book: batches of noise, an MLP, no waiting for the loss. `maker` is what makes the
+batches: the training loop ("front"), or tasks ("tasks"), like every operator of MXNet. `bound`
+limits the queue: not at all ("none"), by `max_in_flight=2` ("two"), or by waiting for each loss
+("waits").
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Training = tuple[nn.Module, torch.optim.Optimizer]
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Return how much the process has grown at its peak and at the end, and when batches were made.
+    """Return the growth of the process at its peak and at the end, and the seconds.
 
-    Growth counts from the resident memory after one batch; that batch's own peak counts, so the
-    figure is never too small.
+    Growth counts from the resident memory after one batch. The peak of that batch is included, so
+    the figure is never too small. "made_s" are the seconds until all batches were submitted.
     """
     with evenstep.Engine(devices=DEVICES, max_in_flight=MAX_IN_FLIGHT[job["bound"]]) as engine:
         training = engine.Var(make_training(), "the network")
@@ -53,20 +53,15 @@ def measure(job: Job) -> dict[str, Any]:
 def make_training() -> Training:
     """Return the book's MLP and its optimizer."""
     wide, narrow = HIDDEN
-    net = nn.Sequential(
-        nn.Linear(FEATURES, wide),
-        nn.ReLU(),
-        nn.Linear(wide, narrow),
-        nn.ReLU(),
-        nn.Linear(narrow, 1),
-    )
+    hidden = (nn.Linear(FEATURES, wide), nn.ReLU(), nn.Linear(wide, narrow), nn.ReLU())
+    net = nn.Sequential(*hidden, nn.Linear(narrow, 1))
     return net, torch.optim.SGD(net.parameters(), lr=LEARNING_RATE)
 
 
 def submit_batch(
     engine: evenstep.Engine, training: evenstep.engine.Var, job: Job
 ) -> evenstep.engine.Handle:
-    """Make a batch, or have it made, and submit a step on it; return the loss."""
+    """Make a batch or submit tasks that do, submit a step on it, and return the loss."""
     x: Any
     y: Any
     if job["maker"] == "front":
@@ -78,7 +73,7 @@ def submit_batch(
 
 
 def train(training: Training, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Take a step of SGD on the squared loss; return the loss."""
+    """Take a step of SGD on the squared loss and return the loss."""
     net, optimizer = training
     optimizer.zero_grad()
     loss: torch.Tensor = ((net(x).squeeze(1) - y) ** 2 / 2).mean()

@@ -1,4 +1,4 @@
-"""Queued against finished: when `submit` of a product returns, and when the product is there."""
+"""When `submit` of a product returns, and when the product is computed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,106 @@
+"""Measure a benchmark and write its result file.
+
+    python benchmarks/measure.py memory --rounds 3
+
+Every contender is measured once per round, in a fresh process, in rotating order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmark import RESULTS, Benchmark, command_line
+from evenstep.bench import Contender, Record, missing, run_rounds
+from evenstep.bench.rounds import Run
+from evenstep.bench.tables import NOT_MEASURED, small
+from evenstep.cli.output import numbers_table, print_table
+
+NAMES = "speed overhead memory profile uneven processes cable hybridize engine kills checkpoints"
+MODULES = [importlib.import_module(f"specs.{name}") for name in NAMES.split()]
+BENCHMARKS: dict[str, Benchmark] = {one.BENCHMARK.name: one.BENCHMARK for one in MODULES}
+
+
+def main() -> None:
+    """Measure what the command line asks for."""
+    options = parse(sys.argv[1:])
+    benchmark = BENCHMARKS[options.benchmark]
+    out = options.out or RESULTS / f"{benchmark.name}.json"
+    rounds = options.rounds or benchmark.rounds
+    measure(shortened(benchmark, options.only, options.steps), rounds, out)
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("benchmark", choices=BENCHMARKS)
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--out", type=Path, help="by default, benchmarks/results/BENCHMARK.json")
+    parser.add_argument("--only", help="keys of contenders, or their beginnings, between commas")
+    parser.add_argument("--steps", type=int, help="timed steps, instead of each contender's own")
+    return parser.parse_args(arguments)
+
+
+def shortened(benchmark: Benchmark, only: str | None, steps: int | None) -> Benchmark:
+    """Return the benchmark with the contenders that `only` names, and with `steps` timed steps."""
+    contenders, settings = choose(benchmark.contenders, only), benchmark.settings
+    if steps is not None:
+        contenders = [one.with_steps(steps) for one in contenders]
+        settings = {**settings, "steps": steps}
+    return dataclasses.replace(benchmark, contenders=contenders, settings=settings)
+
+
+def choose(contenders: Sequence[Contender], only: str | None) -> list[Contender]:
+    """Return the contenders that `only` names, between commas; all of them for None.
+
+    A whole key names that contender alone; the beginning of keys names all that start with it.
+    """
+    names = only.split(",") if only else [""]
+    whole = {one.key for one in contenders}.intersection(names)
+    begins = tuple(set(names) - whole)
+    found = [one for one in contenders if one.key in whole or one.key.startswith(begins)]
+    if not found:
+        keys = ", ".join(one.key for one in contenders)
+        raise SystemExit(f"got --only {only}: expected the beginnings of some of {keys}")
+    return found
+
+
+def measure(benchmark: Benchmark, rounds: int, out: Path) -> None:
+    """Run the rounds, write the file, print the medians."""
+    for absent in missing(benchmark.contenders):
+        print(f"left out: {absent.label} ({absent.needs} is not installed)", file=sys.stderr)
+    contenders = [one for one in benchmark.contenders if one.is_installed]
+    record = Record(
+        benchmark.name,
+        command_line(sys.argv),
+        out,
+        settings={"rounds": rounds, **benchmark.settings},
+        contenders=[one.described() for one in contenders],
+        **benchmark.fields(),
+    )
+    with benchmark.place():
+        run_rounds(contenders, rounds, record, show, benchmark.measure)
+    for name, table in benchmark.tables(record.document).items():
+        if any(row[-1] != NOT_MEASURED for row in table.rows):
+            print(f"\n{name}")
+            print_table(Console(), numbers_table(table.head, table.rows))
+
+
+def show(run: Run) -> None:
+    """Print a run as a line of progress."""
+    figures = [
+        f"{name} {small(value) if isinstance(value, float) else value}"
+        for name, value in run.items()
+        if isinstance(value, float | int | str)
+    ]
+    print(", ".join(figures), file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""The sections of docs/benchmarks.md, each from one result file."""

@@ -1,0 +1,80 @@
+"""What saving costs a training: ResNet-18 with momentum, on two devices.
+
+`"save"` is "never", "waiting" (training waits until the checkpoint is on the disk) or "aside".
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import evenstep
+from benchmark import Benchmark, script
+from evenstep.bench import fresh
+from evenstep.bench.tables import Table, cells
+from evenstep.models import resnet18
+
+LEARNING_RATE, MOMENTUM = 0.1, 0.9
+
+
+def measure(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the milliseconds per step and of each call of `save`."""
+    torch.manual_seed(0)
+    model = resnet18(10)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+    images = torch.randn(job["batch"], 1, 28, 28)
+    labels = torch.arange(job["batch"]) % 10
+    saves_ms = []
+    trainer = evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=["cpu:0", "cpu:1"])
+    with tempfile.TemporaryDirectory() as folder, trainer:
+        for _ in range(job["warmup_steps"]):
+            trainer.step(images, labels)
+        began = time.perf_counter()
+        for step in range(job["steps"]):
+            trainer.step(images, labels)
+            if job["save"] != "never" and step % job["every"] == 0:
+                saving = time.perf_counter()
+                trainer.save(folder, aside=job["save"] == "aside")
+                saves_ms.append(1e3 * (time.perf_counter() - saving))
+        trainer.wait_for_save()
+        seconds = time.perf_counter() - began
+    return {"step_ms": 1e3 * seconds / job["steps"], "saves_ms": saves_ms}
+
+
+SETTINGS = {"batch": 64, "warmup_steps": 2, "steps": 12, "every": 4}
+LABELS = {
+    "never": "without saving",
+    "waiting": "`save(folder)`: on the disk when it returns",
+    "aside": "`save(folder, aside=True)`: written while training continues",
+}
+
+
+def tables(document: Mapping[str, Any]) -> dict[str, Table]:
+    """Return the table of saves."""
+    rows = []
+    for one in BENCHMARK.contenders:
+        if runs := one.runs(document):
+            saves = [ms for run in runs for ms in run["saves_ms"]]
+            step, _ = cells([run["step_ms"] for run in runs])
+            rows.append([one.label, *cells(saves), step])
+    head = ("training", "ms until `save` returns", "spread", "ms per step, including saves")
+    return {"saves": Table(head, rows)}
+
+
+BENCHMARK = Benchmark(
+    name="checkpoints",
+    settings=SETTINGS,
+    contenders=[
+        script("checkpoints", key, {"save": key, **SETTINGS}, label=label)
+        for key, label in LABELS.items()
+    ],
+    tables=tables,
+)
+
+if __name__ == "__main__":
+    fresh.answer(measure)

@@ -1,0 +1,96 @@
+"""Draws curves that grow during a training, as the book's `Animator` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+
+class Animator:
+    """Draws curves as they grow: live in a notebook, otherwise to a file. Needs matplotlib.
+
+    Args:
+        xlabel, ylabel: labels of the axes.
+        legend: name of each curve.
+        xlim, ylim: range of the axes; None to fit the curves.
+        xscale, yscale: "linear" or "log".
+        fmts: matplotlib's format of each curve.
+        figsize: size in inches.
+        file: file that is written outside a notebook.
+
+    Attributes:
+        X, Y: coordinates of each curve's points.
+    """
+
+    def __init__(
+        self,
+        xlabel: str = "",
+        ylabel: str = "",
+        legend: Sequence[str] = (),
+        xlim: Sequence[float] | None = None,
+        ylim: Sequence[float] | None = None,
+        xscale: str = "linear",
+        yscale: str = "linear",
+        fmts: Sequence[str] = ("-", "m--", "g-.", "r:"),
+        figsize: tuple[float, float] = (3.5, 2.5),
+        file: str | Path = "animator.png",
+    ) -> None:
+        self.X: list[list[float]] = []
+        self.Y: list[list[float]] = []
+        limits = {"xlim": xlim, "ylim": ylim}
+        self._axes = {
+            "xlabel": xlabel,
+            "ylabel": ylabel,
+            "xscale": xscale,
+            "yscale": yscale,
+            **{name: ends for name, ends in limits.items() if ends and ends[0] != ends[1]},
+        }
+        self._legend = legend
+        self._fmts = fmts
+        self._figsize = figsize
+        self._file = Path(file)
+
+    def add(self, x: float | Sequence[float], y: float | Sequence[float | None]) -> None:
+        """Add a point to each curve and draw; None as `y` adds no point to its curve.
+
+        Args:
+            x: one number for all curves, or one for each.
+            y: one number for each curve, or one for the only curve.
+        """
+        ys = list(y) if isinstance(y, Sequence) else [y]
+        xs = list(x) if isinstance(x, Sequence) else [x] * len(ys)
+        while len(self.X) < len(ys):
+            self.X.append([])
+            self.Y.append([])
+        for number, (one, value) in enumerate(zip(xs, ys, strict=True)):
+            if value is not None:
+                self.X[number].append(float(one))
+                self.Y[number].append(float(value))
+        self._draw()
+
+    def _draw(self) -> None:
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=self._figsize, layout="constrained")
+        axes = figure.subplots()
+        for xs, ys, form in zip(self.X, self.Y, self._fmts, strict=False):
+            axes.plot(xs, ys, form)
+        axes.set(**self._axes)
+        axes.grid()
+        if self._legend:
+            axes.legend(self._legend)
+        if _in_notebook():
+            from IPython import display
+
+            display.clear_output(wait=True)
+            display.display(figure)
+        else:
+            figure.savefig(self._file, dpi=150)
+
+
+def _in_notebook() -> bool:
+    try:
+        shell = get_ipython()  # type: ignore[name-defined]
+    except NameError:
+        return False
+    return bool(shell.__class__.__name__ == "ZMQInteractiveShell")
