@@ -1,11 +1,11 @@
-"""Files that a command writes: whole ones, through links, and streams."""
+"""Files that a command writes: completely, through links, and into streams."""
 
 import os
 import threading
 
 import pytest
 
-from evenstep.cli.files import check_file, target_of, write_text
+from evenstep.cli.files import OutputFile, target_of, write_text
 from evenstep.errors import InputError
 
 
@@ -18,7 +18,7 @@ def test_a_file_is_written_whole(tmp_path):
 def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path):
     link = tmp_path / "newest.json"
     link.symlink_to("3.json")
-    check_file("--json", str(link))
+    assert OutputFile().convert(str(link), None, None) == str(link)
     write_text(str(link), "{}\n")
     assert link.is_symlink()
     assert target_of(str(link)) == tmp_path.resolve() / "3.json"
@@ -31,7 +31,7 @@ def test_a_pipe_gets_the_text(tmp_path):
     read = []
     reader = threading.Thread(target=lambda: read.append(pipe.read_text()))
     reader.start()
-    check_file("--json", str(pipe), may_be_stream=True)
+    assert OutputFile(may_be_stream=True).convert(str(pipe), None, None) == str(pipe)
     write_text(str(pipe), "{}\n")
     reader.join()
     assert read == ["{}\n"]
@@ -40,5 +40,5 @@ def test_a_pipe_gets_the_text(tmp_path):
 
 @pytest.mark.parametrize("name", ["/dev/null", "/", "nowhere/file"])
 def test_what_can_never_be_a_file_is_refused_at_once(name):
-    with pytest.raises(InputError, match=f"^got --trace {name}: a file in a folder that is there"):
-        check_file("--trace", name)
+    with pytest.raises(InputError, match=f"^got file {name}: expected a file in an"):
+        OutputFile().convert(name, None, None)

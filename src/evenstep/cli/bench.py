@@ -28,7 +28,8 @@ from evenstep.bench import (
 )
 from evenstep.bench.fresh import RunFailedError
 from evenstep.bench.lineup import counted
-from evenstep.cli.option_table import OptionTable, OutputFile, option, takes_options
+from evenstep.cli.files import OutputFile, target_of
+from evenstep.cli.option_table import OptionTable, option, takes_options
 from evenstep.cli.output import command_line, numbers_table, print_line, print_table, say
 from evenstep.devices import usable_cores
 from evenstep.errors import InputError
@@ -187,7 +188,7 @@ def _run(plan: Plan, name: str, contenders: list[Contender]) -> Mapping[str, Any
     record = Record(
         name,
         command_line(),
-        None if plan.json_file is None else Path(plan.json_file),
+        None if plan.json_file is None else target_of(plan.json_file),
         settings={"rounds": plan.rounds},
         contenders=[contender.described() for contender in contenders],
     )

@@ -8,8 +8,8 @@ import click
 import torch
 from rich.console import Console
 
-from evenstep.checkpoint import training_state
 from evenstep.checkpoint.files import list_checkpoints
+from evenstep.checkpoint.training_state import read_training_state, restore_model
 from evenstep.cli.output import fields_table, print_table
 from evenstep.cli.runfile import read_run_file
 from evenstep.cli.setup import load_data
@@ -41,10 +41,10 @@ def export(checkpoint: Path, out: Path) -> None:
 
     The outputs of the file are compared with those of the model on examples of the test data.
     """
-    saved = training_state.read_training_state(checkpoint)
+    saved = read_training_state(checkpoint)
     options = read_run_file(checkpoint if list_checkpoints(checkpoint) else checkpoint.parent)
     model = find_factory(options["model"])()
-    training_state.restore_model(model, saved.model)
+    restore_model(model, saved.model)
     examples = load_data(options["data"], options["data_dir"], train=False).tensors[0][:_COMPARED]
     write_program(model, examples, out)
     fields = [("file", str(out)), ("step", str(saved.steps_done))]

@@ -1,40 +1,46 @@
-"""Files that a command is to write."""
+"""The files that commands write: checked before hours of work, written completely or not at all."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import click
+
 from evenstep.errors import InputError
 from evenstep.files import write_file
 
 
-def check_file(option: str, name: str | None, *, may_be_stream: bool = False) -> None:
-    """Refuse, before hours of work, a file that can't be written after them.
+class OutputFile(click.types.StringParamType):
+    """The type of an option that names a file to write, or - for stdout.
 
-    Args:
-        option: that names the file.
-        name: the file; None or "-" for none.
-        may_be_stream: whether a pipe or a device, such as /dev/stdout, will do.
-
-    Raises:
-        InputError: it is a folder, in none, or no regular file.
+    With `may_be_stream`, a pipe or a device such as /dev/stdout is accepted too.
     """
-    if name in (None, "-"):
-        return
-    path = Path(name)
-    is_file = path.is_file() or not path.exists() or (may_be_stream and _is_stream(path))
-    if not is_file or not path.absolute().parent.is_dir():
-        raise InputError(f"got {option} {name}: a file in a folder that is there is needed")
+
+    name = "file"
+
+    def __init__(self, *, may_be_stream: bool = False) -> None:
+        self._may_be_stream = may_be_stream
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Return the file's name. Raises InputError if it could not be written."""
+        if value != "-":
+            path = Path(value)
+            is_stream = self._may_be_stream and _is_stream(path)
+            is_file = path.is_file() or not path.exists() or is_stream
+            if not is_file or not path.absolute().parent.is_dir():
+                flag = param.opts[0] if param else "file"
+                raise InputError(f"got {flag} {value}: expected a file in an existing folder")
+        return value
 
 
 def target_of(name: str) -> Path:
-    """Return the file to write for `name`: where it is a link, the one that it leads to."""
+    """Return the file to write for `name`: if it is a symbolic link, the file it points to."""
     path = Path(name)
     return path.resolve() if path.is_symlink() else path
 
 
 def write_text(name: str, text: str) -> None:
-    """Write a file, whole or not at all; into a pipe or a device, the text as it is."""
+    """Write a file completely or not at all; write to a pipe or a device directly."""
     if _is_stream(Path(name)):
         Path(name).write_text(text, encoding="utf-8")
     else:

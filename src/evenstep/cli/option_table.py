@@ -21,8 +21,6 @@ from typing import Any, Literal
 import click
 from click.core import ParameterSource
 
-from evenstep.errors import InputError
-
 
 class Scope(enum.Enum):
     """What an option affects, and where its value is kept for `--resume`."""
@@ -126,20 +124,6 @@ def takes_options(**tables: type[OptionTable]) -> Callable[[Callable[..., Any]],
         return made
 
     return decorate
-
-
-class OutputFile(click.types.StringParamType):
-    """The type of a file to be written, or -. Bad names are refused before hours of work."""
-
-    name = "file"
-
-    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the file's name."""
-        path = Path(value)
-        if value != "-" and (path.is_dir() or not path.absolute().parent.is_dir()):
-            flag = param.opts[0] if param else "a file"
-            raise InputError(f"got {flag} {value}: expected a file in an existing folder")
-        return value
 
 
 def _option(field: dataclasses.Field[Any], hint: Any) -> Option:

@@ -13,7 +13,8 @@ from typing import Any, Literal
 
 import click
 
-from evenstep.cli.option_table import OptionTable, OutputFile, Scope, option
+from evenstep.cli.files import OutputFile
+from evenstep.cli.option_table import OptionTable, Scope, option
 from evenstep.experiment import BatchNorm, MemoryFormat, Precision
 
 
@@ -147,7 +148,7 @@ class LayoutOptions(OptionTable):
         None,
         "Write the results as JSON to this file. With -, they go to stdout and everything else to "
         "stderr.",
-        OutputFile(),
+        OutputFile(may_be_stream=True),
         flag="--json",
     )
 

@@ -6,7 +6,6 @@ and `evenstep export` find them here.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
@@ -16,6 +15,7 @@ from typing import Any
 from evenstep.cli.option_table import Scope
 from evenstep.cli.options import ExperimentOptions
 from evenstep.errors import CheckpointError, SaveError
+from evenstep.files import write_file
 
 NAME = "run.json"
 _FORMAT = "evenstep run"
@@ -37,17 +37,10 @@ def write_run_file(folder: Path, options: ExperimentOptions) -> None:
     values = {"format": _FORMAT, **{name: getattr(options, name) for name in _KEPT}}
     if options.data_dir is not None:
         values["data_dir"] = os.path.abspath(options.data_dir)
-    temporary = folder / f".{NAME}.writing-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="ascii") as file:
-            file.write(json.dumps(values, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(folder / NAME)
+        write_file(folder / NAME, json.dumps(values, indent=2) + "\n")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise SaveError(
             f"{folder / NAME} could not be written ({error.strerror or error}), and nothing was "
             f"trained: choose a writable --checkpoint-dir"

@@ -10,6 +10,7 @@ import click
 from rich.console import Console
 
 from evenstep.checkpoint.files import latest_checkpoint, list_checkpoints
+from evenstep.cli.files import target_of, write_text
 from evenstep.cli.launch import launch
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.option_table import takes_options
@@ -58,7 +59,7 @@ def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
             record = train_and_test(training, console)
         finally:
             if layout.trace_file is not None:
-                training.trainer.trace.save(layout.trace_file)
+                training.trainer.trace.save(target_of(layout.trace_file))
     print_table(console, fields_table(_fields(record, layout.checkpoint_dir)))
     if record.train_loss is not None:
         print_line(console, "")
@@ -160,7 +161,7 @@ def _write_json(record: TrainRecord, name: str | None) -> None:
         click.echo(record.to_json())
     elif name is not None:
         try:
-            Path(name).write_text(record.to_json() + "\n", encoding="utf-8")
+            write_text(name, record.to_json() + "\n")
         except OSError as error:
             raise SaveError(
                 f"{name} could not be written ({error.strerror or error}): "
