@@ -21,7 +21,7 @@ from evenstep.bench import pictures, summarise
 from evenstep.bench.tables import Table, number
 from evenstep.book.reproduce import EXPERIMENTS, Experiment, experiments
 from evenstep.book.reproduce import pictures as book_pictures
-from specs import engine, speed
+from specs import engine, overhead, speed
 
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
@@ -40,6 +40,8 @@ def main() -> None:
     notes = parse_notes((FOLDER / "notes.md").read_text(encoding="utf-8"))
     for name in ("benchmarks", "reliability"):
         (DOCS / f"{name}.md").write_text(page(name, RESULTS, notes), encoding="utf-8")
+    if document := load("step_overhead"):
+        insert(DOCS / "architecture.md", overhead.tables(document)["calls"].markdown())
     for name in ("scaling_lenet", "scaling_resnet18"):
         if document := load(name):
             pictures.draw_scaling(document, IMAGES / f"{name}.png")
@@ -48,6 +50,14 @@ def main() -> None:
             if drawn := book_pictures.draw(name, document["parts"]):
                 (IMAGES / f"book_{name}.svg").write_text(drawn, encoding="utf-8")
         (DOCS / "book.md").write_text(book_page(document, notes), encoding="utf-8")
+
+
+def insert(file: Path, table: str) -> None:
+    """Write a table into a page, between the lines that mark its place."""
+    before, _, rest = file.read_text(encoding="utf-8").partition("<!-- figures -->\n")
+    _, _, after = rest.partition("<!-- end -->")
+    text = f"{before}<!-- figures -->\n{table}\n<!-- end -->{after}"
+    file.write_text(text, encoding="utf-8")
 
 
 def page(name: str, results: Path, notes: Mapping[str, str]) -> str:

@@ -7,8 +7,13 @@ gradients that torch sums, divided and applied. `"inline": true` uses lanes with
 from __future__ import annotations
 
 import statistics
+import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import torch
@@ -16,7 +21,7 @@ from torch import nn
 
 import evenstep
 from benchmark import Benchmark, script
-from evenstep.bench import fresh, summarise
+from evenstep.bench import fresh
 from evenstep.bench.tables import Table, cells, verdict
 from evenstep.engine import InlineLanes, ThreadLanes
 
@@ -83,32 +88,67 @@ def _time_each(job: Mapping[str, Any], step: Callable[[], object]) -> list[float
     return times_ms[job["warmup_steps"] :]
 
 
-TARGET_MS = 0.7
-TARGETED = "2"  # devices, each with a thread of its own
+def count_calls() -> dict[str, Any]:
+    """Count what one eager step (V = 8, one device, a small network) calls in all threads.
+
+    Watched by Python's profiling hook: entries of functions of evenstep, with comprehensions and
+    resumed generators; not those of torch, of the model or of Python's library.
+    """
+    package, calls = str(Path(evenstep.__file__).parent), Counter[CodeType]()
+
+    def hook(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            calls[frame.f_code] += 1
+
+    model = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    optimizer, X, y = torch.optim.SGD(model.parameters()), torch.ones(16, 16), torch.arange(16) % 4
+    threading.setprofile(hook)
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=1) as trainer:
+        threading.setprofile(None)
+        for _ in range(5):
+            trainer.step(X, y)
+        calls.clear()
+        sys.setprofile(hook)
+        trainer.step(X, y)
+        sys.setprofile(None)
+    files = len({code.co_filename for code in calls})
+    return {"step": {"files": files, "functions": len(calls), "calls": calls.total()}}
+
+
+TARGETS = {"1": 2.5, "2": 3.0}  # times the plain loop
+CALL_TARGETS = {"files": 15, "functions": 120, "calls": 450}
+BEFORE = {"files": 31, "functions": 205, "calls": 730}  # at version 0.1.0
 SETTINGS = {"shards": 8, "warmup_steps": 200, "steps": 3000}
 
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
-    """Return the table of steps."""
+    """Return the table of steps, and that of what a step calls."""
 
     def milliseconds(value: float) -> str:
         return f"{value:.3f}"
 
-    rows = []
+    rows, plain = [], [run["median_ms"] for run in BENCHMARK.contenders[0].runs(document)]
     for one in BENCHMARK.contenders:
         if runs := one.runs(document):
             steps = [run["median_ms"] for run in runs]
-            ends = (summarise([run[f"{end}_ms"] for run in runs]) for end in ("tenth", "ninetieth"))
-            inner = " to ".join(milliseconds(end.median) for end in ends)
-            judged = verdict(steps, at_most=TARGET_MS if one.key == TARGETED else None)
-            rows.append([one.label, *cells(steps, milliseconds), inner, *judged])
-    head = ("step", "ms", "least to most run", "10% to 90% of the steps", "target", "verdict")
-    return {"steps": Table(head, rows)}
+            ratios = [step / loop for step, loop in zip(steps, plain, strict=False)]
+            judged = verdict(ratios, at_most=TARGETS.get(one.key), spell="{}×".format)
+            rows.append([one.label, *cells(steps, milliseconds), *cells(ratios, unit="×"), *judged])
+    head = ("step", "ms", "spread", "of the plain loop", "spread of it", "target", "verdict")
+    found = document.get("step", {})
+    counted = [
+        [name, str(BEFORE[name]), str(found[name]), *verdict([found[name]], at_most=most)]
+        for name, most in CALL_TARGETS.items()
+        if found
+    ]
+    heads = ("one eager step passes through", "version 0.1.0", "now", "target", "verdict")
+    return {"steps": Table(head, rows), "calls": Table(heads, counted)}
 
 
 BENCHMARK = Benchmark(
     name="step_overhead",
     settings=SETTINGS,
+    fields=count_calls,
     contenders=[
         script("overhead", key, {**SETTINGS, "devices": devices, "inline": inline}, label=label)
         for key, label, devices, inline in (

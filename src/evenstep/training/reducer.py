@@ -137,7 +137,9 @@ class ProcessReducer(LocalReducer):
         attempt.reported = True
         began_s = time.perf_counter()
         try:
-            return self._combine(attempt, report)
+            combined = self._combine(attempt, report)
+            attempt.sending = None  # a kept loss must not keep the gradients alive
+            return combined
         finally:
             attempt.clock.exchange_s = time.perf_counter() - began_s
             self.note(f"done with step {step.number}")

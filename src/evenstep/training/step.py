@@ -204,8 +204,11 @@ class Step:
         return (*self.position, self.part.examples, *(run.stop for run in self.part.runs))
 
     def release(self) -> None:
-        """Forget the batch: a kept loss must not keep the step's examples alive."""
+        """Forget the batch and what was computed: a kept loss must not keep them alive."""
         self.attempt.cut = NO_CUT
+        self.attempt.compute = _not_open
+        self.attempt.results = {}
+        self.attempt.tree = None
 
 
 class StepLoss(Pending):
