@@ -56,7 +56,8 @@ from evenstep.shard.sync_batch_norm import refuse_single_example_shards
 from evenstep.training.evaluator import Evaluator
 from evenstep.training.executor import IndependentExecutor, LockstepExecutor
 from evenstep.training.group import Group, joined
-from evenstep.training.pipeline import DirectPipeline, OverlappedPipeline, Pipeline
+from evenstep.training.overlapped_pipeline import OverlappedPipeline
+from evenstep.training.pipeline import DirectPipeline, Pipeline
 from evenstep.training.step import Finish, Position, Step, StepLoss
 from evenstep.training.update import Closure, Hook, ProxyUpdate, Update
 
