@@ -12,7 +12,7 @@ import benchmark
 import measure
 import write_docs
 from evenstep.bench import Record, machine, tables
-from specs import speed
+from specs import overhead, speed
 from specs.memory import bound_bytes
 
 OURS, THEIRS = "lenet.evenstep.2.v8.n256", "lenet.ddp.2.contiguous"
@@ -323,3 +323,17 @@ def _profiled(method, shards, **operators):
         "operators_ms": {f"aten::{name}": ms for name, ms in operators.items()},
         "all_operators_ms": sum(operators.values()),
     }
+
+
+def test_a_step_stays_simple():
+    """The main path of one eager step: few files, few functions, few calls."""
+    counted = overhead.count_calls()["step"]
+    assert {name for name, most in overhead.CALL_TARGETS.items() if counted[name] > most} == set()
+    assert counted["calls"] > counted["functions"] > counted["files"] > 5  # it did look
+
+
+def test_a_table_takes_the_place_between_its_marks(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- figures -->\nold\n<!-- end -->\nafter\n")
+    write_docs.insert(page, "new")
+    assert page.read_text() == "before\n<!-- figures -->\nnew\n<!-- end -->\nafter\n"
