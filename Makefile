@@ -8,7 +8,12 @@ GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,len
 SYNC := resnet18.evenstep.2.v8.n128,resnet18.evenstep.2.v8.n128.sync
 BENCHMARKS := step_overhead memory step_profile uneven_devices processes cable engine_experiments hybridize kills checkpoints
 
-.PHONY: help install demo test slow lint types format check bench book docs clean
+QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_errors.py test_experiment.py \
+	test_verification.py batch checkpoint/test_codec.py collectives data engine/test_graph.py \
+	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
+	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
+
+.PHONY: help install demo quick test slow lint types format check bench book docs clean
 
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -26,8 +31,11 @@ demo: install ## train LeNet on handwritten digits on 1 and on 2 devices: the sa
 	@$(DEMO) --devices 2 --json $(VENV)/demo-2.json
 	@$(BIN)/python examples/compare_runs.py $(VENV)/demo-1.json $(VENV)/demo-2.json
 
+quick: install ## the fast part of the tests (under a minute on two cores)
+	$(BIN)/python -m pytest -m 'not slow' -n 2 $(QUICK)
+
 test: install ## the tests (under 8 minutes on two cores)
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' -n 2
 
 slow: install ## the long tests too
 	$(BIN)/python -m pytest

@@ -51,12 +51,12 @@ class Run:
     Attributes:
         train: called with a layout's options for `Trainer`; returns the result as plain JSON.
         layouts: by name, the options that must not change the result.
-        slow: whether it belongs to the slow tests.
+        slow: the layouts that belong to the slow tests.
     """
 
     train: Callable[..., dict]
     layouts: dict[str, dict]
-    slow: bool = False
+    slow: tuple[str, ...] = ()
 
 
 ONE_AND_TWO = {"1": {"devices": 1}, "2": {"devices": TWO}}
@@ -384,10 +384,13 @@ RUNS = {
         },
     ),
     "checkpoint of version 0.1.0": Run(load_old_checkpoint, MIXED),
-    "processes: dropout": Run(_in_one_or_many("dropout"), TWO_PROCESSES),
+    "processes: dropout": Run(
+        _in_one_or_many("dropout"), TWO_PROCESSES, slow=("2 processes of 1", "2 processes of 2")
+    ),
     "processes: batch_norm, V = 5": Run(
         _in_one_or_many("batch_norm", shards=5),
         {**TWO_PROCESSES, "3 processes of 1": {"devices": 1, "processes": 3}},
+        slow=("2 processes of 2", "3 processes of 1"),
     ),
     "processes: in flight 2": Run(
         _in_one_or_many("recurrent"),
@@ -403,7 +406,7 @@ RUNS = {
     "resnet18 on digits": Run(
         functools.partial(train_digits, evenstep.models.resnet18, steps=2, batch_size=32),
         ONE_AND_TWO,
-        slow=True,
+        slow=tuple(ONE_AND_TWO),
     ),
     "command line": Run(
         train_by_command,
@@ -412,6 +415,7 @@ RUNS = {
             "2": {"devices": "2"},
             "2 processes": {"devices": "1", "--processes": "2"},
         },
+        slow=("2 processes",),
     ),
 }
 """Every golden run by name."""

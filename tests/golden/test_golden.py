@@ -14,7 +14,7 @@ RECORDED = load().get(environment(), {})
 def cases():
     for name, run in runs.RUNS.items():
         for layout in run.layouts:
-            marks = [pytest.mark.slow] if run.slow else []
+            marks = [pytest.mark.slow] if layout in run.slow else []
             yield pytest.param(name, layout, id=f"{name} [{layout}]", marks=marks)
 
 

@@ -1,0 +1,153 @@
+"""Several steps in flight, or devices of several kinds: steps as tasks of the engine.
+
+The dependencies of the tasks keep the order, and let a step's data be copied while the step before
+computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from evenstep.batch import Batch
+from evenstep.engine import Task
+from evenstep.engine.task import PLAIN
+from evenstep.errors import InputError, PeerError
+from evenstep.profiling.clock import Timekeeper
+from evenstep.training.executor import IndependentExecutor
+from evenstep.training.pipeline import LOOK_EVERY_S, Pipeline
+from evenstep.training.step import Attempt, Step
+
+
+class OverlappedPipeline(Pipeline):
+    """Several steps in flight, as tasks of the engine.
+
+    A step's shards read the model and its end writes it, so the shards of the next step wait for
+    the end, while the copies of the next step's examples do not.
+    """
+
+    def __init__(
+        self, executor: IndependentExecutor, timekeeper: Timekeeper, **options: Any
+    ) -> None:
+        super().__init__(executor, timekeeper, **options)
+        devices = self._engine.devices
+        kinds = {(device.kind, device.threads) for device in devices}
+        self._any_lane = len(kinds) == 1 and devices[0].kind == "cpu"
+        self._model = self._engine.Var(None, "the model")
+
+    def _start(self, step: Step) -> None:
+        engine, executor, attempt = self._engine, self._executor, step.attempt
+        if self._overlap and self._replicas.was_refreshed:
+            executor.watch.look_again()
+            self._replicas.was_refreshed = False
+        executor.open(step)
+        copies = self._copies(attempt) if self._overlap else []
+        shards = self._shards(attempt, copies)
+        attempt.end = self._writer("update", self._end_in_task, step, *map(engine.handle, shards))
+        if copies:
+            engine.submit_tasks(copies)
+        if self.steps:
+            engine.submit_tasks([self._writer("open", self._open, step)])
+        else:
+            self._open(step)
+        self.steps.append(step)
+        engine.submit_tasks([*shards, attempt.end])
+
+    def _copies(self, attempt: Attempt) -> list[Task]:
+        """Return tasks that copy shards' examples to the devices whose runs they begin in."""
+        engine = self._engine
+        return [
+            Task(
+                self._executor.copy,
+                (attempt, shards, engine.devices[lane]),
+                lane=engine.copy_lane(lane),
+                name=f"copy shards [{shards[0]},{shards[-1] + 1})",
+                category="copy",
+                story={"step": attempt.number},
+                quiet=True,
+            )
+            for lane, shards in enumerate(attempt.runs)
+            if shards
+        ]
+
+    def _shards(self, attempt: Attempt, copies: Sequence[Task]) -> list[Task]:
+        """Return a task for each lane, which computes shards when the copies are done."""
+        engine = self._engine
+        copied = [engine.handle(task) for task in copies]
+        return [
+            Task(
+                self._compute,
+                (attempt, lane, copied),
+                lane=lane,
+                name="shards",
+                category="shards",
+                reads=[self._model],
+                modes=PLAIN,
+                story={"step": attempt.number},
+                quiet=True,
+            )
+            for lane in range(len(engine.devices))
+            if lane not in engine.lost_lanes
+        ]
+
+    def _compute(self, attempt: Attempt, lane: int, copied: Sequence[Mapping[int, Batch]]) -> None:
+        batches = {shard: batch for run in copied for shard, batch in run.items()}
+        self._executor.compute(attempt, lane, batches)
+
+    def _writer(self, name: str, function: Callable[..., None], step: Step, *after: Any) -> Task:
+        """Return a task that writes the model.
+
+        On CPUs of one kind any lane may run it, usually the one that finishes last, since it is
+        awake. Otherwise it runs on the device that holds the user's module.
+        """
+        return Task(
+            function,
+            (step, *after),
+            lane=None if self._any_lane else self._engine.first_lane,
+            name=f"{name} {step.number}",
+            category="step",
+            writes=(self._model,),
+            modes=PLAIN,
+            story={"step": step.number},
+            quiet=True,
+        )
+
+    def _open(self, step: Step) -> None:
+        if not self._overlap:
+            step.attempt.clock.data_are_ready()
+        self._executor.take_opening(step.attempt)
+        if self._overlap:
+            self._replicas.refuse_written()
+
+    def _end_in_task(self, step: Step, *shards: object) -> None:
+        self._end(step)
+
+    def _wait_for(self, step: Step) -> BaseException | None:
+        engine, end = self._engine, step.attempt.end
+        assert end is not None
+        while not engine.wait_for(end, timeout_s=LOOK_EVERY_S):
+            self._lose_stuck(step.attempt)
+        engine.give_up_device_of(end)
+        error = engine.failure_of(end)
+        early = not step.attempt.committed or isinstance(error, PeerError)
+        if error is not None and self._overlap and early:
+            return self._written_meanwhile(error)
+        return error
+
+    def _written_meanwhile(self, error: BaseException) -> BaseException:
+        """Return that the model was written to meanwhile, if that is why a shard failed."""
+        try:
+            self._replicas.refuse_written()
+        except InputError as written:
+            written.__cause__ = error
+            return written
+        return error
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._model = self._engine.Var(None, "the model")  # the writer of the old one failed
+
+    def _drain(self) -> None:
+        for step in self.steps:
+            if step.attempt.end is not None and step.attempt.end.was_submitted:
+                self._engine.drain(step.attempt.end)
