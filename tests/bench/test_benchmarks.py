@@ -138,7 +138,10 @@ def test_the_page_has_a_section_for_each_file_and_its_note(tmp_path):
     assert "DDP as its documentation says | ≥ 1.40 | 2.00 | 2.00 to 2.00 | reached |" in page
     assert "A word on LeNet." in page
     assert "1 of the runs of DDP (lenet) failed and had to be repeated." in page
-    assert "| evenstep, 2 devices | 0.800 | 0.800 to 0.800 | 0.700 to 0.900 | ≤ 0.7 |" in page
+    assert (
+        "| evenstep, 2 devices | 0.800 | 0.800 to 0.800 | 2.00× | 2.00 to 2.00 | ≤ 3.0× |" in page
+    )
+    assert "| calls | 730 | 451 | ≤ 450 | **not reached** |" in page
     assert "| as evenstep sets it | 2 | 120 | 120 to 120 | 115 | **not reached** |" in page
     assert "| as evenstep sets it | 3 | 129 | 129 to 129 | 130 | reached |" in page
     assert "| `aten::mm` | 2.0 | 3.0 |\n| `aten::add` | 1.0 | – |" in page
@@ -242,7 +245,11 @@ def _documents():
         | {
             "settings": {"shards": 8, "steps": 100},
             "variants": {"2": "evenstep, 2 devices"},
-            "runs": [{"variant": "2", "median_ms": 0.8, "tenth_ms": 0.7, "ninetieth_ms": 0.9}],
+            "runs": [
+                {"variant": "plain", "median_ms": 0.4},
+                {"variant": "2", "median_ms": 0.8},
+            ],
+            "step": {"files": 15, "functions": 120, "calls": 451},
         },
         "memory": common
         | {
