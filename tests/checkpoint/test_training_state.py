@@ -170,7 +170,7 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, other):
         ("optimizer.param_groups", [{}]),
         ("optimizer.param_groups", MISSING),
     ],
-    ids=str,
+    ids=lambda value: "missing" if value is MISSING else str(value),
 )
 def test_a_malformed_optimizer_is_refused(tree, tmp_path, key, value):
     write_checkpoint(

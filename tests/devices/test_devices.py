@@ -222,7 +222,11 @@ def test_devices_that_were_found_are_found_again():
     assert find_devices(find_devices(3)) == find_devices(3)
 
 
-@pytest.mark.parametrize("wanted", [None, 2.0, True, object(), torch.nn.Linear(1, 1)], ids=repr)
+@pytest.mark.parametrize(
+    "wanted",
+    [None, 2.0, True, object(), torch.nn.Linear(1, 1)],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_wrong_type_is_refused(wanted):
     assert message(find_devices, wanted) == (
         f"got devices of type {type(wanted).__name__}: give 'auto', a number of devices, a name "
