@@ -32,10 +32,10 @@ demo: install ## train LeNet on handwritten digits on 1 and on 2 devices: the sa
 	@$(BIN)/python examples/compare_runs.py $(VENV)/demo-1.json $(VENV)/demo-2.json
 
 quick: install ## the fast part of the tests (under a minute on two cores)
-	$(BIN)/python -m pytest -m 'not slow' -n 2 $(QUICK)
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup $(QUICK)
 
 test: install ## the tests (under 8 minutes on two cores)
-	$(BIN)/python -m pytest -m 'not slow' -n 2
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup
 
 slow: install ## the long tests too
 	$(BIN)/python -m pytest

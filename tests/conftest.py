@@ -46,6 +46,13 @@ def engine(request):
         yield engine
 
 
+def pytest_collection_modifyitems(items):
+    """Give the tests with network namespaces, whose names are fixed, to one worker."""
+    for item in items:
+        if "machines" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("machines"))
+
+
 @pytest.fixture
 def machines():
     with two_machines() as names:

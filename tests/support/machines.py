@@ -1,15 +1,18 @@
 """Two machines, played by network namespaces with a cable between them."""
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
 
 NAMES = ("evenstep-a", "evenstep-b")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
+LOCK = Path(tempfile.gettempdir()) / "evenstep-two-machines.lock"
 
 
 SYSTEM = f"{os.environ['PATH']}:/usr/sbin:/sbin"  # where ip, tc and sysctl may be
@@ -32,6 +35,12 @@ def two_machines():
     """Two namespaces with a veth pair; their cable is `eth0` in each."""
     if shutil.which("ip", path=SYSTEM) is None or os.geteuid() != 0:
         pytest.skip("network namespaces need root and the ip command")
+    with LOCK.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one pair at a time on this machine
+        yield from _joined_machines()
+
+
+def _joined_machines():
     tear_down()
     if ip("netns", "add", NAMES[0], check=False).returncode:
         pytest.skip("network namespaces are not permitted here")
