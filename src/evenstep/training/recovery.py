@@ -21,11 +21,11 @@ class DrawsSeenError(EvenstepError):
 class Recovery:
     """Decides whether a failed step is attempted again.
 
-    Three failures are mended that way: random ops seen for the first time, gradients that a
-    backward pass added to twice, and a device that failed or stood still.
+    Another attempt helps after three failures: random ops seen for the first time, a gradient that
+    a backward pass added to twice, and a device that failed or hung.
 
     Args:
-        executor: computes the shards; told what a failure teaches.
+        executor: computes the shards; `can_retry` changes its settings before another attempt.
         restores_generators: whether the default generators may be put back: not where the user's
             thread goes on while a step is in flight.
     """
@@ -36,7 +36,7 @@ class Recovery:
         self._lost: frozenset[int] = frozenset()
 
     def can_retry(self, step: Step, error: BaseException) -> bool:
-        """Return whether the step can be attempted again, after learning from its failure."""
+        """Return whether another attempt can succeed, after preparing the executor for it."""
         executor, before = self._executor, step.attempt.before
         watch = executor.watch
         if isinstance(error, AccumulatedTwiceError):

@@ -61,6 +61,7 @@ class Attempt:
         seed: returns the seed of a shard's random ops.
         compute: called in a lane with a replica and a shard's work.
         results: what `compute` returned, by shard.
+        runs: the shards that each lane starts with.
         queue: the shards that no lane has begun; None before they are assigned, and in lockstep.
         lockstep: where shards meet that run side by side; None for independent shards.
         tree: the sum over the shards of a training step.
