@@ -22,7 +22,10 @@ from evenstep.bench.rounds import Run
 from evenstep.bench.tables import NOT_MEASURED, small
 from evenstep.cli.output import numbers_table, print_table
 
-NAMES = "speed overhead memory profile uneven processes cable hybridize engine kills checkpoints"
+NAMES = (
+    "speed overhead revisions memory profile uneven processes cable hybridize engine kills "
+    "checkpoints"
+)
 MODULES = [importlib.import_module(f"specs.{name}") for name in NAMES.split()]
 BENCHMARKS: dict[str, Benchmark] = {one.BENCHMARK.name: one.BENCHMARK for one in MODULES}
 

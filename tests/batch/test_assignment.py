@@ -3,7 +3,7 @@
 import pytest
 
 from evenstep.batch import ProcessAssignment
-from evenstep.batch.assignment import PERIOD_STEPS
+from evenstep.batch.assignment import PERIOD_STEPS, Help
 
 MIDDLE = PERIOD_STEPS // 2
 
@@ -55,3 +55,35 @@ def test_old_speeds_are_forgotten():
     for step in range(50 * PERIOD_STEPS):
         assignment.record_speeds(step, [1.0 + step, 1.0])
     assert len(vars(assignment)["_speeds"]) == 3
+
+
+def chosen(crew, together_s, alone_s, steps):
+    """Take steps of known durations; return for each whether one lane computed it alone."""
+    refused = []
+    for _ in range(steps):
+        refused.append(crew.is_refused())
+        crew.learn(refused[-1], alone_s if refused[-1] else together_s)
+    return refused
+
+
+def test_help_that_costs_more_than_it_saves_is_refused():
+    refused = chosen(Help(), together_s=2e-3, alone_s=1e-3, steps=1000)
+    assert not any(refused[:128])
+    assert sum(refused[200:]) > 0.9 * 800
+    assert not all(refused[200:])  # tried again
+
+
+def test_help_that_saves_time_is_taken():
+    refused = chosen(Help(), together_s=1e-3, alone_s=1.9e-3, steps=1000)
+    assert 0 < sum(refused) < 0.1 * 1000
+
+
+def test_long_steps_are_always_shared():
+    assert not any(chosen(Help(), together_s=0.1, alone_s=1e-3, steps=1000))
+
+
+def test_help_is_taken_again_when_steps_get_longer():
+    crew = Help()
+    chosen(crew, together_s=2e-3, alone_s=1e-3, steps=300)
+    refused = chosen(crew, together_s=3e-3, alone_s=4e-3, steps=1000)
+    assert sum(refused[-500:]) < 0.1 * 500

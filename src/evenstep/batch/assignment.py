@@ -10,6 +10,7 @@ finish it sooner. This changes the time of a step, never its result. (Blumofe an
 from __future__ import annotations
 
 import itertools
+import statistics
 import threading
 import time
 from collections import deque
@@ -20,6 +21,9 @@ from evenstep.profiling.clock import ShardTime
 _NEWEST_WEIGHT = 0.3  # of the newest duration in a lane's moving average
 _IDLE_DECAY = 0.995  # shrinks the pace of a lane that was given nothing, so that it is tried again
 _STUCK_AFTER = 20  # times the usual duration
+_SHORT_STEP_S = 0.005  # longer steps are always shared by all lanes
+_TRY_EVERY = 128  # steps between two tries of the choice that was slower
+_TRY_STEPS = 8  # steps of one try
 
 
 def contiguous_runs(items: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
@@ -119,6 +123,35 @@ class Pace:
         for lane in lanes:
             took = self.seconds[lane]
             self.seconds[lane] = took and took * _IDLE_DECAY
+
+
+class Help:
+    """Decides whether all lanes compute a step, or the fastest one alone.
+
+    Where a shard takes microseconds, waking a second thread costs more than it saves. Both choices
+    are tried in turn while steps are short; the better median is kept.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._took_s = {alone: deque[float](maxlen=_TRY_STEPS) for alone in (False, True)}
+
+    def is_refused(self) -> bool:
+        """Return whether the next step is for one lane alone."""
+        self._steps += 1
+        together, alone = (self._usual_s(choice) for choice in (False, True))
+        if not together < _SHORT_STEP_S:
+            return False
+        is_trying = self._steps > _TRY_EVERY and self._steps % _TRY_EVERY < _TRY_STEPS
+        return (alone < together) != is_trying
+
+    def learn(self, alone: bool, took_s: float) -> None:
+        """Add the measured duration of a step."""
+        self._took_s[alone].append(took_s)
+
+    def _usual_s(self, alone: bool) -> float:
+        took_s = self._took_s[alone]
+        return statistics.median(took_s) if took_s else float("inf")
 
 
 class ShardQueue:

@@ -99,12 +99,16 @@ class IndependentExecutor:
 
     def assign(self, attempt: Attempt) -> None:
         """Give every device a contiguous run of shards, as long as its measured speed deserves."""
-        lost = self.engine.lost_lanes
-        runs = contiguous_runs(attempt.cut.part.run, self.pace.speeds(lost))
-        if not all(runs):
-            self.pace.decay(lane for lane, run in enumerate(runs) if not run)
+        speeds = self.pace.speeds(self.engine.lost_lanes)
         # Whether the model is refused on a new replica must not depend on timing.
-        new = [lane for lane in range(len(runs)) if not self.replicas.all[lane].has_learned]
+        new = [lane for lane in range(len(speeds)) if not self.replicas.all[lane].has_learned]
+        attempt.alone = attempt.alone and not new
+        if attempt.alone:
+            fastest = speeds.index(max(speeds))
+            speeds = [float(lane == fastest) for lane in range(len(speeds))]
+        runs = contiguous_runs(attempt.cut.part.run, speeds)
+        if not all(runs) and not attempt.alone:
+            self.pace.decay(lane for lane, run in enumerate(runs) if not run)
         attempt.runs = runs
         attempt.queue = ShardQueue(runs, self.pace, attempt.clock.shards, new)
 

@@ -13,7 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
+from evenstep.batch.assignment import Help
 from evenstep.distributed.step_report import AgainError
 from evenstep.errors import DeviceLostError, PeerError
 from evenstep.profiling.clock import ADD_UP_EVERY, Timekeeper
@@ -196,14 +198,21 @@ class Pipeline(abc.ABC):
 class DirectPipeline(Pipeline):
     """One step at a time: every lane computes its shards, the last one to finish ends the step."""
 
+    def __init__(
+        self, executor: IndependentExecutor, timekeeper: Timekeeper, **options: Any
+    ) -> None:
+        super().__init__(executor, timekeeper, **options)
+        self._help = Help()
+
     def _start(self, step: Step) -> None:
         attempt, executor, lanes = step.attempt, self._executor, self._engine.lanes
+        attempt.alone = len(self._engine.devices) > 1 and self._help.is_refused()
         executor.open(step)
         attempt.clock.ready_s = attempt.clock.ready_s or time.perf_counter()
         executor.take_opening(attempt)
         self.steps.append(step)
-        lost = self._engine.lost_lanes
-        attempt.working = {lane for lane in range(len(self._engine.devices)) if lane not in lost}
+        alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes
+        attempt.working = {lane for lane in alive if attempt.runs[lane] or not attempt.alone}
         for lane in [*attempt.working]:
             run = contextvars.copy_context().run
             lanes.put(lane, functools.partial(run, self._compute, step, attempt))  # type: ignore[call-arg]
@@ -232,6 +241,8 @@ class DirectPipeline(Pipeline):
         while not attempt.is_over:
             if not attempt.ended.acquire(timeout=LOOK_EVERY_S):
                 self._give_up_stuck(attempt)
+        assert attempt.clock.ready_s is not None
+        self._help.learn(attempt.alone, time.perf_counter() - attempt.clock.ready_s)
         return attempt.errors[min(attempt.errors)] if attempt.errors else None
 
     def _give_up_stuck(self, attempt: Attempt) -> None:

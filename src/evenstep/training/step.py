@@ -61,6 +61,7 @@ class Attempt:
         seed: returns the seed of a shard's random ops.
         compute: called in a lane with a replica and a shard's work.
         results: what `compute` returned, by shard.
+        alone: whether the fastest lane computes all shards.
         runs: the shards that each lane starts with.
         queue: the shards that no lane has begun; None before they are assigned, and in lockstep.
         lockstep: where shards meet that run side by side; None for independent shards.
@@ -85,6 +86,7 @@ class Attempt:
         self.results: dict[int, Any] = {}
         self.queue: ShardQueue | None = None
         self.lockstep: Lockstep | None = None
+        self.alone = False
         self.runs: Sequence[Sequence[int]] = ()
         self.tree: TreeSum[PartialSum] | None = None
         self.sending: GradientReduction | None = None
