@@ -5,6 +5,7 @@
     │   ├── DeviceError                  a device does not exist, or its name is invalid
     │   ├── BatchError                   a batch can't be cut into shards
     │   ├── ModelError                   a model, loss or optimizer can't be trained
+    │   │   └── ContractError            it reads or writes what a shard must not: no update was made
     │   ├── DataError                    a data file is missing, damaged or out of range
     │   ├── CheckpointError              a checkpoint is missing, damaged or of another experiment
     │   └── ExportError                  a model can't be exported, or an exported file is damaged
@@ -40,6 +41,14 @@ class BatchError(InputError):
 
 class ModelError(InputError):
     """A model, loss or optimizer can't be trained."""
+
+
+class ContractError(ModelError):
+    """A shard's work depends on more than its contract allows, or changes more; no update was made.
+
+    What a shard computes must be a function of the parameters, the buffers at the step's opening,
+    the shard's examples, and the shard's random numbers.
+    """
 
 
 class DataError(InputError):
