@@ -5,7 +5,7 @@
     │   ├── DeviceError                  a device does not exist, or its name is invalid
     │   ├── BatchError                   a batch can't be cut into shards
     │   ├── ModelError                   a model, loss or optimizer can't be trained
-    │   │   └── ContractError            it reads or writes what a shard must not: no update was made
+    │   │   └── ContractError            it does in a shard what a shard must not do
     │   ├── DataError                    a data file is missing, damaged or out of range
     │   ├── CheckpointError              a checkpoint is missing, damaged or of another experiment
     │   └── ExportError                  a model can't be exported, or an exported file is damaged
