@@ -32,6 +32,9 @@ class Experiment:
         compile: compile the forward and backward pass of shards, where that is possible.
         batch_norm: "shard": BatchNorm layers normalise with the statistics of each shard during
             training; "sync": with those of the whole batch.
+        separable: whether the objective must add up over shards: two shards together give the sum
+            of their totals and of their counts. With False it need not, and then the number of
+            shards changes what is trained.
     """
 
     shards: int = 8
@@ -41,13 +44,16 @@ class Experiment:
     threads: int = 1
     compile: bool = False
     batch_norm: BatchNorm = "shard"
+    separable: bool = True
 
     def __post_init__(self) -> None:
         _check_integer("shards", self.shards, at_least=1)
         _check_integer("threads", self.threads, at_least=1)
         _check_integer("seed", self.seed, at_least=0)
-        if not isinstance(self.compile, bool):
-            raise InputError(f"got compile={self.compile!r}: give True or False")
+        for name in ("compile", "separable"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InputError(f"got {name}={value!r}: give True or False")
         _check_choice("precision", self.precision, ("fp32", "bf16"))
         _check_choice("memory_format", self.memory_format, ("auto", "contiguous", "channels_last"))
         _check_choice("batch_norm", self.batch_norm, ("shard", "sync"))

@@ -108,6 +108,11 @@ class Cut:
         """
         return self.structure.unflatten(map(place, self.views[shard]))
 
+    def join(self, shards: Sequence[int], place: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        """Return some shards together as one batch, each tensor copied to a device by `place`."""
+        tensors = zip(*(self.views[shard] for shard in shards), strict=True)
+        return self.structure.unflatten(place(torch.cat(parts)) for parts in tensors)
+
     def lies_on(self, taken: Batch, device: Device) -> bool:
         """Whether all tensors of a shard returned by `take` are on `device`."""
         return all(

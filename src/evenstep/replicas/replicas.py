@@ -40,6 +40,7 @@ class Replicas:
         home: the replica that is the user's module; the update is done there.
         all: the first replica of every device, then the second of every device, and so on.
         copies: one replica for each memory besides the home's; it gets the new parameters.
+        structure: the model's layers, parameters, buffers and hooks; a new object after a change.
         was_refreshed: whether `refresh` has found the module changed since this was last reset.
     """
 
@@ -75,7 +76,7 @@ class Replicas:
         ]
         self._find_copies()
         self._modules = list(model.modules())
-        self._structure = _structure(self._modules, self.home.parameters)
+        self.structure = _structure(self._modules, self.home.parameters)
         self._synchronised: list[tuple[int, int]] = []
 
     def of_lane(self, lane: int, number: int) -> Replica:
@@ -115,7 +116,7 @@ class Replicas:
 
     @property
     def _structure_changed(self) -> bool:
-        return self._structure != _structure(self._modules, self.home.parameters)
+        return self.structure != _structure(self._modules, self.home.parameters)
 
     def _updates(self) -> Iterator[Callable[[], object]]:
         """Yield a function for each difference between a replica and the home; it removes it."""

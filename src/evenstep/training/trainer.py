@@ -25,6 +25,7 @@ from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint import training_state
 from evenstep.checkpoint.async_writer import AsyncWriter, write_state
 from evenstep.checkpoint.files import checkpoint_of
+from evenstep.contract import ContractReport, SelfCheck
 from evenstep.data import Cursor, Loader
 from evenstep.devices import (
     Device,
@@ -81,11 +82,13 @@ class TrainerOptions(TypedDict, total=False):
     compile: bool
     hybridize: bool
     batch_norm: BatchNorm
+    separable: bool
     before_update: Hook | None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     max_in_flight: int
     lost_after_s: float
     peer_timeout_s: float
+    check: str
     check_every: int
     tune_malloc: bool
     lanes: Callable[[Sequence[Device]], Lanes]
@@ -107,7 +110,7 @@ class Trainer:
             (total, count)`, which must call the `model` that it is given.
         devices: "auto", a number, a name such as "cpu:1", or a list of names (see `find_devices`).
         experiment: all choices that the result depends on, as one value, instead of the keywords
-            from `shards` to `batch_norm`.
+            from `shards` to `separable`.
         shards: V, the number of shards that every minibatch is cut into.
         seed: the seed of the random ops in the model.
         precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
@@ -120,6 +123,8 @@ class Trainer:
         batch_norm: "shard" normalises in training with the statistics of each shard; "sync" with
             those of the whole batch, on the CPU devices of one process: then all activations of a
             batch are in memory at once, and every device computes the same number of shards.
+        separable: whether the objective must add up over shards, as every mean over examples does.
+            Otherwise training is refused. With False it need not, and V changes what is trained.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         scheduler: a scheduler that is saved and resumed with the rest; the user steps it.
@@ -132,6 +137,9 @@ class Trainer:
             has none, is given up and its shards are computed by others. At least twenty times the
             device's usual time for a shard pass first.
         peer_timeout_s: with several processes, seconds to wait for another one.
+        check: when to check, on one or two shards, that the code keeps the contract of a step:
+            "first", in the first step (also after a resume, or a change of the model's layers),
+            "every 100" steps, or "off". It has no effect on the result; `contract` has its report.
         check_every: with several processes, the number of steps after which states are compared.
         tune_malloc: whether the C library's allocator keeps freed memory for the next step while
             the trainer is open.
@@ -164,11 +172,13 @@ class Trainer:
         compile: bool = False,  # noqa: A002 - as torch names it
         hybridize: bool = False,
         batch_norm: BatchNorm = "shard",
+        separable: bool = True,
         before_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_in_flight: int = 1,
         lost_after_s: float = 60.0,
         peer_timeout_s: float = 60.0,
+        check: str = "first",
         check_every: int = 1000,
         tune_malloc: bool = True,
         lanes: Callable[[Sequence[Device]], Lanes] = ThreadLanes,
@@ -181,6 +191,7 @@ class Trainer:
             threads=threads,
             compile=compile or hybridize,
             batch_norm=batch_norm,
+            separable=separable,
         )
         experiment = _only_one(experiment, keywords)
         if max_in_flight < 1 or check_every < 1:
@@ -211,6 +222,9 @@ class Trainer:
         self._build(before_update, lost_after_s)
         measure = measure_model if loss is None else measure_output
         self._evaluator = Evaluator(model, self._executor, measure)
+        self._self_check = SelfCheck(
+            check, self.experiment, self._replicas, self._engine, self._objective
+        )
 
     def _build(self, before_update: Hook | None, lost_after_s: float) -> None:
         """Choose the parts that a step is made of."""
@@ -320,6 +334,7 @@ class Trainer:
 
         Raises:
             BatchError: the batch can't be cut into shards.
+            ContractError: the code breaks the contract of a step; the message names what does.
             NonFiniteLossError: a shard's loss is NaN or infinite. As after every error before the
                 update, and Ctrl-C, the model is as the step found it. With `max_in_flight` above 1
                 a step's error is raised where somebody waits for it: by its handle, a later
@@ -327,6 +342,9 @@ class Trainer:
         """
         self._open_step()
         step = self._next_step(batch)
+        check = self._self_check
+        if step.number >= check.due_at or check.structure is not self._replicas.structure:
+            self._check_contract(step)
         self.position = self.position.next
         return self._take(step)
 
@@ -494,6 +512,11 @@ class Trainer:
         return self._group.shall_stop(self.steps_done, self._max_in_flight)
 
     @property
+    def contract(self) -> ContractReport | None:
+        """What the last check of the contract has found out; None before it."""
+        return self._self_check.report
+
+    @property
     def trace(self) -> Trace:
         """What ran where and when; `trace.save(file)` writes it for Perfetto."""
         return self._timekeeper.trace
@@ -599,6 +622,15 @@ class Trainer:
             observe=self.on_shard,
             settings=self._record_settings(),
         )
+
+    def _check_contract(self, step: Step) -> None:
+        """Check the code on the batch of a step that has not begun."""
+        self._pipeline.wait()
+        self._follow_user()
+        draws = self._executor.watch.draws
+        attempt = step.attempt
+        self._self_check.run(step.number, attempt.cut, attempt.seed, draws=draws)
+        self._timekeeper.rest()
 
     def _abandoned(self, step: Step) -> None:
         """Go back to the position before `step`, which was not taken."""

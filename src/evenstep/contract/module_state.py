@@ -1,0 +1,153 @@
+"""The state of a module that a shard might change: kept over a check, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import optree
+import torch
+from torch import nn
+
+from evenstep.batch.rng import DEFAULT_GENERATORS, default_generator
+from evenstep.replicas import Replica
+
+_INTERNALS = frozenset(nn.Module().__dict__)
+Attributes = Mapping[tuple[str, str], Any]
+"""The plain attributes of every module, by the module's name and their own."""
+
+
+@contextmanager
+def kept(replica: Replica) -> Iterator[None]:
+    """Inside `with`, a replica may compute shards; at the end it is as it was before.
+
+    Plain attributes get the objects back that they were bound to, and torch's default generators
+    their states. Parameters must not be written.
+    """
+    modules = [(module, dict(module.__dict__)) for module in replica.module.modules()]
+    gradients = [parameter.grad for parameter in replica.parameters]
+    before = generator_state(replica)
+    try:
+        yield
+    finally:
+        if replica.buffers:
+            replica.changed_buffers()
+            replica.open_shard()
+        for parameter, gradient in zip(replica.parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for module, attributes in modules:
+            _rebind(module.__dict__, attributes)
+        restore_generator(replica, before)
+
+
+def generator_state(replica: Replica) -> list[torch.Tensor]:
+    """Return the states of torch's default generators of the CPU and of the replica's device."""
+    with DEFAULT_GENERATORS:
+        return [generator.get_state() for generator in _generators(replica)]
+
+
+def restore_generator(replica: Replica, before: list[torch.Tensor]) -> bool:
+    """Put the default generators back, where they have moved; return whether one has."""
+    moved = False
+    with DEFAULT_GENERATORS:
+        for generator, state in zip(_generators(replica), before, strict=True):
+            if not torch.equal(generator.get_state(), state):
+                generator.set_state(state)
+                moved = True
+    return moved
+
+
+def parameter_marks(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return numbers for each parameter by name, which change when it is written.
+
+    The sum of its bits notices what the version counter does not, such as a write to
+    `parameter.data`.
+    """
+    return {
+        name: (parameter._version, parameter.data_ptr(), _sum_of_bits(parameter.detach()))
+        for name, parameter in module.named_parameters()
+    }
+
+
+def attributes_of(module: nn.Module) -> Attributes:
+    """Return the values of all plain attributes, with copies of tensors, lists and dicts."""
+    return {
+        (name, key): _copied(value)
+        for name, child in module.named_modules()
+        for key, value in child.__dict__.items()
+        if key not in _INTERNALS
+    }
+
+
+def changed_attributes(before: Attributes, after: Attributes) -> list[str]:
+    """Return the names of the attributes that differ, such as "encoder.hidden"."""
+    return [
+        f"{name}.{key}" if name else key
+        for (name, key), value in after.items()
+        if _differs(value, before.get((name, key)))
+    ]
+
+
+def same_bits(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    """Return whether two tensors have the same bits (NaN equals itself), or both are None."""
+    if ours is None or theirs is None:
+        return ours is theirs
+    if ours.is_sparse or theirs.is_sparse:
+        ours, theirs = ours.to_dense(), theirs.to_dense()
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        return False
+    return torch.equal(ours, theirs) or torch.equal(_bits(ours), _bits(theirs))
+
+
+def _generators(replica: Replica) -> list[torch.Generator]:
+    devices = {torch.device("cpu"), replica.device.torch_device}
+    return [default_generator(device) for device in sorted(devices, key=str)]
+
+
+def _rebind(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
+    for key in [*attributes]:
+        if key not in _INTERNALS and key not in before:
+            del attributes[key]
+    for key, value in before.items():
+        if key not in _INTERNALS and attributes.get(key, _INTERNALS) is not value:
+            attributes[key] = value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, list | tuple | dict):
+        leaves: list[Any]
+        leaves, structure = optree.tree_flatten(value, none_is_leaf=True)  # type: ignore[arg-type]
+        return structure.unflatten(map(_copied, leaves))
+    return value
+
+
+def _differs(ours: Any, theirs: Any) -> bool:
+    """Return whether plain values, tensors, or nestings of them differ; other objects don't."""
+    if ours is theirs:
+        return False
+    mine, structure = optree.tree_flatten(ours, none_is_leaf=True)
+    its, other = optree.tree_flatten(theirs, none_is_leaf=True)
+    if structure != other:
+        return True
+    return any(map(_leaf_differs, mine, its))
+
+
+def _leaf_differs(ours: Any, theirs: Any) -> bool:
+    if type(ours) is not type(theirs):
+        return True
+    if isinstance(ours, torch.Tensor):
+        return not same_bits(ours, theirs)
+    return isinstance(ours, int | float | str | bytes) and ours != theirs
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> int:
+    return int(_bits(tensor).sum(dtype=torch.int64)) if tensor.numel() else 0
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(kinds[tensor.element_size()])

@@ -1,0 +1,144 @@
+"""Computes a shard twice from the same state; other bits mean state that evenstep doesn't see."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from evenstep.batch import Batch
+from evenstep.collectives import TreeSum
+from evenstep.collectives.tree import tree_plan
+from evenstep.contract.leaves import leaves_of
+from evenstep.contract.module_state import (
+    attributes_of,
+    changed_attributes,
+    generator_state,
+    parameter_marks,
+    restore_generator,
+    same_bits,
+)
+from evenstep.errors import ContractError
+from evenstep.replicas import Replica
+from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard
+from evenstep.shard.loss import Number, ShardObjective
+from evenstep.shard.partial_sum import PartialSum, add
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardResult:
+    """What one computation of a shard has given.
+
+    Attributes:
+        leaf: its total and count.
+        value: its gradients and buffers.
+        leaves: the tensors that its loss depends on and that require a gradient, except the
+            parameters of the replica and the shard's own examples.
+    """
+
+    leaf: Leaf
+    value: PartialSum
+    leaves: list[torch.Tensor]
+
+
+def compute_twice(
+    replica: Replica, work: ShardWork, objective: ShardObjective, seed: int
+) -> tuple[ShardResult, ShardResult]:
+    """Compute a shard twice and compare the bits.
+
+    Returns:
+        Both results.
+
+    Raises:
+        ContractError: the results differ, or a parameter was written.
+    """
+    module = replica.module
+    marks, attributes, drawn = (
+        parameter_marks(module),
+        attributes_of(module),
+        generator_state(replica),
+    )
+    first = _compute(replica, work, objective)
+    if restore_generator(replica, drawn):
+        work = work._replace(random_seed=seed, watch_backward=True)
+        first = _compute(replica, work, objective)
+    _refuse_written(marks, parameter_marks(module))
+    changed = changed_attributes(attributes, attributes_of(module))
+    second = _compute(replica, work, objective)
+    differing = _first_difference(replica, first, second)
+    if differing:
+        raise ContractError(_explain(differing, changed))
+    return first, second
+
+
+def _compute(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardResult:
+    leaves: list[torch.Tensor] = []
+    values: list[PartialSum] = []
+
+    def watched(model: nn.Module, batch: Batch, alone: bool) -> tuple[torch.Tensor, Number]:
+        total, count = objective(model, batch, alone)
+        leaves.extend(leaves_of(total, replica, batch))
+        return total, count
+
+    leaf = compute_shard(
+        replica,
+        work,
+        objective=watched,
+        tree=TreeSum(tree_plan(1, 1), add),
+        may_accumulate=False,
+        observe=lambda shard, value: values.append(value),
+    )
+    return ShardResult(leaf, values[0], leaves)
+
+
+def _refuse_written(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]) -> None:
+    written = [name for name, mark in after.items() if mark != before.get(name)]
+    if written:
+        raise written_error(written)
+
+
+def written_error(names: list[str]) -> ContractError:
+    """Return the error for parameters that were written while shards were computed."""
+    many = len(names) > 1
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ContractError(
+        f"the parameter{'s' * many} {shown} {'were' if many else 'was'} written in forward or in "
+        f"the objective, which every shard calls, several at the same time: write parameters (a "
+        f"momentum encoder, an average of the weights) once for each step, in "
+        f"Trainer(after_update=...)"
+    )
+
+
+def _first_difference(replica: Replica, first: ShardResult, second: ShardResult) -> str:
+    """Return what differs first between two results; an empty text if nothing does."""
+    for name, ours, theirs in zip(("total", "count"), first.leaf, second.leaf, strict=True):
+        if not same_bits(torch.as_tensor(ours), torch.as_tensor(theirs)):
+            return f"its {name} is {float(ours):.9g} and then {float(theirs):.9g}"
+    names = [f"the gradient of {name}" for name, _ in replica.module.named_parameters()]
+    names += [f"the buffer {name}" for name, _ in replica.module.named_buffers()]
+    ours_all = [*first.value.gradients, *first.value.buffers]
+    theirs_all = [*second.value.gradients, *second.value.buffers]
+    for name, mine, its in zip(names, ours_all, theirs_all, strict=False):
+        if not same_bits(mine, its):
+            return f"{name} has other bits the second time"
+    return ""
+
+
+def _explain(differing: str, changed: list[str]) -> str:
+    text = (
+        f"the same shard, computed twice from the same parameters and buffers, gives two results: "
+        f"{differing}. "
+    )
+    if changed:
+        shown = ", ".join(f"model.{name}" for name in changed[:3])
+        return text + (
+            f"The shard has changed {shown}: state that goes from one shard to the next depends on "
+            f"which device computes what. Give it to the objective as a part of the batch, or keep "
+            f"it in a buffer"
+        )
+    return text + (
+        "It reads something that it changes, or that changes by itself: an object outside the "
+        "model (a list, a memory bank), a random generator of its own, the clock. Give what it "
+        "needs as a part of the batch, and draw random numbers by torch functions"
+    )

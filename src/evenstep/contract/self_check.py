@@ -1,0 +1,161 @@
+"""When a training checks the contract of a step: in its first step, and as often as it is told."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from evenstep.batch import Batch
+from evenstep.batch.cut import Cut
+from evenstep.contract.check import ContractReport, check_contract
+from evenstep.engine import Engine, Task
+from evenstep.engine.task import PLAIN
+from evenstep.errors import ContractError, InputError
+from evenstep.experiment import Experiment
+from evenstep.replicas import Replicas
+from evenstep.shard.forward_backward import ShardWork
+from evenstep.shard.loss import ShardObjective
+
+logger = logging.getLogger("evenstep")
+
+_TRIES = 3  # steps in which a check may fail to run before it is given up
+
+
+class SelfCheck:
+    """Checks the code of a training on one or two shards of a batch, on the first device.
+
+    A check is due in the first step, in the first after a resume or a change of the model's layers,
+    and in the first whose batch has two shards here.
+
+    Args:
+        check: "first", "off", or "every N" steps.
+        experiment: the choices that the result depends on.
+        replicas: the replicas of the model.
+        engine: runs the check in a lane.
+        objective: computes a shard's loss as (total, count).
+
+    Attributes:
+        due_at: the number of the next step with a check.
+        structure: the model's layers at the last check, as `Replicas.structure` has them.
+        report: what the last check has found out; None before it.
+
+    Raises:
+        InputError: `check` is none of these.
+    """
+
+    def __init__(
+        self,
+        check: str,
+        experiment: Experiment,
+        replicas: Replicas,
+        engine: Engine,
+        objective: ShardObjective,
+    ) -> None:
+        self._every = _interval(check)
+        self._experiment = experiment
+        self._replicas = replicas
+        self._engine = engine
+        self._objective = objective
+        self._failures = 0
+        self._is_half_done = False  # all but the comparison of two shards
+        self.due_at: float = 0 if self._every else math.inf
+        self.structure: Any = None if self._every else replicas.structure
+        self.report: ContractReport | None = None
+
+    def run(self, step: int, cut: Cut, seed: Callable[[int], int], *, draws: bool) -> None:
+        """Check the code on a batch, before its step begins; no step may be in flight.
+
+        An error that is not about the contract is left to the step, which meets it again.
+
+        Args:
+            step: the step's number.
+            cut: the batch.
+            seed: returns the seed of a shard's random numbers.
+            draws: whether the model is known to draw random numbers.
+
+        Raises:
+            ContractError: the contract is broken.
+        """
+        shards = [*cut.part.run][:2]
+        is_whole = len(shards) == 2 or self._experiment.shards == 1
+        if self.structure is not self._replicas.structure:
+            self._is_half_done, self._failures = False, 0
+            self.structure = self._replicas.structure
+            self.due_at = math.inf if self._every is None else step
+        if self._every is None or not shards or (self._is_half_done and not is_whole):
+            return
+        error = self._run_in_lane(cut, shards, seed(shards[0]), draws)
+        if isinstance(error, ContractError):
+            self.structure = None
+            raise error
+        self._failures += error is not None
+        if error is not None:
+            logger.debug("the contract could not be checked", exc_info=error)
+        self._is_half_done = error is None
+        if (error is None and is_whole) or self._failures == _TRIES:
+            self._is_half_done, self._failures = False, 0
+            self.due_at = step + self._every
+
+    def _run_in_lane(
+        self, cut: Cut, shards: Sequence[int], seed: int, draws: bool
+    ) -> BaseException | None:
+        """Check in the lane of the first device; return the error."""
+        task = Task(
+            self._check,
+            (cut, shards, seed, draws),
+            lane=self._engine.first_lane,
+            name="check the contract",
+            category="check",
+            modes=PLAIN,
+            quiet=True,
+        )
+        self._engine.submit_tasks([task])
+        try:
+            self._engine.wait_for(task)
+        except BaseException:  # Ctrl-C
+            self._engine.drain(task)
+            raise
+        return task.error
+
+    def _check(self, cut: Cut, shards: Sequence[int], seed: int, draws: bool) -> None:
+        self._replicas.open_step()
+        replica = self._replicas.all[self._engine.lane_here]
+        place = self._experiment.placement(replica.device)
+        first, *others = shards
+        lo, hi = cut.bounds[first]
+        alone = cut.filled == 1
+        work = ShardWork(
+            first,
+            cut.take(first, place),
+            1 if alone else hi - lo,
+            alone,
+            seed if draws else None,
+            draws,
+            self._experiment.autocast_dtype,
+        )
+        pair: list[Batch] = []
+        if others:
+            pair = [cut.join(shards, place), *(cut.take(shard, place) for shard in shards)]
+        self.report = check_contract(
+            replica,
+            work,
+            pair,
+            self._objective,
+            seed=seed,
+            separable=self._experiment.separable,
+        )
+        logger.debug(f"the contract of a step was checked in {self.report.seconds:.3f} s")
+
+
+def _interval(check: str) -> float | None:
+    """Return the steps between two checks; None for no checks."""
+    words = check.split() if isinstance(check, str) else []
+    if words == ["off"]:
+        return None
+    if words == ["first"]:
+        return math.inf
+    if len(words) == 2 and words[0] == "every" and words[1].isdigit() and int(words[1]):
+        return int(words[1])
+    raise InputError(f'got check={check!r}: give "first", "off" or "every N"')
