@@ -18,6 +18,15 @@ Precision: TypeAlias = Literal["fp32", "bf16"]
 MemoryFormat: TypeAlias = Literal["auto", "contiguous", "channels_last"]
 BatchNorm: TypeAlias = Literal["shard", "sync"]
 
+BufferRule: TypeAlias = Literal["mean", "first", "sum", "refuse"]
+"""A rule that the user can give for a buffer that shards change.
+
+    mean     the mean over the examples of the batch
+    first    the value after the first shard
+    sum      the opening value plus the changes of all shards
+    refuse   no shard may change it
+"""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
@@ -35,6 +44,8 @@ class Experiment:
         separable: whether the objective must add up over shards: two shards together give the sum
             of their totals and of their counts. With False it need not, and then the number of
             shards changes what is trained.
+        buffers: by the names of buffers that shards write (or patterns such as "*.queue"), how
+            their values become the one after the step: "mean", "first", "sum" or "refuse".
     """
 
     shards: int = 8
@@ -45,6 +56,7 @@ class Experiment:
     compile: bool = False
     batch_norm: BatchNorm = "shard"
     separable: bool = True
+    buffers: dict[str, BufferRule] = dataclasses.field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         _check_integer("shards", self.shards, at_least=1)
@@ -54,6 +66,8 @@ class Experiment:
             value = getattr(self, name)
             if not isinstance(value, bool):
                 raise InputError(f"got {name}={value!r}: give True or False")
+        for name, rule in self.buffers.items():
+            _check_choice(f"buffers[{name!r}]", rule, ("mean", "first", "sum", "refuse"))
         _check_choice("precision", self.precision, ("fp32", "bf16"))
         _check_choice("memory_format", self.memory_format, ("auto", "contiguous", "channels_last"))
         _check_choice("batch_norm", self.batch_norm, ("shard", "sync"))

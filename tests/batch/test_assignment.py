@@ -67,15 +67,15 @@ def chosen(crew, together_s, alone_s, steps):
 
 
 def test_help_that_costs_more_than_it_saves_is_refused():
-    refused = chosen(Help(), together_s=2e-3, alone_s=1e-3, steps=1000)
-    assert not any(refused[:128])
-    assert sum(refused[200:]) > 0.9 * 800
-    assert not all(refused[200:])  # tried again
+    refused = chosen(Help(), together_s=1.5e-3, alone_s=1e-3, steps=2000)
+    assert not any(refused[:256])
+    assert sum(refused[300:]) > 0.9 * 1700
+    assert not all(refused[300:])  # tried again
 
 
 def test_help_that_saves_time_is_taken():
-    refused = chosen(Help(), together_s=1e-3, alone_s=1.9e-3, steps=1000)
-    assert 0 < sum(refused) < 0.1 * 1000
+    refused = chosen(Help(), together_s=1e-3, alone_s=1.9e-3, steps=2000)
+    assert 0 < sum(refused) < 0.1 * 2000
 
 
 def test_long_steps_are_always_shared():
@@ -84,6 +84,6 @@ def test_long_steps_are_always_shared():
 
 def test_help_is_taken_again_when_steps_get_longer():
     crew = Help()
-    chosen(crew, together_s=2e-3, alone_s=1e-3, steps=300)
+    chosen(crew, together_s=1.5e-3, alone_s=1e-3, steps=600)
     refused = chosen(crew, together_s=3e-3, alone_s=4e-3, steps=1000)
     assert sum(refused[-500:]) < 0.1 * 500

@@ -21,8 +21,8 @@ from evenstep.profiling.clock import ShardTime
 _NEWEST_WEIGHT = 0.3  # of the newest duration in a lane's moving average
 _IDLE_DECAY = 0.995  # shrinks the pace of a lane that was given nothing, so that it is tried again
 _STUCK_AFTER = 20  # times the usual duration
-_SHORT_STEP_S = 0.005  # longer steps are always shared by all lanes
-_TRY_EVERY = 128  # steps between two tries of the choice that was slower
+_SHORT_STEP_S = 0.002  # longer steps are always shared by all lanes
+_TRY_EVERY = 256  # steps between two tries of the choice that was slower
 _TRY_STEPS = 8  # steps of one try
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ from evenstep.contract.module_state import (
     same_bits,
 )
 from evenstep.errors import ContractError
-from evenstep.replicas import Replica
+from evenstep.replicas import Replica, written_error
 from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard
 from evenstep.shard.loss import Number, ShardObjective
 from evenstep.shard.partial_sum import PartialSum, add
@@ -74,40 +75,41 @@ def compute_twice(
 
 def _compute(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardResult:
     leaves: list[torch.Tensor] = []
+    gradients: list[torch.Tensor | None] = []
     values: list[PartialSum] = []
 
     def watched(model: nn.Module, batch: Batch, alone: bool) -> tuple[torch.Tensor, Number]:
         total, count = objective(model, batch, alone)
         leaves.extend(leaves_of(total, replica, batch))
+        gradients.extend(leaf.grad for leaf in leaves)
+        _give_gradients(leaves, [None] * len(leaves))
         return total, count
 
-    leaf = compute_shard(
-        replica,
-        work,
-        objective=watched,
-        tree=TreeSum(tree_plan(1, 1), add),
-        may_accumulate=False,
-        observe=lambda shard, value: values.append(value),
-    )
+    try:
+        leaf = compute_shard(
+            replica,
+            work,
+            objective=watched,
+            tree=TreeSum(tree_plan(1, 1), add),
+            may_accumulate=False,
+            observe=lambda shard, value: values.append(value),
+        )
+    finally:
+        _give_gradients(leaves, gradients)
     return ShardResult(leaf, values[0], leaves)
+
+
+def _give_gradients(
+    leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> None:
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        leaf.grad = gradient
 
 
 def _refuse_written(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]) -> None:
     written = [name for name, mark in after.items() if mark != before.get(name)]
     if written:
         raise written_error(written)
-
-
-def written_error(names: list[str]) -> ContractError:
-    """Return the error for parameters that were written while shards were computed."""
-    many = len(names) > 1
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return ContractError(
-        f"the parameter{'s' * many} {shown} {'were' if many else 'was'} written in forward or in "
-        f"the objective, which every shard calls, several at the same time: write parameters (a "
-        f"momentum encoder, an average of the weights) once for each step, in "
-        f"Trainer(after_update=...)"
-    )
 
 
 def _first_difference(replica: Replica, first: ShardResult, second: ShardResult) -> str:

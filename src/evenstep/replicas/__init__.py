@@ -1,14 +1,17 @@
 """Copies of the user's model for the devices, and a proxy of the optimizer for steps in flight."""
 
+from evenstep.replicas.buffer_rules import JUDGE
 from evenstep.replicas.optimizer_proxy import OptimizerProxy
 from evenstep.replicas.replica import Replica, broadcast
-from evenstep.replicas.replicas import Replicas, check_trainable, move_home
+from evenstep.replicas.replicas import Replicas, check_trainable, move_home, written_error
 
 __all__ = [
+    "JUDGE",
     "OptimizerProxy",
     "Replica",
     "Replicas",
     "broadcast",
     "check_trainable",
     "move_home",
+    "written_error",
 ]

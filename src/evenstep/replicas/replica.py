@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ class Replica:
         device: the device that computes on this replica.
         module: the user's module (the home replica) or a copy of it.
         copied: the user's module if `module` is a copy of it, else None.
+        rules: the rule of every buffer.
 
     Attributes:
         parameters: the module's parameters in the order of `named_parameters()`, each once.
+        buffer_names: the names of the buffers.
         buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
         opening: the values that the buffers have when a shard starts, in this replica's memory.
         has_learned: whether a backward pass has reached the parameters.
@@ -27,11 +30,19 @@ class Replica:
         outer: the `id`s of the parameters of `copied`.
     """
 
-    def __init__(self, device: Device, module: nn.Module, copied: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        module: nn.Module,
+        copied: nn.Module | None = None,
+        rules: Sequence[str] = (),
+    ) -> None:
         self.device = device
         self.module = module
         self.parameters = list(module.parameters())
+        self.buffer_names = [name for name, _ in module.named_buffers()]
         self.buffers = list(module.buffers())
+        self.rules = rules
         self.opening: list[torch.Tensor] = []
         self.has_learned = False
         self.may_be_sparse = any(getattr(child, "sparse", False) for child in module.modules())

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
-from evenstep.errors import InputError, ModelError
+from evenstep.errors import ContractError, InputError, ModelError
+from evenstep.replicas.buffer_rules import buffer_rules
 from evenstep.replicas.module_sync import attribute_updates, gradient_hooks
 from evenstep.replicas.replica import Replica
 
@@ -35,6 +36,7 @@ class Replicas:
             that shares the parameters' memory; then the shards of a step in flight don't see the
             user's changes to gradients or training flags.
         per_device: the number of replicas for each device.
+        buffers: rules for buffers that shards change, by their names.
 
     Attributes:
         home: the replica that is the user's module; the update is done there.
@@ -51,11 +53,13 @@ class Replicas:
         *,
         home_computes: bool = True,
         per_device: int = 1,
+        buffers: Mapping[str, str] | None = None,
     ) -> None:
         self._model = model
         self._lanes = len(devices)
         self._devices = (*devices,) * per_device
         self._home_computes = home_computes
+        self._given_rules = buffers or {}
         self._lost: frozenset[int] = frozenset()
         self.was_refreshed = False
         self._build()
@@ -63,7 +67,8 @@ class Replicas:
     def _build(self) -> None:
         model = self._model
         _refuse_hooks_on_sums(model)
-        self.home = Replica(self._devices[0], model)
+        self._rules = buffer_rules(model, self._given_rules)
+        self.home = Replica(self._devices[0], model, rules=self._rules)
         self.all = [self.home] if self._home_computes else []
         self._owners = {self.home.device.memory: self.home}  # whose parameters others share
         for device in self._devices[len(self.all) :]:
@@ -179,6 +184,7 @@ class Replicas:
     def open_step(self) -> None:
         """Take the home's buffers as the opening values of every replica."""
         opening = [buffer.detach().clone() for buffer in self.home.buffers]
+        self._opened = self._parameter_versions()
         per_memory = {self.home.device.memory: opening}
         self.home.opening = opening
         for lane, replica in enumerate(self.all):
@@ -188,6 +194,22 @@ class Replicas:
             if memory not in per_memory:
                 per_memory[memory] = [carry(value, replica.device) for value in opening]
             replica.opening = per_memory[memory]
+
+    def refuse_written_by_shards(self) -> None:
+        """Refuse parameters that shards have written since `open_step`.
+
+        Raises:
+            ContractError: names them.
+        """
+        now = self._parameter_versions()
+        if now != self._opened:
+            names = [name for name, _ in self.home.module.named_parameters()] * len(self._owners)
+            pairs = zip(names, now, self._opened, strict=True)
+            written = dict.fromkeys(name for name, late, early in pairs if late != early)
+            raise written_error([*written])
+
+    def _parameter_versions(self) -> list[int]:
+        return [one._version for owner in self._owners.values() for one in owner.parameters]
 
     def close_step(self, closing: Sequence[torch.Tensor | None]) -> None:
         """Write the buffers' closing values into the user's module (None: the opening value)."""
@@ -220,7 +242,7 @@ class Replicas:
         }
         module = _copy_module(source.module, parameters)
         module = module if owner else module.to(device.torch_device)
-        replica = Replica(device, module, copied=self._model)
+        replica = Replica(device, module, copied=self._model, rules=self._rules)
         self._owners.setdefault(device.memory, replica)
         self.all.append(replica)
 
@@ -316,3 +338,15 @@ def _refuse_hooks_on_sums(model: nn.Module) -> None:
                 f"sums of some shards: work on the mean gradient in before_update=..., or use "
                 f"register_hook"
             )
+
+
+def written_error(names: list[str]) -> ContractError:
+    """Return the error for parameters that were written while shards were computed."""
+    many = len(names) > 1
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ContractError(
+        f"the parameter{'s' * many} {shown} {'were' if many else 'was'} written in forward or in "
+        f"the objective, which every shard calls, several at the same time: write parameters (a "
+        f"momentum encoder, an average of the weights) once for each step, in "
+        f"Trainer(after_update=...)"
+    )

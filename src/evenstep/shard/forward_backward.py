@@ -12,9 +12,9 @@ from evenstep.batch import Batch
 from evenstep.batch.rng import ShardRandomness
 from evenstep.collectives import TreeSum
 from evenstep.engine import streams
-from evenstep.errors import ModelError
+from evenstep.errors import ContractError, ModelError
 from evenstep.experiment import autocast
-from evenstep.replicas import Replica
+from evenstep.replicas import JUDGE, Replica
 from evenstep.shard.compiler import Program
 from evenstep.shard.gradients import GradientStream
 from evenstep.shard.loss import Number, ShardObjective
@@ -26,6 +26,7 @@ from evenstep.shard.partial_sum import (
     is_averaged,
     receive,
     refuse_twice,
+    unjudged_error,
     versions,
 )
 
@@ -227,24 +228,38 @@ def _collect(replica: Replica, work: ShardWork) -> PartialSum:
 
 def _value(replica: Replica, work: ShardWork, gradients: Tensors, changed: Tensors) -> PartialSum:
     buffers = changed and [
-        _weighted(buffer, work, opening)
-        for buffer, opening in zip(changed, replica.opening, strict=True)
+        _contribution(number, buffer, work, replica) for number, buffer in enumerate(changed)
     ]
     return PartialSum(gradients, buffers, (work.weight,), replica, work.shard, work.shard + 1)
 
 
-def _weighted(
-    buffer: torch.Tensor | None, work: ShardWork, opening: torch.Tensor
+def _contribution(
+    number: int, buffer: torch.Tensor | None, work: ShardWork, replica: Replica
 ) -> torch.Tensor | None:
-    """Return what a shard contributes to the closing value of a buffer."""
+    """Return what a shard contributes to the value of a buffer after the step."""
     if buffer is None:
         return None
+    name, rule, opening = (
+        replica.buffer_names[number],
+        replica.rules[number],
+        replica.opening[number],
+    )
     if buffer.shape != opening.shape:
         raise ModelError(
-            f"a buffer changed its shape from {tuple(opening.shape)} to {tuple(buffer.shape)} in "
-            f"forward: evenstep averages buffers over shards and needs one shape; keep such a "
-            f"cache in a plain attribute"
+            f"the buffer {name} changed its shape from {tuple(opening.shape)} to "
+            f"{tuple(buffer.shape)} in forward: evenstep averages buffers over shards and needs "
+            f"one shape; keep such a cache in a plain attribute"
         )
-    if is_averaged(buffer):
-        return buffer.clone() if work.weight == 1 else buffer * work.weight
-    return buffer.clone() if work.shard == 0 else None
+    if rule == "refuse":
+        raise ContractError(f"a shard has written the buffer {name}, which buffers= refuses")
+    if work.alone:
+        return buffer.clone()
+    if rule == "sum":
+        return buffer - opening
+    if rule == "first":
+        return buffer.clone() if work.shard == 0 else None
+    if not is_averaged(buffer, rule):
+        return buffer.clone()
+    if rule == JUDGE and buffer.numel() > 1 and bool((buffer == opening).any()):
+        raise unjudged_error(name, "written by each shard in some places only")
+    return buffer * work.weight if work.weight != 1 else buffer.clone()

@@ -15,8 +15,8 @@ import torch
 from evenstep.collectives import tree_sum
 from evenstep.devices import Device, carry
 from evenstep.engine import streams
-from evenstep.errors import EvenstepError
-from evenstep.replicas import Replica
+from evenstep.errors import ContractError, EvenstepError
+from evenstep.replicas import JUDGE, Replica
 
 Tensors: TypeAlias = "list[torch.Tensor | None]"
 Add: TypeAlias = "Callable[[PartialSum, PartialSum], PartialSum]"
@@ -38,8 +38,8 @@ class PartialSum:
     Attributes:
         gradients: for each parameter the sum of the shards' gradients, or None where no shard
             reached the parameter. Sparse gradients are coalesced.
-        buffers: for each floating-point buffer the sum of weight × value over the shards, for an
-            integer buffer its value after shard 0; None where no shard wrote the buffer.
+        buffers: for each buffer what its rule adds up: for a mean the sum of weight × value over
+            the shards; None where no shard wrote the buffer.
         weights: the number of examples of each shard.
         replica: the replica in whose memory the tensors are.
         lo, hi: the node's shards are [lo, hi).
@@ -100,28 +100,57 @@ def add_gradients(left: Tensors, right: Tensors) -> Tensors:
 
 
 def add_buffers(left: PartialSum, right: PartialSum) -> Tensors:
-    """Add sums of buffers; a side that did not write a buffer contributes its opening value."""
-    openings = left.replica.opening
-    result: Tensors = []
-    for ours, theirs, opening in zip(left.buffers, right.buffers, openings, strict=True):
-        if ours is None and theirs is None:
-            result.append(None)
-        elif not is_averaged(opening):
-            result.append(theirs if ours is None else ours)
-        else:
-            addend = _unwritten(opening, right) if theirs is None else theirs
-            result.append((_unwritten(opening, left) if ours is None else ours) + addend)
-    return result
+    """Add what shards left in the buffers, each by its rule."""
+    pairs = zip(left.buffers, right.buffers, strict=True)
+    return [_add_buffer(number, *pair, left, right) for number, pair in enumerate(pairs)]
+
+
+def _add_buffer(
+    number: int,
+    ours: torch.Tensor | None,
+    theirs: torch.Tensor | None,
+    left: PartialSum,
+    right: PartialSum,
+) -> torch.Tensor | None:
+    replica = left.replica
+    rule, opening = replica.rules[number], replica.opening[number]
+    if ours is None and theirs is None:
+        return None
+    if is_averaged(opening, rule):  # a side that did not write it contributes the opening value
+        addend = _unwritten(opening, right) if theirs is None else theirs
+        return (_unwritten(opening, left) if ours is None else ours) + addend
+    if rule == "sum" and ours is not None and theirs is not None:
+        return ours + theirs
+    if rule == JUDGE and (ours is None or theirs is None or not torch.equal(ours, theirs)):
+        raise unjudged_error(
+            replica.buffer_names[number], "a number that differs from shard to shard"
+        )
+    return theirs if ours is None else ours
+
+
+def unjudged_error(name: str, found: str) -> ContractError:
+    """Return the error for a buffer whose value after the step can't be known."""
+    return ContractError(
+        f"the buffer {name} is {found}, so its mean over the shards may make no sense: tell what "
+        f"its value after a step is to be by Trainer(buffers={{{name!r}: ...}}), with 'mean', "
+        f"'first' (as after the first shard) or 'sum' (of all changes), or write it in "
+        f"after_update=..."
+    )
 
 
 def closing_buffers(root: PartialSum) -> Tensors:
-    """Return the buffers' values at the end of the step: weighted means, None where unwritten."""
-    return [
-        total / root.weight
-        if total is not None and is_averaged(total) and root.weight != 1
-        else total
-        for total in root.buffers
-    ]
+    """Return the buffers' values at the end of the step; None where no shard wrote them."""
+    if root.weight == 1:  # one shard is the whole batch
+        return list(root.buffers)
+    replica = root.replica
+    closings: Tensors = []
+    for total, rule, opening in zip(root.buffers, replica.rules, replica.opening, strict=True):
+        if total is not None and is_averaged(total, rule):
+            total = total / root.weight
+        elif total is not None and rule == "sum":
+            total = opening + total
+        closings.append(total)
+    return closings
 
 
 def divide_gradients(gradients: Sequence[torch.Tensor | None], count: float) -> None:
@@ -139,9 +168,10 @@ def receive(value: PartialSum, device: Device) -> None:
         streams.keep((value.gradients, value.buffers))
 
 
-def is_averaged(buffer: torch.Tensor) -> bool:
-    """Return whether a buffer closes a step at its mean (floating point) or at shard 0's value."""
-    return buffer.is_floating_point() or buffer.is_complex()
+def is_averaged(buffer: torch.Tensor, rule: str) -> bool:
+    """Return whether a buffer's value after a step is the mean over the shards."""
+    is_whole = not (buffer.is_floating_point() or buffer.is_complex())
+    return rule == "mean" or (rule == JUDGE and not is_whole)
 
 
 def versions(gradients: Tensors) -> list[int]:

@@ -159,6 +159,7 @@ class Pipeline(abc.ABC):
         began_s, attempt = time.perf_counter(), step.attempt
         if self._executor.watch.drew(attempt.before):
             raise DrawsSeenError(f"step {step.number} drew from the default generator")
+        self._replicas.refuse_written_by_shards()
         attempt.commit()
         try:
             leaves, root = self._executor.group.reducer.reduce(step)

@@ -41,6 +41,7 @@ from evenstep.engine import Engine, Lanes, ThreadLanes
 from evenstep.errors import ClosedError, InputError
 from evenstep.experiment import (
     BatchNorm,
+    BufferRule,
     Experiment,
     MemoryFormat,
     Precision,
@@ -83,6 +84,7 @@ class TrainerOptions(TypedDict, total=False):
     hybridize: bool
     batch_norm: BatchNorm
     separable: bool
+    buffers: dict[str, BufferRule]
     before_update: Hook | None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     max_in_flight: int
@@ -110,7 +112,7 @@ class Trainer:
             (total, count)`, which must call the `model` that it is given.
         devices: "auto", a number, a name such as "cpu:1", or a list of names (see `find_devices`).
         experiment: all choices that the result depends on, as one value, instead of the keywords
-            from `shards` to `separable`.
+            from `shards` to `buffers`.
         shards: V, the number of shards that every minibatch is cut into.
         seed: the seed of the random ops in the model.
         precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
@@ -125,6 +127,10 @@ class Trainer:
             batch are in memory at once, and every device computes the same number of shards.
         separable: whether the objective must add up over shards, as every mean over examples does.
             Otherwise training is refused. With False it need not, and V changes what is trained.
+        buffers: for buffers that shards write, by name (or a pattern such as "*.queue"), how the
+            shards' values become the one after the step: their "mean" over the examples, the value
+            after the "first" shard, the "sum" of all changes, or "refuse". Without a rule, floating
+            point buffers are averaged if every shard writes all of them; others are refused.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         scheduler: a scheduler that is saved and resumed with the rest; the user steps it.
@@ -173,6 +179,7 @@ class Trainer:
         hybridize: bool = False,
         batch_norm: BatchNorm = "shard",
         separable: bool = True,
+        buffers: dict[str, BufferRule] | None = None,
         before_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_in_flight: int = 1,
@@ -192,6 +199,7 @@ class Trainer:
             compile=compile or hybridize,
             batch_norm=batch_norm,
             separable=separable,
+            buffers=buffers or {},
         )
         experiment = _only_one(experiment, keywords)
         if max_in_flight < 1 or check_every < 1:
@@ -234,7 +242,11 @@ class Trainer:
         names = [device.name for device in self.devices]
         self._timekeeper = Timekeeper(self._engine.trace, names)
         self._replicas = Replicas(
-            self.model, self.devices, home_computes=not overlap, per_device=per_device
+            self.model,
+            self.devices,
+            home_computes=not overlap,
+            per_device=per_device,
+            buffers=self.experiment.buffers,
         )
         make_executor = LockstepExecutor if sync else IndependentExecutor
         self._executor = make_executor(
