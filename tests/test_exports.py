@@ -97,6 +97,7 @@ EXPORTS = {
         "tree_sum",
         "wait_all",
     ],
+    "evenstep.contract": ["ContractReport", "SelfCheck"],
     "evenstep.data": ["Cursor", "Loader", "digits", "epoch_order", "fashion_mnist"],
     "evenstep.devices": [
         "Device",
@@ -143,12 +144,14 @@ EXPORTS = {
     "evenstep.models": ["lenet", "mlp", "resnet18"],
     "evenstep.profiling": [],
     "evenstep.replicas": [
+        "JUDGE",
         "OptimizerProxy",
         "Replica",
         "Replicas",
         "broadcast",
         "check_trainable",
         "move_home",
+        "written_error",
     ],
     "evenstep.shard": [],
     "evenstep.training": [],

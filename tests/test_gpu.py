@@ -6,7 +6,7 @@ from torch import nn
 
 import evenstep
 from reference import assert_same_bits, whole_state
-from zoo import ZOO, build, make_batches
+from zoo import ZOO, build, make_batches, options_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -17,6 +17,7 @@ pytestmark = [
 def train(name, devices, **options):
     model = build(name)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = {**options_of(model), **options}
     with evenstep.Trainer(
         model, optimizer, nn.CrossEntropyLoss(), devices=devices, **options
     ) as trainer:

@@ -94,9 +94,8 @@ def maker(network, **options):
         torch.manual_seed(0)
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        return Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), devices=devices, shards=SHARDS, **options
-        )
+        given = {"devices": devices, "shards": SHARDS, "check": "off", **options}
+        return Trainer(model, optimizer, nn.CrossEntropyLoss(), **given)
 
     return make_trainer
 
@@ -186,7 +185,7 @@ def test_the_state_is_named_when_all_shards_agree():
         torch.manual_seed(0)
         model = mlp(6, (4,), 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=next(rates))
-        return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices)
+        return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices, check="off")
 
     found = verify(make_trainer, batches, [1, 2], 1).difference
     assert (found.step, found.shard, found.tensor) == (0, None, "parameter/1.weight")
@@ -210,7 +209,7 @@ def test_sparse_gradients_are_compared_too():
         torch.manual_seed(0)
         model = Embeds()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices)
+        return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices, check="off")
 
     found = verify(make_trainer, tokens, [1, 2], 1).difference
     assert (found.shard, found.tensor) == (0, "gradient of table.weight")

@@ -17,7 +17,7 @@ from evenstep.errors import CheckpointError, SaveError
 from layouts import own
 from patience import wait
 from reference import assert_same_bits, whole_state
-from zoo import build, make_batches
+from zoo import build, make_batches, options_of
 
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -41,7 +41,8 @@ def parts(name="batch_norm", optimizer="sgd", scheduler="none", seed=0):
     model = build(name, seed)
     made = OPTIMIZERS[optimizer](model.parameters())
     made_scheduler = SCHEDULERS[scheduler](made)
-    return model, made, {} if made_scheduler is None else {"scheduler": made_scheduler}
+    options = {} if made_scheduler is None else {"scheduler": made_scheduler}
+    return model, made, {**options_of(model), **options}
 
 
 def run(trainer, steps):

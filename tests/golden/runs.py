@@ -25,7 +25,7 @@ import evenstep
 from evenstep.data import Loader, digits
 from evenstep.engine import InlineLanes
 from layouts import TWO, mixed, own, shared
-from zoo import CLASSES, SparseInPlaces, build, make_batches
+from zoo import CLASSES, SparseInPlaces, build, make_batches, options_of
 
 HERE = Path(__file__).parent
 SIZES = (32, 29, 5, 32)  # full, uneven, fewer examples than some V
@@ -106,7 +106,12 @@ def train_zoo(name, optimizer=sgd, sizes=None, **options):
     model = build(name) if isinstance(name, str) else name()
     sizes = sizes or (NORMED_SIZES if name == "batch_norm" else SIZES)
     with evenstep.Trainer(
-        model, optimizer(model.parameters()), nn.CrossEntropyLoss(), seed=3, **options
+        model,
+        optimizer(model.parameters()),
+        nn.CrossEntropyLoss(),
+        seed=3,
+        **options_of(model),
+        **options,
     ) as trainer:
         losses = [trainer.step(*batch) for batch in make_batches(sizes)]
         trainer.waitall()
@@ -175,7 +180,12 @@ def train_changing_model(**options):
     """Train while the user changes the model between steps."""
     model = build("dropout")
     with evenstep.Trainer(
-        model, sgd(model.parameters()), nn.CrossEntropyLoss(), seed=3, **options
+        model,
+        sgd(model.parameters()),
+        nn.CrossEntropyLoss(),
+        seed=3,
+        **options_of(model),
+        **options,
     ) as trainer:
         losses = []
         for number, batch in enumerate(make_batches(SIZES)):

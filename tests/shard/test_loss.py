@@ -230,6 +230,7 @@ def test_an_objective_that_uses_the_outer_model_is_refused(objective, in_flight,
             objective=lambda model, X, y: objective(model, outer, X, y),
             devices=2,
             max_in_flight=in_flight,
+            separable=False,
         ) as trainer,
         pytest.raises(ModelError, match="the model that it is given"),
     ):

@@ -165,6 +165,18 @@ def build(name, seed=0):
     return ZOO[name]()
 
 
+OPTIONS = {
+    Branching: {"separable": False},
+    SparseInPlaces: {"separable": False},
+    MixedDtypes: {"buffers": {"counter": "first"}},
+}
+
+
+def options_of(model):
+    """Return the options that `Trainer` needs for a model."""
+    return OPTIONS.get(type(model), {})
+
+
 def make_batches(sizes, seed=1):
     """Return (X, y) batches: X float (n, 1, 6, 6), y int64 (n,) below CLASSES."""
     generator = torch.Generator().manual_seed(seed)

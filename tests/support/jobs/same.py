@@ -24,7 +24,7 @@ from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.data import Loader, digits
 from evenstep.distributed import gradient_reduce
 from evenstep.metrics import accuracy
-from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches
+from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches, options_of
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 SIZES = {7: (21, 19), 8: (33, 16, 30, 24)}
@@ -51,6 +51,7 @@ def on_whole_batches(name, sizes, options):
     """Train on batches that every process has; return the fingerprint and the losses."""
     model = build(name)
     optimizer = ADAM(model.parameters())
+    options = {**options_of(model), **options}
     with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
         losses = [float(loss) for loss in [trainer.step(X, y) for X, y in make_batches(sizes)]]
         return [trainer.fingerprint(), losses]
@@ -60,6 +61,7 @@ def on_sparse_gradients(options):
     """Train a model whose gradients are sparse in some shards; return fingerprint and losses."""
     model = SparseInPlaces()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {**options_of(model), **options}
     with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
         losses = [float(trainer.step(X, y)) for X, y in make_batches((61, 64))]
         return [trainer.fingerprint(), losses]
