@@ -259,17 +259,41 @@ def test_totals_that_cancel_are_fine():
     assert report.unjudged == ""
 
 
+DRAWING = {
+    "noise": lambda X: X + torch.randn_like(X) * torch.rand(len(X), 1),
+    "dropout": lambda X: F.dropout(X, 0.3),
+    "mask": lambda X: X * (torch.rand(len(X), 1) < 0.7) * torch.bernoulli(torch.full((6,), 0.5)),
+    "time": lambda X: X * torch.randint(1, 9, (len(X), 1)) + torch.empty(len(X), 1).uniform_(2, 3),
+    "choice": lambda X: X[:, torch.multinomial(torch.ones(6), 3)].repeat(1, 2),
+    "columns": lambda X: X[:, torch.randperm(6)],
+}
+
+
+@pytest.mark.parametrize("draw", DRAWING.values(), ids=DRAWING)
+def test_random_numbers_for_every_example_are_fine(draw):
+    _, report = train(net(), lambda model, X, y: summed(model, draw(X), y))
+    assert report.unjudged == ""
+
+
+def test_examples_mixed_at_random_are_refused():
+    def mixed(model, X, y):
+        return summed(model, X + X[torch.randperm(len(X))], y)
+
+    with pytest.raises(ContractError, match="does not add up"):
+        train(net(), mixed)
+
+
 def test_what_cannot_be_judged_is_said():
-    def drawing(model, X, y):
-        return F.cross_entropy(model(X + torch.randn_like(X)), y, reduction="sum"), len(y)
-
-    assert "random numbers" in train(net(), drawing)[1].unjudged
-
     def only_in_training(model, X, y):
         assert model.training, "no loss in evaluation mode"
         return summed(model, X, y)
 
     assert "no loss in evaluation mode" in train(net(), only_in_training)[1].unjudged
+
+    def counting(model, X, y):
+        return summed(model, X * torch.poisson(torch.ones(len(X), 1)), y)
+
+    assert "random numbers by poisson" in train(net(), counting)[1].unjudged
 
 
 # ---- when, and without an effect

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from evenstep.batch import Batch, count_examples
-from evenstep.contract.module_state import generator_state, restore_generator
+from evenstep.contract.constant_numbers import ConstantNumbers
 from evenstep.errors import ContractError
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica
@@ -32,15 +32,18 @@ def judge_separability(
 ) -> str:
     """Compute two shards together and apart, in evaluation mode, and compare within rounding.
 
+    Random ops give constants meanwhile.
+
     Returns:
         Why it could not be judged; an empty text if the objective adds up.
 
     Raises:
         ContractError: the objective doesn't add up over the shards.
     """
-    before, losses = generator_state(replica), []
+    losses, numbers = [], ConstantNumbers()
+    autocasting = autocast(replica.device.kind, work.precision)
     try:
-        with evaluation_mode(replica.module), autocast(replica.device.kind, work.precision):
+        with evaluation_mode(replica.module), autocasting, numbers:
             for batch in pair:
                 if replica.buffers:
                     replica.changed_buffers()
@@ -49,8 +52,8 @@ def judge_separability(
                 losses.append(Loss(float(total.detach()), float(count)))
     except Exception as error:  # the model may not be made for evaluation mode
         return f"in evaluation mode it raises {type(error).__name__}: {error}"
-    if restore_generator(replica, before):
-        return "it draws random numbers in evaluation mode"
+    if numbers.unknown:
+        return f"in evaluation mode it draws random numbers by {numbers.unknown[0]}"
     tolerance = _tolerance(total.dtype, work.precision)
     together, *apart = losses
     if not _adds_up(together, apart, tolerance):

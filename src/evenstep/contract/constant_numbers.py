@@ -1,0 +1,62 @@
+"""Constants in the place of random numbers, so that a loss that draws some can be compared."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_HALF = 0.5
+
+
+class ConstantNumbers(TorchDispatchMode):
+    """A dispatch mode in which every random op gives the same numbers for every example.
+
+    An element's number depends on nothing but the op, and a permutation of n things is their
+    reversal. So two shards together draw what they draw apart, unless the numbers mix examples.
+
+    Attributes:
+        unknown: the names of ops that still drew random numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unknown: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call `func`; replace the numbers that it has drawn."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return result
+        name = func.overloadpacket.__name__
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if name == "native_dropout":
+            return given["input"].clone(), torch.ones_like(result[1])
+        if name == "multinomial":
+            return given["self"].topk(given["num_samples"]).indices
+        if name == "randperm":
+            return result.copy_(torch.arange(len(result) - 1, -1, -1))
+        if isinstance(result, torch.Tensor) and name in _NUMBERS:
+            return result.fill_(_number(result, given))
+        self.unknown.append(name)
+        return result
+
+
+_BASE_NAMES = (
+    *("rand", "randn", "randint", "random", "uniform", "normal", "bernoulli", "exponential"),
+    *("log_normal", "cauchy", "geometric"),
+)
+_NUMBERS = frozenset(name + form for name in _BASE_NAMES for form in ("", "_", "_like"))
+
+
+def _number(drawn: torch.Tensor, given: dict[str, Any]) -> float:
+    low = given.get("low", given.get("from")) or 0
+    high = given.get("high", given.get("to"))
+    if not drawn.is_floating_point() and not drawn.is_complex():
+        return low
+    return _HALF if high is None else (low + high) / 2

@@ -1,0 +1,21 @@
+"""The programs of docs/recipes.md, run as they stand there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
+PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+FIRST, *PARTS = SECTION.split(PAGE.read_text(encoding="utf-8"))
+SECTIONS = dict(zip(PARTS[::2], PARTS[1::2], strict=True))
+WITHOUT_PROGRAM = {"Several processes"}
+
+
+@pytest.mark.parametrize("title", [title for title in SECTIONS if title not in WITHOUT_PROGRAM])
+def test_a_recipe_runs(title):
+    programs = PROGRAM.findall(FIRST) + PROGRAM.findall(SECTIONS[title])
+    assert len(programs) >= 2
+    exec("\n".join(programs), {"__name__": "recipe"})
