@@ -153,7 +153,7 @@ class Trainer:
 
     Attributes:
         position: the steps done, and the place in the data.
-        notes: lines about the devices for the user, logged when the trainer is opened.
+        notes: lines about devices and choices for the user, logged when the trainer is opened.
         on_shard: for debugging: called in the worker threads as `on_shard(shard, value)` with
             every shard's own gradients and buffers, before anything is added to them.
 
@@ -215,6 +215,11 @@ class Trainer:
         self.scheduler = scheduler
         self.experiment = experiment.resolved_for(model, self.devices[0].kind)
         self.notes = layout_notes(self.devices, self.experiment.shards)
+        if self.experiment.shards > 1 and not self.experiment.separable:
+            self.notes.append(
+                f"separable=False: the number of shards, {self.experiment.shards}, is a part of "
+                f"what is trained"
+            )
         self.position = Position()
         self.on_shard: Callable[[int, PartialSum], None] | None = None
         self._peer_timeout_s = peer_timeout_s
