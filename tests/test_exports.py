@@ -33,6 +33,7 @@ EXPORTS = {
         "metrics",
         "models",
         "scale_lr",
+        "shared",
         "try_all_gpus",
         "try_gpu",
         "verify",
@@ -46,6 +47,7 @@ EXPORTS = {
         "count_examples",
         "cut_batch",
         "shard_bounds",
+        "shared",
     ],
     "evenstep.bench": [
         "Contender",

@@ -1,6 +1,7 @@
 """Train one PyTorch model on every device: the same weights, bit for bit, on any number of them."""
 
 from evenstep import data, errors, metrics, models
+from evenstep.batch import shared
 from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
 from evenstep.engine import Engine
 from evenstep.experiment import Experiment
@@ -30,6 +31,7 @@ __all__ = [
     "metrics",
     "models",
     "scale_lr",
+    "shared",
     "try_all_gpus",
     "try_gpu",
     "verify",

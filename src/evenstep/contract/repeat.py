@@ -78,8 +78,10 @@ def _compute(replica: Replica, work: ShardWork, objective: ShardObjective) -> Sh
     gradients: list[torch.Tensor | None] = []
     values: list[PartialSum] = []
 
-    def watched(model: nn.Module, batch: Batch, alone: bool) -> tuple[torch.Tensor, Number]:
-        total, count = objective(model, batch, alone)
+    def watched(
+        model: nn.Module, batch: Batch, examples: int | None
+    ) -> tuple[torch.Tensor, Number]:
+        total, count = objective(model, batch, examples)
         leaves.extend(leaves_of(total, replica, batch))
         gradients.extend(leaf.grad for leaf in leaves)
         _give_gradients(leaves, [None] * len(leaves))

@@ -124,20 +124,19 @@ class SelfCheck:
         replica = self._replicas.all[self._engine.lane_here]
         place = self._experiment.placement(replica.device)
         first, *others = shards
-        lo, hi = cut.bounds[first]
-        alone = cut.filled == 1
+        examples = [hi - lo for lo, hi in cut.bounds]
         work = ShardWork(
             first,
             cut.take(first, place),
-            1 if alone else hi - lo,
-            alone,
+            None if cut.filled == 1 else examples[first],
             seed if draws else None,
             draws,
             self._experiment.autocast_dtype,
         )
-        pair: list[Batch] = []
+        pair: list[tuple[Batch, int]] = []
         if others:
-            pair = [cut.join(shards, place), *(cut.take(shard, place) for shard in shards)]
+            pair = [(cut.join(shards, place), sum(examples[shard] for shard in shards))]
+            pair += [(cut.take(shard, place), examples[shard]) for shard in shards]
         self.report = check_contract(
             replica,
             work,

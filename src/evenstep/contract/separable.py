@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from evenstep.batch import Batch, count_examples
+from evenstep.batch import Batch
 from evenstep.contract.constant_numbers import ConstantNumbers
 from evenstep.errors import ContractError
 from evenstep.experiment import autocast
@@ -28,7 +28,10 @@ class Loss(NamedTuple):
 
 
 def judge_separability(
-    replica: Replica, work: ShardWork, pair: Sequence[Batch], objective: ShardObjective
+    replica: Replica,
+    work: ShardWork,
+    pair: Sequence[tuple[Batch, int]],
+    objective: ShardObjective,
 ) -> str:
     """Compute two shards together and apart, in evaluation mode, and compare within rounding.
 
@@ -44,11 +47,11 @@ def judge_separability(
     autocasting = autocast(replica.device.kind, work.precision)
     try:
         with evaluation_mode(replica.module), autocasting, numbers:
-            for batch in pair:
+            for batch, examples in pair:
                 if replica.buffers:
                     replica.changed_buffers()
                     replica.open_shard()
-                total, count = objective(replica.module, batch, False)
+                total, count = objective(replica.module, batch, examples)
                 losses.append(Loss(float(total.detach()), float(count)))
     except Exception as error:  # the model may not be made for evaluation mode
         return f"in evaluation mode it raises {type(error).__name__}: {error}"
@@ -57,7 +60,7 @@ def judge_separability(
     tolerance = _tolerance(total.dtype, work.precision)
     together, *apart = losses
     if not _adds_up(together, apart, tolerance):
-        raise ContractError(_explain(together, apart, count_examples(pair[0])))
+        raise ContractError(_explain(together, apart, pair[0][1]))
     return ""
 
 

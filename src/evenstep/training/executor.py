@@ -133,6 +133,8 @@ class IndependentExecutor:
             while (shard := queue.next(lane)) is not None:  # type: ignore[assignment]
                 work = self._work(replica, lane, attempt, shard, batches)
                 attempt.results[shard] = attempt.compute(replica, work)
+                if attempt.cut.shared:
+                    attempt.cut.refuse_written_copies()
         except BaseException as error:
             attempt.drop()
             add_note(error, f"in shard {shard} of step {attempt.number} on {replica.device}")
@@ -238,7 +240,6 @@ class IndependentExecutor:
     ) -> ShardWork:
         cut, watch = attempt.cut, self.watch
         lo, hi = cut.bounds[shard]
-        alone = cut.filled == 1
         batch = batches.get(shard) if batches else None
         if batch is None:
             batch = cut.take(shard, self._place[lane])
@@ -247,8 +248,7 @@ class IndependentExecutor:
         return ShardWork(
             shard,
             batch,
-            1 if alone else hi - lo,
-            alone,
+            None if cut.filled == 1 else hi - lo,
             attempt.seed(shard) if watch.draws else None,
             watch.watch_backward,
             self._autocast_dtype,
@@ -310,6 +310,8 @@ class LockstepExecutor(IndependentExecutor):
                 work = self._work(replica, lane, attempt, shard, batches)
                 with SyncedBatchNorm(in_step):
                     leaf: Leaf = attempt.compute(replica, work)
+                if attempt.cut.shared:
+                    attempt.cut.refuse_written_copies()
                 return leaf
 
             try:

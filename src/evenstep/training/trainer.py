@@ -85,6 +85,7 @@ class TrainerOptions(TypedDict, total=False):
     batch_norm: BatchNorm
     separable: bool
     buffers: dict[str, BufferRule]
+    batch_dim: int
     before_update: Hook | None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     max_in_flight: int
@@ -112,7 +113,7 @@ class Trainer:
             (total, count)`, which must call the `model` that it is given.
         devices: "auto", a number, a name such as "cpu:1", or a list of names (see `find_devices`).
         experiment: all choices that the result depends on, as one value, instead of the keywords
-            from `shards` to `buffers`.
+            from `shards` to `batch_dim`.
         shards: V, the number of shards that every minibatch is cut into.
         seed: the seed of the random ops in the model.
         precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
@@ -131,6 +132,9 @@ class Trainer:
             shards' values become the one after the step: their "mean" over the examples, the value
             after the "first" shard, the "sum" of all changes, or "refuse". Without a rule, floating
             point buffers are averaged if every shard writes all of them; others are refused.
+        batch_dim: the dimension that the examples of a batch lie along: 1 for batches of shape
+            (time, batch, features). A tensor that has no such dimension (labels of shape (batch,))
+            is cut along its first.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         scheduler: a scheduler that is saved and resumed with the rest; the user steps it.
@@ -180,6 +184,7 @@ class Trainer:
         batch_norm: BatchNorm = "shard",
         separable: bool = True,
         buffers: dict[str, BufferRule] | None = None,
+        batch_dim: int = 0,
         before_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_in_flight: int = 1,
@@ -200,6 +205,7 @@ class Trainer:
             batch_norm=batch_norm,
             separable=separable,
             buffers=buffers or {},
+            batch_dim=batch_dim,
         )
         experiment = _only_one(experiment, keywords)
         if max_in_flight < 1 or check_every < 1:
@@ -238,7 +244,7 @@ class Trainer:
         """Choose the parts that a step is made of."""
         overlap, sync = self._max_in_flight > 1, self.experiment.batch_norm == "sync"
         per_device = self._shards_at_once() if sync else 1
-        self._group = Group()
+        self._group = Group(self.experiment.batch_dim)
         names = [device.name for device in self.devices]
         self._timekeeper = Timekeeper(self._engine.trace, names)
         self._replicas = Replicas(
@@ -283,6 +289,7 @@ class Trainer:
                 joined(
                     self._replicas,
                     self.experiment.shards,
+                    self.experiment.batch_dim,
                     self._peer_timeout_s,
                     self._facts,
                     self._executor.shards_per_s,
@@ -338,8 +345,10 @@ class Trainer:
         """Train on one minibatch: split, compute the shards, sum, update.
 
         Args:
-            batch: tensors, or nestings of tuples, lists and dicts of tensors, examples first. With
-                several processes: what `epoch` yields, or the same whole batch in each process.
+            batch: tensors, or nestings of tuples, lists and dicts of tensors, examples first (or
+                along `batch_dim`); `evenstep.shared(tensor)` for a tensor that every shard gets
+                whole. With several processes: what `epoch` yields, or the same whole batch in each
+                process.
 
         Returns:
             A handle of the batch's mean loss, computed before the update.
@@ -401,7 +410,9 @@ class Trainer:
             batches, metrics, position=self.position, open_batch=self._open_flight
         )
 
-    def predict(self, batches: Iterable[Batch], forward: Forward = output_of) -> Batch:
+    def predict(
+        self, batches: Iterable[Batch], forward: Forward = output_of, *, dim: int | None = None
+    ) -> Batch:
         """Return the model's output for every example, computed as `evaluate` does.
 
         Args:
@@ -409,16 +420,19 @@ class Trainer:
                 data set, whether it shuffles or not.
             forward: `forward(model, *batch)`, a tensor or a nesting of tensors with a row for each
                 example; by default the model's output for the batch's first part.
+            dim: the dimension of the outputs that the examples lie along. None: `batch_dim` or the
+                first, whichever has an example's row in the outputs of all shards.
 
         Returns:
             What `forward` returns, for all examples in their order, on the CPU, in every process.
 
         Raises:
             BatchError: there is no batch.
-            ModelError: an output does not have one row for each example.
+            ModelError: an output does not have one row for each example, or has as many along
+                `batch_dim` as along the first dimension.
         """
         return self._evaluator.predict(
-            batches, forward, position=self.position, open_batch=self._open_flight
+            batches, forward, dim, position=self.position, open_batch=self._open_flight
         )
 
     def waitall(self) -> None:
