@@ -24,6 +24,7 @@ EXPORTS = {
         "Hybrid",
         "Hybridized",
         "Trainer",
+        "all_gather",
         "data",
         "errors",
         "export",

@@ -9,6 +9,7 @@ from evenstep.inference.export import Exported, export, load_exported
 from evenstep.inference.fast_call import Hybrid, hybridize
 from evenstep.lr_scaling import scale_lr
 from evenstep.shard.compile_policy import Hybridized
+from evenstep.shard.lockstep import all_gather
 from evenstep.training.trainer import Trainer
 from evenstep.verification import verify
 
@@ -22,6 +23,7 @@ __all__ = [
     "Hybrid",
     "Hybridized",
     "Trainer",
+    "all_gather",
     "data",
     "errors",
     "export",

@@ -56,7 +56,7 @@ from evenstep.shard.loss import Loss, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
 from evenstep.training.evaluator import Evaluator
-from evenstep.training.executor import IndependentExecutor, LockstepExecutor
+from evenstep.training.executor import IndependentExecutor, LockstepExecutor, lockstep_option
 from evenstep.training.group import Group, joined
 from evenstep.training.overlapped_pipeline import OverlappedPipeline
 from evenstep.training.pipeline import DirectPipeline, Pipeline
@@ -86,6 +86,7 @@ class TrainerOptions(TypedDict, total=False):
     separable: bool
     buffers: dict[str, BufferRule]
     batch_dim: int
+    side_by_side: bool
     before_update: Hook | None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     max_in_flight: int
@@ -135,6 +136,9 @@ class Trainer:
         batch_dim: the dimension that the examples of a batch lie along: 1 for batches of shape
             (time, batch, features). A tensor that has no such dimension (labels of shape (batch,))
             is cut along its first.
+        side_by_side: compute all shards of a batch at the same time, so that they can call
+            `evenstep.all_gather`, on the CPU devices of one process, as with `batch_norm="sync"`.
+            It changes no result.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         scheduler: a scheduler that is saved and resumed with the rest; the user steps it.
@@ -185,6 +189,7 @@ class Trainer:
         separable: bool = True,
         buffers: dict[str, BufferRule] | None = None,
         batch_dim: int = 0,
+        side_by_side: bool = False,
         before_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_in_flight: int = 1,
@@ -213,6 +218,11 @@ class Trainer:
                 f"got max_in_flight={max_in_flight} and check_every={check_every}: at least 1 is "
                 f"needed"
             )
+        if side_by_side and experiment.compile:
+            raise InputError(
+                "got compile=True and side_by_side=True, but shards that wait for each other can't "
+                "be compiled: use one of them only"
+            )
         self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
         self._objective = choose_objective(loss, objective)
         check_trainable(model, optimizer)
@@ -227,6 +237,7 @@ class Trainer:
         self._check_every = check_every
         self._max_in_flight = max_in_flight
         self._tune_malloc = tune_malloc
+        self._side_by_side = side_by_side or experiment.batch_norm == "sync"
         self._saves = AsyncWriter()
         self._is_open = False
         self._opened = contextlib.ExitStack()
@@ -242,8 +253,8 @@ class Trainer:
 
     def _build(self, before_update: Hook | None, lost_after_s: float) -> None:
         """Choose the parts that a step is made of."""
-        overlap, sync = self._max_in_flight > 1, self.experiment.batch_norm == "sync"
-        per_device = self._shards_at_once() if sync else 1
+        overlap = self._max_in_flight > 1
+        per_device = self._shards_at_once() if self._side_by_side else 1
         self._group = Group(self.experiment.batch_dim)
         names = [device.name for device in self.devices]
         self._timekeeper = Timekeeper(self._engine.trace, names)
@@ -254,7 +265,7 @@ class Trainer:
             per_device=per_device,
             buffers=self.experiment.buffers,
         )
-        make_executor = LockstepExecutor if sync else IndependentExecutor
+        make_executor = LockstepExecutor if self._side_by_side else IndependentExecutor
         self._executor = make_executor(
             self.experiment, self._replicas, self._engine, self._timekeeper, self._group
         )
@@ -573,23 +584,24 @@ class Trainer:
         """Return how many shards of a step each device computes at the same time in lockstep."""
         if any(device.kind != "cpu" for device in self.devices):
             raise InputError(
-                f"got batch_norm='sync' and {self.devices[0]}, but only CPU devices can wait for "
-                f"each other's shards: name CPU devices, or leave it out"
+                f"got {lockstep_option(self.experiment)} and {self.devices[0]}, but only CPU "
+                f"devices can wait for each other's shards: name CPU devices, or leave it out"
             )
         return -(-self.experiment.shards // len(self.devices))
 
     def _refuse_lockstep_apart(self) -> None:
         """Refuse to run shards side by side where they can't wait for each other."""
-        if self.experiment.batch_norm == "shard":
+        if not self._side_by_side:
             return
+        option = lockstep_option(self.experiment)
         if not self._group.is_alone:
             raise InputError(
-                "got batch_norm='sync' in one of several processes, which don't wait for each "
-                "other's shards: use the devices of one process, or leave it out"
+                f"got {option} in one of several processes, which don't wait for each other's "
+                f"shards: use the devices of one process, or leave it out"
             )
         if len(self.devices) > 1 and not self._engine.side_by_side:
             raise InputError(
-                f"with batch_norm='sync' the {len(self.devices)} devices wait for each other, "
+                f"with {option} the {len(self.devices)} devices wait for each other, "
                 f"which lanes without threads can't: use one device, or ThreadLanes"
             )
 
