@@ -207,6 +207,28 @@ def test_metrics_over_the_whole_batch_can_be_evaluated(devices):
         assert keys.equal(data[0][0])
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_loss_that_gathers_is_judged_over_shards(devices):
+    data = batches((32,), torch.float64)
+    _, _, trainer = train(data, dtype=torch.float64, devices=devices)
+    assert trainer._self_check.report.unjudged == ""
+
+    def mean_of_means(model, a, b, index):
+        total, count = info_nce(model, a, b, index)
+        return total / count, 1
+
+    with pytest.raises(ContractError, match="the loss does not add up over the shards"):
+        train(data, mean_of_means, torch.float64, devices=devices)
+
+    def own_keys_only(model, a, b, index):
+        left, right = model(a, b)
+        evenstep.all_gather(right)
+        return F.cross_entropy(left @ right.T, index % 4, reduction="sum"), len(index)
+
+    with pytest.raises(ContractError, match="the loss does not add up over the shards"):
+        train(data, own_keys_only, torch.float64, devices=devices)
+
+
 def sometimes(model, a, b, index):
     """Only the first shards gather."""
     left, right = model(a, b)
@@ -229,7 +251,7 @@ def never_backward(model, a, b, index):
 def test_shards_that_do_not_all_gather_are_refused(objective, place, devices):
     (batch,) = batches((32,))
     with pytest.raises(ContractError, match=rf"{place}.* was reached by shards 0, 1") as caught:
-        train([batch], objective, devices=devices)
+        train([batch], objective, devices=devices, check="off")
     assert "Every shard must make the same calls of evenstep.all_gather" in str(caught.value)
 
 
@@ -255,7 +277,7 @@ def a_number(model, a, b, index):
 )
 def test_rows_that_cannot_be_concatenated_are_refused(objective, told):
     with pytest.raises(ContractError, match=told):
-        train(batches((32,)), objective)
+        train(batches((32,)), objective, check="off")
 
 
 def test_a_lost_device_is_named_with_the_option():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import optree
 import torch
 from torch import nn
 
@@ -74,6 +75,7 @@ def compute_twice(
 
 
 def _compute(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardResult:
+    own = optree.tree_map(torch.clone, work.batch)  # a shard may write to its examples
     leaves: list[torch.Tensor] = []
     gradients: list[torch.Tensor | None] = []
     values: list[PartialSum] = []
@@ -90,7 +92,7 @@ def _compute(replica: Replica, work: ShardWork, objective: ShardObjective) -> Sh
     try:
         leaf = compute_shard(
             replica,
-            work,
+            work._replace(batch=own),
             objective=watched,
             tree=TreeSum(tree_plan(1, 1), add),
             may_accumulate=False,

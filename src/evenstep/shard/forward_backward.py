@@ -56,6 +56,11 @@ class ShardWork(NamedTuple):
     program: Program | None = None
 
     @property
+    def alone(self) -> bool:
+        """Whether the shard is the whole batch."""
+        return self.examples is None
+
+    @property
     def weight(self) -> int:
         """The shard's weight in a mean over the batch's examples."""
         return 1 if self.examples is None else self.examples

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from contextvars import ContextVar
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -179,7 +179,14 @@ class ShardInStep:
         self._device_is_free.release()
 
 
-shard_here: ContextVar[ShardInStep | Literal["apart"] | None] = ContextVar("shard", default=None)
+class Gathers(Protocol):
+    """Has the rows of all shards for `all_gather`."""
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all shards, given one shard's."""
+
+
+shard_here: ContextVar[Gathers | Literal["apart"] | None] = ContextVar("shard", default=None)
 """The shard that the calling thread computes: "apart" if it can't meet the batch's other shards;
 None outside of steps, and for a shard that is the whole batch."""
 

@@ -248,7 +248,12 @@ class Trainer:
         measure = measure_model if loss is None else measure_output
         self._evaluator = Evaluator(model, self._executor, measure)
         self._self_check = SelfCheck(
-            check, self.experiment, self._replicas, self._engine, self._objective
+            check,
+            self.experiment,
+            self._replicas,
+            self._engine,
+            self._objective,
+            side_by_side=self._side_by_side,
         )
 
     def _build(self, before_update: Hook | None, lost_after_s: float) -> None:
