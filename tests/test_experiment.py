@@ -20,6 +20,9 @@ def test_the_defaults_are_the_designs():
         "threads": 1,
         "compile": False,
         "batch_norm": "shard",
+        "separable": True,
+        "buffers": {},
+        "batch_dim": 0,
     }
 
 
@@ -29,7 +32,9 @@ def test_compile_is_yes_or_no():
         Experiment(compile="yes")
 
 
-@pytest.mark.parametrize(("name", "least"), [("shards", 1), ("threads", 1), ("seed", 0)])
+@pytest.mark.parametrize(
+    ("name", "least"), [("shards", 1), ("threads", 1), ("seed", 0), ("batch_dim", 0)]
+)
 def test_numbers_are_whole_and_large_enough(name, least):
     assert getattr(Experiment(**{name: least}), name) == least
     for value in (least - 1, -5, 2.0, "3", True, None):

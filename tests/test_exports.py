@@ -24,6 +24,7 @@ EXPORTS = {
         "Hybrid",
         "Hybridized",
         "Trainer",
+        "all_gather",
         "data",
         "errors",
         "export",
@@ -33,6 +34,7 @@ EXPORTS = {
         "metrics",
         "models",
         "scale_lr",
+        "shared",
         "try_all_gpus",
         "try_gpu",
         "verify",
@@ -46,6 +48,7 @@ EXPORTS = {
         "count_examples",
         "cut_batch",
         "shard_bounds",
+        "shared",
     ],
     "evenstep.bench": [
         "Contender",

@@ -1,6 +1,7 @@
 """Train one PyTorch model on every device: the same weights, bit for bit, on any number of them."""
 
 from evenstep import data, errors, metrics, models
+from evenstep.batch import shared
 from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
 from evenstep.engine import Engine
 from evenstep.experiment import Experiment
@@ -8,6 +9,7 @@ from evenstep.inference.export import Exported, export, load_exported
 from evenstep.inference.fast_call import Hybrid, hybridize
 from evenstep.lr_scaling import scale_lr
 from evenstep.shard.compile_policy import Hybridized
+from evenstep.shard.lockstep import all_gather
 from evenstep.training.trainer import Trainer
 from evenstep.verification import verify
 
@@ -21,6 +23,7 @@ __all__ = [
     "Hybrid",
     "Hybridized",
     "Trainer",
+    "all_gather",
     "data",
     "errors",
     "export",
@@ -30,6 +33,7 @@ __all__ = [
     "metrics",
     "models",
     "scale_lr",
+    "shared",
     "try_all_gpus",
     "try_gpu",
     "verify",

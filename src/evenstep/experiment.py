@@ -27,6 +27,10 @@ BufferRule: TypeAlias = Literal["mean", "first", "sum", "refuse"]
     refuse   no shard may change it
 """
 
+LATER = {"later": True}
+"""The metadata of fields that version 0.1.0 did not have: a checkpoint leaves them out where they
+have their default, so that it stays as that version wrote it, byte for byte."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experiment:
@@ -46,6 +50,9 @@ class Experiment:
             shards changes what is trained.
         buffers: by the names of buffers that shards write (or patterns such as "*.queue"), how
             their values become the one after the step: "mean", "first", "sum" or "refuse".
+        batch_dim: the dimension that the examples of a batch lie along: 1 for batches of shape
+            (time, batch, features). A tensor that has no such dimension (labels of shape (batch,))
+            is cut along its first.
     """
 
     shards: int = 8
@@ -55,13 +62,17 @@ class Experiment:
     threads: int = 1
     compile: bool = False
     batch_norm: BatchNorm = "shard"
-    separable: bool = True
-    buffers: dict[str, BufferRule] = dataclasses.field(default_factory=dict, hash=False)
+    separable: bool = dataclasses.field(default=True, metadata=LATER)
+    buffers: dict[str, BufferRule] = dataclasses.field(
+        default_factory=dict, hash=False, metadata=LATER
+    )
+    batch_dim: int = dataclasses.field(default=0, metadata=LATER)
 
     def __post_init__(self) -> None:
         _check_integer("shards", self.shards, at_least=1)
         _check_integer("threads", self.threads, at_least=1)
         _check_integer("seed", self.seed, at_least=0)
+        _check_integer("batch_dim", self.batch_dim, at_least=0)
         for name in ("compile", "separable"):
             value = getattr(self, name)
             if not isinstance(value, bool):

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.batch import contiguous_runs, count_examples, cut_batch, shard_bounds
+from evenstep.batch import contiguous_runs, count_examples, cut_batch, shard_bounds, shared
+from evenstep.batch.cut import without_examples
 from evenstep.devices import Device, carry
-from evenstep.errors import BatchError
+from evenstep.errors import BatchError, ContractError
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
@@ -122,7 +123,7 @@ def test_tensors_that_disagree_are_named(batch, place):
         == message(cut_batch, batch, 3)
         == (
             f"the tensors of a batch need the same number of examples (first dimension), "
-            f"but {place}"
+            f"but {place}; give one that every shard needs whole as evenstep.shared(tensor)"
         )
     )
 
@@ -148,7 +149,10 @@ def test_a_single_number_has_no_examples():
     assert (
         message(count_examples, (X, torch.tensor(3)))
         == message(cut_batch, (X, torch.tensor(3)), 3)
-        == ("batch[1] is a single number: give tensors, examples first")
+        == (
+            "batch[1] is a single number: give tensors, examples first, or "
+            "evenstep.shared(tensor) for one that every shard needs"
+        )
     )
 
 
@@ -191,3 +195,92 @@ def test_a_view_of_the_batch_would_not_be_aligned():
     cut = cut_batch(torch.arange(7 * 3.0).reshape(7, 3), 7)
     cut.take(1, lambda view: seen.append(view) or view)
     assert seen[0].data_ptr() % 64 == 12
+
+
+# Tensors that every shard gets whole
+
+WHOLE = torch.arange(6.0).reshape(6, 1)  # as many rows as the batch has examples
+
+
+def test_a_shared_tensor_is_not_cut():
+    cut = cut_batch({"x": X, "more": [shared(WHOLE), shared(torch.tensor(3))]}, 4)
+    for shard in range(4):
+        batch = cut.take(shard, place)
+        assert batch["x"].shape == (len(range(6)[slice(*cut.bounds[shard])]), 2)
+        assert batch["more"][0].equal(WHOLE)
+        assert batch["more"][1].item() == 3
+
+
+def test_a_device_gets_one_copy_of_a_shared_tensor():
+    cut = cut_batch((X, shared(WHOLE)), 3)
+    taken = [cut.take(shard, place)[1] for shard in range(3)]
+    assert len({tensor.data_ptr() for tensor in taken}) == 1
+    assert taken[0].data_ptr() != WHOLE.data_ptr()
+    elsewhere = cut.take(0, lambda view: view.clone())[1]
+    assert elsewhere.data_ptr() != taken[0].data_ptr()
+
+
+def test_a_write_to_the_copy_of_a_shared_tensor_is_refused():
+    cut = cut_batch((X, shared(WHOLE)), 3)
+    copy = cut.take(0, place)[1]
+    cut.refuse_written_copies()
+    copy.add_(1)
+    with pytest.raises(ContractError, match=r"wrote to the tensor of shape \(6, 1\)"):
+        cut.refuse_written_copies()
+    assert WHOLE[5].item() == 5
+
+
+def test_a_shared_tensor_that_was_written_to_is_noticed():
+    whole = WHOLE.clone()
+    cut = cut_batch((X, shared(whole)), 3)
+    cut.check_unchanged()
+    whole.zero_()
+    with pytest.raises(BatchError, match="the batch was written to"):
+        cut.check_unchanged()
+
+
+def test_examples_are_those_of_the_other_tensors():
+    assert count_examples((X, shared(torch.zeros(2, 2)))) == 6
+
+
+def test_a_batch_of_shared_tensors_alone_is_refused():
+    assert message(cut_batch, {"w": shared(WHOLE)}, 3) == (
+        "got a batch of nothing but shared tensors: give at least one that has examples"
+    )
+
+
+def test_only_a_tensor_can_be_shared():
+    assert message(shared, [WHOLE]) == "evenstep.shared got a value of type list: give one tensor"
+
+
+# Examples along another dimension
+
+SEQUENCES = torch.arange(4 * 7 * 2.0).reshape(4, 7, 2)  # (time, batch, features)
+LABELS = torch.arange(7)
+
+
+@pytest.mark.parametrize("shards", [1, 3, 9])
+def test_a_batch_is_cut_along_another_dimension(shards):
+    cut = cut_batch((SEQUENCES, LABELS), shards, dim=1)
+    assert cut.bounds == shard_bounds(7, shards)
+    for shard in range(cut.filled):
+        lo, hi = cut.bounds[shard]
+        sequences, labels = cut.take(shard, place)
+        assert sequences.equal(SEQUENCES[:, lo:hi])
+        assert labels.equal(LABELS[lo:hi])
+        assert sequences.is_contiguous()
+
+
+def test_tensors_that_disagree_along_another_dimension_are_named():
+    assert message(lambda: cut_batch((SEQUENCES, LABELS[1:]), 3, dim=1)) == (
+        "the tensors of a batch need the same number of examples (dimension 1, or the first of a "
+        "tensor without it), but batch[0] has 7, batch[1] has 6; give one that every shard needs "
+        "whole as evenstep.shared(tensor)"
+    )
+
+
+def test_a_batch_without_examples_keeps_everything_else():
+    sequences, labels, whole = without_examples((SEQUENCES, LABELS, shared(WHOLE)), dim=1)
+    assert (sequences.shape, labels.shape) == ((4, 0, 2), (0,))
+    assert whole.tensor is WHOLE
+    assert without_examples(SEQUENCES).shape == (0, 7, 2)

@@ -92,6 +92,24 @@ def test_compile_is_saved_as_version_0_1_0_named_it(tree):
     assert "compile" not in tree["experiment"]
 
 
+LATER_FIELDS = [field for field in dataclasses.fields(Experiment) if field.metadata]
+FIRST_KEYS = ["shards", "seed", "precision", "memory_format", "threads", "hybridize", "batch_norm"]
+
+
+def test_a_checkpoint_has_the_keys_of_version_0_1_0(tree):
+    """Options that are newer are left out where they have their defaults."""
+    assert list(tree["experiment"]) == FIRST_KEYS
+    assert [field.name for field in LATER_FIELDS] == list(dataclasses.asdict(Experiment()))[7:]
+
+
+def test_a_newer_option_is_saved_where_it_is_used(tree, tmp_path):
+    state = TrainingState.from_tree(tree, tmp_path)
+    used = dataclasses.replace(state, experiment=Experiment(batch_dim=1))
+    saved = used.to_tree()
+    assert list(saved["experiment"]) == [*FIRST_KEYS, "batch_dim"]
+    assert TrainingState.from_tree(saved, tmp_path) == used
+
+
 @pytest.mark.parametrize("key", ["extra", "experiment.extra", "cursor.extra", "model.extra"])
 def test_an_unknown_key_is_named(tree, tmp_path, key):
     assert refusal(tmp_path, changed(tree, key, 1)) == f"it has the unknown key {key}"

@@ -443,3 +443,16 @@ def test_numpy_arrays_in_attributes_do_not_disturb():
     model = net()
     model.table = np.eye(3)
     train(model)
+
+
+def test_a_shard_may_write_to_its_own_examples():
+    def objective(model, X, y):
+        X.mul_(2)
+        y.zero_()
+        return nn.functional.cross_entropy(model(X), y, reduction="sum"), len(y)
+
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenstep.Trainer(model, optimizer, objective=objective, devices=1) as trainer:
+        trainer.step(torch.randn(16, 4), torch.ones(16, dtype=torch.int64))

@@ -60,6 +60,14 @@ def test_a_slow_process_gets_fewer_shards_and_nothing_else_changes(tmp_path):
     assert fast["counts"][-1] > slow["counts"][-1]
 
 
+def test_sequences_and_shared_tensors_in_two_processes(tmp_path):
+    (tmp_path / "alone").mkdir()
+    expected = results_of(alone("sequences.py", tmp_path / "alone"), tmp_path / "alone", 0)
+    assert expected[1] == [5, 33, 4]
+    finished = torchrun(2, "sequences.py", tmp_path)
+    assert [results_of(finished, tmp_path, rank) for rank in range(2)] == [expected] * 2
+
+
 @pytest.mark.slow
 def test_compiled_shards_have_the_same_bits_in_two_processes(tmp_path):
     assert alone("hybridized.py", tmp_path).returncode == 0

@@ -326,7 +326,7 @@ def test_a_tensor_of_another_kind_never_reaches_compiled_code():
     model = build("convolution")
     (batch,) = make_batches((6,))
     X, y = batch
-    program = compiler_of(model).program(batch, alone=False)
+    program = compiler_of(model).program(batch, examples=len(X))
     expected = program.run(*arguments_of(model), batch)
     for wrong in ((X[:5], y[:5]), (X, y.int()), (X.double(), y)):
         with pytest.raises(ModelError, match="a shard has"):
@@ -348,7 +348,7 @@ def test_gradients_have_their_parameters_strides_and_memory_of_their_own():
 
     model = Plain()
     objective = choose_objective(None, lambda model, X: (model(X), len(X)))
-    program = ShardCompiler(model, objective, 1, None).program((torch.ones(2),), alone=False)
+    program = ShardCompiler(model, objective, 1, None).program((torch.ones(2),), examples=2)
     first, second = (program.run(*arguments_of(model), (torch.ones(2),)) for _ in range(2))
     for outcome in (first, second):
         for gradient, parameter in zip(outcome.gradients, model.parameters(), strict=True):

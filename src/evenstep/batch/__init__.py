@@ -1,7 +1,15 @@
 """A minibatch cut into shards, their assignment to processes, and their random numbers."""
 
 from evenstep.batch.assignment import ProcessAssignment, contiguous_runs
-from evenstep.batch.cut import Batch, Cut, Part, count_examples, cut_batch, shard_bounds
+from evenstep.batch.cut import (
+    Batch,
+    Cut,
+    Part,
+    count_examples,
+    cut_batch,
+    shard_bounds,
+    shared,
+)
 
 __all__ = [
     "Batch",
@@ -12,4 +20,5 @@ __all__ = [
     "count_examples",
     "cut_batch",
     "shard_bounds",
+    "shared",
 ]

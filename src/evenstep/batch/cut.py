@@ -17,10 +17,48 @@ import optree
 import torch
 
 from evenstep.devices import Device
-from evenstep.errors import BatchError
+from evenstep.errors import BatchError, ContractError
 
 Batch: TypeAlias = Any
-"""Any nesting of tuples, lists and dicts of tensors, all with the same first dimension."""
+"""Any nesting of tuples, lists and dicts of tensors with the same number of examples, and of
+tensors that `shared` has marked."""
+
+Place: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Copies a tensor to a device; it returns a tensor in memory of its own."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shared:
+    """A tensor of a batch that every shard gets whole, made by `shared`."""
+
+    tensor: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.tensor, torch.Tensor):
+            kind = type(self.tensor).__name__
+            raise BatchError(f"evenstep.shared got a value of type {kind}: give one tensor")
+
+
+def shared(tensor: torch.Tensor) -> Shared:
+    """Mark a tensor of a batch that every shard gets whole, instead of its own rows.
+
+        def objective(model, X, y, weights):
+            loss = F.cross_entropy(model(X), y, weights, reduction="sum")
+            return loss, weights[y].sum()
+
+        trainer.step(X, y, evenstep.shared(weights))
+
+    It may stand anywhere in the nesting of a batch of `step`, `evaluate` or `predict`. Objectives,
+    losses and metrics receive the plain tensor, without its graph. The shards of a device read
+    one copy of it, so they must not write to it; that is refused.
+
+    Args:
+        tensor: any tensor.
+
+    Raises:
+        BatchError: it is not a tensor.
+    """
+    return Shared(tensor)
 
 
 def shard_bounds(examples: int, shards: int) -> list[tuple[int, int]]:
@@ -44,12 +82,14 @@ class Part:
         bounds: the examples [lo, hi) of each shard.
         runs: the shards of each process; together all shards with examples, in order.
         rank: this process's number.
+        dim: the dimension that the examples lie along, of tensors that have it.
     """
 
     examples: int
     bounds: Sequence[tuple[int, int]]
     runs: tuple[range, ...]
     rank: int = 0
+    dim: int = 0
 
     @functools.cached_property
     def run(self) -> range:
@@ -74,16 +114,23 @@ class Cut:
 
     Attributes:
         part: the boundaries, and which process computes which shards.
-        views: for each shard that is held here, its slice of each tensor of the batch.
+        views: for each shard that is held here, its slice of each tensor of the batch; the whole
+            tensor where it is shared.
         structure: the nesting of the batch, which each shard has too.
         versions: how often each tensor of the batch had been written to when it was cut; None for
             tensors whose writes torch does not count.
+        shared: the places, among the tensors of the batch, of those that every shard gets whole.
+        copies: for each `place` of a device, its copies of the shared tensors.
     """
 
     part: Part
     views: Mapping[int, tuple[torch.Tensor, ...]]
     structure: optree.PyTreeSpec
     versions: Sequence[int | None] = ()
+    shared: Sequence[int] = ()
+    copies: dict[Place, dict[int, tuple[torch.Tensor, int | None]]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @functools.cached_property
     def bounds(self) -> Sequence[tuple[int, int]]:
@@ -100,18 +147,53 @@ class Cut:
         """The number of examples in each shard; 1 if only one shard has any."""
         return [1] if self.filled == 1 else [hi - lo for lo, hi in self.bounds]
 
-    def take(self, shard: int, place: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def take(self, shard: int, place: Place) -> Batch:
         """Return one shard as a batch, each tensor copied to a device by `place`.
 
         `place` gets a view and must return a copy in memory of its own: a shard is computed on
-        tensors of exactly its own shape, never on views at an odd offset of a larger one.
+        tensors of exactly its own shape, never on views at an odd offset of a larger one. A shared
+        tensor is copied once for each `place`.
         """
-        return self.structure.unflatten(map(place, self.views[shard]))
+        if not self.shared:
+            return self.structure.unflatten(map(place, self.views[shard]))
+        return self.structure.unflatten(
+            self._copy_of(number, view, place) if number in self.shared else place(view)
+            for number, view in enumerate(self.views[shard])
+        )
 
-    def join(self, shards: Sequence[int], place: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+    def _copy_of(self, number: int, tensor: torch.Tensor, place: Place) -> torch.Tensor:
+        copies = self.copies.setdefault(place, {})
+        if number not in copies:
+            copy = place(tensor)
+            copies[number] = copy, _version(copy)
+        return copies[number][0]
+
+    def refuse_written_copies(self) -> None:
+        """Refuse a shard that wrote to a shared tensor, which other shards read too.
+
+        Raises:
+            ContractError: the copy on a device was written to.
+        """
+        for copies in [*self.copies.values()]:
+            for copy, version in [*copies.values()]:
+                if _version(copy) != version:
+                    raise ContractError(
+                        f"a shard wrote to the tensor of shape {tuple(copy.shape)} that the batch "
+                        f"has as evenstep.shared(...), which the other shards read too: write to a "
+                        f"clone() of it"
+                    )
+
+    def join(self, shards: Sequence[int], place: Place) -> Batch:
         """Return some shards together as one batch, each tensor copied to a device by `place`."""
-        tensors = zip(*(self.views[shard] for shard in shards), strict=True)
-        return self.structure.unflatten(place(torch.cat(parts)) for parts in tensors)
+        tensors = [*zip(*(self.views[shard] for shard in shards), strict=True)]
+        return self.structure.unflatten(
+            place(
+                parts[0]
+                if number in self.shared
+                else torch.cat(parts, _dim_of(parts[0], self.part.dim))
+            )
+            for number, parts in enumerate(tensors)
+        )
 
     def lies_on(self, taken: Batch, device: Device) -> bool:
         """Whether all tensors of a shard returned by `take` are on `device`."""
@@ -137,7 +219,7 @@ NO_CUT = Cut(Part(0, (), (range(0),)), {}, optree.treespec_tuple())
 """Replaces the cut of a finished step, to release the batch."""
 
 
-def cut_batch(batch: Batch, shards: int, part: Part | None = None) -> Cut:
+def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0) -> Cut:
     """Cut `batch` into `shards` shards.
 
     Args:
@@ -145,49 +227,88 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None) -> Cut:
             process's examples of one.
         shards: V.
         part: this process's part of the minibatch; None for the only process.
+        dim: the dimension that the examples lie along, of tensors that have it; the first of
+            others. A `part` has its own.
 
     Raises:
         BatchError: the batch has no tensors, another kind of leaf, no examples, or tensors whose
-            first dimensions differ.
+            numbers of examples differ.
     """
     leaves, structure = optree.tree_flatten(batch)
-    here = _check_examples(batch, leaves, may_be_empty=part is not None)
-    tensors = [leaf.detach() for leaf in leaves]
+    dim = dim if part is None else part.dim
+    here = _check_examples(batch, leaves, dim, may_be_empty=part is not None)
+    tensors = [_tensor_of(leaf).detach() for leaf in leaves]
+    dims = [None if isinstance(leaf, Shared) else _dim_of(leaf, dim) for leaf in leaves]
     if part is None:
-        part = Part(here, shard_bounds(here, shards), (range(min(here, shards)),))
+        part = Part(here, shard_bounds(here, shards), (range(min(here, shards)),), dim=dim)
     elif here == part.examples:
-        tensors = [tensor[part.own] for tensor in tensors]
+        tensors = [
+            tensor
+            if along is None
+            else tensor.narrow(along, part.own.start or 0, part.own_examples)
+            for tensor, along in zip(tensors, dims, strict=True)
+        ]
     elif here != part.own_examples:
         raise BatchError(
             f"got a batch of {here} examples, but the loader's last batch has {part.examples}, "
             f"{part.own_examples} of them for this process: give step what epoch() yields"
         )
     sizes = [part.bounds[shard][1] - part.bounds[shard][0] for shard in part.run]
-    views = zip(*(tensor.split(sizes) for tensor in tensors), strict=True)
-    return Cut(part, dict(zip(part.run, views, strict=True)), structure, _versions(leaves))
+    pieces = [
+        [tensor] * len(sizes) if along is None else tensor.split(sizes, along)
+        for tensor, along in zip(tensors, dims, strict=True)
+    ]
+    views = dict(zip(part.run, zip(*pieces, strict=True), strict=True))
+    shared = [number for number, along in enumerate(dims) if along is None]
+    return Cut(part, views, structure, _versions(tensors), shared)
 
 
-def cut_whole_batch(batch: Batch, shards: int, step: int = 0) -> Cut:
+def cut_whole_batch(batch: Batch, shards: int, step: int = 0, dim: int = 0) -> Cut:
     """Cut a batch for the only process; `step` does not matter."""
-    return cut_batch(batch, shards)
+    return cut_batch(batch, shards, dim=dim)
 
 
-def count_examples(batch: Batch) -> int:
-    """Return the first dimension of all tensors of `batch`. Raises BatchError like `cut_batch`."""
-    return _check_examples(batch, optree.tree_leaves(batch))
+def count_examples(batch: Batch, dim: int = 0) -> int:
+    """Return the number of examples in `batch`. Raises BatchError like `cut_batch`."""
+    return _check_examples(batch, optree.tree_leaves(batch), dim)
+
+
+def without_examples(batch: Batch, dim: int = 0) -> Batch:
+    """Return a batch like `batch` with 0 examples."""
+    return optree.tree_map(
+        lambda leaf: leaf if isinstance(leaf, Shared) else leaf.narrow(_dim_of(leaf, dim), 0, 0),
+        batch,
+    )
+
+
+def _tensor_of(leaf: torch.Tensor | Shared) -> torch.Tensor:
+    return leaf.tensor if isinstance(leaf, Shared) else leaf
+
+
+def _dim_of(tensor: torch.Tensor, dim: int) -> int:
+    """Return the dimension that the examples of a tensor lie along."""
+    return dim if dim < tensor.ndim else 0
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
     """Return how often each tensor was written to; a view shares the count of its base."""
-    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [*map(_version, tensors)]
 
 
-def _check_examples(batch: Batch, leaves: Sequence[object], *, may_be_empty: bool = False) -> int:
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _check_examples(
+    batch: Batch, leaves: Sequence[object], dim: int, *, may_be_empty: bool = False
+) -> int:
     lengths = {
-        leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None for leaf in leaves
+        leaf.shape[_dim_of(leaf, dim)] if isinstance(leaf, torch.Tensor) and leaf.ndim else None
+        for leaf in leaves
+        if not isinstance(leaf, Shared)
     }
     if len(lengths) != 1 or None in lengths:
-        _refuse(batch)
+        _refuse(batch, dim)
     (examples,) = lengths
     assert examples is not None
     if not examples and not may_be_empty:
@@ -195,19 +316,32 @@ def _check_examples(batch: Batch, leaves: Sequence[object], *, may_be_empty: boo
     return examples
 
 
-def _refuse(batch: Batch) -> NoReturn:
-    """Raise the error for a batch whose tensors don't all have the same first dimension."""
+def _refuse(batch: Batch, dim: int) -> NoReturn:
+    """Raise the error for a batch whose tensors don't all have the same number of examples."""
     paths, leaves, _ = optree.tree_flatten_with_path(batch)
     if not leaves:
         raise BatchError("got a batch without tensors: give at least one, examples first")
     names = ["batch" + "".join(f"[{step!r}]" for step in path) for path in paths]
+    cut = {}
     for name, leaf in zip(names, leaves, strict=True):
+        if isinstance(leaf, Shared):
+            continue
         if not isinstance(leaf, torch.Tensor):
             kind = type(leaf).__name__
             raise BatchError(f"{name} is of type {kind}: give tensors, examples first")
         if leaf.ndim == 0:
-            raise BatchError(f"{name} is a single number: give tensors, examples first")
-    got = ", ".join(f"{name} has {len(leaf)}" for name, leaf in zip(names, leaves, strict=True))
+            raise BatchError(
+                f"{name} is a single number: give tensors, examples first, or "
+                f"evenstep.shared(tensor) for one that every shard needs"
+            )
+        cut[name] = leaf.shape[_dim_of(leaf, dim)]
+    if not cut:
+        raise BatchError(
+            "got a batch of nothing but shared tensors: give at least one that has examples"
+        )
+    where = f"dimension {dim}, or the first of a tensor without it" if dim else "first dimension"
+    got = ", ".join(f"{name} has {examples}" for name, examples in cut.items())
     raise BatchError(
-        f"the tensors of a batch need the same number of examples (first dimension), but {got}"
+        f"the tensors of a batch need the same number of examples ({where}), but {got}; give one "
+        f"that every shard needs whole as evenstep.shared(tensor)"
     )

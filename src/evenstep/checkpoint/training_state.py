@@ -18,7 +18,7 @@ from evenstep.checkpoint.codec import Encoded, Tree
 from evenstep.checkpoint.files import read_checkpoint
 from evenstep.data import Cursor
 from evenstep.errors import CheckpointError, InputError
-from evenstep.experiment import Experiment
+from evenstep.experiment import LATER, Experiment
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
@@ -233,7 +233,20 @@ def _names(kind: Any) -> dict[str, str]:
 def _as_dict(value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
-    return {key: _as_dict(getattr(value, name)) for key, name in _names(value).items()}
+    names = _names(value).items()
+    left_out = {
+        field.name
+        for field in dataclasses.fields(value)
+        if LATER.items() <= field.metadata.items()
+        and getattr(value, field.name) == _default_of(field)
+    }
+    return {key: _as_dict(getattr(value, name)) for key, name in names if name not in left_out}
+
+
+def _default_of(field: dataclasses.Field[Any]) -> object:
+    if field.default_factory is dataclasses.MISSING:
+        return field.default
+    return field.default_factory()
 
 
 def _read(kind: Any, value: Any, key: str) -> Any:

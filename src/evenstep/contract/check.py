@@ -37,7 +37,7 @@ class ContractReport:
 def check_contract(
     replica: Replica,
     work: ShardWork,
-    pair: Sequence[Batch],
+    pair: Sequence[tuple[Batch, int]],
     objective: ShardObjective,
     *,
     seed: int,
@@ -48,8 +48,8 @@ def check_contract(
     Args:
         replica: computes the shards; its parameters and buffers are left as they are.
         work: a shard of the batch.
-        pair: the examples of two neighbouring shards together, of the first, and of the second;
-            empty if there are no two.
+        pair: the examples of two neighbouring shards together, of the first, and of the second,
+            each with their number; empty if there are no two.
         objective: computes a shard's loss as (total, count).
         seed: the seed of the shard's random numbers.
         separable: whether to refuse an objective that doesn't add up over the shards.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import optree
 import torch
 from torch import nn
 
@@ -74,12 +75,15 @@ def compute_twice(
 
 
 def _compute(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardResult:
+    own = optree.tree_map(torch.clone, work.batch)  # a shard may write to its examples
     leaves: list[torch.Tensor] = []
     gradients: list[torch.Tensor | None] = []
     values: list[PartialSum] = []
 
-    def watched(model: nn.Module, batch: Batch, alone: bool) -> tuple[torch.Tensor, Number]:
-        total, count = objective(model, batch, alone)
+    def watched(
+        model: nn.Module, batch: Batch, examples: int | None
+    ) -> tuple[torch.Tensor, Number]:
+        total, count = objective(model, batch, examples)
         leaves.extend(leaves_of(total, replica, batch))
         gradients.extend(leaf.grad for leaf in leaves)
         _give_gradients(leaves, [None] * len(leaves))
@@ -88,7 +92,7 @@ def _compute(replica: Replica, work: ShardWork, objective: ShardObjective) -> Sh
     try:
         leaf = compute_shard(
             replica,
-            work,
+            work._replace(batch=own),
             objective=watched,
             tree=TreeSum(tree_plan(1, 1), add),
             may_accumulate=False,

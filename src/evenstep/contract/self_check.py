@@ -16,6 +16,7 @@ from evenstep.errors import ContractError, InputError
 from evenstep.experiment import Experiment
 from evenstep.replicas import Replicas
 from evenstep.shard.forward_backward import ShardWork
+from evenstep.shard.lockstep import shard_here
 from evenstep.shard.loss import ShardObjective
 
 logger = logging.getLogger("evenstep")
@@ -35,6 +36,7 @@ class SelfCheck:
         replicas: the replicas of the model.
         engine: runs the check in a lane.
         objective: computes a shard's loss as (total, count).
+        side_by_side: whether a batch's shards can call `all_gather`.
 
     Attributes:
         due_at: the number of the next step with a check.
@@ -52,12 +54,15 @@ class SelfCheck:
         replicas: Replicas,
         engine: Engine,
         objective: ShardObjective,
+        *,
+        side_by_side: bool,
     ) -> None:
         self._every = _interval(check)
         self._experiment = experiment
         self._replicas = replicas
         self._engine = engine
         self._objective = objective
+        self._side_by_side = side_by_side
         self._failures = 0
         self._is_half_done = False  # all but the comparison of two shards
         self.due_at: float = 0 if self._every else math.inf
@@ -124,28 +129,35 @@ class SelfCheck:
         replica = self._replicas.all[self._engine.lane_here]
         place = self._experiment.placement(replica.device)
         first, *others = shards
-        lo, hi = cut.bounds[first]
-        alone = cut.filled == 1
+        examples = [hi - lo for lo, hi in cut.bounds]
         work = ShardWork(
             first,
             cut.take(first, place),
-            1 if alone else hi - lo,
-            alone,
+            None if cut.filled == 1 else examples[first],
             seed if draws else None,
             draws,
             self._experiment.autocast_dtype,
         )
-        pair: list[Batch] = []
+        pair: list[tuple[Batch, int]] = []
         if others:
-            pair = [cut.join(shards, place), *(cut.take(shard, place) for shard in shards)]
-        self.report = check_contract(
-            replica,
-            work,
-            pair,
-            self._objective,
-            seed=seed,
-            separable=self._experiment.separable,
-        )
+            pair = [(cut.join(shards, place), sum(examples[shard] for shard in shards))]
+            pair += [(cut.take(shard, place), examples[shard]) for shard in shards]
+        meets_others = self._side_by_side or work.alone
+        outside = shard_here.set(None if meets_others else "apart")
+        try:
+            self.report = check_contract(
+                replica,
+                work,
+                pair,
+                self._objective,
+                seed=seed,
+                separable=self._experiment.separable,
+            )
+        except ContractError:
+            cut.refuse_written_copies()  # says it more exactly
+            raise
+        finally:
+            shard_here.reset(outside)
         logger.debug(f"the contract of a step was checked in {self.report.seconds:.3f} s")
 
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from evenstep.batch import Batch, count_examples
+from evenstep.batch import Batch
 from evenstep.contract.constant_numbers import ConstantNumbers
-from evenstep.errors import ContractError
+from evenstep.errors import ContractError, EvenstepError
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica
 from evenstep.shard.evaluation import evaluation_mode
 from evenstep.shard.forward_backward import ShardWork
+from evenstep.shard.lockstep import shard_here
 from evenstep.shard.loss import ShardObjective
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; 0.03 for narrower dtypes
@@ -25,10 +26,14 @@ class Loss(NamedTuple):
 
     total: float
     divisor: float
+    dtype: torch.dtype
 
 
 def judge_separability(
-    replica: Replica, work: ShardWork, pair: Sequence[Batch], objective: ShardObjective
+    replica: Replica,
+    work: ShardWork,
+    pair: Sequence[tuple[Batch, int]],
+    objective: ShardObjective,
 ) -> str:
     """Compute two shards together and apart, in evaluation mode, and compare within rounding.
 
@@ -40,25 +45,70 @@ def judge_separability(
     Raises:
         ContractError: the objective doesn't add up over the shards.
     """
-    losses, numbers = [], ConstantNumbers()
-    autocasting = autocast(replica.device.kind, work.precision)
+    numbers, autocasting = ConstantNumbers(), autocast(replica.device.kind, work.precision)
+
+    def compute(batch: Batch, examples: int) -> Loss:
+        if replica.buffers:
+            replica.changed_buffers()
+            replica.open_shard()
+        total, count = objective(replica.module, batch, examples)
+        return Loss(float(total.detach()), float(count), total.dtype)
+
     try:
         with evaluation_mode(replica.module), autocasting, numbers:
-            for batch in pair:
-                if replica.buffers:
-                    replica.changed_buffers()
-                    replica.open_shard()
-                total, count = objective(replica.module, batch, False)
-                losses.append(Loss(float(total.detach()), float(count)))
+            together = compute(*pair[0])
+            apart = _computed_apart(compute, pair[1:])
     except Exception as error:  # the model may not be made for evaluation mode
         return f"in evaluation mode it raises {type(error).__name__}: {error}"
     if numbers.unknown:
         return f"in evaluation mode it draws random numbers by {numbers.unknown[0]}"
-    tolerance = _tolerance(total.dtype, work.precision)
-    together, *apart = losses
+    tolerance = _tolerance(together.dtype, work.precision)
     if not _adds_up(together, apart, tolerance):
-        raise ContractError(_explain(together, apart, count_examples(pair[0])))
+        raise ContractError(_explain(together, apart, pair[0][1]))
     return ""
+
+
+def _computed_apart(
+    compute: Callable[[Batch, int], Loss], parts: Sequence[tuple[Batch, int]]
+) -> list[Loss]:
+    """Compute shards one after the other; again after each call of `all_gather` that they make.
+
+    A call needs the rows of all shards, which are known when every shard has come to it.
+    """
+    known: list[torch.Tensor] = []
+    while True:
+        shards = [_Rehearsal(known) for _ in parts]
+        losses = []
+        for shard, part in zip(shards, parts, strict=True):
+            outside = shard_here.set(shard if shard_here.get() is None else "apart")
+            try:
+                losses.append(compute(*part))
+            except _RowsMissingError:
+                pass
+            finally:
+                shard_here.reset(outside)
+        if len(losses) == len(parts):
+            return losses
+        known.append(torch.cat([shard.brought[len(known)] for shard in shards]))
+
+
+class _Rehearsal:
+    """Gives a shard the rows that all shards have brought to each call of `all_gather` before."""
+
+    def __init__(self, known: Sequence[torch.Tensor]) -> None:
+        self._known = known
+        self.brought: list[torch.Tensor] = []
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all shards; raise if other shards have not come here yet."""
+        self.brought.append(rows.detach())
+        if len(self.brought) > len(self._known):
+            raise _RowsMissingError
+        return self._known[len(self.brought) - 1]
+
+
+class _RowsMissingError(EvenstepError):
+    """A shard has called `all_gather` for which other shards have not brought their rows."""
 
 
 def _tolerance(dtype: torch.dtype, precision: torch.dtype | None) -> float:
@@ -66,7 +116,8 @@ def _tolerance(dtype: torch.dtype, precision: torch.dtype | None) -> float:
 
 
 def _adds_up(together: Loss, apart: Sequence[Loss], tolerance: float) -> bool:
-    for ours, parts in zip(together, zip(*apart, strict=True), strict=True):
+    totals, divisors = [shard.total for shard in apart], [shard.divisor for shard in apart]
+    for ours, parts in ((together.total, totals), (together.divisor, divisors)):
         scale = sum(map(abs, parts)) + _ABSOLUTE * abs(together.divisor)
         if abs(ours - sum(parts)) > tolerance * scale:
             return False

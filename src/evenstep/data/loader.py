@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard
 
-import optree
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from evenstep.batch import Batch, Part
+from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
 from evenstep.data.order import Cursor, epoch_order
 from evenstep.data.seeded import SeededExamples
@@ -44,6 +44,7 @@ class Loader:
         shuffle: bool = True,
         drop_last: bool = False,
         workers: int = 0,
+        collate: Callable[[list[Any]], Batch] | None = None,
     ) -> None:
         """Check the arguments. Nothing is read or started.
 
@@ -57,6 +58,9 @@ class Loader:
             workers: number of processes that fetch examples; 0: the calling thread fetches them.
                 Not used for a `TensorDataset`, which computes nothing. At most 12 for each process
                 when several processes train together.
+            collate: makes a batch of a list of examples; it may lay them along another dimension
+                than the first (`batch_dim`), and mark tensors as `evenstep.shared`. None: as
+                torch's `DataLoader` does. With several processes it gets a part of a batch.
 
         Raises:
             DataError: the data set has no length, or no examples.
@@ -72,6 +76,7 @@ class Loader:
         self.shuffle = shuffle
         self.drop_last = drop_last
         self.workers = workers
+        self.collate = collate
         self.examples = _count(dataset)
 
     def __len__(self) -> int:
@@ -110,7 +115,12 @@ class Loader:
     def in_order(self) -> Loader:
         """Return a loader of the same data set that visits all examples without shuffling."""
         return Loader(
-            self.dataset, self.batch_size, seed=self.seed, shuffle=False, workers=self.workers
+            self.dataset,
+            self.batch_size,
+            seed=self.seed,
+            shuffle=False,
+            workers=self.workers,
+            collate=self.collate,
         )
 
     def size_of(self, step: int) -> int:
@@ -153,7 +163,7 @@ class Loader:
     def _batches(
         self, epoch: int, indices: Iterable[torch.Tensor], most_workers: int | None = None
     ) -> Iterator[Batch]:
-        if _is_indexable(self.dataset):
+        if _is_indexable(self.dataset) and self.collate is None:
             for index in indices:
                 yield _rows(self.dataset.tensors, index)
         else:
@@ -162,18 +172,21 @@ class Loader:
 
     def _parts(self, cursor: Cursor, indices: list[torch.Tensor], part: PartOf) -> Iterator[Batch]:
         """Yield parts of batches. An empty part is an example of the batch, cut to length 0."""
-        empty: set[int] = set()
+        empty: dict[int, int] = {}
 
         def own() -> Iterator[torch.Tensor]:
             for number, index in enumerate(indices, cursor.step):
-                mine = index[part(number, len(index)).own]
+                own_part = part(number, len(index))
+                mine = index[own_part.own]
                 if not len(mine):
-                    empty.add(number)
+                    empty[number] = own_part.dim
                 yield mine if len(mine) else index[:1]
 
         batches = self._batches(cursor.epoch, own(), most_workers=MOST_WORKERS_FOR_PARTS)
         for number, batch in enumerate(batches, cursor.step):
-            yield optree.tree_map(_none_of, batch) if number in empty else batch
+            if number in empty:
+                batch = without_examples(batch, empty[number])
+            yield batch
 
     def _collated(
         self, epoch: int, indices: Iterable[torch.Tensor], workers: int
@@ -183,6 +196,7 @@ class Loader:
                 SeededExamples(self.dataset, self.seed, epoch),
                 batch_sampler=(index.tolist() for index in indices),
                 num_workers=workers,
+                collate_fn=self.collate,
                 # Without a generator, a DataLoader draws from the global one.
                 generator=torch.Generator().manual_seed(derive_seed("workers", self.seed, epoch)),
             )
@@ -193,10 +207,6 @@ class Loader:
             if workers:
                 # Its `__del__` does this too, but not while a traceback holds it.
                 batches._shutdown_workers()
-
-
-def _none_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor[:0]
 
 
 def _rows(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> Batch:

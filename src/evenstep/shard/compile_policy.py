@@ -116,7 +116,7 @@ class ShardPrograms:
         return programs
 
     def _find(self, cut: Cut, objective: ShardObjective) -> dict[int, Program]:
-        compiler, alone = self._compiler_for(objective), cut.filled == 1
+        compiler = self._compiler_for(objective)
         place = self._experiment.placement(self._replicas.home.device)
         found: dict[int, Program] = {}
         for shard in cut.part.run:
@@ -124,9 +124,10 @@ class ShardPrograms:
             if hi - lo in found:
                 continue
             example, compiled = cut.take(shard, place), compiler.compiled
-            found[hi - lo] = program = compiler.program(example, alone=alone)
+            examples = None if cut.filled == 1 else hi - lo
+            found[hi - lo] = program = compiler.program(example, examples=examples)
             if compiler.compiled > compiled and self.result == Hybridized():
-                self.result = self._compare(compiler, program, example, alone=alone)
+                self.result = self._compare(compiler, program, example, examples)
             elif compiler.compiled > compiled:
                 self.result = dataclasses.replace(self.result)
         return found
@@ -142,7 +143,7 @@ class ShardPrograms:
         return self._compiler
 
     def _compare(
-        self, compiler: ShardCompiler, program: Program, example: Batch, *, alone: bool
+        self, compiler: ShardCompiler, program: Program, example: Batch, examples: int | None
     ) -> Hybridized:
         """Compare the compiled shard with the eager one: its gradients, and its time."""
         home = self._replicas.home
@@ -152,7 +153,7 @@ class ShardPrograms:
             return program.run(parameters, home.buffers, example)
 
         def eager() -> Outcome:
-            return compiler.eager(example, alone=alone)
+            return compiler.eager(example, examples=examples)
 
         with intra_op_threads(self._experiment.threads):
             with ShardRandomness(0):

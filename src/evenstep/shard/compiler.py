@@ -141,12 +141,12 @@ class ShardCompiler:
         self._found: tuple[_Compiled, Sequence[Any]] | None = None
         self.compiled = 0
 
-    def program(self, batch: Batch, *, alone: bool) -> Program:
+    def program(self, batch: Batch, *, examples: int | None) -> Program:
         """Return the program for shards like `batch`, for the model as it is now.
 
         Args:
             batch: a shard's examples, in the memory layout that the lanes will use.
-            alone: whether the shard is the whole minibatch.
+            examples: the number of examples; None for a shard that is the whole minibatch.
 
         Raises:
             NotCompiledError: the shard can't be compiled.
@@ -161,7 +161,7 @@ class ShardCompiler:
             warnings.simplefilter("ignore")  # torch's, about torch
             try:
                 result = self._traced(
-                    self._whole, self._names, parameters, wanted, buffers, batch, alone
+                    self._whole, self._names, parameters, wanted, buffers, batch, examples
                 )
             except Exception as error:
                 raise NotCompiledError(_reason(error)) from error
@@ -179,10 +179,10 @@ class ShardCompiler:
             compiled.learn(arguments, result, parameters)
         return program
 
-    def eager(self, batch: Batch, *, alone: bool) -> Outcome:
+    def eager(self, batch: Batch, *, examples: int | None) -> Outcome:
         """Return the shard's outcome without compiling."""
         with in_modes(PLAIN), autocast("cpu", self._precision):
-            return _joint(self._whole, self._names, *self._state(), batch, alone)
+            return _joint(self._whole, self._names, *self._state(), batch, examples)
 
     def _state(self) -> tuple[Tensors, list[bool], Tensors]:
         # Detached, to tell them from parameters that the objective takes from outside.
@@ -269,9 +269,9 @@ class _Whole(nn.Module):
         self.model = model
         self.__dict__["objective"] = objective  # a loss with buffers is not a part of the model
 
-    def forward(self, batch: Batch, alone: bool) -> tuple[torch.Tensor, Number]:
+    def forward(self, batch: Batch, examples: int | None) -> tuple[torch.Tensor, Number]:
         objective: ShardObjective = self.__dict__["objective"]
-        return objective(self.model, batch, alone)
+        return objective(self.model, batch, examples)
 
 
 def _joint(
@@ -281,7 +281,7 @@ def _joint(
     wanted: list[bool],
     buffers: Tensors,
     batch: Batch,
-    alone: bool,
+    examples: int | None,
 ) -> Outcome:
     """Compute a shard, forward and backward; Dynamo traces this."""
     leaves = [
@@ -290,7 +290,7 @@ def _joint(
     ]
     own = [buffer.clone() for buffer in buffers]
     values = dict(zip(names, [*leaves, *own], strict=True))
-    total, count = functional_call(whole, values, (batch, alone))
+    total, count = functional_call(whole, values, (batch, examples))
     learning = [leaf for leaf in leaves if leaf.requires_grad]
     found = iter(torch.autograd.grad(total, learning, allow_unused=True))
     gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TypeAlias
 
@@ -10,7 +10,7 @@ import optree
 import torch
 from torch import nn
 
-from evenstep.batch import Batch, count_examples
+from evenstep.batch import Batch
 from evenstep.batch.rng import ShardRandomness
 from evenstep.errors import ModelError
 from evenstep.experiment import autocast
@@ -58,20 +58,52 @@ def predict_shard(replica: Replica, work: ShardWork, forward: Forward) -> Batch:
     """Return the output for one shard, on the CPU; the model is not changed.
 
     Raises:
-        ModelError: the output doesn't have one row for each example.
+        ModelError: the output holds something else than tensors.
     """
     with _undisturbed(replica, work):
         output = forward(replica.module, *work.batch)
-        examples = count_examples(work.batch)
-        for tensor in optree.tree_leaves(output):
-            shape = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else None
-            if shape is None or shape[:1] != (examples,):
-                got = f"a {type(tensor).__name__}" if shape is None else f"of shape {shape}"
+        for leaf in optree.tree_leaves(output):
+            if not isinstance(leaf, torch.Tensor):
                 raise ModelError(
-                    f"the output for {examples} examples is {got}: predict needs tensors with a "
-                    f"row for each example"
+                    f"the output for {work.examples or 'all'} examples is a {type(leaf).__name__}: "
+                    f"predict needs tensors with a row for each example"
                 )
         return optree.tree_map(torch.Tensor.cpu, output)
+
+
+def join_outputs(outputs: Sequence[Batch], examples: Sequence[int], dims: Sequence[int]) -> Batch:
+    """Join the outputs of shards along the dimension that their examples lie along.
+
+    Args:
+        outputs: the output of each shard, of one nesting.
+        examples: the number of examples of each shard.
+        dims: the dimensions that the examples may lie along.
+
+    Raises:
+        ModelError: in none of `dims`, or in several, does every output have a row for each example.
+    """
+    return optree.tree_map(
+        lambda *rows: torch.cat(rows, _dim_of_rows(rows, examples, dims)), *outputs
+    )
+
+
+def _dim_of_rows(rows: Sequence[torch.Tensor], examples: Sequence[int], dims: Sequence[int]) -> int:
+    fitting = [*dims]
+    for tensor, size in zip(rows, examples, strict=True):
+        shape = tuple(tensor.shape)
+        fitting = [dim for dim in fitting if shape[dim : dim + 1] == (size,)]
+        if not fitting:
+            where = " or ".join(f"along dimension {dim}" for dim in dims)
+            raise ModelError(
+                f"the output for {size} examples is of shape {shape}: predict needs tensors with "
+                f"a row for each example{f' {where}' if any(dims) else ''}"
+            )
+    if len(fitting) > 1:
+        raise ModelError(
+            f"the examples of an output of shape {tuple(rows[0].shape)} may lie along dimension "
+            f"{fitting[0]} or {fitting[1]}: give predict dim={fitting[0]} or dim={fitting[1]}"
+        )
+    return fitting[0]
 
 
 @contextmanager

@@ -40,8 +40,7 @@ class ShardWork(NamedTuple):
     Attributes:
         shard: the shard's number.
         batch: the shard's examples, in the replica's memory.
-        weight: the number of examples; 1 for a shard that is the whole batch.
-        alone: whether the shard is the whole batch.
+        examples: the number of examples; None for a shard that is the whole batch.
         random_seed: the seed of the shard's random ops; None for a model without any.
         watch_backward: whether to look for random ops in the backward pass, and refuse them.
         precision: the dtype that autocast computes in; None for the parameters' own.
@@ -50,12 +49,21 @@ class ShardWork(NamedTuple):
 
     shard: int
     batch: Batch
-    weight: int
-    alone: bool
+    examples: int | None
     random_seed: int | None
     watch_backward: bool
     precision: torch.dtype | None
     program: Program | None = None
+
+    @property
+    def alone(self) -> bool:
+        """Whether the shard is the whole batch."""
+        return self.examples is None
+
+    @property
+    def weight(self) -> int:
+        """The shard's weight in a mean over the batch's examples."""
+        return 1 if self.examples is None else self.examples
 
 
 def compute_shard(
@@ -164,10 +172,10 @@ def _run_eagerly(
 def _forward_backward(replica: Replica, work: ShardWork, objective: ShardObjective) -> Leaf:
     randomness = None if work.random_seed is None else ShardRandomness(work.random_seed)
     if randomness is None and work.precision is None:
-        total, count = objective(replica.module, work.batch, work.alone)
+        total, count = objective(replica.module, work.batch, work.examples)
     else:
         with randomness or nullcontext(), autocast(replica.device.kind, work.precision):
-            total, count = objective(replica.module, work.batch, work.alone)
+            total, count = objective(replica.module, work.batch, work.examples)
     if total.requires_grad:
         if not replica.has_learned:
             _refuse_outer_model(total, replica)

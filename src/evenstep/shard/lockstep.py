@@ -1,20 +1,25 @@
-"""Runs all shards of a step side by side, so that a layer can sum values over the whole batch.
+"""Runs all shards of a step side by side, so that they can exchange values over the whole batch.
 
-A shard alone doesn't know what such a layer needs (batch normalisation's statistics). So all of a
-step's shards are in progress at once, each in a thread of its own with a replica of its own. A
-device still runs one of its shards at a time; when that one has to wait for shards elsewhere, the
-device switches to its next one.
+A shard alone doesn't know what some layers and losses need: batch normalisation's statistics, the
+other examples of a contrastive loss (`all_gather`). So all of a step's shards are in progress at
+once, each in a thread of its own with a replica of its own. A device still runs one of its shards
+at a time; when that one has to wait for shards elsewhere, the device switches to its next one.
 """
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from contextvars import ContextVar
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+from torch.autograd.function import once_differentiable
 
 from evenstep.collectives import tree_sum
-from evenstep.errors import EvenstepError, ModelError
+from evenstep.errors import ContractError, EvenstepError
 
 T = TypeVar("T")
 
@@ -83,10 +88,11 @@ class Lockstep:
                 f"{key} was reached by {_listed(brought)}"
                 for key, brought in sorted(self._brought.items(), key=lambda item: str(item[0]))
             )
-            raise ModelError(
+            raise ContractError(
                 f"the shards of the batch wait for each other at different places: {places}, of "
-                f"{self._shards} shards. With batch_norm='sync' every shard must go through the "
-                f"same BatchNorm layers: use batch_norm='shard' for a model that branches"
+                f"{self._shards} shards. Every shard must make the same calls of "
+                f"evenstep.all_gather, and with batch_norm='sync' go through the same BatchNorm "
+                f"layers: use batch_norm='shard' for a model that branches"
             )
 
 
@@ -95,7 +101,7 @@ class ShardInStep:
 
     Args:
         lockstep: the step's shards.
-        number: this shard's number.
+        number: this shard's number, also an attribute.
         device_is_free: held while a shard of the device runs.
         note: called with every turn, at its end.
     """
@@ -108,10 +114,11 @@ class ShardInStep:
         note: Callable[[Turn], object],
     ) -> None:
         self._lockstep = lockstep
-        self._number = number
+        self.number = number
         self._device_is_free = device_is_free
         self._note = note
         self._began_s = 0.0
+        self._gathers = 0
 
     def run(self, function: Callable[[], T]) -> T | None:
         """Return `function()`, called when the device is free; None if the step was stopped.
@@ -119,7 +126,7 @@ class ShardInStep:
         An exception from `function` stops the step for all shards.
 
         Raises:
-            ModelError: other shards wait for a value that this shard has not brought.
+            ContractError: other shards wait for a value that this shard has not brought.
         """
         self._begin_turn()
         try:
@@ -142,7 +149,7 @@ class ShardInStep:
             value: this shard's value; it must not be changed afterwards.
             add: `add(left, right)`; it must not change its arguments.
         """
-        if not self._lockstep.bring(self._number, key, value, add):
+        if not self._lockstep.bring(self.number, key, value, add):
             self._end_turn()
             try:
                 self._lockstep.wait_for(key)
@@ -151,13 +158,113 @@ class ShardInStep:
         total: T = self._lockstep.sum_of(key)
         return total
 
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all shards, in the order of the shards (see `all_gather`)."""
+        if rows.ndim == 0:
+            raise ContractError(
+                "evenstep.all_gather got a single number: give a tensor with a row for each example"
+            )
+        self._gathers += 1
+        gathered: torch.Tensor = _Gather.apply(  # type: ignore[no-untyped-call]
+            rows, self, f"call {self._gathers} of all_gather"
+        )
+        return gathered
+
     def _begin_turn(self) -> None:
         self._device_is_free.acquire()
         self._began_s = time.perf_counter()
 
     def _end_turn(self) -> None:
-        self._note((self._number, self._began_s, time.perf_counter()))
+        self._note((self.number, self._began_s, time.perf_counter()))
         self._device_is_free.release()
+
+
+class Gathers(Protocol):
+    """Has the rows of all shards for `all_gather`."""
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the rows of all shards, given one shard's."""
+
+
+shard_here: ContextVar[Gathers | Literal["apart"] | None] = ContextVar("shard", default=None)
+"""The shard that the calling thread computes: "apart" if it can't meet the batch's other shards;
+None outside of steps, and for a shard that is the whole batch."""
+
+
+def all_gather(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the rows of `tensor` of all shards of the step, in the order of the batch.
+
+    Call it in an objective, a metric or a model's `forward`, where a loss needs the whole batch: as
+    keys of a contrastive loss, of which each shard computes the terms of its own examples.
+
+        def objective(model, images, texts, index):
+            image, text = model(images, texts)
+            logits = image @ evenstep.all_gather(text).T
+            return F.cross_entropy(logits, index, reduction="sum"), len(index)
+
+        trainer.step(images, texts, torch.arange(len(images)))
+
+    Value and gradient are those of the whole batch: in the backward pass, the gradients of all
+    shards with respect to the result are summed in the canonical tree, and each shard gets its own
+    rows of the sum. The trainer needs `side_by_side=True` (or `batch_norm="sync"`), and all shards
+    of a step must make the same calls. A batch with one shard, and code outside of a trainer, gets
+    `tensor` itself.
+
+    Args:
+        tensor: of shape (rows, ...); the number of rows may differ between shards.
+
+    Returns:
+        A tensor of shape (rows of all shards, ...).
+
+    Raises:
+        ContractError: the shards are not computed side by side, or they bring tensors of different
+            shapes or dtypes.
+    """
+    if torch.compiler.is_compiling():
+        raise ContractError("evenstep.all_gather can't be compiled")
+    shard = shard_here.get()
+    if shard is None:
+        return tensor
+    if isinstance(shard, str):
+        raise ContractError(
+            "evenstep.all_gather was called in one of several shards of a batch that are not "
+            "computed side by side: give the trainer side_by_side=True"
+        )
+    return shard.gather(tensor)
+
+
+class _Gather(torch.autograd.Function):
+    """Concatenates the rows of all shards; sums the gradients of all shards, and cuts them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, shard: ShardInStep, place: str) -> torch.Tensor:
+        own = (rows.detach().clone(),)  # the shard may write to its rows while others still read
+        brought = shard.sum_over_shards(place, own, operator.add)
+        _refuse_unlike(brought, place)
+        first = sum(map(len, brought[: shard.number]))
+        ctx.given = shard, place, slice(first, first + len(rows))
+        return torch.cat(brought)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        shard, place, own = ctx.given
+        total = shard.sum_over_shards(f"the backward pass of {place}", gradients[0], torch.add)
+        return total[own].clone(), None, None
+
+
+def _refuse_unlike(brought: Sequence[torch.Tensor], place: str) -> None:
+    """Refuse rows that can't be concatenated, or that would be cast."""
+    kinds = [(tuple(rows.shape[1:]), rows.dtype) for rows in brought]
+    for shard, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            ours, theirs = (
+                f"rows of shape {shape} and {dtype}" for shape, dtype in (kinds[0], kind)
+            )
+            raise ContractError(
+                f"{place}: shard 0 brought {ours}, shard {shard} {theirs}: all shards must bring "
+                f"rows of one shape and dtype"
+            )
 
 
 class _StoppedError(EvenstepError):

@@ -16,18 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from evenstep.batch import Batch, count_examples
+from evenstep.batch import Batch
 from evenstep.errors import ModelError
 
 Number: TypeAlias = "torch.Tensor | float"
 UserObjective: TypeAlias = Callable[..., "tuple[torch.Tensor, Number]"]
 """`objective(model, *batch) -> (total, count)`; total is a scalar tensor that has a graph."""
 
-ShardObjective: TypeAlias = Callable[[nn.Module, Batch, bool], "tuple[torch.Tensor, Number]"]
-"""`(model, batch, alone) -> (total, count)`.
+ShardObjective: TypeAlias = Callable[
+    [nn.Module, Batch, "int | None"], "tuple[torch.Tensor, Number]"
+]
+"""`(model, batch, examples) -> (total, count)`.
 
-`alone` says that the shard is the whole batch: its total is then the mean and its count 1, so that
-training with one shard is the plain loop `loss.backward()`, bit for bit.
+`examples` is the number of examples in the shard. It is None for a shard that is the whole batch:
+its total is then the mean and its count 1, so that training with one shard is the plain loop
+`loss.backward()`, bit for bit.
 """
 
 Loss: TypeAlias = Callable[..., torch.Tensor]
@@ -85,26 +88,29 @@ class _PlacedLoss:
 
 
 def _user_objective(
-    objective: UserObjective, model: nn.Module, batch: Batch, alone: bool
+    objective: UserObjective, model: nn.Module, batch: Batch, examples: int | None
 ) -> tuple[torch.Tensor, Number]:
     total, count = objective(model, *batch)
     _check_scalar(total, "the objective's total")
-    return (total / count, 1) if alone else (total, count)
+    return (total / count, 1) if examples is None else (total, count)
 
 
 def _mean_objective(
-    loss: _PlacedLoss, model: nn.Module, batch: Batch, alone: bool
+    loss: _PlacedLoss, model: nn.Module, batch: Batch, examples: int | None
 ) -> tuple[torch.Tensor, Number]:
     source, targets = split_batch(batch)
     output = model(source)
     mean = loss.on(optree.tree_leaves(batch)[0].device)(output, *targets)
     _check_scalar(mean, "the loss")
-    examples = count_examples(batch)
-    return (mean, 1) if alone else (mean * examples, examples)
+    return (mean, 1) if examples is None else (mean * examples, examples)
 
 
 def _class_objective(
-    mean_loss: _PlacedLoss, total_loss: _PlacedLoss, model: nn.Module, batch: Batch, alone: bool
+    mean_loss: _PlacedLoss,
+    total_loss: _PlacedLoss,
+    model: nn.Module,
+    batch: Batch,
+    examples: int | None,
 ) -> tuple[torch.Tensor, Number]:
     source, targets = split_batch(batch)
     if len(targets) != 1:
@@ -114,7 +120,7 @@ def _class_objective(
         )
     target = targets[0]
     output = model(source)
-    if alone:
+    if examples is None:
         return mean_loss.on(output.device)(output, target), 1
     loss = total_loss.on(output.device)
     return loss(output, target), _class_count(loss, output, target)

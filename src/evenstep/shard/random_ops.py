@@ -91,8 +91,10 @@ class DrawWatch:
             return objective
         before = self._now()
 
-        def watched(model: nn.Module, batch: Batch, alone: bool) -> tuple[torch.Tensor, Number]:
-            result = objective(model, batch, alone)
+        def watched(
+            model: nn.Module, batch: Batch, examples: int | None
+        ) -> tuple[torch.Tensor, Number]:
+            result = objective(model, batch, examples)
             if not all(map(torch.equal, self._now(), before)):
                 self._seen_between = True
             return result

@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
-import optree
-import torch
 from torch import nn
 
 from evenstep.batch import Batch
@@ -15,7 +13,13 @@ from evenstep.batch.cut import Cut
 from evenstep.batch.rng import derive_seed
 from evenstep.data.loader import Loader
 from evenstep.errors import BatchError
-from evenstep.shard.evaluation import Forward, Measure, Metric, evaluation_mode
+from evenstep.shard.evaluation import (
+    Forward,
+    Measure,
+    Metric,
+    evaluation_mode,
+    join_outputs,
+)
 from evenstep.training.executor import IndependentExecutor
 from evenstep.training.step import Position, SeedOf
 from evenstep.training.update import sum_floats
@@ -64,6 +68,7 @@ class Evaluator:
         self,
         batches: Iterable[Batch],
         forward: Forward,
+        dim: int | None,
         *,
         position: Position,
         open_batch: Open,
@@ -72,13 +77,17 @@ class Evaluator:
         if isinstance(batches, Loader):
             batches = batches.in_order()
         outputs: list[Batch] = []
+        examples: list[int] = []
+        batch_dim = self._executor.experiment.batch_dim
+        dims = [*dict.fromkeys((batch_dim, 0))] if dim is None else [dim]
         open_batch()
         with evaluation_mode(self._model):
             for cut, seed in self._cuts(batches, position, open_batch):
                 outputs += self._executor.predict(cut, forward, seed)
+                examples += [hi - lo for lo, hi in cut.bounds[: cut.filled]]
         if not outputs:
             raise BatchError("predict got no examples: give at least one batch")
-        return optree.tree_map(lambda *rows: torch.cat(rows), *outputs)
+        return join_outputs(outputs, examples, dims)
 
     def _cuts(
         self, batches: Iterable[Batch], position: Position, open_batch: Open

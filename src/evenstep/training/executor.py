@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -25,7 +26,7 @@ from evenstep.shard.compile_policy import ShardPrograms
 from evenstep.shard.compiler import Program
 from evenstep.shard.evaluation import Forward, Measure, Metric, Pairs, measure_shard, predict_shard
 from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard
-from evenstep.shard.lockstep import Lockstep, ShardInStep, Turn
+from evenstep.shard.lockstep import Lockstep, ShardInStep, Turn, shard_here
 from evenstep.shard.partial_sum import PartialSum, add
 from evenstep.shard.random_ops import DrawWatch
 from evenstep.shard.sync_batch_norm import SyncedBatchNorm
@@ -129,14 +130,19 @@ class IndependentExecutor:
         """
         replica, queue, shard = self.replicas.all[lane], attempt.queue, -1
         assert queue is not None
+        outside = shard_here.set("apart" if attempt.cut.filled > 1 else None)
         try:
             while (shard := queue.next(lane)) is not None:  # type: ignore[assignment]
                 work = self._work(replica, lane, attempt, shard, batches)
                 attempt.results[shard] = attempt.compute(replica, work)
+                if attempt.cut.shared:
+                    attempt.cut.refuse_written_copies()
         except BaseException as error:
             attempt.drop()
             add_note(error, f"in shard {shard} of step {attempt.number} on {replica.device}")
             raise
+        finally:
+            shard_here.reset(outside)
 
     def copy(self, attempt: Attempt, shards: Sequence[int], device: Device) -> dict[int, Batch]:
         """Copy some shards' examples to `device`; called in its copy lane."""
@@ -179,10 +185,7 @@ class IndependentExecutor:
         def attempt() -> list[T]:
             evaluation = Attempt(0, cut, seed)
             evaluation.compute = compute
-            runs = contiguous_runs(
-                cut.part.run, self._evaluation_pace.speeds(self.engine.lost_lanes)
-            )
-            evaluation.queue = ShardQueue(runs, self._evaluation_pace, evaluation.clock.shards)
+            self._assign_evaluation(evaluation)
             self._run_everywhere(evaluation)
             self._timekeeper.evaluated(evaluation.clock)
             return [evaluation.results[shard] for shard in cut.part.run]
@@ -193,6 +196,11 @@ class IndependentExecutor:
         finally:
             self.replicas.restore_opening()
             self._timekeeper.rest()
+
+    def _assign_evaluation(self, attempt: Attempt) -> None:
+        pace = self._evaluation_pace
+        runs = contiguous_runs(attempt.cut.part.run, pace.speeds(self.engine.lost_lanes))
+        attempt.queue = ShardQueue(runs, pace, attempt.clock.shards)
 
     def _run_everywhere(self, attempt: Attempt) -> None:
         """Compute an attempt on all devices, and wait; raise the first error."""
@@ -224,7 +232,7 @@ class IndependentExecutor:
                 raise task.error
 
     def _evaluate_shards(self, attempt: Attempt, lane: int) -> None:
-        IndependentExecutor.compute(self, attempt, lane)
+        self.compute(attempt, lane)
 
     # ---- one shard
 
@@ -238,7 +246,6 @@ class IndependentExecutor:
     ) -> ShardWork:
         cut, watch = attempt.cut, self.watch
         lo, hi = cut.bounds[shard]
-        alone = cut.filled == 1
         batch = batches.get(shard) if batches else None
         if batch is None:
             batch = cut.take(shard, self._place[lane])
@@ -247,8 +254,7 @@ class IndependentExecutor:
         return ShardWork(
             shard,
             batch,
-            1 if alone else hi - lo,
-            alone,
+            None if cut.filled == 1 else hi - lo,
             attempt.seed(shard) if watch.draws else None,
             watch.watch_backward,
             self._autocast_dtype,
@@ -268,7 +274,7 @@ class IndependentExecutor:
 
 
 class LockstepExecutor(IndependentExecutor):
-    """Computes all shards of a step side by side, so that layers can sum over the whole batch.
+    """Computes all shards of a step side by side, so that they can exchange values.
 
     Every device runs one of its shards at a time, and switches to another one where a shard waits
     for the others. All devices get the same number of shards, and none is stolen.
@@ -281,12 +287,20 @@ class LockstepExecutor(IndependentExecutor):
         lost = ", ".join(str(self.engine.devices[lane]) for lane in sorted(self.engine.lost_lanes))
         if lost:
             raise DeviceLostError(
-                f"{lost} was lost, and with batch_norm='sync' the others would wait for it: save, "
-                f"and go on with Trainer.load on other devices"
+                f"{lost} was lost, and with {lockstep_option(self.experiment)} the others would "
+                f"wait for it: save, and go on with Trainer.load on other devices"
             )
+        return self._assign_side_by_side(attempt)
+
+    def _assign_evaluation(self, attempt: Attempt) -> None:
+        """Evaluate side by side too, as long as all devices are there."""
+        if attempt.cut.filled == 1 or self.engine.lost_lanes:
+            return super()._assign_evaluation(attempt)
+        return self._assign_side_by_side(attempt)
+
+    def _assign_side_by_side(self, attempt: Attempt) -> None:
         attempt.runs = contiguous_runs(attempt.cut.part.run, [1.0] * len(self.engine.devices))
         attempt.lockstep = Lockstep(attempt.cut.filled)
-        return None
 
     def compute(
         self, attempt: Attempt, lane: int, batches: Mapping[int, Batch] | None = None
@@ -296,6 +310,7 @@ class LockstepExecutor(IndependentExecutor):
         if lockstep is None:
             return super().compute(attempt, lane, batches)
         device_is_free = threading.Lock()
+        syncs = self.experiment.batch_norm == "sync"
 
         def compute_one(place: int, shard: int) -> Leaf | None:
             replica = self.replicas.of_lane(lane, place)
@@ -307,9 +322,12 @@ class LockstepExecutor(IndependentExecutor):
             in_step = ShardInStep(lockstep, shard, device_is_free, note)
 
             def in_turn() -> Leaf:
+                shard_here.set(in_step)  # in a thread of the shard's own
                 work = self._work(replica, lane, attempt, shard, batches)
-                with SyncedBatchNorm(in_step):
+                with SyncedBatchNorm(in_step) if syncs else nullcontext():
                     leaf: Leaf = attempt.compute(replica, work)
+                if attempt.cut.shared:
+                    attempt.cut.refuse_written_copies()
                 return leaf
 
             try:
@@ -327,3 +345,8 @@ class LockstepExecutor(IndependentExecutor):
         }
         attempt.results.update(results)
         return None
+
+
+def lockstep_option(experiment: Experiment) -> str:
+    """Return the trainer's option that has chosen to compute shards side by side."""
+    return "batch_norm='sync'" if experiment.batch_norm == "sync" else "side_by_side=True"

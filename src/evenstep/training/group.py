@@ -7,6 +7,7 @@ part of a batch to load, how a step's partial sums become one, and when all proc
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,9 @@ _SHAPE = "the nesting of the outputs"  # no name that `encode` gives
 class Group:
     """A process that trains alone.
 
+    Args:
+        batch_dim: the dimension that the examples of a batch lie along.
+
     Attributes:
         reducer: turns the partial sums of a step into one.
         is_alone: whether there are no other processes.
@@ -46,15 +50,18 @@ class Group:
 
     is_alone = True
     is_first = True
-    cut: Callable[[Batch, int, int], Cut] = staticmethod(cut_whole_batch)
 
-    def __init__(self) -> None:
+    def __init__(self, batch_dim: int = 0) -> None:
         self.reducer = LocalReducer()
+        self.cut: Callable[[Batch, int, int], Cut] = functools.partial(
+            cut_whole_batch, dim=batch_dim
+        )
+        self._batch_dim = batch_dim
         self._stop_asked = False
 
     def alone(self) -> Group:
         """Return the group of this process alone, when the others are gone."""
-        group = Group()
+        group = Group(self._batch_dim)
         group._stop_asked = self._stop_asked
         return group
 
@@ -101,12 +108,14 @@ class LinkedGroup(Group):
     Args:
         reducer: reduces a step over all processes.
         shards: V, the number of shards of a batch.
+        batch_dim: the dimension that the examples of a batch lie along.
     """
 
     is_alone = False
 
-    def __init__(self, reducer: ProcessReducer, shards: int) -> None:
-        super().__init__()
+    def __init__(self, reducer: ProcessReducer, shards: int, batch_dim: int) -> None:
+        super().__init__(batch_dim)
+        self.cut = self._cut
         self.reducer = reducer
         self.is_first = reducer.rank == 0
         self._reducer = reducer
@@ -128,9 +137,10 @@ class LinkedGroup(Group):
         finally:
             self._given = None
 
-    def cut(self, batch: Batch, shards: int, step: int) -> Cut:
+    def _cut(self, batch: Batch, shards: int, step: int) -> Cut:
         """Cut this process's part of the batch of step `step` into shards."""
-        return cut_batch(batch, shards, self._given or self._part(count_examples(batch), step))
+        part = self._given or self._part(count_examples(batch, self._batch_dim), step)
+        return cut_batch(batch, shards, part)
 
     def by_the_first(self, function: Callable[[], Path]) -> Path:
         """Call `function` in the first process only; return its result everywhere.
@@ -199,13 +209,14 @@ class LinkedGroup(Group):
     def _part(self, examples: int, step: int) -> Part:
         bounds = shard_bounds(examples, self._shards)
         runs = self._reducer.assignment.runs(min(examples, self._shards), step)
-        return Part(examples, bounds, runs, self._reducer.rank)
+        return Part(examples, bounds, runs, self._reducer.rank, self._batch_dim)
 
 
 @contextlib.contextmanager
 def joined(
     replicas: Replicas,
     shards: int,
+    batch_dim: int,
     timeout_s: float,
     facts: Callable[[], Mapping[str, object]],
     own_speed: Callable[[], float],
@@ -216,6 +227,7 @@ def joined(
     Args:
         replicas: the replicas of the model in this process.
         shards: V, the number of shards of a batch.
+        batch_dim: the dimension that the examples of a batch lie along.
         timeout_s: the most seconds that any wait for another process may take.
         facts: returns what must be the same everywhere, by name.
         own_speed: returns how many shards a second this process computes; 0 while unknown.
@@ -227,7 +239,7 @@ def joined(
     """
     peers = join(timeout_s) if was_launched() else None
     if peers is None or peers.size == 1:
-        yield Group()
+        yield Group(batch_dim)
         return
     show_reported_errors_in_one_line()
     with peers.status_board, LauncherWatch(), contextlib.closing(peers.transport):
@@ -235,4 +247,4 @@ def joined(
         counts = peers.gather(str(len(replicas.all)).encode(), "its number of devices")
         reducer = ProcessReducer(peers, replicas, [*map(int, counts)], own_speed, in_flight)
         with contextlib.closing(reducer):
-            yield LinkedGroup(reducer, shards)
+            yield LinkedGroup(reducer, shards, batch_dim)

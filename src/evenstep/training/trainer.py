@@ -56,7 +56,7 @@ from evenstep.shard.loss import Loss, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
 from evenstep.training.evaluator import Evaluator
-from evenstep.training.executor import IndependentExecutor, LockstepExecutor
+from evenstep.training.executor import IndependentExecutor, LockstepExecutor, lockstep_option
 from evenstep.training.group import Group, joined
 from evenstep.training.overlapped_pipeline import OverlappedPipeline
 from evenstep.training.pipeline import DirectPipeline, Pipeline
@@ -85,6 +85,8 @@ class TrainerOptions(TypedDict, total=False):
     batch_norm: BatchNorm
     separable: bool
     buffers: dict[str, BufferRule]
+    batch_dim: int
+    side_by_side: bool
     before_update: Hook | None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     max_in_flight: int
@@ -112,7 +114,7 @@ class Trainer:
             (total, count)`, which must call the `model` that it is given.
         devices: "auto", a number, a name such as "cpu:1", or a list of names (see `find_devices`).
         experiment: all choices that the result depends on, as one value, instead of the keywords
-            from `shards` to `buffers`.
+            from `shards` to `batch_dim`.
         shards: V, the number of shards that every minibatch is cut into.
         seed: the seed of the random ops in the model.
         precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
@@ -131,6 +133,12 @@ class Trainer:
             shards' values become the one after the step: their "mean" over the examples, the value
             after the "first" shard, the "sum" of all changes, or "refuse". Without a rule, floating
             point buffers are averaged if every shard writes all of them; others are refused.
+        batch_dim: the dimension that the examples of a batch lie along: 1 for batches of shape
+            (time, batch, features). A tensor that has no such dimension (labels of shape (batch,))
+            is cut along its first.
+        side_by_side: compute all shards of a batch at the same time, so that they can call
+            `evenstep.all_gather`, on the CPU devices of one process, as with `batch_norm="sync"`.
+            It changes no result.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         scheduler: a scheduler that is saved and resumed with the rest; the user steps it.
@@ -180,6 +188,8 @@ class Trainer:
         batch_norm: BatchNorm = "shard",
         separable: bool = True,
         buffers: dict[str, BufferRule] | None = None,
+        batch_dim: int = 0,
+        side_by_side: bool = False,
         before_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_in_flight: int = 1,
@@ -200,12 +210,18 @@ class Trainer:
             batch_norm=batch_norm,
             separable=separable,
             buffers=buffers or {},
+            batch_dim=batch_dim,
         )
         experiment = _only_one(experiment, keywords)
         if max_in_flight < 1 or check_every < 1:
             raise InputError(
                 f"got max_in_flight={max_in_flight} and check_every={check_every}: at least 1 is "
                 f"needed"
+            )
+        if side_by_side and experiment.compile:
+            raise InputError(
+                "got compile=True and side_by_side=True, but shards that wait for each other can't "
+                "be compiled: use one of them only"
             )
         self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
         self._objective = choose_objective(loss, objective)
@@ -226,6 +242,7 @@ class Trainer:
         self._check_every = check_every
         self._max_in_flight = max_in_flight
         self._tune_malloc = tune_malloc
+        self._side_by_side = side_by_side or experiment.batch_norm == "sync"
         self._saves = AsyncWriter()
         self._is_open = False
         self._opened = contextlib.ExitStack()
@@ -236,14 +253,19 @@ class Trainer:
         measure = measure_model if loss is None else measure_output
         self._evaluator = Evaluator(model, self._executor, measure)
         self._self_check = SelfCheck(
-            check, self.experiment, self._replicas, self._engine, self._objective
+            check,
+            self.experiment,
+            self._replicas,
+            self._engine,
+            self._objective,
+            side_by_side=self._side_by_side,
         )
 
     def _build(self, before_update: Hook | None, lost_after_s: float) -> None:
         """Choose the parts that a step is made of."""
-        overlap, sync = self._max_in_flight > 1, self.experiment.batch_norm == "sync"
-        per_device = self._shards_at_once() if sync else 1
-        self._group = Group()
+        overlap = self._max_in_flight > 1
+        per_device = self._shards_at_once() if self._side_by_side else 1
+        self._group = Group(self.experiment.batch_dim)
         names = [device.name for device in self.devices]
         self._timekeeper = Timekeeper(self._engine.trace, names)
         self._replicas = Replicas(
@@ -253,7 +275,7 @@ class Trainer:
             per_device=per_device,
             buffers=self.experiment.buffers,
         )
-        make_executor = LockstepExecutor if sync else IndependentExecutor
+        make_executor = LockstepExecutor if self._side_by_side else IndependentExecutor
         self._executor = make_executor(
             self.experiment, self._replicas, self._engine, self._timekeeper, self._group
         )
@@ -288,6 +310,7 @@ class Trainer:
                 joined(
                     self._replicas,
                     self.experiment.shards,
+                    self.experiment.batch_dim,
                     self._peer_timeout_s,
                     self._facts,
                     self._executor.shards_per_s,
@@ -343,8 +366,10 @@ class Trainer:
         """Train on one minibatch: split, compute the shards, sum, update.
 
         Args:
-            batch: tensors, or nestings of tuples, lists and dicts of tensors, examples first. With
-                several processes: what `epoch` yields, or the same whole batch in each process.
+            batch: tensors, or nestings of tuples, lists and dicts of tensors, examples first (or
+                along `batch_dim`); `evenstep.shared(tensor)` for a tensor that every shard gets
+                whole. With several processes: what `epoch` yields, or the same whole batch in each
+                process.
 
         Returns:
             A handle of the batch's mean loss, computed before the update.
@@ -406,7 +431,9 @@ class Trainer:
             batches, metrics, position=self.position, open_batch=self._open_flight
         )
 
-    def predict(self, batches: Iterable[Batch], forward: Forward = output_of) -> Batch:
+    def predict(
+        self, batches: Iterable[Batch], forward: Forward = output_of, *, dim: int | None = None
+    ) -> Batch:
         """Return the model's output for every example, computed as `evaluate` does.
 
         Args:
@@ -414,16 +441,19 @@ class Trainer:
                 data set, whether it shuffles or not.
             forward: `forward(model, *batch)`, a tensor or a nesting of tensors with a row for each
                 example; by default the model's output for the batch's first part.
+            dim: the dimension of the outputs that the examples lie along. None: `batch_dim` or the
+                first, whichever has an example's row in the outputs of all shards.
 
         Returns:
             What `forward` returns, for all examples in their order, on the CPU, in every process.
 
         Raises:
             BatchError: there is no batch.
-            ModelError: an output does not have one row for each example.
+            ModelError: an output does not have one row for each example, or has as many along
+                `batch_dim` as along the first dimension.
         """
         return self._evaluator.predict(
-            batches, forward, position=self.position, open_batch=self._open_flight
+            batches, forward, dim, position=self.position, open_batch=self._open_flight
         )
 
     def waitall(self) -> None:
@@ -564,23 +594,24 @@ class Trainer:
         """Return how many shards of a step each device computes at the same time in lockstep."""
         if any(device.kind != "cpu" for device in self.devices):
             raise InputError(
-                f"got batch_norm='sync' and {self.devices[0]}, but only CPU devices can wait for "
-                f"each other's shards: name CPU devices, or leave it out"
+                f"got {lockstep_option(self.experiment)} and {self.devices[0]}, but only CPU "
+                f"devices can wait for each other's shards: name CPU devices, or leave it out"
             )
         return -(-self.experiment.shards // len(self.devices))
 
     def _refuse_lockstep_apart(self) -> None:
         """Refuse to run shards side by side where they can't wait for each other."""
-        if self.experiment.batch_norm == "shard":
+        if not self._side_by_side:
             return
+        option = lockstep_option(self.experiment)
         if not self._group.is_alone:
             raise InputError(
-                "got batch_norm='sync' in one of several processes, which don't wait for each "
-                "other's shards: use the devices of one process, or leave it out"
+                f"got {option} in one of several processes, which don't wait for each other's "
+                f"shards: use the devices of one process, or leave it out"
             )
         if len(self.devices) > 1 and not self._engine.side_by_side:
             raise InputError(
-                f"with batch_norm='sync' the {len(self.devices)} devices wait for each other, "
+                f"with {option} the {len(self.devices)} devices wait for each other, "
                 f"which lanes without threads can't: use one device, or ThreadLanes"
             )
 
