@@ -24,6 +24,7 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
 
 _SAVED_AS = {"compile": "hybridize"}  # fields that checkpoints have under an earlier name
+_MAY_LACK = ("seeds_at",)  # fields that a checkpoint has only where they are not None
 
 # What libraries raise for a state of another kind than they expect.
 _UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -55,6 +56,8 @@ class TrainingState:
     Attributes:
         experiment: the choices that the result depends on.
         cursor: the place of the next batch in the data.
+        seeds_at: the place in the sequence of seeds, where it differs from `cursor`: after an epoch
+            in which some batch had no step, or several.
         steps_done: the number of steps since the start of the training.
         draws_random: whether the model was seen to use random ops.
         compiles: whether shards are compiled; None before the first step.
@@ -73,6 +76,7 @@ class TrainingState:
     optimizer: dict[str, Any]
     scheduler: dict[str, Any] | None
     fingerprint: str = ""
+    seeds_at: Cursor | None = None
 
     def to_tree(self) -> Tree:
         """Return the state as nested dicts; tensors are not copied."""
@@ -233,7 +237,8 @@ def _names(kind: Any) -> dict[str, str]:
 def _as_dict(value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
-    return {key: _as_dict(getattr(value, name)) for key, name in _names(value).items()}
+    items = {key: _as_dict(getattr(value, name)) for key, name in _names(value).items()}
+    return {key: v for key, v in items.items() if v is not None or key not in _MAY_LACK}
 
 
 def _read(kind: Any, value: Any, key: str) -> Any:
@@ -266,7 +271,7 @@ def _read_fields(kind: Any, value: Any, key: str) -> Any:
             raise InputError(f"it has the unknown key {prefix}{one}")
     for one in names:
         # An experiment without an option was written before the option existed.
-        if one not in value and kind is not Experiment:
+        if one not in value and kind is not Experiment and one not in _MAY_LACK:
             raise InputError(f"it lacks the key {prefix}{one}")
     return kind(**{names[k]: _read(hints[names[k]], v, prefix + k) for k, v in value.items()})
 

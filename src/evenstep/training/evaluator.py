@@ -14,6 +14,7 @@ from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
 from evenstep.batch.rng import derive_seed
 from evenstep.data.loader import Loader
+from evenstep.data.order import Cursor
 from evenstep.errors import BatchError
 from evenstep.shard.evaluation import Forward, Measure, Metric, evaluation_mode
 from evenstep.training.executor import IndependentExecutor
@@ -86,7 +87,7 @@ class Evaluator:
         """Yield each batch, cut into shards, and what returns the seeds of its shards."""
         executor, experiment = self._executor, self._executor.experiment
         if isinstance(batches, Loader):
-            batches = executor.group.batches(batches, Position().cursor, position.steps_done)
+            batches = executor.group.batches(batches, Cursor(), lambda: position.steps_done)
         for number, batch in enumerate(batches):
             arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
             cut = executor.group.cut(arguments, experiment.shards, position.steps_done)

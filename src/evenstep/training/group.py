@@ -58,13 +58,15 @@ class Group:
         group._stop_asked = self._stop_asked
         return group
 
-    def batches(self, loader: Loader, cursor: Cursor, step: int) -> Iterator[Batch]:
+    def batches(
+        self, loader: Loader, cursor: Cursor, steps_done: Callable[[], int]
+    ) -> Iterator[Batch]:
         """Yield this process's part of the loader's batches from `cursor` on.
 
         Args:
             loader: the data.
             cursor: the first batch.
-            step: the number of the step that trains on the first batch.
+            steps_done: returns the number of the step that trains on the next batch.
         """
         return loader.epoch(cursor)
 
@@ -114,19 +116,31 @@ class LinkedGroup(Group):
         self._shards = shards
         self._given: Part | None = None  # of the batch that `batches` has yielded last
 
-    def batches(self, loader: Loader, cursor: Cursor, step: int) -> Iterator[Batch]:
-        """Yield this process's part of each batch; only that part is loaded."""
-        agree(self._peers, loader.facts(), "the data")
+    def batches(
+        self, loader: Loader, cursor: Cursor, steps_done: Callable[[], int]
+    ) -> Iterator[Batch]:
+        """Yield this process's part of each batch; only that part is loaded.
+
+        A part is fixed when it is fetched, some batches ahead of the steps with worker processes.
+        """
+        place = {"the next batch": [cursor.epoch, cursor.step]}
+        agree(self._peers, {**loader.facts(), **place}, "the data")
+        fetched: dict[int, Part] = {}
+        upcoming = cursor.step
 
         def part(number: int, examples: int) -> Part:
-            return self._part(examples, step + number - cursor.step)
+            fetched[number] = self._part(examples, steps_done() + number - upcoming)
+            return fetched[number]
 
+        outer = own = self._given  # of a loop around this one, such as an epoch that evaluates
         try:
             for number, batch in enumerate(loader.epoch(cursor, part), cursor.step):
-                self._given = part(number, loader.size_of(number))
+                upcoming = number + 1
+                self._given = own = fetched.pop(number)
                 yield batch
         finally:
-            self._given = None
+            if self._given is own:
+                self._given = outer
 
     def cut(self, batch: Batch, shards: int, step: int) -> Cut:
         """Cut this process's part of the batch of step `step` into shards."""
