@@ -51,7 +51,7 @@ class Evaluator:
         sums = dict.fromkeys(metrics, (0.0, 0.0))
         open_batch()
         with evaluation_mode(self._model):
-            for cut, seed in self._cuts(batches, position, open_batch):
+            for cut, seed in self._cuts(batches, position, open_batch, "evaluate"):
                 shards = self._executor.measure(cut, self._measure, metrics, seed)
                 for name, (total, count) in sums.items():
                     more_total = sum_floats([shard[name][0] for shard in shards])
@@ -75,19 +75,19 @@ class Evaluator:
         outputs: list[Batch] = []
         open_batch()
         with evaluation_mode(self._model):
-            for cut, seed in self._cuts(batches, position, open_batch):
+            for cut, seed in self._cuts(batches, position, open_batch, "predict"):
                 outputs += self._executor.predict(cut, forward, seed)
         if not outputs:
             raise BatchError("predict got no examples: give at least one batch")
         return optree.tree_map(lambda *rows: torch.cat(rows), *outputs)
 
     def _cuts(
-        self, batches: Iterable[Batch], position: Position, open_batch: Open
+        self, batches: Iterable[Batch], position: Position, open_batch: Open, call: str
     ) -> Iterator[tuple[Cut, SeedOf]]:
         """Yield each batch, cut into shards, and what returns the seeds of its shards."""
         executor, experiment = self._executor, self._executor.experiment
         if isinstance(batches, Loader):
-            batches = executor.group.batches(batches, Cursor(), lambda: position.steps_done)
+            batches = executor.group.batches(batches, Cursor(), lambda: position.steps_done, call)
         for number, batch in enumerate(batches):
             arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
             cut = executor.group.cut(arguments, experiment.shards, position.steps_done)

@@ -15,7 +15,7 @@ from evenstep.batch.rng import shard_seed
 from evenstep.collectives import Forest, TreeSum, forest
 from evenstep.data.order import Cursor
 from evenstep.distributed.gradient_reduce import GradientReduction
-from evenstep.distributed.step_report import Facts
+from evenstep.distributed.step_report import NO_DIGEST, Facts
 from evenstep.engine import Pending, Task
 from evenstep.errors import ClosedError
 from evenstep.profiling.clock import StepClock
@@ -174,6 +174,7 @@ class Step:
         finish: ends the step, in a lane.
         observe: called with every shard's number and own value; None for nobody.
         settings: changes of the optimizer's groups since the step before.
+        digest: of the whole batch, where several processes compare it.
         attempt: the current attempt at the batch.
         loss: the mean loss, once the step is finished.
         finished: whether `finish` is through.
@@ -187,6 +188,7 @@ class Step:
     attempt: Attempt
     observe: Callable[[int, PartialSum], None] | None = None
     settings: Sequence[Any] = ()
+    digest: int = NO_DIGEST
     loss: float = math.nan
     finished: bool = False
     error: BaseException | None = None
@@ -202,6 +204,7 @@ class Step:
         finish: Finish,
         observe: Callable[[int, PartialSum], None] | None = None,
         settings: Sequence[Any] = (),
+        digest: int = NO_DIGEST,
     ) -> Step:
         """Return the step that trains on a cut batch at `position`, with the experiment's seed."""
         seeds = functools.partial(shard_seed, seed, position.epoch, position.batch)
@@ -214,6 +217,7 @@ class Step:
             attempt=attempt,
             observe=observe,
             settings=settings,
+            digest=digest,
         )
 
     @property

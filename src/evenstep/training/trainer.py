@@ -37,6 +37,7 @@ from evenstep.devices import (
     layout_notes,
 )
 from evenstep.distributed import local_share
+from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine import Engine, Lanes, ThreadLanes
 from evenstep.errors import ClosedError, InputError
 from evenstep.experiment import (
@@ -140,7 +141,8 @@ class Trainer:
         check: when to check, on one or two shards, that the code keeps the contract of a step:
             "first", in the first step (also after a resume, or a change of the model's layers),
             "every 100" steps, or "off". It has no effect on the result; `contract` has its report.
-        check_every: with several processes, the number of steps after which states are compared.
+        check_every: with several processes, the number of steps after which states are compared,
+            and the batches that `step` is given.
         tune_malloc: whether the C library's allocator keeps freed memory for the next step while
             the trainer is open.
         lanes: makes what runs the work; `InlineLanes` runs it in the calling thread.
@@ -367,7 +369,7 @@ class Trainer:
         self._refuse_lonely(shard_bounds(last, self.experiment.shards))
         self._wait_before_exchange()
         start = self.position.data or self._drawn
-        batches = self._group.batches(loader, start, lambda: self.steps_done)
+        batches = self._group.batches(loader, start, lambda: self.steps_done, "epoch")
         began_s = time.perf_counter()
         for step, batch in enumerate(batches, start.step):
             self._timekeeper.loaded(began_s)
@@ -385,7 +387,7 @@ class Trainer:
         With several processes, each loads and yields its own part of every batch.
         """
         self._wait_before_exchange()
-        yield from self._group.batches(loader, Cursor(), lambda: self.steps_done)
+        yield from self._group.batches(loader, Cursor(), lambda: self.steps_done, "batches")
 
     def evaluate(self, batches: Iterable[Batch], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Return each metric over all `batches`, computed on every device in evaluation mode.
@@ -635,7 +637,12 @@ class Trainer:
             finish=self._update,
             observe=self.on_shard,
             settings=self._record_settings(),
+            digest=NO_DIGEST if self._group.is_alone else self._digest_of(batch),
         )
+
+    def _digest_of(self, batch: Batch) -> int:
+        """Return the digest of a batch, if the processes compare it in this step."""
+        return self._group.digest_of(batch, is_due=self.steps_done % self._check_every == 0)
 
     def _check_contract(self, step: Step) -> None:
         """Check the code on the batch of a step that has not begun."""
