@@ -55,6 +55,8 @@ class TrainingState:
     Attributes:
         experiment: the choices that the result depends on.
         cursor: the place of the next batch in the data.
+        seeds_at: the place in the sequence of seeds, where it differs from `cursor`: after an epoch
+            in which some batch had no step, or several.
         steps_done: the number of steps since the start of the training.
         draws_random: whether the model was seen to use random ops.
         compiles: whether shards are compiled; None before the first step.
@@ -73,6 +75,7 @@ class TrainingState:
     optimizer: dict[str, Any]
     scheduler: dict[str, Any] | None
     fingerprint: str = ""
+    seeds_at: Cursor | None = dataclasses.field(default=None, metadata=LATER)
 
     def to_tree(self) -> Tree:
         """Return the state as nested dicts; tensors are not copied."""
@@ -234,19 +237,20 @@ def _as_dict(value: Any) -> Any:
     if not dataclasses.is_dataclass(value):
         return value
     names = _names(value).items()
-    left_out = {
-        field.name
-        for field in dataclasses.fields(value)
+    later = _later_fields(type(value))
+    items = {key: _as_dict(getattr(value, name)) for key, name in names}
+    return {key: item for key, item in items.items() if key not in later or item != later[key]}
+
+
+def _later_fields(kind: Any) -> dict[str, object]:
+    """Return the fields that a checkpoint has only where they differ from these defaults."""
+    return {
+        field.name: field.default
+        if field.default_factory is dataclasses.MISSING
+        else field.default_factory()
+        for field in dataclasses.fields(kind)
         if LATER.items() <= field.metadata.items()
-        and getattr(value, field.name) == _default_of(field)
     }
-    return {key: _as_dict(getattr(value, name)) for key, name in names if name not in left_out}
-
-
-def _default_of(field: dataclasses.Field[Any]) -> object:
-    if field.default_factory is dataclasses.MISSING:
-        return field.default
-    return field.default_factory()
 
 
 def _read(kind: Any, value: Any, key: str) -> Any:
@@ -279,7 +283,7 @@ def _read_fields(kind: Any, value: Any, key: str) -> Any:
             raise InputError(f"it has the unknown key {prefix}{one}")
     for one in names:
         # An experiment without an option was written before the option existed.
-        if one not in value and kind is not Experiment:
+        if one not in value and kind is not Experiment and one not in _later_fields(kind):
             raise InputError(f"it lacks the key {prefix}{one}")
     return kind(**{names[k]: _read(hints[names[k]], v, prefix + k) for k, v in value.items()})
 

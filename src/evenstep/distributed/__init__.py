@@ -1,7 +1,7 @@
 """The processes of a job: how they find each other, exchange messages, and sum gradients."""
 
 from evenstep.distributed.consistency import agree, refuse_divergence
-from evenstep.distributed.process_group import Peers
+from evenstep.distributed.process_group import Exchange, Peers
 from evenstep.distributed.rendezvous import (
     is_first,
     join,
@@ -15,6 +15,7 @@ from evenstep.distributed.status_board import StatusBoard
 from evenstep.distributed.watchdog import LauncherWatch
 
 __all__ = [
+    "Exchange",
     "LauncherWatch",
     "Peers",
     "StatusBoard",

@@ -16,7 +16,7 @@ import torch
 
 from evenstep.collectives import CanonicalSum, Forest, add_in_order, chunk_bounds, start_sum
 from evenstep.distributed.flat_buffers import FlatSpace, Gradients
-from evenstep.distributed.process_group import Peers
+from evenstep.distributed.process_group import Exchange, Peers
 from evenstep.distributed.shared_memory import shared_bytes
 from evenstep.errors import PeerError
 
@@ -249,7 +249,7 @@ def add_up_shared(peers: Peers, trees: Forest, shared: SharedVectors) -> None:
         lo, hi = chunk_bounds(len(total), peers.size)[peers.rank]
         partials = [vectors[flat][lo:hi] for vectors in shared.partials[: len(trees.owners)]]
         add_in_order(trees, partials, total[lo:hi])
-    peers.gather(b"", "the sum of its chunk of the gradients")
+    peers.gather(b"", Exchange("step", "the sum of its chunk of the gradients"))
 
 
 def gradient_reducer(peers: Peers, flats: FlatSpace, *, on_cpus: bool) -> NetworkReducer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -11,7 +13,43 @@ from evenstep.distributed.status_board import StatusBoard
 from evenstep.errors import PeerError
 
 _FRAME_BYTES = 4096
-_LENGTH = struct.Struct("<q")
+_LENGTHS = struct.Struct("<qh")  # of the message, and of the exchange's name before it
+
+
+class Exchange(NamedTuple):
+    """What processes exchange messages for. Every message carries it.
+
+    Attributes:
+        call: the trainer's method that every process must be in.
+        what: what each process waits for.
+        step: the number of the step, if the call is a step.
+    """
+
+    call: str
+    what: str
+    step: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Where a process is."""
+        return self.call if self.step is None else f"{self.call} {self.step}"
+
+    @property
+    def awaited(self) -> str:
+        """What a process waits for, and where."""
+        if self.call == "step":
+            return f"{self.what} of {self.place}"
+        return f"{self.what} in {self.call}, which every process must call"
+
+    def encoded(self) -> bytes:
+        """Return the exchange as bytes."""
+        return f"{self.call}\0{self.what}\0{'' if self.step is None else self.step}".encode()
+
+    @classmethod
+    def decoded(cls, name: bytes) -> Exchange:
+        """Read what `encoded` wrote."""
+        call, what, step = name.decode().split("\0")
+        return cls(call, what, int(step) if step else None)
 
 
 class Peers:
@@ -42,22 +80,25 @@ class Peers:
         self.hosts = hosts
         self.on_one_machine = on_one_machine
 
-    def gather(self, message: bytes, what: str) -> list[bytes]:
+    def gather(self, message: bytes, exchange: Exchange) -> list[bytes]:
         """Return every process's message, by rank; each process must call this method.
 
         Args:
             message: this process's message, of any length.
-            what: what is waited for, for error messages.
+            exchange: what the messages are for.
 
         Raises:
-            PeerError: a process did not respond within the transport's time limit, or has left.
+            PeerError: a process did not respond within the transport's time limit, has left, or
+                takes part in another exchange: then every process raises this error.
         """
         try:
-            return self._gather(message)
+            return self._gather(message, exchange.encoded())
         except PeerError as error:
-            raise self.explained(error, what) from error
+            if error.rank is None:
+                raise
+            raise self.explained(error, exchange) from error
 
-    def explained(self, error: PeerError, what: str) -> PeerError:
+    def explained(self, error: PeerError, exchange: Exchange) -> PeerError:
         """Return the error with what is known of its process: host, last status, own error."""
         if error.rank is None:
             return error
@@ -67,8 +108,8 @@ class Peers:
             text = f"rank {error.rank} (on {host}) failed: {failure}"
             return PeerError(text, error.rank, reported=True)
         return PeerError(
-            f"{error}: rank {self.rank} waited for {what}; rank {error.rank} is on {host}, "
-            f"{status}",
+            f"{error}: rank {self.rank} waited for {exchange.awaited}; rank {error.rank} is on "
+            f"{host}, {status}",
             error.rank,
         )
 
@@ -77,11 +118,12 @@ class Peers:
         self.status_board.leave(reason)
         self.transport.close()
 
-    def _gather(self, message: bytes) -> list[bytes]:
+    def _gather(self, message: bytes, name: bytes) -> list[bytes]:
         """Exchange a frame of fixed length, then the rest of the messages that don't fit in it."""
         send, receive = self.transport.send, self.transport.receive
         others = [rank for rank in range(self.size) if rank != self.rank]
-        packed = (_LENGTH.pack(len(message)) + message).ljust(_FRAME_BYTES, b"\0")
+        packed = _LENGTHS.pack(len(message), len(name)) + name + message
+        packed = packed.ljust(_FRAME_BYTES, b"\0")
         whole = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
         parts = [
             part for part in whole.split([_FRAME_BYTES, len(whole) - _FRAME_BYTES]) if len(part)
@@ -89,17 +131,38 @@ class Peers:
         sent = [send(part, peer) for part in parts for peer in others]
         frames = {peer: torch.empty(_FRAME_BYTES, dtype=torch.uint8) for peer in others}
         wait_all([receive(frame, peer) for peer, frame in frames.items()])
-        lengths = {
-            peer: _LENGTH.unpack_from(frame.numpy().data)[0] for peer, frame in frames.items()
-        }
+        bounds, names = {}, {self.rank: name}
+        for peer, frame in frames.items():
+            length, of_name = _LENGTHS.unpack_from(frame.numpy().data)
+            start = _LENGTHS.size + of_name
+            names[peer] = frame[_LENGTHS.size : start].numpy().tobytes()
+            bounds[peer] = slice(start, start + length)
         rests = {
-            peer: torch.empty(max(0, _LENGTH.size + length - _FRAME_BYTES), dtype=torch.uint8)
-            for peer, length in lengths.items()
+            peer: torch.empty(max(0, bound.stop - _FRAME_BYTES), dtype=torch.uint8)
+            for peer, bound in bounds.items()
         }
         wait_all([receive(rest, peer) for peer, rest in rests.items() if len(rest)])
         wait_all(sent)
+        if any(other != name for other in names.values()):
+            self._refuse_other_calls(names)  # when all have read this, and nothing is left to read
         messages = {self.rank: message}
-        for peer, length in lengths.items():
+        for peer, bound in bounds.items():
             received = torch.cat([frames[peer], rests[peer]]).numpy().tobytes()
-            messages[peer] = received[_LENGTH.size : _LENGTH.size + length]
+            messages[peer] = received[bound]
         return [messages[rank] for rank in range(self.size)]
+
+    def _refuse_other_calls(self, names: Mapping[int, bytes]) -> None:
+        """Raise an error if processes are in different calls, not only in different steps."""
+        found = [Exchange.decoded(names[rank]) for rank in range(self.size)]
+        if len({(one.call, one.what) for one in found}) == 1:
+            return  # reports of different steps say more about them
+        calls = {one.call for one in found}
+        places: dict[str, str] = {}
+        for rank, one in enumerate(found):
+            place = one.place if len(calls) > 1 else f"{one.place} ({one.what})"
+            places.setdefault(place, f"rank {rank} (on {self.hosts[rank]}) is in {place}")
+        other = calls - {"step"}
+        same = "make the same calls in the same order"
+        must = f"call {other.pop()}" if len(calls) == 2 and len(other) == 1 else same
+        first, *others = places.values()
+        raise PeerError(f"{first}, but {' and '.join(others)}: every process must {must}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from evenstep.distributed.process_group import Peers
+from evenstep.distributed.process_group import Exchange, Peers
 
 FOLDER = Path("/dev") / "shm"  # a file system in memory, on Linux
 
@@ -21,11 +21,12 @@ def shared_bytes(peers: Peers, nbytes: int) -> torch.Tensor | None:
     """
     path = _make_file(nbytes) if peers.rank == 0 else None
     try:
-        name = peers.gather(str(path or "").encode(), "shared memory")[0].decode()
+        named = Exchange("step", "shared memory")
+        name = peers.gather(str(path or "").encode(), named)[0].decode()
         if not name:
             return None
         memory = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
-        peers.gather(b"", "shared memory to be mapped")
+        peers.gather(b"", Exchange("step", "shared memory to be mapped"))
         return memory
     finally:
         if path is not None:

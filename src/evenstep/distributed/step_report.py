@@ -6,19 +6,26 @@ that may be sparse. Dense gradients travel as flat vectors (`gradient_reduce`).
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+import optree
 import torch
 from safetensors.torch import load, save
 
+from evenstep.batch import Batch
 from evenstep.distributed.process_group import Peers
-from evenstep.errors import EvenstepError, PeerError
+from evenstep.errors import ContractError, EvenstepError, PeerError
 
 Facts: TypeAlias = "tuple[int, ...]"
 """The step, its epoch and batch, the batch's examples, and where each process's run ends."""
+
+NO_DIGEST = -1
+"""Of a batch that is not compared, such as one of which each process has its part."""
 
 
 class Verdict(enum.IntEnum):
@@ -51,6 +58,7 @@ class Report:
         story: why the part failed.
         stop: whether the process was asked to stop.
         kind: how the process computes its shards.
+        digest: of the whole batch that the process was given (see `batch_digest`).
         speed: how many shards a second the process computes; 0 while unknown.
         leaves: float64 (own shards, 2): each shard's total and count.
         present: bool (own partial sums, parameters): which gradients a partial sum has.
@@ -62,6 +70,7 @@ class Report:
     story: str = ""
     stop: bool = False
     kind: Kind = Kind.NONE
+    digest: int = NO_DIGEST
     speed: float = 0.0
     leaves: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 2))
     present: torch.Tensor = dataclasses.field(default_factory=lambda: torch.empty(0, 0))
@@ -70,7 +79,7 @@ class Report:
     def encoded(self) -> bytes:
         """Return the report as bytes, in the safetensors format, which holds no code."""
         story = torch.tensor([self.verdict, *self.story.encode()], dtype=torch.uint8)
-        facts = torch.tensor([*self.facts, self.stop, self.kind])
+        facts = torch.tensor([*self.facts, self.stop, self.kind, self.digest])
         speed = torch.tensor(self.speed, dtype=torch.float64)
         fixed = {"place": facts, "story": story, "speed": speed}
         sums = {"leaves": self.leaves, "present": self.present}
@@ -81,13 +90,14 @@ def decoded(message: bytes) -> Report:
     """Read what `Report.encoded` wrote."""
     tensors = load(message)
     verdict, *story = tensors.pop("story").tolist()
-    *facts, stop, kind = tensors.pop("place").tolist()
+    *facts, stop, kind, digest = tensors.pop("place").tolist()
     return Report(
         Verdict(verdict),
         tuple(facts),
         bytes(story).decode(errors="replace"),
         bool(stop),
         Kind(kind),
+        digest,
         tensors.pop("speed").item(),
         tensors.pop("leaves"),
         tensors.pop("present"),
@@ -96,7 +106,7 @@ def decoded(message: bytes) -> Report:
 
 
 def heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> None:
-    """Raise an error if another process failed, asks for a retry, or is at another step."""
+    """Raise an error if another process failed, asks for a retry, or takes another step."""
     others = [(rank, report) for rank, report in enumerate(reports) if rank != but]
     for rank, report in others:
         if report.verdict is Verdict.FAILED:
@@ -114,7 +124,38 @@ def heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> Non
                 f"same steps of the same batches",
                 rank,
             )
+    _refuse_other_batches(reports, peers)
     _refuse_mixed(reports, peers)
+
+
+def batch_digest(batch: Batch) -> int:
+    """Return a checksum of a batch: of its nesting, and each tensor's dtype, shape and bytes."""
+    leaves, structure = optree.tree_flatten(batch)
+    digest = zlib.crc32(str(structure).encode())
+    for leaf in leaves:
+        plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        digest = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode(), digest)
+        digest = zlib.crc32(plain.view(torch.uint8).numpy().data, digest)
+    return digest
+
+
+def _refuse_other_batches(reports: Sequence[Report], peers: Peers) -> None:
+    """Refuse whole batches that are not the same in every process."""
+    found = {rank: one.digest for rank, one in enumerate(reports) if one.digest != NO_DIGEST}
+    if len({*found.values()}) < 2:
+        return
+    (usual, _), *_ = collections.Counter(found.values()).most_common(1)
+    others = [rank for rank, digest in found.items() if digest != usual]
+    named = " and ".join(f"rank {rank} (on {peers.hosts[rank]})" for rank in others)
+    first = next(rank for rank, digest in found.items() if digest == usual)
+    raise ContractError(
+        f"in step {reports[0].facts[0]} {named} {'was' if len(others) == 1 else 'were'} given "
+        f"another batch than rank {first}: each process computes its shards of the batch and drops "
+        f"the rest, so a part of the data would never be seen. Usual causes are a "
+        f"DistributedSampler, a shuffle without a seed, or a seed for each rank: use `for batch in "
+        f"trainer.epoch(loader)` with an evenstep.data.Loader, or give every process the same "
+        f"whole batches (no DistributedSampler, the same seed everywhere)"
+    )
 
 
 def _refuse_mixed(reports: Sequence[Report], peers: Peers) -> None:

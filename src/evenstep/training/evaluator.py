@@ -12,6 +12,7 @@ from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
 from evenstep.batch.rng import derive_seed
 from evenstep.data.loader import Loader
+from evenstep.data.order import Cursor
 from evenstep.errors import BatchError
 from evenstep.shard.evaluation import (
     Forward,
@@ -54,7 +55,7 @@ class Evaluator:
         sums = dict.fromkeys(metrics, (0.0, 0.0))
         open_batch()
         with evaluation_mode(self._model):
-            for cut, seed in self._cuts(batches, position, open_batch):
+            for cut, seed in self._cuts(batches, position, open_batch, "evaluate"):
                 shards = self._executor.measure(cut, self._measure, metrics, seed)
                 for name, (total, count) in sums.items():
                     more_total = sum_floats([shard[name][0] for shard in shards])
@@ -82,7 +83,7 @@ class Evaluator:
         dims = [*dict.fromkeys((batch_dim, 0))] if dim is None else [dim]
         open_batch()
         with evaluation_mode(self._model):
-            for cut, seed in self._cuts(batches, position, open_batch):
+            for cut, seed in self._cuts(batches, position, open_batch, "predict"):
                 outputs += self._executor.predict(cut, forward, seed)
                 examples += [hi - lo for lo, hi in cut.bounds[: cut.filled]]
         if not outputs:
@@ -90,12 +91,12 @@ class Evaluator:
         return join_outputs(outputs, examples, dims)
 
     def _cuts(
-        self, batches: Iterable[Batch], position: Position, open_batch: Open
+        self, batches: Iterable[Batch], position: Position, open_batch: Open, call: str
     ) -> Iterator[tuple[Cut, SeedOf]]:
         """Yield each batch, cut into shards, and what returns the seeds of its shards."""
         executor, experiment = self._executor, self._executor.experiment
         if isinstance(batches, Loader):
-            batches = executor.group.batches(batches, Position().cursor, position.steps_done)
+            batches = executor.group.batches(batches, Cursor(), lambda: position.steps_done, call)
         for number, batch in enumerate(batches):
             arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
             cut = executor.group.cut(arguments, experiment.shards, position.steps_done)

@@ -20,6 +20,7 @@ from evenstep.batch.cut import Cut, cut_whole_batch
 from evenstep.checkpoint.codec import decode, encode
 from evenstep.data import Cursor, Loader
 from evenstep.distributed import (
+    Exchange,
     LauncherWatch,
     agree,
     join,
@@ -27,11 +28,13 @@ from evenstep.distributed import (
     show_reported_errors_in_one_line,
     was_launched,
 )
+from evenstep.distributed.step_report import NO_DIGEST, batch_digest
 from evenstep.errors import SaveError
 from evenstep.replicas import Replicas
 from evenstep.shard.evaluation import Pairs
 from evenstep.training.reducer import LocalReducer, ProcessReducer
 
+_OPEN = "the `with` that opens the trainer"
 _SHAPE = "the nesting of the outputs"  # no name that `encode` gives
 
 
@@ -65,13 +68,16 @@ class Group:
         group._stop_asked = self._stop_asked
         return group
 
-    def batches(self, loader: Loader, cursor: Cursor, step: int) -> Iterator[Batch]:
+    def batches(
+        self, loader: Loader, cursor: Cursor, steps_done: Callable[[], int], call: str
+    ) -> Iterator[Batch]:
         """Yield this process's part of the loader's batches from `cursor` on.
 
         Args:
             loader: the data.
             cursor: the first batch.
-            step: the number of the step that trains on the first batch.
+            steps_done: returns the number of the step that trains on the next batch.
+            call: the trainer's method that they are for.
         """
         return loader.epoch(cursor)
 
@@ -86,6 +92,15 @@ class Group:
     def outputs_of_all(self, own: Sequence[Batch]) -> list[Batch]:
         """Return the outputs of all shards from those of this process's shards."""
         return [*own]
+
+    def digest_of(self, batch: Batch, *, is_due: bool) -> int:
+        """Return the digest of a batch that each process was given whole.
+
+        Args:
+            batch: a step's batch.
+            is_due: whether to compare it; the first one is compared in any case.
+        """
+        return NO_DIGEST
 
     def refuse_divergence(self, digests: Callable[[], Mapping[str, str]], step: int) -> None:
         """Compare the state after `step` steps with that of the other processes."""
@@ -122,20 +137,33 @@ class LinkedGroup(Group):
         self._peers = reducer.peers
         self._shards = shards
         self._given: Part | None = None  # of the batch that `batches` has yielded last
+        self._is_first_batch = True
 
-    def batches(self, loader: Loader, cursor: Cursor, step: int) -> Iterator[Batch]:
-        """Yield this process's part of each batch; only that part is loaded."""
-        agree(self._peers, loader.facts(), "the data")
+    def batches(
+        self, loader: Loader, cursor: Cursor, steps_done: Callable[[], int], call: str
+    ) -> Iterator[Batch]:
+        """Yield this process's part of each batch; only that part is loaded.
+
+        A part is fixed when it is fetched, some batches ahead of the steps with worker processes.
+        """
+        place = {"the next batch": [cursor.epoch, cursor.step]}
+        agree(self._peers, {**loader.facts(), **place}, "the data", call)
+        fetched: dict[int, Part] = {}
+        upcoming = cursor.step
 
         def part(number: int, examples: int) -> Part:
-            return self._part(examples, step + number - cursor.step)
+            fetched[number] = self._part(examples, steps_done() + number - upcoming)
+            return fetched[number]
 
+        outer = own = self._given  # of a loop around this one, such as an epoch that evaluates
         try:
             for number, batch in enumerate(loader.epoch(cursor, part), cursor.step):
-                self._given = part(number, loader.size_of(number))
+                upcoming = number + 1
+                self._given = own = fetched.pop(number)
                 yield batch
         finally:
-            self._given = None
+            if self._given is own:
+                self._given = outer
 
     def _cut(self, batch: Batch, shards: int, step: int) -> Cut:
         """Cut this process's part of the batch of step `step` into shards."""
@@ -156,7 +184,8 @@ class LinkedGroup(Group):
             except Exception as caught:
                 error = caught
                 answer["error"] = str(caught) or repr(caught)
-        answer = json.loads(self._peers.gather(json.dumps(answer).encode(), "the checkpoint")[0])
+        message = json.dumps(answer).encode()
+        answer = json.loads(self._peers.gather(message, Exchange("save", "the checkpoint"))[0])
         if error is not None:
             raise error
         if answer["error"]:
@@ -168,7 +197,8 @@ class LinkedGroup(Group):
         pairs = [[shard[name] for name in names] for shard in own]
         numbers = [[[float(total), float(count)] for total, count in row] for row in pairs]
         values = torch.tensor(numbers, dtype=torch.float64).reshape(-1, len(names), 2)
-        messages = self._peers.gather(save({"pairs": values}), "the metrics of a batch")
+        exchange = Exchange("evaluate", "the metrics of a batch")
+        messages = self._peers.gather(save({"pairs": values}), exchange)
         rows = [row for message in messages for row in load(message)["pairs"].tolist()]
         return [
             {name: (total, count) for name, (total, count) in zip(names, row, strict=True)}
@@ -179,7 +209,8 @@ class LinkedGroup(Group):
         """Return the outputs of all shards from those of this process's shards."""
         plain, tensors = encode(list(own))
         shape = torch.tensor([*json.dumps(plain).encode()], dtype=torch.uint8)
-        messages = self._peers.gather(save({**tensors, _SHAPE: shape}), "the outputs of a batch")
+        exchange = Exchange("predict", "the outputs of a batch")
+        messages = self._peers.gather(save({**tensors, _SHAPE: shape}), exchange)
         outputs: list[Batch] = []
         for message in messages:
             named = load(message)
@@ -187,9 +218,16 @@ class LinkedGroup(Group):
             outputs += decode(plain, named.__getitem__)
         return outputs
 
+    def digest_of(self, batch: Batch, *, is_due: bool) -> int:
+        """Return the digest of a batch that each process was given whole, if it is compared."""
+        if self._given is not None or not (is_due or self._is_first_batch):
+            return NO_DIGEST
+        self._is_first_batch = False
+        return batch_digest(batch)
+
     def refuse_divergence(self, digests: Callable[[], Mapping[str, str]], step: int) -> None:
         """Compare the state after `step` steps with that of the other processes."""
-        refuse_divergence(self._peers, digests(), f"after step {step}")
+        refuse_divergence(self._peers, digests(), step)
 
     def note(self, doing: str) -> None:
         """Publish what this process is doing, for processes that wait for it."""
@@ -243,8 +281,9 @@ def joined(
         return
     show_reported_errors_in_one_line()
     with peers.status_board, LauncherWatch(), contextlib.closing(peers.transport):
-        agree(peers, facts(), "what is trained")
-        counts = peers.gather(str(len(replicas.all)).encode(), "its number of devices")
+        agree(peers, facts(), "what is trained", _OPEN)
+        devices = Exchange(_OPEN, "its number of devices")
+        counts = peers.gather(str(len(replicas.all)).encode(), devices)
         reducer = ProcessReducer(peers, replicas, [*map(int, counts)], own_speed, in_flight)
         with contextlib.closing(reducer):
             yield LinkedGroup(reducer, shards, batch_dim)

@@ -16,7 +16,7 @@ from torch import nn
 
 from evenstep.batch import ProcessAssignment
 from evenstep.collectives import Forest, TreeSum, tree_plan
-from evenstep.distributed import Peers
+from evenstep.distributed import Exchange, Peers
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import GradientReduction, gradient_reducer
 from evenstep.distributed.step_report import (
@@ -190,6 +190,7 @@ class ProcessReducer(LocalReducer):
             step.facts,
             stop=self.stop_asked,
             kind=kind if leaves else Kind.NONE,
+            digest=step.digest,
             speed=self._own_speed(),
             leaves=torch.tensor(numbers, dtype=torch.float64).reshape(-1, 2),
             present=self._present(attempt.sending, partials),
@@ -229,7 +230,8 @@ class ProcessReducer(LocalReducer):
             totals = sending.total()
             self._dense.reserve(trees, step + self._in_flight)
         except PeerError as error:
-            raise self.peers.explained(error, f"the gradients of step {step}") from error
+            exchange = Exchange("step", "the gradients", step)
+            raise self.peers.explained(error, exchange) from error
         parts = [
             self._small_part(trees, number, reports[owner], attempt.cut.weights)
             for number, owner in enumerate(trees.owners)
@@ -262,7 +264,8 @@ class ProcessReducer(LocalReducer):
             self._dense = gradient_reducer(self.peers, self._flats, on_cpus=self._replicas.on_cpus)
 
     def _gather(self, report: Report) -> list[Report]:
-        messages = self.peers.gather(report.encoded(), f"its part of step {report.facts[0]}")
+        exchange = Exchange("step", "its part", report.facts[0])
+        messages = self.peers.gather(report.encoded(), exchange)
         return [decoded(message) for message in messages]
 
     def _small_part(

@@ -15,7 +15,7 @@ from evenstep.batch.rng import shard_seed
 from evenstep.collectives import Forest, TreeSum, forest
 from evenstep.data.order import Cursor
 from evenstep.distributed.gradient_reduce import GradientReduction
-from evenstep.distributed.step_report import Facts
+from evenstep.distributed.step_report import NO_DIGEST, Facts
 from evenstep.engine import Pending, Task
 from evenstep.errors import ClosedError
 from evenstep.profiling.clock import StepClock
@@ -35,20 +35,40 @@ Finish: TypeAlias = "Callable[[Step, Sequence[Leaf | None], PartialSum], None]"
 
 
 class Position(NamedTuple):
-    """A position in a training: the steps done, and the place in the data."""
+    """A position in a training: the steps done, and the place in the data.
+
+    Attributes:
+        steps_done: the steps since the start of the training.
+        epoch, batch: the epoch, and the steps taken in it; the next step's random ops are seeded
+            with these.
+        data: the first batch that no step was taken on, of those that `Trainer.epoch` has not
+            moved past; None before it yields one.
+    """
 
     steps_done: int = 0
     epoch: int = 0
     batch: int = 0
+    data: Cursor | None = None
 
-    @property
-    def next(self) -> Position:
-        """The position after one more step of the same epoch."""
-        return Position(self.steps_done + 1, self.epoch, self.batch + 1)
+    def after_step(self, drawn: Cursor) -> Position:
+        """Return the position after one more step; `drawn` is the place behind its batch."""
+        data = None if self.data is None else drawn
+        return Position(self.steps_done + 1, self.epoch, self.batch + 1, data)
+
+    def at(self, data: Cursor) -> Position:
+        """Return the position with another place in the data, maybe in a later epoch."""
+        if data.epoch > self.epoch:
+            return Position(self.steps_done, data.epoch, 0, data)
+        return self._replace(data=data)
 
     @property
     def cursor(self) -> Cursor:
-        """The place in the data."""
+        """The place in the data; of a loader of the user's own, the steps taken."""
+        return self.seeds_at if self.data is None else self.data
+
+    @property
+    def seeds_at(self) -> Cursor:
+        """What the next step's random ops are seeded with."""
         return Cursor(self.epoch, self.batch)
 
 
@@ -154,6 +174,7 @@ class Step:
         finish: ends the step, in a lane.
         observe: called with every shard's number and own value; None for nobody.
         settings: changes of the optimizer's groups since the step before.
+        digest: of the whole batch, where several processes compare it.
         attempt: the current attempt at the batch.
         loss: the mean loss, once the step is finished.
         finished: whether `finish` is through.
@@ -167,6 +188,7 @@ class Step:
     attempt: Attempt
     observe: Callable[[int, PartialSum], None] | None = None
     settings: Sequence[Any] = ()
+    digest: int = NO_DIGEST
     loss: float = math.nan
     finished: bool = False
     error: BaseException | None = None
@@ -182,6 +204,7 @@ class Step:
         finish: Finish,
         observe: Callable[[int, PartialSum], None] | None = None,
         settings: Sequence[Any] = (),
+        digest: int = NO_DIGEST,
     ) -> Step:
         """Return the step that trains on a cut batch at `position`, with the experiment's seed."""
         seeds = functools.partial(shard_seed, seed, position.epoch, position.batch)
@@ -194,6 +217,7 @@ class Step:
             attempt=attempt,
             observe=observe,
             settings=settings,
+            digest=digest,
         )
 
     @property
@@ -204,7 +228,8 @@ class Step:
     @property
     def facts(self) -> Facts:
         """The facts about the step that must be the same in every process."""
-        return (*self.position, self.part.examples, *(run.stop for run in self.part.runs))
+        place, ends = self.position.cursor, (run.stop for run in self.part.runs)
+        return (self.number, place.epoch, place.step, self.part.examples, *ends)
 
     def release(self) -> None:
         """Forget the batch and what was computed: a kept loss must not keep them alive."""

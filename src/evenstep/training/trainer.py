@@ -37,6 +37,7 @@ from evenstep.devices import (
     layout_notes,
 )
 from evenstep.distributed import local_share
+from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine import Engine, Lanes, ThreadLanes
 from evenstep.errors import ClosedError, InputError
 from evenstep.experiment import (
@@ -154,7 +155,8 @@ class Trainer:
         check: when to check, on one or two shards, that the code keeps the contract of a step:
             "first", in the first step (also after a resume, or a change of the model's layers),
             "every 100" steps, or "off". It has no effect on the result; `contract` has its report.
-        check_every: with several processes, the number of steps after which states are compared.
+        check_every: with several processes, the number of steps after which states are compared,
+            and the batches that `step` is given.
         tune_malloc: whether the C library's allocator keeps freed memory for the next step while
             the trainer is open.
         lanes: makes what runs the work; `InlineLanes` runs it in the calling thread.
@@ -237,6 +239,7 @@ class Trainer:
                 f"what is trained"
             )
         self.position = Position()
+        self._drawn = Cursor()  # the place behind the last batch that `epoch` has yielded
         self.on_shard: Callable[[int, PartialSum], None] | None = None
         self._peer_timeout_s = peer_timeout_s
         self._check_every = check_every
@@ -354,7 +357,12 @@ class Trainer:
 
     @property
     def cursor(self) -> Cursor:
-        """The place in the data: the next batch is number `step` of `epoch`."""
+        """The place in the data: batch number `step` of `epoch` is the next to train on.
+
+        It counts the batches that `Trainer.epoch` has yielded. The last one counts as soon as a
+        step is taken on it or the next one is drawn, so a loop may save or stop before its step.
+        For a loader of your own, it counts the steps.
+        """
         return self.position.cursor
 
     @property
@@ -387,11 +395,14 @@ class Trainer:
         check = self._self_check
         if step.number >= check.due_at or check.structure is not self._replicas.structure:
             self._check_contract(step)
-        self.position = self.position.next
+        self.position = self.position.after_step(self._drawn)
         return self._take(step)
 
     def epoch(self, loader: Loader) -> Iterator[Batch]:
         """Yield the remaining batches of the current epoch; then the next epoch begins.
+
+        A loop may take no step on a batch, or several: what was drawn is not yielded again, even
+        after a resume. After a `break`, a new call continues behind the last step.
 
         Raises:
             BatchError: the epoch's last batch can't be trained on; raised before its first.
@@ -399,14 +410,18 @@ class Trainer:
         last = loader.epoch_examples - (len(loader) - 1) * loader.batch_size
         self._refuse_lonely(shard_bounds(last, self.experiment.shards))
         self._wait_before_exchange()
-        batches = self._group.batches(loader, self.cursor, self.steps_done)
+        start = self.position.data or self._drawn
+        batches = self._group.batches(loader, start, lambda: self.steps_done, "epoch")
         began_s = time.perf_counter()
-        for batch in batches:
+        for step, batch in enumerate(batches, start.step):
             self._timekeeper.loaded(began_s)
+            self.position = self.position.at(Cursor(start.epoch, step))
+            self._drawn = Cursor(start.epoch, step + 1)
             yield batch
             self._group.note("loading a batch")
             began_s = time.perf_counter()
-        self.position = Position(self.steps_done, self.position.epoch + 1, 0)
+        self._drawn = Cursor(start.epoch + 1)
+        self.position = self.position.at(self._drawn)
 
     def batches(self, loader: Loader) -> Iterator[Batch]:
         """Yield the batches of the loader's epoch 0, to be given to `evaluate`.
@@ -414,7 +429,7 @@ class Trainer:
         With several processes, each loads and yields its own part of every batch.
         """
         self._wait_before_exchange()
-        yield from self._group.batches(loader, Cursor(), self.steps_done)
+        yield from self._group.batches(loader, Cursor(), lambda: self.steps_done, "batches")
 
     def evaluate(self, batches: Iterable[Batch], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Return each metric over all `batches`, computed on every device in evaluation mode.
@@ -495,6 +510,7 @@ class Trainer:
         state = training_state.TrainingState(
             experiment=self.experiment,
             cursor=self.cursor,
+            seeds_at=None if self.cursor == self.position.seeds_at else self.position.seeds_at,
             steps_done=self.steps_done,
             draws_random=self._executor.watch.draws,
             compiles=self._executor.programs.compiles if self._executor.programs else None,
@@ -669,7 +685,12 @@ class Trainer:
             finish=self._update,
             observe=self.on_shard,
             settings=self._record_settings(),
+            digest=NO_DIGEST if self._group.is_alone else self._digest_of(batch),
         )
+
+    def _digest_of(self, batch: Batch) -> int:
+        """Return the digest of a batch, if the processes compare it in this step."""
+        return self._group.digest_of(batch, is_due=self.steps_done % self._check_every == 0)
 
     def _check_contract(self, step: Step) -> None:
         """Check the code on the batch of a step that has not begun."""
@@ -681,7 +702,10 @@ class Trainer:
         self._timekeeper.rest()
 
     def _abandoned(self, step: Step) -> None:
-        """Go back to the position before `step`, which was not taken."""
+        """Go back to the position before `step`, which was not taken.
+
+        Its batch may be trained on again, until the loop draws the next one.
+        """
         self.position = step.position
         if self._proxy:
             self._proxy.renew()
@@ -706,7 +730,8 @@ class Trainer:
             "the kind of device": self.devices[0].model_name,
             **dataclasses.asdict(self.experiment),
             "the steps done": self.steps_done,
-            "the place in the data": [self.cursor.epoch, self.cursor.step],
+            "the place in the data": dataclasses.astuple(self.cursor),
+            "the place of the seeds": dataclasses.astuple(self.position.seeds_at),
             "the fingerprint of model and optimizer": fingerprints.fingerprint(
                 self.model, self.optimizer
             ),
@@ -720,7 +745,7 @@ class Trainer:
         evaluate = functools.partial(self._evaluate_once, step)
         closure = Closure(evaluate, self._update, self._replicas)
         self._pipeline.wait()
-        self.position = step.position
+        after, self.position = self.position, step.position
         with (
             training_state.rolled_back_on_error(self.model, self.optimizer),
             intra_op_threads(self.experiment.threads),
@@ -729,7 +754,7 @@ class Trainer:
         assert closure.first is not None
         assert closure.root is not None
         self._in_first_lane(functools.partial(self._update.close, closure.root))
-        self.position = step.position.next
+        self.position = after
         return StepLoss(closure.first, lambda step: None)
 
     def _evaluate_once(self, step: Step, finish: Finish) -> Step:
@@ -745,7 +770,10 @@ class Trainer:
     def _restore(self, saved: training_state.TrainingState) -> None:
         saved.check_experiment(self.experiment)
         saved.restore(self.model, self.optimizer, self.scheduler)
-        self.position = Position(saved.steps_done, saved.cursor.epoch, saved.cursor.step)
+        seeds = saved.seeds_at or saved.cursor
+        data = saved.cursor if saved.seeds_at else None
+        self.position = Position(saved.steps_done, seeds.epoch, seeds.step, data)
+        self._drawn = saved.cursor
         self._executor.watch.draws = saved.draws_random
         if self._executor.programs:
             self._executor.programs.compiles = saved.compiles

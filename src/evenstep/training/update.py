@@ -176,9 +176,10 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
     for shard, value in enumerate(totals):
         if value is not None and not math.isfinite(value):
             lo, hi = step.part.bounds[shard]
+            place = step.position.cursor
             raise NonFiniteLossError(
                 f"the loss of shard {shard} (examples {lo} to {hi - 1} of the batch) in step "
-                f"{step.number} (epoch {step.position.epoch}, batch {step.position.batch}) is "
+                f"{step.number} (epoch {place.epoch}, batch {place.step}) is "
                 f"{value}: the step was not taken. Try a lower learning rate, clip "
                 f"gradients in before_update, or look at those examples"
             )

@@ -1,0 +1,132 @@
+"""What several processes call: loops that differ from one step a batch, calls of one alone."""
+
+import json
+import re
+
+import pytest
+
+from launched import alone, torchrun
+
+LIMIT_S = 8.0  # less than the time limit of a wait
+
+
+def of_rank(out, rank):
+    return json.loads((out / f"{rank}.json").read_text())
+
+
+def ends(out, call, in_flight=1, processes=2):
+    """Return for each process the seconds, the error, the steps done, and the fingerprint."""
+    torchrun(processes, "loops.py", out, call, in_flight)
+    return [of_rank(out, rank) for rank in range(processes)]
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory):
+    """What each loop has trained, in one process and in each of two."""
+    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
+    alone("loops.py", one)
+    finished = torchrun(2, "loops.py", two)
+    assert finished.returncode == 0, finished.stderr
+    return of_rank(one, 0), [of_rank(two, rank) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    "loop", ["skipping", "skipping_fetched", "repeating", "evaluating", "breaking_off"]
+)
+def test_a_loop_gives_what_it_gives_in_one_process(loops, loop):
+    expected, found = loops
+    assert [ranks[loop] for ranks in found] == [expected[loop]] * 2
+
+
+@pytest.mark.parametrize(
+    ("call", "pattern"),
+    [
+        (
+            "one_skips",
+            r"PeerError: rank \d is at step 3 \(epoch 0, batch \d, .*, but rank \d .* is at step 3 "
+            r"\(epoch 0, batch \d",
+        ),
+        (
+            "one_begins_behind",
+            r"InputError: the processes disagree about the data: the next batch is \[0, 3\] on "
+            r"rank 1 .*, but \[0, 2\] on rank 0",
+        ),
+    ],
+)
+def test_processes_at_different_places_in_the_data_are_refused(tmp_path, call, pattern):
+    for seconds, text, *_ in ends(tmp_path, call):
+        assert re.search(pattern, text)
+        assert seconds < LIMIT_S
+
+
+# Whole batches, which must be the same in all processes
+
+
+@pytest.mark.parametrize(
+    ("call", "in_flight", "step", "who"),
+    [
+        ("distributed_sampler", 1, 0, r"rank 1 \(on \S+\) was given"),
+        ("unseeded_shuffle", 2, 0, r"rank 1 \(on \S+\) was given"),
+        ("one_of_three_shuffles", 1, 0, r"rank 2 \(on \S+\) was given"),
+        ("other_later", 2, 5, r"rank 1 \(on \S+\) was given"),
+    ],
+    ids=str,
+)
+def test_another_batch_in_one_process_is_refused_in_all(tmp_path, call, in_flight, step, who):
+    found = ends(tmp_path, call, in_flight, processes=3 if "three" in call else 2)
+    for seconds, text, steps_done, _ in found:
+        assert re.match(rf"ContractError: in step {step} {who}", text)
+        assert "DistributedSampler" in text
+        assert "trainer.epoch(loader)" in text
+        assert steps_done == step
+        assert seconds < LIMIT_S
+    assert len({text for _, text, *_ in found}) == 1
+    assert len({fingerprint for *_, fingerprint in found}) == 1
+
+
+# Calls that every process must make
+
+
+@pytest.mark.parametrize(
+    ("call", "pattern"),
+    [
+        (
+            "save_in_one",
+            r"rank 0 \(on \S+\) is in save, but rank 1 \(on \S+\) is in step 3: every process must "
+            r"call save$",
+        ),
+        (
+            "evaluate_in_one",
+            r"rank 0 .* in evaluate, but rank 1 .* in step 3: every process must call evaluate$",
+        ),
+        (
+            "evaluate_loader_in_one",
+            r"rank 0 .* in step 3, but rank 1 .* in evaluate: every process must call evaluate$",
+        ),
+        (
+            "predict_in_one",
+            r"rank 0 .* in predict, but rank 1 .* in save: every process must make the same calls "
+            r"in the same order$",
+        ),
+        (
+            "fewer_batches",
+            r"rank 0 .* in step 0, but rank 1 .* in evaluate: every process must call evaluate$",
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("in_flight", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_call_of_one_process_alone_is_named_in_all(tmp_path, call, pattern, in_flight):
+    for seconds, text, *_ in ends(tmp_path, call, in_flight):
+        assert re.match(f"PeerError: {pattern}", text)
+        assert seconds < LIMIT_S
+
+
+def test_a_call_of_one_process_when_the_others_have_ended_is_named(tmp_path):
+    saver, other = ends(tmp_path, "save_in_one_at_the_end")
+    assert other[1] == "nothing"
+    assert re.match(
+        r"PeerError: rank 1 has left.*: rank 0 waited for the checkpoint in save, which every "
+        r"process must call",
+        saver[1],
+    )
