@@ -67,6 +67,10 @@ class ShardRandomness(TorchDispatchMode):
         kwargs = kwargs or {}
         if not _may_draw(func) or _has_generator(args, kwargs) or _is_off(func, args, kwargs):
             return func(*args, **kwargs)
+        return self.draw(func, args, kwargs)
+
+    def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a random op with the shard's generator."""
         device = _device_of(args, kwargs)
         seedable = _seedable(func)
         if seedable is not None:
