@@ -1,6 +1,5 @@
 """A shard draws the random numbers of `torch.manual_seed` and the shard computed alone."""
 
-import copy
 import functools
 import hashlib
 import itertools
@@ -17,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.batch.rng import (
+    CALLERS_GENERATORS,
     ShardRandomness,
     derive_seed,
     shard_seed,
 )
-from evenstep.errors import ModelError
 from layouts import LAYOUTS, own, shared
 from reference import assert_same_bits, reference_training, whole_state
 from zoo import CLASSES, make_batches
@@ -91,6 +90,25 @@ def transformer():
     return layer(fixed(3, 5, 8))
 
 
+@torch.library.custom_op("evenstep_tests::own_op", mutates_args=())
+def own_op(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+def forked():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(torch.initial_seed() // 2 + len(torch.get_rng_state()))
+        drawn = torch.rand(5)
+    return torch.cat([drawn, torch.rand(5)])
+
+
+def put_back():
+    state = torch.get_rng_state()
+    drawn = torch.rand(5)
+    torch.set_rng_state(state)
+    return torch.cat([drawn, torch.rand(7)])
+
+
 OPS = {
     "nn.Dropout": lambda: nn.Dropout(0.4)(fixed(50)),
     "F.dropout in place": lambda: F.dropout(fixed(50), 0.3, inplace=True),
@@ -124,7 +142,18 @@ OPS = {
     "LSTM": lstm,
     "scaled_dot_product_attention": lambda: attention(dropout_p=0.4),
     "transformer": transformer,
+    "native_dropout": lambda: torch.native_dropout(fixed(50), 0.5, True)[0],
+    "custom op": lambda: own_op(fixed(20)),
+    "manual_seed and fork_rng": forked,
+    "set_rng_state": put_back,
 }
+
+
+@pytest.fixture(autouse=True)
+def _callers_generators():
+    """As while a trainer is open."""
+    with CALLERS_GENERATORS.installed():
+        yield
 
 
 def alone(op, seed=SEED, times=2):
@@ -218,8 +247,19 @@ def test_threads_side_by_side_draw_as_if_alone():
         assert same(drawn[seed], expected)
 
 
-def test_the_default_generator_of_the_cpu_is_never_used():
-    """So another lane may read and set it meanwhile, as recomputation of activations does."""
+LONG_OPS = {
+    "rand": lambda: torch.rand(300_000),
+    "randperm": lambda: torch.randperm(30_000),
+    "native_dropout": lambda: torch.native_dropout(torch.ones(300_000), 0.5, True),
+    "custom op": lambda: own_op(torch.ones(300_000)),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+@pytest.mark.parametrize("name", [*LONG_OPS, "dropout"])
+def test_the_default_generator_of_the_cpu_is_never_used(name, mode):
+    """So a thread of the user's own may draw from it meanwhile."""
+    op = LONG_OPS.get(name, lambda: F.dropout(torch.ones(300_000)))
     before = torch.get_rng_state()
     seen, done = [], threading.Event()
 
@@ -230,10 +270,9 @@ def test_the_default_generator_of_the_cpu_is_never_used():
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        with ShardRandomness(SEED):
+        with mode(), ShardRandomness(SEED):
             for _ in range(30):  # long enough for the watcher to look in
-                torch.rand(300_000)
-                torch.randperm(30_000)
+                op()
     finally:
         done.set()
         watcher.join()
@@ -316,24 +355,6 @@ def test_draws_are_noticed_even_if_the_backward_pass_hides_them(devices):
     state, losses = train(build([], [PutsBack()], again=False), devices)
     assert_same_bits(state, expected)
     assert losses == expected_losses
-
-
-@pytest.mark.parametrize("devices", [shared(1), shared(3), own(2)], ids=str)
-@pytest.mark.parametrize(
-    "layer", [nn.Dropout(0.5), Noise()], ids=lambda layer: type(layer).__name__
-)
-def test_recomputing_random_ops_is_refused(layer, devices):
-    model = build([layer, nn.Tanh()], [], again=True)
-    before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ModelError) as caught:
-        train(model, devices)
-    op, _, rest = str(caught.value).partition(" ")
-    assert op in ("aten.bernoulli_.float", "aten.rand.default")
-    assert rest == (
-        "draws random numbers while activations are recomputed in the backward pass: leave random "
-        "layers (dropout) outside torch.utils.checkpoint, or set their rate to 0"
-    )
-    assert_same_bits(model.state_dict(), before)
 
 
 def test_a_rate_of_zero_may_be_recomputed():

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import random
 
 import numpy as np
 import pytest
@@ -133,6 +134,38 @@ def test_a_gradient_that_alone_differs_is_named():
 
     with pytest.raises(ContractError, match=r"the gradient of 0\.weight has other bits"):
         train(net(), objective)
+
+
+OWN = {"torch": torch.Generator(), "numpy": np.random.default_rng(0), "python": random.Random(0)}
+GENERATORS = {
+    "numpy.random": (lambda: np.random.rand(), r"numpy\.random is drawn from"),
+    "random": (lambda: random.random(), r"Python's random module is drawn from"),
+    "a torch.Generator": (
+        lambda: torch.rand((), generator=OWN["torch"]),
+        r"a torch\.Generator is drawn from",
+    ),
+    "a numpy Generator": (lambda: OWN["numpy"].random(), r"a numpy\.random\.Generator is drawn"),
+    "a random.Random": (lambda: OWN["python"].random(), r"a random\.Random is drawn from"),
+}
+
+
+@everywhere
+@pytest.mark.parametrize(("draw", "line"), GENERATORS.values(), ids=GENERATORS)
+def test_a_generator_besides_torchs_is_refused_by_file_and_line(draw, line, devices):
+    def objective(model, X, y):
+        return F.cross_entropy(model(X) * float(draw()), y, reduction="sum"), len(y)
+
+    with pytest.raises(ContractError, match=rf"{line}.*test_self_check\.py, line \d+"):
+        train(net(), objective, devices=devices)
+
+
+def test_a_generator_that_the_objective_seeds_itself_is_fine():
+    def objective(model, X, y):
+        scale = np.random.default_rng(0).random() + random.Random(0).random()
+        noise = torch.rand(len(X), 1, generator=torch.Generator().manual_seed(1))
+        return F.cross_entropy(model(X * noise) * scale, y, reduction="sum"), len(y)
+
+    train(net(), objective, separable=False)
 
 
 # ---- what learns

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import optree
 import torch
 from torch import nn
 
 from evenstep.batch import Batch
+from evenstep.batch.foreign_draws import ForeignDraws, refuse_foreign_draws
 from evenstep.collectives import TreeSum
 from evenstep.collectives.tree import tree_plan
 from evenstep.contract.leaves import leaves_of
@@ -53,7 +55,8 @@ def compute_twice(
         Both results.
 
     Raises:
-        ContractError: the results differ, or a parameter was written.
+        ContractError: the results differ, a parameter was written, or numbers were drawn from a
+            generator that lives on from shard to shard.
     """
     module = replica.module
     marks, attributes, drawn = (
@@ -61,17 +64,32 @@ def compute_twice(
         attributes_of(module),
         generator_state(replica),
     )
-    first = _compute(replica, work, objective)
+    compute = functools.partial(_compute, replica, work, objective)
+    with ForeignDraws() as first_draws:
+        first = compute()
     if restore_generator(replica, drawn):
-        work = work._replace(random_seed=seed, watch_backward=True)
-        first = _compute(replica, work, objective)
+        compute = functools.partial(_compute, replica, work._replace(random_seed=seed), objective)
+        with ForeignDraws() as first_draws:
+            first = compute()
     _refuse_written(marks, parameter_marks(module))
     changed = changed_attributes(attributes, attributes_of(module))
-    second = _compute(replica, work, objective)
+    with ForeignDraws() as second_draws:
+        second = compute()
+    refuse_foreign_draws(first_draws, second_draws)
     differing = _first_difference(replica, first, second)
     if differing:
+        _refuse_hidden_generators(compute)
         raise ContractError(_explain(differing, changed))
     return first, second
+
+
+def _refuse_hidden_generators(compute: Callable[[], ShardResult]) -> None:
+    """Refuse draws from generator objects of numpy, which take long to find."""
+    with ForeignDraws(thorough=True) as first:
+        compute()
+    with ForeignDraws(thorough=True) as second:
+        compute()
+    refuse_foreign_draws(first, second)
 
 
 def _compute(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardResult:

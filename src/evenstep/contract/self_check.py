@@ -135,7 +135,6 @@ class SelfCheck:
             cut.take(first, place),
             None if cut.filled == 1 else examples[first],
             seed if draws else None,
-            draws,
             self._experiment.autocast_dtype,
         )
         pair: list[tuple[Batch, int]] = []

@@ -42,7 +42,6 @@ class ShardWork(NamedTuple):
         batch: the shard's examples, in the replica's memory.
         examples: the number of examples; None for a shard that is the whole batch.
         random_seed: the seed of the shard's random ops; None for a model without any.
-        watch_backward: whether to look for random ops in the backward pass, and refuse them.
         precision: the dtype that autocast computes in; None for the parameters' own.
         program: the compiled shard; None to compute it eagerly.
     """
@@ -51,7 +50,6 @@ class ShardWork(NamedTuple):
     batch: Batch
     examples: int | None
     random_seed: int | None
-    watch_backward: bool
     precision: torch.dtype | None
     program: Program | None = None
 
@@ -179,10 +177,8 @@ def _forward_backward(replica: Replica, work: ShardWork, objective: ShardObjecti
     if total.requires_grad:
         if not replica.has_learned:
             _refuse_outer_model(total, replica)
-        if randomness is not None and work.watch_backward:
-            randomness.in_backward = True
-            with randomness:
-                total.backward()
+        if randomness is not None:
+            randomness.backward(total)
         else:
             total.backward()
         if not replica.has_learned:

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
-from torch import nn
 
-from evenstep.batch import Batch
-from evenstep.batch.rng import DEFAULT_GENERATORS, default_generator
-from evenstep.shard.loss import Number, ShardObjective
+from evenstep.batch.rng import CALLERS_GENERATORS, DEFAULT_GENERATORS, default_generator
 
 T = TypeVar("T")
-States: TypeAlias = "list[torch.Tensor]"
-"""The states of the default generators."""
+
+
+class States(NamedTuple):
+    """The states of the default generators.
+
+    Attributes:
+        times_set: how often the CPU's generator was set: draws in one lane can be undone in another
+            (`torch.random.fork_rng`), so that the states alone would not show them.
+        states: their states.
+    """
+
+    times_set: int
+    states: list[torch.Tensor]
 
 
 class DrawWatch:
@@ -26,17 +34,14 @@ class DrawWatch:
     Attributes:
         draws: whether the model was seen to use random ops; from then on its shards have
             generators of their own.
-        watch_backward: whether backward passes are watched too: until a step with `draws` is done.
         is_first_step: whether no training step was done since the model was last changed.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self.draws = False
-        self.watch_backward = True
         self.is_first_step = True
         kinds = sorted({*devices, torch.device("cpu")}, key=str)
         self._generators = [default_generator(device) for device in kinds]
-        self._seen_between = False
 
     def states(self) -> States | None:
         """Return the states of the default generators for `drew`; None if nothing is watched."""
@@ -46,7 +51,9 @@ class DrawWatch:
         """Return whether random ops drew from a default generator since `before`."""
         if before is None:
             return False
-        return self._seen_between or not all(map(torch.equal, self._now(), before))
+        now = self._now()
+        was_set = now.times_set != before.times_set
+        return was_set or not all(map(torch.equal, now.states, before.states))
 
     def note_draws(self, before: States | None, *, restore: bool) -> None:
         """From now on, give shards generators of their own; the last step must be repeated.
@@ -59,7 +66,7 @@ class DrawWatch:
         self.draws = True
         if restore and before is not None:
             with DEFAULT_GENERATORS:
-                for generator, state in zip(self._generators, before, strict=True):
+                for generator, state in zip(self._generators, before.states, strict=True):
                     generator.set_state(state)
 
     def repeat(self, attempt: Callable[[], T]) -> T:
@@ -80,27 +87,6 @@ class DrawWatch:
             raise error
         return result
 
-    def watched(self, objective: ShardObjective) -> ShardObjective:
-        """In the first step, make `objective` look for draws after each forward pass too.
-
-        Where activations are recomputed, looking at the end of the step is too late: recomputing
-        restores the default generator's state from the forward pass. In later steps the end must
-        do, since looking costs 16 µs a shard.
-        """
-        if self.draws or not self.is_first_step:
-            return objective
-        before = self._now()
-
-        def watched(
-            model: nn.Module, batch: Batch, examples: int | None
-        ) -> tuple[torch.Tensor, Number]:
-            result = objective(model, batch, examples)
-            if not all(map(torch.equal, self._now(), before)):
-                self._seen_between = True
-            return result
-
-        return watched
-
     def look_again(self) -> None:
         """Watch the next step as the first one was: the user has changed the module."""
         self.is_first_step = self.is_first_step or not self.draws
@@ -108,8 +94,8 @@ class DrawWatch:
     def step_done(self) -> None:
         """Note that a training step was done."""
         self.is_first_step = False
-        self.watch_backward = not self.draws
 
     def _now(self) -> States:
         with DEFAULT_GENERATORS:
-            return [generator.get_state() for generator in self._generators]
+            states = [generator.get_state() for generator in self._generators]
+        return States(CALLERS_GENERATORS.times_set, states)

@@ -83,7 +83,7 @@ class IndependentExecutor:
         assert attempt.tree is not None
         attempt.compute = functools.partial(
             compute_shard,
-            objective=self.watch.watched(step.objective),
+            objective=step.objective,
             tree=attempt.tree,
             stream=stream,
             may_accumulate=self.adds_once,
@@ -256,7 +256,6 @@ class IndependentExecutor:
             batch,
             None if cut.filled == 1 else hi - lo,
             attempt.seed(shard) if watch.draws else None,
-            watch.watch_backward,
             self._autocast_dtype,
             attempt.programs.get(hi - lo) if attempt.programs else None,
         )

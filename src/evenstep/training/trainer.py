@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from evenstep.batch import Batch, shard_bounds
+from evenstep.batch.rng import CALLERS_GENERATORS
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint import training_state
 from evenstep.checkpoint.async_writer import AsyncWriter, write_state
@@ -325,6 +326,7 @@ class Trainer:
             self._group = self._executor.group = group
             opened.enter_context(kept_memory(self._tune_malloc))
             opened.enter_context(deterministic_kernels(self.devices))
+            opened.enter_context(CALLERS_GENERATORS.installed())
             opened.enter_context(self._engine)
             self._refuse_lockstep_apart()
             opened.enter_context(self._saves)

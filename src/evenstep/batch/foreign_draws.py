@@ -1,0 +1,321 @@
+"""Finds the generators besides torch's default ones that a shard draws from, and where it does so.
+
+`random`, `numpy.random` and generator objects that live on from shard to shard give numbers that
+depend on what was drawn from them before, by other shards and other threads. A generator that the
+shard makes and seeds itself does no harm.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import sys
+import threading
+from collections.abc import Iterator
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+
+from evenstep.batch.rng import ShardRandomness
+from evenstep.errors import ContractError
+
+_UNNOTICED = {"torch", "tempfile", "uuid", "email", "logging", "multiprocessing", "asyncio"}
+"""Packages whose own draws (names of files, delays) don't reach what a shard computes."""
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+class ForeignDraw(NamedTuple):
+    """A place in the code that draws from a generator which evenstep does not control.
+
+    Attributes:
+        what: the generator, in words.
+        file: the file that draws.
+        line: the line in it.
+        function: the function that draws.
+        generator: the generator; kept alive, so that its identity stays its own.
+        outlives: whether it is known to have existed before the shard.
+    """
+
+    what: str
+    file: str
+    line: int
+    function: str
+    generator: object
+    outlives: bool
+
+    @property
+    def place(self) -> tuple[str, str, int]:
+        """What is drawn from, and where."""
+        return self.what, self.file, self.line
+
+
+class ForeignDraws(TorchDispatchMode):
+    """Inside `with`, notes what the calling thread draws from foreign generators.
+
+    It sees the draws of autograd's threads too, as far as they are torch's and numpy's; those of
+    other threads are left alone. One thread at a time can be inside. Nothing that is drawn changes.
+
+        with ForeignDraws() as first:
+            compute_shard(...)
+        with ForeignDraws() as second:
+            compute_shard(...)  # the same shard again
+        refuse_foreign_draws(first, second)
+
+    Args:
+        thorough: whether to watch every generator object of numpy, for which all objects of the
+            process are looked through (a tenth of a second or more), besides numpy's global one.
+
+    Attributes:
+        found: the draws, each place once, in their order.
+    """
+
+    def __init__(self, *, thorough: bool = False) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._thorough = thorough
+        self.found: list[ForeignDraw] = []
+        self._thread = 0
+        self._opened = contextlib.ExitStack()
+
+    def __enter__(self) -> ForeignDraws:
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(_ONE_AT_A_TIME)
+            self._thread = threading.get_ident()
+            opened.enter_context(_watched_numpy(self, thorough=self._thorough))
+            super().__enter__()  # type: ignore[no-untyped-call]
+            opened.push(super().__exit__)
+            if sys.getprofile() is None:  # else somebody measures: leave him in peace
+                sys.setprofile(self._profile)
+                opened.callback(sys.setprofile, None)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._opened.__exit__(kind, error, traceback)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether layers that the user has compiled run as ever: yes."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one op, and note the generator that the model passes to it."""
+        kwargs = kwargs or {}
+        given = [one for one in (*args, *kwargs.values()) if isinstance(one, torch.Generator)]
+        if not given:
+            return func(*args, **kwargs)
+        is_default = _equals_default(given[0])
+        result = func(*args, **kwargs)
+        frame = _first_frame(sys._getframe(1), {"torch"})
+        if frame is not None and frame.f_code is not ShardRandomness.draw.__code__:
+            frame = _first_frame(frame, {"torch", "evenstep"})
+            if is_default and _equals_default(given[0]):
+                self._note("torch's default generator, given by generator=", given[0], frame, True)
+            else:
+                self._note("a torch.Generator", given[0], frame, False)
+        return result
+
+    def _profile(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Note a draw from one of Python's generators; called by Python for each call."""
+        if event != "c_call":
+            return
+        generator = getattr(argument, "__self__", None)
+        if isinstance(generator, random.Random) and argument.__name__ in ("random", "getrandbits"):
+            drawing = _first_frame(frame, {"random"})
+            if generator is random._inst:
+                self._note("Python's random module", generator, drawing, True)
+            else:
+                self._note("a random.Random", generator, drawing, False)
+
+    def note_numpy(self, generator: object, frame: FrameType) -> None:
+        """Note a draw from one of numpy's generators, if the shard makes it."""
+        is_here = threading.get_ident() == self._thread
+        if not is_here and self not in _get_current_dispatch_mode_stack():
+            return
+        drawing = _first_frame(frame, {"numpy"})
+        if generator is np.random.mtrand._rand:
+            self._note("numpy.random", generator, drawing, True)
+        else:
+            self._note(f"a numpy.random.{type(generator).__name__}", generator, drawing, True)
+
+    def _note(self, what: str, generator: object, frame: FrameType | None, outlives: bool) -> None:
+        if frame is None or _package(frame) in _UNNOTICED:
+            return
+        code = frame.f_code
+        draw = ForeignDraw(
+            what, code.co_filename, frame.f_lineno, code.co_name, generator, outlives
+        )
+        if not any(one.place == draw.place and _are_one(one, draw) for one in self.found):
+            self.found.append(draw)
+
+
+def outliving(first: ForeignDraws, second: ForeignDraws) -> list[ForeignDraw]:
+    """Return the draws from generators that live on from shard to shard.
+
+    Args:
+        first: what was found while a shard was computed.
+        second: what was found while it was computed again.
+    """
+    found: dict[object, ForeignDraw] = {}
+    for draws, others in ((first.found, second.found), (second.found, first.found)):
+        for draw in draws:
+            if draw.outlives or any(_are_one(draw, other) for other in others):
+                found.setdefault(draw.place, draw)
+    return [*found.values()]
+
+
+def refuse_foreign_draws(first: ForeignDraws, second: ForeignDraws) -> None:
+    """Refuse a model or objective that draws from generators that live on from shard to shard.
+
+    Raises:
+        ContractError: it does; the message names the generator, file and line.
+    """
+    for draw in outliving(first, second):
+        raise ContractError(
+            f"{draw.what} is drawn from in {draw.file}, line {draw.line} (in {draw.function}), "
+            f"while a shard is computed, so that the result depends on what other shards and "
+            f"threads have drawn before: draw with functions of torch without generator=, to which "
+            f"evenstep gives each shard's own numbers, or draw in the data loader and pass the "
+            f"result in the batch"
+        )
+
+
+# ---- which generator
+
+
+def _are_one(draw: ForeignDraw, other: ForeignDraw) -> bool:
+    """Whether two draws were from one generator.
+
+    An op sees a torch.Generator as a new Python object each time. So one of the two is seeded for a
+    moment: if the other one changes, they are one.
+    """
+    mine, its = draw.generator, other.generator
+    if not isinstance(mine, torch.Generator) or not isinstance(its, torch.Generator):
+        return mine is its
+    if mine.device != its.device:
+        return False
+    before = mine.get_state()
+    if not torch.equal(before, its.get_state()):
+        return False
+    if draw.outlives:  # the default generator, which other threads use
+        return other.outlives
+    mine.manual_seed(mine.initial_seed() ^ 1)
+    try:
+        return not torch.equal(before, its.get_state())
+    finally:
+        mine.set_state(before)
+
+
+def _equals_default(generator: torch.Generator) -> bool:
+    index = generator.device.index or 0
+    is_cuda = generator.device.type == "cuda"
+    default = torch.cuda.default_generators[index] if is_cuda else torch.default_generator
+    return torch.equal(generator.get_state(), default.get_state())
+
+
+# ---- which place
+
+
+def _first_frame(frame: FrameType | None, packages: set[str]) -> FrameType | None:
+    """Return the innermost frame that is in none of `packages`, nor in this module."""
+    while frame is not None and (
+        _package(frame) in packages or frame.f_globals.get("__name__") == __name__
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+
+
+# ---- numpy
+
+
+@contextlib.contextmanager
+def _watched_numpy(draws: ForeignDraws, *, thorough: bool) -> Iterator[None]:
+    """Inside `with`, numpy's generators report each draw to `draws`, in the drawing thread.
+
+    A generator object holds the lock of its bit generator while it draws. Here it is given one that
+    looks whether the bit generator has moved. Profiling does not show calls of numpy's functions.
+    """
+    generators: list[Any] = [np.random.mtrand._rand]
+    if thorough:
+        kinds = (np.random.Generator, np.random.RandomState)
+        generators = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    watched: list[tuple[Any, Any]] = []
+    try:
+        for generator in generators:
+            bits = generator._bit_generator
+            if isinstance(generator, np.random.Generator) or isinstance(bits, np.random.MT19937):
+                watched.append((generator, bits))
+                _give(generator, bits, _WatchedBits(bits, _WatchedLock(draws, generator, bits)))
+        yield
+    finally:
+        for generator, bits in watched:
+            _give(generator, bits, bits)
+
+
+def _give(generator: Any, bits: Any, given: Any) -> None:
+    """Make `generator` draw from `given`, which stands for its bit generator `bits`."""
+    reentrant = isinstance(bits.lock, type(threading.RLock()))  # else other threads may draw now
+    with bits.lock if reentrant else contextlib.nullcontext():
+        if isinstance(generator, np.random.Generator):
+            generator.__init__(given)  # type: ignore[misc]
+            return
+        state = generator.get_state(legacy=False)
+        generator.__init__(given)
+        if state["has_gauss"]:  # the second number of a pair, which __init__ has dropped
+            generator.set_state(state)
+
+
+class _WatchedLock:
+    """The lock of a bit generator; it looks whether numbers were drawn while it was held."""
+
+    def __init__(self, draws: ForeignDraws, generator: object, bits: Any) -> None:
+        self._draws = draws
+        self._generator = generator
+        self._bits = bits
+        self._before: list[object] = []
+
+    def __enter__(self) -> None:
+        self._bits.lock.acquire()
+        self._before.append(_flat(self._bits.state))
+
+    def __exit__(self, *error: object) -> None:
+        has_drawn = self._before.pop() != _flat(self._bits.state)
+        self._bits.lock.release()
+        if has_drawn:
+            self._draws.note_numpy(self._generator, sys._getframe(1))
+
+
+class _WatchedBits:
+    """A bit generator in everything but its lock."""
+
+    def __init__(self, bits: Any, lock: _WatchedLock) -> None:
+        object.__setattr__(self, "own", (bits, lock))
+
+    def __getattribute__(self, name: str) -> Any:
+        bits, lock = object.__getattribute__(self, "own")
+        return lock if name == "lock" else getattr(bits, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(object.__getattribute__(self, "own")[0], name, value)
+
+
+def _flat(state: Any) -> object:
+    """Return a bit generator's state as a value that can be compared."""
+    if isinstance(state, dict):
+        return [(key, _flat(value)) for key, value in state.items()]
+    return state.tobytes() if isinstance(state, np.ndarray) else state

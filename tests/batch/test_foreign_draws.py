@@ -1,0 +1,314 @@
+"""Draws from generators that evenstep does not control are found: which generator, and where."""
+
+import copy
+import cProfile
+import functools
+import inspect
+import logging
+import pickle
+import random
+import statistics
+import sys
+import tempfile
+import threading
+import uuid
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from evenstep.batch.foreign_draws import ForeignDraws, outliving, refuse_foreign_draws
+from evenstep.batch.rng import CALLERS_GENERATORS, ShardRandomness
+from evenstep.errors import ContractError
+
+
+class Own:
+    """Generators that live on."""
+
+    python = random.Random(3)
+    numpy = np.random.default_rng(3)
+    philox = np.random.Generator(np.random.Philox(3))
+    legacy = np.random.RandomState(3)
+    torch = torch.Generator().manual_seed(3)
+
+
+def twice(function, *, thorough=True):
+    with ForeignDraws(thorough=thorough) as first:
+        function()
+    with ForeignDraws(thorough=thorough) as second:
+        function()
+    return first, second
+
+
+def hooked():
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(lambda gradient: gradient * np.random.rand())
+    (x * 2).sum().backward()
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(7)
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.linear(x) * self.rng.normal()
+
+
+LAYER = Layer()
+KEPT = {}
+
+
+def lazily_kept(make):
+    """Return a generator that is made at the first call and kept."""
+    return KEPT.setdefault(make, make())
+
+
+# Each function draws in its own line, in this file.
+FOREIGN = {
+    "random.random": ("Python's random module", lambda: random.random()),
+    "random.choice": ("Python's random module", lambda: random.choice([1, 2, 3])),
+    "random.gauss": ("Python's random module", lambda: [random.gauss(0, 1) for _ in range(3)]),
+    "random.shuffle": ("Python's random module", lambda: random.shuffle([1, 2, 3])),
+    "numpy.random.rand": ("numpy.random", lambda: np.random.rand(2)),
+    "numpy.random.choice": ("numpy.random", lambda: np.random.choice(4, 2)),
+    "numpy.random.randn": ("numpy.random", lambda: [np.random.randn() for _ in range(3)]),
+    "numpy.random.shuffle": ("numpy.random", lambda: np.random.shuffle([1, 2, 3])),
+    "numpy, by map": ("numpy.random", lambda: list(map(np.random.rand, [1, 2]))),
+    "numpy, in a hook": ("numpy.random", hooked),
+    "numpy, in a layer": ("a numpy.random.Generator", lambda: LAYER(torch.ones(2, 3))),
+    "a Random": ("a random.Random", lambda: Own.python.uniform(0, 1)),
+    "a Generator": ("a numpy.random.Generator", lambda: Own.numpy.normal()),
+    "a Generator of Philox": ("a numpy.random.Generator", lambda: Own.philox.integers(9, size=4)),
+    "a RandomState": ("a numpy.random.RandomState", lambda: Own.legacy.uniform()),
+    "a new Generator of an old bit generator": (
+        "a numpy.random.Generator",
+        lambda: np.random.Generator(Own.numpy.bit_generator).normal(),
+    ),
+    "a torch.Generator": ("a torch.Generator", lambda: torch.rand(3, generator=Own.torch)),
+    "a torch.Generator, in place": (
+        "a torch.Generator",
+        lambda: torch.empty(3).normal_(generator=Own.torch),
+    ),
+    "a torch.Generator, seeded": (
+        "a torch.Generator",
+        lambda: torch.rand(3, generator=Own.torch.manual_seed(5)),
+    ),
+    "the default torch.Generator": (
+        "torch's default generator, given by generator=",
+        lambda: torch.randn(3, generator=torch.default_generator),
+    ),
+    "a Random that is made once": (
+        "a random.Random",
+        lambda: lazily_kept(random.Random).random(),
+    ),
+    "a Generator that is made once": (
+        "a numpy.random.Generator",
+        lambda: lazily_kept(np.random.default_rng).random(),
+    ),
+    "a torch.Generator that is made once": (
+        "a torch.Generator",
+        lambda: torch.rand(2, generator=lazily_kept(torch.Generator)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_draw_is_named_with_its_place(name):
+    what, function = FOREIGN[name]
+    KEPT.clear()
+    first, second = twice(function)
+    draws = outliving(first, second)
+    assert {draw.what for draw in draws} == {what}
+    assert {draw.file for draw in draws} == {__file__}
+    lines, start = inspect.getsourcelines(Layer if "layer" in name else function)
+    assert {draw.line for draw in draws} <= set(range(start, start + len(lines)))
+    with pytest.raises(ContractError, match="while a shard is computed") as caught:
+        refuse_foreign_draws(first, second)
+    assert str(caught.value).startswith(
+        f"{what} is drawn from in {__file__}, line {draws[0].line} (in {draws[0].function})"
+    )
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_objects_of_numpy_take_a_thorough_look(name):
+    what, function = FOREIGN[name]
+    KEPT.clear()
+    named = {draw.what for draw in outliving(*twice(function, thorough=False))}
+    assert named == (set() if what.startswith("a numpy") else {what})
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_is_drawn_stays_the_same(name):
+    _, function = FOREIGN[name]
+
+    def drawn(watched):
+        KEPT.clear()
+        random.seed(1)
+        np.random.seed(1)
+        np.random.randn()  # leaves the second number of a pair behind
+        torch.manual_seed(1)
+        for generator in (Own.python, LAYER):
+            generator.__init__()
+        Own.python.seed(1)
+        Own.torch.manual_seed(1)
+        Own.numpy.bit_generator.state = np.random.default_rng(1).bit_generator.state
+        Own.philox.bit_generator.state = np.random.Philox(1).state
+        Own.legacy.seed(1)
+        Own.legacy.randn()
+        if watched:
+            twice(function)
+        else:
+            function(), function()
+        return [
+            *(random.gauss(0, 1), Own.python.random(), np.random.randn(), np.random.rand()),
+            *(Own.numpy.normal(), Own.philox.normal(), Own.legacy.randn(), Own.legacy.rand()),
+            *(torch.rand(()).item(), torch.rand((), generator=Own.torch).item()),
+            Own.torch.initial_seed(),
+        ]
+
+    assert drawn(watched=True) == drawn(watched=False)
+
+
+def made_inside():
+    python, numpy = random.Random(3), np.random.default_rng(3)
+    legacy, own = np.random.RandomState(3), torch.Generator().manual_seed(3)
+    python.random(), numpy.normal(), legacy.randn(), torch.rand(3, generator=own)
+    torch.rand(3, generator=torch.Generator().set_state(own.get_state()))
+
+
+def copied():
+    """Copies of generators that live on: they are left as they are."""
+    copy.deepcopy(Own.numpy).normal(), pickle.loads(pickle.dumps(Own.legacy)).rand()
+    copy.deepcopy(Own.python).random()
+    torch.rand(3, generator=Own.torch.clone_state())
+
+
+def states():
+    np.random.get_state(), random.getstate(), Own.torch.get_state(), Own.numpy.bit_generator.state
+
+
+def of_torch():
+    torch.rand(3), F.dropout(torch.ones(3)), torch.randperm(5), nn.Linear(3, 3)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        nn.init.normal_(torch.empty(3))
+
+
+def library():
+    with tempfile.NamedTemporaryFile():
+        uuid.uuid1(), uuid.uuid4()
+    logging.getLogger("nobody").info("draws nothing")
+
+
+HARMLESS = {
+    "made inside": made_inside,
+    "copied": copied,
+    "states": states,
+    "torch's own": of_torch,
+    "libraries": library,
+}
+
+
+@pytest.mark.parametrize("randomness", [None, ShardRandomness], ids=["without", "with"])
+@pytest.mark.parametrize("name", HARMLESS)
+def test_harmless_draws_are_not_refused(name, randomness):
+    def shard():
+        if randomness is None:
+            HARMLESS[name]()
+        else:
+            with randomness(3):
+                HARMLESS[name]()
+
+    with CALLERS_GENERATORS.installed():
+        first, second = twice(shard)
+    assert outliving(first, second) == []
+    refuse_foreign_draws(first, second)
+
+
+def test_a_helper_of_pythons_library_is_named_where_it_draws():
+    first, second = twice(lambda: statistics.NormalDist().samples(2))
+    assert {draw.file for draw in outliving(first, second)} == {statistics.__file__}
+
+
+def test_draws_inside_a_shards_randomness_are_found():
+    def shard():
+        with ShardRandomness(3):
+            torch.rand(3)
+            torch.rand(3, generator=Own.torch)
+
+    assert [draw.what for draw in outliving(*twice(shard))] == ["a torch.Generator"]
+
+
+def test_draws_of_other_threads_are_left_alone():
+    """A data loader may draw from anything meanwhile."""
+    begun, done = threading.Event(), threading.Event()
+    python, numpy, own = random.Random(2), np.random.default_rng(2), torch.Generator()
+
+    def load():
+        while not done.is_set():
+            random.random(), np.random.randn(), python.random(), numpy.normal()
+            torch.rand(3, generator=own), torch.rand(3)
+            begun.set()
+
+    def shard():
+        for _ in range(20):
+            F.linear(torch.ones(200, 200), torch.ones(200, 200))
+
+    loader = threading.Thread(target=load)
+    loader.start()
+    try:
+        assert begun.wait(30)
+        first, second = twice(shard)
+    finally:
+        done.set()
+        loader.join()
+    assert first.found == second.found == []
+
+
+def test_everything_is_put_back():
+    bits = Own.numpy.bit_generator, Own.legacy._bit_generator, np.random.mtrand._rand._bit_generator
+    with pytest.raises(ZeroDivisionError), ForeignDraws(thorough=True):
+        raise ZeroDivisionError
+    assert sys.getprofile() is None
+    assert bits == (
+        *(Own.numpy.bit_generator, Own.legacy._bit_generator),
+        np.random.mtrand._rand._bit_generator,
+    )
+    assert [type(one) for one in bits] == [np.random.PCG64, np.random.MT19937, np.random.MT19937]
+    with ForeignDraws(thorough=True) as later:
+        pass
+    np.random.rand(), random.random(), torch.rand(3, generator=Own.torch)
+    assert later.found == []
+
+
+def test_a_profiler_goes_on():
+    profiler = cProfile.Profile()
+    profiler.enable()
+    before = sys.getprofile()
+    with ForeignDraws() as draws:
+        np.random.rand(), random.random()
+    after = sys.getprofile()
+    profiler.disable()
+    assert after is before
+    assert "numpy.random" in [draw.what for draw in draws.found]
+
+
+def test_a_place_is_listed_once():
+    with ForeignDraws() as draws:
+        for _ in range(5):
+            random.random(), np.random.rand(), torch.rand(3, generator=Own.torch)
+    assert len(draws.found) == 3
+
+
+def test_a_compiled_layer_is_computed_as_ever():
+    @functools.partial(torch.compile, backend="eager", fullgraph=True)
+    def double(x):
+        return x * 2
+
+    with ForeignDraws() as draws:
+        assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))
+    assert draws.found == []

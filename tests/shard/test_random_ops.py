@@ -1,0 +1,255 @@
+"""Random numbers in odd places: a training has the bits of the plain loop, in every step."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import evenstep
+from layouts import own, shared
+from reference import assert_same_bits, reference_training, whole_state
+from zoo import CLASSES, make_batches
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+BATCHES = make_batches((24, 11, 17, 24))
+LATE = [(X * 100 if number >= 2 else X, y) for number, (X, y) in enumerate(BATCHES)]
+"""The same batches; the shards of the third and fourth know that they are late."""
+
+on_devices = pytest.mark.parametrize("devices", [shared(1), shared(3), own(2)], ids=str)
+
+
+def is_late(x):
+    return bool(x.abs().max() > 20)
+
+
+# ---- draws in the backward pass
+
+
+def add_noise(gradient):
+    return gradient + torch.randn(gradient.shape)
+
+
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return F.dropout(gradient, 0.5) + torch.ops.aten.rand_like.default(gradient)
+
+
+class InsideBackward(torch.autograd.Function):
+    """Its backward pass runs a backward pass through dropout, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = F.dropout(torch.tanh(x), 0.5)
+        return torch.autograd.grad(y, x, gradient)[0]
+
+
+def hooked(x):
+    x.register_hook(add_noise)
+    return x
+
+
+class NoisyBackward(nn.Module):
+    """A layer whose gradient has noise; its forward pass may draw too."""
+
+    def __init__(self, noisy, *, rate=0.0):
+        super().__init__()
+        self.noisy, self.rate = noisy, rate
+
+    def forward(self, x):
+        x = self.noisy(x * 1)
+        return F.dropout(x, self.rate) if self.rate else x
+
+
+class LateNoise(NoisyBackward):
+    def forward(self, x):
+        late = is_late(x)
+        x = F.dropout(torch.tanh(x), self.rate) if self.rate else torch.tanh(x)
+        return self.noisy(x) if late else x
+
+
+def layer_with_a_hook():
+    layer = nn.Tanh()
+    layer.register_full_backward_hook(lambda module, inputs, outputs: (add_noise(inputs[0]),))
+    return layer
+
+
+BACKWARD = {
+    "a tensor's hook": lambda: NoisyBackward(hooked),
+    "a tensor's hook, and dropout": lambda: NoisyBackward(hooked, rate=0.4),
+    "a function": lambda: NoisyBackward(NoisyGradient.apply),
+    "a function, and dropout": lambda: NoisyBackward(NoisyGradient.apply, rate=0.4),
+    "a backward pass in a function": lambda: NoisyBackward(InsideBackward.apply),
+    "a layer's hook": layer_with_a_hook,
+    "from the third step on": lambda: LateNoise(hooked),
+    "from the third step on, and dropout": lambda: LateNoise(hooked, rate=0.4),
+}
+
+
+# ---- draws that are computed again
+
+
+class Checkpointed(nn.Module):
+    """A block with dropout, computed again in the backward pass."""
+
+    def __init__(self, *, only_late=False, **options):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(36, 36), nn.Tanh(), nn.Dropout(0.5))
+        self.only_late, self.options = only_late, options
+
+    def forward(self, x):
+        if self.only_late and not is_late(x):
+            return self.block[:2](x)
+        return checkpoint(self.block, x.requires_grad_(), **self.options)
+
+
+class Nested(nn.Module):
+    """A block that is computed again, inside one that is."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Checkpointed(use_reentrant=False)
+
+    def forward(self, x):
+        return checkpoint(lambda x: F.dropout(self.inner(x), 0.3), x, use_reentrant=False)
+
+
+RECOMPUTED = {
+    "reentrant": lambda: Checkpointed(use_reentrant=True),
+    "not reentrant": lambda: Checkpointed(use_reentrant=False),
+    "reentrant, beside dropout": lambda: nn.Sequential(
+        nn.Dropout(0.2), Checkpointed(use_reentrant=True), nn.Dropout(0.2)
+    ),
+    "not reentrant, beside dropout": lambda: nn.Sequential(
+        nn.Dropout(0.2), Checkpointed(use_reentrant=False), nn.Dropout(0.2)
+    ),
+    "with other numbers": lambda: Checkpointed(use_reentrant=True, preserve_rng_state=False),
+    "nested": Nested,
+    "from the third step on": lambda: Checkpointed(use_reentrant=False, only_late=True),
+    "from the third step on, and dropout": lambda: nn.Sequential(
+        Checkpointed(use_reentrant=True, only_late=True), nn.Dropout(0.2)
+    ),
+}
+
+
+# ---- draws after seeding, and by ops that take no generator
+
+
+class SeedsItself(nn.Module):
+    """The same noise in every shard, and the default generator as if nothing had been drawn."""
+
+    def forward(self, x):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            noise = torch.rand_like(x)
+        return x + noise
+
+
+class SeedsForGood(nn.Module):
+    def forward(self, x):
+        before = torch.rand(())
+        torch.manual_seed(len(x))
+        return F.dropout(x * before, 0.5) + torch.initial_seed()
+
+
+class PutsBack(nn.Module):
+    """Draws the same numbers twice."""
+
+    def forward(self, x):
+        state = torch.get_rng_state()
+        x = F.dropout(x, 0.5)
+        torch.set_rng_state(state)
+        return F.dropout(x, 0.5) * torch.rand(36)
+
+
+class NativeDropout(nn.Module):
+    def forward(self, x):
+        return torch.native_dropout(x, 0.5, True)[0]
+
+
+@torch.library.custom_op("evenstep_tests::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand_like(x)
+
+
+noise.register_autograd(lambda ctx, gradient: gradient)
+
+
+class OwnOp(nn.Module):
+    def forward(self, x):
+        return noise(x)
+
+
+SEEDED = {
+    "fork_rng": SeedsItself,
+    "fork_rng, beside dropout": lambda: nn.Sequential(nn.Dropout(0.5), SeedsItself()),
+    "manual_seed": SeedsForGood,
+    "set_rng_state": PutsBack,
+    "native_dropout": NativeDropout,
+    "an op of the user's own": OwnOp,
+}
+
+
+CASES = {
+    **{f"backward: {name}": make for name, make in BACKWARD.items()},
+    **{f"computed again: {name}": make for name, make in RECOMPUTED.items()},
+    **{f"seeded: {name}": make for name, make in SEEDED.items()},
+}
+
+
+def built(make):
+    torch.manual_seed(0)
+    layer = make()
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 36), layer, nn.Linear(36, CLASSES))
+
+
+def trained(model, batches, devices, **options):
+    optimizer = SGD(model.parameters())
+    loss = nn.CrossEntropyLoss()
+    with evenstep.Trainer(model, optimizer, loss, devices=devices, **options) as trainer:
+        losses = [trainer.step(X, y) for X, y in batches]
+        trainer.waitall()
+    return whole_state(model, optimizer), [float(value) for value in losses]
+
+
+@functools.cache
+def expected(name, shards):
+    return reference_training(built(CASES[name]), SGD, LATE, shards=shards)
+
+
+def assert_plain(name, devices, **options):
+    state, losses = trained(built(CASES[name]), LATE, devices, **options)
+    reference, reference_losses = expected(name, options.get("shards", 8))
+    assert_same_bits(state, reference)
+    assert losses == reference_losses
+
+
+@on_devices
+@pytest.mark.parametrize("name", CASES)
+def test_every_step_draws_as_the_plain_loop_does(name, devices):
+    assert_plain(name, devices)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_shard_is_the_plain_loop(name):
+    assert_plain(name, 1, shards=1)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_in_flight_draw_as_the_plain_loop_does(name):
+    assert_plain(name, shared(2), max_in_flight=2)
