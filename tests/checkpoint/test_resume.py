@@ -323,3 +323,22 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path):
         optimizer.state[next(model.parameters())]["a function"] = len
         with pytest.raises(CheckpointError, match="a function"):
             trainer.save(tmp_path, aside=True)
+
+
+def test_the_first_save_says_what_of_a_loader_of_ones_own_is_not_in_it(tmp_path, caplog):
+    model, optimizer, _ = parts("convolution")
+    with evenstep.Trainer(model, optimizer, LOSS, devices=1) as trainer:
+        for _ in range(2):
+            trainer.step(X[:16], Y[:16])
+            trainer.save(tmp_path)
+    (line,) = [record.message for record in caplog.records if "does not hold" in record.message]
+    assert "trainer.epoch(loader)" in line
+    assert "numpy.random" in line
+
+
+def test_a_training_by_epochs_is_saved_whole(tmp_path, caplog):
+    model, optimizer, _ = parts("convolution")
+    with evenstep.Trainer(model, optimizer, LOSS, devices=1) as trainer:
+        run(trainer, 2)
+        trainer.save(tmp_path)
+    assert "does not hold" not in caplog.text

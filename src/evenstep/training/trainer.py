@@ -249,6 +249,7 @@ class Trainer:
         self._side_by_side = side_by_side or experiment.batch_norm == "sync"
         self._saves = AsyncWriter()
         self._is_open = False
+        self._was_saved = False
         self._opened = contextlib.ExitStack()
         channels_last = self.experiment.memory_format == "channels_last"
         move_home(model, optimizer, self.devices[0], channels_last=channels_last)
@@ -509,6 +510,7 @@ class Trainer:
             SaveError: it can't be written; the checkpoints before it are whole.
         """
         self.waitall()
+        self._say_what_is_not_saved()
         state = training_state.TrainingState(
             experiment=self.experiment,
             cursor=self.cursor,
@@ -528,6 +530,18 @@ class Trainer:
             return checkpoint_of(Path(folder), self.steps_done)
         self.wait_for_save()
         return self._group.by_the_first(lambda: write_state(*given))
+
+    def _say_what_is_not_saved(self) -> None:
+        """Log once what a training with a data loader of the user's own must restore by itself."""
+        if self._was_saved or not self.steps_done or self._drawn != Cursor():
+            return
+        self._was_saved = True
+        logger.warning(
+            "the checkpoint does not hold the place in a data loader of your own (it does with "
+            "trainer.epoch(loader)), nor the states of random, numpy.random and torch's default "
+            "generator: after resuming, go on with batch number trainer.cursor.step, and with the "
+            "same random numbers"
+        )
 
     def wait_for_save(self) -> None:
         """Wait until the checkpoint that `save(aside=True)` has begun is on the disk.
