@@ -100,7 +100,7 @@ EXPORTS = {
         "tree_sum",
         "wait_all",
     ],
-    "evenstep.contract": ["ContractReport", "SelfCheck"],
+    "evenstep.contract": ["ContractReport", "SelfCheck", "refuse_modes"],
     "evenstep.data": ["Cursor", "Loader", "digits", "epoch_order", "fashion_mnist"],
     "evenstep.devices": [
         "Device",

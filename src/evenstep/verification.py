@@ -3,8 +3,8 @@
 `verify` trains the same steps on several sets of devices and compares the results bit for bit. If
 they differ, the first differing step is replayed, and the gradients and buffers of each shard are
 compared before they are summed. A shard is computed alone, on the same numbers. So a difference
-shows where the model uses something that evenstep does not control: `random`, numpy, the clock, or
-state in Python objects.
+shows where the model uses something that evenstep does not control and that the check of the
+contract in a training's first step has not seen.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Verdict:
 def verify(
     make_trainer: MakeTrainer,
     batches: Batches,
-    layouts: Sequence[Devices] = (1, 2),
+    devices: Sequence[Devices] = (1, 2),
     steps: int = 3,
     *,
     on_result: Callable[[LayoutResult], object] | None = None,
@@ -118,7 +118,7 @@ def verify(
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             return evenstep.Trainer(model, optimizer, loss, devices=devices)
 
-        verdict = evenstep.verify(make_trainer, loader, layouts=[1, 2, ["cpu:0", "cpu:1:own"]])
+        verdict = evenstep.verify(make_trainer, loader, devices=[1, 2, ["cpu:0", "cpu:1:own"]])
         assert verdict.identical, verdict
 
     Args:
@@ -126,7 +126,7 @@ def verify(
             must create everything anew, model and optimizer too, with the same seeds each time.
         batches: at least `steps` batches, the same in every iteration: a `Loader`, a list, or a
             function that takes the trainer and returns an iterable.
-        layouts: at least two sets of devices, each in a form that `Trainer` accepts.
+        devices: at least two sets of devices, each in a form that `Trainer` accepts.
         steps: number of steps to train, at least 1.
         on_result: called with the result on each set of devices as soon as it is known.
 
@@ -135,21 +135,22 @@ def verify(
         `difference` with its step, shard and tensor.
 
     Raises:
+        ContractError: the code breaks the contract of a step; the message names what does.
         InputError: fewer than two sets of devices, no step, or too few batches. Errors of
             `make_trainer` and of the training are raised as they are.
     """
-    if len(layouts) < 2 or steps < 1:
+    if len(devices) < 2 or steps < 1:
         raise InputError(
-            f"got {len(layouts)} layouts and steps={steps}: give at least 2 sets of devices to "
+            f"got {len(devices)} sets of devices and steps={steps}: give at least 2 sets to "
             f"compare, and at least 1 step"
         )
     results: list[LayoutResult] = []
-    for devices in layouts:
-        results.append(_train(make_trainer, batches, devices, steps))
+    for layout in devices:
+        results.append(_train(make_trainer, batches, layout, steps))
         if on_result:
             on_result(results[-1])
     replay = functools.partial(_replay, make_trainer, batches)
-    return Verdict(results=tuple(results), difference=_find_difference(replay, layouts, results))
+    return Verdict(results=tuple(results), difference=_find_difference(replay, devices, results))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -124,7 +124,7 @@ def test_a_shared_tensor_under_verify():
         model = linear()
         return evenstep.Trainer(model, SGD(model.parameters()), objective=weighted, devices=devices)
 
-    assert evenstep.verify(make_trainer, with_weights(2), layouts=[1, 2, own(2)], steps=2).identical
+    assert evenstep.verify(make_trainer, with_weights(2), devices=[1, 2, own(2)], steps=2).identical
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from evenstep.devices import Device
 from evenstep.engine.task import PLAIN, in_modes
@@ -173,6 +174,15 @@ class InlineLanes:
     def inside(self) -> bool:
         """Whether a task is running."""
         return self._is_working
+
+
+def has_own_modes() -> bool:
+    """Return whether the calling thread has modes or hooks of torch that lanes don't have."""
+    return bool(
+        torch._C._len_torch_function_stack()
+        or torch._C._len_torch_dispatch_stack()
+        or _top_saved_tensors_default_hooks(False)
+    )
 
 
 def _fix_threads(threads: int) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,8 @@ from evenstep.errors import ContractError, InputError, ModelError
 from evenstep.replicas.buffer_rules import buffer_rules
 from evenstep.replicas.module_sync import attribute_updates, gradient_hooks
 from evenstep.replicas.replica import Replica
+
+_VERSION = operator.attrgetter("_version")
 
 
 class Replicas:
@@ -79,6 +82,7 @@ class Replicas:
             for replica in self._others
             for mine, its in zip(model.modules(), replica.module.modules(), strict=True)
         ]
+        self._distinct = [one for owner in self._owners.values() for one in owner.parameters]
         self._find_copies()
         self._modules = list(model.modules())
         self.structure = _structure(self._modules, self.home.parameters)
@@ -184,7 +188,7 @@ class Replicas:
     def open_step(self) -> None:
         """Take the home's buffers as the opening values of every replica."""
         opening = [buffer.detach().clone() for buffer in self.home.buffers]
-        self._opened = self._parameter_versions()
+        self._opened = [*map(_VERSION, self._distinct)]
         per_memory = {self.home.device.memory: opening}
         self.home.opening = opening
         for lane, replica in enumerate(self.all):
@@ -201,15 +205,12 @@ class Replicas:
         Raises:
             ContractError: names them.
         """
-        now = self._parameter_versions()
+        now = [*map(_VERSION, self._distinct)]
         if now != self._opened:
             names = [name for name, _ in self.home.module.named_parameters()] * len(self._owners)
             pairs = zip(names, now, self._opened, strict=True)
             written = dict.fromkeys(name for name, late, early in pairs if late != early)
             raise written_error([*written])
-
-    def _parameter_versions(self) -> list[int]:
-        return [one._version for owner in self._owners.values() for one in owner.parameters]
 
     def close_step(self, closing: Sequence[torch.Tensor | None]) -> None:
         """Write the buffers' closing values into the user's module (None: the opening value)."""

@@ -242,8 +242,9 @@ class DirectPipeline(Pipeline):
         while not attempt.is_over:
             if not attempt.ended.acquire(timeout=LOOK_EVERY_S):
                 self._give_up_stuck(attempt)
-        assert attempt.clock.ready_s is not None
-        self._help.learn(attempt.alone, time.perf_counter() - attempt.clock.ready_s)
+        if len(self._engine.devices) > 1:
+            assert attempt.clock.ready_s is not None
+            self._help.learn(attempt.alone, time.perf_counter() - attempt.clock.ready_s)
         return attempt.errors[min(attempt.errors)] if attempt.errors else None
 
     def _give_up_stuck(self, attempt: Attempt) -> None:

@@ -26,7 +26,7 @@ from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint import training_state
 from evenstep.checkpoint.async_writer import AsyncWriter, write_state
 from evenstep.checkpoint.files import checkpoint_of
-from evenstep.contract import ContractReport, SelfCheck
+from evenstep.contract import ContractReport, SelfCheck, refuse_modes
 from evenstep.data import Cursor, Loader
 from evenstep.devices import (
     Device,
@@ -40,6 +40,7 @@ from evenstep.devices import (
 from evenstep.distributed import local_share
 from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine import Engine, Lanes, ThreadLanes
+from evenstep.engine.lanes import has_own_modes
 from evenstep.errors import ClosedError, InputError
 from evenstep.experiment import (
     BatchNorm,
@@ -670,6 +671,8 @@ class Trainer:
                 "torch.autocast around a step is not propagated to the worker threads: use "
                 'Trainer(precision="bf16") instead'
             )
+        if has_own_modes():
+            refuse_modes(self.devices[0].torch_device)
         if self._pipeline.steps:
             may_compile = self._executor.programs is not None  # beside nothing in flight
             self._pipeline.wait(leave=0 if may_compile else leave)
