@@ -1,6 +1,7 @@
 """Losses as totals and counts: the mean is exact, whatever a loss divides by."""
 
 import functools
+import math
 import time
 
 import pytest
@@ -12,6 +13,7 @@ import evenstep
 from evenstep.errors import BatchError, ModelError, NonFiniteLossError
 from evenstep.training.executor import IndependentExecutor
 from layouts import own
+from trainers import sgd
 from zoo import CLASSES, build, make_batches
 
 WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0])
@@ -254,3 +256,69 @@ def test_a_batch_without_targets_says_what_is_needed():
             trainer.step(X)
         with pytest.raises((ModelError, BatchError), match=r"\(output, target\)"):
             trainer.step(X, y, y)
+
+
+# Counts that nothing can be divided by
+
+COUNTS = {
+    "NaN": (
+        lambda y: math.nan,
+        NonFiniteLossError,
+        r"count of shard 0 .* is nan: the step was not",
+    ),
+    "a tensor with NaN": (lambda y: torch.tensor(math.nan), NonFiniteLossError, "is nan"),
+    "infinite": (lambda y: math.inf, NonFiniteLossError, "is inf"),
+    "a tensor with infinity": (lambda y: torch.tensor(math.inf), NonFiniteLossError, "is inf"),
+    "minus infinity": (lambda y: -math.inf, NonFiniteLossError, "is -inf"),
+    "negative": (
+        lambda y: -len(y),
+        ModelError,
+        r"counts add up to -16.0 in step 1: at least 0 is needed",
+    ),
+    "a negative tensor": (lambda y: -(y >= 0).sum(), ModelError, "counts add up to -16.0"),
+}
+
+
+@pytest.mark.parametrize("check", ["first", "off"])
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("kind", COUNTS)
+def test_a_count_that_nothing_can_be_divided_by_is_refused(kind, shards, check):
+    count_of, error, pattern = COUNTS[kind]
+    wrong = []
+
+    def objective(model, X, y):
+        total = F.cross_entropy(model(X), y, reduction="sum")
+        return total, count_of(y) if wrong else len(y)
+
+    X, y = make_batches((16,))[0]
+    model = build("convolution")
+    with evenstep.Trainer(
+        model, sgd(model), objective=objective, devices=2, shards=shards, check=check
+    ) as trainer:
+        trainer.step(X, y)
+        before = trainer.fingerprint()
+        wrong.append(True)
+        with pytest.raises(error, match=pattern):
+            trainer.step(X, y)
+        assert trainer.fingerprint() == before
+        assert trainer.steps_done == 1
+        wrong.clear()
+        trainer.step(X, y)
+
+
+def test_a_single_shard_with_a_negative_count_is_no_error():
+    """Examples may have negative weights (as simulated events in physics do)."""
+    weights = torch.tensor([-1.0] * 4 + [1.0] * 12)
+
+    def objective(model, X, y, weight):
+        return (F.cross_entropy(model(X), y, reduction="none") * weight).sum(), weight.sum()
+
+    X, y = make_batches((16,))[0]
+    losses = []
+    for shards in (1, 4):
+        model = build("convolution")
+        with evenstep.Trainer(
+            model, sgd(model), objective=objective, devices=1, shards=shards
+        ) as trainer:
+            losses.append(float(trainer.step(X, y, weights)))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -92,7 +93,14 @@ def _user_objective(
 ) -> tuple[torch.Tensor, Number]:
     total, count = objective(model, *batch)
     _check_scalar(total, "the objective's total")
-    return (total / count, 1) if examples is None else (total, count)
+    return (total / count, _count_of_mean(count)) if examples is None else (total, count)
+
+
+def _count_of_mean(count: Number) -> Number:
+    """Return 1 for a count that can be divided by; else the count, which the step refuses."""
+    if isinstance(count, torch.Tensor):
+        return torch.where(torch.isfinite(count) & (count > 0), 1.0, count)
+    return 1 if 0 < count < math.inf else count
 
 
 def _mean_objective(

@@ -7,13 +7,13 @@ import operator
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
+from typing import NoReturn, TypeAlias
 
 import torch
 from torch import nn
 
 from evenstep.collectives import tree_sum
-from evenstep.errors import NonFiniteLossError
+from evenstep.errors import ModelError, NonFiniteLossError
 from evenstep.replicas import OptimizerProxy, Replicas, broadcast
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
@@ -170,26 +170,45 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
     """Return the step's mean loss, and the count by which its gradients are to be divided.
 
     Raises:
-        NonFiniteLossError: a shard's loss is not a number, or nothing counts.
+        NonFiniteLossError: a shard's loss or count is NaN or infinite, or nothing counts.
+        ModelError: the counts add up to less than 0.
     """
+    count = sum_floats([leaf and leaf[1] for leaf in leaves])
+    if not 0 < count < math.inf:
+        _refuse_count(step, leaves, count)
     totals = [None if leaf is None else float(leaf[0]) for leaf in leaves]
-    for shard, value in enumerate(totals):
+    mend = "Try a lower learning rate, clip gradients in before_update, or look at those examples"
+    _refuse_non_finite(step, "loss", totals, mend)
+    return sum_floats(totals) / count, count
+
+
+def _refuse_count(step: Step, leaves: Sequence[Leaf | None], count: float) -> NoReturn:
+    """Raise the error for counts that nothing can be divided by."""
+    counts = [None if leaf is None else float(leaf[1]) for leaf in leaves]
+    mend = "The objective must return a finite number that its total can be divided by"
+    _refuse_non_finite(step, "count", counts, mend)
+    if count < 0:
+        raise ModelError(
+            f"the counts add up to {count} in step {step.number}: at least 0 is needed, since the "
+            f"total would be maximised. The objective must return (total, count), such as a sum "
+            f"over examples and their number"
+        )
+    raise NonFiniteLossError(
+        f"step {step.number} counts nothing (is every target ignored?), so its mean loss is 0/0: "
+        f"the step was not taken"
+    )
+
+
+def _refuse_non_finite(step: Step, what: str, values: Sequence[float | None], mend: str) -> None:
+    for shard, value in enumerate(values):
         if value is not None and not math.isfinite(value):
             lo, hi = step.part.bounds[shard]
             place = step.position.cursor
             raise NonFiniteLossError(
-                f"the loss of shard {shard} (examples {lo} to {hi - 1} of the batch) in step "
-                f"{step.number} (epoch {place.epoch}, batch {place.step}) is "
-                f"{value}: the step was not taken. Try a lower learning rate, clip "
-                f"gradients in before_update, or look at those examples"
+                f"the {what} of shard {shard} (examples {lo} to {hi - 1} of the batch) in step "
+                f"{step.number} (epoch {place.epoch}, batch {place.step}) is {value}: the step was "
+                f"not taken. {mend}"
             )
-    count = sum_floats([leaf and leaf[1] for leaf in leaves])
-    if count == 0:
-        raise NonFiniteLossError(
-            f"step {step.number} counts nothing (is every target ignored?), so its mean "
-            f"loss is 0/0: the step was not taken"
-        )
-    return sum_floats(totals) / count, count
 
 
 def sum_floats(values: Sequence[Number | None]) -> float:
