@@ -113,6 +113,7 @@ class TrainingState:
         """
         restore_model(model, self.model)
         restore_optimizer(optimizer, self.optimizer)
+        _follow_layouts(model, optimizer, self.model)
         restore_scheduler(scheduler, self.scheduler)
 
     def check_experiment(self, experiment: Experiment) -> None:
@@ -194,6 +195,22 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
             f"the checkpoint is of another optimizer than {type(optimizer).__name__} with "
             f"{len(optimizer.param_groups)} parameter groups: {error!r}"
         ) from error
+
+
+def _follow_layouts(model: nn.Module, optimizer: torch.optim.Optimizer, saved: ModelState) -> None:
+    """Lay state out like its parameter where it was so when it was saved.
+
+    Checkpoints of version 0.1.0 hold convolution weights channels-last, whatever the user's are.
+    """
+    for name, parameter in model.named_parameters():
+        before = saved.parameters[name].stride()
+        if before == parameter.stride() or parameter not in optimizer.state:
+            continue
+        layout = parameter.shape, before
+        state = optimizer.state[parameter]
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and (value.shape, value.stride()) == layout:
+                state[key] = torch.empty_like(parameter, dtype=value.dtype).copy_(value)
 
 
 def restore_scheduler(scheduler: Scheduler | None, saved: Tree | None) -> None:

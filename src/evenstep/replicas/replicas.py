@@ -293,9 +293,7 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def move_home(
-    model: nn.Module, optimizer: torch.optim.Optimizer, device: Device, *, channels_last: bool
-) -> None:
+def move_home(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> None:
     """Move the user's model and the optimizer's state to `device`, in place."""
     target = device.torch_device
     if any(parameter.device != target for parameter in model.parameters()):
@@ -304,8 +302,6 @@ def move_home(
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
                     state[key] = value.to(target)
-    if channels_last:
-        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _copy_parameter(parameter: nn.Parameter, device: Device, *, share: bool) -> nn.Parameter:

@@ -121,8 +121,8 @@ class Trainer:
         shards: V, the number of shards that every minibatch is cut into.
         seed: the seed of the random ops in the model.
         precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
-        memory_format: of images and convolution weights: "auto" (a fixed rule), "contiguous" or
-            "channels_last".
+        memory_format: of images on the devices: "auto" (a fixed rule), "contiguous" or
+            "channels_last". Weights and optimizer state keep the layout that they come with.
         threads: intra-op threads of each device.
         compile: whether to compile a shard's forward and backward pass, on CPUs. A line in the log
             says what that gains, or why shards are computed eagerly; `hybridized` has the figures.
@@ -252,8 +252,7 @@ class Trainer:
         self._is_open = False
         self._was_saved = False
         self._opened = contextlib.ExitStack()
-        channels_last = self.experiment.memory_format == "channels_last"
-        move_home(model, optimizer, self.devices[0], channels_last=channels_last)
+        move_home(model, optimizer, self.devices[0])
         self._engine = Engine(self.devices, lanes=lanes)
         self._build(before_update, lost_after_s)
         measure = measure_model if loss is None else measure_output
