@@ -142,9 +142,18 @@ def score_matching(model, X):
     """Denoising score matching of an energy, whose gradient is the score (Vincent, 2011)."""
     noise = torch.randn_like(X)
     noisy = (X + 0.5 * noise).requires_grad_()
-    with torch.enable_grad():
-        (slope,) = torch.autograd.grad(model(noisy).sum(), noisy, create_graph=True)
+    (slope,) = torch.autograd.grad(model(noisy).sum(), noisy, create_graph=True)
     return summed((0.5 * slope - noise).square().mean(1))
+
+
+def langevin(model, X):
+    """An energy that is low at data and high at samples drawn from it (Du and Mordatch, 2019)."""
+    sample = torch.rand_like(X)
+    for _ in range(3):
+        sample = sample.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(model(sample).sum(), sample)
+        sample = sample - 0.1 * slope + 0.01 * torch.randn_like(X)
+    return summed(model(X)[:, 0] - model(sample.detach())[:, 0])
 
 
 class Coupling(nn.Module):
@@ -232,8 +241,7 @@ def gradient_penalty(model, X):
     """The critic's loss of a Wasserstein GAN (Gulrajani et al., 2017, algorithm 1)."""
     fake = model.generator(torch.randn(len(X), 4))
     between = torch.lerp(fake, X, torch.rand(len(X), 1)).requires_grad_()
-    with torch.enable_grad():
-        (slope,) = torch.autograd.grad(model.critic(between).sum(), between, create_graph=True)
+    (slope,) = torch.autograd.grad(model.critic(between).sum(), between, create_graph=True)
     penalty = 10 * (slope.norm(dim=1) - 1) ** 2
     return summed(model.critic(fake)[:, 0] - model.critic(X)[:, 0] + penalty)
 
@@ -271,6 +279,9 @@ GENERATIVE = {
     "score matching": Recipe(
         lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.SiLU(), nn.Linear(8, 1)), points,
         objective=score_matching, make_optimizer=ADAM),
+    "energy": Recipe(
+        lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.SiLU(), nn.Linear(8, 1)), points,
+        objective=langevin, make_optimizer=ADAM),
     "normalizing flow": Recipe(Flow, points, objective=flow_likelihood, make_optimizer=ADAM),
     "autoregressive": Recipe(autoregressive, points, objective=reconstruction),
     "gan, generator": Recipe(

@@ -1,5 +1,6 @@
 """Unusual layers, parametrizations, dtypes and optimizers."""
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -34,6 +35,20 @@ class Checkpointed(nn.Module):
         for block in self.blocks:
             x = x + checkpoint(lambda h, block=block: block(h).relu(), x, use_reentrant=False)
         return self.head(checkpoint_sequential(self.tail, 2, x, use_reentrant=False))
+
+
+class CheckpointedReentrantly(nn.Module):
+    """A backward pass inside the backward pass, from inputs that require a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        for _ in range(2):
+            x = checkpoint(lambda h: self.layer(h).tanh(), x, use_reentrant=True)
+        return self.head(x)
 
 
 class TiedAutoencoder(nn.Module):
@@ -76,6 +91,28 @@ class Scaled(nn.Module):
             self.scale.lerp_(x.detach().abs().mean(0), 0.1)
             self.calls += 1
         return x / self.scale
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean, which each call replaces by another tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class FixedFeatures(nn.Module):
+    """The same random features in every call, and a mask made by numpy."""
+
+    def forward(self, x):
+        generator = torch.Generator().manual_seed(3)
+        features = torch.randn(WIDTH, WIDTH, generator=generator, dtype=x.dtype)
+        return (x @ features).cos() * torch.from_numpy(np.linspace(0.5, 1, WIDTH, dtype="f"))
 
 
 class FourierLayer(nn.Module):
@@ -151,19 +188,20 @@ def evidence(model, X, y):
 
 
 class LookedAt(nn.Module):
-    """Keeps its attention weights, and a hook keeps its features, for somebody to look at."""
+    """Keeps attention weights, features and a number of calls, for somebody to look at."""
 
     def __init__(self):
         super().__init__()
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
         self.head = nn.Linear(4, CLASSES)
-        self.weights, self.features = None, {}
+        self.weights, self.features, self.calls = None, {}, 0
         self.attention.register_forward_hook(self.keep)
 
     def keep(self, module, inputs, output):
         self.features["attention"] = output[0].detach()
 
     def forward(self, x):
+        self.calls += 1
         mixed, self.weights = self.attention(x, x, x)
         return self.head(mixed.mean(1))
 
@@ -262,6 +300,10 @@ def two_rates(parameters):
     return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
 
 
+def clip(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
 def doubles(n):
     X = torch.rand(n, 1, dtype=torch.float64) * 6
     return X, X.sin()
@@ -289,10 +331,15 @@ LAYERS = {
     "orthogonal weight": Recipe(
         parametrized(parametrizations.orthogonal), vectors(), CROSS_ENTROPY),
     "checkpointed activations": Recipe(Checkpointed, vectors(), CROSS_ENTROPY),
+    "checkpointed reentrantly": Recipe(CheckpointedReentrantly, vectors(), CROSS_ENTROPY),
     "tied autoencoder": Recipe(TiedAutoencoder, copies, nn.MSELoss()),
     "parameters in lists": Recipe(Mixture, vectors(), CROSS_ENTROPY),
     "running statistic": Recipe(
         lambda: nn.Sequential(Scaled(), classifier()), vectors(), CROSS_ENTROPY),
+    "replaced buffer": Recipe(
+        lambda: nn.Sequential(Centred(), classifier()), vectors(), CROSS_ENTROPY),
+    "fixed random features": Recipe(
+        lambda: nn.Sequential(FixedFeatures(), classifier()), vectors(), CROSS_ENTROPY),
     "complex weights": Recipe(fourier_operator, waves, nn.MSELoss(), make_optimizer=ADAM),
     "float64": Recipe(
         lambda: mlp(1, 8, 1).double(), doubles, nn.MSELoss(), make_optimizer=ADAM),
@@ -327,6 +374,10 @@ LAYERS = {
     "frozen layers": Recipe(
         frozen_start, vectors(), CROSS_ENTROPY, make_optimizer=trainable(ADAM)),
     "noisy layers": Recipe(noisy_layers, images(), CROSS_ENTROPY),
+    "two threads": Recipe(
+        lambda: mlp(64, 64, CLASSES), vectors(64), CROSS_ENTROPY, options={"threads": 2}),
+    "clipped gradients": Recipe(
+        classifier, vectors(), CROSS_ENTROPY, options={"before_update": clip}),
     "lbfgs": Recipe(classifier, vectors(), CROSS_ENTROPY, make_optimizer=lbfgs),
     "two learning rates": Recipe(
         lambda: mlp(WIDTH, 8, 1), numbers(), nn.L1Loss(), make_optimizer=two_rates),

@@ -161,6 +161,21 @@ def episodes(n):
     return torch.randn(n, 4), torch.randint(3, (n,)), standardised(n)
 
 
+def zero_head(*widths):
+    """Return an `mlp` whose outputs are all equal at first."""
+    model = mlp(*widths)
+    nn.init.zeros_(model[-1].weight)
+    nn.init.zeros_(model[-1].bias)
+    return model
+
+
+def answers_in_groups(n):
+    """Advantages that sum to zero in every group of two answers (GRPO, 2024)."""
+    rewards = torch.randn(n + n % 2).view(-1, 2)
+    advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()[:n]
+    return torch.randn(n, 4), torch.randint(3, (n,)), advantages
+
+
 class ActorCritic(nn.Module):
     def __init__(self):
         super().__init__()
@@ -226,6 +241,72 @@ def labelled_places(n):
     return ({"input": torch.randn(n, WIDTH), "wanted": wanted},)
 
 
+class WithAuxiliaryHead(nn.Module):
+    """Returns the scores of a second head too, but in training only (GoogLeNet, 2014)."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.second = mlp(WIDTH, 8), mlp(8, CLASSES), mlp(8, CLASSES)
+
+    def forward(self, x):
+        features = self.body(x).relu()
+        scores = self.head(features)
+        return (scores, self.second(features)) if self.training else scores
+
+
+def auxiliary(model, X, y):
+    scores, second = model(X)
+    losses = [F.cross_entropy(one, y, reduction="sum") for one in (scores, second)]
+    return losses[0] + 0.3 * losses[1], len(y)
+
+
+class LossesInTraining(nn.Module):
+    """Returns its losses in training, and answers in evaluation, as torchvision's detectors do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = mlp(WIDTH, 8, CLASSES)
+
+    def forward(self, x, targets=None):
+        scores = self.net(x)
+        if not self.training:
+            return [{"label": int(label)} for label in scores.argmax(1)]
+        return {"kind": F.cross_entropy(scores, targets["kind"], reduction="sum")}
+
+
+def losses_in_training(model, X, targets):
+    return sum(model(X, targets).values()), len(X)
+
+
+def targets_by_name(n):
+    X, y = vectors()(n)
+    return X, {"kind": y}
+
+
+def labelled_only(model, X, y):
+    """A shard without labels counts nothing, and reaches no parameter."""
+    known = y != -100
+    if not known.any():
+        return X.new_zeros(()), 0
+    return F.cross_entropy(model(X[known]), y[known], reduction="sum"), known.sum()
+
+
+def labels_at_the_end(n):
+    X, y = vectors()(n)
+    return X, torch.where(torch.arange(n) < n // 2, -100, y)
+
+
+def scaled_in_place(model, batch):
+    """Takes its own copy of the examples apart, and scales it."""
+    pixels, y = batch.pop("pixels"), batch.pop("y")
+    pixels.div_(255).sub_(0.5)
+    return F.cross_entropy(model(pixels), y, reduction="sum"), len(y)
+
+
+def pixels(n):
+    return ({"pixels": torch.rand(n, WIDTH) * 255, "y": torch.randint(CLASSES, (n,))},)
+
+
 def mixup(model, X, y, other_X, other_y):
     """Each example is mixed with the one that the batch gives it (Zhang et al., 2017)."""
     share = torch.distributions.Beta(0.4, 0.4).sample((len(X),))
@@ -250,17 +331,15 @@ def with_decay(model, X, y):
 def adversarial(model, X, y):
     """Examples moved along the sign of their gradient (Goodfellow et al., 2014)."""
     moved = X.clone().requires_grad_()
-    with torch.enable_grad():
-        (slope,) = torch.autograd.grad(F.cross_entropy(model(moved), y, reduction="sum"), moved)
+    (slope,) = torch.autograd.grad(F.cross_entropy(model(moved), y, reduction="sum"), moved)
     return F.cross_entropy(model(X + 0.1 * slope.sign()), y, reduction="sum"), len(X)
 
 
 def heat_equation(model, points):
     """The residual of u_t = u_xx, by derivatives of the network (Raissi et al., 2017)."""
     points.requires_grad_()
-    with torch.enable_grad():
-        (first,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
-        (second,) = torch.autograd.grad(first[:, 0].sum(), points, create_graph=True)
+    (first,) = torch.autograd.grad(model(points).sum(), points, create_graph=True)
+    (second,) = torch.autograd.grad(first[:, 0].sum(), points, create_graph=True)
     return summed((first[:, 1] - second[:, 0]) ** 2)
 
 
@@ -314,11 +393,19 @@ OBJECTIVES = {
         QNetwork, transitions, objective=q_learning, make_optimizer=trainable(ADAM)),
     "policy gradient": Recipe(
         lambda: mlp(4, 8, 3), episodes, objective=policy_gradient, make_optimizer=ADAM),
+    "advantages in groups": Recipe(
+        lambda: zero_head(4, 8, 3), answers_in_groups, objective=policy_gradient,
+        make_optimizer=ADAM),
     "ppo": Recipe(ActorCritic, rollouts, objective=clipped_policy, make_optimizer=ADAM),
     "preferences": Recipe(regressor, two_answers, objective=preferences),
     "two tasks": Recipe(TwoTasks, labelled_places, objective=two_tasks, make_optimizer=ADAM),
     "mixup of given pairs": Recipe(
         classifier, lambda n: (*vectors()(n), *vectors()(n)), objective=mixup),
+    "auxiliary head in training": Recipe(WithAuxiliaryHead, vectors(), objective=auxiliary),
+    "losses in training": Recipe(
+        LossesInTraining, targets_by_name, objective=losses_in_training),
+    "shards without labels": Recipe(classifier, labels_at_the_end, objective=labelled_only),
+    "examples scaled in place": Recipe(classifier, pixels, objective=scaled_in_place),
     "consistency": Recipe(classifier, vectors(), objective=consistency),
     "penalty in the objective": Recipe(classifier, vectors(), objective=with_decay),
     "adversarial examples": Recipe(classifier, vectors(), objective=adversarial),
