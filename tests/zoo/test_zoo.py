@@ -65,5 +65,4 @@ def test_the_devices_do_not_change_a_bit(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_the_devices_do_not_change_a_bit_of_hugging_face(name):
-    pytest.importorskip("transformers")
     assert_devices_do_not_matter(HUGGING_FACE[name])
