@@ -164,11 +164,14 @@ class TransformerTranslator(nn.Module):
         super().__init__()
         self.source, self.target = nn.Embedding(WORDS, width), nn.Embedding(WORDS, width)
         self.transformer = nn.Transformer(width, 2, 1, 1, 12, dropout=0.1, batch_first=True)
+        mask = nn.Transformer.generate_square_subsequent_mask(5)
+        self.register_buffer("mask", mask)
         self.head = nn.Linear(width, WORDS)
 
     def forward(self, source, target):
-        mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1] - 1)
-        states = self.transformer(self.source(source), self.target(target[:, :-1]), tgt_mask=mask)
+        states = self.transformer(
+            self.source(source), self.target(target[:, :-1]), tgt_mask=self.mask
+        )
         return self.head(states)
 
 
