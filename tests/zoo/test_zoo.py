@@ -35,7 +35,14 @@ def train(recipe, **layout):
         for size in SIZES:
             losses.append(trainer.step(*recipe.make_batch(size)))
             scheduler.step()
+        assert_judged(recipe, trainer.contract)
     return whole_state(model, optimizer), list(map(float, losses))
+
+
+def assert_judged(recipe, report):
+    """The self-check was made, and could tell whether the loss adds up, or said why not."""
+    assert recipe.unjudged in report.unjudged
+    assert bool(report.unjudged) == bool(recipe.unjudged), report.unjudged
 
 
 def assert_devices_do_not_matter(recipe):

@@ -349,7 +349,8 @@ LAYERS = {
         CROSS_ENTROPY),
     "autocast": Recipe(
         noisy_layers, images(), CROSS_ENTROPY, options={"precision": "bf16"}),
-    "one shard": Recipe(classifier, vectors(), CROSS_ENTROPY, options={"shards": 1}),
+    "one shard": Recipe(
+        classifier, vectors(), CROSS_ENTROPY, options={"shards": 1}, unjudged="one shard"),
     "synchronised batch norm": Recipe(
         lambda: classifier(nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))), vectors(),
         CROSS_ENTROPY, options={"batch_norm": "sync"}),

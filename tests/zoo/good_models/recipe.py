@@ -25,6 +25,7 @@ class Recipe:
     """A model and how it is trained: by `loss`, on batches (X, y), or by `objective`.
 
     `make_batch(n)` returns the arguments of a step: n examples, drawn from the default generator.
+    `unjudged` is a part of the reason why the self-check can't tell whether the loss adds up.
     """
 
     make_model: Callable[[], nn.Module]
@@ -33,6 +34,7 @@ class Recipe:
     objective: Callable[..., tuple[torch.Tensor, Any]] | None = None
     make_optimizer: Callable[..., torch.optim.Optimizer] = SGD
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unjudged: str = ""
 
 
 def images(channels=1, size=8, classes=5):
