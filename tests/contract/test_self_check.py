@@ -299,6 +299,8 @@ DRAWING = {
     "time": lambda X: X * torch.randint(1, 9, (len(X), 1)) + torch.empty(len(X), 1).uniform_(2, 3),
     "choice": lambda X: X[:, torch.multinomial(torch.ones(6), 3)].repeat(1, 2),
     "columns": lambda X: X[:, torch.randperm(6)],
+    "share": lambda X: X * torch.distributions.Beta(0.4, 0.4).sample((len(X), 1)),
+    "scale": lambda X: X * torch.distributions.Gamma(2.0, 1.0).sample((len(X), 1)),
 }
 
 
@@ -306,6 +308,37 @@ DRAWING = {
 def test_random_numbers_for_every_example_are_fine(draw):
     _, report = train(net(), lambda model, X, y: summed(model, draw(X), y))
     assert report.unjudged == ""
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Sequential(
+            nn.Unflatten(1, (3, 2)), nn.TransformerEncoderLayer(2, 1, 4, batch_first=True),
+            nn.Flatten(),
+        ),
+        nn.RReLU(),
+    ],
+    ids=["attention", "rrelu"],
+)  # fmt: skip
+def test_layers_that_draw_in_training_only_are_judged(layer):
+    _, report = train(nn.Sequential(layer, net()))
+    assert report.unjudged == ""
+
+
+def normalised():
+    """Batch normalisation by the statistics of the shard, in evaluation mode too."""
+    return nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), net())
+
+
+def test_batch_norm_without_running_statistics_is_fine():
+    _, report = train(normalised())
+    assert report.unjudged == ""
+
+
+def test_beside_batch_norm_without_running_statistics_the_rest_must_add_up():
+    with pytest.raises(ContractError, match="does not add up"):
+        train(normalised(), lambda model, X, y: (F.cross_entropy(model(X), y), len(y)))
 
 
 def test_examples_mixed_at_random_are_refused():
@@ -470,6 +503,12 @@ def test_a_parameter_written_in_a_later_step_is_refused(devices):
 
     with pytest.raises(ContractError, match=r"key\.weight was written"):
         train(Late(None), batches=[(X, Y), (X + 1e4, Y)], devices=devices)
+
+
+def test_a_size_in_an_attribute_does_not_disturb():
+    model = net()
+    model.size = torch.Size([6, 4])
+    assert train(model)[1].unjudged == ""
 
 
 def test_numpy_arrays_in_attributes_do_not_disturb():

@@ -33,12 +33,17 @@ class ConstantNumbers(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return result
         name = func.overloadpacket.__name__
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = _arguments(func, args, kwargs)
+        if given.get("dropout_p") == 0 or given.get("training") is False:
+            return result  # fused attention and RReLU, which draw in training only
         if name == "native_dropout":
             return given["input"].clone(), torch.ones_like(result[1])
         if name == "multinomial":
             return given["self"].topk(given["num_samples"]).indices
+        if name == "_sample_dirichlet":
+            return given["self"] / given["self"].sum(-1, keepdim=True)
+        if name == "_standard_gamma":
+            return given["self"].clone()
         if name == "randperm":
             return result.copy_(torch.arange(len(result) - 1, -1, -1))
         if isinstance(result, torch.Tensor) and name in _NUMBERS:
@@ -52,6 +57,14 @@ _BASE_NAMES = (
     *("log_normal", "cauchy", "geometric"),
 )
 _NUMBERS = frozenset(name + form for name in _BASE_NAMES for form in ("", "_", "_like"))
+
+
+def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, with the defaults of those that are left out."""
+    taken = func._schema.arguments
+    defaults = {one.name: one.default_value for one in taken if one.has_default_value()}
+    positional = zip((one.name for one in taken), args, strict=False)
+    return {**defaults, **dict(positional), **kwargs}
 
 
 def _number(drawn: torch.Tensor, given: dict[str, Any]) -> float:

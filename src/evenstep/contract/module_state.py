@@ -115,13 +115,11 @@ def _rebind(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
 
 
 def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone()
-    if isinstance(value, list | tuple | dict):
-        leaves: list[Any]
-        leaves, structure = optree.tree_flatten(value, none_is_leaf=True)  # type: ignore[arg-type]
-        return structure.unflatten(map(_copied, leaves))
-    return value
+    return optree.tree_map(_copied_leaf, value, none_is_leaf=True)
+
+
+def _copied_leaf(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _differs(ours: Any, theirs: Any) -> bool:

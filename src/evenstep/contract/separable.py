@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.batch import Batch
 from evenstep.contract.constant_numbers import ConstantNumbers
@@ -55,7 +57,7 @@ def judge_separability(
         return Loss(float(total.detach()), float(count), total.dtype)
 
     try:
-        with evaluation_mode(replica.module), autocasting, numbers:
+        with evaluation_mode(replica.module), _fixed_statistics(replica), autocasting, numbers:
             together = compute(*pair[0])
             apart = _computed_apart(compute, pair[1:])
     except Exception as error:  # the model may not be made for evaluation mode
@@ -66,6 +68,28 @@ def judge_separability(
     if not _adds_up(together, apart, tolerance):
         raise ContractError(_explain(together, apart, pair[0][1]))
     return ""
+
+
+@contextmanager
+def _fixed_statistics(replica: Replica) -> Iterator[None]:
+    """Inside `with`, batch normalisation without running statistics has fixed ones.
+
+    Otherwise it would normalise by those of the shard in evaluation mode too.
+    """
+    layers = [
+        module
+        for module in replica.module.modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is None
+    ]
+    for layer in layers:
+        like = replica.parameters[0] if layer.weight is None else layer.weight
+        layer.running_mean = like.new_zeros(layer.num_features)
+        layer.running_var = like.new_ones(layer.num_features)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.running_mean = layer.running_var = None
 
 
 def _computed_apart(
