@@ -120,6 +120,7 @@ EXPORTS = {
         "usable_cores",
     ],
     "evenstep.distributed": [
+        "Exchange",
         "LauncherWatch",
         "Peers",
         "StatusBoard",
