@@ -17,6 +17,7 @@ import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import optree
 import torch
 from torch import nn
 
@@ -317,7 +318,7 @@ def _copy_parameter(parameter: nn.Parameter, device: Device, *, share: bool) -> 
 
 def _copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Module:
     try:
-        return copy.deepcopy(module, dict(parameters))
+        return copy.deepcopy(module, {**_kept_results(module), **parameters})
     except Exception as error:
         raise ModelError(
             f"the model {type(module).__name__} can't be copied for a second device: "
@@ -325,6 +326,17 @@ def _copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.M
             f"and computed tensors out of its attributes (or give it __deepcopy__), or train on "
             f"one device"
         ) from error
+
+
+def _kept_results(module: nn.Module) -> dict[int, torch.Tensor]:
+    """Return the results of a forward pass that layers keep in attributes, detached, by their `id`.
+
+    `copy.deepcopy` refuses tensors that have a graph.
+    """
+    attributes: Any = [vars(child) for child in module.modules()]
+    leaves: list[Any] = optree.tree_leaves(attributes)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return {id(one): one.detach().clone() for one in tensors if one.grad_fn is not None}
 
 
 def _refuse_hooks_on_sums(model: nn.Module) -> None:
