@@ -60,6 +60,11 @@ class ShardRandomness(TorchDispatchMode):
         self._generators: dict[torch.device, torch.Generator] = {}
         self.was_saved = False
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether layers that the user has compiled stay compiled inside the mode: yes."""
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
