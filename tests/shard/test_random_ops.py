@@ -1,6 +1,7 @@
 """Random numbers in odd places: a training has the bits of the plain loop, in every step."""
 
 import functools
+import threading
 
 import pytest
 import torch
@@ -233,10 +234,14 @@ def expected(name, shards):
 
 
 def assert_plain(name, devices, **options):
-    state, losses = trained(built(CASES[name]), LATE, devices, **options)
     reference, reference_losses = expected(name, options.get("shards", 8))
+    model = built(CASES[name])
+    before = torch.get_rng_state()
+    state, losses = trained(model, LATE, devices, **options)
     assert_same_bits(state, reference)
     assert losses == reference_losses
+    if "third" not in name or "max_in_flight" not in options:  # else the user's thread went on
+        assert torch.equal(torch.get_rng_state(), before)
 
 
 @on_devices
@@ -253,3 +258,71 @@ def test_one_shard_is_the_plain_loop(name):
 @pytest.mark.parametrize("name", CASES)
 def test_steps_in_flight_draw_as_the_plain_loop_does(name):
     assert_plain(name, shared(2), max_in_flight=2)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", SEEDED)
+def test_the_users_own_thread_draws_beside_a_training(name, devices):
+    """Its numbers and the shards' are those that they would be without each other."""
+    model = built(SEEDED[name])
+    optimizer, loss = SGD(model.parameters()), nn.CrossEntropyLoss()
+    done, drawn, losses = threading.Event(), [], []
+
+    def draw():
+        while not done.is_set():
+            drawn.append(torch.rand(2))
+
+    with evenstep.Trainer(model, optimizer, loss, devices=devices) as trainer:
+        losses.append(trainer.step(*LATE[0]))  # in which evenstep learns that the model draws
+        torch.manual_seed(11)
+        drawing = threading.Thread(target=draw)
+        drawing.start()
+        try:
+            losses += [trainer.step(*batch) for batch in LATE[1:]]
+        finally:
+            done.set()
+            drawing.join()
+    torch.manual_seed(11)
+    assert drawn
+    assert all(torch.equal(one, torch.rand(2)) for one in drawn)
+    reference, reference_losses = expected(f"seeded: {name}", 8)
+    assert_same_bits(whole_state(model, optimizer), reference)
+    assert [float(value) for value in losses] == reference_losses
+
+
+# ---- layers that the user has compiled
+
+
+class Compiled(nn.Module):
+    """A compiled block, with dropout in it or beside it."""
+
+    def __init__(self, block, rate):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(36) + 0.1)
+        self.block, self.rate = block, rate
+
+    def forward(self, x):
+        return F.dropout(self.block(x, self.weight), self.rate)
+
+
+def drops(x, weight):
+    return F.dropout(torch.tanh(x @ weight), 0.5)
+
+
+def sums(x, weight):
+    return torch.tanh(x @ weight).exp().sum(-1, keepdim=True) * x
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch's, about torch
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(("block", "rate"), [(drops, 0.0), (sums, 0.3)], ids=["inside", "beside"])
+def test_a_layer_that_the_user_has_compiled_stays_compiled(block, rate, devices):
+    """Compiled code rounds in its own way; so it must not depend on whether draws were seen."""
+    torch._dynamo.reset()
+    compiled = torch.compile(block, dynamic=False, fullgraph=True)
+    model = built(lambda: Compiled(compiled, rate))
+    reference, reference_losses = reference_training(model, SGD, BATCHES, shards=8)
+    state, losses = trained(model, BATCHES, devices)
+    assert_same_bits(state, reference)
+    assert losses == reference_losses

@@ -51,7 +51,8 @@ class ShardRandomness(TorchDispatchMode):
     numbers anew, and `torch.utils.checkpoint` recomputes with the numbers of the forward pass.
 
     Attributes:
-        was_saved: whether the state of a generator was read: the backward pass may recompute.
+        was_saved: whether the model has read or set the state of a generator, so that its backward
+            pass may recompute activations.
     """
 
     def __init__(self, seed: int) -> None:
@@ -59,6 +60,11 @@ class ShardRandomness(TorchDispatchMode):
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
         self.was_saved = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether layers that the user has compiled stay compiled inside the mode: yes."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -70,7 +76,7 @@ class ShardRandomness(TorchDispatchMode):
         return self.draw(func, args, kwargs)
 
     def draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a random op with the shard's generator."""
+        """Run an op that may be random with the shard's generator."""
         device = _device_of(args, kwargs)
         seedable = _seedable(func)
         if seedable is not None:
@@ -176,7 +182,8 @@ _TORCH_CUDA: Any = torch.cuda
 class _CallersGenerators:
     """Makes torch's functions for random states work on the calling shard's generators.
 
-    Outside of shards they work on the process-wide generators, as ever.
+    These functions look up the default generators under two names in torch's modules; the names are
+    replaced while a trainer is open. Outside of shards the process-wide generators are used.
 
     Attributes:
         times_set: how often the CPU's process-wide generator was seeded, or set to another state.
@@ -278,13 +285,13 @@ def _may_draw(func: Any) -> bool:
 
 @functools.cache
 def _parts(func: Any, kind: str) -> Callable[..., Any] | None:
-    """Return the kernel of `func` that calls other ops, for a kind of device; None if unknown.
+    """Return the kernel of `func` that is made of other ops, for a kind of device, or None.
 
-    Called inside a mode, the kernel makes its ops inside the mode.
+    Inside a mode it calls these ops inside the mode, as an op alone does not.
     """
     keys = [DispatchKey.CompositeImplicitAutograd, DispatchKey.CompositeExplicitAutograd]
-    if kind == "cpu" or func.namespace != "aten":
-        keys.append(getattr(DispatchKey, kind.upper()))
+    if kind == "cpu" and func.namespace == "aten":
+        keys.append(DispatchKey.CPU)
     for key in keys:
         if func.has_kernel_for_dispatch_key(key):
             return functools.partial(func._op_dk, key)
