@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import evenstep
 from evenstep.collectives import connect
 from evenstep.distributed import Exchange, Peers, StatusBoard, agree
 from evenstep.distributed.gloo import GlooTransport
@@ -140,13 +141,23 @@ BATCHES = {
     "names": {"x": X, "y": torch.arange(4)},
     "bfloat16": (X.bfloat16(), torch.arange(4)),
     "no examples": (X[:0], torch.arange(0)),
+    "shared": (X, torch.arange(4), evenstep.shared(X)),
+    "another shared": (X, torch.arange(4), evenstep.shared(X + 1)),
 }
 
 
 def test_the_digest_of_a_batch_is_of_its_nesting_dtypes_shapes_and_bytes():
-    digests = {name: batch_digest(batch) for name, batch in BATCHES.items()}
+    digests = {name: batch_digest(batch, is_whole=True) for name, batch in BATCHES.items()}
     assert len({*digests.values()}) == len(BATCHES)
-    assert batch_digest((X.T.clone().T, torch.arange(4))) == digests["a batch"]
+    assert batch_digest((X.T.clone().T, torch.arange(4)), is_whole=True) == digests["a batch"]
+
+
+def test_the_digest_of_a_part_is_of_what_all_shards_share():
+    def digest(examples, weights):
+        return batch_digest({"x": examples, "w": evenstep.shared(weights)}, is_whole=False)
+
+    assert digest(X[:2], X) == digest(X[2:], X)
+    assert digest(X[:2], X) != digest(X[:2], X + 1)
 
 
 def test_the_reason_why_a_process_left_reaches_those_that_wait_for_it():

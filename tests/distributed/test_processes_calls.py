@@ -69,6 +69,7 @@ def test_processes_at_different_places_in_the_data_are_refused(tmp_path, call, p
         ("unseeded_shuffle", 2, 0, r"rank 1 \(on \S+\) was given"),
         ("one_of_three_shuffles", 1, 0, r"rank 2 \(on \S+\) was given"),
         ("other_later", 2, 5, r"rank 1 \(on \S+\) was given"),
+        ("other_shared", 1, 0, r"rank 1 \(on \S+\) was given"),
     ],
     ids=str,
 )

@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load, save
 
 from evenstep.batch import Batch
+from evenstep.batch.cut import Shared
 from evenstep.distributed.process_group import Peers
 from evenstep.errors import ContractError, EvenstepError, PeerError
 
@@ -25,7 +26,7 @@ Facts: TypeAlias = "tuple[int, ...]"
 """The step, its epoch and batch, the batch's examples, and where each process's run ends."""
 
 NO_DIGEST = -1
-"""Of a batch that is not compared, such as one of which each process has its part."""
+"""Of a batch that is not compared in this step."""
 
 
 class Verdict(enum.IntEnum):
@@ -58,7 +59,7 @@ class Report:
         story: why the part failed.
         stop: whether the process was asked to stop.
         kind: how the process computes its shards.
-        digest: of the whole batch that the process was given (see `batch_digest`).
+        digest: of the batch that the process was given (see `batch_digest`).
         speed: how many shards a second the process computes; 0 while unknown.
         leaves: float64 (own shards, 2): each shard's total and count.
         present: bool (own partial sums, parameters): which gradients a partial sum has.
@@ -128,19 +129,30 @@ def heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> Non
     _refuse_mixed(reports, peers)
 
 
-def batch_digest(batch: Batch) -> int:
-    """Return a checksum of a batch: of its nesting, and each tensor's dtype, shape and bytes."""
+def batch_digest(batch: Batch, *, is_whole: bool) -> int:
+    """Return a checksum of what must be the same in every process.
+
+    It is of the nesting, and of each tensor's dtype, shape and bytes.
+
+    Args:
+        batch: a batch.
+        is_whole: whether the process was given the whole batch; of a part, only the tensors that
+            all shards share are the same.
+    """
     leaves, structure = optree.tree_flatten(batch)
     digest = zlib.crc32(str(structure).encode())
     for leaf in leaves:
-        plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        digest = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode(), digest)
+        if not (is_whole or isinstance(leaf, Shared)):
+            continue
+        tensor = leaf.tensor if isinstance(leaf, Shared) else leaf
+        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        digest = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest)
         digest = zlib.crc32(plain.view(torch.uint8).numpy().data, digest)
     return digest
 
 
 def _refuse_other_batches(reports: Sequence[Report], peers: Peers) -> None:
-    """Refuse whole batches that are not the same in every process."""
+    """Refuse batches, or tensors that all shards share, that differ between the processes."""
     found = {rank: one.digest for rank, one in enumerate(reports) if one.digest != NO_DIGEST}
     if len({*found.values()}) < 2:
         return

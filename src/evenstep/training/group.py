@@ -94,11 +94,11 @@ class Group:
         return [*own]
 
     def digest_of(self, batch: Batch, *, is_due: bool) -> int:
-        """Return the digest of a batch that each process was given whole.
+        """Return the digest of a batch if the processes compare it in this step.
 
         Args:
             batch: a step's batch.
-            is_due: whether to compare it; the first one is compared in any case.
+            is_due: whether to compare it; the first whole one is compared in any case.
         """
         return NO_DIGEST
 
@@ -219,11 +219,12 @@ class LinkedGroup(Group):
         return outputs
 
     def digest_of(self, batch: Batch, *, is_due: bool) -> int:
-        """Return the digest of a batch that each process was given whole, if it is compared."""
-        if self._given is not None or not (is_due or self._is_first_batch):
+        """Return the digest of a batch if it is compared in this step."""
+        is_whole = self._given is None
+        if not (is_due or (is_whole and self._is_first_batch)):
             return NO_DIGEST
-        self._is_first_batch = False
-        return batch_digest(batch)
+        self._is_first_batch &= not is_whole
+        return batch_digest(batch, is_whole=is_whole)
 
     def refuse_divergence(self, digests: Callable[[], Mapping[str, str]], step: int) -> None:
         """Compare the state after `step` steps with that of the other processes."""

@@ -27,7 +27,7 @@ RANK = int(os.environ.get("RANK", "0"))
 EXAMPLES = TensorDataset(*(tensor[:200] for tensor in digits(train=True).tensors))
 LOADER = Loader(EXAMPLES, 8, seed=1)  # 25 batches
 ROWS = Loader(torch.utils.data.Subset(EXAMPLES, range(200)), 8, seed=1, workers=2)
-METRICS = {"accuracy": accuracy}
+METRICS = {"accuracy": lambda model, X, y: accuracy(model(X), y)}
 
 
 def skipping(trainer):
@@ -115,6 +115,12 @@ def other_later(trainer):
     train_on(trainer, Loader(EXAMPLES, 8, seed=RANK).epoch(Cursor()))
 
 
+def other_shared(trainer):
+    """Share another tensor in each process, beside the batches of an epoch."""
+    for X, y in trainer.epoch(LOADER):
+        trainer.step(X, y, evenstep.shared(torch.full((10,), 1.0 + RANK)))
+
+
 def save_in_one(trainer):
     """Save in the first process only."""
     train_on(trainer, LOADER.epoch(Cursor()), steps=3)
@@ -169,6 +175,7 @@ CALLS = {
         unseeded_shuffle,
         one_of_three_shuffles,
         other_later,
+        other_shared,
         save_in_one,
         save_in_one_at_the_end,
         evaluate_in_one,
@@ -179,12 +186,16 @@ CALLS = {
 }
 
 
+def weighted(model, X, y, weights=None):
+    return nn.functional.cross_entropy(model(X), y, weights, reduction="sum"), len(y)
+
+
 def opened(**options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.Dropout(0.2), nn.Linear(8, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     return evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=1, shards=4, peer_timeout_s=10.0, **options
+        model, optimizer, objective=weighted, devices=1, shards=4, peer_timeout_s=10.0, **options
     )
 
 
