@@ -144,12 +144,6 @@ class Keeping(nn.Module):
         return hidden + self.mean
 
 
-def hooked():
-    model = build("convolution")
-    model[0].weight.register_hook(lambda gradient: 2 * gradient)
-    return model
-
-
 def hooked_layer():
     model = build("convolution")
     model[1].register_full_backward_hook(lambda *_: None)
@@ -161,7 +155,6 @@ def hooked_layer():
     [
         (Keeping, "forward keeps a tensor somewhere besides returning it"),
         (SparseInPlaces, "the layer table has sparse gradients"),
-        (hooked, "the parameter 0.weight has a hook on its gradient"),
         (hooked_layer, "the layer 1 has hooks on its backward pass"),
     ],
 )

@@ -15,11 +15,6 @@ from evenstep.devices import Device, carry
 _MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
 
 
-def gradient_hooks(parameter: nn.Parameter) -> dict[int, Any]:
-    """Return the gradient hooks of a parameter (`register_hook`), by their ids."""
-    return parameter._backward_hooks or {}
-
-
 def attribute_updates(
     mine: dict[str, Any], its: dict[str, Any], device: Device
 ) -> Iterator[Callable[[], None]]:

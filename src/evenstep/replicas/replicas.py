@@ -24,7 +24,7 @@ from torch import nn
 from evenstep.devices import Device, carry
 from evenstep.errors import ContractError, InputError, ModelError
 from evenstep.replicas.buffer_rules import buffer_rules
-from evenstep.replicas.module_sync import attribute_updates, gradient_hooks
+from evenstep.replicas.module_sync import attribute_updates
 from evenstep.replicas.replica import Replica
 
 _VERSION = operator.attrgetter("_version")
@@ -36,9 +36,9 @@ class Replicas:
     Args:
         model: the user's module.
         devices: the devices; the module is on the first one.
-        home_computes: whether the first device computes on the user's module. False gives it a copy
-            that shares the parameters' memory; then the shards of a step in flight don't see the
-            user's changes to gradients or training flags.
+        home_computes: whether the first device may compute on the user's module. False gives it a
+            copy that shares the parameters' memory; then the shards of a step in flight don't see
+            the user's changes to gradients or training flags.
         per_device: the number of replicas for each device.
         buffers: rules for buffers that shards change, by their names.
 
@@ -46,6 +46,8 @@ class Replicas:
         home: the replica that is the user's module; the update is done there.
         all: the first replica of every device, then the second of every device, and so on.
         copies: one replica for each memory besides the home's; it gets the new parameters.
+        hooked: the numbers and names of the parameters with gradient hooks. Then no device computes
+            on the user's module: the hooks are for the mean gradient, not for each shard's.
         structure: the model's layers, parameters, buffers and hooks; a new object after a change.
         was_refreshed: whether `refresh` has found the module changed since this was last reset.
     """
@@ -62,7 +64,7 @@ class Replicas:
         self._model = model
         self._lanes = len(devices)
         self._devices = (*devices,) * per_device
-        self._home_computes = home_computes
+        self._home_may_compute = home_computes
         self._given_rules = buffers or {}
         self._lost: frozenset[int] = frozenset()
         self.was_refreshed = False
@@ -71,6 +73,9 @@ class Replicas:
     def _build(self) -> None:
         model = self._model
         _refuse_hooks_on_sums(model)
+        named = enumerate(model.named_parameters())
+        self.hooked = [(number, name) for number, (name, one) in named if one._backward_hooks]
+        self._home_computes = self._home_may_compute and not self.hooked
         self._rules = buffer_rules(model, self._given_rules)
         self.home = Replica(self._devices[0], model, rules=self._rules)
         self.all = [self.home] if self._home_computes else []
@@ -307,12 +312,8 @@ def move_home(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device
 
 def _copy_parameter(parameter: nn.Parameter, device: Device, *, share: bool) -> nn.Parameter:
     data = parameter.detach() if share else carry(parameter, device)
-    hooks = gradient_hooks(parameter)
-    replica = nn.Parameter(data, requires_grad=bool(hooks) or parameter.requires_grad)
+    replica = nn.Parameter(data, requires_grad=parameter.requires_grad)
     replica.__dict__.update(parameter.__dict__)
-    for hook in hooks.values():
-        replica.register_hook(hook)
-    replica.requires_grad_(parameter.requires_grad)
     return replica
 
 
@@ -342,10 +343,10 @@ def _kept_results(module: nn.Module) -> dict[int, torch.Tensor]:
 def _refuse_hooks_on_sums(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:
-            raise ModelError(
+            raise ContractError(
                 f"the parameter {name} has a hook on its accumulated gradient, which would see "
                 f"sums of some shards: work on the mean gradient in before_update=..., or use "
-                f"register_hook"
+                f"register_hook, whose hooks get the mean gradient"
             )
 
 

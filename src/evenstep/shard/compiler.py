@@ -23,7 +23,6 @@ from evenstep.batch.rng import undrawn
 from evenstep.engine.task import PLAIN, in_modes
 from evenstep.errors import EvenstepError, ModelError
 from evenstep.experiment import autocast
-from evenstep.replicas.module_sync import gradient_hooks
 from evenstep.shard.loss import Number, ShardObjective
 
 Tensors: TypeAlias = "list[torch.Tensor]"
@@ -308,9 +307,6 @@ def _refuse_unfit(model: nn.Module) -> None:
             raise NotCompiledError(f"the layer {name} has sparse gradients")
         if child._backward_hooks or child._backward_pre_hooks:
             raise NotCompiledError(f"the layer {name or 'model'} has hooks on its backward pass")
-    for name, parameter in model.named_parameters():
-        if gradient_hooks(parameter):
-            raise NotCompiledError(f"the parameter {name} has a hook on its gradient")
 
 
 def _reason(error: Exception) -> str:

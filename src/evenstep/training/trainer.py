@@ -107,7 +107,8 @@ class Trainer:
     Use it with `with`, which starts and stops a worker thread for each device. In a script that
     torchrun starts several times it also finds the other processes: they train one model together,
     each with devices of its own. The module and the optimizer stay the user's own: read them,
-    change them and save them between steps, and step any scheduler after `step`.
+    change them and save them between steps, and step any scheduler after `step`. Gradient hooks
+    (`parameter.register_hook`) are called once for each step, with the batch's mean gradient.
 
     Args:
         model: any `nn.Module`; it is moved to the first device.

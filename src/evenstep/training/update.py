@@ -77,6 +77,27 @@ class Update:
         if root.fence is not None:
             receive(root, self._replicas.home.device)
         divide_gradients(root.gradients, count)
+        if self._replicas.hooked:
+            self._call_hooks(root)
+
+    def _call_hooks(self, root: PartialSum) -> None:
+        """Pass the mean gradients through the hooks of the user's parameters, as torch does.
+
+        Raises:
+            ModelError: a hook returns something else than a gradient.
+        """
+        home = self._replicas.home
+        for number, name in self._replicas.hooked:
+            gradient = root.gradients[number]
+            for hook in [*(home.parameters[number]._backward_hooks or {}).values()]:
+                if gradient is None:
+                    break
+                with torch.no_grad():
+                    changed = hook(gradient)
+                if changed is not None:
+                    _check_gradient(changed, gradient, name)
+                    gradient = changed
+            root.gradients[number] = gradient
 
     def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self._replicas.home.parameters, gradients, strict=True):
@@ -209,6 +230,15 @@ def _refuse_non_finite(step: Step, what: str, values: Sequence[float | None], me
                 f"{step.number} (epoch {place.epoch}, batch {place.step}) is {value}: the step was "
                 f"not taken. {mend}"
             )
+
+
+def _check_gradient(changed: object, gradient: torch.Tensor, name: str) -> None:
+    if not isinstance(changed, torch.Tensor) or changed.shape != gradient.shape:
+        shape = f"of shape {tuple(changed.shape)}" if isinstance(changed, torch.Tensor) else changed
+        raise ModelError(
+            f"a hook of the parameter {name} returned a value {shape}: a gradient of shape "
+            f"{tuple(gradient.shape)} is needed, or None to leave it as it is"
+        )
 
 
 def sum_floats(values: Sequence[Number | None]) -> float:

@@ -1,5 +1,6 @@
 """A script one of whose processes does what the argument says in step 3; what the others see."""
 
+import functools
 import os
 import signal
 import sys
@@ -30,6 +31,11 @@ def die(_):
 LATE = {"raise in backward": fail, "die in backward": die}
 
 
+def hook_output(function, module, inputs, output):
+    """Call `function` late in the backward pass: the module is the model's first layer."""
+    output.register_hook(function)
+
+
 def trouble(kind, model, batch):
     """Do what goes wrong in rank 1."""
     if kind == "raise":
@@ -37,7 +43,7 @@ def trouble(kind, model, batch):
     if kind == "bad batch":
         return batch[0][:0], batch[1][:0]
     if kind in LATE:
-        next(model.parameters()).register_hook(LATE[kind])  # of the first layer, so called last
+        model[0].register_forward_hook(functools.partial(hook_output, LATE[kind]))
     if kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if kind == "die":
@@ -68,6 +74,7 @@ def main():
             devices=1,
             peer_timeout_s=3.0,
             check_every=5,
+            check="off",
             **options,
         ) as trainer:
             if kind == "other data":
