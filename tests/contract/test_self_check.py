@@ -528,3 +528,22 @@ def test_a_shard_may_write_to_its_own_examples():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with evenstep.Trainer(model, optimizer, objective=objective, devices=1) as trainer:
         trainer.step(torch.randn(16, 4), torch.ones(16, dtype=torch.int64))
+
+
+def compiled_in_place():
+    layer = nn.Linear(6, CLASSES)
+    layer.compile()
+    return nn.Sequential(layer)
+
+
+COMPILED = {
+    "the model": lambda: torch.compile(nn.Linear(6, CLASSES)),
+    "the layer 1": lambda: nn.Sequential(nn.ReLU(), torch.compile(nn.Linear(6, CLASSES))),
+    "the layer 0": compiled_in_place,
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_layers_that_the_user_has_compiled_are_refused(name):
+    with pytest.raises(ContractError, match=rf"{name} was compiled.*Trainer\(compile=True\)"):
+        train(COMPILED[name]())

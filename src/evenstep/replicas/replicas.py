@@ -280,10 +280,12 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse a model or an optimizer that can't be trained.
 
     Raises:
+        ContractError: a layer was compiled by the user.
         ModelError: the model has lazy parameters or hooks on accumulated gradients, or the
             optimizer holds parameters that are not the model's.
     """
     _refuse_hooks_on_sums(model)
+    _refuse_compiled(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ModelError(
@@ -297,6 +299,21 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"the optimizer holds {strangers} of {len(held)} parameters that are not the model's: "
             f"make it from model.parameters(), after the last change to the model"
         )
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse layers that the user has compiled.
+
+    How their code rounds depends on which shapes were seen first, and on what else was compiled at
+    the same time (measured with ResNet and Inductor: two trainings on one device differ).
+    """
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable"):
+            raise ContractError(
+                f"{f'the layer {name}' if name else 'the model'} was compiled by torch.compile, so "
+                f"its rounding depends on which shards were computed first: give the module as it "
+                f"was before, and Trainer(compile=True), which compiles every size of shard once"
+            )
 
 
 def move_home(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> None:
