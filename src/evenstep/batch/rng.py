@@ -81,7 +81,7 @@ class ShardRandomness(TorchDispatchMode):
         seedable = _seedable(func)
         if seedable is not None:
             return seedable(*args, **{**kwargs, "generator": self.generator(device)})
-        parts = _parts(func, device.type)
+        parts = parts_of(func, device.type)
         if parts is not None:
             with self:
                 return parts(*args, **kwargs)
@@ -284,7 +284,7 @@ def _may_draw(func: Any) -> bool:
 
 
 @functools.cache
-def _parts(func: Any, kind: str) -> Callable[..., Any] | None:
+def parts_of(func: Any, kind: str) -> Callable[..., Any] | None:
     """Return the kernel of `func` that is made of other ops, for a kind of device, or None.
 
     Inside a mode it calls these ops inside the mode, as an op alone does not.

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from evenstep.batch.rng import parts_of
+
 _HALF = 0.5
 
 
@@ -24,11 +26,23 @@ class ConstantNumbers(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.unknown: list[str] = []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether layers that the user has compiled stay compiled inside the mode: yes.
+
+        Otherwise Dynamo would skip them, here and in every shard after the check.
+        """
+        return True
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call `func`; replace the numbers that it has drawn."""
         kwargs = kwargs or {}
+        parts = parts_of(func, "cpu") if func.namespace != "aten" else None
+        if parts is not None:  # an op of somebody's own, which may draw inside
+            with self:
+                return parts(*args, **kwargs)
         result = func(*args, **kwargs)
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return result
@@ -46,7 +60,8 @@ class ConstantNumbers(TorchDispatchMode):
             return given["self"].clone()
         if name == "randperm":
             return result.copy_(torch.arange(len(result) - 1, -1, -1))
-        if isinstance(result, torch.Tensor) and name in _NUMBERS:
+        is_seed = func._overloadname == "low_out"  # of compiled code, which draws by itself
+        if isinstance(result, torch.Tensor) and name in _NUMBERS and not is_seed:
             return result.fill_(_number(result, given))
         self.unknown.append(name)
         return result
