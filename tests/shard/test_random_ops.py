@@ -290,7 +290,7 @@ def test_the_users_own_thread_draws_beside_a_training(name, devices):
     assert [float(value) for value in losses] == reference_losses
 
 
-# ---- layers that the user has compiled
+# ---- functions that the user has compiled
 
 
 class Compiled(nn.Module):
@@ -325,7 +325,7 @@ def sums(x, weight, training):
     [(drops, 0.0), (always_drops, 0.0), (sums, 0.3)],
     ids=["inside", "always", "beside"],
 )
-def test_a_layer_that_the_user_has_compiled_stays_compiled(block, rate, devices):
+def test_a_function_that_the_user_has_compiled_stays_compiled(block, rate, devices):
     """Compiled code rounds in its own way; so it must not depend on whether draws were seen."""
     torch._dynamo.reset()
     compiled = torch.compile(block, dynamic=False, fullgraph=True)

@@ -104,7 +104,7 @@ class ForeignDraws(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether layers that the user has compiled run as ever: yes."""
+        """Whether functions that the user has compiled run as ever: yes."""
         return True
 
     def __torch_dispatch__(

@@ -63,7 +63,7 @@ class ShardRandomness(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether layers that the user has compiled stay compiled inside the mode: yes."""
+        """Whether functions that the user has compiled stay compiled inside the mode: yes."""
         return True
 
     def __torch_dispatch__(

@@ -28,7 +28,7 @@ class ConstantNumbers(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether layers that the user has compiled stay compiled inside the mode: yes.
+        """Whether functions that the user has compiled stay compiled inside the mode: yes.
 
         Otherwise Dynamo would skip them, here and in every shard after the check.
         """
