@@ -40,8 +40,7 @@ class Experiment:
         shards: V, the number of shards that every minibatch is cut into.
         seed: seed of all random ops in the model.
         precision: "fp32" computes in the dtype of the parameters, "bf16" with autocast.
-        memory_format: layout of images on the devices; `resolve_format` resolves "auto". Weights
-            keep the layout that the user gave them.
+        memory_format: layout of images and convolution weights; `resolve_format` resolves "auto".
         threads: number of intra-op threads of each device.
         compile: compile the forward and backward pass of shards, where that is possible.
         batch_norm: "shard": BatchNorm layers normalise with the statistics of each shard during

@@ -1,6 +1,7 @@
 """Copies of the user's model for the devices, and a proxy of the optimizer for steps in flight."""
 
 from evenstep.replicas.buffer_rules import JUDGE
+from evenstep.replicas.layouts import channels_last_weights
 from evenstep.replicas.optimizer_proxy import OptimizerProxy
 from evenstep.replicas.replica import Replica, broadcast
 from evenstep.replicas.replicas import Replicas, check_trainable, move_home, written_error
@@ -11,6 +12,7 @@ __all__ = [
     "Replica",
     "Replicas",
     "broadcast",
+    "channels_last_weights",
     "check_trainable",
     "move_home",
     "written_error",

@@ -70,6 +70,10 @@ class Replicas:
         self.was_refreshed = False
         self._build()
 
+    def rebuild(self) -> None:
+        """Make all copies again, in the layout that the user's weights have now."""
+        self._build()
+
     def _build(self) -> None:
         model = self._model
         _refuse_hooks_on_sums(model)

@@ -52,7 +52,13 @@ from evenstep.experiment import (
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.clock import Timekeeper
 from evenstep.profiling.trace import Trace
-from evenstep.replicas import OptimizerProxy, Replicas, check_trainable, move_home
+from evenstep.replicas import (
+    OptimizerProxy,
+    Replicas,
+    channels_last_weights,
+    check_trainable,
+    move_home,
+)
 from evenstep.shard.compile_policy import Hybridized
 from evenstep.shard.evaluation import Forward, Metric, measure_model, measure_output, output_of
 from evenstep.shard.loss import Loss, UserObjective, choose_objective
@@ -122,8 +128,9 @@ class Trainer:
         shards: V, the number of shards that every minibatch is cut into.
         seed: the seed of the random ops in the model.
         precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
-        memory_format: of images on the devices: "auto" (a fixed rule), "contiguous" or
-            "channels_last". Weights and optimizer state keep the layout that they come with.
+        memory_format: of images and convolution weights: "auto" (a fixed rule), "contiguous" or
+            "channels_last". A state dict, and the closed trainer's model and optimizer, have the
+            layout that they came with.
         threads: intra-op threads of each device.
         compile: whether to compile a shard's forward and backward pass, on CPUs. A line in the log
             says what that gains, or why shards are computed eagerly; `hybridized` has the figures.
@@ -312,6 +319,9 @@ class Trainer:
         for note in self.notes:
             logger.warning(note)
         with contextlib.ExitStack() as opened:
+            if self.experiment.memory_format == "channels_last":
+                opened.enter_context(channels_last_weights(self.model, self.optimizer))
+                self._replicas.rebuild()
             group = opened.enter_context(
                 joined(
                     self._replicas,
