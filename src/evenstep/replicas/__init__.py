@@ -1,9 +1,16 @@
 """Copies of the user's model for the devices, and a proxy of the optimizer for steps in flight."""
 
 from evenstep.replicas.buffer_rules import JUDGE
-from evenstep.replicas.optimizer_proxy import OptimizerProxy
+from evenstep.replicas.optimizer_proxy import OptimizerProxy, inner_optimizers
 from evenstep.replicas.replica import Replica, broadcast
-from evenstep.replicas.replicas import Replicas, check_trainable, move_home, written_error
+from evenstep.replicas.replicas import (
+    Replicas,
+    check_followed,
+    check_trainable,
+    move_home,
+    refuse_strangers,
+    written_error,
+)
 
 __all__ = [
     "JUDGE",
@@ -11,7 +18,10 @@ __all__ = [
     "Replica",
     "Replicas",
     "broadcast",
+    "check_followed",
     "check_trainable",
+    "inner_optimizers",
     "move_home",
+    "refuse_strangers",
     "written_error",
 ]
