@@ -247,7 +247,7 @@ def _same_value(now: Any, seen: Any) -> bool:
 
 
 def _is_result(value: Any) -> bool:
-    """Return whether a value is what a forward pass computed: tensors with a graph, and no other."""
+    """Return whether a value is computed by a forward pass: tensors with a graph."""
     if type(value) in (list, tuple) and value:
         return all(map(_is_result, value))
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
