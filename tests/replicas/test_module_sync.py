@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.errors import ModelError
+from changing import CHANGES, Changing
+from evenstep.errors import ContractError, ModelError
+from evenstep.replicas.module_sync import ModuleWatch
+from reference import assert_same_bits
 from trainers import LAYOUTS, open_trainer
 from zoo import make_batches
 
@@ -113,6 +116,87 @@ def test_changes_between_steps_reach_every_device(change):
         for X, y in make_batches((16, 16, 16)):
             trainer.step(X, y)
     assert trainer.fingerprint() not in prints.values()
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_every_change_that_forward_can_read_reaches_every_device(change):
+    def run(devices, change):
+        model = Changing()
+        with open_trainer(model, devices=devices) as trainer:
+            for number, (X, y) in enumerate(make_batches((16, 16, 16, 16))):
+                if number == 2:
+                    change(model)
+                trainer.step(X, y)
+            return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    one = run(1, change)
+    assert not torch.equal(one["body.weight"], run(1, lambda model: None)["body.weight"])
+    for devices in LAYOUTS[1:]:
+        assert_same_bits(run(devices, change), one)
+
+
+def test_what_forward_keeps_does_not_make_the_copies_again():
+    model = Changing()
+    with open_trainer(model, devices=2) as trainer:
+        batches = make_batches((16,) * 6)
+        copies = [id(replica.module) for replica in trainer._replicas.all]
+        for X, y in batches:
+            trainer.step(X, y)
+        trainer.evaluate(batches[:2], {"sum": lambda output, y: (output.sum(), len(y))})
+        trainer.step(*batches[0])
+        assert [id(replica.module) for replica in trainer._replicas.all] == copies
+        model.cfg.scale = 0.5
+        trainer.step(*batches[0])
+        assert trainer._replicas.all[1].module.cfg.scale == 0.5
+
+
+def test_plain_values_and_tensors_do_not_make_the_copies_again():
+    model = Tempered()
+    with open_trainer(model, devices=2) as trainer:
+        copies = [id(replica.module) for replica in trainer._replicas.all]
+        for number, (X, y) in enumerate(make_batches((16,) * 6)):
+            model.temperature = 1.0 + number
+            model.mask = torch.full((36,), number + 0.5)
+            model.factors = [1.0, {"low": (1.0, 1.0 / (number + 1))}]
+            trainer.step(X, y)
+        assert [id(replica.module) for replica in trainer._replicas.all] == copies
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "differs"),
+    [
+        (0.0, -0.0, True),
+        (float("nan"), float("nan"), False),
+        (1, True, True),
+        (1, 1.0, True),
+        ((1, 2), (1, 2), False),
+        ({1, 2}, {2, 1}, False),
+        ([1, {"a": 2}], [1, {"a": 2}], False),
+        ([1, {"a": 2}], [1, {"b": 2}], True),
+        (torch.zeros(2), torch.zeros(2), False),
+        (torch.zeros(2), -torch.zeros(2), True),
+    ],
+    ids=str,
+)
+def test_values_are_compared_by_type_and_bits(before, after, differs):
+    model = nn.Module()
+    model.value = before
+    watch = ModuleWatch(model, keeps_results=True)
+    model.value = after
+    assert (watch.difference() is not None) == differs
+
+
+class ReturnsItself(nn.Linear):
+    def __deepcopy__(self, memo):
+        return self
+
+
+def test_a_module_whose_deepcopy_returns_itself_is_refused():
+    model = nn.Sequential(nn.Flatten(), nn.Sequential(ReturnsItself(36, 5)))
+    with pytest.raises(ContractError, match=r"the module 1\.0 itself \(ReturnsItself\.__deepcopy"):
+        open_trainer(model, devices=2)
+    with open_trainer(model, devices=1) as trainer:
+        trainer.step(*make_batches((16,))[0])
 
 
 def test_after_waitall_the_model_may_be_written_even_past_the_version_counters():

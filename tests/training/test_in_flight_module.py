@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from in_flight import DEVICES, assert_same_as_one_at_a_time, train
+from changing import CHANGES, Changing
+from evenstep.errors import ModelError
+from in_flight import DEVICES, assert_same_as_one_at_a_time, numbered, opened, train
 
 on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
 
@@ -87,6 +89,26 @@ def test_a_change_of_the_module_holds_from_the_next_step_on(devices, change):
     later = train(1, act_at(2), model=Parts, max_in_flight=1)
     assert earlier[1][:2] == later[1][:2]
     assert earlier[1] != later[1]
+
+
+@on_devices
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_every_change_that_forward_can_read_holds_from_the_next_step_on(devices, change):
+    def act(trainer, number, loss):
+        if number == 2:
+            change(trainer.model)
+
+    changed = assert_same_as_one_at_a_time(devices, act, model=Changing, waits=True, looked_at=[3])
+    assert changed[1] != train(1, lambda *step: None, model=Changing, max_in_flight=1)[1]
+
+
+@on_devices
+def test_a_computed_tensor_set_with_a_step_in_flight_is_refused(devices):
+    with opened(devices, model=Parts) as (trainer, _):
+        trainer.step(*numbered(1)[0])
+        trainer.model.mask = torch.ones(36, requires_grad=True) * 0.5
+        with pytest.raises(ModelError, match=r"Keep .* computed tensors out of its attributes"):
+            trainer.step(*numbered(1)[0])
 
 
 @on_devices

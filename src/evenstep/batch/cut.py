@@ -290,6 +290,26 @@ def _dim_of(tensor: torch.Tensor, dim: int) -> int:
     return dim if dim < tensor.ndim else 0
 
 
+def without_foreign_memory(batch: Batch) -> Batch:
+    """Return `batch` with a copy of each tensor in memory that torch has not allocated.
+
+    What lies behind `torch.from_numpy` may be written to without a version counter that tells.
+    """
+    leaves, structure = optree.tree_flatten(batch)
+    if not any(map(_is_foreign, leaves)):
+        return batch
+    return structure.unflatten(leaf.clone() if _is_foreign(leaf) else leaf for leaf in leaves)
+
+
+def _is_foreign(leaf: object) -> bool:
+    if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cpu":
+        return False
+    if leaf.layout is not torch.strided:
+        return False
+    storage = leaf.untyped_storage()
+    return not storage.resizable() and not storage.is_shared()
+
+
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
     """Return how often each tensor was written to; a view shares the count of its base."""
     return [*map(_version, tensors)]

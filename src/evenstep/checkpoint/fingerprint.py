@@ -10,6 +10,8 @@ import optree
 import torch
 from torch import nn
 
+from evenstep.replicas import inner_optimizers
+
 
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Return the SHA-256 (hexadecimal) of parameters, buffers and optimizer state.
@@ -29,18 +31,24 @@ def digest_of(entries: Iterable[tuple[str, Any]]) -> str:
 
 
 def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
-    """Yield (name, value) of all parameters, buffers and leaves of the optimizer's state."""
+    """Yield (name, value) of all parameters, buffers and leaves of the optimizer's state.
+
+    State of parameters that the model has no more is left out: training doesn't use it.
+    """
     names: dict[Any, str] = {}
     for name, parameter in model.named_parameters():
         names[parameter] = name
         yield f"parameter/{name}", parameter.detach()
     for name, buffer in model.named_buffers():
         yield f"buffer/{name}", buffer
-    for owner, state in optimizer.state.items():
-        tree: Any = dict(state)
-        paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
-        for path, leaf in zip(paths, leaves, strict=True):
-            yield f"optimizer/{names[owner]}/{'/'.join(map(str, path))}", leaf
+    for place, one in {"": optimizer, **inner_optimizers(optimizer)}.items():
+        for owner, state in one.state.items():
+            if owner not in names:
+                continue
+            tree: Any = dict(state)
+            paths, leaves, _ = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+            for path, leaf in zip(paths, leaves, strict=True):
+                yield f"optimizer{place}/{names[owner]}/{'/'.join(map(str, path))}", leaf
 
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:

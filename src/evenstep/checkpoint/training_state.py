@@ -19,9 +19,12 @@ from evenstep.checkpoint.files import read_checkpoint
 from evenstep.data import Cursor
 from evenstep.errors import CheckpointError, InputError
 from evenstep.experiment import LATER, Experiment
+from evenstep.replicas import inner_optimizers
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
+
+_INNER = "inner_optimizers"  # the key of their states, beside those of the optimizer's state_dict
 
 _SAVED_AS = {"compile": "hybridize"}  # fields that checkpoints have under an earlier name
 
@@ -61,7 +64,7 @@ class TrainingState:
         draws_random: whether the model was seen to use random ops.
         compiles: whether shards are compiled; None before the first step.
         model: the model's parameters and buffers.
-        optimizer: the optimizer's `state_dict`.
+        optimizer: the optimizer's `state_dict`, and those of optimizers inside it.
         scheduler: the scheduler's `state_dict`; None without one.
         fingerprint: of model and optimizer; empty until it is computed (see `with_fingerprint`).
     """
@@ -174,7 +177,35 @@ def restore_model(model: nn.Module, saved: ModelState) -> None:
             tensor.copy_(saved.buffers[name])
 
 
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the `state_dict` of an optimizer, and of those inside it with states of their own."""
+    state: dict[str, Any] = optimizer.state_dict()
+    inner = {place: one.state_dict() for place, one in inner_optimizers(optimizer).items()}
+    return {**state, _INNER: inner} if inner else state
+
+
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
+    """Restore what `optimizer_state` returned.
+
+    Raises:
+        CheckpointError: it is of another optimizer.
+    """
+    inner = inner_optimizers(optimizer)
+    states = saved.get(_INNER, {})
+    if inner.keys() != states.keys():
+        raise CheckpointError(
+            f"the checkpoint is of another optimizer than {type(optimizer).__name__}: there are "
+            f"{len(states)} optimizers inside it, and here {len(inner)}"
+        )
+    shared = [one for one in inner.values() if one.param_groups is optimizer.param_groups]
+    _restore_one(optimizer, {key: value for key, value in saved.items() if key != _INNER})
+    for place, one in inner.items():
+        _restore_one(one, states[place])
+    for one in shared:
+        one.param_groups = optimizer.param_groups
+
+
+def _restore_one(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
     """Restore an optimizer's state with the dtypes and memory layouts with which it was saved.
 
     `load_state_dict` casts state to the dtype of its parameter; this undoes the cast.
@@ -233,7 +264,7 @@ def restore_scheduler(scheduler: Scheduler | None, saved: Tree | None) -> None:
 def rolled_back_on_error(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Restore parameters and optimizer state if the block fails, possibly after half its work."""
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    saved = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(optimizer_state(optimizer))
     try:
         yield
     except BaseException:

@@ -2,9 +2,16 @@
 
 from evenstep.replicas.buffer_rules import JUDGE
 from evenstep.replicas.layouts import channels_last_weights
-from evenstep.replicas.optimizer_proxy import OptimizerProxy
+from evenstep.replicas.optimizer_proxy import OptimizerProxy, inner_optimizers
 from evenstep.replicas.replica import Replica, broadcast
-from evenstep.replicas.replicas import Replicas, check_trainable, move_home, written_error
+from evenstep.replicas.replicas import (
+    Replicas,
+    check_followed,
+    check_trainable,
+    move_home,
+    refuse_strangers,
+    written_error,
+)
 
 __all__ = [
     "JUDGE",
@@ -13,7 +20,10 @@ __all__ = [
     "Replicas",
     "broadcast",
     "channels_last_weights",
+    "check_followed",
     "check_trainable",
+    "inner_optimizers",
     "move_home",
+    "refuse_strangers",
     "written_error",
 ]

@@ -1,60 +1,272 @@
-"""Finds what the user has changed in the module between two steps, and applies it to a copy."""
+"""Notices what the user has changed in the module between two steps, and carries it to a copy."""
 
 from __future__ import annotations
 
+import collections
 import copy
+import enum
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
+from evenstep.replicas.replica import same_bits
 
-_MODULE_INTERNALS = frozenset(nn.Module().__dict__) - {"training"}
+Contents: TypeAlias = "tuple[Any, ...]"
+
+_LARGE = 1 << 16  # elements: larger tensors are compared by torch's version counter alone
+_SCALARS = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+_FIXED = (
+    *(type, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+    *(weakref.ReferenceType, torch.Generator, nn.Parameter),
+)
+_PLAIN = (list, tuple, dict)
 
 
-def attribute_updates(
-    mine: dict[str, Any], its: dict[str, Any], device: Device
-) -> Iterator[Callable[[], None]]:
-    """Yield a function for each plain attribute that the user has changed; it updates the copy's.
+class Attribute(NamedTuple):
+    """An attribute of one of the model's modules that the user has set or deleted."""
+
+    module: int
+    key: str
+
+
+class Difference(NamedTuple):
+    """How a model differs from what it was when it was last looked at.
+
+    Attributes:
+        attributes: those that can be given to a copy one by one.
+        needs_rebuild: whether more than these has changed, so that copies must be made again.
+    """
+
+    attributes: Sequence[Attribute] = ()
+    needs_rebuild: bool = False
+
+
+class ModuleWatch:
+    """What the attributes of a model were when it was last looked at, to be compared with now.
+
+    The watch keeps the attributes of every module, and the contents of every list, dict, set,
+    array, tensor and plain object that is reached from them. Comparing is cheap, since nearly all
+    are the same objects as before.
 
     Args:
-        mine: the `__dict__` of one of the user's modules.
-        its: the `__dict__` of its copy.
-        device: the copy's device.
+        model: the user's module.
+        keeps_results: whether shards are computed on this module itself. Then the results of a
+            forward pass that it keeps (tensors with a `grad_fn`) are no change.
     """
-    for key, value in mine.items():
-        theirs = its.get(key)
-        if value is not theirs and key not in _MODULE_INTERNALS and _differs(value, theirs):
-            yield functools.partial(_update, its, key, value, device)
+
+    def __init__(self, model: nn.Module, *, keeps_results: bool) -> None:
+        self._modules = list(model.modules())
+        self._keeps_results = keeps_results
+        self.look()
+
+    def look(self) -> None:
+        """Take the model as it is now."""
+        modules = self._modules
+        self._own = [dict(module.__dict__) for module in modules]
+        known = {id(one) for module in modules for one in (module, *_internals(module))}
+        self._holders = [*_holders((value for own in self._own for value in own.values()), known)]
+
+    def difference(self) -> Difference | None:
+        """Return how the model differs from when it was last looked at; None if it does not."""
+        if not all(_same(read(value), seen) for read, value, seen in self._holders):
+            return Difference(needs_rebuild=True)
+        changed = [
+            Attribute(number, key)
+            for number, (module, own) in enumerate(zip(self._modules, self._own))  # noqa: B905
+            if not _same_items(module.__dict__, own)
+            for key in self._changed_keys(module.__dict__, own)
+        ]
+        if not changed:
+            return None
+        values = (self._modules[number].__dict__.get(key) for number, key in changed)
+        torchs_own = any(key in _TORCHS_OWN for _, key in changed)
+        return Difference(changed, torchs_own or not all(map(_can_be_carried, values)))
+
+    def carry(self, attribute: Attribute, copied: nn.Module, device: Device) -> None:
+        """Give a changed attribute to `copied`, the copy of its module on `device`."""
+        mine = self._modules[attribute.module].__dict__
+        if attribute.key in mine:
+            copied.__dict__[attribute.key] = _carried(mine[attribute.key], device)
+        else:
+            copied.__dict__.pop(attribute.key, None)
+
+    def _changed_keys(self, now: Mapping[str, Any], seen: Mapping[str, Any]) -> Iterator[str]:
+        for key in {**seen, **now}:
+            if key not in now or key not in seen:
+                is_same = False
+            elif now[key] is seen[key]:
+                is_same = True
+            elif _is_result(now[key]):
+                is_same = self._keeps_results
+            else:
+                is_same = key not in _TORCHS_OWN and _same_value(now[key], seen[key])
+            if not is_same:
+                yield key
 
 
-def _update(its: dict[str, Any], key: str, value: Any, device: Device) -> None:
-    its[key] = carry(value, device) if isinstance(value, torch.Tensor) else copy.copy(value)
+_TORCHS_OWN = frozenset(nn.Module().__dict__) - {"training"}
 
 
-def _differs(mine: Any, its: Any) -> bool:
-    """Return whether a plain value, a tensor, or a nesting of them differs from the copy's.
+def _internals(module: nn.Module) -> Iterator[Any]:
+    """Yield the containers in which torch keeps a module's parts."""
+    return (value for key, value in module.__dict__.items() if key in _TORCHS_OWN)
 
-    Other objects count as equal: the copy has its own. So do results of a forward pass that a
-    module keeps: the next forward pass doesn't read them.
-    """
-    if mine is its:
+
+def _same_items(now: Mapping[str, Any], seen: Mapping[str, Any]) -> bool:
+    """Return whether two dicts hold the same objects under the same keys, in the same order."""
+    return (
+        len(now) == len(seen)
+        and all(map(operator.is_, now.values(), seen.values()))
+        and [*now] == [*seen]
+    )
+
+
+# ---- what a module's attributes hold
+
+
+class _Holder(NamedTuple):
+    """An object that can change while the attribute that holds it stays."""
+
+    read: Callable[[Any], Contents]
+    holder: Any
+    seen: Contents
+
+
+def _holders(values: Iterable[Any], known: set[int]) -> Iterator[_Holder]:
+    """Yield every object that is reached from `values` and can change, once."""
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if isinstance(value, _SCALARS) or id(value) in known:
+            continue
+        known.add(id(value))
+        read = _reader(value)
+        if read is not _nothing:
+            contents = read(value)
+            if isinstance(value, torch.Tensor):
+                contents = (*contents[:2], *(values.clone() for values in contents[2:]))
+            else:
+                stack.extend(contents)
+            if type(value) is not tuple:
+                yield _Holder(read, value, contents)
+
+
+def _reader(value: Any) -> Callable[[Any], Contents]:
+    """Return what reads the contents of an object."""
+    if type(value) in _READERS:
+        return _READERS[type(value)]
+    if isinstance(value, (*_SCALARS, *_FIXED)):
+        return _nothing
+    return _read_tensor if isinstance(value, torch.Tensor) else _read_object
+
+
+def _nothing(value: Any) -> Contents:
+    return ()
+
+
+def _read_tensor(tensor: torch.Tensor) -> Contents:
+    if tensor.grad_fn is not None or tensor.is_inference():
+        return ()
+    place = (tensor._version, tensor.data_ptr()) if tensor.layout is torch.strided else ()
+    return (*place, tensor.detach()) if place and tensor.numel() <= _LARGE else place
+
+
+def _read_array(array: np.ndarray[Any, Any]) -> Contents:
+    return array.dtype.str, array.shape, array.tobytes()
+
+
+def _read_object(value: Any) -> Contents:
+    """Return the attributes of an object, and its items if it is a container too."""
+    own = getattr(value, "__dict__", {})
+    slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
+    held = [getattr(value, name) for name in slots if hasattr(value, name)]
+    return type(value), *own, *own.values(), *held, *_items(value)
+
+
+def _slots_of(kind: type) -> Sequence[str]:
+    slots = kind.__dict__.get("__slots__", ())
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return [name for name in names if not name.startswith("__")]
+
+
+def _items(value: Any) -> Contents:
+    if isinstance(value, dict):
+        return *value, *value.values()
+    if isinstance(value, list | tuple | collections.deque):
+        return tuple(value)
+    if isinstance(value, set | frozenset):
+        return (frozenset(value),)
+    return (bytes(value),) if isinstance(value, bytearray) else ()
+
+
+_READERS: dict[type, Callable[[Any], Contents]] = {
+    list: tuple,
+    tuple: tuple,
+    dict: lambda value: (*value, *value.values()),
+    set: lambda value: (frozenset(value),),
+    torch.Tensor: _read_tensor,
+    np.ndarray: _read_array,
+    functools.partial: lambda value: (value.func, value.args, value.keywords),
+}
+
+
+# ---- comparing
+
+
+def _same(now: Contents, seen: Contents) -> bool:
+    return len(now) == len(seen) and (
+        all(map(operator.is_, now, seen)) or all(map(_same_value, now, seen))
+    )
+
+
+def _same_value(now: Any, seen: Any) -> bool:
+    """Return whether two values are one object, equal plain values, or nestings of such."""
+    if now is seen or _is_result(now):
+        return True
+    if type(now) is not type(seen):
         return False
-    if isinstance(mine, int | float | str | bytes | None):
-        return type(mine) is not type(its) or mine != its
-    if isinstance(mine, torch.Tensor):
-        if mine.grad_fn is not None or isinstance(mine, nn.Parameter):
-            return False
-        return not isinstance(its, torch.Tensor) or not torch.equal(mine, its.to(mine.device))
-    if isinstance(mine, list | tuple):
-        return type(mine) is not type(its) or len(mine) != len(its) or any(map(_differs, mine, its))
-    if isinstance(mine, dict):
-        return (
-            type(mine) is not type(its)
-            or mine.keys() != its.keys()
-            or any(_differs(value, its[key]) for key, value in mine.items())
-        )
+    if isinstance(now, float | complex):
+        return repr(now) == repr(seen)  # 0.0 is not -0.0, and NaN is NaN
+    if isinstance(now, (*_SCALARS, set, frozenset)):
+        return bool(now == seen)
+    if isinstance(now, torch.Tensor):
+        return not isinstance(now, nn.Parameter) and same_bits(now, seen)
+    if isinstance(now, list | tuple):
+        return _same(tuple(now), tuple(seen))
+    if isinstance(now, dict):
+        return _same((*now, *now.values()), (*seen, *seen.values()))
     return False
+
+
+def _is_result(value: Any) -> bool:
+    """Return whether a value is computed by a forward pass: tensors with a graph."""
+    if type(value) in (list, tuple) and value:
+        return all(map(_is_result, value))
+    return isinstance(value, torch.Tensor) and value.grad_fn is not None
+
+
+def _can_be_carried(value: Any) -> bool:
+    """Return whether a copy's attribute can be set to a copy of `value`, which nothing shares."""
+    if isinstance(value, torch.Tensor):
+        return not isinstance(value, nn.Parameter) and not value.requires_grad
+    if type(value) in _PLAIN:
+        return all(map(_can_be_carried, _items(value)))
+    return isinstance(value, (*_SCALARS, type, types.FunctionType, types.BuiltinFunctionType))
+
+
+def _carried(value: Any, device: Device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return carry(value, device)
+    if type(value) in (list, tuple):
+        return type(value)(_carried(one, device) for one in value)
+    if type(value) is dict:
+        return {key: _carried(one, device) for key, one in value.items()}
+    return copy.copy(value)

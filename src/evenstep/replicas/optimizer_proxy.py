@@ -4,7 +4,8 @@ While a step is in flight, the user's thread continues: a scheduler sets the nex
 `optimizer.param_groups` before the update that needs the old one, and `zero_grad` drops gradients
 that the update needs. So the lanes call `step` on a proxy. The proxy shares the optimizer's state
 and the parameters' memory, but has parameter groups and gradients of its own. Each step records the
-hyper-parameters that were changed before it was submitted, and its update applies them.
+hyper-parameters that were changed before it was submitted, and its update applies them. Attributes
+of the optimizer with plain values (those of a custom optimizer) are treated as hyper-parameters.
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from evenstep.errors import ContractError, InputError
+
+_ATTRIBUTES = -1  # the "group" of the optimizer's own attributes
+_SHARED = {"param_groups", "state", "step", "_opt_called"}  # attributes that are handled otherwise
+_PLAIN = (bool, int, float, complex, str, type(None))
+
 
 class Change(NamedTuple):
-    """A hyper-parameter that the user's thread has set in one of the parameter groups."""
+    """A hyper-parameter that the user's thread has set in a parameter group, or an attribute."""
 
     group: int
     key: str
@@ -32,6 +39,27 @@ class OptimizerProxy:
         self._optimizer = optimizer
         self._copy_optimizer()
 
+    def mark(self) -> None:
+        """Note that the optimizer's state is as the proxy has left it."""
+        self._marks = _marks(self._state)
+
+    def refuse_written(self) -> None:
+        """Refuse a state that was written to since `mark`.
+
+        Raises:
+            InputError: the user wrote to it while a step was in flight.
+        """
+        now = _marks(self._state)
+        same = len(now) == len(self._marks) and all(
+            one is other and count == known
+            for (one, count), (other, known) in zip(now, self._marks)  # noqa: B905
+        )
+        if not same:
+            raise InputError(
+                "the optimizer's state was written to while a step was in flight: call "
+                "trainer.waitall() before you change it, or use max_in_flight=1"
+            )
+
     def renew(self) -> None:
         """Copy the optimizer as it is now; no step may be in flight."""
         self.give_back()
@@ -39,9 +67,11 @@ class OptimizerProxy:
 
     @property
     def fits(self) -> bool:
-        """Whether the optimizer still has the state and the parameters that the proxy shares."""
+        """Whether the optimizer still has the state, parameters and objects that are shared."""
         return (
             self._state is self._optimizer.state
+            and self._step is self._optimizer.__dict__.get("step")
+            and self._references == _references(self._optimizer)
             and _parameter_ids(self._optimizer.param_groups) == self._held
             and all(
                 parameter.data_ptr() == original.data_ptr()
@@ -53,15 +83,16 @@ class OptimizerProxy:
         """Return the hyper-parameters that the user has changed since the last `record`."""
         # Schedulers warn when they are stepped before the optimizer: this one will be.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        groups = zip(self._optimizer.param_groups, self._seen, strict=True)
+        groups = [_attributes(self._optimizer), *self._optimizer.param_groups]
+        pairs = zip(groups, self._seen, strict=True)
         changes = [
             Change(number, key, copy.deepcopy(value))
-            for number, (group, seen) in enumerate(groups)
+            for number, (group, seen) in enumerate(pairs, _ATTRIBUTES)
             for key, value in group.items()
             if _differs(key, value, seen)
         ]
         for change in changes:
-            self._seen[change.group][change.key] = copy.deepcopy(change.value)
+            self._seen[change.group + 1][change.key] = copy.deepcopy(change.value)
         return changes
 
     def step(
@@ -74,7 +105,7 @@ class OptimizerProxy:
             gradients: the gradients of the user's parameters.
         """
         for change in changes:
-            self._proxy.param_groups[change.group][change.key] = change.value
+            self._owned[change.group + 1][change.key] = change.value
         for parameter, original in self._originals.items():
             # Not `gradients.get`: nobody else may look at a gradient that `zero_grad` just frees.
             parameter.grad = gradients[original] if original in gradients else original.grad  # noqa: SIM401
@@ -90,31 +121,42 @@ class OptimizerProxy:
         Groups that the user has replaced meanwhile (`load_state_dict`) stay as they are.
         """
         present = {id(group) for group in self._optimizer.param_groups}
-        for group, ours, seen in zip(
-            self._groups, self._proxy.param_groups, self._seen, strict=True
-        ):
-            for key, value in ours.items():
-                if id(group) in present and _differs(key, value, seen):
+        ours = [_attributes(self._proxy), *self._proxy.param_groups]
+        for group, own, seen in zip(self._groups, ours, self._seen, strict=True):
+            is_present = group is self._optimizer.__dict__ or id(group) in present
+            for key, value in own.items():
+                if is_present and _differs(key, value, seen):
                     group[key] = copy.deepcopy(value)
                     seen[key] = copy.deepcopy(value)
+        for key, value in self._proxy.__dict__.items():
+            if key in self._references and id(value) != self._references[key]:
+                self._optimizer.__dict__[key] = value
+                self._references[key] = id(value)
 
     def _copy_optimizer(self) -> None:
         optimizer = self._optimizer
+        self._step = optimizer.__dict__.get("step")
+        _refuse_patched(optimizer, self._step)
+        _refuse_nested(optimizer)
         proxy = object.__new__(type(optimizer))
         proxy.__dict__.update(optimizer.__dict__)
         # A scheduler wraps `step` on the instance, bound to the instance.
         proxy.__dict__.pop("step", None)
-        self._groups = list(optimizer.param_groups)
-        self._held = _parameter_ids(self._groups)
+        groups = list(optimizer.param_groups)
+        self._groups = [optimizer.__dict__, *groups]
+        self._held = _parameter_ids(groups)
         self._state = optimizer.state
+        self._references = _references(optimizer)
         self._originals: dict[nn.Parameter, nn.Parameter] = {}
         proxy.param_groups = [
             {**_hyper_parameters(group), "params": [*map(self._proxy_of, group["params"])]}
-            for group in self._groups
+            for group in groups
         ]
         proxy.state = _StateOfProxy(optimizer.state, self._originals)  # type: ignore[assignment]
         self._proxy = proxy
-        self._seen = [*map(_hyper_parameters, self._groups)]
+        self._owned = [proxy.__dict__, *proxy.param_groups]
+        self._seen = [_attributes(optimizer), *map(_hyper_parameters, groups)]
+        self.mark()
 
     def _proxy_of(self, original: nn.Parameter) -> nn.Parameter:
         """Return another parameter in the same memory, with a gradient of its own."""
@@ -151,6 +193,86 @@ class _StateOfProxy(MutableMapping[Any, Any]):
 
     def __len__(self) -> int:
         return len(self._state)
+
+
+def inner_optimizers(
+    optimizer: torch.optim.Optimizer, *, own_state: bool = True
+) -> dict[str, torch.optim.Optimizer]:
+    """Return the optimizers that an optimizer holds, by their place in it.
+
+    Args:
+        optimizer: the outer one.
+        own_state: only those whose state is not that of another one of them.
+    """
+    found: dict[str, torch.optim.Optimizer] = {}
+    known = [optimizer]
+    stack: list[tuple[str, Any]] = [*_held(optimizer, "")]
+    while stack:
+        place, value = stack.pop()
+        if isinstance(value, torch.optim.Optimizer) and all(value is not one for one in known):
+            stack += _held(value, place)
+            if not own_state or all(value.state is not one.state for one in known):
+                found[place] = value
+            known.append(value)
+    return found
+
+
+def _held(optimizer: torch.optim.Optimizer, place: str) -> Iterator[tuple[str, Any]]:
+    """Yield what an optimizer holds in its attributes, in lists and dicts too, by its place."""
+    for key, value in vars(optimizer).items():
+        yield f"{place}.{key}", value
+        if isinstance(value, list | tuple):
+            yield from ((f"{place}.{key}.{number}", one) for number, one in enumerate(value))
+        elif isinstance(value, dict) and key != "state":
+            yield from ((f"{place}.{key}.{name}", one) for name, one in value.items())
+
+
+def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the optimizer's attributes with plain values."""
+    return {
+        key: value
+        for key, value in optimizer.__dict__.items()
+        if isinstance(value, _PLAIN) and key not in _SHARED
+    }
+
+
+def _references(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Return the `id`s of the optimizer's other attributes, which the proxy shares."""
+    return {
+        key: id(value)
+        for key, value in optimizer.__dict__.items()
+        if not isinstance(value, _PLAIN) and key not in _SHARED
+    }
+
+
+def _marks(state: Mapping[Any, Any]) -> list[tuple[Any, int]]:
+    """Return the values of an optimizer's state, and how often each tensor was written to."""
+    return [
+        (value, value._version if isinstance(value, torch.Tensor) else 0)
+        for own in [*state.values()]
+        if isinstance(own, dict)
+        for value in own.values()
+    ]
+
+
+def _refuse_patched(optimizer: torch.optim.Optimizer, step: Any) -> None:
+    """Refuse a `step` that was set on the optimizer itself, by others than a scheduler."""
+    while getattr(step, "_wrapped_by_lr_sched", False):
+        step = step.__wrapped__
+    if step is not None and getattr(step, "__func__", step) is not type(optimizer).step:
+        raise ContractError(
+            f"{type(optimizer).__name__}.step was replaced on the optimizer itself, which steps in "
+            f"flight don't call: override step in a subclass, or use max_in_flight=1"
+        )
+
+
+def _refuse_nested(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer inside another one: it would read the gradients of another step."""
+    for place in inner_optimizers(optimizer, own_state=False):
+        raise ContractError(
+            f"{type(optimizer).__name__}{place} is an optimizer inside another one, which the "
+            f"gradients of a step in flight don't reach: use max_in_flight=1"
+        )
 
 
 def _parameter_ids(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:

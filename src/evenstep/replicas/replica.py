@@ -58,13 +58,13 @@ class Replica:
     def changed_buffers(self) -> list[torch.Tensor | None]:
         """Return each buffer whose value the shard has changed (None for the others).
 
-        Compares values, not version counters: batch normalisation writes its running statistics
+        Compares bits, not version counters: batch normalisation writes its running statistics
         without counting.
         """
         changed: list[torch.Tensor | None] = []
         for slots, own, opening in zip(self._slots, self.buffers, self.opening, strict=True):
             now = slots[0][0][slots[0][1]].detach()
-            changed.append(None if torch.equal(now, opening) else now)
+            changed.append(None if same_bits(now, opening) else now)
             for owner, key in slots:
                 owner[key] = own
         return changed
@@ -74,6 +74,26 @@ def broadcast(home: Replica, replica: Replica) -> None:
     """Copy the parameters of `home` into a replica with memory of its own."""
     with torch.no_grad():
         torch._foreach_copy_(list[torch.Tensor](replica.parameters), list(home.parameters))
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors have the same bits: NaN is NaN, and 0.0 is not -0.0."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.layout is torch.strided and (one.is_floating_point() or one.is_complex()):
+        one, other = as_integers(one), as_integers(other.to(one.device))
+    return torch.equal(one, other.to(one.device))
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def as_integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bits of a dense floating-point or complex tensor as integers; not a copy."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return tensor
+    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    return tensor.view(_INTEGERS[tensor.itemsize])
 
 
 def _buffer_slots(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:

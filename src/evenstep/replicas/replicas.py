@@ -24,8 +24,11 @@ from torch import nn
 from evenstep.devices import Device, carry
 from evenstep.errors import ContractError, InputError, ModelError
 from evenstep.replicas.buffer_rules import buffer_rules
-from evenstep.replicas.module_sync import attribute_updates
-from evenstep.replicas.replica import Replica
+from evenstep.replicas.module_sync import Difference, ModuleWatch
+from evenstep.replicas.replica import Replica, as_integers
+
+_LOOK_EVERY = 17
+"""The steps in flight between two looks for writes past torch's version counters."""
 
 _VERSION = operator.attrgetter("_version")
 
@@ -50,6 +53,8 @@ class Replicas:
             on the user's module: the hooks are for the mean gradient, not for each shard's.
         structure: the model's layers, parameters, buffers and hooks; a new object after a change.
         was_refreshed: whether `refresh` has found the module changed since this was last reset.
+        forward_writes: whether shards were seen to change attributes of the user's module.
+        were_rebuilt: whether `refresh` has made all replicas again since this was last reset.
     """
 
     def __init__(
@@ -68,6 +73,8 @@ class Replicas:
         self._given_rules = buffers or {}
         self._lost: frozenset[int] = frozenset()
         self.was_refreshed = False
+        self.were_rebuilt = False
+        self.forward_writes = False
         self._build()
 
     def rebuild(self) -> None:
@@ -77,6 +84,7 @@ class Replicas:
     def _build(self) -> None:
         model = self._model
         _refuse_hooks_on_sums(model)
+        _refuse_aliases(model)
         named = enumerate(model.named_parameters())
         self.hooked = [(number, name) for number, (name, one) in named if one._backward_hooks]
         self._home_computes = self._home_may_compute and not self.hooked
@@ -87,16 +95,23 @@ class Replicas:
         for device in self._devices[len(self.all) :]:
             self._add(device)
         self._others = [replica for replica in self.all if replica is not self.home]
-        self._pairs = [
-            (mine.__dict__, its.__dict__, replica.device)
-            for replica in self._others
-            for mine, its in zip(model.modules(), replica.module.modules(), strict=True)
-        ]
         self._distinct = [one for owner in self._owners.values() for one in owner.parameters]
+        self._modules = [list(replica.module.modules()) for replica in self._others]
         self._find_copies()
-        self._modules = list(model.modules())
-        self.structure = _structure(self._modules, self.home.parameters)
+        self._home_modules = list(model.modules())
+        self.structure = _structure(self._home_modules, self.home.parameters)
+        self._watch = (
+            ModuleWatch(model, keeps_results=self._home_computes) if self._others else None
+        )
         self._synchronised: list[tuple[int, int]] = []
+        self._bits: torch.Tensor | None = None
+        self._marks = 0
+
+    def _build_again(self) -> None:
+        """Make all replicas again from the module as the user has changed it."""
+        self._build()
+        self.were_rebuilt = True
+        self.forward_writes = self._home_computes and self._watch is not None
 
     def of_lane(self, lane: int, number: int) -> Replica:
         """Return replica `number` of a device."""
@@ -110,17 +125,17 @@ class Replicas:
     def refresh(self) -> bool:
         """Bring every replica up to date with the user's module.
 
-        Training flags, plain attributes (a dropout rate, a temperature, a mask) and `requires_grad`
-        are copied; storage that was swapped is shared again; after a change of layers or hooks, all
-        replicas are made again.
+        Storage that was swapped is shared again, `requires_grad` and attributes with plain values
+        or tensors (a training flag, a dropout rate, a function, a mask) are copied; after every
+        other change (of layers, hooks, objects, classes) all replicas are made again.
 
         Returns:
             Whether the copies are stale, because the parameters were written since
             `mark_synchronised`.
         """
-        if self._structure_changed:
-            self._build()
-            self.was_refreshed = True
+        difference = self._difference()
+        if difference is not None:
+            self._follow(difference)
         for update in self._updates():
             update()
             self.was_refreshed = True
@@ -131,16 +146,36 @@ class Replicas:
     @property
     def is_outdated(self) -> bool:
         """Whether the user has changed the module since `refresh`."""
-        return self._structure_changed or any(True for _ in self._updates())
+        return self._difference() is not None or any(True for _ in self._updates())
 
-    @property
-    def _structure_changed(self) -> bool:
-        return self.structure != _structure(self._modules, self.home.parameters)
+    def _follow(self, difference: Difference) -> None:
+        if difference.needs_rebuild:
+            self._build_again()
+        elif self._watch is not None:
+            for attribute in difference.attributes:
+                for replica, modules in zip(self._others, self._modules, strict=True):
+                    self._watch.carry(attribute, modules[attribute.module], replica.device)
+            self._watch.look()
+        self.was_refreshed = True
+
+    def _difference(self) -> Difference | None:
+        """Return what the user has changed in the module since `refresh`."""
+        now = _structure(self._home_modules, self.home.parameters)
+        if len(now) != len(self.structure) or not all(map(operator.is_, now, self.structure)):
+            return Difference(needs_rebuild=True)
+        return None if self._watch is None else self._watch.difference()
+
+    def _look_after_shards(self) -> None:
+        """Take what shards have changed in the home's attributes as no change of the user's.
+
+        Only done while such changes are seen: most models have none.
+        """
+        assert self._watch is not None
+        self.forward_writes = self._watch.difference() is not None
+        self._watch.look()
 
     def _updates(self) -> Iterator[Callable[[], object]]:
-        """Yield a function for each difference between a replica and the home; it removes it."""
-        for mine, its, device in self._pairs:
-            yield from attribute_updates(mine, its, device)
+        """Yield a function for each parameter that differs from the home's; it removes that."""
         for replica in self._others:
             owner = self._owners[replica.device.memory]
             if owner is not replica:
@@ -174,14 +209,22 @@ class Replicas:
         """Note that every copy now equals the home's parameters."""
         if self.copies or not self._home_computes:
             self._synchronised = self._home_versions()
+        if not self._home_computes:
+            is_looked_at = self._marks < _LOOK_EVERY or self._marks % _LOOK_EVERY == 0
+            self._bits = _bits_of(self.home.parameters) if is_looked_at else None
+            self._marks += 1
 
     def refuse_written(self) -> None:
         """Refuse parameters and buffers that were written to since `mark_synchronised`.
+
+        Writes past the version counters (`parameter.data`, numpy) are looked for in the first
+        steps and in every 17th, since that reads all parameters.
 
         Raises:
             InputError: the user wrote to them while a step was in flight.
         """
         if self._were_written:
+            self.mark_written()
             raise InputError(
                 "the parameters or buffers were written to while a step was in flight: call "
                 "trainer.waitall() before you change the model, or use max_in_flight=1"
@@ -189,11 +232,18 @@ class Replicas:
 
     @property
     def _were_written(self) -> bool:
-        return bool(self._synchronised) and self._synchronised != self._home_versions()
+        if not self._synchronised:
+            return False
+        if self._synchronised != self._home_versions():
+            return True
+        return self._bits is not None and not torch.equal(
+            self._bits, _bits_of(self.home.parameters)
+        )
 
     def mark_written(self) -> None:
         """Note that the user may write to the parameters, even past the version counters."""
         self._synchronised = []
+        self._bits = None
 
     def open_step(self) -> None:
         """Take the home's buffers as the opening values of every replica."""
@@ -224,11 +274,19 @@ class Replicas:
 
     def close_step(self, closing: Sequence[torch.Tensor | None]) -> None:
         """Write the buffers' closing values into the user's module (None: the opening value)."""
+        if self.forward_writes:
+            self._look_after_shards()
         if self.home.buffers:
             pairs = zip(self.home.opening, closing, strict=True)
-            values = [opening if value is None else value for opening, value in pairs]
+            self.write_buffers([opening if value is None else value for opening, value in pairs])
+
+    def write_buffers(self, values: Sequence[torch.Tensor | None]) -> None:
+        """Write values into the buffers of the user's module (None: leave it as it is)."""
+        pairs = zip(self.home.buffers, values, strict=True)
+        written = [(buffer, value) for buffer, value in pairs if value is not None]
+        if written:
             with torch.no_grad():
-                torch._foreach_copy_(self.home.buffers, values)
+                torch._foreach_copy_(*map(list, zip(*written, strict=True)))  # type: ignore[arg-type]
 
     def restore_opening(self) -> None:
         """Reset the buffers of the user's module to the step's opening values."""
@@ -262,22 +320,31 @@ class Replicas:
         return [(one._version, one.data_ptr()) for one in (*self.home.parameters, *buffers)]
 
 
-def _structure(
-    modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]
-) -> tuple[list[Any], list[Any]]:
-    """Return a value that changes when the model's layers, parameters, buffers or hooks do."""
-    return [
-        (
-            *map(id, module._modules.values()),
-            *map(id, module._parameters.values()),
-            *map(id, module._buffers.values()),
-            *(module._forward_hooks | module._forward_pre_hooks | module._backward_hooks),
-        )
-        for module in modules
-    ], [
-        (*(parameter._backward_hooks or ()), bool(parameter._post_accumulate_grad_hooks))
-        for parameter in parameters
-    ]
+def _bits_of(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """Return numbers that differ when the parameters' bits do, but for rare coincidences."""
+    sums = [as_integers(parameter.detach()).sum().cpu() for parameter in parameters]
+    return torch.stack(sums) if sums else torch.zeros(0)
+
+
+def _structure(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> list[object]:
+    """Return objects that are others when the model's layers, parameters, buffers or hooks change.
+
+    They are kept, so that no new one can have the `id` of an old one.
+    """
+    found: list[object] = []
+    for module in modules:
+        found.append(module.__class__)
+        for parts in (module._modules, module._parameters, module._buffers):
+            found += parts
+            found += parts.values()
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            found += hooks.values()
+        for hooks in (module._backward_hooks, module._backward_pre_hooks):
+            found += hooks.values()
+    for parameter in parameters:
+        found += (parameter._backward_hooks or {}).values()
+        found += (parameter._post_accumulate_grad_hooks or {}).values()
+    return found
 
 
 def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -295,6 +362,11 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             raise ModelError(
                 f"the parameter {name} has no shape yet: run one batch through the model first"
             )
+    refuse_strangers(model, optimizer)
+
+
+def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that holds parameters which are not the model's, or not any more."""
     known = {id(parameter) for parameter in model.parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     strangers = sum(id(parameter) not in known for parameter in held)
@@ -320,6 +392,38 @@ def _refuse_compiled(model: nn.Module) -> None:
             )
 
 
+def check_followed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, known: set[nn.Parameter]
+) -> None:
+    """Refuse parameters that a change of the model has brought, and that nothing would train.
+
+    Args:
+        model: the user's module, with other layers than before.
+        optimizer: the user's optimizer.
+        known: the parameters that the model had before.
+
+    Raises:
+        ContractError: a new parameter that requires a gradient is in no group of the optimizer.
+    """
+    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter not in known and id(parameter) not in held
+    ]
+    if missing:
+        raise ContractError(
+            f"the model was given new parameters that the optimizer does not hold, so they would "
+            f"not be trained: {_listed(missing)}. Add them with optimizer.add_param_group(...), "
+            f"freeze them with requires_grad_(False), or make a new optimizer and trainer"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
 def move_home(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> None:
     """Move the user's model and the optimizer's state to `device`, in place."""
     target = device.torch_device
@@ -340,7 +444,7 @@ def _copy_parameter(parameter: nn.Parameter, device: Device, *, share: bool) -> 
 
 def _copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Module:
     try:
-        return copy.deepcopy(module, {**_kept_results(module), **parameters})
+        copied = copy.deepcopy(module, {**_kept_results(module), **parameters})
     except Exception as error:
         raise ModelError(
             f"the model {type(module).__name__} can't be copied for a second device: "
@@ -348,6 +452,40 @@ def _copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.M
             f"and computed tensors out of its attributes (or give it __deepcopy__), or train on "
             f"one device"
         ) from error
+    _refuse_shared(module, copied)
+    return copied
+
+
+def _refuse_shared(module: nn.Module, copied: nn.Module) -> None:
+    """Refuse a copy that has modules in common with the original, in which lanes would race."""
+    present = {id(one) for one in copied.modules()}
+    for name, one in module.named_modules():
+        if id(one) in present:
+            raise ContractError(
+                f"copy.deepcopy returns {f'the module {name}' if name else 'the model'} itself "
+                f"({type(one).__name__}.__deepcopy__), so devices would compute with one object at "
+                f"the same time: return a copy from __deepcopy__, or leave it out"
+            )
+
+
+def _refuse_aliases(model: nn.Module) -> None:
+    """Refuse a buffer that a shard's forward pass could not have of its own."""
+    places = {_memory(parameter): name for name, parameter in model.named_parameters()}
+    for name, buffer in model.named_buffers():
+        place = _memory(buffer)
+        if place is not None and place in places:
+            raise ContractError(
+                f"the buffer {name} shares memory with the parameter {places[place]}, but every "
+                f"shard begins with buffers of its own: register a copy (`.detach().clone()`) and "
+                f"write it in after_update=..., or compute the view in forward"
+            )
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Return the address of a tensor's storage; None if it has none."""
+    if tensor.layout is not torch.strided or nn.parameter.is_lazy(tensor):
+        return None
+    return tensor.untyped_storage().data_ptr() or None
 
 
 def _kept_results(module: nn.Module) -> dict[int, torch.Tensor]:

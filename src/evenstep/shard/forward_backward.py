@@ -15,6 +15,7 @@ from evenstep.engine import streams
 from evenstep.errors import ContractError, ModelError
 from evenstep.experiment import autocast
 from evenstep.replicas import JUDGE, Replica
+from evenstep.replicas.replica import same_bits
 from evenstep.shard.compiler import Program
 from evenstep.shard.gradients import GradientStream
 from evenstep.shard.loss import Number, ShardObjective
@@ -134,7 +135,7 @@ def _run_program(
     if left is not None:
         gradients = add_gradients(left.gradients, gradients)
     changed = [
-        None if torch.equal(now, opening) else now
+        None if same_bits(now, opening) else now
         for now, opening in zip(buffers, replica.opening, strict=True)
     ]
     return (total, count), _value(replica, work, gradients, changed)

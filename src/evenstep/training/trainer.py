@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ import torch
 from torch import nn
 
 from evenstep.batch import Batch, shard_bounds
+from evenstep.batch.cut import without_foreign_memory
 from evenstep.batch.rng import CALLERS_GENERATORS
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint import training_state
@@ -56,8 +58,10 @@ from evenstep.replicas import (
     OptimizerProxy,
     Replicas,
     channels_last_weights,
+    check_followed,
     check_trainable,
     move_home,
+    refuse_strangers,
 )
 from evenstep.shard.compile_policy import Hybridized
 from evenstep.shard.evaluation import Forward, Metric, measure_model, measure_output, output_of
@@ -97,6 +101,7 @@ class TrainerOptions(TypedDict, total=False):
     batch_dim: int
     side_by_side: bool
     before_update: Hook | None
+    after_update: Hook | None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     max_in_flight: int
     lost_after_s: float
@@ -152,12 +157,18 @@ class Trainer:
             It changes no result.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
+        after_update: called with the module after the optimizer's step and before the next step's
+            shards begin: the place for an average of the parameters (EMA) or a momentum encoder,
+            right with any number of steps in flight. It runs in a worker thread, in every process.
+            What it writes into the module (also parameters with `requires_grad=False`) reaches all
+            devices and the checkpoint; what it writes elsewhere (an `AveragedModel`) is for the
+            user to save, after `waitall`. An error in it leaves the update made.
         scheduler: a scheduler that is saved and resumed with the rest; the user steps it.
         max_in_flight: the number of steps that may be unfinished at once. With 1, a step is
             finished when `step` returns. With 2, `step` returns at once, and the next batch is
             loaded and copied meanwhile; call `waitall` before you read or change the model.
             Schedulers and changes of the optimizer's groups take effect at the right step all the
-            same, except for an optimizer inside another one.
+            same; an optimizer inside another one is refused.
         lost_after_s: seconds after which a device that is still at one shard, while another one
             has none, is given up and its shards are computed by others. At least twenty times the
             device's usual time for a shard pass first.
@@ -203,6 +214,7 @@ class Trainer:
         batch_dim: int = 0,
         side_by_side: bool = False,
         before_update: Hook | None = None,
+        after_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         max_in_flight: int = 1,
         lost_after_s: float = 60.0,
@@ -238,6 +250,7 @@ class Trainer:
         self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
         self._objective = choose_objective(loss, objective)
         check_trainable(model, optimizer)
+        self._known = {*model.parameters()}  # those that the optimizer was made for
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -262,7 +275,7 @@ class Trainer:
         self._opened = contextlib.ExitStack()
         move_home(model, optimizer, self.devices[0])
         self._engine = Engine(self.devices, lanes=lanes)
-        self._build(before_update, lost_after_s)
+        self._build(before_update, after_update, lost_after_s)
         measure = measure_model if loss is None else measure_output
         self._evaluator = Evaluator(model, self._executor, measure)
         self._self_check = SelfCheck(
@@ -274,7 +287,9 @@ class Trainer:
             side_by_side=self._side_by_side,
         )
 
-    def _build(self, before_update: Hook | None, lost_after_s: float) -> None:
+    def _build(
+        self, before_update: Hook | None, after_update: Hook | None, lost_after_s: float
+    ) -> None:
         """Choose the parts that a step is made of."""
         overlap = self._max_in_flight > 1
         per_device = self._shards_at_once() if self._side_by_side else 1
@@ -293,11 +308,8 @@ class Trainer:
             self.experiment, self._replicas, self._engine, self._timekeeper, self._group
         )
         self._proxy = OptimizerProxy(self.optimizer) if overlap else None
-        self._update = (
-            Update(self.optimizer, self._replicas, before_update)
-            if self._proxy is None
-            else ProxyUpdate(self.optimizer, self._replicas, before_update, self._proxy)
-        )
+        given = self.optimizer, self._replicas, before_update, after_update
+        self._update = ProxyUpdate(*given, self._proxy) if self._proxy else Update(*given)
         kinds = {(device.kind, device.threads) for device in self.devices}
         direct = kinds == {("cpu", self.experiment.threads)} and not overlap
         make_pipeline: Callable[..., Pipeline] = DirectPipeline if direct else OverlappedPipeline
@@ -342,6 +354,8 @@ class Trainer:
             opened.enter_context(self._engine)
             self._refuse_lockstep_apart()
             opened.enter_context(self._saves)
+            hook = self.optimizer.register_step_pre_hook(self._update.refuse_foreign_step)
+            opened.callback(hook.remove)
             self._opened = opened.pop_all()
         self._is_open = True
         return self
@@ -457,7 +471,7 @@ class Trainer:
             BatchError: there is no batch, or none that counts.
         """
         return self._evaluator.evaluate(
-            batches, metrics, position=self.position, open_batch=self._open_flight
+            batches, metrics, position=self.position, open_batch=self._open_batches()
         )
 
     def predict(
@@ -482,7 +496,7 @@ class Trainer:
                 `batch_dim` as along the first dimension.
         """
         return self._evaluator.predict(
-            batches, forward, dim, position=self.position, open_batch=self._open_flight
+            batches, forward, dim, position=self.position, open_batch=self._open_batches()
         )
 
     def waitall(self) -> None:
@@ -519,9 +533,11 @@ class Trainer:
 
         Raises:
             SaveError: it can't be written; the checkpoints before it are whole.
+            ModelError: the optimizer holds parameters that are not the model's any more.
         """
         self.waitall()
         self._say_what_is_not_saved()
+        refuse_strangers(self.model, self.optimizer)
         state = training_state.TrainingState(
             experiment=self.experiment,
             cursor=self.cursor,
@@ -530,7 +546,7 @@ class Trainer:
             draws_random=self._executor.watch.draws,
             compiles=self._executor.programs.compiles if self._executor.programs else None,
             model=training_state.ModelState.of(self.model),
-            optimizer=self.optimizer.state_dict(),
+            optimizer=training_state.optimizer_state(self.optimizer),
             scheduler=self.scheduler.state_dict() if self.scheduler else None,
         )
         entries = fingerprints.named_state(self.model, self.optimizer)
@@ -668,10 +684,16 @@ class Trainer:
             self._saves.check()
         if not self._group.is_alone and self.steps_done % self._check_every == 0:
             self._compare_states()
-        self._open_flight(leave=self._max_in_flight - 1)
+        self._open_flight(leave=self._max_in_flight - 1, may_be_written=True)
 
-    def _open_flight(self, leave: int = 0) -> None:
-        """Wait until at most `leave` steps are in flight, and bring the replicas up to date."""
+    def _open_flight(self, leave: int = 0, *, may_be_written: bool = False) -> None:
+        """Wait until at most `leave` steps are in flight, and bring the replicas up to date.
+
+        Args:
+            leave: the number of steps.
+            may_be_written: whether the user may have written to the parameters past torch's version
+                counters since the replicas were brought up to date.
+        """
         if not self._is_open:
             raise ClosedError(
                 "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`"
@@ -689,7 +711,14 @@ class Trainer:
         if self._pipeline.steps and self._user_changed_something():
             self._pipeline.wait()
         if not self._pipeline.steps:
+            if may_be_written:
+                self._replicas.mark_written()
             self._follow_user()
+
+    def _open_batches(self) -> Callable[[], None]:
+        """Return what prepares the replicas for each batch of an evaluation."""
+        is_first = itertools.chain([True], itertools.repeat(False))
+        return lambda: self._open_flight(may_be_written=next(is_first))
 
     def _user_changed_something(self) -> bool:
         return self._replicas.is_outdated or (self._proxy is not None and not self._proxy.fits)
@@ -698,11 +727,17 @@ class Trainer:
         """Bring replicas and proxy up to what the user did to the model and the optimizer."""
         if self._replicas.refresh():
             self._in_first_lane(self._update.update_copies)
-        if self._proxy and not self._proxy.fits:
-            self._proxy.renew()
+        if self._replicas.were_rebuilt:
+            check_followed(self.model, self.optimizer, self._known)
+            self._known = {*self.model.parameters()}
+            self._replicas.were_rebuilt = False
+        if self._proxy:
+            self._proxy.mark() if self._proxy.fits else self._proxy.renew()
 
     def _next_step(self, batch: Batch) -> Step:
         """Return the step that trains on `batch` at the current position."""
+        if self._max_in_flight > 1:
+            batch = without_foreign_memory(batch)
         cut = self._group.cut(batch, self.experiment.shards, self.position.steps_done)
         if cut.part.examples < 2 * self.experiment.shards:
             self._refuse_lonely(cut.bounds)
@@ -779,10 +814,10 @@ class Trainer:
             training_state.rolled_back_on_error(self.model, self.optimizer),
             intra_op_threads(self.experiment.threads),
         ):
-            self.optimizer.step(closure)
+            self._update.minimise(closure)
         assert closure.first is not None
         assert closure.root is not None
-        self._in_first_lane(functools.partial(self._update.close, closure.root))
+        self._in_first_lane(functools.partial(self._update.close_minimised, closure.root))
         self.position = after
         return StepLoss(closure.first, lambda step: None)
 

@@ -1,4 +1,4 @@
-"""The end of a step: the mean loss, the mean gradients, the optimizer's update, the buffers."""
+"""The end of a step: the mean loss, the buffers, the mean gradients, the optimizer's update."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from evenstep.collectives import tree_sum
-from evenstep.errors import ModelError, NonFiniteLossError
+from evenstep.errors import ContractError, ModelError, NonFiniteLossError
 from evenstep.replicas import OptimizerProxy, Replicas, broadcast
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
@@ -21,7 +21,7 @@ from evenstep.shard.partial_sum import PartialSum, closing_buffers, divide_gradi
 from evenstep.training.step import Finish, Step
 
 Hook: TypeAlias = Callable[[nn.Module], object]
-"""The user's `before_update`: called with the module when its gradients are the batch's mean."""
+"""The user's `before_update` or `after_update`: called with the module, in the update."""
 
 
 class Update:
@@ -31,6 +31,7 @@ class Update:
         optimizer: the user's optimizer.
         replicas: the replicas of the model.
         before_update: called between the division of the gradients and the update.
+        after_update: called after the update, before other memories get the new parameters.
     """
 
     def __init__(
@@ -38,17 +39,21 @@ class Update:
         optimizer: torch.optim.Optimizer,
         replicas: Replicas,
         before_update: Hook | None,
+        after_update: Hook | None,
     ) -> None:
         self._optimizer = optimizer
         self._replicas = replicas
         self._before_update = before_update
+        self._after_update = after_update
+        self._is_stepping = False
 
     def __call__(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
         """Settle the loss and update the model; called in a lane."""
         step.loss, count = settle(step, leaves)
+        self._close_buffers(root)
         with _no_compiling():
             self._update(step, count, root)
-        self.close(root)
+        self._close()
 
     def install(self, count: float, root: PartialSum) -> None:
         """Put the mean gradients into the user's parameters, and call the user's hook."""
@@ -57,11 +62,18 @@ class Update:
         if self._before_update:
             self._before_update(self._replicas.home.module)
 
-    def close(self, root: PartialSum) -> None:
-        """Write the closing buffers, and copy the parameters to every other memory."""
-        if root.buffers:
-            self._replicas.close_step(closing_buffers(root))
-        self.update_copies()
+    def minimise(self, closure: Closure) -> None:
+        """Update with an optimizer that evaluates the batch by `closure`."""
+        self._step(closure)
+
+    def close_minimised(self, root: PartialSum) -> None:
+        """End such an update: called in a lane with the sum of the last evaluation.
+
+        Buffers that no shard has changed keep what the user's hook has written.
+        """
+        self._receive(root)
+        self._replicas.write_buffers(closing_buffers(root))
+        self._close()
 
     def update_copies(self) -> None:
         """Copy the updated parameters to every memory that holds copies of them."""
@@ -69,16 +81,51 @@ class Update:
             broadcast(self._replicas.home, replica)
         self._replicas.mark_synchronised()
 
+    def refuse_foreign_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Refuse an update of the user's own: a hook that the optimizer calls before each step."""
+        if optimizer is self._optimizer and not self._is_stepping:
+            raise ContractError(
+                f"{type(optimizer).__name__}.step() was called while a trainer is open, but "
+                f"Trainer.step has updated the parameters already: remove loss.backward() and "
+                f"optimizer.step() from the loop (a scheduler's step() stays)"
+            )
+
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
         self.install(count, root)
-        self._optimizer.step()
+        self._step()
+
+    def _step(self, *closure: Closure) -> None:
+        self._is_stepping = True
+        try:
+            self._optimizer.step(*closure)
+        finally:
+            self._is_stepping = False
+
+    def _close_buffers(self, root: PartialSum) -> None:
+        """Write the closing buffers, before the user's hooks and the optimizer may write them."""
+        if root.buffers or self._replicas.forward_writes:
+            self._receive(root)
+            self._replicas.close_step(closing_buffers(root))
+
+    def _close(self) -> None:
+        """Call the user's hook; the next step copies the parameters to every other memory.
+
+        Until then the user may write to them, even past the version counters.
+        """
+        if self._after_update:
+            self._after_update(self._replicas.home.module)
+        self._replicas.mark_written()
 
     def _divide(self, root: PartialSum, count: float) -> None:
         if root.fence is not None:
-            receive(root, self._replicas.home.device)
+            self._receive(root)
         divide_gradients(root.gradients, count)
         if self._replicas.hooked:
             self._call_hooks(root)
+
+    def _receive(self, root: PartialSum) -> None:
+        if root.fence is not None:
+            receive(root, self._replicas.home.device)
 
     def _call_hooks(self, root: PartialSum) -> None:
         """Pass the mean gradients through the hooks of the user's parameters, as torch does.
@@ -116,18 +163,28 @@ class ProxyUpdate(Update):
         optimizer: torch.optim.Optimizer,
         replicas: Replicas,
         before_update: Hook | None,
+        after_update: Hook | None,
         proxy: OptimizerProxy,
     ) -> None:
-        super().__init__(optimizer, replicas, before_update)
+        super().__init__(optimizer, replicas, before_update, after_update)
         self._proxy = proxy
         self._shown: Sequence[torch.Tensor | None] = ()
+
+    def _close_buffers(self, root: PartialSum) -> None:
+        self._replicas.refuse_written()
+        self._proxy.refuse_written()
+        super()._close_buffers(root)
+
+    def _close(self) -> None:
+        super()._close()
+        self.update_copies()
+        self._proxy.mark()
 
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
         """Update with gradients that the user's `zero_grad` can't reach meanwhile.
 
         Only a `before_update` needs them in the user's parameters, while it runs.
         """
-        self._replicas.refuse_written()
         home = self._replicas.home.parameters
         if self._before_update:
             self.install(count, root)
@@ -182,8 +239,8 @@ class Closure:
     def _install(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
         step.loss, count = settle(step, leaves)
         root.gradients = [g if g is None else g.contiguous() for g in root.gradients]
-        self._update.install(count, root)
         self._replicas.restore_opening()
+        self._update.install(count, root)
         self.root = root
 
 
