@@ -92,6 +92,7 @@ def opened(
     optimizer = make_optimizer(model)
     if make_scheduler:
         options["scheduler"] = make_scheduler(optimizer)
+    options = {"check": "off", **options}  # a check computes shards, and would wait at the gates
     gates = Gates()
     with (
         evenstep.Trainer(

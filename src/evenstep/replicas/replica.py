@@ -26,7 +26,9 @@ class Replica:
         buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
         opening: the values that the buffers have when a shard starts, in this replica's memory.
         has_learned: whether a backward pass has reached the parameters.
-        may_be_sparse: whether the module has layers with sparse gradients.
+        may_accumulate: whether a backward pass may add to the gradients of other shards: not where
+            layers have sparse gradients, or hooks on their backward pass, which could see them.
+        has_accumulated: whether a backward pass has done so.
         outer: the `id`s of the parameters of `copied`.
     """
 
@@ -45,7 +47,11 @@ class Replica:
         self.rules = rules
         self.opening: list[torch.Tensor] = []
         self.has_learned = False
-        self.may_be_sparse = any(getattr(child, "sparse", False) for child in module.modules())
+        self.may_accumulate = not any(
+            getattr(child, "sparse", False) or child._backward_hooks or child._backward_pre_hooks
+            for child in module.modules()
+        )
+        self.has_accumulated = False
         self.outer = frozenset(map(id, copied.parameters() if copied is not None else ()))
         self._slots = _buffer_slots(module)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -20,6 +20,7 @@ from evenstep.shard.compiler import Program
 from evenstep.shard.gradients import GradientStream
 from evenstep.shard.loss import Number, ShardObjective
 from evenstep.shard.partial_sum import (
+    AccumulatedTwiceError,
     PartialSum,
     Tensors,
     add_buffers,
@@ -78,9 +79,10 @@ def compute_shard(
     """Run one shard forward and backward, and put its gradients and buffers into the tree.
 
     Where the sum of the shards to its left is ready, the backward pass accumulates onto that sum:
-    it is `left + right`, as the tree wants it, without a second set of gradients. Two cases are
-    excluded: sparse gradients, whose repeated rows must be summed first, and an observer, which
-    must see each shard's own value.
+    it is `left + right`, as the tree wants it, without a second set of gradients. Excluded are
+    sparse gradients, whose repeated rows must be summed first; hooks on a layer's backward pass and
+    an observer, which must see each shard's own gradients; and objectives with a backward pass of
+    their own.
 
     Args:
         replica: the replica of the calling lane.
@@ -97,7 +99,7 @@ def compute_shard(
     if replica.buffers:
         replica.open_shard()
     known = replica.has_learned or work.program is not None
-    if may_accumulate and known and observe is None and not replica.may_be_sparse:
+    if may_accumulate and known and observe is None and replica.may_accumulate:
         node, left = tree.claim(work.shard, lambda value: _fits(value, replica))
     else:
         node, left = work.shard, None
@@ -107,6 +109,8 @@ def compute_shard(
         leaf, value = _run_program(replica, work, work.program, left)
     else:
         leaf, value = _run_eagerly(replica, work, objective, node, left, stream)
+        if may_accumulate and replica.may_accumulate and not value.is_dense:
+            raise AccumulatedTwiceError("a function that is no layer gave a sparse gradient")
     if observe is not None:
         observe(work.shard, value)
     if left is not None:
@@ -150,31 +154,44 @@ def _run_eagerly(
     stream: GradientStream | None,
 ) -> tuple[Leaf, PartialSum]:
     """Compute a shard by torch's own kernels, accumulating its gradients onto those of `left`."""
-    if left is not None:
-        for parameter, gradient in zip(replica.parameters, left.gradients, strict=True):
-            parameter.grad = gradient
-    else:
-        for parameter in replica.parameters:
-            parameter.grad = None
+    for parameter in replica.parameters:
+        parameter.grad = None
+    total, count, randomness = _forward(replica, work, objective)
+    if left is not None or stream is not None:
+        _refuse_early_gradients(replica)
+    if left is not None and not replica.has_accumulated:
+        _refuse_sparse_functions(total)
+        replica.has_accumulated = True
     if stream is not None:
         with stream.of_shard(replica, work.shard, node, accumulates=left is not None):
-            leaf = _forward_backward(replica, work, objective)
+            _backward(replica, total, randomness)
     elif left is not None:
+        for parameter, gradient in zip(replica.parameters, left.gradients, strict=True):
+            parameter.grad = gradient
         before = versions(left.gradients)
-        leaf = _forward_backward(replica, work, objective)
+        _backward(replica, total, randomness)
         refuse_twice(left.gradients, before)
     else:
-        leaf = _forward_backward(replica, work, objective)
-    return leaf, _collect(replica, work)
+        _backward(replica, total, randomness)
+    if isinstance(count, torch.Tensor) and count.requires_grad:
+        count = count.detach()
+    return (total.detach(), count), _collect(replica, work)
 
 
-def _forward_backward(replica: Replica, work: ShardWork, objective: ShardObjective) -> Leaf:
+def _forward(
+    replica: Replica, work: ShardWork, objective: ShardObjective
+) -> tuple[torch.Tensor, Number, ShardRandomness | None]:
+    """Return a shard's total and count, and its random numbers for the backward pass."""
     randomness = None if work.random_seed is None else ShardRandomness(work.random_seed)
     if randomness is None and work.precision is None:
         total, count = objective(replica.module, work.batch, work.examples)
     else:
         with randomness or nullcontext(), autocast(replica.device.kind, work.precision):
             total, count = objective(replica.module, work.batch, work.examples)
+    return total, count, randomness
+
+
+def _backward(replica: Replica, total: torch.Tensor, randomness: ShardRandomness | None) -> None:
     if total.requires_grad:
         if not replica.has_learned:
             _refuse_outer_model(total, replica)
@@ -186,9 +203,39 @@ def _forward_backward(replica: Replica, work: ShardWork, objective: ShardObjecti
             if all(parameter.grad is None for parameter in replica.parameters):
                 raise _outer_model_error(replica, "no parameter")
             replica.has_learned = True
-    if isinstance(count, torch.Tensor) and count.requires_grad:
-        count = count.detach()
-    return total.detach(), count
+
+
+def _refuse_early_gradients(replica: Replica) -> None:
+    """Refuse to accumulate where the objective has run a backward pass of its own.
+
+    Raises:
+        AccumulatedTwiceError: a parameter has a gradient before the shard's backward pass.
+    """
+    if any(parameter.grad is not None for parameter in replica.parameters):
+        raise AccumulatedTwiceError("the objective has run a backward pass of its own")
+
+
+def _refuse_sparse_functions(total: torch.Tensor) -> None:
+    """Refuse to accumulate sparse gradients, whose repeated rows must be summed first.
+
+    Raises:
+        AccumulatedTwiceError: a function such as `F.embedding` gives a sparse gradient.
+    """
+    for node in _nodes_of(total):
+        if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):
+            raise AccumulatedTwiceError("a function that is no layer gives a sparse gradient")
+
+
+def _nodes_of(total: torch.Tensor) -> Iterator[Any]:
+    """Yield each node of the graph of a loss."""
+    nodes, seen = [total.grad_fn], set[object]()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        nodes.extend(before for before, _ in node.next_functions)
 
 
 def _refuse_outer_model(total: torch.Tensor, replica: Replica) -> None:
@@ -196,16 +243,10 @@ def _refuse_outer_model(total: torch.Tensor, replica: Replica) -> None:
 
     Its gradients would go to the user's module, with which another lane computes.
     """
-    nodes, seen = [total.grad_fn], set[object]()
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in _nodes_of(total):
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) in replica.outer:
             raise _outer_model_error(replica, "a parameter of the model itself")
-        nodes.extend(before for before, _ in node.next_functions)
 
 
 def _outer_model_error(replica: Replica, reached: str) -> ModelError:

@@ -23,11 +23,13 @@ Add: TypeAlias = "Callable[[PartialSum, PartialSum], PartialSum]"
 
 
 class AccumulatedTwiceError(EvenstepError):
-    """A backward pass has added to one gradient twice.
+    """A backward pass has added to one gradient twice, or must not add to a left sum at all.
 
     A backward pass inside the backward pass does that (recomputed activations with
     `use_reentrant`) if both reach one parameter. Accumulated onto a left sum, the result is
     (left + a) + b instead of left + (a + b); and a gradient that was sent after a is not final.
+    Sparse gradients, and objectives that run a backward pass of their own, can't be accumulated
+    either. The step is attempted again, and from then on each shard is computed by itself.
     """
 
 
