@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
@@ -100,7 +101,7 @@ def compute_shard(
         replica.open_shard()
     known = replica.has_learned or work.program is not None
     if may_accumulate and known and observe is None and replica.may_accumulate:
-        node, left = tree.claim(work.shard, lambda value: _fits(value, replica))
+        node, left = tree.claim(work.shard, functools.partial(_fits, replica))
     else:
         node, left = work.shard, None
     if left is not None and left.fence is not None:
@@ -123,7 +124,7 @@ def compute_shard(
     return leaf
 
 
-def _fits(left: PartialSum, replica: Replica) -> bool:
+def _fits(replica: Replica, left: PartialSum) -> bool:
     """Return whether a backward pass on `replica` may accumulate onto the sum `left`."""
     return left.is_dense and left.replica.device.memory == replica.device.memory
 
@@ -211,8 +212,9 @@ def _refuse_early_gradients(replica: Replica) -> None:
     Raises:
         AccumulatedTwiceError: a parameter has a gradient before the shard's backward pass.
     """
-    if any(parameter.grad is not None for parameter in replica.parameters):
-        raise AccumulatedTwiceError("the objective has run a backward pass of its own")
+    for parameter in replica.parameters:
+        if parameter.grad is not None:
+            raise AccumulatedTwiceError("the objective has run a backward pass of its own")
 
 
 def _refuse_sparse_functions(total: torch.Tensor) -> None:

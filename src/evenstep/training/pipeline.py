@@ -213,7 +213,7 @@ class DirectPipeline(Pipeline):
         executor.take_opening(attempt)
         self.steps.append(step)
         alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes
-        attempt.working = {lane for lane in alive if attempt.runs[lane] or not attempt.alone}
+        attempt.working = {lane for lane in alive if attempt.runs[lane]} if attempt.alone else alive
         for lane in [*attempt.working]:
             run = contextvars.copy_context().run
             lanes.put(lane, functools.partial(run, self._compute, step, attempt))  # type: ignore[call-arg]
