@@ -349,6 +349,20 @@ def test_examples_mixed_at_random_are_refused():
         train(net(), mixed)
 
 
+def test_narrow_numbers_inside_the_model_may_round():
+    class Narrow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.layers = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, CLASSES)).bfloat16()
+
+        def forward(self, x):
+            return self.layers(x.bfloat16().reshape(1, -1, 6)).float()[0]
+
+    _, report = train(Narrow(), lambda m, X, y: (m(X).square().sum(), len(y)))
+    assert report.unjudged == ""
+
+
 def test_what_cannot_be_judged_is_said():
     def only_in_training(model, X, y):
         assert model.training, "no loss in evaluation mode"
@@ -548,3 +562,9 @@ COMPILED = {
 def test_layers_that_the_user_has_compiled_are_refused(name):
     with pytest.raises(ContractError, match=rf"{name} was compiled.*Trainer\(compile=True\)"):
         train(COMPILED[name]())
+
+
+def test_the_run_says_once_that_the_number_of_shards_is_part_of_it(caplog):
+    train(nn.Linear(6, CLASSES), contrast, separable=False)
+    (line,) = [one.message for one in caplog.records if "separable=False" in one.message]
+    assert "8" in line

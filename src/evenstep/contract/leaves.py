@@ -92,5 +92,6 @@ def _parts_of(value: Any) -> list[Any]:
         return [value.__self__, value.__func__]
     if isinstance(value, FunctionType):
         variables = inspect.getclosurevars(value)
-        return [*variables.nonlocals.values(), *variables.globals.values()]
+        defaults = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+        return [*defaults, *variables.nonlocals.values(), *variables.globals.values()]
     return [*vars(value).values()] if hasattr(value, "__dict__") else []

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
+import optree
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -19,8 +20,10 @@ from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.lockstep import shard_here
 from evenstep.shard.loss import ShardObjective
 
-_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative; 0.03 for narrower dtypes
-_ABSOLUTE = 0.01  # of the tolerance, for each counted example: totals may cancel to zero
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}  # relative
+_TOLERANCE_OF_NARROW = 0.03  # bfloat16 and narrower
+_TOLERANCE_WITH_TF32 = 0.01  # GPUs may multiply float32 with ten bits
+_ABSOLUTE = 0.1  # of the tolerance, for each counted example: totals may cancel to zero
 
 
 class Loss(NamedTuple):
@@ -64,7 +67,7 @@ def judge_separability(
         return f"in evaluation mode it raises {type(error).__name__}: {error}"
     if numbers.unknown:
         return f"in evaluation mode it draws random numbers by {numbers.unknown[0]}"
-    tolerance = _tolerance(together.dtype, work.precision)
+    tolerance = _tolerance(replica, work, together.dtype)
     if not _adds_up(together, apart, tolerance):
         raise ContractError(_explain(together, apart, pair[0][1]))
     return ""
@@ -135,8 +138,14 @@ class _RowsMissingError(EvenstepError):
     """A shard has called `all_gather` for which other shards have not brought their rows."""
 
 
-def _tolerance(dtype: torch.dtype, precision: torch.dtype | None) -> float:
-    return 0.03 if precision is not None else _TOLERANCE.get(dtype, 0.03)
+def _tolerance(replica: Replica, work: ShardWork, total: torch.dtype) -> float:
+    """Return the relative rounding to allow for: that of the narrowest numbers in the model."""
+    if work.precision is not None:
+        return _TOLERANCE_OF_NARROW
+    tensors = [*replica.parameters, *replica.buffers, *optree.tree_leaves(work.batch)]
+    kinds = {total, *(one.dtype for one in tensors if one.is_floating_point())}
+    exact = max(_TOLERANCE.get(kind, _TOLERANCE_OF_NARROW) for kind in kinds)
+    return exact if replica.device.kind == "cpu" else max(exact, _TOLERANCE_WITH_TF32)
 
 
 def _adds_up(together: Loss, apart: Sequence[Loss], tolerance: float) -> bool:
