@@ -237,7 +237,7 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0)
     leaves, structure = optree.tree_flatten(batch)
     dim = dim if part is None else part.dim
     here = _check_examples(batch, leaves, dim, may_be_empty=part is not None)
-    tensors = [_tensor_of(leaf).detach() for leaf in leaves]
+    tensors = [(leaf.tensor if isinstance(leaf, Shared) else leaf).detach() for leaf in leaves]
     dims = [None if isinstance(leaf, Shared) else _dim_of(leaf, dim) for leaf in leaves]
     if part is None:
         part = Part(here, shard_bounds(here, shards), (range(min(here, shards)),), dim=dim)
@@ -259,7 +259,8 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0)
         for tensor, along in zip(tensors, dims, strict=True)
     ]
     views = dict(zip(part.run, zip(*pieces, strict=True), strict=True))
-    shared = [number for number, along in enumerate(dims) if along is None]
+    has_shared = None in dims
+    shared = [number for number, along in enumerate(dims) if along is None] if has_shared else ()
     return Cut(part, views, structure, _versions(tensors), shared)
 
 
@@ -279,10 +280,6 @@ def without_examples(batch: Batch, dim: int = 0) -> Batch:
         lambda leaf: leaf if isinstance(leaf, Shared) else leaf.narrow(_dim_of(leaf, dim), 0, 0),
         batch,
     )
-
-
-def _tensor_of(leaf: torch.Tensor | Shared) -> torch.Tensor:
-    return leaf.tensor if isinstance(leaf, Shared) else leaf
 
 
 def _dim_of(tensor: torch.Tensor, dim: int) -> int:
