@@ -153,6 +153,7 @@ EXPORTS = {
         "Replica",
         "Replicas",
         "broadcast",
+        "channels_last_weights",
         "check_followed",
         "check_trainable",
         "inner_optimizers",
