@@ -73,7 +73,8 @@ def test_compiled_shards_have_the_same_bits_on_every_layout(name):
 def test_a_model_that_cannot_be_compiled_is_trained_eagerly_and_a_line_says_why(name, caplog):
     fingerprint, _, result = train(build(name), make_batches(SIZES))
     assert EAGER[name] in result.why_not
-    (line,) = [record.message for record in caplog.records if record.name == "evenstep"]
+    lines = [record.message for record in caplog.records if record.name == "evenstep"]
+    (line,) = [line for line in lines if "separable" not in line]
     assert line == f"compile: shards are computed eagerly, because {result.why_not}"
     assert "\n" not in line
     assert fingerprint == train(build(name), make_batches(SIZES), compile=False)[0]

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import random
 import signal
 import time
 
@@ -24,7 +23,7 @@ from evenstep.errors import (
     NonFiniteLossError,
 )
 from evenstep.shard.sync_batch_norm import merge, moments_of
-from layouts import LAYOUTS, DelayedLanes, shared
+from layouts import LAYOUTS, DelayedLanes, shared, some_delay_s
 from reference import assert_same_bits, whole_state
 from zoo import CLASSES, Branching
 
@@ -35,10 +34,10 @@ class Late(nn.Module):
     """Returns its input after a random delay, and likewise its gradient."""
 
     def forward(self, x):
-        time.sleep(random.random() * 1e-3)
+        time.sleep(some_delay_s())
         x = x * 1
         if x.requires_grad:
-            x.register_hook(lambda gradient: time.sleep(random.random() * 1e-3))
+            x.register_hook(lambda gradient: time.sleep(some_delay_s()))
         return x
 
 

@@ -66,10 +66,10 @@ class DrawsFromRandom(Net):
 
 
 class Scaled(Net):
-    """A shard's scale depends on how many its replica has computed before."""
+    """A shard's scale depends on how many its replica has computed before, from the fifth on."""
 
     def forward(self, x):
-        return super().forward(x) * (1 + self.calls)
+        return super().forward(x) * (1 + max(0, self.calls - 4))
 
 
 class Uncopyable(Net):
