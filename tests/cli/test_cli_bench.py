@@ -17,6 +17,7 @@ def rows(output):
     return [re.split(r" {2,}", line) for line in output.splitlines() if line.strip()]
 
 
+@pytest.mark.slow
 def test_scaling_says_how_fast_and_where_the_time_went(tmp_path):
     file, picture = tmp_path / "s.json", tmp_path / "s.png"
     result = run("bench", "scaling", *FAST, "--devices", "1,2", "--json", file, "--plot", picture)

@@ -13,7 +13,7 @@ LAYOUTS = [
     ("2,2", 1, "memory"),
     pytest.param("1,1,1", 1, "network", marks=pytest.mark.slow),
     ("2,1", 1, "memory"),
-    ("2,1", 2, "plain"),
+    pytest.param("2,1", 2, "plain", marks=pytest.mark.slow),
 ]
 """The devices of each process, the steps in flight, and the transport (see `jobs/same.py`)."""
 
@@ -45,6 +45,7 @@ def test_every_layout_gives_what_one_process_gives(
     assert sorted(seen) == sorted([*range(203)] * 2)  # trained on once, predicted once
 
 
+@pytest.mark.slow
 def test_a_slow_process_gets_fewer_shards_and_nothing_else_changes(tmp_path):
     """Five epochs of 40 steps: speeds measured in the first 64 steps count in the next 64."""
     (tmp_path / "alone").mkdir()
@@ -81,6 +82,7 @@ def test_compiled_shards_have_the_same_bits_in_two_processes(tmp_path):
     assert [(tmp_path / "two" / f"{rank}.txt").read_text() for rank in range(2)] == [one] * 2
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_compile_is_named_by_all(tmp_path):
     finished = torchrun(2, "hybridized.py", tmp_path, 1)
     assert "computed eagerly, because" in finished.stderr

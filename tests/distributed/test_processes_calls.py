@@ -10,6 +10,10 @@ from launched import alone, torchrun
 LIMIT_S = 8.0  # less than the time limit of a wait
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def of_rank(out, rank):
     return json.loads((out / f"{rank}.json").read_text())
 
@@ -30,6 +34,7 @@ def loops(tmp_path_factory):
     return of_rank(one, 0), [of_rank(two, rank) for rank in range(2)]
 
 
+@pytest.mark.xdist_group("loops")  # trained once for all of them
 @pytest.mark.parametrize(
     "loop", ["skipping", "skipping_fetched", "repeating", "evaluating", "breaking_off"]
 )
@@ -66,10 +71,10 @@ def test_processes_at_different_places_in_the_data_are_refused(tmp_path, call, p
     ("call", "in_flight", "step", "who"),
     [
         ("distributed_sampler", 1, 0, r"rank 1 \(on \S+\) was given"),
-        ("unseeded_shuffle", 2, 0, r"rank 1 \(on \S+\) was given"),
-        ("one_of_three_shuffles", 1, 0, r"rank 2 \(on \S+\) was given"),
+        slow("unseeded_shuffle", 2, 0, r"rank 1 \(on \S+\) was given"),
+        slow("one_of_three_shuffles", 1, 0, r"rank 2 \(on \S+\) was given"),
         ("other_later", 2, 5, r"rank 1 \(on \S+\) was given"),
-        ("other_shared", 1, 0, r"rank 1 \(on \S+\) was given"),
+        slow("other_shared", 1, 0, r"rank 1 \(on \S+\) was given"),
     ],
     ids=str,
 )
@@ -96,20 +101,20 @@ def test_another_batch_in_one_process_is_refused_in_all(tmp_path, call, in_fligh
             r"rank 0 \(on \S+\) is in save, but rank 1 \(on \S+\) is in step 3: every process must "
             r"call save$",
         ),
-        (
+        slow(
             "evaluate_in_one",
             r"rank 0 .* in evaluate, but rank 1 .* in step 3: every process must call evaluate$",
         ),
-        (
+        slow(
             "evaluate_loader_in_one",
             r"rank 0 .* in step 3, but rank 1 .* in evaluate: every process must call evaluate$",
         ),
-        (
+        slow(
             "predict_in_one",
             r"rank 0 .* in predict, but rank 1 .* in save: every process must make the same calls "
             r"in the same order$",
         ),
-        (
+        slow(
             "fewer_batches",
             r"rank 0 .* in step 0, but rank 1 .* in evaluate: every process must call evaluate$",
         ),

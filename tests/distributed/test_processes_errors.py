@@ -55,6 +55,7 @@ def test_an_error_of_one_process_reaches_the_others(tmp_path, kind, own, of_othe
     assert re.search(of_others, reported(tmp_path, kind, 0)[1])
 
 
+@pytest.mark.slow
 def test_shards_of_several_processes_cannot_run_in_lockstep(tmp_path):
     run(tmp_path, "sync")
     for rank in range(2):
@@ -73,7 +74,9 @@ def test_an_uncaught_error_shows_its_traceback_once(tmp_path):
     assert re.fullmatch(expected, others.strip())
 
 
-@pytest.mark.parametrize("how", [(), ("in buckets",)], ids=str)
+@pytest.mark.parametrize(
+    "how", [(), pytest.param(("in buckets",), marks=pytest.mark.slow)], ids=["", "in buckets"]
+)
 def test_an_error_while_gradients_are_in_flight_reaches_the_others(tmp_path, how):
     run(tmp_path, "raise in backward", *how)
     assert reported(tmp_path, "", 1)[1].startswith("RuntimeError: rank 1 has a problem of its own")
@@ -121,7 +124,12 @@ def test_a_process_that_starts_alone_waits_no_longer_than_the_limit(tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "how"),
-    [("stop", ()), ("die", ()), ("stop", ("in buckets",)), ("die in backward", ("in buckets",))],
+    [
+        ("stop", ()),
+        ("die", ()),
+        pytest.param("stop", ("in buckets",), marks=pytest.mark.slow),
+        ("die in backward", ("in buckets",)),
+    ],
     ids=str,
 )
 def test_a_process_that_is_late_or_has_left_is_named_within_the_time_limit(tmp_path, kind, how):

@@ -142,6 +142,7 @@ def test_a_hook_is_not_called_where_there_is_no_gradient():
     assert called == []
 
 
+@pytest.mark.slow
 def test_hooks_of_compiled_shards_see_the_mean_too():
     data = batches((32, 21))
     state, _, trainer = train(data, hook(build()), compile=True)

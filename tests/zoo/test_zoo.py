@@ -64,7 +64,13 @@ def assert_trained(untrained, state):
     assert not any(moved[n] for n, p in untrained.named_parameters() if not p.requires_grad)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (number % 2))  # every other one
+        for number, name in enumerate(MODELS)
+    ],
+)
 def test_the_devices_do_not_change_a_bit(name):
     assert_devices_do_not_matter(MODELS[name])
 
