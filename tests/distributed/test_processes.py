@@ -9,7 +9,7 @@ from launched import alone, torchrun
 
 LAYOUTS = [
     ("1,1", 1, "plain"),
-    ("1,1", 2, "network"),
+    pytest.param("1,1", 2, "network", marks=pytest.mark.slow),
     ("2,2", 1, "memory"),
     pytest.param("1,1,1", 1, "network", marks=pytest.mark.slow),
     ("2,1", 1, "memory"),

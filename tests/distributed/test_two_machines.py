@@ -89,6 +89,7 @@ def test_a_narrow_cable_that_drops_packets_changes_nothing(machines, tmp_path):
     assert all(dropped_packets(machine) > 0 for machine in machines)
 
 
+@pytest.mark.slow
 def test_a_cut_cable_is_noticed_on_both_sides_within_the_time_limit(machines, tmp_path):
     running = [
         torchrun_on(machine, number, JOBS / "fail.py", tmp_path, "cut cable")
