@@ -120,6 +120,7 @@ def test_what_fails_everywhere_is_said_once():
     assert "nowhere" in the_line(errors)
 
 
+@pytest.mark.slow
 def test_under_torchrun_the_first_error_is_said_once():
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     train = ["-m", "evenstep", "train", "--model", "cli_models:BreaksInRankOne", "--devices", "1"]
