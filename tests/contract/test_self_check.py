@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import evenstep
+from evenstep.contract import self_check
 from evenstep.errors import ContractError, InputError
 from layouts import own
 from reference import assert_same_bits
@@ -568,3 +569,30 @@ def test_the_run_says_once_that_the_number_of_shards_is_part_of_it(caplog):
     train(nn.Linear(6, CLASSES), contrast, separable=False)
     (line,) = [one.message for one in caplog.records if "separable=False" in one.message]
     assert "8" in line
+
+
+def test_steps_that_fail_do_not_use_up_the_check():
+    is_broken, model = [True], nn.Linear(6, CLASSES)
+
+    def objective(model, X, y):
+        if is_broken:
+            raise ZeroDivisionError
+        return contrast(model, X, y)
+
+    with evenstep.Trainer(model, sgd(model), objective=objective, devices=1) as trainer:
+        for _ in range(5):
+            with pytest.raises(ZeroDivisionError):
+                trainer.step(X, Y)
+        is_broken.clear()
+        with pytest.raises(ContractError, match="does not add up"):
+            trainer.step(X, Y)
+
+
+def test_a_check_that_is_given_up_is_said(caplog, monkeypatch):
+    def fail(*arguments, **options):
+        raise RuntimeError("no room")
+
+    monkeypatch.setattr(self_check, "check_contract", fail)
+    train(net(), batches=[(X, Y)] * 5)
+    (line,) = [one.message for one in caplog.records if "could not be checked in" in one.message]
+    assert "RuntimeError: no room" in line

@@ -61,7 +61,7 @@ def check_contract(
     with kept(replica):
         first, second = compute_twice(replica, work, objective, seed)
         refuse_strange_leaves(first.leaves, second.leaves, objective)
-    unjudged = "the batch has only one shard"
+    unjudged = "this process has only one shard of the batch"
     if pair and separable:
         with kept(replica):
             unjudged = judge_separability(replica, work, pair, objective)

@@ -12,6 +12,7 @@ from torch import nn
 
 from evenstep.batch.rng import DEFAULT_GENERATORS, default_generator
 from evenstep.replicas import Replica
+from evenstep.replicas.replica import as_integers, same_bits
 
 _INTERNALS = frozenset(nn.Module().__dict__)
 Attributes = Mapping[tuple[str, str], Any]
@@ -89,17 +90,6 @@ def changed_attributes(before: Attributes, after: Attributes) -> list[str]:
     ]
 
 
-def same_bits(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
-    """Return whether two tensors have the same bits (NaN equals itself), or both are None."""
-    if ours is None or theirs is None:
-        return ours is theirs
-    if ours.is_sparse or theirs.is_sparse:
-        ours, theirs = ours.to_dense(), theirs.to_dense()
-    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-        return False
-    return torch.equal(ours, theirs) or torch.equal(_bits(ours), _bits(theirs))
-
-
 def _generators(replica: Replica) -> list[torch.Generator]:
     devices = {torch.device("cpu"), replica.device.torch_device}
     return [default_generator(device) for device in sorted(devices, key=str)]
@@ -142,10 +132,4 @@ def _leaf_differs(ours: Any, theirs: Any) -> bool:
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> int:
-    return int(_bits(tensor).sum(dtype=torch.int64)) if tensor.numel() else 0
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return tensor.view(kinds[tensor.element_size()])
+    return int(as_integers(tensor).sum(dtype=torch.int64)) if tensor.numel() else 0

@@ -21,10 +21,10 @@ from evenstep.contract.module_state import (
     generator_state,
     parameter_marks,
     restore_generator,
-    same_bits,
 )
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica, written_error
+from evenstep.replicas.replica import same_bits
 from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard
 from evenstep.shard.loss import Number, ShardObjective
 from evenstep.shard.partial_sum import PartialSum, add
@@ -144,9 +144,17 @@ def _first_difference(replica: Replica, first: ShardResult, second: ShardResult)
     ours_all = [*first.value.gradients, *first.value.buffers]
     theirs_all = [*second.value.gradients, *second.value.buffers]
     for name, mine, its in zip(names, ours_all, theirs_all, strict=False):
-        if not same_bits(mine, its):
+        if not _are_alike(mine, its):
             return f"{name} has other bits the second time"
     return ""
+
+
+def _are_alike(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    if ours.is_sparse and theirs.is_sparse:
+        ours, theirs = ours.to_dense(), theirs.to_dense()
+    return same_bits(ours, theirs)
 
 
 def _explain(differing: str, changed: list[str]) -> str:

@@ -63,7 +63,7 @@ class SelfCheck:
         self._engine = engine
         self._objective = objective
         self._side_by_side = side_by_side
-        self._failures = 0
+        self._failed = set[int]()  # the steps in which it could not be made
         self._is_half_done = False  # all but the comparison of two shards
         self.due_at: float = 0 if self._every else math.inf
         self.structure: Any = None if self._every else replicas.structure
@@ -86,7 +86,7 @@ class SelfCheck:
         shards = [*cut.part.run][:2]
         is_whole = len(shards) == 2 or self._experiment.shards == 1
         if self.structure is not self._replicas.structure:
-            self._is_half_done, self._failures = False, 0
+            self._is_half_done, self._failed = False, set()
             self.structure = self._replicas.structure
             self.due_at = math.inf if self._every is None else step
         if self._every is None or not shards or (self._is_half_done and not is_whole):
@@ -95,13 +95,26 @@ class SelfCheck:
         if isinstance(error, ContractError):
             self.structure = None
             raise error
-        self._failures += error is not None
         if error is not None:
+            self._failed.add(step)  # once for a step that fails too, and is tried again
             logger.debug("the contract could not be checked", exc_info=error)
+        has_given_up = len(self._failed) == _TRIES
+        if has_given_up:
+            logger.warning(
+                f"the contract of a step could not be checked in {_TRIES} steps, so code that "
+                f"breaks it would not be noticed: {type(error).__name__}: {error}"
+            )
         self._is_half_done = error is None
-        if (error is None and is_whole) or self._failures == _TRIES:
-            self._is_half_done, self._failures = False, 0
+        if has_given_up or (error is None and is_whole):
+            self._say_what_is_unjudged()
+            self._is_half_done, self._failed = False, set()
             self.due_at = step + self._every
+
+    def _say_what_is_unjudged(self) -> None:
+        if self.report is not None and self.report.unjudged and self._experiment.separable:
+            logger.info(
+                f"whether the loss adds up over shards is not known: {self.report.unjudged}"
+            )
 
     def _run_in_lane(
         self, cut: Cut, shards: Sequence[int], seed: int, draws: bool
