@@ -596,3 +596,28 @@ def test_a_check_that_is_given_up_is_said(caplog, monkeypatch):
     train(net(), batches=[(X, Y)] * 5)
     (line,) = [one.message for one in caplog.records if "could not be checked in" in one.message]
     assert "RuntimeError: no room" in line
+
+
+@pytest.mark.parametrize("first", [0, 2])
+def test_what_shards_keep_in_some_steps_only_is_no_reason_to_check_again(first, monkeypatch):
+    """At most once more: when it is seen for the first time, it could be the user's change."""
+
+    class Diary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.sizes = nn.Linear(6, CLASSES), []
+
+        def forward(self, x):
+            if step[0] >= first and step[0] % 3 == first:
+                self.sizes.append(len(x))
+            return self.layer(x)
+
+    step, checked, check = [0], [], self_check.check_contract
+    monkeypatch.setattr(
+        self_check, "check_contract", lambda *given, **o: checked.append(0) or check(*given, **o)
+    )
+    model = Diary()
+    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=2) as trainer:
+        for step[0] in range(9):
+            trainer.step(X, Y)
+    assert len(checked) == (1 if first == 0 else 2)

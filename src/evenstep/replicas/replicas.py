@@ -53,7 +53,7 @@ class Replicas:
             on the user's module: the hooks are for the mean gradient, not for each shard's.
         structure: the model's layers, parameters, buffers and hooks; a new object after a change.
         was_refreshed: whether `refresh` has found the module changed since this was last reset.
-        forward_writes: whether shards were seen to change attributes of the user's module.
+        forward_writes: whether shards may change attributes of the user's module.
         were_rebuilt: whether `refresh` has made all replicas again since this was last reset.
     """
 
@@ -74,8 +74,9 @@ class Replicas:
         self._lost: frozenset[int] = frozenset()
         self.was_refreshed = False
         self.were_rebuilt = False
-        self.forward_writes = False
+        self._keeps_looking = False
         self._build()
+        self.forward_writes = self._home_computes and self._watch is not None
 
     def rebuild(self) -> None:
         """Make all copies again, in the layout that the user's weights have now."""
@@ -111,6 +112,7 @@ class Replicas:
         """Make all replicas again from the module as the user has changed it."""
         self._build()
         self.were_rebuilt = True
+        self._keeps_looking = True  # perhaps it was a shard, not the user
         self.forward_writes = self._home_computes and self._watch is not None
 
     def of_lane(self, lane: int, number: int) -> Replica:
@@ -168,10 +170,12 @@ class Replicas:
     def _look_after_shards(self) -> None:
         """Take what shards have changed in the home's attributes as no change of the user's.
 
-        Only done while such changes are seen: most models have none.
+        Given up after a step without any, since most models have none; kept up once there were
+        some, since not every step need have them.
         """
         assert self._watch is not None
-        self.forward_writes = self._watch.difference() is not None
+        self._keeps_looking |= self._watch.difference() is not None
+        self.forward_writes = self._keeps_looking
         self._watch.look()
 
     def _updates(self) -> Iterator[Callable[[], object]]:
