@@ -59,7 +59,7 @@ class LateOnce:
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("devices, slow", [(2, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("devices", "slow"), [(2, 0), (2, 1), (3, 2)])
 def test_idle_devices_take_shards_from_a_slow_one_and_move_no_bits(devices, slow, max_in_flight):
     model = build("batch_norm")
     model.register_forward_pre_hook(LateOnce(f"evenstep cpu:{slow}"))
