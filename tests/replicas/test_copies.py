@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from evenstep.replicas.replica import sum_of_bits
 from layouts import TWO, own
 from reference import assert_same_bits
 from trainers import open_trainer, state_of
@@ -51,3 +52,30 @@ def test_a_second_training_of_a_model_that_keeps_results():
         with open_trainer(model, devices=devices) as trainer:
             trainer.step(X, y)
     assert model.scores is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda tensor: tensor.neg_(),
+        lambda tensor: tensor.mul_(2),
+        lambda tensor: tensor[-1].add_(1),
+        lambda tensor: tensor.zero_(),
+    ],
+    ids=["negated", "doubled", "one row", "zeros"],
+)
+@pytest.mark.parametrize("place", ["contiguous", "channels_last", "odd", "inside"])
+def test_the_sum_of_bits_is_another_after_a_write(dtype, write, place):
+    """Also where a sum of 32 bits would wrap around to the same number."""
+    tensor = torch.randn(64, 16, 4, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
+    if place == "channels_last":
+        tensor = tensor.to(memory_format=torch.channels_last)
+    elif place == "odd":
+        tensor = tensor.reshape(-1)[:1023].clone()
+    elif place == "inside":
+        tensor = tensor.reshape(-1)[1:]
+    before = int(sum_of_bits(tensor))
+    assert before == int(sum_of_bits(tensor))
+    write(tensor)
+    assert int(sum_of_bits(tensor)) != before

@@ -186,8 +186,22 @@ def write_noise(model):
         model[4].weight.copy_(torch.randn(model[4].weight.shape))
 
 
+def negate_past_the_counter(model):
+    model[4].weight.data.neg_()
+
+
+def write_buffer_past_the_counter(model):
+    model[1].running_var.data.mul_(2)
+
+
+WRITES = [
+    *(write_parameter, swap_storage, load, write_buffer, write_noise),
+    *(negate_past_the_counter, write_buffer_past_the_counter),
+]
+
+
 @on_devices
-@pytest.mark.parametrize("write", [write_parameter, swap_storage, load, write_buffer, write_noise])
+@pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("second", [True, False])
 def test_parameters_or_buffers_written_to_in_flight(devices, write, second):
     with opened(devices) as (trainer, gates):
@@ -223,6 +237,22 @@ def test_parameters_written_between_the_end_of_a_step_and_the_next_one_in_flight
             float(second)
         assert trainer.steps_done == 3
         trainer.step(*BATCHES[3])
+
+
+@on_devices
+def test_a_write_past_the_version_counter_is_seen_after_many_steps_too(devices):
+    with opened(devices) as (trainer, gates):
+        *earlier, last = numbered(19)
+        for batch in earlier:
+            trainer.step(*batch)
+        gates.hold(18)
+        handle = trainer.step(*last)
+        wait(gates.at_work[18])
+        negate_past_the_counter(trainer.model)
+        gates.release(18)
+        with pytest.raises(InputError, match=r"call trainer\.waitall"):
+            float(handle)
+        assert trainer.steps_done == 18
 
 
 @on_devices

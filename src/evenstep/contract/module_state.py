@@ -12,7 +12,7 @@ from torch import nn
 
 from evenstep.batch.rng import DEFAULT_GENERATORS, default_generator
 from evenstep.replicas import Replica
-from evenstep.replicas.replica import as_integers, same_bits
+from evenstep.replicas.replica import same_bits, sum_of_bits
 
 _INTERNALS = frozenset(nn.Module().__dict__)
 Attributes = Mapping[tuple[str, str], Any]
@@ -66,7 +66,7 @@ def parameter_marks(module: nn.Module) -> dict[str, tuple[int, ...]]:
     `parameter.data`.
     """
     return {
-        name: (parameter._version, parameter.data_ptr(), _sum_of_bits(parameter.detach()))
+        name: (parameter._version, parameter.data_ptr(), int(sum_of_bits(parameter)))
         for name, parameter in module.named_parameters()
     }
 
@@ -129,7 +129,3 @@ def _leaf_differs(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, torch.Tensor):
         return not same_bits(ours, theirs)
     return isinstance(ours, int | float | str | bytes) and ours != theirs
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> int:
-    return int(as_integers(tensor).sum(dtype=torch.int64)) if tensor.numel() else 0

@@ -102,6 +102,24 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_INTEGERS[tensor.itemsize])
 
 
+def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum over a dense tensor's bits: another one after a write, but for coincidences.
+
+    Eight bytes are added at a time, as int64: torch adds narrower integers twenty times slower.
+    """
+    bits = as_integers(tensor.detach())
+    if bits.dtype is torch.int64:  # where signs and exponents change, the upper bits wrap around
+        return bits.sum() + (bits >> 20).sum()
+    order = sorted(range(bits.dim()), key=bits.stride, reverse=True)
+    flat = bits.permute(order).reshape(-1)
+    per_word = 8 // bits.itemsize
+    if flat.storage_offset() % per_word:
+        return flat.sum(dtype=torch.int64)
+    whole = len(flat) - len(flat) % per_word
+    words = flat[:whole].view(torch.int64).sum()
+    return words if whole == len(flat) else words + flat[whole:].sum(dtype=torch.int64)
+
+
 def _buffer_slots(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
     """Return, for each distinct buffer, the places in the modules that hold it."""
     places: dict[int, list[tuple[dict[str, Any], str]]] = {}

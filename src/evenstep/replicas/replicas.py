@@ -25,10 +25,7 @@ from evenstep.devices import Device, carry
 from evenstep.errors import ContractError, InputError, ModelError
 from evenstep.replicas.buffer_rules import buffer_rules
 from evenstep.replicas.module_sync import Difference, ModuleWatch
-from evenstep.replicas.replica import Replica, as_integers
-
-_LOOK_EVERY = 17
-"""The steps in flight between two looks for writes past torch's version counters."""
+from evenstep.replicas.replica import Replica, sum_of_bits
 
 _VERSION = operator.attrgetter("_version")
 
@@ -106,7 +103,6 @@ class Replicas:
         )
         self._synchronised: list[tuple[int, int]] = []
         self._bits: torch.Tensor | None = None
-        self._marks = 0
 
     def _build_again(self) -> None:
         """Make all replicas again from the module as the user has changed it."""
@@ -214,15 +210,12 @@ class Replicas:
         if self.copies or not self._home_computes:
             self._synchronised = self._home_versions()
         if not self._home_computes:
-            is_looked_at = self._marks < _LOOK_EVERY or self._marks % _LOOK_EVERY == 0
-            self._bits = _bits_of(self.home.parameters) if is_looked_at else None
-            self._marks += 1
+            self._bits = self._sums_of_bits()
 
     def refuse_written(self) -> None:
         """Refuse parameters and buffers that were written to since `mark_synchronised`.
 
-        Writes past the version counters (`parameter.data`, numpy) are looked for in the first
-        steps and in every 17th, since that reads all parameters.
+        Writes past the version counters (`parameter.data`, numpy) change the sums of their bits.
 
         Raises:
             InputError: the user wrote to them while a step was in flight.
@@ -240,9 +233,7 @@ class Replicas:
             return False
         if self._synchronised != self._home_versions():
             return True
-        return self._bits is not None and not torch.equal(
-            self._bits, _bits_of(self.home.parameters)
-        )
+        return self._bits is not None and not torch.equal(self._bits, self._sums_of_bits())
 
     def mark_written(self) -> None:
         """Note that the user may write to the parameters, even past the version counters."""
@@ -319,15 +310,14 @@ class Replicas:
         self._owners.setdefault(device.memory, replica)
         self.all.append(replica)
 
+    def _sums_of_bits(self) -> torch.Tensor:
+        held = (*self.home.parameters, *self.home.buffers)
+        sums = [sum_of_bits(one) for one in held if one.layout is torch.strided]
+        return torch.stack(sums).cpu() if sums else torch.zeros(0)
+
     def _home_versions(self) -> list[tuple[int, int]]:
         buffers = () if self._home_computes else self.home.buffers
         return [(one._version, one.data_ptr()) for one in (*self.home.parameters, *buffers)]
-
-
-def _bits_of(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """Return numbers that differ when the parameters' bits do, but for rare coincidences."""
-    sums = [as_integers(parameter.detach()).sum().cpu() for parameter in parameters]
-    return torch.stack(sums) if sums else torch.zeros(0)
 
 
 def _structure(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> list[object]:
