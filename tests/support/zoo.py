@@ -113,6 +113,30 @@ class SparseInPlaces(nn.Module):
         return nn.functional.one_hot(tokens, 9).float().mean(1) @ self.table.weight
 
 
+class Momentum(nn.Module):
+    """A model with an encoder that follows another one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key = nn.Linear(36, 8), nn.Linear(36, 8).requires_grad_(False)
+        self.head = nn.Linear(16, 5)
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        x = x.flatten(1)
+        return self.head(torch.cat([self.norm(self.query(x)), self.key(x)], 1).tanh())
+
+
+@torch.no_grad()
+def follow(model):
+    """Let the slow encoder follow, after an update."""
+    for slow, fast in zip(model.key.parameters(), model.query.parameters(), strict=True):
+        slow.lerp_(fast, 0.3)
+    model.updates += 1
+
+
 class Recomputed(nn.Module):
     """A layer in two recomputed parts: one backward pass adds to its gradient twice."""
 

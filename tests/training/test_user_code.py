@@ -15,33 +15,10 @@ from layouts import own
 from patience import wait
 from reference import assert_same_bits, bits_of
 from trainers import LAYOUTS, open_trainer, sgd
-from zoo import make_batches
+from zoo import Momentum, follow, make_batches
 
 in_flight = pytest.mark.parametrize("max_in_flight", [1, 2])
 BATCHES = make_batches((24, 17, 24, 24, 24))
-
-
-class Momentum(nn.Module):
-    """A model with an encoder that follows another one."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.query, self.key = nn.Linear(36, 8), nn.Linear(36, 8).requires_grad_(False)
-        self.head = nn.Linear(16, 5)
-        self.norm = nn.BatchNorm1d(8)
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        x = x.flatten(1)
-        return self.head(torch.cat([self.norm(self.query(x)), self.key(x)], 1).tanh())
-
-
-@torch.no_grad()
-def follow(model):
-    for slow, fast in zip(model.key.parameters(), model.query.parameters(), strict=True):
-        slow.lerp_(fast, 0.3)
-    model.updates += 1
 
 
 def state_of(model):

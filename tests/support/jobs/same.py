@@ -24,7 +24,7 @@ from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.data import Loader, digits
 from evenstep.distributed import gradient_reduce
 from evenstep.metrics import accuracy
-from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches, options_of
+from zoo import ZOO, Momentum, Recomputed, SparseInPlaces, build, follow, make_batches, options_of
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 SIZES = {7: (21, 19), 8: (33, 16, 30, 24)}
@@ -76,6 +76,16 @@ def on_gradients_added_to_twice(options):
         return [trainer.fingerprint(), losses]
 
 
+def on_a_momentum_encoder(options):
+    """Train a model that `after_update` writes to; return the fingerprint and the losses."""
+    model = Momentum()
+    options = {"after_update": follow, **options}
+    optimizer = ADAM(model.parameters())
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = [float(loss) for loss in [trainer.step(X, y) for X, y in make_batches((40, 33))]]
+        return [trainer.fingerprint(), losses]
+
+
 def on_digits(options):
     """Train an epoch on digits of which each process fetches its own; return what is measured."""
     examples = TensorDataset(*(tensor[:203] for tensor in digits(train=True).tensors))
@@ -116,6 +126,7 @@ def main():
     results["dropout, few examples"] = on_whole_batches("dropout", LAST, options)
     results["sparse gradients"] = on_sparse_gradients(options)
     results["added to twice"] = on_gradients_added_to_twice(options)
+    results["momentum encoder"] = on_a_momentum_encoder(options)
     results["digits"], seen = on_digits(options)
     (out / f"{rank}.json").write_text(json.dumps({"results": results, "seen": seen}))
 
