@@ -63,6 +63,64 @@ def test_after_update_gives_the_same_bits_everywhere(devices, max_in_flight, mak
     assert model["updates"] == len(BATCHES)
 
 
+class Warming(nn.Module):
+    """A model whose temperature a hook changes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head, self.settings = nn.Linear(36, 5), {"temperature": 1.0}
+        self.head.scale = 1.0
+        self.register_buffer("heat", torch.ones(()))
+
+    def forward(self, x):
+        return self.head(x.flatten(1)) * self.head.scale * self.settings["temperature"] * self.heat
+
+
+def set_attribute(module):
+    module.head.scale /= 2
+
+
+def set_item(module):
+    module.settings["temperature"] /= 2
+
+
+def set_buffer(module):
+    with torch.no_grad():
+        module.heat /= 2
+
+
+def warm(hook, write, **options):
+    model = Warming()
+    with open_trainer(model, **{hook: write}, **options) as trainer:
+        for X, y in BATCHES:
+            trainer.step(X, y)
+        trainer.waitall()
+        return state_of(model)
+
+
+@pytest.mark.parametrize("hook", ["before_update", "after_update"])
+@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+def test_what_hooks_set_is_seen_by_the_next_step_or_refused(devices, hook):
+    expected = warm(hook, set_buffer, devices=1)
+    for write in (set_attribute, set_item):
+        state = warm(hook, write, devices=devices)
+        assert torch.equal(state["head.weight"], expected["head.weight"])
+        named = "head.scale of the module" if write is set_attribute else "holds of the module"
+        with pytest.raises(ContractError, match=rf"{hook} has changed .*{named} .*in flight"):
+            warm(hook, write, devices=devices, max_in_flight=2)
+    assert_same_bits(warm(hook, set_buffer, devices=devices, max_in_flight=2), expected)
+
+
+@pytest.mark.parametrize("hook", ["before_update", "after_update"])
+def test_hooks_may_change_a_module_and_change_it_back(hook):
+    def write(module):
+        module.eval()
+        module.train()
+
+    assert_same_bits(warm(hook, write, max_in_flight=2), warm(hook, write))
+
+
 def test_after_update_is_the_plain_loop_for_one_shard():
     model, plain = Momentum(), Momentum()
     optimizer = sgd(plain)

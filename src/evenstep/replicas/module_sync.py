@@ -90,6 +90,14 @@ class ModuleWatch:
         torchs_own = any(key in _TORCHS_OWN for _, key in changed)
         return Difference(changed, torchs_own or not all(map(_can_be_carried, values)))
 
+    def names(self, difference: Difference) -> list[str]:
+        """Return the names of the attributes that differ, such as "encoder.scale"."""
+        paths = [path for path, _ in self._modules[0].named_modules()]
+        return [
+            f"{paths[number]}.{key}" if paths[number] else key
+            for number, key in difference.attributes
+        ]
+
     def carry(self, attribute: Attribute, copied: nn.Module, device: Device) -> None:
         """Give a changed attribute to `copied`, the copy of its module on `device`."""
         mine = self._modules[attribute.module].__dict__

@@ -11,6 +11,7 @@ would, needs no second optimizer state, works for any optimizer, and copies can'
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import operator
@@ -162,6 +163,31 @@ class Replicas:
         if len(now) != len(self.structure) or not all(map(operator.is_, now, self.structure)):
             return Difference(needs_rebuild=True)
         return None if self._watch is None else self._watch.difference()
+
+    @contextlib.contextmanager
+    def refusing_attributes_of(self, hook: str) -> Iterator[None]:
+        """Refuse attributes of the user's module that are set inside, in a step in flight.
+
+        The shards of the next step compute on copies, which would have the old ones.
+
+        Args:
+            hook: what the user calls the function that is called inside.
+
+        Raises:
+            ContractError: names the attributes.
+        """
+        watch = self._watch
+        if watch is None or watch.difference() is not None:  # the user has changed others
+            watch = ModuleWatch(self.home.module, keeps_results=False)
+        yield
+        difference = watch.difference()
+        if difference is not None:
+            names = ", ".join(watch.names(difference)) or "what an attribute holds"
+            raise ContractError(
+                f"{hook} has changed {names} of the module with a step in flight, whose shards "
+                f"would see it too late: register a buffer, keep it outside of the module if no "
+                f"shard reads it, or use max_in_flight=1"
+            )
 
     def _look_after_shards(self) -> None:
         """Take what shards have changed in the home's attributes as no change of the user's.

@@ -60,7 +60,7 @@ class Update:
         self._divide(root, count)
         self._show(root.gradients)
         if self._before_update:
-            self._before_update(self._replicas.home.module)
+            self._call(self._before_update, "before_update")
 
     def minimise(self, closure: Closure) -> None:
         """Update with an optimizer that evaluates the batch by `closure`."""
@@ -113,8 +113,11 @@ class Update:
         Until then the user may write to them, even past the version counters.
         """
         if self._after_update:
-            self._after_update(self._replicas.home.module)
+            self._call(self._after_update, "after_update")
         self._replicas.mark_written()
+
+    def _call(self, hook: Hook, name: str) -> None:
+        hook(self._replicas.home.module)
 
     def _divide(self, root: PartialSum, count: float) -> None:
         if root.fence is not None:
@@ -194,6 +197,10 @@ class ProxyUpdate(Update):
             self._divide(root, count)
         self._proxy.step(step.settings, dict(zip(home, root.gradients, strict=True)))
         self._show(root.gradients)
+
+    def _call(self, hook: Hook, name: str) -> None:
+        with self._replicas.refusing_attributes_of(name):
+            super()._call(hook, name)
 
     def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Put gradients into the user's parameters, and keep them alive.
