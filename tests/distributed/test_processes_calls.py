@@ -84,6 +84,18 @@ def test_another_batch_in_one_process_is_refused_in_all(tmp_path, call, in_fligh
     assert len({fingerprint for *_, fingerprint in found}) == 1
 
 
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [("evaluate_others", "batch 0 of evaluate"), slow("predict_others", "batch 2 of predict")],
+    ids=str,
+)
+def test_another_batch_to_evaluate_in_one_process_is_refused_in_all(tmp_path, call, place):
+    texts = {text for _, text, *_ in ends(tmp_path, call)}
+    (text,) = texts
+    assert re.match(rf"ContractError: in {place} rank 1 \(on \S+\) was given another batch", text)
+    assert "DistributedSampler" in text
+
+
 # Calls that every process must make
 
 

@@ -125,7 +125,8 @@ def heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> Non
                 f"same steps of the same batches",
                 rank,
             )
-    _refuse_other_batches(reports, peers)
+    digests = {rank: one.digest for rank, one in enumerate(reports) if one.digest != NO_DIGEST}
+    refuse_other_batches(digests, peers, f"step {own[0]}")
     _refuse_mixed(reports, peers)
 
 
@@ -151,22 +152,31 @@ def batch_digest(batch: Batch, *, is_whole: bool) -> int:
     return digest
 
 
-def _refuse_other_batches(reports: Sequence[Report], peers: Peers) -> None:
-    """Refuse batches, or tensors that all shards share, that differ between the processes."""
-    found = {rank: one.digest for rank, one in enumerate(reports) if one.digest != NO_DIGEST}
-    if len({*found.values()}) < 2:
+def refuse_other_batches(digests: Mapping[int, int], peers: Peers, place: str) -> None:
+    """Refuse batches, or tensors that all shards share, that differ between the processes.
+
+    Args:
+        digests: by rank (see `batch_digest`).
+        peers: the processes.
+        place: which batch it is, such as "step 3".
+
+    Raises:
+        ContractError: names the processes that were given another batch.
+    """
+    if len({*digests.values()}) < 2:
         return
-    (usual, _), *_ = collections.Counter(found.values()).most_common(1)
-    others = [rank for rank, digest in found.items() if digest != usual]
+    (usual, _), *_ = collections.Counter(digests.values()).most_common(1)
+    others = [rank for rank, digest in digests.items() if digest != usual]
     named = " and ".join(f"rank {rank} (on {peers.hosts[rank]})" for rank in others)
-    first = next(rank for rank, digest in found.items() if digest == usual)
+    first = next(rank for rank, digest in digests.items() if digest == usual)
     raise ContractError(
-        f"in step {reports[0].facts[0]} {named} {'was' if len(others) == 1 else 'were'} given "
+        f"in {place} {named} {'was' if len(others) == 1 else 'were'} given "
         f"another batch than rank {first}: each process computes its shards of the batch and drops "
         f"the rest, so a part of the data would never be seen. Usual causes are a "
         f"DistributedSampler, a shuffle without a seed, or a seed for each rank: use `for batch in "
-        f"trainer.epoch(loader)` with an evenstep.data.Loader, or give every process the same "
-        f"whole batches (no DistributedSampler, the same seed everywhere)"
+        f"trainer.epoch(loader)` with an evenstep.data.Loader (trainer.evaluate and predict take "
+        f"one too), or give every process the same whole batches (no DistributedSampler, the same "
+        f"seed everywhere)"
     )
 
 

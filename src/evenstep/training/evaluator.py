@@ -99,6 +99,7 @@ class Evaluator:
             batches = executor.group.batches(batches, Cursor(), lambda: position.steps_done, call)
         for number, batch in enumerate(batches):
             arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+            executor.group.refuse_other_batches(arguments, call, number)
             cut = executor.group.cut(arguments, experiment.shards, position.steps_done)
             open_batch()
             yield cut, functools.partial(derive_seed, "evaluation", experiment.seed, number)

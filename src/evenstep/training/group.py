@@ -28,7 +28,7 @@ from evenstep.distributed import (
     show_reported_errors_in_one_line,
     was_launched,
 )
-from evenstep.distributed.step_report import NO_DIGEST, batch_digest
+from evenstep.distributed.step_report import NO_DIGEST, batch_digest, refuse_other_batches
 from evenstep.errors import SaveError
 from evenstep.replicas import Replicas
 from evenstep.shard.evaluation import Pairs
@@ -101,6 +101,15 @@ class Group:
             is_due: whether to compare it; the first whole one is compared in any case.
         """
         return NO_DIGEST
+
+    def refuse_other_batches(self, batch: Batch, call: str, number: int) -> None:
+        """Compare a batch to evaluate with that of the other processes.
+
+        Args:
+            batch: the batch.
+            call: the trainer's method that it is for.
+            number: its place among the batches of the call.
+        """
 
     def refuse_divergence(self, digests: Callable[[], Mapping[str, str]], step: int) -> None:
         """Compare the state after `step` steps with that of the other processes."""
@@ -225,6 +234,13 @@ class LinkedGroup(Group):
             return NO_DIGEST
         self._is_first_batch &= not is_whole
         return batch_digest(batch, is_whole=is_whole)
+
+    def refuse_other_batches(self, batch: Batch, call: str, number: int) -> None:
+        """Compare a batch to evaluate with that of the other processes."""
+        digest = batch_digest(batch, is_whole=self._given is None)
+        messages = self._peers.gather(str(digest).encode(), Exchange(call, "a batch"))
+        digests = dict(enumerate(map(int, messages)))
+        refuse_other_batches(digests, self._peers, f"batch {number} of {call}")
 
     def refuse_divergence(self, digests: Callable[[], Mapping[str, str]], step: int) -> None:
         """Compare the state after `step` steps with that of the other processes."""

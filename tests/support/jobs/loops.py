@@ -115,6 +115,18 @@ def other_later(trainer):
     train_on(trainer, Loader(EXAMPLES, 8, seed=RANK).epoch(Cursor()))
 
 
+def evaluate_others(trainer):
+    """Evaluate another half of the data in each process."""
+    train_on(trainer, LOADER.epoch(Cursor()), steps=3)
+    trainer.evaluate([*LOADER][RANK::2], METRICS)
+
+
+def predict_others(trainer):
+    """Predict batches of which the third differs."""
+    train_on(trainer, LOADER.epoch(Cursor()), steps=3)
+    trainer.predict([(X + (number == 2) * RANK,) for number, (X, y) in enumerate(LOADER)])
+
+
 def other_shared(trainer):
     """Share another tensor in each process, beside the batches of an epoch."""
     for X, y in trainer.epoch(LOADER):
@@ -176,6 +188,8 @@ CALLS = {
         one_of_three_shuffles,
         other_later,
         other_shared,
+        evaluate_others,
+        predict_others,
         save_in_one,
         save_in_one_at_the_end,
         evaluate_in_one,
