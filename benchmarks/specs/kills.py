@@ -1,13 +1,15 @@
-"""Kills one of two training processes, again and again, and checks the result.
+"""Kills training processes, again and again, and checks the result.
 
-Each run is `evenstep train --processes 2` with restarts and checkpoints. "worker" kills (SIGKILL)
-one of the two processes after a random step was saved; "writer" kills the process that saves while
-it writes a checkpoint. A run has recovered if it ends by itself, leaves no process behind, and has
-the fingerprint of an undisturbed run in one process.
+Every training is killed (SIGKILL) several times. "worker" kills one of two processes after a random
+step was saved, and "writer" the process that saves while it writes a checkpoint; the launcher starts
+both again. "all" kills every process of a training after a random step was saved; it is started again
+on other devices and processes. A training has recovered if it ends by itself, leaves no process
+behind, and has the fingerprint of an undisturbed run in one process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -26,21 +28,31 @@ from evenstep.bench.tables import Table, cells
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.cli.record import TrainRecord
 
-STEPS, EVERY = 600, 20
-LIMIT_S = 180
+STEPS, EVERY, KILLS = 600, 20, 10
+LIMIT_S = 240
 TRAIN = ("train", "--model", "mlp", "--data", "digits", "--momentum", "0.9", "--steps", str(STEPS))
 KINDS = {
     "worker": "any process, after a random step was saved",
     "writer": "the process that saves, in the middle of a checkpoint",
+    "all": "all processes, after a random step was saved; started again on other devices",
 }
+LAYOUTS = (  # of "all": CPU devices, with and without memory of their own, in one process or two
+    ("--devices", "1"),
+    ("--devices", "2", "--in-flight", "2"),
+    ("--devices", "3"),
+    ("--devices", "cpu:0:own,cpu:1:own", "--in-flight", "2"),
+    ("--processes", "2", "--devices", "1"),
+    ("--processes", "2", "--devices", "2", "--in-flight", "2"),
+)
 
 
 def _start(file: Path, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "evenstep", *TRAIN, "--devices", "1", "--json", str(file), *options],
+        [sys.executable, "-m", "evenstep", *TRAIN, "--json", str(file), *options],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
 
 
@@ -52,50 +64,87 @@ def _fingerprint(file: Path) -> str | None:
 def undisturbed() -> str | None:
     """Return the fingerprint of one process on one device that is not killed."""
     with tempfile.TemporaryDirectory() as folder:
-        _start(Path(folder) / "record.json").communicate()
+        _start(Path(folder) / "record.json", "--devices", "1").communicate()
         return _fingerprint(Path(folder) / "record.json")
 
 
 def disturbed(contender: Contender) -> dict[str, Any]:
-    """Train once, kill a process, and return how the training ended."""
-    expected = undisturbed()
+    """Train once with `KILLS` kills, and return how the training ended."""
+    expected, kind = undisturbed(), contender.key
+    last = STEPS - EVERY if kind != "writer" else STEPS - 3 * EVERY
+    steps = sorted(random.sample(range(0, last, EVERY), KILLS))
     with tempfile.TemporaryDirectory() as place:
         folder, file = Path(place) / "kept", Path(place) / "record.json"
         saving = ("--checkpoint-dir", str(folder), "--checkpoint-every", str(EVERY))
+        restarts = ("--processes", "2", "--devices", "1", "--max-restarts", str(2 * KILLS))
+
+        def start() -> subprocess.Popen[str]:
+            if kind == "all":
+                return _start(file, *saving, "--auto-resume", *random.choice(LAYOUTS))
+            return _start(file, *saving, *restarts)
+
         began = time.monotonic()
-        process = _start(file, "--processes", "2", "--max-restarts", "3", *saving)
-        killed = kill(process, folder, contender.key)
-        try:
-            _, errors = process.communicate(timeout=LIMIT_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            errors = "it did not end"
+        process, killed, seen = start(), 0, set[int]()
+        for step in steps:
+            workers = _wait_for(process, folder, kind, step)
+            seen.update(workers)
+            killed += kill(workers if kind == "all" else workers[:1])
+            if kind == "all":
+                process.communicate()
+                process = start()
+        errors = _end(process)
         return {
-            **killed,
             "seconds": round(time.monotonic() - began, 2),
+            "killed": killed,
             "same": expected is not None and _fingerprint(file) == expected,
-            "left": [pid for pid in killed["workers"] if _is_alive(pid)],
+            "left": [pid for pid in seen if _is_alive(pid)],
             "exit_code": process.returncode,
             "errors": errors[-300:] if process.returncode else "",
         }
 
 
-def kill(process: subprocess.Popen[str], folder: Path, kind: str) -> dict[str, Any]:
-    """Wait for a random step, and for a write of the first worker; then kill a worker."""
-    most = STEPS - EVERY if kind == "worker" else STEPS // 2
-    rank = random.randrange(2) if kind == "worker" else 0
-    step = random.randrange(0, most, EVERY)
-    _wait(process, lambda: any(_saved_step(path) >= step for path in list_checkpoints(folder)))
+def kill(pids: list[int]) -> int:
+    """Kill processes; return 1 if that ended the first one, 0 if it had ended before."""
+    reached = [pid for pid in pids if _is_alive(pid)]
+    for pid in reached:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return int(reached[:1] == pids[:1] != [])
+
+
+def _wait_for(process: subprocess.Popen[str], folder: Path, kind: str, step: int) -> list[int]:
+    """Wait until `step` was saved, and for a write; return whom to kill, the victim first."""
+
+    def is_reached() -> bool:
+        return any(_saved_step(path) >= step for path in list_checkpoints(folder))
+
+    _wait(process, lambda: is_reached() and len(_workers(process)) == 2 or kind == "all")
+    if kind == "all":
+        _wait(process, is_reached)
+        return [*_workers(process), process.pid]
     if kind == "writer":
         _wait(process, lambda: any(folder.glob(".step-*writing-*")))
+    rank = random.randrange(2) if kind == "worker" else 0
+    return sorted(_workers(process), key=lambda pid: _rank(pid) != rank)
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    try:
+        return process.communicate(timeout=LIMIT_S)[1]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return "it did not end"
+
+
+def _workers(process: subprocess.Popen[str]) -> list[int]:
     children = _read(f"/proc/{process.pid}/task/{process.pid}/children")
-    workers = [int(child) for child in children.split()]
-    victims = [
-        pid for pid in workers if f"RANK={rank}" in _read(f"/proc/{pid}/environ").split("\0")
-    ]
-    for pid in victims:
-        os.kill(pid, signal.SIGKILL)
-    return {"step": step, "rank": rank, "killed": len(victims), "workers": workers}
+    return [pid for pid in map(int, children.split()) if _rank(pid) >= 0]
+
+
+def _rank(pid: int) -> int:
+    """Return the rank of a worker; -1 for another process, or one that is gone."""
+    found = [line for line in _read(f"/proc/{pid}/environ").split("\0") if line.startswith("RANK=")]
+    return int(found[0].removeprefix("RANK=")) if found else -1
 
 
 def _wait(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
@@ -125,17 +174,18 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     rows = []
     for one in BENCHMARK.contenders:
         if runs := one.runs(document):
-            well = sum(run["same"] and not run["left"] and run["killed"] == 1 for run in runs)
+            well = sum(run["same"] and not run["left"] for run in runs)
+            kills = sum(run["killed"] for run in runs)
             seconds = cells([run["seconds"] for run in runs])
-            rows.append([one.label, str(len(runs)), str(well), *seconds])
-    head = ("killed", "runs", "recovered", "seconds from start to end", "spread")
+            rows.append([one.label, str(kills), str(len(runs)), str(well), *seconds])
+    head = ("killed", "kills", "trainings", "recovered", "seconds from start to end", "spread")
     return {"kills": Table(head, rows)}
 
 
 BENCHMARK = Benchmark(
     name="kills",
     rounds=20,
-    settings={"steps": STEPS, "checkpoint_every": EVERY, "processes": 2, "limit_s": LIMIT_S},
+    settings={"steps": STEPS, "checkpoint_every": EVERY, "kills": KILLS, "limit_s": LIMIT_S},
     contenders=[
         Contender(key=kind, label=label, module="evenstep", job={}, names={"kind": kind})
         for kind, label in KINDS.items()

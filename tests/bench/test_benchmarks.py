@@ -189,16 +189,18 @@ def test_the_committed_pages_are_what_the_committed_files_make():
 
 def test_the_page_on_reliability_counts_the_runs_that_recovered(tmp_path):
     def run(kind, **more):
-        return {"kind": kind, "same": True, "left": [], "killed": 1, "seconds": 4.0, **more}
+        return {"kind": kind, "same": True, "left": [], "killed": 5, "seconds": 4.0, **more}
 
     runs = [run("worker"), run("worker", same=False), run("worker", left=[7]), run("writer")]
-    settings = {"processes": 2, "steps": 9, "checkpoint_every": 3}
+    settings = {"kills": 5, "steps": 9, "checkpoint_every": 3}
     document = {"command": "python benchmarks/it.py", "machine": FACTS}
     document |= {"settings": settings, "runs": runs}
     (tmp_path / "kills.json").write_text(json.dumps(document))
     page = write_docs.page("reliability", tmp_path, {})
-    assert "| any process, after a random step was saved | 3 | 1 | 4.00 | 4.00 to 4.00 |" in page
-    assert "in the middle of a checkpoint | 1 | 1 | 4.00 | 4.00 to 4.00 |" in page
+    assert (
+        "| any process, after a random step was saved | 15 | 3 | 1 | 4.00 | 4.00 to 4.00 |" in page
+    )
+    assert "in the middle of a checkpoint | 5 | 1 | 1 | 4.00 | 4.00 to 4.00 |" in page
 
 
 def test_the_page_on_reliability_says_how_long_saving_blocks(tmp_path):
