@@ -1,10 +1,10 @@
 """Kills training processes, again and again, and checks the result.
 
-Every training is killed (SIGKILL) several times. "worker" kills one of two processes after a random
-step was saved, and "writer" the process that saves while it writes a checkpoint; the launcher starts
-both again. "all" kills every process of a training after a random step was saved; it is started again
-on other devices and processes. A training has recovered if it ends by itself, leaves no process
-behind, and has the fingerprint of an undisturbed run in one process.
+Every training is killed (SIGKILL) several times. "worker" kills one of two processes after a
+random step was saved, and "writer" the process that saves while it writes a checkpoint; the
+launcher starts both again. "all" kills every process of a training after a random step was saved;
+it is started again on other devices and processes. A training has recovered if it ends by itself,
+leaves no process behind, and has the fingerprint of an undisturbed run in one process.
 """
 
 from __future__ import annotations
@@ -118,9 +118,8 @@ def _wait_for(process: subprocess.Popen[str], folder: Path, kind: str, step: int
     def is_reached() -> bool:
         return any(_saved_step(path) >= step for path in list_checkpoints(folder))
 
-    _wait(process, lambda: is_reached() and len(_workers(process)) == 2 or kind == "all")
+    _wait(process, lambda: is_reached() and (kind == "all" or len(_workers(process)) == 2))
     if kind == "all":
-        _wait(process, is_reached)
         return [*_workers(process), process.pid]
     if kind == "writer":
         _wait(process, lambda: any(folder.glob(".step-*writing-*")))
