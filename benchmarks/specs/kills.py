@@ -3,8 +3,10 @@
 Every training is killed (SIGKILL) several times. "worker" kills one of two processes after a
 random step was saved, and "writer" the process that saves while it writes a checkpoint; the
 launcher starts both again. "all" kills every process of a training after a random step was saved;
-it is started again on other devices and processes. A training has recovered if it ends by itself,
-leaves no process behind, and has the fingerprint of an undisturbed run in one process.
+it is started again on other devices and processes. "stopped" stops one of two processes (SIGSTOP),
+and lets it go on after the other has waited for it longer than its time limit. A training has
+recovered if it ends by itself, leaves no process behind, and has the fingerprint of an undisturbed
+run in one process.
 """
 
 from __future__ import annotations
@@ -29,12 +31,13 @@ from evenstep.checkpoint.files import list_checkpoints
 from evenstep.cli.record import TrainRecord
 
 STEPS, EVERY, KILLS = 600, 20, 10
-LIMIT_S = 240
+LIMIT_S, TIMEOUT_S = 240, 2
 TRAIN = ("train", "--model", "mlp", "--data", "digits", "--momentum", "0.9", "--steps", str(STEPS))
 KINDS = {
     "worker": "any process, after a random step was saved",
     "writer": "the process that saves, in the middle of a checkpoint",
     "all": "all processes, after a random step was saved; started again on other devices",
+    "stopped": "any process: stopped, not killed, for longer than the other one waits",
 }
 LAYOUTS = (  # of "all": CPU devices, with and without memory of their own, in one process or two
     ("--devices", "1"),
@@ -77,6 +80,7 @@ def disturbed(contender: Contender) -> dict[str, Any]:
         folder, file = Path(place) / "kept", Path(place) / "record.json"
         saving = ("--checkpoint-dir", str(folder), "--checkpoint-every", str(EVERY))
         restarts = ("--processes", "2", "--devices", "1", "--max-restarts", str(2 * KILLS))
+        restarts += ("--timeout", str(TIMEOUT_S)) if kind == "stopped" else ()
 
         def start() -> subprocess.Popen[str]:
             if kind == "all":
@@ -88,7 +92,12 @@ def disturbed(contender: Contender) -> dict[str, Any]:
         for step in steps:
             workers = _wait_for(process, folder, kind, step)
             seen.update(workers)
-            killed += kill(workers if kind == "all" else workers[:1])
+            how = signal.SIGSTOP if kind == "stopped" else signal.SIGKILL
+            killed += send(how, workers if kind == "all" else workers[:1])
+            if kind == "stopped":
+                time.sleep(2 * TIMEOUT_S)
+                send(signal.SIGCONT, workers[:1])
+                _wait(process, functools.partial(_are_gone, workers))
             if kind == "all":
                 process.communicate()
                 process = start()
@@ -103,12 +112,12 @@ def disturbed(contender: Contender) -> dict[str, Any]:
         }
 
 
-def kill(pids: list[int]) -> int:
-    """Kill processes; return 1 if that ended the first one, 0 if it had ended before."""
+def send(what: signal.Signals, pids: list[int]) -> int:
+    """Send a signal to processes; return 1 if the first one got it, 0 if it had ended before."""
     reached = [pid for pid in pids if _is_alive(pid)]
     for pid in reached:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, what)
     return int(reached[:1] == pids[:1] != [])
 
 
@@ -123,7 +132,7 @@ def _wait_for(process: subprocess.Popen[str], folder: Path, kind: str, step: int
         return [*_workers(process), process.pid]
     if kind == "writer":
         _wait(process, lambda: any(folder.glob(".step-*writing-*")))
-    rank = random.randrange(2) if kind == "worker" else 0
+    rank = 0 if kind == "writer" else random.randrange(2)
     return sorted(_workers(process), key=lambda pid: _rank(pid) != rank)
 
 
@@ -138,6 +147,10 @@ def _end(process: subprocess.Popen[str]) -> str:
 def _workers(process: subprocess.Popen[str]) -> list[int]:
     children = _read(f"/proc/{process.pid}/task/{process.pid}/children")
     return [pid for pid in map(int, children.split()) if _rank(pid) >= 0]
+
+
+def _are_gone(pids: list[int]) -> bool:
+    return not any(map(_is_alive, pids))
 
 
 def _rank(pid: int) -> int:

@@ -7,8 +7,10 @@ and `evenstep export` find them here.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from evenstep.files import write_file
 
 NAME = "run.json"
 _FORMAT = "evenstep run"
+_DIGEST = "sha256"  # of everything else; files of version 0.1.0 have none
 _COMPARED, _REPLACEABLE = (
     {option.name: option for option in ExperimentOptions.options() if option.scope is scope}
     for scope in (Scope.RUN_FILE, Scope.REPLACEABLE)
@@ -39,6 +42,7 @@ def write_run_file(folder: Path, options: ExperimentOptions) -> None:
         values["data_dir"] = os.path.abspath(options.data_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        values[_DIGEST] = _digest(values)
         write_file(folder / NAME, json.dumps(values, indent=2) + "\n")
     except OSError as error:
         raise SaveError(
@@ -67,7 +71,7 @@ def read_run_file(folder: Path) -> dict[str, Any]:
         ) from None
     except ValueError:
         values = None
-    if not _is_valid(values):
+    if not _is_valid(values) or values.get(_DIGEST, _digest(values)) != _digest(values):
         raise CheckpointError(
             f"{path} is damaged or was not written by evenstep: restore it from a backup, or "
             f"resume with Trainer.load"
@@ -108,5 +112,11 @@ def _is_valid(values: Any) -> bool:
     return (
         isinstance(values, dict)
         and values.get("format") == _FORMAT
+        and {*values} <= {"format", _DIGEST, *_KEPT}
         and all(name in values and type(values[name]) in _KEPT[name].json_types for name in _KEPT)
     )
+
+
+def _digest(values: Mapping[str, Any]) -> str:
+    rest = {name: value for name, value in values.items() if name != _DIGEST}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
