@@ -8,6 +8,7 @@ measured figures, which would be wrong after the next run.
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,10 +73,17 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
             for name, one in measure.BENCHMARKS.items()
             if documents[name]
         },
+        claims=Table(("claim", "test"), claims(), 2).markdown(),
         ratios=speed.ratios,
         failures=speed.failures,
         scaled=speed.scaling,
     )
+
+
+def claims() -> list[list[str]]:
+    """Return what README and docs claim, each with the test that shows it."""
+    with (FOLDER / "claims.csv").open(encoding="utf-8", newline="") as file:
+        return [[row["claim"], f"`{row['test']}`"] for row in csv.DictReader(file)]
 
 
 def book_page(document: Mapping[str, Any], notes: Mapping[str, str]) -> str:

