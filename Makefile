@@ -6,7 +6,7 @@ DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --mome
 
 GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,lenet.plain.1.channels_last.keeps,resnet18.evenstep.2.v8
 SYNC := resnet18.evenstep.2.v8.n128,resnet18.evenstep.2.v8.n128.sync
-BENCHMARKS := step_overhead self_check memory step_profile uneven_devices processes cable engine_experiments hybridize kills checkpoints flips soak
+BENCHMARKS := step_overhead self_check memory step_profile uneven_devices processes cable engine_experiments hybridize kills interrupts checkpoints flips soak
 
 QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_errors.py test_experiment.py \
 	test_verification.py batch checkpoint/test_codec.py collectives data engine/test_graph.py \

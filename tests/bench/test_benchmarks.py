@@ -12,7 +12,7 @@ import benchmark
 import measure
 import write_docs
 from evenstep.bench import Record, machine, tables
-from specs import overhead, speed
+from specs import interrupts, overhead, speed
 from specs.memory import bound_bytes
 
 OURS, THEIRS = "lenet.evenstep.2.v8.n256", "lenet.ddp.2.contiguous"
@@ -353,3 +353,11 @@ def test_a_table_takes_the_place_between_its_marks(tmp_path):
     page.write_text("before\n<!-- figures -->\nold\n<!-- end -->\nafter\n")
     write_docs.insert(page, "new")
     assert page.read_text() == "before\n<!-- figures -->\nnew\n<!-- end -->\nafter\n"
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_trainings_that_are_interrupted_end_as_one_that_is_not(max_in_flight):
+    job = {"devices": 2, "max_in_flight": max_in_flight, "interrupts": 5}
+    found = interrupts.measure(job)
+    assert found["first"] == []
+    assert sum(found["ends"].values()) == 5
