@@ -1,6 +1,7 @@
 """Waiting in tests: with an end, so that a wrong program fails instead of hanging."""
 
 import signal
+import sys
 import threading
 
 import pytest
@@ -29,6 +30,14 @@ def wait_until(condition):
     raise AssertionError("it never came to be")
 
 
+def main_thread_is_in(*functions):
+    """Return whether the main thread is inside a function of one of these names."""
+    frame = sys._current_frames()[threading.main_thread().ident]
+    while frame is not None and frame.f_code.co_name not in functions:
+        frame = frame.f_back
+    return frame is not None
+
+
 def only_one_interrupt(request):
     """Have the first Ctrl-C raise, and others not; return the list of those that came."""
     noticed = []
@@ -41,3 +50,15 @@ def only_one_interrupt(request):
     handler = signal.signal(signal.SIGINT, on_signal)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, handler))
     return noticed
+
+
+def press_ctrl_c_when(*functions):
+    """Interrupt the main thread as soon as it is in one of these; return the thread that does."""
+
+    def press():
+        wait_until(lambda: main_thread_is_in(*functions))
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    return thread

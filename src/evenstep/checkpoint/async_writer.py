@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,6 +15,7 @@ from evenstep.checkpoint.codec import Encoded, encode, row_major
 from evenstep.checkpoint.files import write_checkpoint
 from evenstep.checkpoint.fingerprint import digest_of
 from evenstep.checkpoint.training_state import TrainingState, with_fingerprint
+from evenstep.engine.interrupts import INTERRUPTS, POLL_S
 from evenstep.errors import add_note
 
 Entries = Iterable[tuple[str, Any]]
@@ -50,14 +51,15 @@ class AsyncWriter:
     ) -> None:
         """Wait for the disk. Raise the writer's error, or add it to one that is being raised."""
         assert self._thread is not None
-        self._thread.shutdown()
-        self._thread = None
         try:
             self.wait()
         except Exception as failure:
             if error is None:
                 raise
             add_note(error, f"besides, {failure}")
+        finally:  # after Ctrl-C, the writer goes on until the interpreter exits
+            self._thread.shutdown(wait=self.pending is None)
+            self._thread = None
 
     def start(self, folder: Path, state: TrainingState, entries: Entries, keep: int) -> None:
         """Copy a training state, and start writing the copy (see `write_state`).
@@ -72,18 +74,27 @@ class AsyncWriter:
         encoded = encode(state.to_tree(), copies)
         entries = [(name, copies.of(value)) for name, value in entries]
         step = state.steps_done
-        self.pending = self._thread.submit(_write, folder, encoded, entries, step, keep)
+        self._submit(self._thread, folder, encoded, entries, step, keep)
+
+    @INTERRUPTS.uninterrupted
+    def _submit(self, thread: ThreadPoolExecutor, *given: Any) -> None:
+        self.pending = thread.submit(_write, *given)
 
     def check(self) -> None:
         """Raise the writer's error, if it has failed."""
         if self.pending is not None and self.pending.done():
             self.wait()
 
+    @INTERRUPTS.uninterrupted
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk; raise the writer's error."""
+        if self.pending is None:
+            return
+        while not wait([self.pending], POLL_S).done:
+            if INTERRUPTS.pending:
+                INTERRUPTS.check()
         written, self.pending = self.pending, None
-        if written is not None:
-            written.result()
+        written.result()
 
 
 class _Copies:

@@ -33,7 +33,7 @@ def kept(replica: Replica) -> Iterator[None]:
         yield
     finally:
         if replica.buffers:
-            replica.changed_buffers()
+            replica.put_back_buffers()
             replica.open_shard()
         for parameter, gradient in zip(replica.parameters, gradients, strict=True):
             parameter.grad = gradient

@@ -54,7 +54,7 @@ def judge_separability(
 
     def compute(batch: Batch, examples: int) -> Loss:
         if replica.buffers:
-            replica.changed_buffers()
+            replica.put_back_buffers()
             replica.open_shard()
         total, count = objective(replica.module, batch, examples)
         return Loss(float(total.detach()), float(count), total.dtype)

@@ -15,6 +15,7 @@ from evenstep.batch.rng import derive_seed
 from evenstep.data.order import Cursor, epoch_order
 from evenstep.data.seeded import SeededExamples
 from evenstep.devices import intra_op_threads
+from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import DataError, InputError
 
 PartOf: TypeAlias = "Callable[[int, int], Part]"
@@ -209,6 +210,7 @@ class Loader:
                 batches._shutdown_workers()
 
 
+@INTERRUPTS.uninterrupted
 def _rows(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> Batch:
     """Copy some examples with one intra-op thread, because more would compete with the lanes.
 

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from evenstep.batch.rng import DEFAULT_GENERATORS, derive_seed
+from evenstep.engine.interrupts import INTERRUPTS, interruptible
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,11 @@ class SeededExamples(Dataset[Any]):
     seed: int
     epoch: int
 
+    @INTERRUPTS.uninterrupted
     def __getitem__(self, index: int) -> Any:
         """Return example `index`, augmented for this epoch."""
         with seeded(derive_seed("example", self.seed, self.epoch, index)):
-            return self.dataset[index]
+            return interruptible(self.dataset.__getitem__, index)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,11 +21,11 @@ import torch
 from evenstep.devices import Device, Devices, as_device, find_devices
 from evenstep.engine import handle as handles
 from evenstep.engine import streams
-from evenstep.engine.guard import Guard
 from evenstep.engine.handle import Handle
+from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
 from evenstep.engine.lanes import Lanes, ThreadLanes
 from evenstep.engine.schedule import Decisions, Scheduler, Submission
-from evenstep.engine.task import Task, is_device_failure
+from evenstep.engine.task import Task, is_device_failure, name_of
 from evenstep.errors import (
     ClosedError,
     DeadlockError,
@@ -36,6 +37,9 @@ from evenstep.errors import (
 from evenstep.profiling.trace import Span, Trace
 
 logger = logging.getLogger("evenstep")
+
+PATIENCE_S = 1.0
+"""Seconds after a first Ctrl-C from which on another one gives up what is still at work."""
 
 
 class Engine:
@@ -62,6 +66,7 @@ class Engine:
         scheduler: assigns tasks to lanes; its state may be read at any time.
         lanes: the lanes of an open engine, also for work that needs no order.
         lost_lanes: the computing lanes of lost devices.
+        given_up: those of them that were still at work when Ctrl-C was pressed twice.
 
     Raises:
         InputError: (or its subclass DeviceError) an argument is invalid.
@@ -87,8 +92,9 @@ class Engine:
         self._make_lanes = lanes
         self._lanes: Lanes | None = None
         self.lost_lanes: frozenset[int] = frozenset()
+        self.given_up: frozenset[int] = frozenset()
         self._opened = contextlib.ExitStack()
-        self._guard = Guard()
+        self._lock = threading.Lock()
         self._numbers = {device.name: number for number, device in enumerate(self.devices)}
         self._has_gpu = any(device.kind == "cuda" for device in self.devices)
         self._failed: set[Task] = set()
@@ -96,12 +102,13 @@ class Engine:
         self._is_dropping = False
         self._vars = 0
 
+    @INTERRUPTS.shielded
     def __enter__(self) -> Engine:
         """Start the lanes."""
         if self._lanes is not None:
             raise ClosedError("the engine is open already")
         with contextlib.ExitStack() as opened:
-            opened.enter_context(self._guard.protected())
+            opened.enter_context(INTERRUPTS.handled())
             lanes = self._make_lanes(self.devices)
             lanes.open()
             self._opened = opened.pop_all()
@@ -109,6 +116,7 @@ class Engine:
         self._is_dropping = False
         return self
 
+    @INTERRUPTS.shielded
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -123,7 +131,10 @@ class Engine:
             if error is None:
                 raise
             logger.error("another task failed, too: %r", late)
+        finally:
+            INTERRUPTS.deliver()
 
+    @INTERRUPTS.shielded
     def close(self) -> None:
         """Wait for every task and stop the lanes.
 
@@ -135,21 +146,36 @@ class Engine:
         if self._lanes is None:
             return
         self._refuse_inside("close the engine")
-        interrupted: KeyboardInterrupt | None = None
-        while True:
-            try:
-                self._wait_until(0)
-                self._lanes.close(self.scheduler.lost)
-                break
-            except KeyboardInterrupt as error:  # a running task can't be stopped
-                interrupted = error
-                self._is_dropping = True
-        self._lanes = None
-        self._opened.close()
-        if interrupted is not None:
-            raise interrupted
-        self._raise_unseen()
+        try:
+            interrupted = self._finish()
+            self._lanes.close(self.scheduler.lost)
+            self._lanes = None
+            self._opened.close()
+            if interrupted is not None:
+                raise interrupted
+            self._raise_unseen()
+        finally:
+            INTERRUPTS.deliver()
 
+    def _finish(self) -> BaseException | None:
+        """Wait for every task; return what a handler of signals has raised meanwhile.
+
+        Then tasks that have not started are dropped. A running task can't be stopped: its device is
+        given up when another signal comes later.
+        """
+        interrupted: BaseException | None = None
+        finished = self._when_at_most(0)
+        self.lanes.work()
+        while not finished.wait(POLL_S):
+            error = _raised_by(INTERRUPTS.check)
+            if error is not None and interrupted is None:
+                interrupted, since_s = error, time.monotonic()
+                self._is_dropping = True
+            elif error is not None and time.monotonic() - since_s > PATIENCE_S:
+                self._give_up_at_work()
+        return interrupted
+
+    @INTERRUPTS.uninterrupted
     def submit(
         self,
         function: Callable[..., Any],
@@ -178,10 +204,10 @@ class Engine:
             ClosedError: the engine is not open.
         """
         task = Task(
-            function,
-            arguments,
+            interruptible,
+            (function, *arguments),
             lane=None if device is None else self._lane(device),
-            name=name,
+            name=name or name_of(function),
             reads=tuple(reads),
             writes=tuple(writes),
             story=story,
@@ -189,6 +215,7 @@ class Engine:
         self.submit_tasks([task])
         return self.handle(task)
 
+    @INTERRUPTS.uninterrupted
     def copy(self, value: Any, device: str | torch.device | Device) -> Handle:
         """Copy the tensors in `value` (a handle, a Var or plain) to `device`.
 
@@ -211,12 +238,14 @@ class Engine:
         self._vars += 1
         return handles.Var(value, name or f"Var {self._vars}", self._wait_for_var)
 
+    @INTERRUPTS.uninterrupted
     def waitall(self) -> None:
         """Wait for every task.
 
         Raises:
             the first error, in the order of submission, that was not raised yet.
         """
+        INTERRUPTS.follow()
         self._refuse_inside("wait for all tasks")
         self._wait_until(0)
         for device in self.devices:
@@ -226,6 +255,7 @@ class Engine:
 
     # ---- for code that builds on the engine
 
+    @INTERRUPTS.uninterrupted
     def submit_tasks(self, tasks: Sequence[Task]) -> None:
         """Submit `tasks` together, in this order."""
         lanes = self._lanes
@@ -238,7 +268,7 @@ class Engine:
             for task in tasks:
                 task.after = fences
         submissions = [_submission(task) for task in tasks]
-        with self._guard:
+        with self._lock:
             self._act(self.scheduler.submit(submissions))
         lanes.work()
 
@@ -250,11 +280,31 @@ class Engine:
         """Return the copying lane of the device of a computing lane."""
         return len(self.devices) + lane
 
-    def drain(self, task: Task) -> None:
-        """Wait until `task` has ended, no matter how often Ctrl-C is pressed."""
-        while not task.ended:
-            with contextlib.suppress(KeyboardInterrupt):
-                self.wait_for(task)
+    @INTERRUPTS.uninterrupted
+    def drain(self, task: Task, patience_s: float = PATIENCE_S) -> None:
+        """Wait until `task` has ended, even if Ctrl-C is pressed.
+
+        When Ctrl-C is pressed and `patience_s` are over, devices that are at work are given up.
+        """
+        INTERRUPTS.follow()
+        ended, since_s = self._end_of(task), time.monotonic()
+        self.lanes.work()
+        while not ended.wait(POLL_S):
+            if INTERRUPTS.has_come and time.monotonic() - since_s > patience_s:
+                self._give_up_at_work()
+
+    def give_up(self, lane: int) -> None:
+        """Give up a device that is still at work when Ctrl-C was pressed twice."""
+        logger.warning(
+            f"{self.devices[lane]} is given up: Ctrl-C was pressed again, and it was still at work"
+        )
+        self.given_up |= {lane}
+        self.lose(lane)
+
+    def _give_up_at_work(self) -> None:
+        at_work = {lane for lane, task in enumerate(self.scheduler.running) if task is not None}
+        for lane in sorted({lane % len(self.devices) for lane in at_work}):
+            self.give_up(lane)
 
     def failure_of(self, task: Task) -> BaseException | None:
         """Return the error of an ended task, its own or that of a failed input, or None."""
@@ -290,26 +340,22 @@ class Engine:
             if lane is not None and lane not in self.scheduler.lost:
                 self.lose(lane % len(self.devices))
 
+    @INTERRUPTS.uninterrupted
     def lose(self, lane: int) -> None:
         """Give up a device: its tasks fail at once, and no further tasks are assigned to it."""
         self.lost_lanes |= {lane}
-        with self._guard:
+        with self._lock:
             self._act(self.scheduler.lose(lane))
             self._act(self.scheduler.lose(self.copy_lane(lane)))
         if self._lanes is not None:
             self._lanes.work()
 
+    @INTERRUPTS.uninterrupted
     def wait_for(self, task: Task, timeout_s: float | None = None) -> bool:
         """Wait until `task` has ended (on a GPU: its kernels, too); return whether it has."""
         if not task.ended:
             self._refuse_inside(f"wait for {task.name!r}")
-            ended = threading.Event()
-            with self._guard:
-                if task.ended:
-                    ended.set()
-                else:
-                    task.wakes.append(ended)
-            if not self._await(ended, timeout_s):
+            if not self._await(self._end_of(task), timeout_s):
                 return False
         if task.fence is not None:
             task.fence.synchronize()
@@ -327,11 +373,13 @@ class Engine:
             )
         return self._numbers[name]
 
+    @INTERRUPTS.uninterrupted
     def _wait_for(self, task: Task) -> None:
         self.wait_for(task)
         if task.cause is not None:
             raise self._error_of(task.cause)
 
+    @INTERRUPTS.uninterrupted
     def _wait_for_var(self, var: handles.Var) -> None:
         writer, cause = var.writer, var.cause
         if writer is not None:
@@ -347,17 +395,38 @@ class Engine:
         """Wait until at most `unfinished` tasks are unfinished."""
         while self.scheduler.graph.unfinished > unfinished:
             self._refuse_inside(f"submit a task beyond max_in_flight={self.max_in_flight}")
-            reached = threading.Event()
-            with self._guard:
-                if self.scheduler.graph.unfinished <= unfinished:
-                    return
+            self._await(self._when_at_most(unfinished))
+
+    def _when_at_most(self, unfinished: int) -> threading.Event:
+        """Return an event that is set when at most `unfinished` tasks are unfinished."""
+        reached = threading.Event()
+        with self._lock:
+            if self.scheduler.graph.unfinished <= unfinished:
+                reached.set()
+            else:
                 self._waiters.append((unfinished, reached))
-            self._await(reached)
+        return reached
+
+    def _end_of(self, task: Task) -> threading.Event:
+        """Return an event that is set when `task` has ended."""
+        ended = threading.Event()
+        with self._lock:
+            if task.ended:
+                ended.set()
+            else:
+                task.wakes.append(ended)
+        return ended
 
     def _await(self, event: threading.Event, timeout_s: float | None = None) -> bool:
-        if self._lanes is not None:
-            self._lanes.work()  # resumes inline lanes after Ctrl-C
-        return event.wait(timeout_s)
+        """Wait until `event` is set; return whether it is. Signals are handled meanwhile."""
+        self.lanes.work()
+        ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while not event.wait(min(POLL_S, max(0.0, ends_s - time.monotonic()))):
+            if INTERRUPTS.pending:
+                INTERRUPTS.check()
+            if time.monotonic() >= ends_s:
+                return False
+        return True
 
     def _refuse_inside(self, what: str) -> None:
         if self._lanes is not None and self._lanes.inside:
@@ -367,7 +436,7 @@ class Engine:
             )
 
     def _raise_unseen(self) -> None:
-        with self._guard:
+        with self._lock:
             unseen = sorted(self._failed, key=lambda task: task.number)
             self._failed.clear()
         for task in unseen:
@@ -381,7 +450,7 @@ class Engine:
     def _error_of(self, cause: object) -> BaseException:
         """Return the error of a failed task with its own traceback; it will not be raised again."""
         assert isinstance(cause, Task)
-        with self._guard:  # held until the lane has recorded the whole end of the task
+        with self._lock:  # held until the lane has recorded the whole end of the task
             cause.seen = True
             self._failed.discard(cause)
         assert cause.error is not None
@@ -400,7 +469,7 @@ class Engine:
             error = caught
             add_note(error, task.describe(device))
         ended = time.perf_counter()
-        with self._guard:
+        with self._lock:
             if not task.ended:  # otherwise its lane was lost meanwhile
                 task.result = result
                 if error is not None:
@@ -420,7 +489,7 @@ class Engine:
         return result
 
     def _act(self, decisions: Decisions) -> None:
-        """Carry out decisions of the scheduler; called with the guard held."""
+        """Carry out decisions of the scheduler; called with the lock held."""
         for lane, task in decisions.starts:
             assert self._lanes is not None
             task.ran_on = lane
@@ -447,6 +516,14 @@ class Engine:
             add_note(task.error, task.describe(device))
         if not task.seen:
             self._failed.add(task)
+
+
+def _raised_by(function: Callable[[], object]) -> BaseException | None:
+    try:
+        function()
+    except BaseException as error:
+        return error
+    return None
 
 
 def _submission(task: Task) -> Submission:

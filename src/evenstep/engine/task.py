@@ -120,7 +120,7 @@ class Task(Job):
         self.reads = reads
         self.writes = writes
         self.sources = sources_in(arguments)
-        self.name = name or _name_of(function)
+        self.name = name or name_of(function)
         self.category = category
         self.story = story
         self.modes: Modes = modes or current_modes()
@@ -189,7 +189,7 @@ def _description(thing: object) -> str:
     return thing.description if isinstance(thing, Source) else str(thing)
 
 
-def _name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any]) -> str:
     """Return the name of a function; its `repr` might wait for a handle, or print a tensor."""
     inner = getattr(function, "func", function)  # of functools.partial
     return str(getattr(inner, "__name__", type(function).__name__))

@@ -76,10 +76,10 @@ class Trace:
     @property
     def spans(self) -> list[Span]:
         """The spans that were kept, in the order in which they were added."""
-        with self._lock:
-            kept = [*self._kept]
         return [
-            span for _, entry in kept for span in ([entry] if isinstance(entry, Span) else entry())
+            span
+            for _, entry in self._kept.copy()
+            for span in ([entry] if isinstance(entry, Span) else entry())
         ]
 
     def save(self, file: str | Path) -> None:

@@ -61,7 +61,11 @@ class OptimizerProxy:
             )
 
     def renew(self) -> None:
-        """Copy the optimizer as it is now; no step may be in flight."""
+        """Copy the optimizer as it is now; no step may be in flight.
+
+        Changes that were recorded for steps that were not taken are the user's, and stay.
+        """
+        self._apply([*self._recorded])
         self.give_back()
         self._copy_optimizer()
 
@@ -93,6 +97,7 @@ class OptimizerProxy:
         ]
         for change in changes:
             self._seen[change.group + 1][change.key] = copy.deepcopy(change.value)
+        self._recorded += changes
         return changes
 
     def step(
@@ -104,8 +109,7 @@ class OptimizerProxy:
             changes: what `record` returned when the step was submitted.
             gradients: the gradients of the user's parameters.
         """
-        for change in changes:
-            self._owned[change.group + 1][change.key] = change.value
+        self._apply(changes)
         for parameter, original in self._originals.items():
             # Not `gradients.get`: nobody else may look at a gradient that `zero_grad` just frees.
             parameter.grad = gradients[original] if original in gradients else original.grad  # noqa: SIM401
@@ -114,6 +118,11 @@ class OptimizerProxy:
         finally:
             for parameter in self._originals:
                 parameter.grad = None
+
+    def _apply(self, changes: Sequence[Change]) -> None:
+        for change in changes:
+            self._owned[change.group + 1][change.key] = change.value
+        del self._recorded[: len(changes)]
 
     def give_back(self) -> None:
         """Write what the updates changed in their groups into the user's; no step may be in flight.
@@ -155,6 +164,7 @@ class OptimizerProxy:
         proxy.state = _StateOfProxy(optimizer.state, self._originals)  # type: ignore[assignment]
         self._proxy = proxy
         self._owned = [proxy.__dict__, *proxy.param_groups]
+        self._recorded: list[Change] = []
         self._seen = [_attributes(optimizer), *map(_hyper_parameters, groups)]
         self.mark()
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device
+from evenstep.errors import ModelError
 
 
 class Replica:
@@ -67,13 +68,33 @@ class Replica:
         Compares bits, not version counters: batch normalisation writes its running statistics
         without counting.
         """
-        changed: list[torch.Tensor | None] = []
-        for slots, own, opening in zip(self._slots, self.buffers, self.opening, strict=True):
-            now = slots[0][0][slots[0][1]].detach()
-            changed.append(None if same_bits(now, opening) else now)
+        try:
+            values = [slots[0][0].get(slots[0][1]) for slots in self._slots]
+            pairs = zip(values, self.opening, self.buffer_names, strict=True)
+            return [_changed(value, opening, name) for value, opening, name in pairs]
+        finally:
+            self.put_back_buffers()
+
+    def put_back_buffers(self) -> None:
+        """Register the replica's own buffer tensors again where a shard has assigned others.
+
+        What a shard has assigned to a buffer (`self.queue = ...`) is its value after the shard, as
+        if it had been written into the buffer's own tensor.
+        """
+        for slots, own in zip(self._slots, self.buffers, strict=True):
             for owner, key in slots:
                 owner[key] = own
-        return changed
+
+
+def _changed(value: object, opening: torch.Tensor, name: str) -> torch.Tensor | None:
+    """Return the value of a buffer after a shard; None if the shard has not changed it."""
+    if not isinstance(value, torch.Tensor):
+        raise ModelError(
+            f"the buffer {name} is {value!r} after forward: a tensor is needed, of the shape that "
+            f"it had before; keep what may be missing in an argument or in the batch"
+        )
+    now = value.detach()
+    return None if same_bits(now, opening) else now
 
 
 def broadcast(home: Replica, replica: Replica) -> None:

@@ -315,6 +315,8 @@ class Replicas:
 
     def abandon_step(self) -> None:
         """Leave the user's module as `open_step` found it, without gradients."""
+        for replica in {*self.all, self.home}:
+            replica.put_back_buffers()
         is_synchronised = bool(self._synchronised) and not self._were_written
         self.restore_opening()
         if is_synchronised:

@@ -12,6 +12,7 @@ from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.batch.rng import ShardRandomness
+from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.errors import ModelError
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica
@@ -28,6 +29,7 @@ Pairs: TypeAlias = dict[str, tuple[Number, Number]]
 Measure: TypeAlias = Callable[[nn.Module, Batch, Mapping[str, Metric]], Pairs]
 
 
+@INTERRUPTS.interruptible
 def measure_output(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Pairs:
     """Call every metric with the output of one forward pass, and the targets."""
     source, targets = split_batch(batch)
@@ -35,6 +37,7 @@ def measure_output(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]
     return {name: metric(output, *targets) for name, metric in metrics.items()}
 
 
+@INTERRUPTS.interruptible
 def measure_model(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Pairs:
     """Call every metric with the model and the batch, as an objective is called."""
     return {name: metric(model, *batch) for name, metric in metrics.items()}
@@ -61,7 +64,7 @@ def predict_shard(replica: Replica, work: ShardWork, forward: Forward) -> Batch:
         ModelError: the output holds something else than tensors.
     """
     with _undisturbed(replica, work):
-        output = forward(replica.module, *work.batch)
+        output = interruptible(forward, replica.module, *work.batch)
         for leaf in optree.tree_leaves(output):
             if not isinstance(leaf, torch.Tensor):
                 raise ModelError(
@@ -111,17 +114,19 @@ def _undisturbed(replica: Replica, work: ShardWork) -> Iterator[None]:
     """Inside `with`, compute a shard without gradients; restore the buffers at the end."""
     replica.open_shard()
     randomness = nullcontext() if work.random_seed is None else ShardRandomness(work.random_seed)
-    with torch.no_grad(), randomness, autocast(replica.device.kind, work.precision):
-        yield
-    replica.changed_buffers()
+    try:
+        with torch.no_grad(), randomness, autocast(replica.device.kind, work.precision):
+            yield
+    finally:
+        replica.put_back_buffers()
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Inside `with`, put `model` into evaluation mode; restore every module's mode at the end."""
     modes = {module: module.training for module in model.modules()}
-    model.eval()
     try:
+        model.eval()
         yield
     finally:
         for module, training in modes.items():

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from evenstep.batch import Batch
+from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import ModelError
 
 Number: TypeAlias = "torch.Tensor | float"
@@ -88,6 +89,7 @@ class _PlacedLoss:
         return self._copies[device]
 
 
+@INTERRUPTS.interruptible
 def _user_objective(
     objective: UserObjective, model: nn.Module, batch: Batch, examples: int | None
 ) -> tuple[torch.Tensor, Number]:
@@ -103,6 +105,7 @@ def _count_of_mean(count: Number) -> Number:
     return 1 if 0 < count < math.inf else count
 
 
+@INTERRUPTS.interruptible
 def _mean_objective(
     loss: _PlacedLoss, model: nn.Module, batch: Batch, examples: int | None
 ) -> tuple[torch.Tensor, Number]:
@@ -113,6 +116,7 @@ def _mean_objective(
     return (mean, 1) if examples is None else (mean * examples, examples)
 
 
+@INTERRUPTS.interruptible
 def _class_objective(
     mean_loss: _PlacedLoss,
     total_loss: _PlacedLoss,

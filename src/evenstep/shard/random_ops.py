@@ -64,7 +64,12 @@ class DrawWatch:
                 went on meanwhile: it may have drawn from them itself.
         """
         self.draws = True
-        if restore and before is not None:
+        if restore:
+            self.put_back(before)
+
+    def put_back(self, before: States | None) -> None:
+        """Put the default generators back to `before`, if anything drew from them since."""
+        if before is not None and self.drew(before):
             with DEFAULT_GENERATORS:
                 for generator, state in zip(self._generators, before.states, strict=True):
                     generator.set_state(state)
@@ -84,16 +89,13 @@ class DrawWatch:
             self.note_draws(before, restore=True)
             return attempt()
         if error is not None:
+            self.put_back(before)
             raise error
         return result
 
     def look_again(self) -> None:
         """Watch the next step as the first one was: the user has changed the module."""
         self.is_first_step = self.is_first_step or not self.draws
-
-    def step_done(self) -> None:
-        """Note that a training step was done."""
-        self.is_first_step = False
 
     def _now(self) -> States:
         with DEFAULT_GENERATORS:

@@ -13,6 +13,7 @@ from evenstep.batch.cut import Cut
 from evenstep.batch.rng import derive_seed
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
+from evenstep.engine.interrupts import interruptible
 from evenstep.errors import BatchError
 from evenstep.shard.evaluation import (
     Forward,
@@ -97,9 +98,16 @@ class Evaluator:
         executor, experiment = self._executor, self._executor.experiment
         if isinstance(batches, Loader):
             batches = executor.group.batches(batches, Cursor(), lambda: position.steps_done, call)
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(_each(batches)):
             arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-            executor.group.refuse_other_batches(arguments, call, number)
+            interruptible(executor.group.refuse_other_batches, arguments, call, number)
             cut = executor.group.cut(arguments, experiment.shards, position.steps_done)
             open_batch()
             yield cut, functools.partial(derive_seed, "evaluation", experiment.seed, number)
+
+
+def _each(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yield each batch; Ctrl-C may interrupt the user's code that makes it."""
+    iterator, end = interruptible(iter, batches), object()
+    while (batch := interruptible(next, iterator, end)) is not end:
+        yield batch

@@ -17,6 +17,7 @@ from evenstep.batch.assignment import Pace, ShardQueue
 from evenstep.batch.cut import Cut
 from evenstep.devices import Device
 from evenstep.engine import Engine, Task, streams
+from evenstep.engine.interrupts import interruptible
 from evenstep.engine.task import PLAIN
 from evenstep.errors import DeviceLostError, add_note
 from evenstep.experiment import Experiment
@@ -93,7 +94,7 @@ class IndependentExecutor:
 
     def _programs_of(self, programs: ShardPrograms, step: Step) -> Mapping[int, Program]:
         before = programs.result
-        found = programs.of(step.attempt.cut, step.objective)
+        found = interruptible(programs.of, step.attempt.cut, step.objective)
         if programs.result is not before:  # the time for compiling is no step's
             self._timekeeper.rest()
         return found
@@ -170,12 +171,12 @@ class IndependentExecutor:
         """Return each metric's (total, count) of all shards, in their order."""
         compute = functools.partial(measure_shard, measure=measure, metrics=metrics)
         own = self._evaluate(cut, compute, seed)
-        return self.group.pairs_of_all(own, [*metrics])
+        return interruptible(self.group.pairs_of_all, own, [*metrics])
 
     def predict(self, cut: Cut, forward: Forward, seed: Callable[[int], int]) -> list[Batch]:
         """Return the outputs of all shards, in their order."""
         compute = functools.partial(predict_shard, forward=forward)
-        return self.group.outputs_of_all(self._evaluate(cut, compute, seed))
+        return interruptible(self.group.outputs_of_all, self._evaluate(cut, compute, seed))
 
     def _evaluate(
         self, cut: Cut, compute: Callable[[Replica, ShardWork], T], seed: Callable[[int], int]

@@ -15,8 +15,11 @@ from evenstep.engine.task import PLAIN
 from evenstep.errors import InputError, PeerError
 from evenstep.profiling.clock import Timekeeper
 from evenstep.training.executor import IndependentExecutor
-from evenstep.training.pipeline import LOOK_EVERY_S, Pipeline
+from evenstep.training.pipeline import Pipeline
 from evenstep.training.step import Attempt, Step
+
+LOOK_EVERY_S = 1.0
+"""The seconds between two looks for a device that stands still."""
 
 
 class OverlappedPipeline(Pipeline):
@@ -146,6 +149,10 @@ class OverlappedPipeline(Pipeline):
     def _forget(self) -> None:
         super()._forget()
         self._model = self._engine.Var(None, "the model")  # the writer of the old one failed
+
+    def _reopen(self) -> None:
+        super()._reopen()
+        self._model = self._engine.Var(None, "the model")
 
     def _drain(self) -> None:
         for step in self.steps:

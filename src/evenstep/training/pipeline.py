@@ -17,14 +17,13 @@ from typing import Any
 
 from evenstep.batch.assignment import Help
 from evenstep.distributed.step_report import AgainError
-from evenstep.errors import DeviceLostError, PeerError
+from evenstep.engine.engine import PATIENCE_S
+from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
+from evenstep.errors import DeviceLostError
 from evenstep.profiling.clock import ADD_UP_EVERY, Timekeeper
 from evenstep.training.executor import IndependentExecutor
 from evenstep.training.recovery import DrawsSeenError, Recovery
 from evenstep.training.step import Attempt, Step, StepLoss
-
-LOOK_EVERY_S = 1.0
-"""The seconds between two looks for a device that stands still."""
 
 
 class Pipeline(abc.ABC):
@@ -36,6 +35,10 @@ class Pipeline(abc.ABC):
         max_in_flight: how many steps may be unfinished at once.
         lost_after_s: how long a device may be at one shard while another one waits.
         abandoned: called with the first step that was not finished when steps are abandoned.
+
+    Attributes:
+        steps: the steps that are not finished.
+        left_an_update: whether a device was given up that may have been in the middle of an update.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Pipeline(abc.ABC):
         abandoned: Callable[[Step], None],
     ) -> None:
         self.steps: deque[Step] = deque()
+        self.left_an_update = False
         self._executor = executor
         self._engine = executor.engine
         self._replicas = executor.replicas
@@ -67,7 +71,7 @@ class Pipeline(abc.ABC):
             self._start(step)
         except BaseException as error:
             self.abandon(error)
-            self._give_up([] if step.finished or step.error else [step], error)
+            self._give_up([] if step.is_taken or step.error else [step], error)
             raise
         if not self._overlap or self._executor.watch.is_first_step:
             self.wait()
@@ -82,6 +86,7 @@ class Pipeline(abc.ABC):
         while len(self.steps) > leave:
             self._finish_oldest()
 
+    @INTERRUPTS.uninterrupted
     def wait_until(self, step: Step) -> None:
         """Wait until `step` is finished; raise as `wait` does."""
         while step in self.steps:
@@ -90,14 +95,20 @@ class Pipeline(abc.ABC):
     def abandon(self, error: BaseException) -> None:
         """Drop the steps whose update has not begun, and leave the model as it was before them."""
         self._drop_all()
-        while self.steps and self.steps[0].finished:
-            self.steps.popleft().release()
+        self.left_an_update |= bool(self._engine.given_up) and any(
+            step.attempt.committed and not step.finished for step in self.steps
+        )
+        while self.steps and self.steps[0].is_taken:
+            if not self.steps[0].finished:
+                self._reopen()
+            self._close_oldest()
         if not self.steps:
             return
         steps = [*self.steps]
+        self._recovery.undo_draws(steps[0])
         self._forget()
         self._give_up(steps, error)
-        self._executor.group.reducer.announce_failure(steps[0], error)
+        interruptible(self._executor.group.reducer.announce_failure, steps[0], error)
 
     def _finish_oldest(self) -> None:
         step = self.steps[0]
@@ -107,21 +118,24 @@ class Pipeline(abc.ABC):
             self.abandon(interrupt)
             raise
         if error is None:
-            self.steps.popleft().release()
-            self._executor.watch.step_done()
+            self._close_oldest()
         elif self._recovery.can_retry(step, error):
             self._retry()
         else:
             self.abandon(error)
             raise error
 
+    def _close_oldest(self) -> None:
+        self.steps.popleft().release()
+        self._executor.watch.is_first_step = False
+
     def _retry(self) -> None:
         """Attempt all unfinished steps again, the oldest of which has failed."""
         self._drop_all()
         steps = [*self.steps]
         try:
-            self._executor.group.reducer.announce_retry(steps[0])
-        except PeerError as error:
+            interruptible(self._executor.group.reducer.announce_retry, steps[0])
+        except BaseException as error:  # a process is gone, or Ctrl-C
             self.abandon(error)
             raise
         self._forget()
@@ -131,7 +145,7 @@ class Pipeline(abc.ABC):
                 self._start(step)
         except BaseException as error:  # Ctrl-C
             self.abandon(error)
-            self._give_up([step for step in steps if not step.finished], error)
+            self._give_up([step for step in steps if not (step.is_taken or step.error)], error)
             raise
 
     def _give_up(self, steps: Sequence[Step], error: BaseException) -> None:
@@ -146,6 +160,10 @@ class Pipeline(abc.ABC):
         self.steps.clear()
         self._replicas.abandon_step()
 
+    def _reopen(self) -> None:
+        """Go on from a step whose update was made, though what came behind it has failed."""
+        self._replicas.open_step()
+
     def _drop_all(self) -> None:
         """Let nothing begin that has not begun, and wait for what runs."""
         for step in self.steps:
@@ -154,6 +172,7 @@ class Pipeline(abc.ABC):
 
     # ---- the end of a step, in a lane
 
+    @INTERRUPTS.shielded
     def _end(self, step: Step) -> None:
         """Reduce a step whose own shards are done, and update the model."""
         began_s, attempt = time.perf_counter(), step.attempt
@@ -193,7 +212,10 @@ class Pipeline(abc.ABC):
 
     @abc.abstractmethod
     def _drain(self) -> None:
-        """Wait for everything that was begun, however often Ctrl-C is pressed."""
+        """Wait for everything that was begun, also if Ctrl-C is pressed.
+
+        Pressed again, it gives up the devices that are still at work.
+        """
 
 
 class DirectPipeline(Pipeline):
@@ -240,8 +262,10 @@ class DirectPipeline(Pipeline):
     def _wait_for(self, step: Step) -> BaseException | None:
         attempt = step.attempt
         while not attempt.is_over:
-            if not attempt.ended.acquire(timeout=LOOK_EVERY_S):
+            if not attempt.ended.acquire(timeout=POLL_S):
                 self._give_up_stuck(attempt)
+            if INTERRUPTS.pending:
+                INTERRUPTS.check()
         if len(self._engine.devices) > 1:
             assert attempt.clock.ready_s is not None
             self._help.learn(attempt.alone, time.perf_counter() - attempt.clock.ready_s)
@@ -260,22 +284,20 @@ class DirectPipeline(Pipeline):
                 attempt.is_over = True
 
     def _drain(self) -> None:
-        lanes = self._engine.lanes
-        while True:
-            try:
-                behind = []
-                for lane in range(len(self._engine.devices)):
-                    if lane not in self._engine.lost_lanes:
-                        reached = threading.Lock()
-                        reached.acquire()
-                        lanes.put(lane, functools.partial(_release, reached))
-                        behind.append(reached)
-                lanes.work()
-                for reached in behind:
-                    reached.acquire()
-            except KeyboardInterrupt:
-                continue
-            return
+        INTERRUPTS.follow()
+        lanes, since_s = self._engine.lanes, time.monotonic()
+        behind: dict[int, threading.Lock] = {}
+        for lane in range(len(self._engine.devices)):
+            if lane not in self._engine.lost_lanes:
+                behind[lane] = threading.Lock()
+                behind[lane].acquire()
+                lanes.put(lane, functools.partial(_release, behind[lane]))
+        lanes.work()
+        for lane, reached in behind.items():
+            while not reached.acquire(timeout=POLL_S):
+                if INTERRUPTS.has_come and time.monotonic() - since_s > PATIENCE_S:
+                    self._engine.give_up(lane)
+                    break
 
 
 def _release(lock: threading.Lock, lane: int) -> None:

@@ -52,6 +52,12 @@ class Recovery:
             return True
         return is_open and self._can_do_without(step, error)
 
+    def undo_draws(self, step: Step) -> None:
+        """Put the default generators back to where a step began that is not taken."""
+        watch = self._executor.watch
+        if self._restores_generators or watch.is_first_step:
+            watch.put_back(step.attempt.before)
+
     def give_up(self, lane: int) -> None:
         """Give a device up, unless that was done before."""
         if lane not in self._executor.engine.lost_lanes:
@@ -68,7 +74,7 @@ class Recovery:
         self.give_up_failed(step)
         engine = self._executor.engine
         lost = engine.lost_lanes
-        newly_lost = lost - self._lost
+        newly_lost = lost - self._lost - engine.given_up
         if not newly_lost or not self._executor.replicas.drop_lanes(lost):
             return False
         self._lost = lost

@@ -177,6 +177,7 @@ class Step:
         digest: of the whole batch, where several processes compare it.
         attempt: the current attempt at the batch.
         loss: the mean loss, once the step is finished.
+        is_taken: whether the optimizer has updated the model. From then on the step stays.
         finished: whether `finish` is through.
         error: why the step was abandoned.
     """
@@ -190,6 +191,7 @@ class Step:
     settings: Sequence[Any] = ()
     digest: int = NO_DIGEST
     loss: float = math.nan
+    is_taken: bool = False
     finished: bool = False
     error: BaseException | None = None
 

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -41,9 +42,11 @@ from evenstep.devices import (
 )
 from evenstep.distributed import local_share
 from evenstep.distributed.step_report import NO_DIGEST
-from evenstep.engine import Engine, Lanes, ThreadLanes
+from evenstep.engine import Engine, Lanes, Task, ThreadLanes
+from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.lanes import has_own_modes
-from evenstep.errors import ClosedError, InputError
+from evenstep.engine.task import PLAIN
+from evenstep.errors import ClosedError, DeviceLostError, InputError
 from evenstep.experiment import (
     BatchNorm,
     BufferRule,
@@ -80,6 +83,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 logger = logging.getLogger("evenstep")
+
+_FOLLOW_EVERY = 16  # steps between two looks for handlers of signals that the user has installed
 
 
 class TrainerOptions(TypedDict, total=False):
@@ -326,15 +331,18 @@ class Trainer:
             self._proxy.record if self._proxy and not minimises else tuple
         )
 
+    @INTERRUPTS.shielded
     def __enter__(self) -> Trainer:
         """Start the worker threads, and find the other processes."""
         for note in self.notes:
             logger.warning(note)
         with contextlib.ExitStack() as opened:
+            opened.enter_context(INTERRUPTS.handled())
             if self.experiment.memory_format == "channels_last":
                 opened.enter_context(channels_last_weights(self.model, self.optimizer))
                 self._replicas.rebuild()
-            group = opened.enter_context(
+            group = interruptible(
+                opened.enter_context,
                 joined(
                     self._replicas,
                     self.experiment.shards,
@@ -343,7 +351,7 @@ class Trainer:
                     self._facts,
                     self._executor.shards_per_s,
                     self._max_in_flight,
-                )
+                ),
             )
             if self.shall_stop:
                 group.ask_to_stop()
@@ -356,10 +364,12 @@ class Trainer:
             opened.enter_context(self._saves)
             hook = self.optimizer.register_step_pre_hook(self._update.refuse_foreign_step)
             opened.callback(hook.remove)
+            INTERRUPTS.check()
             self._opened = opened.pop_all()
         self._is_open = True
         return self
 
+    @INTERRUPTS.shielded
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -381,7 +391,10 @@ class Trainer:
         finally:
             self._is_open = False
             self._group = self._executor.group = self._group.alone()
-            self._opened.__exit__(kind, error, traceback)
+            try:
+                self._opened.__exit__(kind, error, traceback)
+            finally:
+                INTERRUPTS.deliver()
 
     @property
     def cursor(self) -> Cursor:
@@ -417,12 +430,23 @@ class Trainer:
                 update, and Ctrl-C, the model is as the step found it. With `max_in_flight` above 1
                 a step's error is raised where somebody waits for it: by its handle, a later
                 `step`, or `waitall`; the steps after it were not taken.
+            KeyboardInterrupt: Ctrl-C was pressed. Steps whose update had not begun were not taken;
+                one whose update had begun was finished and stays. `steps_done` and `cursor` tell.
         """
+        try:
+            return self._step(batch)
+        finally:
+            if INTERRUPTS.pending:
+                INTERRUPTS.deliver()
+
+    @INTERRUPTS.shielded
+    def _step(self, batch: tuple[Batch, ...]) -> StepLoss:
         self._open_step()
         step = self._next_step(batch)
         check = self._self_check
         if step.number >= check.due_at or check.structure is not self._replicas.structure:
             self._check_contract(step)
+        step.settings = self._record_settings()
         self.position = self.position.after_step(self._drawn)
         return self._take(step)
 
@@ -435,6 +459,7 @@ class Trainer:
         Raises:
             BatchError: the epoch's last batch can't be trained on; raised before its first.
         """
+        INTERRUPTS.follow()
         last = loader.epoch_examples - (len(loader) - 1) * loader.batch_size
         self._refuse_lonely(shard_bounds(last, self.experiment.shards))
         self._wait_before_exchange()
@@ -442,14 +467,19 @@ class Trainer:
         batches = self._group.batches(loader, start, lambda: self.steps_done, "epoch")
         began_s = time.perf_counter()
         for step, batch in enumerate(batches, start.step):
-            self._timekeeper.loaded(began_s)
-            self.position = self.position.at(Cursor(start.epoch, step))
-            self._drawn = Cursor(start.epoch, step + 1)
+            self._note_drawn(Cursor(start.epoch, step), began_s)
             yield batch
             self._group.note("loading a batch")
             began_s = time.perf_counter()
         self._drawn = Cursor(start.epoch + 1)
         self.position = self.position.at(self._drawn)
+
+    @INTERRUPTS.uninterrupted
+    def _note_drawn(self, place: Cursor, began_s: float) -> None:
+        """Note that the batch at `place` was loaded since `began_s`, and will be yielded."""
+        self._timekeeper.loaded(began_s)
+        self.position = self.position.at(place)
+        self._drawn = Cursor(place.epoch, place.step + 1)
 
     def batches(self, loader: Loader) -> Iterator[Batch]:
         """Yield the batches of the loader's epoch 0, to be given to `evaluate`.
@@ -459,6 +489,7 @@ class Trainer:
         self._wait_before_exchange()
         yield from self._group.batches(loader, Cursor(), lambda: self.steps_done, "batches")
 
+    @INTERRUPTS.uninterrupted
     def evaluate(self, batches: Iterable[Batch], metrics: Mapping[str, Metric]) -> dict[str, float]:
         """Return each metric over all `batches`, computed on every device in evaluation mode.
 
@@ -474,6 +505,7 @@ class Trainer:
             batches, metrics, position=self.position, open_batch=self._open_batches()
         )
 
+    @INTERRUPTS.uninterrupted
     def predict(
         self, batches: Iterable[Batch], forward: Forward = output_of, *, dim: int | None = None
     ) -> Batch:
@@ -499,13 +531,16 @@ class Trainer:
             batches, forward, dim, position=self.position, open_batch=self._open_batches()
         )
 
+    @INTERRUPTS.uninterrupted
     def waitall(self) -> None:
         """Wait for every step; afterwards the model may be read, and changed in any way.
 
         Raises:
             Exception: the error of a step in flight; it and those after it were not taken.
         """
+        INTERRUPTS.follow()
         self._pipeline.wait()
+        self._refuse_given_up()
         if self._proxy:
             self._proxy.give_back()
         self._replicas.mark_written()
@@ -623,6 +658,7 @@ class Trainer:
         return self._self_check.report
 
     @property
+    @INTERRUPTS.uninterrupted
     def trace(self) -> Trace:
         """What ran where and when; `trace.save(file)` writes it for Perfetto."""
         return self._timekeeper.trace
@@ -638,6 +674,7 @@ class Trainer:
         """The seconds spent on compiling so far; they are no part of any step's time."""
         return self.hybridized.compile_s if self.hybridized is not None else 0.0
 
+    @INTERRUPTS.uninterrupted
     def shares(self) -> tuple[DeviceShares, ...]:
         """Return for each device where the time of the training steps went."""
         return self._timekeeper.shares()
@@ -682,6 +719,8 @@ class Trainer:
         """Get ready for a step: nothing has failed, states agree, replicas are up to date."""
         if self._saves.pending is not None:
             self._saves.check()
+        if not self.position.steps_done % _FOLLOW_EVERY:
+            INTERRUPTS.follow()
         if not self._group.is_alone and self.steps_done % self._check_every == 0:
             self._compare_states()
         self._open_flight(leave=self._max_in_flight - 1, may_be_written=True)
@@ -703,6 +742,8 @@ class Trainer:
                 "torch.autocast around a step is not propagated to the worker threads: use "
                 'Trainer(precision="bf16") instead'
             )
+        if self._engine.given_up:
+            self._refuse_given_up()
         if has_own_modes():
             refuse_modes(self.devices[0].torch_device)
         if self._pipeline.steps:
@@ -748,7 +789,6 @@ class Trainer:
             objective=self._objective,
             finish=self._update,
             observe=self.on_shard,
-            settings=self._record_settings(),
             digest=NO_DIGEST if self._group.is_alone else self._digest_of(batch),
         )
 
@@ -770,7 +810,8 @@ class Trainer:
 
         Its batch may be trained on again, until the loop draws the next one.
         """
-        self.position = step.position
+        if step.number <= self.position.steps_done:  # one before it may be abandoned, too
+            self.position = step.position
         if self._proxy:
             self._proxy.renew()
 
@@ -780,8 +821,9 @@ class Trainer:
             return
         self._wait_before_exchange()
         digests = functools.partial(fingerprints.digests, self.model, self.optimizer)
-        self._group.refuse_divergence(digests, self.steps_done)
+        interruptible(self._group.refuse_divergence, digests, self.steps_done)
 
+    @INTERRUPTS.uninterrupted
     def _wait_before_exchange(self) -> None:
         """Wait for the steps in flight before this thread exchanges messages with processes."""
         if not self._group.is_alone:
@@ -817,8 +859,8 @@ class Trainer:
             self._update.minimise(closure)
         assert closure.first is not None
         assert closure.root is not None
-        self._in_first_lane(functools.partial(self._update.close_minimised, closure.root))
         self.position = after
+        self._in_first_lane(functools.partial(self._update.close_minimised, closure.root))
         return StepLoss(closure.first, lambda step: None)
 
     def _evaluate_once(self, step: Step, finish: Finish) -> Step:
@@ -828,8 +870,25 @@ class Trainer:
         return evaluation
 
     def _in_first_lane(self, function: Callable[[], None]) -> None:
-        """Run `function` where the update is done, and wait for it."""
-        self._engine.submit(function, device=self.devices[self._engine.first_lane]).wait_to_read()
+        """Run `function` where the update is done, and wait for it, also if Ctrl-C is pressed."""
+        task = Task(function, lane=self._engine.first_lane, modes=PLAIN, quiet=True)
+        self._engine.submit_tasks([task])
+        self._engine.drain(task, patience_s=math.inf)
+        if task.error is not None:
+            raise task.error
+
+    def _refuse_given_up(self) -> None:
+        """Refuse to go on if a device is at work that was given up, and that training needs."""
+        engine = self._engine
+        if not engine.given_up:
+            return
+        may_go_on = self._replicas.drop_lanes(engine.lost_lanes)
+        if self._pipeline.left_an_update or not may_go_on:
+            lost = ", ".join(str(self.devices[lane]) for lane in sorted(engine.given_up))
+            raise DeviceLostError(
+                f"Ctrl-C was pressed again while {lost} was at work on the model, and was not "
+                f"waited for: load the last checkpoint in a new process"
+            )
 
     def _restore(self, saved: training_state.TrainingState) -> None:
         saved.check_experiment(self.experiment)

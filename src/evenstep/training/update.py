@@ -53,6 +53,7 @@ class Update:
         self._close_buffers(root)
         with _no_compiling():
             self._update(step, count, root)
+        step.is_taken = True
         self._close()
 
     def install(self, count: float, root: PartialSum) -> None:
@@ -112,9 +113,11 @@ class Update:
 
         Until then the user may write to them, even past the version counters.
         """
-        if self._after_update:
-            self._call(self._after_update, "after_update")
-        self._replicas.mark_written()
+        try:
+            if self._after_update:
+                self._call(self._after_update, "after_update")
+        finally:
+            self._replicas.mark_written()
 
     def _call(self, hook: Hook, name: str) -> None:
         hook(self._replicas.home.module)
@@ -179,9 +182,11 @@ class ProxyUpdate(Update):
         super()._close_buffers(root)
 
     def _close(self) -> None:
-        super()._close()
-        self.update_copies()
-        self._proxy.mark()
+        try:
+            super()._close()
+        finally:
+            self.update_copies()
+            self._proxy.mark()
 
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
         """Update with gradients that the user's `zero_grad` can't reach meanwhile.

@@ -1,0 +1,132 @@
+"""A small training that is interrupted, and its undisturbed course, to be compared with."""
+
+import contextlib
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.data import Cursor, Loader
+from reference import assert_same_bits
+from trainers import state_of
+
+CODE = (str(Path(evenstep.__file__).parent), threading.__file__)
+BATCHES = 3  # in an epoch
+CLASSES = 4
+
+
+class Busy(nn.Module):
+    """Draws random numbers, writes buffers in place, and assigns one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.norm = nn.Linear(3, 6), nn.BatchNorm1d(6)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(6, CLASSES)
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x):
+        x = self.inner(x)
+        if self.training:
+            self.mean = 0.9 * self.mean + x.detach().mean(0)
+        return self.head(self.drop(self.norm(x) - self.mean))
+
+
+def loader():
+    generator = torch.Generator().manual_seed(1)
+    X = torch.randn(8 * BATCHES - 3, 3, generator=generator)
+    y = torch.randint(CLASSES, (len(X),), generator=generator)
+    return Loader(torch.utils.data.TensorDataset(X, y), 8, seed=3)
+
+
+class Training:
+    """A trainer, and a loop that asks the trainer where it stands.
+
+    Attributes:
+        losses: by step, as far as the loop has got them.
+    """
+
+    def __init__(self, devices=1, max_in_flight=1, **options):
+        torch.manual_seed(0)
+        model = Busy()
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        options = {"shards": 2, "devices": devices, "max_in_flight": max_in_flight, **options}
+        self.trainer = evenstep.Trainer(model, self.optimizer, nn.CrossEntropyLoss(), **options)
+        self.loader = loader()
+        self.losses = {}
+
+    def run(self, until):
+        """Train until `until` steps are done, each with a rate of its own."""
+        trainer = self.trainer
+        while trainer.steps_done < until:
+            for batch in trainer.epoch(self.loader):
+                step = trainer.steps_done
+                self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step % 5)
+                self.losses[step] = trainer.step(*batch)
+                if step - 1 in self.losses:
+                    self.losses[step - 1] = float(self.losses[step - 1])
+                if trainer.steps_done >= until:
+                    break
+        trainer.waitall()
+
+    def assert_is_at_a_step_of(self, undisturbed):
+        """The model is as after the step that the trainer names."""
+        trainer = self.trainer
+        trainer.waitall()
+        assert cursor_of(trainer.steps_done) == trainer.cursor or (
+            # the end of an epoch counts as soon as the next one is begun
+            trainer.cursor == Cursor((trainer.steps_done - 1) // BATCHES, BATCHES)
+            and trainer.steps_done % BATCHES == 0
+        )
+        assert_same_bits(state_of(trainer), undisturbed[trainer.steps_done])
+
+
+def cursor_of(steps_done):
+    return Cursor(*divmod(steps_done, BATCHES))
+
+
+def undisturbed_course(steps):
+    """Return the state after each number of steps, and the losses."""
+    training, states = Training(), {}
+    with training.trainer as trainer:
+        for step in range(steps + 1):
+            training.run(step)
+            states[step] = state_of(trainer)
+    return states, {step: float(loss) for step, loss in training.losses.items()}
+
+
+def press_ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def interrupted_at(boundary, act=press_ctrl_c):
+    """Inside `with`, call `act` at the given bytecode boundary of evenstep, or of Python's locks.
+
+    Yields a list: of the boundaries that were passed, each with its function and line.
+    """
+    passed = []
+
+    def trace(frame, event, argument):
+        if not frame.f_code.co_filename.startswith(CODE):
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        if event == "opcode":
+            passed.append((frame.f_code.co_qualname, frame.f_lineno))
+            if len(passed) == boundary:
+                act()
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield passed
+    finally:
+        sys.settrace(None)
+
+
+def lanes_left():
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("evenstep")]
