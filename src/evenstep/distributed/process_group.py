@@ -62,7 +62,7 @@ class Peers:
 
     Attributes:
         rank, size: this process's number, and the number of processes.
-        on_one_machine: whether all processes can share memory.
+        on_one_machine: whether all processes are in one network namespace.
     """
 
     def __init__(
