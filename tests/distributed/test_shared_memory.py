@@ -15,8 +15,7 @@ import torch
 from evenstep.collectives import connect
 from evenstep.distributed import shared_bytes, shared_memory
 from launched import JOBS
-from over_threads import on_each
-from test_process_group import peers_over
+from over_threads import on_each, peers_over
 
 NBYTES = 1000
 

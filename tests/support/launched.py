@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch.distributed as dist
+
 JOBS = Path(__file__).parent / "jobs"
 
 
@@ -39,7 +41,7 @@ def alone(job, *arguments, timeout_s=120):
 
 
 def apart(job, *arguments, variables=({}, {}), within=((), ()), timeout_s=120):
-    """Run a job in processes that differ, without a launcher; return (code, output, errors) of each.
+    """Run a job in processes that differ, without a launcher; return their codes and texts.
 
     Args:
         job: a file in `tests/support/jobs`.
@@ -48,9 +50,10 @@ def apart(job, *arguments, variables=({}, {}), within=((), ()), timeout_s=120):
         within: for each process, the command that its own follows, such as `unshare -m`.
         timeout_s: the time limit.
     """
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     shared |= {"WORLD_SIZE": str(len(variables)), "LOCAL_WORLD_SIZE": str(len(variables))}
-    shared |= {"TORCHELASTIC_RUN_ID": "test"}
+    shared |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     started = [
         subprocess.Popen(
             [*prefix, sys.executable, str(JOBS / job), *map(str, arguments)],
