@@ -62,6 +62,7 @@ STARTS = {
     "another optimizer": r"the class of the optimizer is Adam on rank 1 .* but SGD on rank 0",
     "layers": r"layer \d is Dropout\(p=0\.2, .*\) on rank 1 .* but Dropout\(p=0\.1, .*\) on rank 0",
     "loss": r"loss is CrossEntropyLoss\(.*label_smoothing=0\.1\) on rank 1 .*=0\.0\) on rank 0",
+    "class weights": r"the digest of loss weight is \w+ on rank 1 .* but \w+ on rank 0",
 }
 LATE = (
     *("late, save", "late, save aside", "late, evaluate", "late, predict", "late, end"),

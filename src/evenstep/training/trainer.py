@@ -861,13 +861,23 @@ class Trainer:
             **dataclasses.asdict(self.experiment),
             "allow_rounding": self._allow_rounding,
             **layer_settings("layer", self.model),
-            **(layer_settings("loss", self._loss) if isinstance(self._loss, nn.Module) else {}),
+            **self._loss_facts(),
             **optimizer_settings(self.optimizer),
             "the steps done": self.steps_done,
             "the place in the data": dataclasses.astuple(self.cursor),
             "the place of the seeds": dataclasses.astuple(self.position.seeds_at),
             FINGERPRINT: fingerprints.fingerprint(self.model, self.optimizer),
         }
+
+    def _loss_facts(self) -> dict[str, str]:
+        """Return the settings and the class weights of a loss that is a module."""
+        if not isinstance(self._loss, nn.Module):
+            return {}
+        weights = {
+            f"the digest of loss {name}": fingerprints.tensor_digest(value)
+            for name, value in self._loss.named_buffers()
+        }
+        return {**layer_settings("loss", self._loss), **weights}
 
     def _minimise(self, step: Step) -> StepLoss:
         """Update with an optimizer that evaluates the batch as often as it likes (LBFGS).

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import evenstep
 from evenstep.errors import EvenstepError
 from evenstep.metrics import accuracy
-from zoo import build, make_batches
+from zoo import CLASSES, build, make_batches
 
 RANK = int(os.environ.get("RANK", "0"))
 BATCHES = [  # of numbers that no processor rounds in another way
@@ -81,11 +81,12 @@ def ended(kind):
     if kind == "layers":
         next(layer for layer in model if isinstance(layer, nn.Dropout)).p = 0.1 * (1 + RANK)
     smoothing = 0.1 * RANK if kind == "loss" else 0.0
+    weight = torch.full((CLASSES,), 1.0 + RANK) if kind == "class weights" else None
     error, reached = None, "nothing"
     trainer = evenstep.Trainer(
         model,
         optimizer_of(kind, model),
-        nn.CrossEntropyLoss(label_smoothing=smoothing),
+        nn.CrossEntropyLoss(weight, label_smoothing=smoothing),
         devices=[evenstep.Device("cpu", 0, threads=threads)],
         peer_timeout_s=20.0,
         max_in_flight=2 if "in flight" in kind else 1,
