@@ -22,6 +22,7 @@ KEYS = [
     "seconds_per_epoch",
     "examples_per_second",
     "fingerprint",
+    "within_rounding",
 ]
 
 counts = st.integers(min_value=0, max_value=2**63 - 1)
@@ -41,6 +42,7 @@ records = st.builds(
     seconds_per_epoch=st.none() | numbers,
     examples_per_second=st.none() | numbers,
     fingerprint=st.text(),
+    within_rounding=st.booleans(),
 )
 
 
@@ -69,6 +71,7 @@ def a_record(**changes):
         "seconds_per_epoch": 1.5,
         "examples_per_second": 1000.0,
         "fingerprint": "0" * 64,
+        "within_rounding": False,
     }
     return TrainRecord(**{**values, **changes})
 

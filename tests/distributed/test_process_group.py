@@ -1,8 +1,6 @@
 """Messages between processes, played by threads: over a local transport, and over gloo."""
 
 import datetime
-import json
-import time
 
 import pytest
 import torch
@@ -14,18 +12,10 @@ from evenstep.distributed import Exchange, Peers, StatusBoard, agree
 from evenstep.distributed.gloo import GlooTransport
 from evenstep.distributed.step_report import batch_digest
 from evenstep.errors import InputError, PeerError
-from over_threads import on_each
+from over_threads import on_each, peers_over
 
 SIZES = [0, 1, 4087, 4088, 4089, 100_000]
 IT = Exchange("save", "it")
-
-
-def peers_over(transport):
-    hosts = [f"host{rank}" for rank in range(transport.size)]
-    store = dist.HashStore()
-    for rank in range(1, transport.size):
-        store.set(f"doing/{rank}", json.dumps({"at": time.time() - 7, "doing": "thinking"}))
-    return Peers(transport, hosts, StatusBoard(store, transport.rank), on_one_machine=True)
 
 
 def gloo_transports(size, timeout_s=20):

@@ -1,9 +1,12 @@
 """Scripts of `tests/support/jobs`, started as a user starts them."""
 
+import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import torch.distributed as dist
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -35,3 +38,35 @@ def alone(job, *arguments, timeout_s=120):
         timeout=timeout_s,
         check=False,
     )
+
+
+def apart(job, *arguments, variables=({}, {}), within=((), ()), timeout_s=120):
+    """Run a job in processes that differ, without a launcher; return their codes and texts.
+
+    Args:
+        job: a file in `tests/support/jobs`.
+        arguments: the job's arguments.
+        variables: for each process, what its environment has besides this one's.
+        within: for each process, the command that its own follows, such as `unshare -m`.
+        timeout_s: the time limit.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared |= {"WORLD_SIZE": str(len(variables)), "LOCAL_WORLD_SIZE": str(len(variables))}
+    shared |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    started = [
+        subprocess.Popen(
+            [*prefix, sys.executable, str(JOBS / job), *map(str, arguments)],
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, (prefix, own) in enumerate(zip(within, variables, strict=True))
+    ]
+    try:
+        ended = [process.communicate(timeout=timeout_s) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return [(process.returncode, *texts) for process, texts in zip(started, ended, strict=True)]

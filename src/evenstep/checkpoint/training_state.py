@@ -58,6 +58,8 @@ class TrainingState:
     Attributes:
         experiment: the choices that the result depends on.
         cursor: the place of the next batch in the data.
+        within_rounding: whether results are equal to those of other devices within rounding, not
+            bit for bit, because devices or processes of different kinds had a part in them.
         seeds_at: the place in the sequence of seeds, where it differs from `cursor`: after an epoch
             in which some batch had no step, or several.
         steps_done: the number of steps since the start of the training.
@@ -79,6 +81,7 @@ class TrainingState:
     scheduler: dict[str, Any] | None
     fingerprint: str = ""
     seeds_at: Cursor | None = dataclasses.field(default=None, metadata=LATER)
+    within_rounding: bool = dataclasses.field(default=False, metadata=LATER)
 
     def to_tree(self) -> Tree:
         """Return the state as nested dicts; tensors are not copied."""

@@ -138,6 +138,12 @@ class LayoutOptions(OptionTable):
         argument="peer_timeout_s",
         metavar="SECONDS",
     )
+    allow_rounding: bool = option(
+        False,
+        "With several processes: train although their processors, libraries or settings round "
+        "differently; results are then equal within rounding, not bit for bit.",
+        argument="allow_rounding",
+    )
     resume: bool = option(False, "Resume from the newest checkpoint in DIR.")
     auto_resume: bool = option(
         False,

@@ -27,6 +27,8 @@ class TrainRecord:
             includes loading, but not saving and testing. None if it trained on none.
         examples_per_second: the same speed; None if this process trained on no example.
         fingerprint: SHA-256 (hexadecimal) of parameters, buffers and optimizer state.
+        within_rounding: whether the result is equal to that of other devices within rounding, not
+            bit for bit.
     """
 
     model: str
@@ -42,6 +44,7 @@ class TrainRecord:
     seconds_per_epoch: float | None
     examples_per_second: float | None
     fingerprint: str
+    within_rounding: bool = False
 
     def to_json(self) -> str:
         """Return a JSON object on one line, with the attributes as keys in their order."""

@@ -30,6 +30,7 @@ from evenstep.cli.setup import (
 from evenstep.cli.train_loop import Training, train_and_test
 from evenstep.data import Loader
 from evenstep.devices import intra_op_threads
+from evenstep.devices.discovery import WITHIN_ROUNDING
 from evenstep.distributed import is_first, restarts, was_launched
 from evenstep.errors import CheckpointError, InputError, SaveError
 from evenstep.models.registry import find_factory
@@ -153,6 +154,7 @@ def _fields(record: TrainRecord, folder: Path | None) -> list[tuple[str, str]]:
         ("shards", str(record.shards)),
         *([] if folder is None else [("checkpoints", str(folder))]),
         ("fingerprint", record.fingerprint),
+        *([("bits", WITHIN_ROUNDING)] if record.within_rounding else []),
     ]
 
 

@@ -116,4 +116,5 @@ def _record(training: Training, progress: Progress, accuracy: float) -> TrainRec
         seconds_per_epoch=progress.epoch_s,
         examples_per_second=progress.examples_per_s,
         fingerprint=trainer.fingerprint(),
+        within_rounding=trainer.within_rounding,
     )

@@ -1,5 +1,6 @@
 """Devices: finding them, naming them, and moving tensors to them."""
 
+from evenstep.devices.arithmetic import arithmetic_facts, known_results
 from evenstep.devices.device import Device, as_device, parse_device
 from evenstep.devices.discovery import (
     Devices,
@@ -7,6 +8,7 @@ from evenstep.devices.discovery import (
     find_devices,
     gpu_count,
     layout_notes,
+    rounding_notes,
     try_all_gpus,
     try_gpu,
     usable_cores,
@@ -17,6 +19,7 @@ from evenstep.devices.placement import carry, deterministic_kernels, intra_op_th
 __all__ = [
     "Device",
     "Devices",
+    "arithmetic_facts",
     "as_device",
     "carry",
     "cgroup_quota_cores",
@@ -25,8 +28,10 @@ __all__ = [
     "gpu_count",
     "intra_op_threads",
     "kept_memory",
+    "known_results",
     "layout_notes",
     "parse_device",
+    "rounding_notes",
     "try_all_gpus",
     "try_gpu",
     "usable_cores",

@@ -16,6 +16,9 @@ from evenstep.errors import DeviceError
 Devices: TypeAlias = "int | str | torch.device | Device | Sequence[str | torch.device | Device]"
 """The types that `find_devices` accepts."""
 
+WITHIN_ROUNDING = "results are equal within rounding, not bit for bit"
+"""What is said of results that devices or processes of different kinds have a part in."""
+
 
 def find_devices(
     wanted: Devices = "auto", *, threads: int = 1, share: tuple[int, int] = (0, 1)
@@ -105,13 +108,17 @@ def layout_notes(devices: Sequence[Device], shards: int) -> list[str]:
             f"{shards} shards keep {shards} of {len(devices)} devices busy: "
             f"shards={len(devices)} uses them all (and is another experiment)"
         )
+    return notes + rounding_notes(devices)
+
+
+def rounding_notes(devices: Sequence[Device]) -> list[str]:
+    """Return a line if results on `devices` are not those of other devices, bit for bit."""
     models = sorted({device.model_name for device in devices})
     if len(models) > 1 or len({device.threads for device in devices}) > 1:
-        notes.append(
-            f"devices of different kinds ({', '.join(models)}) or thread counts: results are "
-            f"equal within rounding, not bit for bit"
-        )
-    return notes
+        return [
+            f"devices of different kinds ({', '.join(models)}) or thread counts: {WITHIN_ROUNDING}"
+        ]
+    return []
 
 
 def _shared(threads: int, share: tuple[int, int]) -> tuple[Device, ...]:

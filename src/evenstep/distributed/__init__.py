@@ -1,6 +1,11 @@
 """The processes of a job: how they find each other, exchange messages, and sum gradients."""
 
-from evenstep.distributed.consistency import agree, refuse_divergence
+from evenstep.distributed.consistency import (
+    agree,
+    differences,
+    follow_the_first,
+    refuse_divergence,
+)
 from evenstep.distributed.process_group import Exchange, Peers
 from evenstep.distributed.rendezvous import (
     is_first,
@@ -20,6 +25,8 @@ __all__ = [
     "Peers",
     "StatusBoard",
     "agree",
+    "differences",
+    "follow_the_first",
     "is_first",
     "join",
     "local_share",

@@ -7,8 +7,39 @@ import hashlib
 import json
 from collections.abc import Mapping
 
+import torch
+from safetensors.torch import load, save
+
 from evenstep.distributed.process_group import Exchange, Peers
 from evenstep.errors import DivergedError, InputError
+
+_NAMED = 4  # differences in one message
+
+
+def differences(peers: Peers, facts: Mapping[str, object], exchange: Exchange) -> str:
+    """Return what differs between the processes, each of which must call this function.
+
+    Args:
+        peers: the processes.
+        facts: values that JSON can hold, by name.
+        exchange: what they are compared for.
+
+    Returns:
+        The names of facts that differ, with both values and processes; empty if all agree. It is
+        the same in every process.
+    """
+    message = json.dumps(dict(facts)).encode()
+    reported = [json.loads(other) for other in peers.gather(message, exchange)]
+    first = reported[0]
+    different = [
+        f"{name} is {other.get(name)} on rank {rank} ({peers.hosts[rank]}), but "
+        f"{first.get(name)} on rank 0 ({peers.hosts[0]})"
+        for rank, other in enumerate(reported)
+        for name in {**first, **other}
+        if other.get(name) != first.get(name)
+    ]
+    more = len(different) - _NAMED
+    return "; ".join(different[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def agree(peers: Peers, facts: Mapping[str, object], what: str, call: str) -> None:
@@ -21,49 +52,126 @@ def agree(peers: Peers, facts: Mapping[str, object], what: str, call: str) -> No
         call: the trainer's method that compares them.
 
     Raises:
-        InputError: some facts differ; the message names each of them and the process.
+        InputError: some facts differ; the message names them and the process.
     """
-    message = json.dumps(dict(facts)).encode()
-    exchange = Exchange(call, f"{what} to compare")
-    reported = [json.loads(other) for other in peers.gather(message, exchange)]
-    first = reported[0]
-    different = [
-        f"{name} is {other.get(name)} on rank {rank} ({peers.hosts[rank]}), but "
-        f"{first.get(name)} on rank 0 ({peers.hosts[0]})"
-        for rank, other in enumerate(reported)
-        for name in first
-        if other.get(name) != first[name]
-    ]
+    different = differences(peers, facts, Exchange(call, f"{what} to compare"))
     if different:
-        raise InputError(f"the processes disagree about {what}: {'; '.join(different)}")
+        raise InputError(f"the processes disagree about {what}: {different}")
 
 
-def refuse_divergence(peers: Peers, digests: Mapping[str, str], step: int) -> None:
+def refuse_divergence(
+    peers: Peers,
+    digests: Mapping[str, str],
+    settings: Mapping[str, str],
+    step: int,
+    call: str = "step",
+) -> None:
     """Compare the training state over all processes, each of which must call this function.
 
     Args:
         peers: the processes.
         digests: the digest of every tensor, by name.
+        settings: the optimizer's settings, by name.
         step: the number of steps that were done when the state was taken.
+        call: the trainer's method that compares it.
 
     Raises:
         DivergedError: a process has another state than most (of two, than rank 0); the message
-            names the process and the first tensor that differs.
+            names the process and the first setting or tensor that differs.
     """
-    whole = hashlib.sha256(json.dumps(sorted(digests.items())).encode()).digest()
-    states = peers.gather(whole, Exchange("step", "its state before the update", step))
+    found = [sorted(digests.items()), sorted(settings.items())]
+    whole = hashlib.sha256(json.dumps(found).encode()).digest()
+    states = peers.gather(whole, _exchange(call, "its state", step))
     if len(set(states)) == 1:
         return
     (usual, _), *_ = collections.Counter(states).most_common(1)
     rank = next(rank for rank, state in enumerate(states) if state != usual)
-    message = json.dumps(dict(digests)).encode()
-    named = peers.gather(message, Exchange("step", "the digests of its tensors", step))
-    theirs, ours = json.loads(named[rank]), json.loads(named[states.index(usual)])
-    names = sorted(theirs.keys() | ours.keys())
-    first = next(name for name in names if theirs.get(name) != ours.get(name))
+    message = json.dumps([dict(settings), dict(digests)]).encode()
+    named = peers.gather(message, _exchange(call, "the digests of its tensors", step))
+    different = _first_difference(json.loads(named[rank]), json.loads(named[states.index(usual)]))
     raise DivergedError(
         f"rank {rank} (on {peers.hosts[rank]}) is in another state than the others after step "
-        f"{step}: the first tensor that differs is {first}. Its memory or processor may be faulty, "
-        f"or its script changes the model: resume from the last checkpoint without it",
+        f"{step}: {different}",
         rank,
     )
+
+
+def follow_the_first(
+    peers: Peers, tensors: Mapping[str, torch.Tensor], step: int, call: str
+) -> None:
+    """Copy the first process's tensors, which are equal within rounding, into all the others'.
+
+    So processes that round differently stay one training. Each must call this function.
+
+    Args:
+        peers: the processes.
+        tensors: floating-point tensors by name, of the same shapes everywhere.
+        step: the number of steps that were done.
+        call: the trainer's method that compares them.
+
+    Raises:
+        DivergedError: a process's tensor is further from the first one's than rounding explains.
+    """
+    own = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
+    message = save(
+        {name: _as_bytes(tensor) for name, tensor in own.items()} if not peers.rank else {}
+    )
+    (theirs, *_) = peers.gather(message, _exchange(call, "the state of rank 0", step))
+    first = {name: _like(data, own[name]) for name, data in load(theirs).items()}
+    far = next((name for name in sorted(own) if not _is_close(own[name], first[name])), "")
+    exchange = _exchange(call, "the comparison with rank 0", step)
+    for rank, named in enumerate(peers.gather(far.encode(), exchange)):
+        if named:
+            raise DivergedError(
+                f"rank {rank} (on {peers.hosts[rank]}) is in another state than rank 0 after step "
+                f"{step}, further from it than rounding explains: {_of_tensor(named.decode())}",
+                rank,
+            )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            tensor.copy_(first[name])
+
+
+def _exchange(call: str, what: str, step: int) -> Exchange:
+    if call == "step":
+        return Exchange(call, f"{what} before the update", step)
+    return Exchange(call, what)
+
+
+def _first_difference(theirs: list[dict[str, str]], usual: list[dict[str, str]]) -> str:
+    """Say where two states, each of settings and digests, differ first."""
+    settings, tensors = (
+        [name for name in sorted({**other, **ours}) if other.get(name) != ours.get(name)]
+        for other, ours in zip(theirs, usual, strict=True)
+    )
+    if settings:
+        name = settings[0]
+        return (
+            f"{name} is {theirs[0].get(name)} instead of {usual[0].get(name)}. Every process must "
+            f"give its optimizer the same settings, and step its scheduler by the same numbers"
+        )
+    return _of_tensor(tensors[0])
+
+
+def _of_tensor(name: str) -> str:
+    return (
+        f"the first tensor that differs is {name}. Its memory or processor may be faulty, or its "
+        f"script changes the model: resume from the last checkpoint without it"
+    )
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    plain = tensor.resolve_conj().resolve_neg().contiguous().clone()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def _like(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    return data.view(tensor.dtype).reshape(tensor.shape)
+
+
+def _is_close(tensor: torch.Tensor, first: torch.Tensor) -> bool:
+    """Whether two tensors differ by no more than many roundings of their largest numbers."""
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    distance = torch.linalg.vector_norm(tensor.to(wide) - first.to(wide))
+    limit = torch.finfo(tensor.dtype).eps ** 0.5 * torch.linalg.vector_norm(first.to(wide))
+    return bool(distance <= limit)

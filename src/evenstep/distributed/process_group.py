@@ -12,6 +12,9 @@ from evenstep.collectives import Transport, wait_all
 from evenstep.distributed.status_board import StatusBoard
 from evenstep.errors import PeerError
 
+END = "the end of the trainer's `with`"
+"""The call of processes that take no further step."""
+
 _FRAME_BYTES = 4096
 _LENGTHS = struct.Struct("<qh")  # of the message, and of the exchange's name before it
 
@@ -39,6 +42,8 @@ class Exchange(NamedTuple):
         """What a process waits for, and where."""
         if self.call == "step":
             return f"{self.what} of {self.place}"
+        if self.call == END:
+            return f"{self.what} at {END}"
         return f"{self.what} in {self.call}, which every process must call"
 
     def encoded(self) -> bytes:
@@ -62,7 +67,7 @@ class Peers:
 
     Attributes:
         rank, size: this process's number, and the number of processes.
-        on_one_machine: whether all processes can share memory.
+        on_one_machine: whether all processes are in one network namespace.
     """
 
     def __init__(
@@ -161,7 +166,7 @@ class Peers:
         for rank, one in enumerate(found):
             place = one.place if len(calls) > 1 else f"{one.place} ({one.what})"
             places.setdefault(place, f"rank {rank} (on {self.hosts[rank]}) is in {place}")
-        other = calls - {"step"}
+        other = calls - {"step", END}
         same = "make the same calls in the same order"
         must = f"call {other.pop()}" if len(calls) == 2 and len(other) == 1 else same
         first, *others = places.values()

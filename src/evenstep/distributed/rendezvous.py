@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import os
 import socket
 import sys
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -16,15 +16,14 @@ from torch.distributed.rendezvous import rendezvous
 
 from evenstep.distributed.gloo import GlooTransport
 from evenstep.distributed.process_group import Peers
+from evenstep.distributed.shared_memory import connected, listening
 from evenstep.distributed.status_board import StatusBoard
 from evenstep.errors import PeerError
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
-_NETWORK = Path("/proc/self/ns/net")
-_MEMORY = Path("/dev") / "shm"
+_REACHED = "reached"
 
 
 def was_launched() -> bool:
@@ -68,10 +67,7 @@ def join(timeout_s: float, interface: str | None = None) -> Peers:
     store, rank, size = _meeting_point(timeout_s)
     number = store.add(f"evenstep/joined/{rank}", 1)  # counts the trainers that a script opens
     own = dist.distributed_c10d.PrefixStore(f"evenstep/{number}", store)
-    own.set(f"machine/{rank}", f"{_machine()}\n{socket.gethostname()}")
-    published = [_machine_of(peer, own, timeout_s).split("\n") for peer in range(size)]
-    machines, hosts = [machine for machine, _ in published], [host for _, host in published]
-    on_one_machine = len(set(machines)) == 1
+    hosts, on_one_machine = _hosts(own, rank, size, timeout_s)
     interface = interface or ("lo" if on_one_machine else None)
     transport = GlooTransport(own, rank, size, interface, timeout_s)
     return Peers(transport, hosts, StatusBoard(own, rank), on_one_machine=on_one_machine)
@@ -91,7 +87,27 @@ def _meeting_point(timeout_s: float) -> tuple[Store, int, int]:
     return store, rank, size
 
 
-def _machine_of(peer: int, store: Store, timeout_s: float) -> str:
+def _hosts(store: Store, rank: int, size: int, timeout_s: float) -> tuple[list[str], bool]:
+    """Return the host of each process, and whether all reach each other by loopback.
+
+    That is proved by a connection: the first process listens on a random name, which only processes
+    in its network namespace can connect to.
+    """
+    host = socket.gethostname()
+    with contextlib.ExitStack() as opened:
+        if rank == 0:
+            told, _ = opened.enter_context(listening())
+        else:
+            name, _ = _published(0, store, timeout_s)
+            link = opened.enter_context(connected(name))
+            told = _REACHED if link is not None else ""
+        store.set(f"machine/{rank}", f"{told}\n{host}")
+        published = [_published(peer, store, timeout_s) for peer in range(size)]
+    return [host for _, host in published], all(told for told, _ in published)
+
+
+def _published(peer: int, store: Store, timeout_s: float) -> tuple[str, str]:
+    """Return what a process has published about its place, and its host."""
     try:
         store.wait([f"machine/{peer}"], datetime.timedelta(seconds=timeout_s))
     except RuntimeError as error:
@@ -100,14 +116,8 @@ def _machine_of(peer: int, store: Store, timeout_s: float) -> str:
             f"trainer",
             peer,
         ) from error
-    return store.get(f"machine/{peer}").decode()
-
-
-def _machine() -> str:
-    """Identify what processes share if they reach each other by loopback and shared memory."""
-    boot = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
-    places = [path.stat().st_ino for path in (_NETWORK, _MEMORY) if path.exists()]
-    return f"{boot} {places}"
+    told, host = store.get(f"machine/{peer}").decode().split("\n")
+    return told, host
 
 
 @functools.cache

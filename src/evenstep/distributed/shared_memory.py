@@ -1,47 +1,171 @@
-"""Memory that all processes of one machine share."""
+"""Memory that all processes of one machine share, and the proof that they share it.
+
+Names and inode numbers prove nothing: two containers on one host's network may each have a
+`/dev/shm` of their own, with equal numbers. So the memory has no name. The first process hands it
+to the others through a socket of the network namespace (unix(7), "abstract"), and every process
+writes a random token that all others must read. The system frees the memory with the last process,
+however that ends.
+"""
 
 from __future__ import annotations
 
+import array
+import contextlib
+import hmac
+import mmap
 import os
-import tempfile
-from pathlib import Path
+import secrets
+import socket
+from collections.abc import Iterator
 
 import torch
 
 from evenstep.distributed.process_group import Exchange, Peers
 
-FOLDER = Path("/dev") / "shm"  # a file system in memory, on Linux
+_TOKEN_BYTES = 16
+_WAIT_S = 2.0  # for what another process has sent already
+_YES, _NO = b"yes", b""
+
+
+@contextlib.contextmanager
+def listening() -> Iterator[tuple[str, socket.socket | None]]:
+    """Listen on a random name, which every process of this network namespace can connect to.
+
+    Yields the name and the socket; an empty name if the system has no such sockets.
+    """
+    name = f"evenstep-{secrets.token_hex(_TOKEN_BYTES)}"
+    with contextlib.ExitStack() as opened:
+        try:
+            made = opened.enter_context(socket.socket(socket.AF_UNIX))
+            made.bind(f"\0{name}")
+            made.listen(socket.SOMAXCONN)
+            made.settimeout(_WAIT_S)
+        except (AttributeError, OSError):
+            yield "", None
+        else:
+            yield name, made
+
+
+@contextlib.contextmanager
+def connected(name: str, greeting: bytes = b"") -> Iterator[socket.socket | None]:
+    """Connect to the process that listens on `name`, and send `greeting`.
+
+    Yields None if it is not in this network namespace.
+    """
+    with contextlib.ExitStack() as opened:
+        try:
+            if not name:
+                raise ConnectionRefusedError
+            made = opened.enter_context(socket.socket(socket.AF_UNIX))
+            made.settimeout(_WAIT_S)
+            made.connect(f"\0{name}")
+            made.sendall(greeting)
+        except (AttributeError, OSError):
+            yield None
+        else:
+            yield made
 
 
 def shared_bytes(peers: Peers, nbytes: int) -> torch.Tensor | None:
     """Return zeros, uint8 (nbytes,), in the same memory in every process; each must call this.
 
-    None if the system has no shared memory, or too little. The file behind the memory is unlinked
-    as soon as all processes have mapped it, so the system frees it when the last process ends.
+    None, in every process, unless each has read what each of the others has written there.
     """
-    path = _make_file(nbytes) if peers.rank == 0 else None
+    whole = nbytes + _TOKEN_BYTES * peers.size  # the tokens lie behind the bytes
+    handle = _handed_out(peers, whole) if peers.rank == 0 else _handed_over(peers)
+    memory = None if handle is None else _mapped(handle, whole)
+    tokens = None if memory is None else memory[nbytes:].view(peers.size, _TOKEN_BYTES)
+    return memory[:nbytes] if _are_shared(peers, tokens) and memory is not None else None
+
+
+def _handed_out(peers: Peers, nbytes: int) -> int | None:
+    """Return a file that all other processes have too, in the first one; None without one."""
+    handle = _made_file(nbytes)
+    secret = secrets.token_hex(_TOKEN_BYTES)  # other users can see the names of sockets
+    with listening() as (name, offered):
+        is_offered = handle is not None and offered is not None
+        _all_say(peers, f"{name} {secret}".encode() if is_offered else _NO, "offered")
+        if all(_all_say(peers, _YES if is_offered else _NO, "connected to")):
+            assert handle is not None
+            assert offered is not None
+            sent = _send_to_each(offered, handle, secret.encode(), peers.size - 1)
+            if all(_all_say(peers, _YES if sent else _NO, "handed over")):
+                return handle
+    if handle is not None:
+        os.close(handle)
+    return None
+
+
+def _made_file(nbytes: int) -> int | None:
+    """Return a file in memory without a name; None if the system has none, or too little memory."""
     try:
-        named = Exchange("step", "shared memory")
-        name = peers.gather(str(path or "").encode(), named)[0].decode()
-        if not name:
-            return None
-        memory = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8)
-        peers.gather(b"", Exchange("step", "shared memory to be mapped"))
-        return memory
-    finally:
-        if path is not None:
-            path.unlink()
-
-
-def _make_file(nbytes: int) -> Path | None:
-    if not FOLDER.is_dir():
+        handle = os.memfd_create("evenstep")
+    except (AttributeError, OSError):
         return None
-    handle, name = tempfile.mkstemp(prefix="evenstep-", dir=FOLDER)
     try:
         os.posix_fallocate(handle, 0, nbytes)
     except OSError:
-        Path(name).unlink()
+        os.close(handle)
+        return None
+    return handle
+
+
+def _handed_over(peers: Peers) -> int | None:
+    """Return the file that `_hand_out` hands out, in the other processes; None without one."""
+    name, _, secret = _all_say(peers, _NO, "offered")[0].decode().partition(" ")
+    with connected(name, secret.encode()) as link:
+        if not all(_all_say(peers, _NO if link is None else _YES, "connected to")):
+            return None
+        assert link is not None
+        if not all(_all_say(peers, _YES, "handed over")):
+            return None
+        try:
+            _, handles, _, _ = socket.recv_fds(link, 1, 1)
+        except OSError:
+            return None
+        return handles[0] if handles else None
+
+
+def _send_to_each(offered: socket.socket, handle: int, secret: bytes, count: int) -> bool:
+    """Send a file to `count` processes that have connected and that know the secret."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [handle]))]
+    try:
+        while count:
+            link, _ = offered.accept()
+            with link:
+                link.settimeout(_WAIT_S)
+                if hmac.compare_digest(link.recv(len(secret)), secret):
+                    link.sendmsg([b"\0"], rights)
+                    count -= 1
+    except OSError:
+        return False
+    return True
+
+
+def _mapped(handle: int, nbytes: int) -> torch.Tensor | None:
+    """Map a file, and close it; None if that fails."""
+    try:
+        return torch.frombuffer(mmap.mmap(handle, nbytes), dtype=torch.uint8)
+    except (OSError, ValueError):
         return None
     finally:
         os.close(handle)
-    return Path(name)
+
+
+def _are_shared(peers: Peers, tokens: torch.Tensor | None) -> bool:
+    """Prove that all processes have the same memory: each writes a token that each other reads.
+
+    Args:
+        peers: the processes, each of which must call this function.
+        tokens: where they are written, uint8 (processes, 16); None without memory.
+    """
+    token = secrets.token_bytes(_TOKEN_BYTES)
+    if tokens is not None:
+        tokens[peers.rank] = torch.frombuffer(bytearray(token), dtype=torch.uint8)
+    written = _all_say(peers, _NO if tokens is None else token, "written")
+    read = tokens is not None and [one.numpy().tobytes() for one in tokens] == written
+    return all(_all_say(peers, _YES if read else _NO, "read"))
+
+
+def _all_say(peers: Peers, message: bytes, what: str) -> list[bytes]:
+    return peers.gather(message, Exchange("step", f"shared memory to be {what}"))

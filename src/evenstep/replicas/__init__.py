@@ -12,6 +12,7 @@ from evenstep.replicas.replicas import (
     refuse_strangers,
     written_error,
 )
+from evenstep.replicas.settings import layer_settings, optimizer_settings
 
 __all__ = [
     "JUDGE",
@@ -23,7 +24,9 @@ __all__ = [
     "check_followed",
     "check_trainable",
     "inner_optimizers",
+    "layer_settings",
     "move_home",
+    "optimizer_settings",
     "refuse_strangers",
     "written_error",
 ]

@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from safetensors.torch import load, save
@@ -18,23 +19,34 @@ from safetensors.torch import load, save
 from evenstep.batch import Batch, Part, count_examples, cut_batch, shard_bounds
 from evenstep.batch.cut import Cut, cut_whole_batch
 from evenstep.checkpoint.codec import decode, encode
+from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.data import Cursor, Loader
+from evenstep.devices import Device, arithmetic_facts, known_results
+from evenstep.devices.discovery import WITHIN_ROUNDING
 from evenstep.distributed import (
     Exchange,
     LauncherWatch,
+    Peers,
     agree,
+    differences,
+    follow_the_first,
     join,
     refuse_divergence,
     show_reported_errors_in_one_line,
     was_launched,
 )
 from evenstep.distributed.step_report import NO_DIGEST, batch_digest, refuse_other_batches
-from evenstep.errors import SaveError
+from evenstep.errors import InputError, SaveError
+from evenstep.experiment import Experiment
 from evenstep.replicas import Replicas
 from evenstep.shard.evaluation import Pairs
 from evenstep.training.reducer import LocalReducer, ProcessReducer
 
-_OPEN = "the `with` that opens the trainer"
+State: TypeAlias = "Callable[[], tuple[Mapping[str, Any], Mapping[str, str]]]"
+"""Returns what must be the same in all processes: tensors by name, and settings by name."""
+
+FINGERPRINT = "the fingerprint of model and optimizer"
+OPEN = "the `with` that opens the trainer"
 _SHAPE = "the nesting of the outputs"  # no name that `encode` gives
 
 
@@ -48,11 +60,13 @@ class Group:
         reducer: turns the partial sums of a step into one.
         is_alone: whether there are no other processes.
         is_first: whether this process is the one that writes files.
+        differences: what makes the processes round differently, in words; empty if nothing does.
         cut: `cut(batch, shards, step)` cuts this process's part of the batch of a step.
     """
 
     is_alone = True
     is_first = True
+    differences = ""
 
     def __init__(self, batch_dim: int = 0) -> None:
         self.reducer = LocalReducer()
@@ -111,8 +125,14 @@ class Group:
             number: its place among the batches of the call.
         """
 
-    def refuse_divergence(self, digests: Callable[[], Mapping[str, str]], step: int) -> None:
-        """Compare the state after `step` steps with that of the other processes."""
+    def compare_states(self, state: State, step: int, call: str) -> None:
+        """Compare the state after `step` steps with that of the other processes.
+
+        Args:
+            state: what to compare.
+            step: the number of steps done.
+            call: the trainer's method that compares.
+        """
 
     def note(self, doing: str) -> None:
         """Publish what this process is doing, for processes that wait for it."""
@@ -133,12 +153,16 @@ class LinkedGroup(Group):
         reducer: reduces a step over all processes.
         shards: V, the number of shards of a batch.
         batch_dim: the dimension that the examples of a batch lie along.
+        differences: what makes the processes round differently, in words.
     """
 
     is_alone = False
 
-    def __init__(self, reducer: ProcessReducer, shards: int, batch_dim: int) -> None:
+    def __init__(
+        self, reducer: ProcessReducer, shards: int, batch_dim: int, differences: str
+    ) -> None:
         super().__init__(batch_dim)
+        self.differences = differences
         self.cut = self._cut
         self.reducer = reducer
         self.is_first = reducer.rank == 0
@@ -242,9 +266,25 @@ class LinkedGroup(Group):
         digests = dict(enumerate(map(int, messages)))
         refuse_other_batches(digests, self._peers, f"batch {number} of {call}")
 
-    def refuse_divergence(self, digests: Callable[[], Mapping[str, str]], step: int) -> None:
-        """Compare the state after `step` steps with that of the other processes."""
-        refuse_divergence(self._peers, digests(), step)
+    def compare_states(self, state: State, step: int, call: str) -> None:
+        """Compare the state after `step` steps with that of the other processes.
+
+        Processes that round differently take the state of the first one.
+        """
+        tensors, settings = state()
+        rounded = {
+            name: value
+            for name, value in tensors.items()
+            if self.differences
+            and isinstance(value, torch.Tensor)
+            and (value.is_floating_point() or value.is_complex())
+        }
+        digests = {
+            name: tensor_digest(value) for name, value in tensors.items() if name not in rounded
+        }
+        refuse_divergence(self._peers, digests, settings, step, call)
+        if self.differences:
+            follow_the_first(self._peers, rounded, step, call)
 
     def note(self, doing: str) -> None:
         """Publish what this process is doing, for processes that wait for it."""
@@ -270,37 +310,64 @@ class LinkedGroup(Group):
 @contextlib.contextmanager
 def joined(
     replicas: Replicas,
-    shards: int,
-    batch_dim: int,
+    experiment: Experiment,
     timeout_s: float,
     facts: Callable[[], Mapping[str, object]],
     own_speed: Callable[[], float],
     in_flight: int,
+    *,
+    allow_rounding: bool,
 ) -> Iterator[Group]:
     """Find the other processes, if there are any, and yield the group of all of them.
 
     Args:
         replicas: the replicas of the model in this process.
-        shards: V, the number of shards of a batch.
-        batch_dim: the dimension that the examples of a batch lie along.
+        experiment: the choices that the result depends on.
         timeout_s: the most seconds that any wait for another process may take.
         facts: returns what must be the same everywhere, by name.
         own_speed: returns how many shards a second this process computes; 0 while unknown.
         in_flight: how many steps may be submitted and not finished.
+        allow_rounding: whether the processes may round differently.
 
     Raises:
         PeerError: the processes are not all there within the time limit.
-        InputError: they are about to train different things.
+        InputError: they are about to train different things, or would round differently.
     """
     peers = join(timeout_s) if was_launched() else None
     if peers is None or peers.size == 1:
-        yield Group(batch_dim)
+        yield Group(experiment.batch_dim)
         return
     show_reported_errors_in_one_line()
     with peers.status_board, LauncherWatch(), contextlib.closing(peers.transport):
-        agree(peers, facts(), "what is trained", _OPEN)
-        devices = Exchange(_OPEN, "its number of devices")
-        counts = peers.gather(str(len(replicas.all)).encode(), devices)
-        reducer = ProcessReducer(peers, replicas, [*map(int, counts)], own_speed, in_flight)
+        devices = [replica.device for replica in replicas.all]
+        different = _other_rounding(peers, devices, experiment.autocast_dtype)
+        if different and not allow_rounding:
+            raise InputError(
+                f"the processes would round differently: {different}. Use the same processors, "
+                f"libraries and settings for all, or give allow_rounding=True: then "
+                f"{WITHIN_ROUNDING}"
+            )
+        same = dict(facts())
+        if different:
+            del same[FINGERPRINT]  # states are equal within rounding
+        agree(peers, same, "what is trained", OPEN)
+        own = json.dumps([len(replicas.all), replicas.on_cpus]).encode()
+        named = peers.gather(own, Exchange(OPEN, "its number of devices"))
+        counts, on_cpus = zip(*map(json.loads, named), strict=True)
+        reducer = ProcessReducer(
+            peers, replicas, counts, own_speed, in_flight, on_cpus=all(on_cpus)
+        )
         with contextlib.closing(reducer):
-            yield LinkedGroup(reducer, shards, batch_dim)
+            yield LinkedGroup(reducer, experiment.shards, experiment.batch_dim, different)
+
+
+def _other_rounding(peers: Peers, devices: Sequence[Device], dtype: torch.dtype | None) -> str:
+    """Return what makes the processes round differently, in words; empty if nothing does.
+
+    Known computations are compared if all else is equal.
+    """
+    facts = Exchange(OPEN, "its processor, libraries and settings")
+    results = Exchange(OPEN, "the results of known computations")
+    return differences(peers, arithmetic_facts(devices), facts) or differences(
+        peers, known_results(devices, dtype), results
+    )

@@ -72,6 +72,7 @@ class ProcessReducer(LocalReducer):
         speeds: each process's speed relative to the others, until speeds are measured.
         own_speed: returns how many shards a second this process computes; 0 while unknown.
         in_flight: how many steps may be submitted and not finished.
+        on_cpus: whether all processes compute on CPUs only.
 
     Attributes:
         peers: the processes.
@@ -87,9 +88,12 @@ class ProcessReducer(LocalReducer):
         speeds: Sequence[float],
         own_speed: Callable[[], float],
         in_flight: int,
+        *,
+        on_cpus: bool,
     ) -> None:
         self.peers = peers
         self._in_flight = in_flight
+        self._on_cpus = on_cpus
         self._replicas = replicas
         self._own_speed = own_speed
         self.assignment = ProcessAssignment(speeds)
@@ -98,7 +102,7 @@ class ProcessReducer(LocalReducer):
         self._home = replicas.home
         self._loose = _loose_parameters(self._home.module)
         self._flats = _places_of(self._home, self._loose)
-        self._dense = gradient_reducer(peers, self._flats, on_cpus=replicas.on_cpus)
+        self._dense = gradient_reducer(peers, self._flats, on_cpus=on_cpus)
 
     @property
     def rank(self) -> int:
@@ -261,7 +265,7 @@ class ProcessReducer(LocalReducer):
         self._flats = _places_of(home, self._loose)
         if not self._flats.is_like(flats):  # a hook may have been added in this process alone
             self._dense.close()
-            self._dense = gradient_reducer(self.peers, self._flats, on_cpus=self._replicas.on_cpus)
+            self._dense = gradient_reducer(self.peers, self._flats, on_cpus=self._on_cpus)
 
     def _gather(self, report: Report) -> list[Report]:
         exchange = Exchange("step", "its part", report.facts[0])

@@ -39,14 +39,17 @@ from evenstep.devices import (
     intra_op_threads,
     kept_memory,
     layout_notes,
+    rounding_notes,
 )
+from evenstep.devices.discovery import WITHIN_ROUNDING
 from evenstep.distributed import local_share
+from evenstep.distributed.process_group import END
 from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine import Engine, Lanes, Task, ThreadLanes
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.lanes import has_own_modes
 from evenstep.engine.task import PLAIN
-from evenstep.errors import ClosedError, DeviceLostError, InputError
+from evenstep.errors import ClosedError, DeviceLostError, DivergedError, InputError, PeerError
 from evenstep.experiment import (
     BatchNorm,
     BufferRule,
@@ -63,7 +66,9 @@ from evenstep.replicas import (
     channels_last_weights,
     check_followed,
     check_trainable,
+    layer_settings,
     move_home,
+    optimizer_settings,
     refuse_strangers,
 )
 from evenstep.shard.compile_policy import Hybridized
@@ -73,7 +78,7 @@ from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
 from evenstep.training.evaluator import Evaluator
 from evenstep.training.executor import IndependentExecutor, LockstepExecutor, lockstep_option
-from evenstep.training.group import Group, joined
+from evenstep.training.group import FINGERPRINT, OPEN, Group, joined
 from evenstep.training.overlapped_pipeline import OverlappedPipeline
 from evenstep.training.pipeline import DirectPipeline, Pipeline
 from evenstep.training.step import Finish, Position, Step, StepLoss
@@ -111,6 +116,7 @@ class TrainerOptions(TypedDict, total=False):
     max_in_flight: int
     lost_after_s: float
     peer_timeout_s: float
+    allow_rounding: bool
     check: str
     check_every: int
     tune_malloc: bool
@@ -178,11 +184,16 @@ class Trainer:
             has none, is given up and its shards are computed by others. At least twenty times the
             device's usual time for a shard pass first.
         peer_timeout_s: with several processes, seconds to wait for another one.
+        allow_rounding: with several processes, train although their processors, libraries or
+            settings round differently, which is refused otherwise. Results are then equal within
+            rounding, not bit for bit: `within_rounding` is true, and all processes take the first
+            one's state whenever states are compared.
         check: when to check, on one or two shards, that the code keeps the contract of a step:
             "first", in the first step (also after a resume, or a change of the model's layers),
             "every 100" steps, or "off". It has no effect on the result; `contract` has its report.
         check_every: with several processes, the number of steps after which states are compared,
-            and the batches that `step` is given.
+            and the batches that `step` is given. States are also compared after the first step,
+            by `save`, `evaluate` and `predict`, and at the end of the `with`.
         tune_malloc: whether the C library's allocator keeps freed memory for the next step while
             the trainer is open.
         lanes: makes what runs the work; `InlineLanes` runs it in the calling thread.
@@ -190,6 +201,8 @@ class Trainer:
     Attributes:
         position: the steps done, and the place in the data.
         notes: lines about devices and choices for the user, logged when the trainer is opened.
+        within_rounding: whether results are equal to those of other devices within rounding, not
+            bit for bit; a note says why.
         on_shard: for debugging: called in the worker threads as `on_shard(shard, value)` with
             every shard's own gradients and buffers, before anything is added to them.
 
@@ -224,6 +237,7 @@ class Trainer:
         max_in_flight: int = 1,
         lost_after_s: float = 60.0,
         peer_timeout_s: float = 60.0,
+        allow_rounding: bool = False,
         check: str = "first",
         check_every: int = 1000,
         tune_malloc: bool = True,
@@ -254,6 +268,7 @@ class Trainer:
             )
         self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
         self._objective = choose_objective(loss, objective)
+        self._loss = loss
         check_trainable(model, optimizer)
         self._known = {*model.parameters()}  # those that the optimizer was made for
         self.model = model
@@ -261,6 +276,7 @@ class Trainer:
         self.scheduler = scheduler
         self.experiment = experiment.resolved_for(model, self.devices[0].kind)
         self.notes = layout_notes(self.devices, self.experiment.shards)
+        self.within_rounding = bool(rounding_notes(self.devices))
         if self.experiment.shards > 1 and not self.experiment.separable:
             self.notes.append(
                 f"separable=False: the number of shards, {self.experiment.shards}, is a part of "
@@ -270,7 +286,9 @@ class Trainer:
         self._drawn = Cursor()  # the place behind the last batch that `epoch` has yielded
         self.on_shard: Callable[[int, PartialSum], None] | None = None
         self._peer_timeout_s = peer_timeout_s
+        self._allow_rounding = allow_rounding
         self._check_every = check_every
+        self._opened_at = self._compared_at = 0  # steps done
         self._max_in_flight = max_in_flight
         self._tune_malloc = tune_malloc
         self._side_by_side = side_by_side or experiment.batch_norm == "sync"
@@ -336,6 +354,7 @@ class Trainer:
         """Start the worker threads, and find the other processes."""
         for note in self.notes:
             logger.warning(note)
+        self._opened_at = self._compared_at = self.steps_done
         with contextlib.ExitStack() as opened:
             opened.enter_context(INTERRUPTS.handled())
             if self.experiment.memory_format == "channels_last":
@@ -345,17 +364,21 @@ class Trainer:
                 opened.enter_context,
                 joined(
                     self._replicas,
-                    self.experiment.shards,
-                    self.experiment.batch_dim,
+                    self.experiment,
                     self._peer_timeout_s,
                     self._facts,
                     self._executor.shards_per_s,
                     self._max_in_flight,
+                    allow_rounding=self._allow_rounding,
                 ),
             )
             if self.shall_stop:
                 group.ask_to_stop()
             self._group = self._executor.group = group
+            if group.differences:
+                self._note_rounding(f"the processes round differently: {group.differences}")
+                logger.warning(self.notes[-1])
+                self._compare_states(OPEN)
             opened.enter_context(kept_memory(self._tune_malloc))
             opened.enter_context(deterministic_kernels(self.devices))
             opened.enter_context(CALLERS_GENERATORS.installed())
@@ -383,6 +406,8 @@ class Trainer:
         try:
             if error is None:
                 self.waitall()
+                if self.steps_done != self._compared_at:
+                    self._compare_states(END)
             else:
                 self._pipeline.abandon(error)
                 self._group.reducer.leave(error)
@@ -501,6 +526,7 @@ class Trainer:
         Raises:
             BatchError: there is no batch, or none that counts.
         """
+        self._compare_states("evaluate")
         return self._evaluator.evaluate(
             batches, metrics, position=self.position, open_batch=self._open_batches()
         )
@@ -527,6 +553,7 @@ class Trainer:
             ModelError: an output does not have one row for each example, or has as many along
                 `batch_dim` as along the first dimension.
         """
+        self._compare_states("predict")
         return self._evaluator.predict(
             batches, forward, dim, position=self.position, open_batch=self._open_batches()
         )
@@ -573,6 +600,7 @@ class Trainer:
         self.waitall()
         self._say_what_is_not_saved()
         refuse_strangers(self.model, self.optimizer)
+        lost = self._compare_states_to_save()
         state = training_state.TrainingState(
             experiment=self.experiment,
             cursor=self.cursor,
@@ -583,14 +611,19 @@ class Trainer:
             model=training_state.ModelState.of(self.model),
             optimizer=training_state.optimizer_state(self.optimizer),
             scheduler=self.scheduler.state_dict() if self.scheduler else None,
+            within_rounding=self.within_rounding,
         )
         entries = fingerprints.named_state(self.model, self.optimizer)
         given = (Path(folder), state, entries, keep)
-        if aside and self._is_open:
+        if aside and self._is_open and lost is None:
             if self._group.is_first:
                 self._saves.start(*given)
             return checkpoint_of(Path(folder), self.steps_done)
         self.wait_for_save()
+        if lost is not None:
+            if self._group.is_first:
+                write_state(*given)
+            raise lost
         return self._group.by_the_first(lambda: write_state(*given))
 
     def _say_what_is_not_saved(self) -> None:
@@ -721,8 +754,8 @@ class Trainer:
             self._saves.check()
         if not self.position.steps_done % _FOLLOW_EVERY:
             INTERRUPTS.follow()
-        if not self._group.is_alone and self.steps_done % self._check_every == 0:
-            self._compare_states()
+        if not self._group.is_alone and self._is_comparison_due():
+            self._compare_states("step")
         self._open_flight(leave=self._max_in_flight - 1, may_be_written=True)
 
     def _open_flight(self, leave: int = 0, *, may_be_written: bool = False) -> None:
@@ -815,13 +848,49 @@ class Trainer:
         if self._proxy:
             self._proxy.renew()
 
-    def _compare_states(self) -> None:
+    def _is_comparison_due(self) -> bool:
+        """Whether states are compared before the next step; none needs it that follows none."""
+        done = self.steps_done
+        return done == self._opened_at + 1 or (done > 0 and done % self._check_every == 0)
+
+    def _compare_states(self, call: str) -> None:
         """Make sure that all processes are in the same state (a flipped bit would spread)."""
-        if not self.steps_done:  # the states were compared when the processes met
+        if self._group.is_alone:
             return
-        self._wait_before_exchange()
-        digests = functools.partial(fingerprints.digests, self.model, self.optimizer)
-        interruptible(self._group.refuse_divergence, digests, self.steps_done)
+        if self._group.differences:
+            self.waitall()  # what is compared is written to
+        else:
+            self._pipeline.wait()
+        self._compared_at = self.steps_done
+        compare = self._group.compare_states
+        interruptible(compare, self._state_to_compare, self.steps_done, call)
+
+    def _compare_states_to_save(self) -> PeerError | None:
+        """Compare states before a checkpoint; return the error if another process is lost.
+
+        What this process has is worth a checkpoint then, too.
+        """
+        try:
+            self._compare_states("save")
+        except DivergedError:
+            raise
+        except PeerError as error:
+            if error.rank is None:
+                raise
+            return error
+        return None
+
+    def _state_to_compare(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return what must be the same in all processes: tensors, and settings."""
+        tensors = dict(fingerprints.named_state(self.model, self.optimizer))
+        return tensors, optimizer_settings(self.optimizer)
+
+    def _note_rounding(self, reason: str) -> None:
+        """Note that results are equal within rounding only."""
+        self.within_rounding = True
+        note = f"{reason}: {WITHIN_ROUNDING}"
+        if note not in self.notes:
+            self.notes.append(note)
 
     @INTERRUPTS.uninterrupted
     def _wait_before_exchange(self) -> None:
@@ -832,16 +901,26 @@ class Trainer:
     def _facts(self) -> dict[str, object]:
         """Return what must be the same in every process."""
         return {
-            "the version of torch": torch.__version__,
-            "the kind of device": self.devices[0].model_name,
             **dataclasses.asdict(self.experiment),
+            "allow_rounding": self._allow_rounding,
+            **layer_settings("layer", self.model),
+            **self._loss_facts(),
+            **optimizer_settings(self.optimizer),
             "the steps done": self.steps_done,
             "the place in the data": dataclasses.astuple(self.cursor),
             "the place of the seeds": dataclasses.astuple(self.position.seeds_at),
-            "the fingerprint of model and optimizer": fingerprints.fingerprint(
-                self.model, self.optimizer
-            ),
+            FINGERPRINT: fingerprints.fingerprint(self.model, self.optimizer),
         }
+
+    def _loss_facts(self) -> dict[str, str]:
+        """Return the settings and the class weights of a loss that is a module."""
+        if not isinstance(self._loss, nn.Module):
+            return {}
+        weights = {
+            f"the digest of loss {name}": fingerprints.tensor_digest(value)
+            for name, value in self._loss.named_buffers()
+        }
+        return {**layer_settings("loss", self._loss), **weights}
 
     def _minimise(self, step: Step) -> StepLoss:
         """Update with an optimizer that evaluates the batch as often as it likes (LBFGS).
@@ -897,6 +976,8 @@ class Trainer:
         data = saved.cursor if saved.seeds_at else None
         self.position = Position(saved.steps_done, seeds.epoch, seeds.step, data)
         self._drawn = saved.cursor
+        if saved.within_rounding and not self.within_rounding:
+            self._note_rounding("the checkpoint is of devices, or processes, of other kinds")
         self._executor.watch.draws = saved.draws_random
         if self._executor.programs:
             self._executor.programs.compiles = saved.compiles

@@ -1,0 +1,229 @@
+"""What decides how numbers are rounded here: processor, libraries, settings, a known computation.
+
+Two processes whose facts are equal compute a shard with the same bits. Settings in the environment
+are read only to be compared; evenstep follows none of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch.nn import functional
+
+from evenstep.devices.device import Device
+from evenstep.devices.placement import intra_op_threads
+
+VARIABLES = (
+    "DNNL_CPU_ISA_HINTS",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "DNNL_MAX_CPU_ISA",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_CPU_ISA_HINTS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "ONEDNN_MAX_CPU_ISA",
+    "OPENBLAS_CORETYPE",
+)
+"""Settings in the environment that change which kernels libraries choose, or what these do."""
+
+THREAD_VARIABLES = ("MKL_DYNAMIC", "OMP_DYNAMIC")
+"""Settings that change how many threads a computation is split over, where there are several."""
+
+GPU_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
+)
+"""Settings for GPUs."""
+
+_LIBRARIES = {
+    "MKL": r"Math Kernel Library Version (\S+)",
+    "oneDNN": r"MKL-DNN v(\S+)",
+    "OpenMP": r"OpenMP (\d+)",
+    "BLAS": r"BLAS_INFO=(\w+)",
+}
+
+
+def arithmetic_facts(devices: Sequence[Device]) -> dict[str, str]:
+    """Return what decides the bits of a computation on these devices, by name."""
+    facts = {
+        "the kinds of devices": ", ".join(sorted({device.model_name for device in devices})),
+        "the number of threads of a device": ", ".join(
+            sorted({str(device.threads) for device in devices})
+        ),
+        "the version of torch": f"{torch.__version__} ({str(torch.version.git_version)[:12]})",
+        "the CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "the machine": platform.machine(),
+        "the C library": " ".join(platform.libc_ver()),
+        **{f"the version of {name}": version for name, version in _libraries()},
+        **_environment(VARIABLES),
+        **_flags(),
+    }
+    tunables = os.environ.get("GLIBC_TUNABLES", "").split(":")
+    facts["GLIBC_TUNABLES"] = ":".join(one for one in tunables if ".cpu." in one) or "not set"
+    if any(device.threads > 1 for device in devices):
+        facts |= _environment(THREAD_VARIABLES)
+    if any(device.kind == "cuda" for device in devices):
+        facts |= _gpu_facts()
+    return facts
+
+
+def known_results(devices: Sequence[Device], dtype: torch.dtype | None = None) -> dict[str, str]:
+    """Return digests of known small computations on the CPU, which takes some milliseconds.
+
+    Args:
+        devices: the devices of this process; the computations have as many threads.
+        dtype: the dtype for autocast; None without autocast.
+    """
+    with (
+        intra_op_threads(max(device.threads for device in devices)),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        found = {name: _digest(results()) for name, results in _KNOWN.items()}
+        if dtype is not None:
+            with torch.autocast("cpu", dtype=dtype, cache_enabled=False):
+                found |= {f"{name} in {dtype}": _digest(_KNOWN[name]()) for name in _CAST}
+    return {f"the result of known {name}": digest for name, digest in found.items()}
+
+
+def _libraries() -> Iterator[tuple[str, str]]:
+    built = torch.__config__.show()
+    for name, pattern in _LIBRARIES.items():
+        match = re.search(pattern, built)
+        yield name, match[1] if match else "none"
+
+
+def _environment(names: Sequence[str]) -> dict[str, str]:
+    return {name: os.environ.get(name, "not set") for name in names}
+
+
+def _gpu_facts() -> dict[str, str]:
+    backends = torch.backends
+    return {
+        "the version of CUDA": str(torch.version.cuda),
+        "the version of cuDNN": str(backends.cudnn.version()),
+        "torch.backends.cudnn.enabled": str(backends.cudnn.enabled),
+        "torch.backends.cudnn.allow_tf32": _value_of(lambda: backends.cudnn.allow_tf32),
+        "torch.backends.cuda.matmul.allow_tf32": _value_of(lambda: backends.cuda.matmul.allow_tf32),
+        **_environment(GPU_VARIABLES),
+    }
+
+
+def _flags() -> dict[str, str]:
+    """Return settings of torch that change which kernels it uses, or what these do."""
+    backends = torch.backends
+    found: dict[str, Callable[[], object]] = {
+        "the default dtype": torch.get_default_dtype,
+        "the float32 matmul precision": torch.get_float32_matmul_precision,
+        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+        "torch.backends.mkldnn.enabled": lambda: backends.mkldnn.enabled,
+        "torch.backends.mkldnn.deterministic": lambda: backends.mkldnn.deterministic,
+        "torch.backends.nnpack": torch._C._get_nnpack_enabled,
+        "torch.backends.opt_einsum": lambda: (
+            backends.opt_einsum.enabled,
+            backends.opt_einsum.strategy,
+        ),
+    }
+    flags = {name: _value_of(get) for name, get in found.items()}
+    smallest = torch.tensor([1], dtype=torch.int32, device="cpu").view(
+        torch.float32
+    )  # a denormal number
+    flags["the treatment of denormal numbers"] = (
+        "kept" if (smallest * 1).view(torch.int32).item() else "flushed"
+    )
+    return flags
+
+
+def _value_of(get: Callable[[], object]) -> str:
+    try:
+        return str(get())
+    except (AttributeError, RuntimeError) as error:  # settings of two kinds that contradict
+        return type(error).__name__
+
+
+def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return numbers in [-0.5, 0.5) that every machine makes the same: no rounding decides them."""
+    count = torch.Size(shape).numel()
+    integers = torch.arange(1, count + 1, dtype=torch.int64, device="cpu") * 2654435761 % 65536
+    return ((integers.to(torch.float64) - 32768) / 65536).to(dtype).reshape(shape)
+
+
+def _with_gradients(
+    function: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return the function's output, and the gradients of the inputs."""
+    leaves = [one.detach().requires_grad_() for one in inputs]
+    output = function(*leaves)
+    weights = _numbers(*output.shape, dtype=output.dtype)
+    # Weights given to `autograd.grad` would make it import sympy, which takes half a second.
+    return [output, *torch.autograd.grad((output * weights).sum(), leaves)]
+
+
+def _products() -> list[torch.Tensor]:
+    wide = _with_gradients(functional.linear, _numbers(37, 700), _numbers(65, 700), _numbers(65))
+    single, double = _numbers(9, 129), _numbers(33, 130, dtype=torch.float64)
+    return [*wide, single @ single.T, single @ single[0], double @ double.T]
+
+
+def _convolutions() -> list[torch.Tensor]:
+    images, weights = _numbers(4, 6, 14, 14), _numbers(16, 6, 5, 5)
+    layouts = (torch.contiguous_format, torch.channels_last)
+    return [
+        result
+        for layout in layouts
+        for result in _with_gradients(
+            functional.conv2d,
+            images.contiguous(memory_format=layout),
+            weights.contiguous(memory_format=layout),
+        )
+    ]
+
+
+def _functions() -> list[torch.Tensor]:
+    x = _numbers(7, 301) * 8
+    smooth = (torch.exp, torch.sigmoid, torch.tanh, torch.sin, functional.gelu, functional.silu)
+    results = [result for function in smooth for result in _with_gradients(function, x)]
+    results += _with_gradients(lambda x: functional.log_softmax(x, 1), x)
+    return [*results, x.abs().log1p(), torch.addcdiv(x, x, x.square().sqrt() + 1e-8, value=-0.1)]
+
+
+def _sums() -> list[torch.Tensor]:
+    x = _numbers(23, 12, 37)
+    normal = _with_gradients(lambda x: functional.batch_norm(x, None, None, training=True), x)
+    layer = _with_gradients(lambda x: functional.layer_norm(x, [37]), x)
+    return [x.sum(), x.mean((0, 2)), x.var(1), x.norm(), *normal, *layer]
+
+
+def _random_numbers() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    empty = torch.empty(97, dtype=torch.float32, device="cpu")
+    drawn = [
+        empty.clone().normal_(generator=generator),
+        empty.clone().uniform_(generator=generator),
+    ]
+    return [*drawn, empty.clone().bernoulli_(0.3, generator=generator)]
+
+
+_KNOWN: dict[str, Callable[[], list[torch.Tensor]]] = {
+    "matrix products": _products,
+    "convolutions": _convolutions,
+    "functions": _functions,
+    "sums": _sums,
+    "random numbers": _random_numbers,
+}
+_CAST = ("matrix products", "convolutions")
+
+
+def _digest(results: Sequence[torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for result in results:
+        digest.update(result.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()[:16]

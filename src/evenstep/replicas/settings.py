@@ -1,0 +1,46 @@
+"""What a model's layers and an optimizer are set to, in words, to be compared between processes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from evenstep.replicas.optimizer_proxy import inner_optimizers
+
+_PLAIN = (bool, int, float, complex, str, type(None))
+
+
+def layer_settings(prefix: str, module: nn.Module) -> dict[str, str]:
+    """Return the class of each layer by name, and the settings of those that torch provides."""
+    found = {}
+    for name, layer in module.named_modules():
+        kind = type(layer)
+        settings = vars(layer) if kind.__module__.startswith("torch.nn.") else {}
+        shown = [
+            f"{key}={value!r}"
+            for key, value in settings.items()
+            if key != "training" and not key.startswith("_") and _is_plain(value)
+        ]
+        found[f"{prefix} {name}".rstrip()] = f"{kind.__qualname__}({', '.join(shown)})"
+    return found
+
+
+def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """Return the class and the plain settings of an optimizer, and of those inside it, by name."""
+    found = {}
+    for place, one in {"": optimizer, **inner_optimizers(optimizer)}.items():
+        of = f" of optimizer{place}" if place else ""
+        found[f"the class of the optimizer{place}"] = type(one).__qualname__
+        for number, group in enumerate(one.param_groups):
+            found[f"the number of parameters in group {number}{of}"] = str(len(group["params"]))
+            for key, value in group.items():
+                plain = value.tolist() if isinstance(value, torch.Tensor) else value
+                if key != "params" and _is_plain(plain):
+                    found[f"{key} of parameter group {number}{of}"] = repr(plain)
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)

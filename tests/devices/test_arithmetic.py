@@ -1,0 +1,112 @@
+"""What decides how numbers are rounded: named, compared, and tried on known computations."""
+
+import ast
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from evenstep.devices import Device, arithmetic_facts, known_results
+
+CPU = [Device("cpu", 0)]
+
+
+@pytest.fixture
+def torch_as_it_was():
+    before = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+    yield
+    torch.set_default_dtype(before[0])
+    torch.set_float32_matmul_precision(before[1])
+    torch.set_flush_denormal(False)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.mkldnn.deterministic = False
+
+
+CHANGES = {
+    "the default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "the float32 matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "the treatment of denormal numbers": lambda: torch.set_flush_denormal(True),
+    "torch.use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "torch.backends.mkldnn.deterministic": lambda: setattr(
+        torch.backends.mkldnn, "deterministic", True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_a_setting_of_torch_is_one_of_the_facts(name):
+    before = arithmetic_facts(CPU)
+    CHANGES[name]()
+    after = arithmetic_facts(CPU)
+    assert {fact for fact in before if before[fact] != after[fact]} == {name}
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "devices", "counts"),
+    [
+        ("MKL_CBWR", "COMPATIBLE", CPU, True),
+        ("ONEDNN_MAX_CPU_ISA", "AVX2", CPU, True),
+        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2:glibc.cpu.x86_hwcaps=-FMA", CPU, True),
+        ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2", CPU, False),
+        ("MKL_DYNAMIC", "FALSE", CPU, False),
+        ("MKL_DYNAMIC", "FALSE", [Device("cpu", 0, threads=2)], True),
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", CPU, False),
+        ("OMP_NUM_THREADS", "7", CPU, False),
+    ],
+    ids=str,
+)
+def test_settings_in_the_environment_count_where_they_decide_bits(
+    monkeypatch, variable, value, devices, counts
+):
+    monkeypatch.delenv(variable, raising=False)
+    before = arithmetic_facts(devices)
+    monkeypatch.setenv(variable, value)
+    assert (arithmetic_facts(devices) != before) == counts
+
+
+def test_kinds_and_threads_of_devices_are_facts_but_not_their_number():
+    assert arithmetic_facts([Device("cpu", 0), Device("cpu", 1, own_memory=True)]) == (
+        arithmetic_facts(CPU)
+    )
+    assert arithmetic_facts([Device("cpu", 0, threads=2)]) != arithmetic_facts(CPU)
+
+
+def test_known_computations_give_the_same_every_time_and_leave_nothing_behind():
+    torch.manual_seed(3)
+    threads, state = torch.get_num_threads(), torch.get_rng_state()
+    with torch.inference_mode():
+        first = known_results(CPU)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert known_results(CPU) == first
+    assert torch.get_num_threads() == threads
+    assert torch.get_rng_state().equal(state)
+    assert len({*first.values()}) == len(first) == 5
+    both = known_results(CPU, torch.bfloat16)
+    assert first.items() < both.items()
+
+
+def test_known_computations_take_less_than_50_ms():
+    known_results(CPU)
+    took = []
+    for _ in range(5):
+        began_s = time.perf_counter()
+        known_results(CPU, torch.bfloat16)
+        took.append(time.perf_counter() - began_s)
+    assert min(took) < 0.05
+
+
+PROGRAM = "from evenstep.devices import *; print(known_results([Device('cpu', 0)]))"
+
+
+@pytest.mark.skipif(
+    torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="another processor"
+)
+def test_known_computations_tell_processors_apart():
+    variables = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    command = [sys.executable, "-c", PROGRAM]
+    found = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert ast.literal_eval(found.stdout) != known_results(CPU)
