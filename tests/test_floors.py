@@ -211,6 +211,65 @@ def test_nothing_is_pickled(file):
     assert not forbidden((SOURCE / file).read_text(encoding="utf-8")) & PICKLE
 
 
+# Everything else writes files through `evenstep.files.write_file`.
+WRITERS = {
+    "files.py": {"open"},
+    "checkpoint/files.py": {"write_bytes", "save_file"},  # into a folder of its own
+    "cli/files.py": {"open"},  # a stream
+    "bench/pictures.py": {"savefig"},  # into memory
+    "data/download.py": {"open"},  # a draft that pooch has made
+    "distributed/shared_memory.py": {"mkstemp"},
+}
+
+
+def writing(source):
+    """Return the calls in `source` that may write to a file."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        place = node.func.value if isinstance(node.func, ast.Attribute) else None
+        name = node.func.attr if place is not None else getattr(node.func, "id", "")
+        if name in (
+            "write_bytes",
+            "savefig",
+            "save_file",
+            "mkstemp",
+            "NamedTemporaryFile",
+            "tofile",
+        ):
+            found.add(name)
+        if name == "write_text" and place is not None and ast.unparse(place) != "results":
+            found.add(name)
+        words = {one.value for one in ast.walk(node) if isinstance(one, ast.Constant)}
+        if name in ("open", "fdopen") and any(
+            isinstance(word, str) and set(word) <= set("rwxabt+") and set(word) & set("wxa+")
+            for word in words
+        ):
+            found.add("open")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_files_are_written_by_one_helper(file):
+    assert writing((SOURCE / file).read_text(encoding="utf-8")) <= WRITERS.get(file, set())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "Path('x').write_text('')",
+        "open('x', 'w')",
+        "open('x', mode='ab')",
+        "Path('x').open('xb')",
+        "os.fdopen(3, 'w')",
+        "figure.savefig('x')",
+    ],
+)
+def test_what_writes_would_be_found(source):
+    assert writing(source)
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -188,7 +188,7 @@ def test_the_state_is_named_when_all_shards_agree():
         return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices, check="off")
 
     found = verify(make_trainer, batches, [1, 2], 1).difference
-    assert (found.step, found.shard, found.tensor) == (0, None, "parameter/1.weight")
+    assert (found.step, found.shard, found.tensor) == (0, None, "group/0/lr")
     assert found.repeats
 
 
@@ -255,3 +255,36 @@ def test_a_verdict_is_one_readable_line():
     assert str(verdict).endswith(
         "step 0, all shards agree, no difference in the replay; not repeatable"
     )
+
+
+class CountsCalls(nn.Module):
+    """Has extra state that depends on the devices: how many shards this copy has computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layer(x)
+
+    def get_extra_state(self):
+        return self.calls
+
+    def set_extra_state(self, state):
+        self.calls = state
+
+
+def test_extra_state_that_differs_is_a_difference():
+    def make_trainer(devices):
+        torch.manual_seed(0)
+        model = CountsCalls()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices, check="off")
+
+    batch = torch.randn(16, 2), torch.arange(16) % 2
+    verdict = verify(make_trainer, [batch] * 2, [1, own(2)], steps=2)
+    assert verdict.results[0].fingerprints == verdict.results[1].fingerprints
+    assert not verdict.identical
+    assert verdict.difference.tensor == "extra/"

@@ -26,7 +26,7 @@ from evenstep.bench import fresh
 from evenstep.bench.tables import Table
 from evenstep.cli.options import ExperimentOptions
 from evenstep.cli.runfile import read_run_file, write_run_file
-from evenstep.data.idx import gunzip, parse_idx
+from evenstep.data.idx import gunzip_idx, parse_idx
 from evenstep.errors import EvenstepError
 
 FLIPS, LONG_S = 100, 10.0
@@ -94,7 +94,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], Path], Callable[[Path], object]]] =
     "images": (
         "images of a data set (gzip, IDX)",
         _write_images,
-        lambda file: parse_idx(gunzip(file.read_bytes(), "images"), "images", 3).tobytes(),
+        lambda file: parse_idx(gunzip_idx(file.read_bytes(), "images", 3), "images", 3).tobytes(),
     ),
 }
 

@@ -1,9 +1,10 @@
-"""Atomic writes: a file gets its new content as a whole, or keeps the one that it had."""
+"""Atomic writes (a file gets its whole content, or keeps the old one), and reads with a limit."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import os
 import secrets
 import stat
@@ -16,6 +17,7 @@ Content: TypeAlias = "bytes | str | Callable[[BinaryIO], object]"
 
 # Some network disks can't flush a folder, and need not; one that may not be read can't be opened.
 _FOLDERS_MAY = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
+_BLOCK_NBYTES = 1 << 20
 
 
 def write_file(path: str | os.PathLike[str], content: Content) -> None:
@@ -50,6 +52,53 @@ def write_file(path: str | os.PathLike[str], content: Content) -> None:
             draft.unlink()
         raise
     flush(path.parent)
+
+
+def read_file(
+    path: str | os.PathLike[str], *, at_most: int | None = None, may_be_stream: bool = False
+) -> bytes:
+    """Return the bytes of a file.
+
+    Args:
+        path: the file.
+        at_most: the largest number of bytes that is read; None for any.
+        may_be_stream: whether a pipe or a device is read too. Otherwise it is refused at once,
+            where opening it might wait without end.
+
+    Raises:
+        OSError: it can't be read, is not a regular file, or has more bytes than `at_most`, which
+            were not read.
+    """
+    with open_file(path, may_be_stream=may_be_stream) as file:
+        if at_most is None:
+            return file.read()
+        status = os.fstat(file.fileno())
+        if stat.S_ISREG(status.st_mode):
+            content = file.read() if status.st_size <= at_most else None
+        else:
+            content = file.read(at_most + 1)
+    if content is None or len(content) > at_most:
+        raise OSError(errno.EFBIG, f"it has more than {at_most:,} bytes", str(path))
+    return content
+
+
+def open_file(path: str | os.PathLike[str], *, may_be_stream: bool = False) -> BinaryIO:
+    """Open a file for reading. Raises OSError if it can't be read, or is not a regular file."""
+    flags = 0 if may_be_stream else getattr(os, "O_NONBLOCK", 0)  # a pipe opens without a writer
+    file = open(path, "rb", opener=lambda name, given: os.open(name, given | flags))  # noqa: SIM115
+    if not may_be_stream and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def sha256_of(path: str | os.PathLike[str]) -> str:
+    """Return the SHA-256 (hexadecimal) of a file, as the command `sha256sum` prints it."""
+    digest = hashlib.sha256()
+    with open_file(path) as file:
+        while block := file.read(_BLOCK_NBYTES):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def flush(path: Path) -> None:

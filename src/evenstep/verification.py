@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 
 from evenstep.batch import Batch
-from evenstep.checkpoint.fingerprint import named_state, tensor_digest
+from evenstep.checkpoint.fingerprint import digests, tensor_digest
 from evenstep.data import Loader
 from evenstep.devices import Devices
 from evenstep.errors import InputError
@@ -35,10 +35,18 @@ class LayoutResult:
     Attributes:
         devices: names of the devices.
         fingerprints: the fingerprint of the whole training state after each step.
+        fingerprints_2: its version 2, which covers the optimizer's settings and the extra state of
+            modules too.
     """
 
     devices: tuple[str, ...]
     fingerprints: tuple[str, ...]
+    fingerprints_2: tuple[str, ...]
+
+    @property
+    def states(self) -> list[tuple[str, str]]:
+        """Both fingerprints after each step."""
+        return [*zip(self.fingerprints, self.fingerprints_2, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,7 +60,8 @@ class Difference:
             None if all shards agree.
         tensor: the first tensor that differs: of the shard ("gradient of fc.weight", "buffer
             bn.running_mean") or, if all shards agree, of the state after the step
-            ("parameter/fc.weight"). None if the replays agree in everything.
+            ("parameter/fc.weight", or a setting: "group/0/lr"). None if the replays agree in
+            everything.
         repeats: whether both replays reproduced the fingerprints of the first training. If not,
             the results differ even on the same devices.
     """
@@ -84,7 +93,7 @@ class Verdict:
     @property
     def identical(self) -> bool:
         """Whether the training state was bit-identical after every step on all sets of devices."""
-        return len({result.fingerprints for result in self.results}) == 1
+        return all(result.states == self.results[0].states for result in self.results)
 
     @property
     def fingerprints(self) -> tuple[str, ...]:
@@ -159,19 +168,25 @@ class _Replay:
 
     shards: dict[int, dict[str, str]]
     state: dict[str, str]
-    fingerprint: str
+    fingerprints: tuple[str, str]
 
 
 def _train(
     make_trainer: MakeTrainer, batches: Batches, devices: Devices, steps: int
 ) -> LayoutResult:
-    fingerprints = []
+    states = []
     with make_trainer(devices) as trainer:
         for batch in _take(steps, batches, trainer):
             trainer.step(*batch)
-            fingerprints.append(trainer.fingerprint())
+            states.append(_state_of(trainer))
     names = tuple(device.name for device in trainer.devices)
-    return LayoutResult(devices=names, fingerprints=tuple(fingerprints))
+    first, second = zip(*states, strict=True)
+    return LayoutResult(devices=names, fingerprints=first, fingerprints_2=second)
+
+
+def _state_of(trainer: Trainer) -> tuple[str, str]:
+    """Return both fingerprints."""
+    return trainer.fingerprint(), trainer.fingerprint(version=2)
 
 
 def _find_difference(
@@ -186,7 +201,7 @@ def _find_difference(
     replays = replay(layouts[0], step), replay(layouts[other], step)
     shard, tensor = _first_tensor(*replays)
     repeats = all(
-        again.fingerprint == result.fingerprints[step]
+        again.fingerprints == result.states[step]
         for again, result in zip(replays, (results[0], results[other]), strict=True)
     )
     return Difference(step=step, layouts=(0, other), shard=shard, tensor=tensor, repeats=repeats)
@@ -194,10 +209,10 @@ def _find_difference(
 
 def _first_differing(results: Sequence[LayoutResult]) -> tuple[int, int] | None:
     """Return the first step after which a result differs from the first one, and its index."""
-    by_step = zip(*(result.fingerprints for result in results), strict=True)
-    for step, fingerprints in enumerate(by_step):
-        for number, fingerprint in enumerate(fingerprints):
-            if fingerprint != fingerprints[0]:
+    by_step = zip(*(result.states for result in results), strict=True)
+    for step, states in enumerate(by_step):
+        for number, state in enumerate(states):
+            if state != states[0]:
                 return step, number
     return None
 
@@ -217,10 +232,8 @@ def _replay(make_trainer: MakeTrainer, batches: Batches, devices: Devices, step:
         for number, batch in enumerate(_take(step + 1, batches, trainer)):
             trainer.on_shard = observe if number == step else None
             trainer.step(*batch)
-        state = {
-            name: tensor_digest(v) for name, v in named_state(trainer.model, trainer.optimizer)
-        }
-        return _Replay(shards, state, trainer.fingerprint())
+        state = digests(trainer.model, trainer.optimizer)
+        return _Replay(shards, state, _state_of(trainer))
 
 
 def _first_tensor(ours: _Replay, theirs: _Replay) -> tuple[int | None, str | None]:

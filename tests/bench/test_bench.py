@@ -155,6 +155,16 @@ def test_an_unknown_format_is_refused(tmp_path):
         pictures.draw_scaling(scaling_document(), tmp_path / "x.docx")
 
 
+def test_a_picture_is_written_whole_and_through_no_link(tmp_path):
+    (tmp_path / "other.png").write_bytes(b"keep")
+    (tmp_path / "x.png").symlink_to("other.png")
+    with pytest.raises(InputError, match="it is a symbolic link"):
+        pictures.draw_scaling(scaling_document(), tmp_path / "x.png")
+    assert (tmp_path / "other.png").read_bytes() == b"keep"
+    pictures.draw_scaling(scaling_document(), tmp_path / "other.png")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["other.png", "x.png"]
+
+
 def test_a_record_without_a_file_is_kept_in_memory(monkeypatch):
     monkeypatch.setattr(machine, "facts", dict)
     record = Record("scaling", "evenstep bench scaling", None, settings={"rounds": 1})

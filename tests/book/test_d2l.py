@@ -12,6 +12,7 @@ from conftest import SHARED
 from evenstep import d2l
 from evenstep.data import fashion_mnist
 from evenstep.devices import Device
+from evenstep.errors import InputError
 
 OWN = [Device("cpu", number, own_memory=True) for number in range(3)]
 CELLS = ("000_6bf31d1f95fc564a.txt", "004_0d4e99838422b27d.txt")
@@ -128,6 +129,14 @@ def test_an_animator_keeps_points_and_leaves_out_none(tmp_path):
     assert animator.X == [[1.0, 2.0], [2.0]]
     assert animator.Y == [[0.5, 0.25], [0.75]]
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_animator_writes_through_no_link(tmp_path):
+    (tmp_path / "other.png").write_bytes(b"keep")
+    (tmp_path / "curves.png").symlink_to("other.png")
+    with pytest.raises(InputError, match="it is a symbolic link"):
+        d2l.Animator("epoch", file=tmp_path / "curves.png").add(1, 0.5)
+    assert (tmp_path / "other.png").read_bytes() == b"keep"
 
 
 def test_accuracy_counts_right_predictions_of_scores_and_of_labels():

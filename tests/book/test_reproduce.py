@@ -206,7 +206,11 @@ def test_it_is_said_when_a_later_run_went_on(tmp_path, monkeypatch):
     assert found["went_on"] == [later]
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"size": "full"}', '{"size": "full", "parts": 3}'])
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", '{"size": "full"}', '{"size": "full", "parts": 3}', "[" * 100_000],
+    ids=["empty", "list", "no parts", "a number of parts", "deep"],
+)
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path, content):
     (tmp_path / "figures.json").write_text(content)
     with pytest.raises(InputError, match="not a file of figures.*another folder"):

@@ -80,6 +80,57 @@ def test_files_have_the_permissions_that_the_umask_leaves(tmp_path):
     assert modes == {stat.S_IMODE(plain.stat().st_mode)}
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002, 0])
+def test_a_folder_has_the_permissions_that_the_umask_leaves(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        folder = write_checkpoint(tmp_path, TREE, step=0)
+        plain = tmp_path / "plain"
+        plain.mkdir()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == stat.S_IMODE(plain.stat().st_mode)
+
+
+def test_a_folder_passes_its_group_on(tmp_path):
+    tmp_path.chmod(0o2770)
+    folder = write_checkpoint(tmp_path, TREE, step=0)
+    assert folder.stat().st_mode & stat.S_ISGID
+
+
+def test_nobody_else_may_write_to_a_folder_that_is_being_written(tmp_path, monkeypatch):
+    """In a shared folder, a link could be put where the next file will be."""
+    before = os.umask(0)
+    seen = []
+    really = files.save_file
+
+    def save_file(tensors, path):
+        seen.append(stat.S_IMODE(path.parent.stat().st_mode))
+        really(tensors, path)
+
+    monkeypatch.setattr(files, "save_file", save_file)
+    try:
+        write_checkpoint(tmp_path, TREE, step=0)
+    finally:
+        os.umask(before)
+    assert seen == [0o700]
+
+
+@pytest.mark.parametrize("doing", ["writing", "removing"])
+def test_what_is_put_where_a_draft_was_expected_is_in_nobodys_way(tmp_path, doing):
+    """Drafts have names that nobody can predict."""
+    run, victim = tmp_path / "run", tmp_path / "victim"
+    victim.mkdir()
+    (victim / "tensors.safetensors").write_text("keep")
+    write_checkpoint(run, TREE, step=20)
+    planted = run / f".step-000000{40 if doing == 'writing' else 20}.{doing}-"
+    planted = planted.with_name(f"{planted.name}{platform.node()}-{os.getpid()}")
+    planted.symlink_to(victim)
+    write_checkpoint(run, TREE, step=40, keep=1)
+    assert names(run) == [planted.name, "step-00000040"]
+    assert (victim / "tensors.safetensors").read_text() == "keep"
+
+
 OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "adam": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), amsgrad=True),
@@ -200,8 +251,11 @@ def test_only_leftovers_of_ended_processes_of_this_machine_are_removed(tmp_path)
         f".step-00000010.writing-{here}-{ended}",
         f".step-00000010.old.removing-{here}-{ended}",
         f".step-00000010.writing-{here}-{10**30}",
+        f".step-00000010.writing-{here}-{ended}.0123456789abcdef",
+        f".step-00000010.old.removing-{here}-{ended}.{'0' * 16}",
     ]
     stay = [f".step-00000010.writing-{here}-1", f".step-00000010.writing-x{here}-{ended}"]
+    stay += [f".step-00000010.writing-{here}-1.0123456789abcdef"]
     for name in gone + stay:
         (tmp_path / name).mkdir()
         (tmp_path / name / "tensors.safetensors").touch()
@@ -322,6 +376,31 @@ def test_a_manifest_that_is_not_json_is_refused(tmp_path, text):
     (tmp_path / "manifest.json").write_bytes(text)
     with pytest.raises(CheckpointError, match=r"manifest.json is truncated, damaged or not even"):
         read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 28, 1 << 42], ids=["too long", "terabytes"])
+def test_a_manifest_that_promises_too_much_is_refused_before_it_is_read(two, nbytes):
+    path = two / "step-00000040" / "manifest.json"
+    os.truncate(path, nbytes + 1)
+    with pytest.raises(CheckpointError, match=r"it has more than 268,435,456 bytes"):
+        read_checkpoint(two)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_no_file_is_refused_at_once(two, file, make):
+    (two / "step-00000040" / file).unlink()
+    make(two / "step-00000040" / file)
+    with pytest.raises(CheckpointError):
+        read_checkpoint(two)
+
+
+def test_an_endless_device_is_refused_at_once(two):
+    path = two / "step-00000040" / "manifest.json"
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match="it is not a regular file"):
+        read_checkpoint(two)
 
 
 def seal_again(folder, **changes):

@@ -2,11 +2,18 @@
 
 import hashlib
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from evenstep.checkpoint.fingerprint import fingerprint, named_state, tensor_digest
+from evenstep.checkpoint.fingerprint import (
+    digests,
+    fingerprint,
+    fingerprint_2,
+    named_state,
+    tensor_digest,
+)
 
 
 class Everything(nn.Module):
@@ -225,3 +232,130 @@ def test_gradients_and_flags_are_not_part_of_the_state():
     optimizer.zero_grad()
     model.eval().requires_grad_(False)
     assert fingerprint(model, optimizer) == before
+
+
+# ---- version 2: the settings of the optimizer, and what else decides the next step
+
+
+class Scaled(nn.Module):
+    """Multiplies by numbers that are neither parameters nor buffers."""
+
+    def __init__(self, scale=2.0):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.scale = scale
+        self.table = {"mean": torch.zeros(3), "names": ["a", None]}
+
+    def get_extra_state(self):
+        return {"scale": self.scale, "table": self.table}
+
+    def set_extra_state(self, state):
+        self.scale, self.table = state["scale"], state["table"]
+
+
+def scaled(**settings):
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), nn.Linear(2, 1))
+    settings = {"lr": 0.1, "momentum": 0.9, **settings}
+    return model, torch.optim.SGD(
+        [{"params": [*model[0].parameters()]}, {"params": [*model[1].parameters()], "lr": 0.5}],
+        **settings,
+    )
+
+
+def test_version_2_is_the_documented_hash():
+    model = Scaled()
+    optimizer = torch.optim.Adam([model.weight], lr=torch.tensor(0.5), betas=(0.9, 0.99))
+    optimizer.state["steps of all"] = 3
+    optimizer.param_groups = [
+        {"params": [model.weight], "lr": torch.tensor(0.5), "betas": (0.9, 0.99), "fused": None}
+    ]
+    parts = [
+        b"extra//scale\0float\x002.0\0",
+        b"extra//table/mean\0torch.float32\0(3,)\0" + bytes(12),
+        b"extra//table/names/0\0str\0'a'\0",
+        b"extra//table/names/1\0NoneType\0None\0",
+        b"group/0/betas/0\0float\x000.9\0",
+        b"group/0/betas/1\0float\x000.99\0",
+        b"group/0/fused\0NoneType\0None\0",
+        b"group/0/lr\0torch.float32\0()\0\0\0\0?",
+        b"group/0/params/0\0str\0'weight'\0",
+        b"optimizer/steps of all\0int\x003\0",
+        b"parameter/weight\0torch.float32\0(2,)\0" + 2 * b"\0\0\x80?",
+    ]
+    assert fingerprint_2(model, optimizer) == hashlib.sha256(b"".join(parts)).hexdigest()
+
+
+def set_in_group(**values):
+    return lambda model, optimizer: optimizer.param_groups[1].update(values)
+
+
+CHANGES = {
+    "a rate": set_in_group(lr=0.25),
+    "momentum": set_in_group(momentum=0.0),
+    "a flag": set_in_group(nesterov=True),
+    "weight decay": set_in_group(weight_decay=1e-4),
+    "a key more": set_in_group(initial_lr=0.5),
+    "the order of groups": lambda model, optimizer: optimizer.param_groups.reverse(),
+    "a parameter less": lambda model, optimizer: optimizer.param_groups[1]["params"].pop(),
+    "the order of parameters": lambda model, o: o.param_groups[1]["params"].reverse(),
+    "state of the whole": lambda model, optimizer: optimizer.state.update(steps=1),
+    "an extra number": lambda model, optimizer: setattr(model[0], "scale", 3.0),
+    "an extra tensor": lambda model, optimizer: model[0].table["mean"].add_(1),
+    "an extra list": lambda model, optimizer: model[0].table["names"].append("b"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_version_2_sees_what_decides_the_next_step(name):
+    state = scaled()
+    one, two, entries = fingerprint(*state), fingerprint_2(*state), digests(*state)
+    CHANGES[name](*state)
+    assert fingerprint(*state) == one, "version 1 stays what it was"
+    assert fingerprint_2(*state) != two
+    assert digests(*state) != entries
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, momentum, lbfgs])
+def test_version_2_sees_all_that_version_1_sees(optimizer):
+    state = make(optimizer)
+    for name, value in named_state(*state):
+        if isinstance(value, torch.Tensor) and value.numel():
+            before = fingerprint_2(*state)
+            flip_last_bit(value)
+            assert fingerprint_2(*state) != before, name
+            flip_last_bit(value)
+            assert fingerprint_2(*state) == before, name
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [(0.1, np.float64(0.1)), (3, np.int64(3)), ((1, 2), [1, 2]), (True, np.bool_(True))],
+    ids=["float", "int", "sequence", "bool"],
+)
+def test_numbers_that_a_checkpoint_gives_back_as_another_type_are_equal(one, other):
+    assert fingerprint_2(*scaled(dampening=one)) == fingerprint_2(*scaled(dampening=other))
+
+
+def test_what_has_no_value_to_compare_has_its_type():
+    """The address of a function differs from process to process."""
+    states = scaled(), scaled()
+    for number, (_, optimizer) in enumerate(states):
+        optimizer.param_groups[0]["rule"] = lambda number=number: number
+    assert fingerprint_2(*states[0]) == fingerprint_2(*states[1])
+    states[0][1].param_groups[0]["rule"] = None
+    assert fingerprint_2(*states[0]) != fingerprint_2(*states[1])
+
+
+class Outer(torch.optim.SGD):
+    def __init__(self, parameters, lr):
+        parameters = [*parameters]
+        super().__init__(parameters, lr)
+        self.inner = torch.optim.SGD(parameters, lr / 2, momentum=0.9)
+
+
+def test_the_settings_of_an_optimizer_inside_another_one_count():
+    model, optimizer = make(Outer)
+    before = fingerprint_2(model, optimizer)
+    optimizer.inner.param_groups[0]["lr"] *= 2
+    assert fingerprint_2(model, optimizer) != before

@@ -1,9 +1,11 @@
 """Runs stopped anywhere and resumed on other devices end with the bits of uninterrupted ones."""
 
 import contextlib
+import copy
 import json
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -11,9 +13,10 @@ from torch import nn
 import evenstep
 from evenstep.checkpoint import async_writer
 from evenstep.checkpoint.codec import encode
-from evenstep.checkpoint.files import list_checkpoints, write_checkpoint
+from evenstep.checkpoint.files import list_checkpoints, read_checkpoint, write_checkpoint
+from evenstep.checkpoint.fingerprint import named_state
 from evenstep.data import Loader
-from evenstep.errors import CheckpointError, SaveError
+from evenstep.errors import CheckpointError, InputError, SaveError
 from layouts import own
 from patience import wait
 from reference import assert_same_bits, whole_state
@@ -165,14 +168,322 @@ def test_another_shape_is_refused_by_naming_both(saved):
 def test_another_optimizer_is_refused(saved):
     model, _, _ = parts("convolution")
     groups = [{"params": [parameter]} for parameter in model.parameters()]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     with pytest.raises(CheckpointError, match="another optimizer"):
-        evenstep.Trainer.load(saved, model, torch.optim.SGD(groups, lr=0.1), LOSS, devices=1)
+        evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1)
 
 
 def test_another_kind_of_optimizer_is_refused(saved):
     model, optimizer, _ = parts("convolution", "adam")
     with pytest.raises(CheckpointError, match="optimizer"):
         evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1)
+
+
+ADAMS = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+}
+
+
+def saved_with(optimizer, folder, **options):
+    model = build("convolution")
+    made = optimizer(model.parameters())
+    with evenstep.Trainer(model, made, LOSS, devices=1, **options) as trainer:
+        run(trainer, 2)
+        trainer.save(folder)
+    return trainer
+
+
+def refused_by(folder, optimizer):
+    """Return what is said to another optimizer; model and optimizer must stay as they are."""
+    model = build("convolution", seed=9)
+    made = optimizer(model.parameters())
+    before = dict(named_state(model, made))
+    before = {name: value.clone() for name, value in before.items()}
+    settings = copy.deepcopy(made.state_dict()["param_groups"])
+    with pytest.raises(CheckpointError) as caught:
+        evenstep.Trainer.load(folder, model, made, LOSS, devices=1)
+    assert_same_bits(dict(named_state(model, made)), before)
+    assert made.state_dict()["param_groups"] == settings
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def saved_adams(tmp_path_factory):
+    """A checkpoint of each, with the same settings."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ADAMS}
+    for name, kind in ADAMS.items():
+        saved_with(lambda p, kind=kind: kind(p, lr=0.01), folders[name])
+    return folders
+
+
+@pytest.mark.parametrize("saved", ADAMS)
+@pytest.mark.parametrize("given", ADAMS)
+def test_the_state_of_another_optimizer_is_refused_by_naming_both(saved_adams, saved, given):
+    if given == saved:
+        model = build("convolution", seed=9)
+        made = ADAMS[given](model.parameters(), lr=0.01)
+        with evenstep.Trainer.load(saved_adams[saved], model, made, LOSS, devices=1) as trainer:
+            run(trainer, 3)
+        return
+    line = refused_by(saved_adams[saved], lambda p: ADAMS[given](p, lr=0.01))
+    names = [f"torch.optim.{name.lower()}.{name}" for name in (saved, given)]
+    assert line == (
+        f"the checkpoint is of another optimizer: it was saved with {names[0]}, and Trainer.load "
+        f"got {names[1]}: give it the optimizer that was trained with"
+    )
+
+
+def test_other_settings_of_an_optimizer_are_refused_by_naming_both(tmp_path):
+    """They had no effect: a checkpoint's settings replaced them, and nobody was told."""
+    saved_with(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), tmp_path)
+    line = refused_by(tmp_path, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True))
+    assert line == (
+        "the checkpoint is of torch.optim.sgd.SGD with lr=0.1, nesterov=False, and Trainer.load "
+        "got one with lr=0.05, nesterov=True, which would have no effect: give the settings of the "
+        "checkpoint, and change optimizer.param_groups afterwards"
+    )
+
+
+def test_a_setting_that_only_one_version_of_torch_knows_is_no_difference(tmp_path):
+    saved_with(lambda p: torch.optim.SGD(p, lr=0.1), tmp_path)
+
+    def other_version(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.defaults["newer"] = True
+        del optimizer.defaults["differentiable"]
+        return optimizer
+
+    model = build("convolution")
+    evenstep.Trainer.load(tmp_path, model, other_version(model.parameters()), LOSS, devices=1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "given"),
+    [
+        (0.1, np.float64(0.1)),
+        (torch.tensor(0.1), torch.tensor(0.2)),
+        (torch.tensor(0.1), 0.1),
+        (1, 1.0),
+    ],
+    ids=["numpy", "tensors", "a tensor", "an integer"],
+)
+def test_settings_that_are_equal_or_may_change_in_place_are_no_difference(tmp_path, saved, given):
+    """Schedulers write to a rate that is a tensor, and so to the default that it came from."""
+    saved_with(lambda p: torch.optim.SGD(p, lr=saved), tmp_path)
+    model = build("convolution")
+    optimizer = torch.optim.SGD(model.parameters(), lr=given)
+    evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=1)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(float(saved))
+
+
+class Rule(torch.optim.SGD):
+    """Has a default that no checkpoint can hold."""
+
+    def __init__(self, parameters, **settings):
+        super().__init__(parameters, **settings)
+        self.defaults["rule"] = len
+
+
+def test_a_default_that_no_checkpoint_can_hold_is_not_compared(tmp_path):
+    saved_with(lambda p: Rule(p, lr=0.1), tmp_path)
+    assert "of test_resume.Rule with lr=0.1, and" in refused_by(tmp_path, lambda p: Rule(p, lr=0.2))
+    model = build("convolution")
+    evenstep.Trainer.load(tmp_path, model, Rule(model.parameters(), lr=0.1), LOSS, devices=1)
+
+
+def test_a_class_may_be_in_a_script_now_and_in_a_module_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(Rule, "__module__", "__main__")
+    saved_with(lambda p: Rule(p, lr=0.1), tmp_path)
+    monkeypatch.undo()
+    model = build("convolution")
+    evenstep.Trainer.load(tmp_path, model, Rule(model.parameters(), lr=0.1), LOSS, devices=1)
+
+
+def test_a_class_of_the_same_name_as_one_of_torch_is_another_one(tmp_path):
+    class SGD(torch.optim.SGD):
+        pass
+
+    SGD.__qualname__ = "SGD"
+    saved_with(lambda p: torch.optim.SGD(p, lr=0.1), tmp_path)
+    line = refused_by(tmp_path, lambda p: SGD(p, lr=0.1))
+    assert "saved with torch.optim.sgd.SGD, and Trainer.load got test_resume.SGD" in line
+
+
+class Outer(torch.optim.SGD):
+    def __init__(self, parameters, kind=torch.optim.Adam):
+        parameters = [*parameters]
+        super().__init__(parameters, lr=0.1)
+        self.inner = kind(parameters, lr=0.01)
+
+
+def test_an_optimizer_inside_another_one_is_compared_too(tmp_path):
+    saved_with(Outer, tmp_path)
+    line = refused_by(tmp_path, lambda p: Outer(p, torch.optim.RAdam))
+    assert "saved with torch.optim.adam.Adam, and Trainer.load got torch.optim.radam.RAdam" in line
+
+
+def rewritten(folder, change):
+    """Change the encoded state of a checkpoint, and seal it again."""
+    (path,) = list_checkpoints(folder)
+    tree = read_checkpoint(path)
+    change(tree)
+    write_checkpoint(folder, encode(tree), step=int(path.name[5:]))
+
+
+def test_a_checkpoint_without_the_class_loads_as_before(tmp_path):
+    trainer = saved_with(lambda p: torch.optim.SGD(p, lr=0.1), tmp_path)
+    rewritten(tmp_path, lambda tree: tree.pop("optimizers"))
+    model = build("convolution", seed=9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    loaded = evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=1)
+    assert loaded.fingerprint() == trainer.fingerprint()
+    assert loaded.fingerprint(version=2) == trainer.fingerprint(version=2)
+
+
+@pytest.mark.parametrize("version", [0, 3, "1"])
+def test_a_fingerprint_has_version_1_or_2(version):
+    model, optimizer, _ = parts("convolution")
+    trainer = evenstep.Trainer(model, optimizer, LOSS, devices=1)
+    assert trainer.fingerprint() == trainer.fingerprint(version=1)
+    assert trainer.fingerprint() != trainer.fingerprint(version=2)
+    with pytest.raises(InputError, match=f"got version={version!r}: there are versions 1 and 2"):
+        trainer.fingerprint(version=version)
+
+
+# ---- the extra state of modules
+
+
+class Warm(nn.Module):
+    """A layer whose factor follows a number that the user raises; torch saves it as extra state."""
+
+    def __init__(self, steps=0, history=()):
+        super().__init__()
+        self.steps = steps
+        self.history = torch.tensor([*history])
+
+    def forward(self, x):
+        return x * (1 - 0.5 ** (self.steps + 1))
+
+    def get_extra_state(self):
+        return {"steps": self.steps, "history": self.history}
+
+    def set_extra_state(self, state):
+        self.steps, self.history = state["steps"], state["history"]
+
+
+def warming(seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Flatten(), nn.LazyLinear(8), Warm(), nn.Linear(8, 5))
+    model(X[:2])
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def warm_up(trainer, model, until):
+    while trainer.steps_done < until:
+        trainer.step(X[:16], Y[:16])
+        trainer.waitall()
+        model[2].steps += 1
+        model[2].history = torch.cat([model[2].history, torch.tensor([0.5])])
+
+
+@pytest.mark.parametrize("devices", [1, own(2)], ids=str)
+@pytest.mark.parametrize("aside", [False, True])
+def test_the_extra_state_of_modules_is_saved_and_restored(tmp_path, devices, aside):
+    model, optimizer = warming()
+    with evenstep.Trainer(model, optimizer, LOSS, devices=devices) as trainer:
+        warm_up(trainer, model, 2)
+        trainer.save(tmp_path, aside=aside)
+        warm_up(trainer, model, 4)
+    again, optimizer = warming(seed=9)
+    with evenstep.Trainer.load(tmp_path, again, optimizer, LOSS, devices=devices) as resumed:
+        assert again[2].steps == 2
+        assert again[2].history.tolist() == [0.5, 0.5]
+        warm_up(resumed, again, 4)
+    assert resumed.fingerprint(version=2) == trainer.fingerprint(version=2)
+    assert_same_bits(whole_state(again, optimizer), whole_state(model, trainer.optimizer))
+
+
+def refused_extra(folder, model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(CheckpointError) as caught:
+        evenstep.Trainer.load(folder, model, optimizer, LOSS, devices=1)
+    return str(caught.value)
+
+
+@pytest.fixture
+def warmed(tmp_path):
+    model, optimizer = warming()
+    with evenstep.Trainer(model, optimizer, LOSS, devices=1) as trainer:
+        warm_up(trainer, model, 2)
+        trainer.save(tmp_path)
+    return tmp_path
+
+
+def test_a_model_without_the_extra_state_is_another_one(warmed):
+    model, _ = warming()
+    model[2] = nn.Identity()
+    assert "another model: its extra state of 2 is not in the model" in refused_extra(warmed, model)
+
+
+def test_a_model_with_more_extra_state_is_another_one(warmed):
+    model, _ = warming()
+    model[0] = nn.Sequential(nn.Flatten(), Warm())
+    assert "another model: extra state of 0.1 is not in it" in refused_extra(warmed, model)
+
+
+class Forgets(Warm):
+    def set_extra_state(self, state):
+        pass
+
+
+class Fails(Warm):
+    def set_extra_state(self, state):
+        raise KeyError("steps of another version")
+
+
+class Reports(Warm):
+    set_extra_state = nn.Module.set_extra_state
+
+
+@pytest.mark.parametrize("kind", [Forgets, Fails, Reports])
+def test_extra_state_that_is_not_taken_back_is_noticed(warmed, kind):
+    model, _ = warming()
+    model[2] = kind()
+    line = refused_extra(warmed, model)
+    assert "layer 2" in line
+    assert kind.__name__ in line
+    assert "set_extra_state" in line
+
+
+def test_extra_state_that_is_only_a_report_need_not_be_taken_back(warmed):
+    model, _ = warming()
+    model[2] = Reports(2, (0.5, 0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    evenstep.Trainer.load(warmed, model, optimizer, LOSS, devices=1)
+
+
+def test_extra_state_that_no_checkpoint_can_hold_is_refused_by_name(tmp_path):
+    model, optimizer = warming()
+    model[2].history = len
+    trainer = evenstep.Trainer(model, optimizer, LOSS, devices=1)
+    with pytest.raises(
+        CheckpointError, match=r"\['model'\]\['extra'\]\['2'\]\['history'\] is of ty"
+    ):
+        trainer.save(tmp_path)
+
+
+def test_a_checkpoint_without_extra_state_leaves_it_as_it_is(warmed):
+    """As it did when no checkpoint had any."""
+    rewritten(warmed, lambda tree: tree["model"].pop("extra"))
+    model, optimizer = warming()
+    model[2].steps = 7
+    evenstep.Trainer.load(warmed, model, optimizer, LOSS, devices=1)
+    assert model[2].steps == 7
 
 
 def test_a_scheduler_that_was_not_saved_is_refused(saved):

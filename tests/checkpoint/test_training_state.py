@@ -1,13 +1,15 @@
 """The training state: what may be in a checkpoint, and what is refused in one line."""
 
 import dataclasses
+import functools
+import json
 
 import pytest
 import torch
 from torch import nn
 
 import evenstep
-from evenstep.checkpoint import async_writer
+from evenstep.checkpoint import async_writer, files
 from evenstep.checkpoint.codec import encode, row_major
 from evenstep.checkpoint.files import read_checkpoint, write_checkpoint
 from evenstep.checkpoint.training_state import (
@@ -76,7 +78,8 @@ def test_the_keys_of_a_checkpoint_are_the_documented_fields(tree):
     assert list(tree["model"]) == [field.name for field in dataclasses.fields(ModelState)]
 
 
-KEYS = [*KEYS_OF_ALL, "cursor.epoch", "cursor.step", "model.parameters", "model.buffers"]
+NEEDED = [key for key in KEYS_OF_ALL if key != "optimizers"]  # version 0.1.0 did not write it
+KEYS = [*NEEDED, "cursor.epoch", "cursor.step", "model.parameters", "model.buffers"]
 
 
 @pytest.mark.parametrize("key", KEYS)
@@ -114,7 +117,7 @@ def test_a_newer_option_is_saved_where_it_is_used(tree, tmp_path):
     assert TrainingState.from_tree(saved, tmp_path) == used
 
 
-@pytest.mark.parametrize("key", ["extra", "experiment.extra", "cursor.extra", "model.extra"])
+@pytest.mark.parametrize("key", ["extra", "experiment.extra", "cursor.extra", "model.more"])
 def test_an_unknown_key_is_named(tree, tmp_path, key):
     assert refusal(tmp_path, changed(tree, key, 1)) == f"it has the unknown key {key}"
 
@@ -151,6 +154,15 @@ def test_an_unknown_key_is_named(tree, tmp_path, key):
         ("scheduler", (1,), "scheduler is tuple, but dict is needed"),
         ("fingerprint", 5, "fingerprint is 5, but str is needed"),
         ("seeds_at", 3, "seeds_at is 3, but dict is needed"),
+        ("model.extra", 1, "model.extra is 1, but dict is needed"),
+        ("optimizers", "Adam", "optimizers is 'Adam', but dict is needed"),
+        ("optimizers", {"": "Adam"}, "optimizers. is 'Adam', but dict is needed"),
+        ("optimizers", {"": {"name": "Adam"}}, "it lacks the key optimizers..defaults"),
+        (
+            "optimizers",
+            {"": {"name": 3, "defaults": {}}},
+            "optimizers..name is 3, but str is needed",
+        ),
         ("within_rounding", 1, "within_rounding is 1, but bool is needed"),
     ],
 )
@@ -258,3 +270,144 @@ def test_tensors_that_differ_only_in_how_memory_is_read_have_copies_of_their_own
 def test_a_tensor_that_is_in_row_major_order_already_is_not_copied():
     tensor = TENSORS["contiguous"]
     assert row_major(tensor).data_ptr() == tensor.data_ptr()
+
+
+# ---- a manifest that was tampered with, and sealed again
+
+
+ODD_VALUES = {
+    "null": None,
+    "true": True,
+    "negative": -1,
+    "fraction": 0.5,
+    "text": "x",
+    "path": "../../../etc/passwd",
+    "empty list": [],
+    "empty object": {},
+    "deep list": functools.reduce(lambda inner, _: [inner], range(150), 1),
+    "deep object": functools.reduce(lambda inner, _: {"a": inner}, range(150), 1),
+    "unknown marker": {"$object": "os.system"},
+    "two markers": {"$int": "1", "$float": "0"},
+    "no hexadecimals": {"$int": "many"},
+    "a float of two bytes": {"$float": "0000"},
+    "a list as a key": {"$dict": [[[], 1]]},
+    "pairs of three": {"$dict": [[1, 2, 3]]},
+    "no text": {"$str": "ff"},
+    "a tensor that is missing": {
+        "$tensor": {"name": "../x", "dtype": "float32", "shape": [], "strides": []}
+    },
+    "a tensor of terabytes": {
+        "$tensor": {
+            "name": "model/parameters/0.weight",
+            "dtype": "float32",
+            "shape": [1 << 40],
+            "strides": [1],
+        }
+    },
+    "a tensor of no dtype": {
+        "$tensor": {
+            "name": "model/parameters/0.weight",
+            "dtype": "__name__",
+            "shape": [4, 1, 3, 3],
+            "strides": [9, 9, 3, 1],
+        }
+    },
+    "a tensor of negative strides": {
+        "$tensor": {
+            "name": "model/parameters/0.weight",
+            "dtype": "float32",
+            "shape": [4, 1, 3, 3],
+            "strides": [-9, 9, 3, 1],
+        }
+    },
+}
+
+
+AT_ONCE = ("null", "path", "a tensor of terabytes")
+ODD_NAMES = [
+    name if name in AT_ONCE else pytest.param(name, marks=pytest.mark.slow) for name in ODD_VALUES
+]
+
+
+def places(value, path=()):
+    """Yield the path of every value in nested dicts and lists."""
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items if isinstance(value, dict | list) else ():
+        if isinstance(item, dict | list):
+            yield from places(item, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def put(value, path, odd):
+    """Return nested dicts and lists with another value at `path`."""
+    if not path:
+        return odd
+    copied = value.copy()
+    copied[path[0]] = put(value[path[0]], path[1:], odd)
+    return copied
+
+
+def seal(folder, manifest):
+    body = files._spell_fields({key: manifest[key] for key in manifest if key != "sha256"})
+    (folder / "manifest.json").write_bytes(files._seal(body))
+
+
+@pytest.fixture(scope="module")
+def forged(tree, tmp_path_factory):
+    """A checkpoint of one step, and its manifest."""
+    folder = write_checkpoint(tmp_path_factory.mktemp("forged"), encode(tree), step=1)
+    return folder, json.loads((folder / "manifest.json").read_text())
+
+
+def load_forged(folder):
+    model, optimizer = parts()
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    return evenstep.Trainer.load(folder, model, optimizer, LOSS, scheduler=scheduler, devices=1)
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_an_odd_value_anywhere_in_a_manifest_is_refused_or_is_a_value(forged, name):
+    """Settings of the optimizer and the scheduler may be any value: what these do is theirs."""
+    folder, manifest = forged
+    refused = []
+    for path in places(manifest):
+        seal(folder, put(manifest, path, ODD_VALUES[name]))
+        try:
+            read_training_state(folder)
+        except CheckpointError:
+            refused.append(path)
+    needed = {("state",), ("state", "cursor"), ("files",)}
+    assert needed <= {*refused}
+
+
+@pytest.mark.parametrize("name", ODD_NAMES)
+def test_an_odd_value_in_what_is_restored_is_refused_or_is_a_value(forged, name):
+    folder, manifest = forged
+    for part in ("optimizer", "optimizers", "scheduler", "model"):
+        for path in places(manifest["state"][part]):
+            seal(folder, put(manifest, ("state", part, *path), ODD_VALUES[name]))
+            try:
+                load_forged(folder)
+            except CheckpointError:
+                continue
+
+
+NOT_ITS_OPTIONS = [*evenstep.training.trainer.TrainerOptions.__annotations__]
+
+
+@pytest.mark.parametrize("option", [*NOT_ITS_OPTIONS, "loss", "__class__", "self"])
+def test_a_checkpoint_can_give_no_option_of_the_trainer(forged, option):
+    folder, manifest = forged
+    if option in manifest["state"]["experiment"] or option in ("buffers", "batch_dim", "separable"):
+        return
+    options = {**manifest["state"]["experiment"], option: 1}
+    for place, value in ((("experiment",), options), ((), {**manifest["state"], option: 1})):
+        if not place and option in (*KEYS_OF_ALL, "experiment"):
+            continue
+        seal(folder, put(manifest, ("state", *place), value))
+        key = ".".join([*place, option])
+        with pytest.raises(CheckpointError, match=f"it has the unknown key {key};"):
+            load_forged(folder)

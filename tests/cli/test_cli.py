@@ -81,7 +81,7 @@ def test_the_train_loss_is_the_mean_over_the_epochs_examples():
 def test_the_test_accuracy_is_that_of_the_saved_model():
     record = trained(*MLP, "--epochs", 3, "--checkpoint-dir", "kept", "--devices", 2)
     model = models.mlp()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loaded = Trainer.load("kept", model, optimizer, nn.CrossEntropyLoss(), devices=1)
     assert loaded.fingerprint() == record.fingerprint
     images, labels = data.digits(train=False).tensors

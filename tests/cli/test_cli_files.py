@@ -1,6 +1,8 @@
 """Files that a command writes: completely, through links, and into streams."""
 
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -42,3 +44,92 @@ def test_a_pipe_gets_the_text(tmp_path):
 def test_what_can_never_be_a_file_is_refused_at_once(name):
     with pytest.raises(InputError, match=f"^got file {name}: expected a file in an"):
         OutputFile().convert(name, None, None)
+
+
+SAY_AND_WRITE = """
+import sys
+from evenstep.cli.files import OutputFile, write_text
+print("before")
+name = OutputFile(may_be_stream=True).convert(sys.argv[1], None, None)
+write_text(name, "{}\\n")
+print("after")
+"""
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
+def test_stdout_by_its_name_is_written_where_it_stands_also_if_it_is_a_file(tmp_path, name):
+    """A file must not be replaced, or overwritten from its beginning, under the shell's hands."""
+    (tmp_path / "link").symlink_to("/dev/stdout")
+    out = tmp_path / "out"
+    out.write_text("earlier\n")
+    inode = out.stat().st_ino
+    with out.open("a") as file:
+        subprocess.run(
+            [sys.executable, "-c", SAY_AND_WRITE, name], cwd=tmp_path, stdout=file, check=True
+        )
+    assert out.read_text() == "earlier\nbefore\n{}\nafter\n"
+    assert out.stat().st_ino == inode
+
+
+@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+def test_stdout_is_no_place_for_a_file_that_is_replaced(tmp_path, name):
+    line = "from evenstep.cli.files import OutputFile; import sys\n"
+    line += "OutputFile().convert(sys.argv[1], None, None)"
+    with (tmp_path / "out").open("w") as file:
+        done = subprocess.run(
+            [sys.executable, "-c", line, name], stdout=file, stderr=subprocess.PIPE, text=True
+        )
+    assert f"InputError: got file {name}: expected a file in an existing folder" in done.stderr
+
+
+def test_a_stream_is_never_made_a_file(tmp_path):
+    """Not even where it was removed after the options were read."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    really = os.open
+
+    def open_late(path, *arguments):
+        pipe.unlink(missing_ok=True)
+        return really(path, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", open_late)
+        with pytest.raises(FileNotFoundError):
+            write_text(str(pipe), "{}\n")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_link_of_another_user_is_not_followed(tmp_path, monkeypatch):
+    """In a shared folder it may lead to any file that only you may write."""
+    (tmp_path / "mine").write_text("keep")
+    link = tmp_path / "out.json"
+    link.symlink_to("mine")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    really = os.lstat
+
+    def of_another_user(path, **options):
+        status = [*really(path, **options)]
+        status[4] = os.getuid() + 2
+        return os.stat_result(status)
+
+    monkeypatch.setattr(os, "lstat", of_another_user)
+    for use in (target_of, lambda name: OutputFile().convert(name, None, None)):
+        with pytest.raises(InputError) as caught:
+            use(str(link))
+        assert str(caught.value) == (
+            f"{link} is a link that another user has made: give the path of the file itself"
+        )
+    assert (tmp_path / "mine").read_text() == "keep"
+
+
+def test_links_in_a_circle_are_refused_at_once(tmp_path):
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    with pytest.raises(InputError, match="expected a file in an existing folder"):
+        OutputFile().convert(str(tmp_path / "a"), None, None)
+
+
+def test_a_link_to_a_folder_that_is_missing_is_refused_at_once(tmp_path):
+    (tmp_path / "link").symlink_to("nowhere/file")
+    with pytest.raises(InputError, match="expected a file in an existing folder"):
+        OutputFile().convert(str(tmp_path / "link"), None, None)

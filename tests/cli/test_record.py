@@ -22,6 +22,7 @@ KEYS = [
     "seconds_per_epoch",
     "examples_per_second",
     "fingerprint",
+    "fingerprint_2",
     "within_rounding",
 ]
 
@@ -42,6 +43,7 @@ records = st.builds(
     seconds_per_epoch=st.none() | numbers,
     examples_per_second=st.none() | numbers,
     fingerprint=st.text(),
+    fingerprint_2=st.text(),
     within_rounding=st.booleans(),
 )
 
@@ -71,6 +73,7 @@ def a_record(**changes):
         "seconds_per_epoch": 1.5,
         "examples_per_second": 1000.0,
         "fingerprint": "0" * 64,
+        "fingerprint_2": "1" * 64,
         "within_rounding": False,
     }
     return TrainRecord(**{**values, **changes})
@@ -94,3 +97,9 @@ def test_a_record_is_frozen_and_given_by_keyword():
         a_record().steps = 3
     with pytest.raises(TypeError):
         TrainRecord("mlp", "digits")
+
+
+def test_a_record_of_version_0_1_0_is_read():
+    values = json.loads(a_record().to_json())
+    del values["fingerprint_2"]
+    assert TrainRecord.from_json(json.dumps(values)) == a_record(fingerprint_2="")

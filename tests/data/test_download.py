@@ -192,3 +192,15 @@ def test_a_folder_that_can_t_be_made_is_named(server, get):
 def test_a_progress_bar_is_shown_on_stderr(server, get, capsys):
     get(server.url, progress=True)
     assert "100%" in capsys.readouterr().err
+
+
+def test_a_download_without_end_is_given_up(server, get):
+    """A server, or somebody on the way to it, could fill the disk before the checksum is known."""
+    server.script = [(200, bytes(10_000_000), 1 << 40)]
+    line = refused(get, server.url, at_most=1_000_000)
+    assert "it has more than 1,000,000 bytes" in line
+    assert server.requests == 1
+
+
+def test_a_download_of_as_many_bytes_as_may_be_is_taken(server, get):
+    assert get(server.url, at_most=len(BODY)).read_bytes() == BODY

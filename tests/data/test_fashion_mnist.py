@@ -2,8 +2,10 @@
 
 import gzip
 import hashlib
+import os
 import shutil
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -175,6 +177,49 @@ def test_a_damaged_file_is_named(folder, damage, story):
     message = refused(folder)
     assert message.startswith(f"{path} ")
     assert story in message
+
+
+HEADER = struct.Struct(">BBBB3I")
+
+
+def bomb(*promised: int) -> bytes:
+    """Fifty million zeros behind a header, in as many thousand bytes."""
+    return gzip.compress(HEADER.pack(0, 0, 8, 3, *promised) + bytes(50_000_000), compresslevel=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "story"),
+    [
+        (IMAGES, bomb(12, 28, 28), "unpacks to more than 9424 bytes"),
+        (IMAGES, bomb(2**32 - 1, 28, 28), "promises 3367254359280 bytes; at most 1,073,741,824"),
+        (IMAGES[:-3], HEADER.pack(0, 0, 8, 3, 2**32 - 1, 28, 28), "promises 3367254359280"),
+        (IMAGES, gzip.compress(bytes(50_000_000), compresslevel=1), "is not an IDX file"),
+    ],
+    ids=["a bomb", "a bomb of terabytes", "a header of terabytes", "zeros"],
+)
+def test_what_would_unpack_to_too_much_is_refused_before_it_does(folder, name, content, story):
+    (folder / IMAGES).unlink()
+    (folder / name).write_bytes(content)
+    tracemalloc.start()
+    message = refused(folder)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert message.startswith(f"{folder / name} ")
+    assert story in message
+    assert peak < 5_000_000
+
+
+def test_a_file_that_is_too_long_is_not_read(folder):
+    (folder / IMAGES).unlink()
+    (folder / IMAGES[:-3]).touch()
+    os.truncate(folder / IMAGES[:-3], 1 << 40)
+    assert "can't be read (it has more than 1,073,741,840 bytes)" in refused(folder)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_at_once(folder):
+    (folder / IMAGES).unlink()
+    os.mkfifo(folder / IMAGES)
+    assert "can't be read (it is not a regular file)" in refused(folder)
 
 
 def test_read_folder_reads_the_test_files_by_their_names(folder):

@@ -68,12 +68,21 @@ def test_swapped_files_are_noticed():
 
 @given(st.binary(max_size=300))
 def test_gunzip_gives_back_what_gzip_took(data):
-    assert gunzip(gzip.compress(data), "it") == data
+    assert gunzip(gzip.compress(data), "it", at_most=300) == data
+
+
+@given(st.binary(max_size=300), st.integers(0, 300))
+def test_what_unpacks_to_more_than_the_limit_is_refused(data, at_most):
+    if len(data) <= at_most:
+        assert gunzip(gzip.compress(data), "it", at_most=at_most) == data
+    else:
+        with pytest.raises(DataError, match=f"^it unpacks to more than {at_most} bytes"):
+            gunzip(gzip.compress(data), "it", at_most=at_most)
 
 
 def test_a_file_that_is_not_gzip_is_refused():
     with pytest.raises(DataError, match=r"it is not a gzip file: .*3c 68 instead of 1f 8b"):
-        gunzip(b"<html>not found</html>", "it")
+        gunzip(b"<html>not found</html>", "it", at_most=300)
 
 
 @given(st.data())
@@ -81,7 +90,7 @@ def test_a_truncated_gzip_file_is_refused(data):
     whole = gzip.compress(LABELS)
     cut = data.draw(st.integers(2, len(whole) - 1))
     with pytest.raises(DataError, match=f"it is truncated: its {cut} bytes"):
-        gunzip(whole[:cut], "it")
+        gunzip(whole[:cut], "it", at_most=300)
 
 
 @pytest.mark.parametrize("place", [-1, -5, -9])
@@ -90,7 +99,7 @@ def test_a_damaged_gzip_file_is_refused(place):
     data = bytearray(gzip.compress(bytes(range(200)), compresslevel=0))
     data[place] ^= 0x55
     with pytest.raises(DataError, match="it is damaged"):
-        gunzip(bytes(data), "it")
+        gunzip(bytes(data), "it", at_most=300)
 
 
 @given(place=st.integers(0, len(gzip.compress(LABELS)) - 1), flip=st.integers(1, 255))
@@ -98,7 +107,7 @@ def test_no_flipped_byte_passes_with_other_content(place, flip):
     data = bytearray(gzip.compress(LABELS))
     data[place] ^= flip
     try:
-        content = gunzip(bytes(data), "it")
+        content = gunzip(bytes(data), "it", at_most=300)
     except DataError:
         return
     assert content == LABELS

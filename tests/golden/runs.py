@@ -82,6 +82,7 @@ def result_of(trainer, losses=(), **more):
     """Return what is compared of a training, all of it exact."""
     return {
         "fingerprint": trainer.fingerprint(),
+        "fingerprint 2": trainer.fingerprint(version=2),
         "losses": [float(loss).hex() for loss in losses],
         **{name: _exact(value) for name, value in more.items()},
     }
@@ -276,7 +277,10 @@ def train_by_command(*, devices, **more):
         )
         assert done.returncode == 0, done.stderr
         document = json.loads(out.read_text())
-    return {"fingerprint": document["fingerprint"]}
+    return {
+        "fingerprint": document["fingerprint"],
+        "fingerprint 2": document["fingerprint_2"],
+    }
 
 
 def _processes(layouts):

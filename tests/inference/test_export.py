@@ -1,8 +1,12 @@
 """A model in one file: what comes back computes the same, without the model's source."""
 
+import hashlib
+import io
+import os
 import random
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -11,6 +15,7 @@ from torch import nn
 import evenstep
 from commands import complaint, run, trained
 from evenstep.errors import BatchError, ExportError, SaveError
+from evenstep.inference import export as exporting
 from evenstep.inference import onnx_export
 from reference import plain_outputs
 
@@ -124,6 +129,162 @@ def test_a_bad_file_is_refused_in_one_line(file, kind):
     assert "\n" not in str(caught.value)
 
 
+def refusal(file, **options):
+    with pytest.raises(ExportError) as caught:
+        evenstep.load_exported(file, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def flip_and_load(file, monkeypatch, places):
+    """Flip one bit at each of `places`; each must be refused before torch reads the file."""
+    content = bytearray(file.read_bytes())
+    monkeypatch.setattr(torch.export, "load", lambda *_, **__: pytest.fail("torch has read it"))
+    for place in places:
+        content[place // 8] ^= 1 << place % 8
+        file.write_bytes(content)
+        refusal(file)
+        content[place // 8] ^= 1 << place % 8
+    file.write_bytes(content)
+    monkeypatch.undo()
+    evenstep.load_exported(file)
+
+
+def test_a_flipped_bit_anywhere_is_refused_before_torch_reads_it(file, monkeypatch):
+    bits = 8 * file.stat().st_size
+    flip_and_load(file, monkeypatch, random.Random(0).sample(range(bits), 100))
+
+
+@pytest.mark.slow
+def test_ten_thousand_flipped_bits_are_refused(file, monkeypatch):
+    bits = 8 * file.stat().st_size
+    flip_and_load(file, monkeypatch, random.Random(1).sample(range(bits), 10_000))
+
+
+def test_a_file_that_was_cut_or_made_longer_is_refused(file):
+    content = file.read_bytes()
+    for length in (*range(0, len(content), 97), len(content) - 1):
+        file.write_bytes(content[:length])
+        refusal(file)
+    for more in (b"\0", b"x" * 100, content):
+        file.write_bytes(content + more)
+        refusal(file)
+
+
+def sha256_of(file):
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize("spell", [str, str.upper], ids=["lower", "upper"])
+def test_a_file_with_the_digest_that_was_given_is_loaded(file, spell):
+    loaded = evenstep.load_exported(file, sha256=spell(sha256_of(file)))
+    assert loaded(torch.ones(5, 3, 4)).shape == (5, 2)
+
+
+def test_a_whole_file_that_is_another_one_is_refused_before_torch_reads_it(file, monkeypatch):
+    """Its own digest fits, as that of any file would that somebody else has exported."""
+    wanted, other = sha256_of(file), evenstep.export(nn.Flatten(), torch.ones(2, 3, 4), file)
+    monkeypatch.setattr(torch.export, "load", lambda *_, **__: pytest.fail("torch has read it"))
+    line = refusal(other, sha256=wanted)
+    assert line == (
+        f"{file} is not the file that was asked for: its SHA-256 is {sha256_of(other)}, not "
+        f"{wanted}; get the right file, or the digest of this one from someone you trust"
+    )
+
+
+@pytest.mark.parametrize(
+    "sha256",
+    ["", "abc", "x" * 64, 64 * "\N{ARABIC-INDIC DIGIT ONE}", 5, b"0" * 64],
+    ids=["empty", "short", "letters", "arabic", "number", "bytes"],
+)
+def test_what_is_no_digest_is_refused(file, sha256):
+    line = refusal(file, sha256=sha256)
+    assert line == f"got sha256={sha256!r}: give the 64 hexadecimal digits of a SHA-256"
+
+
+def without_digest(file):
+    """Make of a file what evenstep 0.1.0 wrote."""
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.comment = b""
+    return file
+
+
+def test_a_file_without_a_digest_needs_that_of_the_user(file):
+    line = refusal(without_digest(file))
+    assert line == (
+        f"{file} contains no digest, as files of evenstep 0.1.0 don't, so damage would not be "
+        f"noticed: export it again, or give load_exported sha256=..., the SHA-256 of the file"
+    )
+    loaded = evenstep.load_exported(file, sha256=sha256_of(file))
+    assert loaded(torch.ones(5, 3, 4)).shape == (5, 2)
+
+
+def test_other_programs_can_read_the_file(file):
+    """The digest is the comment of a zip archive, which torch and zipfile skip."""
+    with zipfile.ZipFile(file) as archive:
+        assert archive.testzip() is None
+    assert torch.export.load(file).module()(torch.ones(5, 3, 4)).shape == (5, 2)
+
+
+def archive_of(file, **entries):
+    """Write an archive with these entries, and the digest that a forger would put in."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    file.write_bytes(exporting._sealed(content.getvalue()))
+    return file
+
+
+NOTE = '{"format": "evenstep export", "version": 1, "inputs": []}'
+
+
+ODD = {
+    "a long note": (
+        {"a/evenstep.json": NOTE + " " * 10**8},
+        f"unpacks to {len(NOTE) + 10**8} bytes",
+    ),
+    "a bomb": (
+        {"a/evenstep.json": NOTE, "a/w": b"\0" * 10**8},
+        f"unpacks to {len(NOTE) + 10**8} bytes",
+    ),
+    "a deep note": ({"a/evenstep.json": "[" * 10**5}, "unpacks to 100000 bytes"),
+    "up": ({"a/evenstep.json": NOTE, "../../evil": "x"}, "the entry ../../evil"),
+    "absolute": ({"a/evenstep.json": NOTE, "/etc/evil": "x"}, "the entry /etc/evil"),
+    "backslash": ({"a/evenstep.json": NOTE, "a\\..\\evil": "x"}, "the entry a\\..\\evil"),
+    "a list": ({"a/evenstep.json": "[]"}, "TypeError"),
+    "a number": ({"a/evenstep.json": "3"}, "TypeError"),
+    "no inputs": ({"a/evenstep.json": NOTE.replace("[]", "3")}, "TypeError"),
+    "a dtype": (
+        {"a/evenstep.json": NOTE.replace("[]", '[{"dtype": 3, "shape": []}]')},
+        "3 [] of an input",
+    ),
+    "a shape": (
+        {"a/evenstep.json": NOTE.replace("[]", '[{"dtype": "x", "shape": "yz"}]')},
+        "'x' 'yz' of an input",
+    ),
+    "no note": ({"a/other.json": NOTE}, "ValueError"),
+    "two notes": ({"a/evenstep.json": NOTE, "b/evenstep.json": NOTE}, "ValueError"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_an_archive_of_odd_shape_is_refused_before_memory_is_taken(file, monkeypatch, name):
+    entries, problem = ODD[name]
+    monkeypatch.setattr(torch.export, "load", lambda *_, **__: pytest.fail("torch has read it"))
+    assert problem in refusal(archive_of(file, **entries))
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_no_file_is_refused_at_once(tmp_path, make):
+    make(tmp_path / "it.pt2")
+    assert "can't be read" in refusal(tmp_path / "it.pt2")
+
+
+def test_an_endless_device_is_refused_at_once():
+    assert "it is not a regular file" in refusal("/dev/zero")
+
+
 class BranchesOnValues(nn.Module):
     def forward(self, x):
         return x if x.sum() > 0 else -x
@@ -166,10 +327,13 @@ def test_the_command_exports_a_run_and_says_how_far_it_is_off(tmp_path):
         part = run("export", "--checkpoint", checkpoint, "--out", file).stdout
         assert "float32 (batch, 1, 28, 28)" in part
         assert "max difference" in part
+        assert f"sha256          {sha256_of(file)}" in part
     assert evenstep.load_exported(file)(torch.zeros(5, 1, 28, 28)).shape == (5, 10)
     pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
     other = file.with_suffix(".onnx")
-    assert "onnxruntime" in run("export", "--checkpoint", folder, "--out", other).stdout
+    part = run("export", "--checkpoint", folder, "--out", other).stdout
+    assert "onnxruntime" in part
+    assert sha256_of(other) in part
     assert other.stat().st_size > 100_000
 
 

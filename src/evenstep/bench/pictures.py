@@ -10,6 +10,7 @@ from typing import Any
 
 from evenstep.bench.rounds import Scaled, Summary, scaled, speeds, summarise
 from evenstep.errors import InputError
+from evenstep.files import write_file
 
 BLUE, RED, GREEN, YELLOW, GREY = "#2a6f97", "#b56576", "#8ab17d", "#e9c46a", "#adb5bd"
 COLOURS = {"blue": BLUE, "red": RED, "yellow": YELLOW, "grey": GREY}
@@ -49,15 +50,17 @@ def canvas(columns: int = 1, *, size: tuple[float, float]) -> Iterator[tuple[Any
         pyplot.close(figure)
 
 
-def save(figure: Any, file: Path) -> None:
+def save(figure: Any, file: Path, dpi: int = 120) -> None:
     """Write a figure in the format that the file's suffix names.
 
     Raises:
         InputError: matplotlib doesn't know the format, or the file can't be written.
     """
+    content = io.BytesIO()
     try:
+        figure.savefig(content, dpi=dpi, format=file.suffix.removeprefix(".") or None)
         file.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(file, dpi=120)
+        write_file(file, content.getvalue())
     except (OSError, ValueError) as error:
         raise InputError(f"the picture {file} can't be written: {error}") from error
 

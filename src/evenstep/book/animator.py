@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from evenstep.bench import pictures
+
 
 class Animator:
     """Draws curves as they grow: live in a notebook, otherwise to a file. Needs matplotlib.
@@ -85,7 +87,7 @@ class Animator:
             display.clear_output(wait=True)
             display.display(figure)
         else:
-            figure.savefig(self._file, dpi=150)
+            pictures.save(figure, self._file, dpi=150)
 
 
 def _in_notebook() -> bool:

@@ -239,7 +239,7 @@ def _decode_pairs(pairs: list[Any], fetch: _Fetch) -> dict[Any, Tree]:
 
 def _decode_tensor(entry: Plain, fetch: _Fetch) -> torch.Tensor:
     shape, strides = _sizes(entry["shape"]), _sizes(entry["strides"])
-    dtype = getattr(torch, entry["dtype"])
+    dtype = vars(torch).get(entry["dtype"])  # `getattr` would import modules
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{dtype} is not a dtype")
     stored = fetch(entry["name"])

@@ -22,7 +22,9 @@ import json
 import os
 import platform
 import re
+import secrets
 import shutil
+import stat
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,7 +36,7 @@ from safetensors.torch import save_file
 
 from evenstep.checkpoint.codec import Encoded, Tree, decode
 from evenstep.errors import CheckpointError, InputError, SaveError
-from evenstep.files import flush
+from evenstep.files import flush, read_file, sha256_of
 
 _StrPath: TypeAlias = "str | os.PathLike[str]"
 
@@ -42,11 +44,14 @@ _FORMAT = "evenstep checkpoint"
 _VERSION = 1
 _MANIFEST = "manifest.json"
 _TENSORS = "tensors.safetensors"
+_MOST_NBYTES = 1 << 28  # of a manifest, which has some hundred bytes for each tensor
 
 # `.old` is a checkpoint that another of the same step replaces: it counts until the other is there.
 _CHECKPOINT = re.compile(r"step-(?P<step>\d{8}|[1-9]\d{8,})(?P<old>\.old)?")
-_HIDDEN = re.compile(r"\.step-\d{8,}(\.old)?\.(writing|removing)-(?P<host>.*)-(?P<pid>\d+)")
-_HASH_BLOCK_NBYTES = 1 << 20
+# Version 0.1.0 wrote no token behind the process.
+_HIDDEN = re.compile(
+    r"\.step-\d{8,}(\.old)?\.(writing|removing)-(?P<host>.*)-(?P<pid>\d+)(\.[0-9a-f]{16})?"
+)
 
 _SAVE_ADVICE = {
     errno.ENOSPC: "free some space, or save to another disk",
@@ -176,8 +181,15 @@ def _write_files(folder: Path, state: Encoded, step: int) -> None:
     }
     (folder / _MANIFEST).write_bytes(_seal(_spell_fields(manifest)))
     shutil.copymode(folder / _MANIFEST, folder / _TENSORS)  # safetensors makes it private
+    _admit_others(folder, stat.S_IMODE((folder / _MANIFEST).stat().st_mode))
     for path in (folder / _TENSORS, folder / _MANIFEST, folder):
         flush(path)
+
+
+def _admit_others(folder: Path, mode: int) -> None:
+    """Give a folder that was private the permissions that the umask leaves; `mode` is a file's."""
+    kept = folder.stat().st_mode & (stat.S_ISGID | stat.S_ISVTX)
+    folder.chmod(kept | 0o700 | mode | (mode & 0o444) >> 2)
 
 
 def _save_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
@@ -205,11 +217,7 @@ def _is_sealed(text: bytes) -> bool:
 
 
 def _describe(path: Path) -> dict[str, int | str]:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_HASH_BLOCK_NBYTES):
-            digest.update(block)
-    return {"nbytes": path.stat().st_size, "sha256": digest.hexdigest()}
+    return {"nbytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def _own_version() -> str:
@@ -229,8 +237,7 @@ def _make_folder(folder: Path) -> None:
 @contextlib.contextmanager
 def _hidden_folder(final: Path) -> Iterator[Path]:
     hidden = _hide(final, "writing")
-    shutil.rmtree(hidden, ignore_errors=True)
-    hidden.mkdir()
+    hidden.mkdir(0o700)  # nobody else can put links where files will be written
     try:
         yield hidden
     finally:
@@ -282,7 +289,8 @@ def _remove(path: Path) -> None:
 
 
 def _hide(path: Path, doing: str) -> Path:
-    return path.with_name(f".{path.name}.{doing}-{platform.node()}-{os.getpid()}")
+    owner = f"{platform.node()}-{os.getpid()}"
+    return path.with_name(f".{path.name}.{doing}-{owner}.{secrets.token_hex(8)}")
 
 
 def _is_alive(pid: int) -> bool:
@@ -296,7 +304,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:
-    text = (folder / _MANIFEST).read_bytes()
+    text = read_file(folder / _MANIFEST, at_most=_MOST_NBYTES)
     try:
         manifest = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,16 +1,24 @@
-"""The fingerprint of a training state: one SHA-256 over everything that training changes."""
+"""The fingerprint of a training state: one SHA-256 over everything that training changes.
+
+Version 1 covers parameters, buffers and the optimizer's state of each parameter. Version 2 covers
+everything that decides the next step: also the settings of the optimizer's groups, its state that
+belongs to no parameter, and the extra state of modules. Old figures are compared by version 1.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 from torch import nn
 
 from evenstep.replicas import inner_optimizers
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
 
 
 def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -20,6 +28,16 @@ def fingerprint(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
     row-major order. Two runs with the same fingerprint have the same state, bit for bit.
     """
     return digest_of(named_state(model, optimizer))
+
+
+def fingerprint_2(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return the fingerprint of version 2 (hexadecimal): the SHA-256 of all that decides a step.
+
+    As version 1, with entries for the settings of the optimizer's groups, its state that belongs to
+    no parameter, and the extra state of modules. Numbers of numpy count as those of Python, and
+    lists as tuples: a checkpoint doesn't keep the difference.
+    """
+    return digest_of(whole_state(model, optimizer))
 
 
 def digest_of(entries: Iterable[tuple[str, Any]]) -> str:
@@ -51,9 +69,36 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
                 yield f"optimizer{place}/{names[owner]}/{'/'.join(map(str, path))}", leaf
 
 
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of everything that decides the next step, settings first."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimizers = {"": optimizer, **inner_optimizers(optimizer)}
+    for place, one in optimizers.items():
+        for number, group in enumerate(one.param_groups):
+            members = [names.get(parameter) for parameter in group["params"]]
+            yield from _leaves(f"group{place}/{number}", {**group, "params": members})
+    for name, state in extra_states(model).items():
+        yield from _leaves(f"extra/{name}", state)
+    for name, value in named_state(model, optimizer):
+        yield name, _plain(value)
+    for place, one in optimizers.items():
+        for key, value in one.state.items():
+            if not isinstance(key, torch.Tensor):
+                yield from _leaves(f"optimizer{place}/{key}", value)
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """Return what modules have besides parameters and buffers (`get_extra_state`), by name."""
+    return {
+        name: module.get_extra_state()
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+    }
+
+
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """Return the digest of each entry that `named_state` yields, by name."""
-    return {name: tensor_digest(value) for name, value in named_state(model, optimizer)}
+    """Return the digest of each entry that `whole_state` yields, by name."""
+    return {name: tensor_digest(value) for name, value in whole_state(model, optimizer)}
 
 
 def tensor_digest(value: Any) -> str:
@@ -61,6 +106,34 @@ def tensor_digest(value: Any) -> str:
     digest = hashlib.sha256()
     _update(digest, "", value)
     return digest.hexdigest()
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, value) of everything in nested mappings, lists and tuples."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(f"{name}/{key}", item)
+    elif isinstance(value, list | tuple):
+        for number, item in enumerate(value):
+            yield from _leaves(f"{name}/{number}", item)
+    else:
+        yield name, _plain(value)
+
+
+def _plain(value: Any) -> Any:
+    """Return a value whose `repr` says all of it: a number of Python for one of numpy.
+
+    What is neither a plain value nor a tensor can't be compared: of it, its type is returned.
+    """
+    if isinstance(value, np.bool_ | np.number):
+        value = value.item()
+    is_plain = isinstance(value, _PLAIN)
+    return value if is_plain else f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+def tree_digest(value: Any) -> str:
+    """Return the SHA-256 (hexadecimal) of everything in nested mappings, lists and tuples."""
+    return digest_of(_leaves("", value))
 
 
 def _update(digest: Any, name: str, value: Any) -> None:

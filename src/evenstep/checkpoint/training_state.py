@@ -16,6 +16,8 @@ from torch import nn
 
 from evenstep.checkpoint.codec import Encoded, Tree
 from evenstep.checkpoint.files import read_checkpoint
+from evenstep.checkpoint.fingerprint import extra_states, tree_digest
+from evenstep.checkpoint.optimizer_kind import OptimizerKind, refuse_another_optimizer
 from evenstep.data import Cursor
 from evenstep.errors import CheckpointError, InputError
 from evenstep.experiment import LATER, Experiment
@@ -34,21 +36,27 @@ _UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelState:
-    """The tensors of a model by name, each once.
+    """The tensors of a model by name, each once, and what its modules have besides.
 
     Attributes:
         parameters: all parameters.
         buffers: all buffers, those that a module's `state_dict` leaves out included.
+        extra: what `get_extra_state` of modules returned, by their names; None in a checkpoint of
+            version 0.1.0, which did not ask for it.
     """
 
     parameters: Tensors
     buffers: Tensors
+    extra: dict[str, Any] | None = dataclasses.field(default=None, metadata=LATER)
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
         """Return the model's own tensors, not copies."""
-        parameters = {name: value.detach() for name, value in model.named_parameters()}
-        return cls(parameters=parameters, buffers=dict(model.named_buffers()))
+        return cls(
+            parameters={name: value.detach() for name, value in model.named_parameters()},
+            buffers=dict(model.named_buffers()),
+            extra=extra_states(model),
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +77,8 @@ class TrainingState:
         optimizer: the optimizer's `state_dict`, and those of optimizers inside it.
         scheduler: the scheduler's `state_dict`; None without one.
         fingerprint: of model and optimizer; empty until it is computed (see `with_fingerprint`).
+        optimizers: the kinds of the optimizer and of those inside it, by their places in it; empty
+            in a checkpoint of version 0.1.0.
     """
 
     experiment: Experiment
@@ -81,6 +91,7 @@ class TrainingState:
     scheduler: dict[str, Any] | None
     fingerprint: str = ""
     seeds_at: Cursor | None = dataclasses.field(default=None, metadata=LATER)
+    optimizers: dict[str, OptimizerKind] = dataclasses.field(default_factory=dict, metadata=LATER)
     within_rounding: bool = dataclasses.field(default=False, metadata=LATER)
 
     def to_tree(self) -> Tree:
@@ -117,6 +128,7 @@ class TrainingState:
         Raises:
             CheckpointError: one of them is of another kind than the saved one.
         """
+        refuse_another_optimizer(self.optimizers, optimizer)
         restore_model(model, self.model)
         restore_optimizer(optimizer, self.optimizer)
         _follow_layouts(model, optimizer, self.model)
@@ -167,17 +179,37 @@ def restore_model(model: nn.Module, saved: ModelState) -> None:
     present = ModelState.of(model)
     differences = _differences(present.parameters, saved.parameters, "parameter")
     differences += _differences(present.buffers, saved.buffers, "buffer")
+    if saved.extra is not None:
+        differences += _missing(present.extra or {}, saved.extra, "extra state of")
     if differences:
         more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CheckpointError(
             f"the checkpoint is of another model: {'; '.join(differences[:3])}{more}: "
             f"build the model that was trained, or train from the start in a new folder"
         )
+    _restore_extra(model, saved.extra or {})
     with torch.no_grad():
         for name, tensor in present.parameters.items():
             tensor.copy_(saved.parameters[name])
         for name, tensor in present.buffers.items():
             tensor.copy_(saved.buffers[name])
+
+
+def _restore_extra(model: nn.Module, saved: Mapping[str, Any]) -> None:
+    """Give modules their extra state back, and make sure that they took it."""
+    for name, state in saved.items():
+        module, problem = model.get_submodule(name), ""
+        if tree_digest(module.get_extra_state()) == tree_digest(state):
+            continue
+        try:
+            module.set_extra_state(copy.deepcopy(state))
+        except Exception as error:
+            problem = f" ({error!r})"
+        if problem or tree_digest(module.get_extra_state()) != tree_digest(state):
+            raise CheckpointError(
+                f"layer {name} of type {type(module).__name__} did not take its extra state back"
+                f"{problem}: its set_extra_state must accept what its get_extra_state returned"
+            )
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -285,6 +317,8 @@ def _names(kind: Any) -> dict[str, str]:
 
 
 def _as_dict(value: Any) -> Any:
+    if type(value) is dict and all(map(dataclasses.is_dataclass, value.values())):
+        return {key: _as_dict(item) for key, item in value.items()}
     if not dataclasses.is_dataclass(value):
         return value
     names = _names(value).items()
@@ -321,8 +355,7 @@ def _read(kind: Any, value: Any, key: str) -> Any:
         needed = f"one of {', '.join(choices)}" if origin is typing.Literal else kind.__name__
         raise InputError(f"{key} is {shown}, but {needed} is needed")
     if origin is dict and choices[1] is not Any:
-        for name, item in value.items():
-            _read(choices[1], item, f"{key}.{name}")
+        return {name: _read(choices[1], item, f"{key}.{name}") for name, item in value.items()}
     return value
 
 
@@ -340,14 +373,18 @@ def _read_fields(kind: Any, value: Any, key: str) -> Any:
 
 
 def _differences(present: Tensors, saved: Mapping[str, torch.Tensor], kind: str) -> list[str]:
-    missing = [f"{kind} {name} is not in it" for name in present if name not in saved]
-    unknown = [f"its {kind} {name} is not in the model" for name in saved if name not in present]
     other = [
         f"{kind} {name} is {_spell(saved[name])} in it, {_spell(tensor)} in the model"
         for name, tensor in present.items()
         if name in saved and _spell(saved[name]) != _spell(tensor)
     ]
-    return missing + unknown + other
+    return _missing(present, saved, kind) + other
+
+
+def _missing(present: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> list[str]:
+    missing = [f"{kind} {name} is not in it" for name in present if name not in saved]
+    unknown = [f"its {kind} {name} is not in the model" for name in saved if name not in present]
+    return missing + unknown
 
 
 def _spell(tensor: torch.Tensor) -> str:

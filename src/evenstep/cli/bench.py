@@ -172,7 +172,7 @@ def _measure(
     except RunFailedError as error:
         raise click.ClickException(f"a run of {plan.model} failed: {error.reason}") from error
     if plan.plot is not None:
-        draw(document, Path(plan.plot))
+        draw(document, target_of(plan.plot))
     say(
         f"{plan.model}: {counted(plan.rounds, 'round')} of {counted(steps, 'step')}, "
         f"after {warmup_steps} of warm-up"

@@ -10,9 +10,11 @@ from rich.console import Console
 
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.checkpoint.training_state import read_training_state, restore_model
+from evenstep.cli.files import OutputFile, target_of
 from evenstep.cli.output import fields_table, print_table
 from evenstep.cli.runfile import read_run_file
 from evenstep.cli.setup import load_data
+from evenstep.files import sha256_of
 from evenstep.inference.export import export as write_program
 from evenstep.inference.export import load_exported
 from evenstep.models.registry import find_factory
@@ -33,25 +35,26 @@ _COMPARED = 64  # examples
     "--out",
     required=True,
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=OutputFile(),
     help="The file to write: .pt2 for evenstep.load_exported, or .onnx.",
 )
-def export(checkpoint: Path, out: Path) -> None:
+def export(checkpoint: Path, out: str) -> None:
     """Write the model of a checkpoint into one file that runs without its Python source.
 
     The outputs of the file are compared with those of the model on examples of the test data.
     """
+    file = target_of(out)
     saved = read_training_state(checkpoint)
     options = read_run_file(checkpoint if list_checkpoints(checkpoint) else checkpoint.parent)
     model = find_factory(options["model"])()
     restore_model(model, saved.model)
     examples = load_data(options["data"], options["data_dir"], train=False).tensors[0][:_COMPARED]
-    write_program(model, examples, out)
-    fields = [("file", str(out)), ("step", str(saved.steps_done))]
-    if out.suffix == ".onnx":
+    write_program(model, examples, file)
+    fields = [("file", out), ("sha256", sha256_of(file)), ("step", str(saved.steps_done))]
+    if file.suffix == ".onnx":
         fields.append(("compared", f"in onnxruntime, on {len(examples)} test examples"))
     else:
-        exported = load_exported(out)
+        exported = load_exported(file)
         with evaluation_mode(model), torch.no_grad():
             difference = (exported(examples) - model(examples)).abs().max().item()
         fields.append(("input", ", ".join(map(str, exported.inputs))))

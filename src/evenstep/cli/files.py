@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
 
 from evenstep.errors import InputError
 from evenstep.files import write_file
+
+_DESCRIPTOR = re.compile(r"(/dev|/proc/self)/fd/(?P<number>\d+)")
+_MOST_LINKS = 40  # as the kernel follows
 
 
 class OutputFile(click.types.StringParamType):
@@ -23,28 +30,70 @@ class OutputFile(click.types.StringParamType):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the file's name. Raises InputError if it could not be written."""
-        if value != "-":
-            path = Path(value)
-            is_stream = self._may_be_stream and _is_stream(path)
-            is_file = path.is_file() or not path.exists() or is_stream
-            if not is_file or not path.absolute().parent.is_dir():
-                flag = param.opts[0] if param else "file"
-                raise InputError(f"got {flag} {value}: expected a file in an existing folder")
+        if value != "-" and not self._fits(value):
+            flag = param.opts[0] if param else "file"
+            raise InputError(f"got {flag} {value}: expected a file in an existing folder")
         return value
+
+    def _fits(self, name: str) -> bool:
+        if _descriptor_of(name) is not None or _is_stream(Path(name)):
+            return self._may_be_stream
+        target = target_of(name).absolute()
+        return target.parent.is_dir() and not target.is_dir() and not target.is_symlink()
 
 
 def target_of(name: str) -> Path:
-    """Return the file to write for `name`: if it is a symbolic link, the file it points to."""
+    """Return the file to write for `name`: if it is a symbolic link, the file it points to.
+
+    Raises:
+        InputError: it is a link of another user, who may have put it into a shared folder so that
+            another file is written.
+    """
     path = Path(name)
-    return path.resolve() if path.is_symlink() else path
+    for path in _links(name):
+        if path.is_symlink() and os.lstat(path).st_uid not in (os.geteuid(), 0):
+            raise InputError(
+                f"{path} is a link that another user has made: give the path of the file itself"
+            )
+    return path
 
 
 def write_text(name: str, text: str) -> None:
-    """Write a file completely or not at all; write to a pipe or a device directly."""
-    if _is_stream(Path(name)):
-        Path(name).write_text(text, encoding="utf-8")
-    else:
+    """Write a file completely or not at all; write to a pipe or a device directly.
+
+    What is already open, such as /dev/stdout, is written to where it stands, even if it is a file.
+    """
+    descriptor = _descriptor_of(name)
+    if descriptor is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        descriptor = os.dup(descriptor)
+    elif _is_stream(Path(name)):
+        descriptor = os.open(name, os.O_WRONLY)
+    if descriptor is None:
         write_file(target_of(name), text)
+        return
+    with open(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
+
+
+def _links(name: str) -> Iterator[Path]:
+    """Yield the path of a name, and of what each symbolic link leads to."""
+    path = Path(name)
+    yield path
+    for _ in range(_MOST_LINKS):
+        if not path.is_symlink():
+            return
+        path = path.parent / path.readlink()
+        yield path
+
+
+def _descriptor_of(name: str) -> int | None:
+    """Return the number of the open file that a name such as /dev/stdout means."""
+    for path in _links(name):
+        if match := _DESCRIPTOR.fullmatch(os.path.abspath(path)):
+            return int(match["number"])
+    return None
 
 
 def _is_stream(path: Path) -> bool:

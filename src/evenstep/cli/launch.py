@@ -23,6 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from evenstep.cli import loopback_rendezvous
+from evenstep.files import write_file
 
 _OURS = "EVENSTEP_LAUNCHER"  # set in processes that this module has started
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the file in which torch's launcher expects an error
@@ -72,7 +73,7 @@ def report_to_launcher(line: str, code: int, *, follows: bool) -> bool:
         details = {"py_callstack": "", "timestamp": str(int(now)), "at": now}
         message = {"message": line, "extraInfo": details}
         report = {"message": message, "code": code, "follows": follows}
-        Path(file).write_text(json.dumps(report), encoding="utf-8")
+        write_file(file, json.dumps(report))
     return file is not None and _OURS in os.environ
 
 

@@ -58,6 +58,16 @@ class Option:
             return (str,)
         return (float, int) if self.hint is float else typing.get_args(self.hint) or (self.hint,)
 
+    def accepts(self, value: Any) -> bool:
+        """Whether the option may have a value that was read from a JSON file."""
+        if type(value) not in self.json_types:
+            return False
+        try:
+            kind = self.settings.get("type")
+            return value is None or kind is None or kind.convert(value, None, None) == value
+        except (click.BadParameter, OverflowError):
+            return False
+
 
 def option(default: Any, description: str, kind: Any = None, **settings: Any) -> Any:
     """Declare an option as a field of an `OptionTable`.

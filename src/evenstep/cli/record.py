@@ -27,6 +27,8 @@ class TrainRecord:
             includes loading, but not saving and testing. None if it trained on none.
         examples_per_second: the same speed; None if this process trained on no example.
         fingerprint: SHA-256 (hexadecimal) of parameters, buffers and optimizer state.
+        fingerprint_2: its version 2, which covers the optimizer's settings and the extra state of
+            modules too; empty in records of version 0.1.0.
         within_rounding: whether the result is equal to that of other devices within rounding, not
             bit for bit.
     """
@@ -44,6 +46,7 @@ class TrainRecord:
     seconds_per_epoch: float | None
     examples_per_second: float | None
     fingerprint: str
+    fingerprint_2: str = ""
     within_rounding: bool = False
 
     def to_json(self) -> str:

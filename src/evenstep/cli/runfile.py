@@ -17,11 +17,12 @@ from typing import Any
 from evenstep.cli.option_table import Scope
 from evenstep.cli.options import ExperimentOptions
 from evenstep.errors import CheckpointError, SaveError
-from evenstep.files import write_file
+from evenstep.files import read_file, write_file
 
 NAME = "run.json"
 _FORMAT = "evenstep run"
 _DIGEST = "sha256"  # of everything else; files of version 0.1.0 have none
+_MOST_NBYTES = 1 << 20
 _COMPARED, _REPLACEABLE = (
     {option.name: option for option in ExperimentOptions.options() if option.scope is scope}
     for scope in (Scope.RUN_FILE, Scope.REPLACEABLE)
@@ -59,7 +60,7 @@ def read_run_file(folder: Path) -> dict[str, Any]:
     """
     path = folder / NAME
     try:
-        values = json.loads(path.read_text(encoding="ascii"))
+        values = json.loads(read_file(path, at_most=_MOST_NBYTES))
     except FileNotFoundError:
         raise CheckpointError(
             f"{path} is missing: evenstep train writes it beside its checkpoints; to resume "
@@ -69,7 +70,7 @@ def read_run_file(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} can't be read ({error.strerror}): make it readable"
         ) from None
-    except ValueError:
+    except (ValueError, RecursionError):
         values = None
     if not _is_valid(values) or values.get(_DIGEST, _digest(values)) != _digest(values):
         raise CheckpointError(
@@ -113,7 +114,7 @@ def _is_valid(values: Any) -> bool:
         isinstance(values, dict)
         and values.get("format") == _FORMAT
         and {*values} <= {"format", _DIGEST, *_KEPT}
-        and all(name in values and type(values[name]) in _KEPT[name].json_types for name in _KEPT)
+        and all(name in values and _KEPT[name].accepts(values[name]) for name in _KEPT)
     )
 
 

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from evenstep.errors import InputError
+from evenstep.files import read_file
 from evenstep.profiling.accounting import Account, DeviceShares
 
 _FIX = "give a file that `Trainer.trace.save` wrote"
 _WORK = ("compute", "sum", "update")
 _SAME_TIME_S = 1e-6  # times in a file are rounded
 _MOST_US = 1e15  # no trace is longer
+_MOST_NBYTES = 1 << 28  # a full trace has a fifth of it
 
 Interval = tuple[float, float]
 
@@ -98,7 +100,8 @@ def read_trace(file: str | Path) -> TraceAccount:
         InputError: the file can't be read, is not such a trace, or contains no complete step.
     """
     try:
-        return account_of_trace(json.loads(Path(file).read_text(encoding="utf-8")))
+        text = read_file(file, at_most=_MOST_NBYTES, may_be_stream=True).decode()
+        return account_of_trace(json.loads(text))
     except OSError as error:
         raise InputError(f"{file} could not be read ({error.strerror or error}): {_FIX}") from None
     except InputError as error:
@@ -177,7 +180,10 @@ def _parse(document: Any) -> tuple[list[str], list[_Event], int]:
             if event["ph"] == "M" and event["name"] == "thread_name"
         }
         spans = [_event(event, names) for event in events if event["ph"] == "X"]
-        return list(dict.fromkeys(names.values())), spans, int(about["dropped_spans"])
+        dropped = int(about["dropped_spans"])
+        if dropped < 0:
+            raise ValueError(f"{dropped} dropped spans")
+        return list(dict.fromkeys(names.values())), spans, dropped
     except KeyError as error:
         raise InputError(_foreign(f"{error} is missing")) from None
     except (ArithmeticError, IndexError, TypeError, ValueError) as error:

@@ -116,5 +116,6 @@ def _record(training: Training, progress: Progress, accuracy: float) -> TrainRec
         seconds_per_epoch=progress.epoch_s,
         examples_per_second=progress.examples_per_s,
         fingerprint=trainer.fingerprint(),
+        fingerprint_2=trainer.fingerprint(version=2),
         within_rounding=trainer.within_rounding,
     )

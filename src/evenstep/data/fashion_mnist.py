@@ -16,8 +16,9 @@ import torch
 from torch.utils.data import TensorDataset
 
 from evenstep.data.download import download
-from evenstep.data.idx import gunzip, parse_idx
+from evenstep.data.idx import MOST_NBYTES, gunzip_idx, parse_idx
 from evenstep.errors import DataError
+from evenstep.files import read_file
 
 TRAIN_FILES = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
 TEST_FILES = ("t10k-images-idx3-ubyte.gz", "t10k-labels-idx1-ubyte.gz")
@@ -97,27 +98,27 @@ def read_folder(folder: Path, train: bool) -> TensorDataset:
     missing or damaged, or has values out of range.
     """
     images_name, labels_name = TRAIN_FILES if train else TEST_FILES
-    images_path, images_data = _read(folder, images_name)
-    labels_path, labels_data = _read(folder, labels_name)
-    images = parse_idx(images_data, str(images_path), dimensions=3)
-    labels = parse_idx(labels_data, str(labels_path), dimensions=1)
+    images_path, images = _read(folder, images_name, dimensions=3)
+    labels_path, labels = _read(folder, labels_name, dimensions=1)
     _check_images(images, images_path)
     _check_labels(labels, labels_path, len(images))
     return TensorDataset(_to_floats(images), torch.from_numpy(labels.astype(np.int64)))
 
 
-def _read(folder: Path, name: str) -> tuple[Path, bytes]:
-    """Return the path and the uncompressed bytes of `name`, or of the same name without .gz."""
+def _read(folder: Path, name: str, dimensions: int) -> tuple[Path, npt.NDArray[np.uint8]]:
+    """Return the path and the numbers of `name`, or of the same name without .gz."""
     for path in (folder / name, folder / name.removesuffix(".gz")):
         try:
-            data = path.read_bytes()
+            data = read_file(path, at_most=MOST_NBYTES + 4 + 4 * dimensions)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
             raise DataError(
                 f"{path} can't be read ({error.strerror}): make it a readable file"
             ) from None
-        return path, gunzip(data, str(path)) if path.suffix == ".gz" else data
+        if path.suffix == ".gz":
+            data = gunzip_idx(data, str(path), dimensions)
+        return path, parse_idx(data, str(path), dimensions)
     raise DataError(
         f"{name} is missing in {folder.absolute()}, with and without .gz: the folder needs the "
         f"four files {', '.join((*TRAIN_FILES, *TEST_FILES))}"

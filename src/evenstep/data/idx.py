@@ -11,6 +11,7 @@ big-endian 32-bit integer, then the numbers in row-major order.
 from __future__ import annotations
 
 import gzip
+import io
 import math
 import struct
 import zlib
@@ -21,20 +22,39 @@ import numpy.typing as npt
 from evenstep.errors import DataError
 
 UNSIGNED_BYTE = 0x08
+MOST_NBYTES = 1 << 30  # of the numbers in a file
 
 
-def gunzip(data: bytes, name: str) -> bytes:
-    """Decompress `data` and verify its checksum.
+def gunzip_idx(data: bytes, name: str, dimensions: int) -> bytes:
+    """Decompress an IDX file, as far as its header promises.
 
-    Raises DataError if `data` is not in gzip format, or is truncated or damaged.
+    Raises DataError as `gunzip` and `parse_idx` do.
     """
+    header_nbytes = 4 + 4 * dimensions
+    promised = math.prod(_parse_header(_unpack(data, name, header_nbytes), name, dimensions))
+    return gunzip(data, name, at_most=header_nbytes + promised)
+
+
+def gunzip(data: bytes, name: str, *, at_most: int) -> bytes:
+    """Decompress `data`, to `at_most` bytes, and verify its checksum.
+
+    Raises DataError if `data` is not in gzip format, is truncated or damaged, or unpacks to more.
+    """
+    content = _unpack(data, name, at_most + 1)
+    if len(content) > at_most:
+        raise DataError(f"{name} unpacks to more than {at_most} bytes: download it again")
+    return content
+
+
+def _unpack(data: bytes, name: str, nbytes: int) -> bytes:
+    """Return the first `nbytes` bytes of what `data` unpacks to, or all if there are fewer."""
     if data[:2] != b"\x1f\x8b":
         raise DataError(
             f"{name} is not a gzip file: it begins with {_hex(data[:2])} instead of 1f 8b; "
             f"download it again"
         )
     try:
-        return gzip.decompress(data)
+        return gzip.GzipFile(fileobj=io.BytesIO(data)).read(nbytes)
     except EOFError:
         raise DataError(
             f"{name} is truncated: its {len(data)} bytes end within the compressed data; "
@@ -78,7 +98,13 @@ def _parse_header(data: bytes, name: str, dimensions: int) -> tuple[int, ...]:
             f"{name} ends within its header, after {len(data)} of {4 + 4 * dimensions} bytes: "
             f"download it again"
         )
-    return struct.unpack_from(f">{dimensions}I", data, offset=4)
+    shape = struct.unpack_from(f">{dimensions}I", data, offset=4)
+    if math.prod(shape) > MOST_NBYTES:
+        raise DataError(
+            f"{name} has a header that promises {math.prod(shape)} bytes; at most "
+            f"{MOST_NBYTES:,} are read: download it again"
+        )
+    return shape
 
 
 def _hex(data: bytes) -> str:

@@ -4,15 +4,18 @@ The program is recorded by `torch.export`, which calls the model once with symbo
 programming in Dive into Deep Learning, "Compilers and Interpreters"). Operations on tensors are
 recorded; `print` and other Python code runs during the recording only.
 
-The file is a torch archive (`.pt2`). It contains a program: load only files that you trust.
+The file is a torch archive (`.pt2`). The comment at its end, which torch skips, holds a SHA-256 of
+everything before it. It contains a program: load only files that you trust.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import io
 import json
 import os
+import re
 import warnings
 import zipfile
 from pathlib import Path
@@ -22,7 +25,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import BatchError, ExportError, SaveError
-from evenstep.files import write_file
+from evenstep.files import read_file, write_file
 from evenstep.inference.onnx_export import as_onnx
 from evenstep.shard.evaluation import evaluation_mode
 
@@ -31,6 +34,10 @@ Inputs: TypeAlias = "torch.Tensor | tuple[torch.Tensor, ...]"
 _NOTE = "evenstep.json"  # an entry in the archive besides torch's own
 _FORMAT = "evenstep export"
 _VERSION = 1
+
+_END = b"PK\x05\x06"  # of a zip archive: 22 bytes, of which the last two are the comment's length
+_SEAL = b"evenstep sha256 "
+_DIGITS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,25 +133,44 @@ def export(net: nn.Module, example: Inputs, path: str | os.PathLike[str]) -> Pat
     program = recorded(net, inputs)
     content = io.BytesIO()
     torch.export.save(program, content, extra_files={_NOTE: json.dumps(note)})
-    _write_whole(path, content.getvalue())
+    _write_whole(path, _sealed(content.getvalue()))
     return path
 
 
-def load_exported(path: str | os.PathLike[str]) -> Exported:
+def load_exported(path: str | os.PathLike[str], *, sha256: str | None = None) -> Exported:
     """Load a model that `export` has written, without its Python source.
 
+    The file contains a SHA-256 of its content, which is checked before torch reads anything. That
+    finds damage. It does not find malice: whoever can write the file can write a digest that fits,
+    and a program that runs as you. Against that, give the digest that you got from someone you
+    trust, by another way than the file.
+
+    Args:
+        path: the file.
+        sha256: the SHA-256 of the whole file, 64 hexadecimal digits, as `evenstep export` and
+            `sha256sum` print it; a file with any other is refused.
+
     Raises:
-        ExportError: the file is missing, damaged, or was not written by `export`.
+        ExportError: the file is missing, damaged, was not written by `export`, or is not the one
+            with the digest that was given.
     """
     path = Path(path)
     try:
-        inputs = _read_note(path)
+        content = _read_checked(path, sha256)
+        inputs = _read_note(content)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            program = torch.export.load(path)
+            program = torch.export.load(io.BytesIO(content))
+    except ExportError:
+        raise
     except FileNotFoundError as error:
         raise ExportError(
             f"{path} does not exist: give a file that evenstep.export wrote"
+        ) from error
+    except OSError as error:
+        raise ExportError(
+            f"{path} can't be read ({error.strerror or error}): give a file that evenstep.export "
+            f"wrote"
         ) from error
     except Exception as error:
         raise ExportError(
@@ -210,10 +236,61 @@ def _write_whole(path: Path, content: bytes) -> None:
         raise SaveError(f"{path} can't be written ({error.strerror or error})") from error
 
 
-def _read_note(path: Path) -> tuple[Input, ...]:
-    with zipfile.ZipFile(path) as archive:
+def _sealed(archive: bytes) -> bytes:
+    """Return a zip archive with a comment: the SHA-256 of all bytes before the digest."""
+    assert archive[-22:-18] == _END
+    assert archive[-2:] == bytes(2)
+    body = archive[:-2] + (len(_SEAL) + _DIGITS).to_bytes(2, "little") + _SEAL
+    return body + hashlib.sha256(body).hexdigest().encode()
+
+
+def _read_checked(path: Path, sha256: str | None) -> bytes:
+    """Return the bytes of a file, if its digest fits: that of the user, or else its own."""
+    if sha256 is not None and not (isinstance(sha256, str) and _is_digest(sha256)):
+        raise ExportError(f"got sha256={sha256!r}: give the 64 hexadecimal digits of a SHA-256")
+    content = read_file(path)
+    if sha256 is not None:
+        found = hashlib.sha256(content).hexdigest()
+        if found != sha256.lower():
+            raise ExportError(
+                f"{path} is not the file that was asked for: its SHA-256 is {found}, not {sha256}; "
+                f"get the right file, or the digest of this one from someone you trust"
+            )
+    elif content[-22:-18] == _END:
+        _read_note(content)
+        raise ExportError(
+            f"{path} contains no digest, as files of evenstep 0.1.0 don't, so damage would not be "
+            f"noticed: export it again, or give load_exported sha256=..., the SHA-256 of the file"
+        )
+    else:
+        body = memoryview(content)[:-_DIGITS]
+        if hashlib.sha256(body).hexdigest().encode() != content[-_DIGITS:]:
+            raise ValueError("its SHA-256 does not fit")
+    return content
+
+
+def _is_digest(text: str) -> bool:
+    return re.fullmatch(f"[0-9a-fA-F]{{{_DIGITS}}}", text) is not None
+
+
+def _read_note(content: bytes) -> tuple[Input, ...]:
+    """Return the types of the inputs, from an archive that takes no more memory than its file."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        unpacked = sum(entry.file_size for entry in archive.infolist())
+        if unpacked > len(content):
+            raise ValueError(f"it unpacks to {unpacked} bytes, more than its {len(content)}")
+        for name in archive.namelist():
+            if name.startswith("/") or "\\" in name or ".." in name.split("/"):
+                raise ValueError(f"the entry {name}")
         (name,) = [name for name in archive.namelist() if name.endswith(f"/{_NOTE}")]
         note = json.loads(archive.read(name))
     if note["format"] != _FORMAT or note["version"] != _VERSION:
         raise ValueError(f"{note['format']} {note['version']}")
-    return tuple(Input(one["dtype"], tuple(one["shape"])) for one in note["inputs"])
+    return tuple(_read_input(one) for one in note["inputs"])
+
+
+def _read_input(one: dict[str, Any]) -> Input:
+    dtype, shape = one["dtype"], one["shape"]
+    if type(dtype) is not str or not all(type(size) is int for size in shape):
+        raise ValueError(f"{dtype!r} {shape!r} of an input")
+    return Input(dtype, tuple(shape))

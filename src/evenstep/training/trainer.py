@@ -29,6 +29,7 @@ from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint import training_state
 from evenstep.checkpoint.async_writer import AsyncWriter, write_state
 from evenstep.checkpoint.files import checkpoint_of
+from evenstep.checkpoint.optimizer_kind import kinds_of
 from evenstep.contract import ContractReport, SelfCheck, refuse_modes
 from evenstep.data import Cursor, Loader
 from evenstep.devices import (
@@ -573,13 +574,20 @@ class Trainer:
         self._replicas.mark_written()
         self._timekeeper.rest()
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, version: int = 1) -> str:
         """Return the SHA-256 of parameters, buffers and optimizer state (hexadecimal).
 
         Waits for the steps in flight.
+
+        Args:
+            version: 2 covers everything that decides the next step: also the learning rates and
+                other settings of the optimizer's groups, and the extra state of modules.
         """
+        if version not in (1, 2):
+            raise InputError(f"got version={version!r}: there are versions 1 and 2")
         self.waitall()
-        return fingerprints.fingerprint(self.model, self.optimizer)
+        compute = fingerprints.fingerprint if version == 1 else fingerprints.fingerprint_2
+        return compute(self.model, self.optimizer)
 
     def save(self, folder: str | Path, *, keep: int = 3, aside: bool = False) -> Path:
         """Save everything that training resumes from, in a new folder `step-…` in `folder`.
@@ -611,6 +619,7 @@ class Trainer:
             model=training_state.ModelState.of(self.model),
             optimizer=training_state.optimizer_state(self.optimizer),
             scheduler=self.scheduler.state_dict() if self.scheduler else None,
+            optimizers=kinds_of(self.optimizer),
             within_rounding=self.within_rounding,
         )
         entries = fingerprints.named_state(self.model, self.optimizer)
@@ -862,8 +871,7 @@ class Trainer:
         else:
             self._pipeline.wait()
         self._compared_at = self.steps_done
-        compare = self._group.compare_states
-        interruptible(compare, self._state_to_compare, self.steps_done, call)
+        interruptible(self._group.compare_states, self._state_to_compare, self.steps_done, call)
 
     def _compare_states_to_save(self) -> PeerError | None:
         """Compare states before a checkpoint; return the error if another process is lost.
@@ -882,7 +890,7 @@ class Trainer:
 
     def _state_to_compare(self) -> tuple[dict[str, Any], dict[str, str]]:
         """Return what must be the same in all processes: tensors, and settings."""
-        tensors = dict(fingerprints.named_state(self.model, self.optimizer))
+        tensors = dict(fingerprints.whole_state(self.model, self.optimizer))
         return tensors, optimizer_settings(self.optimizer)
 
     def _note_rounding(self, reason: str) -> None:

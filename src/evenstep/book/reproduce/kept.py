@@ -82,7 +82,7 @@ def _read(file: Path, size: Size) -> dict[str, Any]:
         found = results.load(file)
         other = found["size"]
         found["parts"].keys()
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{file} is not a file of figures written by evenstep reproduce ({error}): choose "
             f"another folder"

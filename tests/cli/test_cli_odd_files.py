@@ -1,0 +1,207 @@
+"""Files that a command reads: of odd shape, without end, or of another program."""
+
+import json
+import math
+import os
+import threading
+
+import pytest
+
+from evenstep.cli.advice import findings
+from evenstep.cli.options import ExperimentOptions
+from evenstep.cli.runfile import read_run_file, write_run_file
+from evenstep.cli.trace_reader import read_trace
+from evenstep.errors import CheckpointError, InputError
+from traces import HandTrace
+
+ODD_VALUES = {
+    "null": None,
+    "true": True,
+    "negative": -1,
+    "zero": 0,
+    "fraction": 0.5,
+    "huge": 10**400,
+    "infinite": math.inf,
+    "no number": math.nan,
+    "text": "x",
+    "empty text": "",
+    "list": [],
+    "object": {},
+    "list of lists": [[[1]]],
+    "up": "../../etc/passwd",
+}
+
+
+def places(value, path=()):
+    """Yield the path of every value in nested dicts and lists."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, item in items if isinstance(value, dict | list) else ():
+        if isinstance(item, dict | list):
+            yield from places(item, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def put(value, path, odd):
+    """Return nested dicts and lists with another value at `path`; None leaves it out."""
+    if not path:
+        return odd
+    copied = value.copy()
+    copied[path[0]] = put(value[path[0]], path[1:], odd)
+    return copied
+
+
+def left_out(value, path):
+    if len(path) == 1:
+        copied = value.copy()
+        del copied[path[0]]
+        return copied
+    return put(value, path[:1], left_out(value[path[0]], path[1:]))
+
+
+# ---- run.json
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_run_file(tmp_path, ExperimentOptions(data_dir="data", epochs=2))
+    return tmp_path
+
+
+def refused_run(folder, text):
+    (folder / "run.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(CheckpointError, match=r"run\.json (is damaged|can't be read)") as caught:
+        read_run_file(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "3",
+        "[]",
+        "[" * 100_000,
+        '{"format": "evenstep run"}',
+        '{"format": ["evenstep run"]}',
+        "9" * 10_000,
+        "{}" * 2,
+        b"\xff\xfe",
+        b"\0" * 100,
+    ],
+    ids=lambda text: str(text)[:12],
+)
+def test_a_run_file_of_odd_shape_is_refused(folder, text):
+    refused_run(folder, text)
+
+
+FITTING = {
+    ("data_dir", "null"),
+    ("data_dir", "text"),
+    ("data_dir", "empty text"),
+    ("data_dir", "up"),
+    ("model", "text"),
+    ("model", "empty text"),
+    ("model", "up"),
+    ("drop_last", "true"),
+    ("lr", "zero"),
+    ("lr", "fraction"),
+    ("momentum", "zero"),
+    ("momentum", "fraction"),
+    ("epochs", "null"),
+    ("steps", "null"),
+}
+
+
+@pytest.mark.parametrize("name", ODD_VALUES)
+def test_a_run_file_holds_what_the_command_line_would_take(folder, name):
+    whole = json.loads((folder / "run.json").read_text())
+    del whole["sha256"]  # as version 0.1.0 wrote it
+    for key in whole:
+        if name == "huge" and key in ("batch_size", "epochs", "steps"):
+            continue  # the largest number is not this file's concern
+        text = json.dumps({**whole, key: ODD_VALUES[name]})
+        if (key, name) in FITTING:
+            (folder / "run.json").write_text(text)
+            read_run_file(folder)
+        else:
+            refused_run(folder, text)
+
+
+@pytest.mark.parametrize("key", ["devices", "checkpoint_dir", "json_file", "seed", "shards"])
+def test_a_run_file_gives_no_other_option(folder, key):
+    whole = json.loads((folder / "run.json").read_text())
+    del whole["sha256"]
+    refused_run(folder, json.dumps({**whole, key: 1}))
+
+
+def test_a_run_file_without_end_is_refused_at_once(folder):
+    os.truncate(folder / "run.json", 1 << 40)
+    with pytest.raises(CheckpointError, match=r"can't be read \(it has more than 1,048,576 bytes"):
+        read_run_file(folder)
+    (folder / "run.json").unlink()
+    os.mkfifo(folder / "run.json")
+    with pytest.raises(CheckpointError, match=r"can't be read \(it is not a regular file"):
+        read_run_file(folder)
+
+
+# ---- traces
+
+
+@pytest.fixture(scope="module")
+def document():
+    hand = HandTrace("cpu:0", "cpu:1")
+    for _ in range(2):
+        hand.load(1)
+        hand.add((1, 2), (2, (1, "stolen")), wait=1.0, sums=(0.5, 0.5))
+    return hand.trace.to_json()
+
+
+def read(tmp_path, text):
+    (tmp_path / "trace.json").write_text(text)
+    return read_trace(tmp_path / "trace.json")
+
+
+@pytest.mark.parametrize("name", ODD_VALUES)
+def test_a_trace_with_an_odd_value_anywhere_is_refused_or_counted(tmp_path, document, name):
+    odd = json.dumps(ODD_VALUES[name])
+    for path in places(document):
+        text = json.dumps(put(document, path, "HERE")).replace('"HERE"', odd)
+        try:
+            account = read(tmp_path, text)
+        except InputError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+        else:
+            shown = [account.wall_s, account.load_s, account.between_s, account.copy_s]
+            assert all(math.isfinite(value) and value >= 0 for value in shown), path
+            assert account.dropped >= 0, path
+            assert all(finding.text for finding in findings(account))
+
+
+def test_a_trace_that_lacks_any_value_is_refused_or_counted(tmp_path, document):
+    for path in places(document):
+        if path:
+            try:
+                read(tmp_path, json.dumps(left_out(document, path)))
+            except InputError as error:
+                assert "\n" not in str(error)  # noqa: PT017
+
+
+def test_a_trace_without_end_is_refused_at_once(tmp_path):
+    path = tmp_path / "trace.json"
+    path.touch()
+    os.truncate(path, 1 << 40)
+    for name in (path, "/dev/zero"):
+        with pytest.raises(InputError, match=r"could not be read \(it has more than 268,435,456 b"):
+            read_trace(name)
+
+
+def test_a_trace_may_come_through_a_pipe(tmp_path, document):
+    """As of `evenstep explain <(zcat run.trace.gz)`."""
+    os.mkfifo(tmp_path / "pipe")
+    text = json.dumps(document)
+    writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text(text))
+    writer.start()
+    assert read_trace(tmp_path / "pipe").steps == 2
+    writer.join()
