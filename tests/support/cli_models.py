@@ -66,10 +66,10 @@ class DrawsFromRandom(Net):
 
 
 class Scaled(Net):
-    """A shard's scale depends on how many its replica has computed before, from the fifth on."""
+    """A shard's scale depends on the device that computes it."""
 
     def forward(self, x):
-        return super().forward(x) * (1 + max(0, self.calls - 4))
+        return super().forward(x) * (2 if "cpu:1" in threading.current_thread().name else 1)
 
 
 class Uncopyable(Net):
