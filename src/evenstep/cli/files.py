@@ -6,8 +6,10 @@ from pathlib import Path
 
 import click
 
-from evenstep.errors import InputError
+from evenstep.errors import InputError, shown
 from evenstep.files import write_file
+
+_LONG = 255
 
 
 class OutputFile(click.types.StringParamType):
@@ -24,13 +26,20 @@ class OutputFile(click.types.StringParamType):
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the file's name. Raises InputError if it could not be written."""
         if value != "-":
-            path = Path(value)
-            is_stream = self._may_be_stream and _is_stream(path)
-            is_file = path.is_file() or not path.exists() or is_stream
-            if not is_file or not path.absolute().parent.is_dir():
+            try:
+                is_possible = self._is_possible(Path(value))
+            except OSError:  # a name that is too long
+                is_possible = False
+            if not is_possible:
                 flag = param.opts[0] if param else "file"
-                raise InputError(f"got {flag} {value}: expected a file in an existing folder")
+                what = shown(value) if len(value) > _LONG else value
+                raise InputError(f"got {flag} {what}: expected a file in an existing folder")
         return value
+
+    def _is_possible(self, path: Path) -> bool:
+        is_stream = self._may_be_stream and _is_stream(path)
+        is_file = path.is_file() or not path.exists() or is_stream
+        return is_file and path.absolute().parent.is_dir()
 
 
 def target_of(name: str) -> Path:
