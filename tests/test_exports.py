@@ -103,8 +103,6 @@ EXPORTS = {
     "evenstep.contract": ["ContractReport", "SelfCheck", "refuse_modes"],
     "evenstep.data": ["Cursor", "Loader", "digits", "epoch_order", "fashion_mnist"],
     "evenstep.devices": [
-        "MOST_DEVICES",
-        "MOST_THREADS",
         "Device",
         "Devices",
         "arithmetic_facts",

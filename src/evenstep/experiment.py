@@ -12,7 +12,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import nn
 
-from evenstep.devices import MOST_THREADS, Device, carry
+from evenstep.devices import Device, carry
+from evenstep.devices.device import MOST_THREADS
 from evenstep.errors import InputError, shown
 
 Precision: TypeAlias = Literal["fp32", "bf16"]

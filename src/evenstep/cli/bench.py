@@ -35,7 +35,8 @@ from evenstep.cli.option_table import OptionTable, option, takes_options
 from evenstep.cli.options import Finite
 from evenstep.cli.output import command_line, numbers_table, print_line, print_table, say
 from evenstep.data.loader import MOST_EXAMPLES
-from evenstep.devices import MOST_DEVICES, usable_cores
+from evenstep.devices import usable_cores
+from evenstep.devices.discovery import MOST_DEVICES
 from evenstep.errors import InputError, shown
 from evenstep.experiment import MOST_SHARDS
 from evenstep.models.registry import find_factory

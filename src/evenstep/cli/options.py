@@ -16,7 +16,7 @@ import click
 from evenstep.cli.files import OutputFile
 from evenstep.cli.option_table import OptionTable, Scope, option
 from evenstep.data.loader import MOST_EXAMPLES
-from evenstep.devices import MOST_THREADS
+from evenstep.devices.device import MOST_THREADS
 from evenstep.experiment import MOST_SHARDS, BatchNorm, MemoryFormat, Precision
 from evenstep.training.trainer import MOST_IN_FLIGHT, MOST_SECONDS
 

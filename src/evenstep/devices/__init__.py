@@ -1,9 +1,8 @@
 """Devices: finding them, naming them, and moving tensors to them."""
 
 from evenstep.devices.arithmetic import arithmetic_facts, known_results
-from evenstep.devices.device import MOST_THREADS, Device, as_device, parse_device
+from evenstep.devices.device import Device, as_device, parse_device
 from evenstep.devices.discovery import (
-    MOST_DEVICES,
     Devices,
     cgroup_quota_cores,
     find_devices,
@@ -18,8 +17,6 @@ from evenstep.devices.malloc import kept_memory
 from evenstep.devices.placement import carry, deterministic_kernels, intra_op_threads
 
 __all__ = [
-    "MOST_DEVICES",
-    "MOST_THREADS",
     "Device",
     "Devices",
     "arithmetic_facts",
