@@ -236,7 +236,10 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0)
         BatchError: the batch has no tensors, another kind of leaf, no examples, or tensors whose
             numbers of examples differ.
     """
-    leaves, structure = _flatten(batch)
+    try:
+        leaves, structure = optree.tree_flatten(batch)
+    except RecursionError:
+        raise _too_deep() from None
     dim = dim if part is None else part.dim
     here = _check_examples(batch, leaves, dim, may_be_empty=part is not None)
     tensors = [(leaf.tensor if isinstance(leaf, Shared) else leaf).detach() for leaf in leaves]
@@ -288,9 +291,13 @@ def _flatten(batch: Batch) -> tuple[list[Any], optree.PyTreeSpec]:
     try:
         return optree.tree_flatten(batch)
     except RecursionError:
-        raise BatchError(
-            "got a batch that is nested too deeply, or that holds itself: give a tuple of tensors"
-        ) from None
+        raise _too_deep() from None
+
+
+def _too_deep() -> BatchError:
+    return BatchError(
+        "got a batch that is nested too deeply, or that holds itself: give a tuple of tensors"
+    )
 
 
 def _dim_of(tensor: torch.Tensor, dim: int) -> int:
@@ -332,7 +339,10 @@ def _check_examples(
 ) -> int:
     lengths = {
         leaf.shape[_dim_of(leaf, dim)]
-        if isinstance(leaf, torch.Tensor) and _is_plain(leaf) and leaf.ndim
+        if isinstance(leaf, torch.Tensor)
+        and leaf.layout is torch.strided
+        and not (leaf.is_meta or leaf.is_nested)
+        and leaf.ndim
         else None
         for leaf in leaves
         if not isinstance(leaf, Shared)

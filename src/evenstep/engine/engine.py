@@ -10,6 +10,7 @@ import contextlib
 import functools
 import logging
 import math
+import os
 import sys
 import threading
 import time
@@ -463,14 +464,14 @@ class Engine:
             DeadlockError: the caller is a task, or a destructor in the middle of a change.
             ClosedError: the calling process is a fork of the one that opened the engine.
         """
-        if self._owner is not None:
+        if self._owner is not None and self._owner.pid != os.getpid():
             self._owner.refuse_elsewhere()
         if self._lanes is not None and self._lanes.inside:
             raise DeadlockError(
                 f"a task can't {what}: its lane is blocked meanwhile, possibly forever. Pass the "
                 f"handle to another task as an argument instead"
             )
-        if self._lock.is_mine:
+        if self._lock.owner == threading.get_ident():
             raise DeadlockError(
                 f"a destructor or a signal handler can't {what} in the middle of a change of the "
                 f"engine's: submit a task instead, or keep the waiting out of it"

@@ -12,34 +12,37 @@ from collections.abc import Callable
 
 
 class Exclusive:
-    """A lock that one thread holds at a time."""
+    """A lock that one thread holds at a time.
+
+    Attributes:
+        owner: the thread that holds it; None if it is free.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._owner: int | None = None
+        self.owner: int | None = None
         self._later: deque[Callable[[], object]] = deque()
 
     def __enter__(self) -> None:
         self._lock.acquire()
-        self._owner = threading.get_ident()
+        self.owner = threading.get_ident()
 
     def __exit__(self, *exception: object) -> None:
-        self._owner = None
+        self.owner = None
         self._lock.release()
         while self._later:
             self._later.popleft()()
 
-    @property
-    def is_mine(self) -> bool:
-        """Whether the calling thread holds the lock: a destructor calls."""
-        return self._owner == threading.get_ident()
+    def locked(self) -> bool:
+        """Return whether a thread holds the lock."""
+        return self._lock.locked()
 
     def change(self, change: Callable[[], object]) -> None:
         """Call `change` with the lock held: now, or as soon as the caller has released the lock.
 
         What it returns is freed without the lock, since destructors may call the engine.
         """
-        if self.is_mine:
+        if self.owner == threading.get_ident():  # a destructor calls
             self._later.append(lambda: self.change(change))
             return
         with self:

@@ -32,6 +32,7 @@ class Lanes(Protocol):
     """The interface of the engine to its lanes: a computing and a copying lane for each device."""
 
     died: Died
+    threads: set[int]
 
     def open(self) -> None:
         """Start the lanes. Raises DeviceError if one of them can't start; then none is left."""
@@ -66,6 +67,7 @@ class ThreadLanes:
 
     Attributes:
         died: called in a lane that ends before `close`.
+        threads: the threads of the lanes, in which no caller may wait for a lane.
     """
 
     side_by_side = True
@@ -73,6 +75,7 @@ class ThreadLanes:
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
         self.died: Died = _ignore
+        self.threads: set[int] = set()
         self._inboxes: list[queue.SimpleQueue[Work | None]] = []
         self._threads: list[threading.Thread] = []
         self._here = threading.local()
@@ -122,6 +125,7 @@ class ThreadLanes:
         for lane, thread in enumerate(self._threads):
             thread.join(_GRACE_S if lane in lost else None)
         self._inboxes, self._threads = [], []
+        self.threads.clear()
 
     @property
     def inside(self) -> bool:
@@ -154,6 +158,7 @@ class ThreadLanes:
             self.died(lane, error)
 
     def _set_up(self, lane: int, device: Device) -> None:
+        self.threads.add(threading.get_ident())
         self._here.lane = lane
         _fix_threads(device.threads)
         if device.kind == "cuda":
@@ -184,6 +189,7 @@ class InlineLanes:
     Attributes:
         here: the lane of the running task.
         died: never called, since there is no thread that could end.
+        threads: the thread that runs a task now.
     """
 
     side_by_side = False
@@ -191,6 +197,7 @@ class InlineLanes:
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
         self.died: Died = _ignore
+        self.threads: set[int] = set()
         self._queue: deque[tuple[int, Work]] = deque()
         self._is_working = False
         self.here = -1
@@ -207,6 +214,7 @@ class InlineLanes:
         if self._is_working or not self._queue:
             return
         self._is_working = True
+        self.threads = {threading.get_ident()}
         before = torch.get_num_threads()
         try:
             with in_modes(PLAIN):  # as in a new thread; undoes what a task leaves behind, too
@@ -217,6 +225,7 @@ class InlineLanes:
                     work(lane)
         finally:
             self._is_working = False
+            self.threads = set()
             torch.set_num_threads(before)
 
     def close(self, lost: set[int]) -> None:

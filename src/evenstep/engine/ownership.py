@@ -24,19 +24,22 @@ class Ownership:
         what: "trainer" or "engine", for messages.
         close: a method that drops what has not begun and ends the threads; called when the
             interpreter exits before `end`. It does not keep its object alive.
+
+    Attributes:
+        pid: the process that owns it.
     """
 
     def __init__(self, what: str, close: Callable[[], None]) -> None:
         self._what = what
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         method = weakref.WeakMethod(close)
-        self._at_exit = functools.partial(_close_left_open, what, self._pid, method)
+        self._at_exit = functools.partial(_close_left_open, what, self.pid, method)
         atexit.register(self._at_exit)
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether the calling process is a fork of the owner."""
-        return os.getpid() != self._pid
+        return os.getpid() != self.pid
 
     def refuse_elsewhere(self) -> None:
         """Refuse a call in a fork, which has none of the threads that it would wait for.
@@ -44,10 +47,10 @@ class Ownership:
         Raises:
             ClosedError: the calling process is not the owner.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self.pid:
             raise ClosedError(
                 f"a{'n' * (self._what[0] in 'aeiou')} {self._what} belongs to the process that "
-                f"opened it (process {self._pid}), and this is process {os.getpid()}: open one "
+                f"opened it (process {self.pid}), and this is process {os.getpid()}: open one "
                 f"here, in the forked process"
             )
 

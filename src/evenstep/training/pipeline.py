@@ -88,6 +88,8 @@ class Pipeline(abc.ABC):
     @INTERRUPTS.uninterrupted
     def wait_until(self, step: Step) -> None:
         """Wait until `step` is finished; raise as `wait` does."""
+        if step in self.steps:
+            self._engine.refuse_inside(f"wait for step {step.number}")
         while step in self.steps:
             self._finish_oldest()
 
@@ -111,7 +113,8 @@ class Pipeline(abc.ABC):
 
     def _finish_oldest(self) -> None:
         step = self.steps[0]
-        self._engine.refuse_inside(f"wait for step {step.number}")
+        if threading.get_ident() in self._engine.lanes.threads:
+            self._engine.refuse_inside(f"wait for step {step.number}")
         try:
             error = self._wait_for(step)
             shall_retry = error is not None and self._recovery.can_retry(step, error)

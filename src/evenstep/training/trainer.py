@@ -13,6 +13,8 @@ import functools
 import itertools
 import logging
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -482,7 +484,8 @@ class Trainer:
             KeyboardInterrupt: Ctrl-C was pressed. Steps whose update had not begun were not taken;
                 one whose update had begun was finished and stays. `steps_done` and `cursor` tell.
         """
-        self._refuse_fork()
+        if self._owner is not None and self._owner.pid != os.getpid():
+            self._owner.refuse_elsewhere()
         try:
             return self._step(batch)
         finally:
@@ -811,7 +814,8 @@ class Trainer:
             raise ClosedError(
                 "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`"
             )
-        self._engine.refuse_inside("take a step, or evaluate")
+        if self._side_by_side or threading.get_ident() in self._engine.lanes.threads:
+            self._engine.refuse_inside("take a step, or evaluate")
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise InputError(
                 "torch.autocast around a step is not propagated to the worker threads: use "
