@@ -52,7 +52,14 @@ from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.lanes import has_own_modes
 from evenstep.engine.ownership import Ownership
 from evenstep.engine.task import PLAIN
-from evenstep.errors import ClosedError, DeviceLostError, DivergedError, InputError, PeerError, shown
+from evenstep.errors import (
+    ClosedError,
+    DeviceLostError,
+    DivergedError,
+    InputError,
+    PeerError,
+    shown,
+)
 from evenstep.experiment import (
     BatchNorm,
     BufferRule,
@@ -271,6 +278,7 @@ class Trainer:
         check_seconds("lost_after_s", lost_after_s, at_most=math.inf)
         check_flag("side_by_side", side_by_side)
         check_flag("tune_malloc", tune_malloc)
+        check_flag("allow_rounding", allow_rounding)
         _check_parts(before_update, after_update, scheduler, lanes)
         if side_by_side and experiment.compile:
             raise InputError(
