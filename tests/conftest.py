@@ -10,6 +10,7 @@ import torch
 from evenstep.engine import Engine, InlineLanes, ThreadLanes
 from layouts import TWO
 from machines import two_machines
+from patience import HUNG_TESTS_ABORT
 
 SHARED = Path(__file__).parents[2] / "shared"
 
@@ -47,8 +48,15 @@ def engine(request):
 
 
 def pytest_collection_modifyitems(items):
-    """Give the tests with network namespaces, whose names are fixed, to one worker."""
+    """Watch tests of lanes; give those with network namespaces (fixed names) to one worker."""
     for item in items:
+        path = Path(item.path)
+        is_pure = "schedule" in path.name or "graph" in path.name
+        is_of_lanes = (path.parent.name == "engine" and not is_pure) or "in_flight" in path.name
+        if is_of_lanes and not (
+            item.get_closest_marker("timeout") or item.get_closest_marker("slow")
+        ):
+            item.add_marker(HUNG_TESTS_ABORT)
         if "machines" in item.fixturenames:
             item.add_marker(pytest.mark.xdist_group("machines"))
 

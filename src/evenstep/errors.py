@@ -22,6 +22,10 @@ A message says what was got, what is needed, and how to fix it.
 
 from __future__ import annotations
 
+import contextlib
+import reprlib
+from collections.abc import Callable
+
 
 class EvenstepError(Exception):
     """The base class of all these exceptions."""
@@ -102,7 +106,29 @@ class ClosedError(EvenstepError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Add a note to an exception, once (PEP 678; Python 3.10 stores it but does not print it)."""
-    notes = getattr(error, "__notes__", [])
-    if note not in notes:
-        error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+    """Add a note to an exception, once (PEP 678; Python 3.10 stores it but does not print it).
+
+    An exception that refuses attributes, such as a frozen dataclass, stays as it is.
+    """
+    with contextlib.suppress(Exception):
+        notes = getattr(error, "__notes__", [])
+        if note not in notes:
+            error.__notes__ = [*notes, note]  # type: ignore[attr-defined]
+
+
+def text_of(error: BaseException, spell: Callable[[object], str] = str) -> str:
+    """Return the text (or the `repr`) of an exception, also of one whose own method raises."""
+    try:
+        return spell(error)
+    except Exception as other:
+        return f"(its text can't be printed: {type(other).__name__})"
+
+
+def shown(value: object) -> str:
+    """Return a value for a message: its `repr`, shortened where it is long."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
+_SHORT.maxlong = 40

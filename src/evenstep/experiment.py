@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
-from evenstep.errors import InputError
+from evenstep.devices.device import MOST_THREADS
+from evenstep.errors import InputError, shown
 
 Precision: TypeAlias = Literal["fp32", "bf16"]
 MemoryFormat: TypeAlias = Literal["auto", "contiguous", "channels_last"]
@@ -27,6 +29,11 @@ BufferRule: TypeAlias = Literal["mean", "first", "sum", "refuse"]
     refuse   no shard may change it
 """
 
+MOST_SHARDS = 65_536
+"""The largest number of shards of a batch; every step makes a list of all of them."""
+
+_MOST_DIMS = 64  # of a tensor, in torch
+
 LATER = {"later": True}
 """The metadata of fields that version 0.1.0 did not have: a checkpoint leaves them out where they
 have their default, so that it stays as that version wrote it, byte for byte."""
@@ -37,11 +44,11 @@ class Experiment:
     """The choices that a result depends on, besides model, optimizer and data.
 
     Attributes:
-        shards: V, the number of shards that every minibatch is cut into.
+        shards: V, the number of shards that every minibatch is cut into; at most 65,536.
         seed: seed of all random ops in the model.
         precision: "fp32" computes in the dtype of the parameters, "bf16" with autocast.
         memory_format: layout of images and convolution weights; `resolve_format` resolves "auto".
-        threads: number of intra-op threads of each device.
+        threads: number of intra-op threads of each device; at most 1,024.
         compile: compile the forward and backward pass of shards, where that is possible.
         batch_norm: "shard": BatchNorm layers normalise with the statistics of each shard during
             training; "sync": with those of the whole batch.
@@ -69,14 +76,14 @@ class Experiment:
     batch_dim: int = dataclasses.field(default=0, metadata=LATER)
 
     def __post_init__(self) -> None:
-        _check_integer("shards", self.shards, at_least=1)
-        _check_integer("threads", self.threads, at_least=1)
-        _check_integer("seed", self.seed, at_least=0)
-        _check_integer("batch_dim", self.batch_dim, at_least=0)
+        check_integer("shards", self.shards, at_least=1, at_most=MOST_SHARDS)
+        check_integer("threads", self.threads, at_least=1, at_most=MOST_THREADS)
+        check_integer("seed", self.seed, at_least=0, at_most=None)
+        check_integer("batch_dim", self.batch_dim, at_least=0, at_most=_MOST_DIMS)
         for name in ("compile", "separable"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise InputError(f"got {name}={value!r}: give True or False")
+            check_flag(name, getattr(self, name))
+        if not isinstance(self.buffers, dict):
+            raise InputError(f"got buffers={shown(self.buffers)}: give a dict of names and rules")
         for name, rule in self.buffers.items():
             _check_choice(f"buffers[{name!r}]", rule, ("mean", "first", "sum", "refuse"))
         _check_choice("precision", self.precision, ("fp32", "bf16"))
@@ -139,11 +146,28 @@ def autocast(kind: str, precision: torch.dtype | None) -> AbstractContextManager
     return torch.autocast(kind, dtype=precision, cache_enabled=False)
 
 
-def _check_integer(name: str, value: object, *, at_least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise InputError(f"got {name}={value!r}: give an integer of at least {at_least}")
+def check_integer(name: str, value: object, *, at_least: int, at_most: int | None) -> None:
+    """Refuse an argument that is no integer, or out of range."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or value < at_least or (at_most is not None and value > at_most):  # type: ignore[operator]
+        wanted = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise InputError(f"got {name}={shown(value)}: give an integer {wanted}")
+
+
+def check_seconds(name: str, value: object, *, at_most: float) -> None:
+    """Refuse an argument that is no number of seconds, or out of range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= at_most:  # type: ignore[operator]
+        limit = "" if at_most == math.inf else f", at most {at_most:,}"
+        raise InputError(f"got {name}={shown(value)}: give a number of seconds above 0{limit}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse an argument that is neither True nor False."""
+    if not isinstance(value, bool):
+        raise InputError(f"got {name}={shown(value)}: give True or False")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise InputError(f"got {name}={value!r}: choose one of {', '.join(choices)}")
+        raise InputError(f"got {name}={shown(value)}: choose one of {', '.join(choices)}")

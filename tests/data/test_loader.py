@@ -221,12 +221,12 @@ def test_an_empty_data_set_is_refused(dataset):
 
 @pytest.mark.parametrize("batch_size", [0, -3])
 def test_a_batch_size_below_1_is_refused(batch_size):
-    with pytest.raises(InputError, match=f"batch_size={batch_size}: at least 1"):
+    with pytest.raises(InputError, match=f"batch_size={batch_size}: give an integer from 1"):
         Loader(numbered(3), batch_size)
 
 
 def test_fewer_than_0_workers_are_refused():
-    with pytest.raises(InputError, match="workers=-1: at least 0"):
+    with pytest.raises(InputError, match="workers=-1: give an integer from 0"):
         Loader(numbered(3), 1, workers=-1)
 
 

@@ -6,10 +6,12 @@ import threading
 
 import pytest
 
-PATIENCE_S = 30  # far more than a right program needs
+PATIENCE_S = 15  # far more than a right program needs
+LIMIT_S = 20
+"""The limit of a test with lanes: longer than the patience of what waits in it."""
 
 # An engine whose lane has died would wait for it again after pytest's own interruption.
-HUNG_TESTS_ABORT = pytest.mark.timeout(90, method="thread")
+HUNG_TESTS_ABORT = pytest.mark.timeout(LIMIT_S, method="thread")
 
 
 def wait(*events):

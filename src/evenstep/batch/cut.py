@@ -37,6 +37,8 @@ class Shared:
         if not isinstance(self.tensor, torch.Tensor):
             kind = type(self.tensor).__name__
             raise BatchError(f"evenstep.shared got a value of type {kind}: give one tensor")
+        if not _is_plain(self.tensor):
+            raise BatchError(f"evenstep.shared got {_kind_of(self.tensor)}")
 
 
 def shared(tensor: torch.Tensor) -> Shared:
@@ -234,7 +236,10 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0)
         BatchError: the batch has no tensors, another kind of leaf, no examples, or tensors whose
             numbers of examples differ.
     """
-    leaves, structure = optree.tree_flatten(batch)
+    try:
+        leaves, structure = optree.tree_flatten(batch)
+    except RecursionError:
+        raise _too_deep() from None
     dim = dim if part is None else part.dim
     here = _check_examples(batch, leaves, dim, may_be_empty=part is not None)
     tensors = [(leaf.tensor if isinstance(leaf, Shared) else leaf).detach() for leaf in leaves]
@@ -271,7 +276,7 @@ def cut_whole_batch(batch: Batch, shards: int, step: int = 0, dim: int = 0) -> C
 
 def count_examples(batch: Batch, dim: int = 0) -> int:
     """Return the number of examples in `batch`. Raises BatchError like `cut_batch`."""
-    return _check_examples(batch, optree.tree_leaves(batch), dim)
+    return _check_examples(batch, _flatten(batch)[0], dim)
 
 
 def without_examples(batch: Batch, dim: int = 0) -> Batch:
@@ -279,6 +284,19 @@ def without_examples(batch: Batch, dim: int = 0) -> Batch:
     return optree.tree_map(
         lambda leaf: leaf if isinstance(leaf, Shared) else leaf.narrow(_dim_of(leaf, dim), 0, 0),
         batch,
+    )
+
+
+def _flatten(batch: Batch) -> tuple[list[Any], optree.PyTreeSpec]:
+    try:
+        return optree.tree_flatten(batch)
+    except RecursionError:
+        raise _too_deep() from None
+
+
+def _too_deep() -> BatchError:
+    return BatchError(
+        "got a batch that is nested too deeply, or that holds itself: give a tuple of tensors"
     )
 
 
@@ -292,7 +310,7 @@ def without_foreign_memory(batch: Batch) -> Batch:
 
     What lies behind `torch.from_numpy` may be written to without a version counter that tells.
     """
-    leaves, structure = optree.tree_flatten(batch)
+    leaves, structure = _flatten(batch)
     if not any(map(_is_foreign, leaves)):
         return batch
     return structure.unflatten(leaf.clone() if _is_foreign(leaf) else leaf for leaf in leaves)
@@ -320,7 +338,12 @@ def _check_examples(
     batch: Batch, leaves: Sequence[object], dim: int, *, may_be_empty: bool = False
 ) -> int:
     lengths = {
-        leaf.shape[_dim_of(leaf, dim)] if isinstance(leaf, torch.Tensor) and leaf.ndim else None
+        leaf.shape[_dim_of(leaf, dim)]
+        if isinstance(leaf, torch.Tensor)
+        and leaf.layout is torch.strided
+        and not (leaf.is_meta or leaf.is_nested)
+        and leaf.ndim
+        else None
         for leaf in leaves
         if not isinstance(leaf, Shared)
     }
@@ -331,6 +354,20 @@ def _check_examples(
     if not examples and not may_be_empty:
         raise BatchError("got a batch of 0 examples: skip it, or drop the last batch")
     return examples
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has data in rows, of which shards can be cut."""
+    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """Return what kind of tensor one is that is not plain, and what is needed."""
+    if tensor.is_nested:
+        return "a nested tensor: give a padded one, and one with the lengths"
+    if tensor.is_meta:
+        return "a tensor without data (on torch's meta device): give one with data"
+    return f"a sparse tensor ({tensor.layout}): give a dense one, such as tensor.to_dense()"
 
 
 def _refuse(batch: Batch, dim: int) -> NoReturn:
@@ -346,6 +383,8 @@ def _refuse(batch: Batch, dim: int) -> NoReturn:
         if not isinstance(leaf, torch.Tensor):
             kind = type(leaf).__name__
             raise BatchError(f"{name} is of type {kind}: give tensors, examples first")
+        if not _is_plain(leaf):
+            raise BatchError(f"{name} is {_kind_of(leaf)}")
         if leaf.ndim == 0:
             raise BatchError(
                 f"{name} is a single number: give tensors, examples first, or "

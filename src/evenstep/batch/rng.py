@@ -192,7 +192,7 @@ class _CallersGenerators:
     def __init__(self) -> None:
         self.times_set = 0
         self._users = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector's destructors may open a trainer
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import nn
 
+from evenstep.errors import ModelError
 from evenstep.replicas import inner_optimizers
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
@@ -56,6 +57,11 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
     names: dict[Any, str] = {}
     for name, parameter in model.named_parameters():
         names[parameter] = name
+        if parameter.is_meta:
+            raise ModelError(
+                f"the parameter {name} has no data (it is on torch's meta device): the model was "
+                f"moved there, and its values are lost"
+            )
         yield f"parameter/{name}", parameter.detach()
     for name, buffer in model.named_buffers():
         yield f"buffer/{name}", buffer

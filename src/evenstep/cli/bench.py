@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -30,13 +32,19 @@ from evenstep.bench.fresh import RunFailedError
 from evenstep.bench.lineup import counted
 from evenstep.cli.files import OutputFile, target_of
 from evenstep.cli.option_table import OptionTable, option, takes_options
+from evenstep.cli.options import Finite
 from evenstep.cli.output import command_line, numbers_table, print_line, print_table, say
+from evenstep.data.loader import MOST_EXAMPLES
 from evenstep.devices import usable_cores
-from evenstep.errors import InputError
+from evenstep.devices.discovery import MOST_DEVICES
+from evenstep.errors import InputError, shown
+from evenstep.experiment import MOST_SHARDS
 from evenstep.models.registry import find_factory
 from evenstep.profiling.accounting import PARTS, whole_percents
+from evenstep.training.trainer import MOST_SECONDS
 
 _WARMUP_SHARE = 0.1
+_MOST_NUMBERS = 2**30
 _SCALING_HEADS = (
     *("devices", "batch", "examples/s", "least to most", "speed-up", "efficiency"),
     *("busy", "wait data", "wait others", "sum", "update"),
@@ -54,14 +62,14 @@ class Plan(OptionTable):
     )
     data_dir: str | None = option(None, "Folder with the files of fashion-mnist.", metavar="DIR")
     shape: str = option("1,28,28", "Shape of an example of noise.", metavar="N,N,...")
-    classes: int = option(10, "Number of classes of noise.")
-    batch_size: int = option(256, "Examples in a batch.")
-    shards: int = option(8, "Number of shards, for evenstep.")
+    classes: int = option(10, "Number of classes of noise.", click.IntRange(1, 2**31 - 1))
+    batch_size: int = option(256, "Examples in a batch.", click.IntRange(1, MOST_EXAMPLES))
+    shards: int = option(8, "Number of shards, for evenstep.", click.IntRange(1, MOST_SHARDS))
     rounds: int = option(5, "Number of measurements of each, every one in a new process.")
     seconds: float = option(
         3.0,
         "Approximate length of a measurement of evenstep; the others do as many steps.",
-        click.FloatRange(min=0, min_open=True),
+        Finite(min=0, min_open=True, max=MOST_SECONDS),
     )
     steps: int | None = option(None, "Number of steps, instead of --seconds.")
     json_file: str | None = option(
@@ -73,7 +81,17 @@ class Plan(OptionTable):
 
     @property
     def job(self) -> dict[str, Any]:
-        """The settings that all contenders share, without the number of steps."""
+        """The settings that all contenders share, without the number of steps.
+
+        Raises:
+            InputError: a batch of noise would be too large.
+        """
+        numbers = math.prod(_whole_numbers("--shape", self.shape)) * self.batch_size
+        if self.data == "noise" and numbers > _MOST_NUMBERS:
+            raise InputError(
+                f"got --shape {shown(self.shape)} and --batch-size {self.batch_size}: a batch of "
+                f"noise may have at most {_MOST_NUMBERS} numbers (4 GiB)"
+            )
         return {
             "network": self.model,
             "data": self.data,
@@ -110,6 +128,8 @@ def bench_scaling(plan: Plan, wanted: str | None, compiled: bool) -> None:
     for each other, summing, updating.
     """
     counts = _whole_numbers("--devices", wanted) if wanted else _doubling(usable_cores())
+    if counts[-1] > MOST_DEVICES:
+        raise InputError(f"got --devices {wanted}: give at most {MOST_DEVICES}")
     if sorted(set(counts)) != counts or len(counts) < 2:
         raise InputError(f"got --devices {wanted}: give at least two, the least first, such as 1,2")
     document = _measure(
@@ -131,7 +151,7 @@ def bench_scaling(plan: Plan, wanted: str | None, compiled: bool) -> None:
 @takes_options(plan=Plan)
 @click.option(
     "--workers",
-    type=click.IntRange(min=2),
+    type=click.IntRange(min=2, max=MOST_DEVICES),
     default=lambda: max(2, usable_cores()),
     show_default="the cores",
     help="Number of processes or devices of each contender that uses several.",
@@ -237,8 +257,10 @@ def _peers_rows(document: Mapping[str, Any]) -> list[list[str]]:
 
 def _whole_numbers(option: str, text: str) -> list[int]:
     parts = text.split(",")
-    if not all(part.strip().isdecimal() and int(part) for part in parts):
-        raise InputError(f"got {option} {text}: expected whole numbers with commas, such as 1,2")
+    if not all(re.fullmatch(r"\s*0*[1-9]\d{0,9}\s*", part) for part in parts):
+        raise InputError(
+            f"got {option} {shown(text)}: expected whole numbers with commas, such as 1,2"
+        )
     return [int(part) for part in parts]
 
 

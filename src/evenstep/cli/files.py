@@ -10,11 +10,12 @@ from pathlib import Path
 
 import click
 
-from evenstep.errors import InputError
+from evenstep.errors import InputError, shown
 from evenstep.files import write_file
 
 _DESCRIPTOR = re.compile(r"(/dev|/proc/self)/fd/(?P<number>\d+)")
 _MOST_LINKS = 40  # as the kernel follows
+_LONG = 255
 
 
 class OutputFile(click.types.StringParamType):
@@ -30,9 +31,15 @@ class OutputFile(click.types.StringParamType):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Return the file's name. Raises InputError if it could not be written."""
-        if value != "-" and not self._fits(value):
-            flag = param.opts[0] if param else "file"
-            raise InputError(f"got {flag} {value}: expected a file in an existing folder")
+        if value != "-":
+            try:
+                fits = self._fits(value)
+            except OSError:  # a name that is too long
+                fits = False
+            if not fits:
+                flag = param.opts[0] if param else "file"
+                what = shown(value) if len(value) > _LONG else value
+                raise InputError(f"got {flag} {what}: expected a file in an existing folder")
         return value
 
     def _fits(self, name: str) -> bool:

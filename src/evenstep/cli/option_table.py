@@ -147,7 +147,10 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Option:
     elif typing.get_origin(hint) is Literal:
         settings["type"] = click.Choice(typing.get_args(hint))
     elif settings["type"] is None:
-        settings["type"] = {int: click.IntRange(min=1), Path: click.Path(path_type=Path)}.get(plain)
+        settings["type"] = {
+            int: click.IntRange(min=1, max=2**63 - 1),
+            Path: click.Path(path_type=Path),
+        }.get(plain)
     settings["show_default"] = hint is not bool and field.default is not None
     return Option(
         name=field.name, hint=hint, flag=flag, scope=scope, argument=argument, settings=settings

@@ -15,17 +15,24 @@ import click
 
 from evenstep.cli.files import OutputFile
 from evenstep.cli.option_table import OptionTable, Scope, option
-from evenstep.experiment import BatchNorm, MemoryFormat, Precision
+from evenstep.data.loader import MOST_EXAMPLES
+from evenstep.devices.device import MOST_THREADS
+from evenstep.experiment import MOST_SHARDS, BatchNorm, MemoryFormat, Precision
+from evenstep.training.trainer import MOST_IN_FLIGHT, MOST_SECONDS
 
 
-class _Rate(click.FloatRange):
-    """A finite number of at least 0."""
+class Finite(click.FloatRange):
+    """A finite number in a range."""
 
     def convert(self, *arguments: Any) -> Any:
+        """Return the number; fail for NaN and infinity."""
         if not math.isfinite(value := super().convert(*arguments)):
             self.fail(f"{value} is not a finite number.", *arguments[1:])
         return value
 
+
+_MOST_PROCESSES, _MOST_RESTARTS = 1024, 10**6
+_MOST_RATE = 1e30  # far above any sense, and representable in 32 bits
 
 _in_run_file = functools.partial(option, scope=Scope.RUN_FILE)
 _in_checkpoint = functools.partial(option, scope=Scope.CHECKPOINT)
@@ -48,19 +55,27 @@ class ExperimentOptions(OptionTable):
         "Folder with the four files of fashion-mnist, instead of a download.", metavar="DIR"
     )
     shards: int = _in_checkpoint(
-        8, "Number of shards that each batch is split into; part of the experiment."
+        8,
+        "Number of shards that each batch is split into; part of the experiment.",
+        click.IntRange(min=1, max=MOST_SHARDS),
     )
-    batch_size: int = _in_run_file(256, "Examples in a batch, over all devices.")
+    batch_size: int = _in_run_file(
+        256, "Examples in a batch, over all devices.", click.IntRange(min=1, max=MOST_EXAMPLES)
+    )
     drop_last: bool = _in_run_file(False, "Skip an epoch's last batch if it is shorter.")
-    lr: float = _in_run_file(0.1, "Learning rate of SGD.", _Rate(min=0))
-    momentum: float = _in_run_file(0.0, "Momentum of SGD.", _Rate(min=0))
+    lr: float = _in_run_file(0.1, "Learning rate of SGD.", Finite(min=0, max=_MOST_RATE))
+    momentum: float = _in_run_file(0.0, "Momentum of SGD.", Finite(min=0, max=_MOST_RATE))
     precision: Precision = _in_checkpoint(
         "fp32", "bf16 computes under autocast; part of the experiment."
     )
     memory_format: MemoryFormat = _in_checkpoint(
         "auto", "Memory format of images; auto chooses by the model and the kind of device."
     )
-    threads: int = _in_checkpoint(1, "Threads of each CPU device; part of the experiment.")
+    threads: int = _in_checkpoint(
+        1,
+        "Threads of each CPU device; part of the experiment.",
+        click.IntRange(min=1, max=MOST_THREADS),
+    )
     compile: bool = _in_checkpoint(
         False,
         "Compile the forward and backward pass of a shard with torch.compile, on CPUs; part of the "
@@ -111,6 +126,7 @@ class LayoutOptions(OptionTable):
         1,
         "Number of steps in flight: with 2, the next batch is loaded and copied while a step is "
         "computed.",
+        click.IntRange(min=1, max=MOST_IN_FLIGHT),
         argument="max_in_flight",
         metavar="STEPS",
     )
@@ -123,17 +139,18 @@ class LayoutOptions(OptionTable):
     max_restarts: int = option(
         0,
         "With --processes: how often to restart from the last checkpoint after a process failed.",
-        click.IntRange(min=0),
+        click.IntRange(min=0, max=_MOST_RESTARTS),
         metavar="N",
     )
     processes: int = option(
         1,
         "Number of processes on this machine, each with its own --devices (torchrun starts more).",
+        click.IntRange(min=1, max=_MOST_PROCESSES),
     )
     timeout_s: float = option(
         60.0,
         "How long a process waits for another one before it reports which one is late, and exits.",
-        click.FloatRange(min=0, min_open=True),
+        Finite(min=0, min_open=True, max=MOST_SECONDS),
         flag="--timeout",
         argument="peer_timeout_s",
         metavar="SECONDS",

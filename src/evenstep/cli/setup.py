@@ -16,7 +16,7 @@ from evenstep.batch import Batch
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.cli.options import ExperimentOptions
 from evenstep.data import Loader, digits, fashion_mnist
-from evenstep.errors import CheckpointError, DataError, ModelError
+from evenstep.errors import CheckpointError, DataError, InputError, ModelError
 from evenstep.training.trainer import Trainer
 
 Factory: TypeAlias = Callable[[], nn.Module]
@@ -36,7 +36,13 @@ def load_data(data: str, data_dir: str | None, *, train: bool) -> TensorDataset:
 
 def make_loader(options: ExperimentOptions, examples: TensorDataset, seed: int) -> Loader:
     """Return the training batches."""
-    return Loader(examples, options.batch_size, seed=seed, drop_last=options.drop_last)
+    loader = Loader(examples, options.batch_size, seed=seed, drop_last=options.drop_last)
+    if not len(loader):
+        raise InputError(
+            f"got --drop-last and --batch-size {options.batch_size}, but there are "
+            f"{len(examples)} examples, so no batch is left: use a smaller --batch-size"
+        )
+    return loader
 
 
 def make_trainer(options: ExperimentOptions, factory: Factory, **layout: Any) -> Trainer:

@@ -73,7 +73,7 @@ def verify(context: click.Context, experiment: ExperimentOptions, wanted: str) -
 
 def _layout(label: str, threads: int) -> Devices:
     """Parse an entry of --devices, and check that its devices exist."""
-    devices: Devices = label if label.isdecimal() else label.split("+")
+    devices: Devices = label if label.lstrip("-").isdecimal() else label.split("+")
     if not label or label == "auto":
         raise InputError(
             f"got {label!r} in --devices: give numbers such as 1,2,3, or sets of names such as "

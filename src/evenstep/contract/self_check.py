@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from evenstep.batch.cut import Cut
 from evenstep.contract.check import ContractReport, check_contract
 from evenstep.engine import Engine, Task
 from evenstep.engine.task import PLAIN
-from evenstep.errors import ContractError, InputError
+from evenstep.errors import ContractError, InputError, shown, text_of
 from evenstep.experiment import Experiment
 from evenstep.replicas import Replicas
 from evenstep.shard.forward_backward import ShardWork
@@ -102,7 +103,8 @@ class SelfCheck:
         if has_given_up:
             logger.warning(
                 f"the contract of a step could not be checked in {_TRIES} steps, so code that "
-                f"breaks it would not be noticed: {type(error).__name__}: {error}"
+                f"breaks it would not be noticed: {type(error).__name__}: "
+                f"{error and text_of(error)}"
             )
         self._is_half_done = error is None
         if has_given_up or (error is None and is_whole):
@@ -180,6 +182,7 @@ def _interval(check: str) -> float | None:
         return None
     if words == ["first"]:
         return math.inf
-    if len(words) == 2 and words[0] == "every" and words[1].isdigit() and int(words[1]):
-        return int(words[1])
-    raise InputError(f'got check={check!r}: give "first", "off" or "every N"')
+    match = re.fullmatch(r"every 0*([1-9][0-9]{0,17})", " ".join(words))
+    if match is not None:
+        return int(match[1])
+    raise InputError(f'got check={shown(check)}: give "first", "off" or "every N"')

@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.batch import Batch
 from evenstep.contract.constant_numbers import ConstantNumbers
-from evenstep.errors import ContractError, EvenstepError
+from evenstep.errors import ContractError, EvenstepError, text_of
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica
 from evenstep.shard.evaluation import evaluation_mode
@@ -64,7 +64,7 @@ def judge_separability(
             together = compute(*pair[0])
             apart = _computed_apart(compute, pair[1:])
     except Exception as error:  # the model may not be made for evaluation mode
-        return f"in evaluation mode it raises {type(error).__name__}: {error}"
+        return f"in evaluation mode it raises {type(error).__name__}: {text_of(error)}"
     if numbers.unknown:
         return f"in evaluation mode it draws random numbers by {numbers.unknown[0]}"
     tolerance = _tolerance(replica, work, together.dtype)

@@ -16,10 +16,15 @@ from evenstep.data.order import Cursor, epoch_order
 from evenstep.data.seeded import SeededExamples
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
-from evenstep.errors import DataError, InputError
+from evenstep.errors import DataError, InputError, shown
 
 PartOf: TypeAlias = "Callable[[int, int], Part]"
 """Returns this process's part of a batch, given its number in the epoch and its size."""
+
+MOST_EXAMPLES = 2**31 - 1
+"""The largest number of examples in a batch."""
+
+_MOST_WORKERS = 1024
 
 MOST_WORKERS_FOR_PARTS = 12
 """A worker fetches two batches ahead, and parts are fixed for a limited number of batches only
@@ -67,10 +72,14 @@ class Loader:
             DataError: the data set has no length, or no examples.
             InputError: the batch size or the number of workers is too small.
         """
-        if batch_size < 1:
-            raise InputError(f"got batch_size={batch_size}: at least 1 is needed")
-        if workers < 0:
-            raise InputError(f"got workers={workers}: at least 0 is needed")
+        for name, value, least, most in (
+            ("batch_size", batch_size, 1, MOST_EXAMPLES),
+            ("workers", workers, 0, _MOST_WORKERS),
+        ):
+            if not isinstance(value, int) or not least <= value <= most:
+                raise InputError(
+                    f"got {name}={shown(value)}: give an integer from {least} to {most}"
+                )
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed

@@ -15,7 +15,13 @@ from typing import Any, Literal
 
 import torch
 
-from evenstep.errors import DeviceError
+from evenstep.errors import DeviceError, shown
+
+MOST_THREADS = 1024
+"""The largest number of intra-op threads of a device: torch crashes with far more."""
+
+MOST_INDEX = 10**6 - 1
+"""The largest number in a device's name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +32,7 @@ class Device:
         kind: "cpu" or "cuda".
         index: number of the GPU, or of the CPU device (only a name: threads are not pinned).
         own_memory: whether a CPU device keeps copies of the parameters, as GPUs do.
-        threads: number of intra-op threads on this device; part of the experiment.
+        threads: number of intra-op threads on this device, at most 1,024; part of the experiment.
     """
 
     kind: Literal["cpu", "cuda"]
@@ -35,11 +41,12 @@ class Device:
     threads: int = 1
 
     def __post_init__(self) -> None:
-        if self.index < 0 or self.threads < 1:
-            raise DeviceError(
-                f"got index {self.index} and {self.threads} threads: a device needs an index of "
-                f"at least 0 and at least 1 thread"
-            )
+        for name, least, most in (("index", 0, MOST_INDEX), ("threads", 1, MOST_THREADS)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not least <= value <= most:
+                raise DeviceError(
+                    f"got {name}={shown(value)} of a device: give an integer from {least} to {most}"
+                )
 
     @functools.cached_property
     def name(self) -> str:
@@ -99,10 +106,10 @@ def as_device(device: object, *, threads: int = 1) -> Device:
 
 def parse_device(name: str, *, threads: int = 1) -> Device:
     """Parse a device name: `cpu`, `cpu:1`, `cpu:1:own`, `cuda`, `cuda:0` (no number means 0)."""
-    match = re.fullmatch(r"(cpu|cuda)(?::(\d+))?(:own)?", name.strip())
+    match = re.fullmatch(r"(cpu|cuda)(?::(\d{1,6}))?(:own)?", name.strip())
     if match is None or (match[1] == "cuda" and match[3]):
         raise DeviceError(
-            f"got device {name.strip()!r}: write cpu:0, cpu:1, ..., cuda:0, cuda:1, ..., "
+            f"got device {shown(name.strip())}: write cpu:0, cpu:1, ..., cuda:0, cuda:1, ..., "
             f"a number of devices, or auto"
         )
     kind: Literal["cpu", "cuda"] = "cpu" if match[1] == "cpu" else "cuda"

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
-from evenstep.devices.device import Device, as_device
-from evenstep.errors import DeviceError
+from evenstep.devices.device import MOST_THREADS, Device, as_device
+from evenstep.errors import DeviceError, shown
 
 Devices: TypeAlias = "int | str | torch.device | Device | Sequence[str | torch.device | Device]"
 """The types that `find_devices` accepts."""
 
 WITHIN_ROUNDING = "results are equal within rounding, not bit for bit"
 """What is said of results that devices or processes of different kinds have a part in."""
+
+MOST_DEVICES = 1024
+"""The largest number of devices of a process: each CPU device has two threads of its own."""
 
 
 def find_devices(
@@ -32,7 +37,8 @@ def find_devices(
         wanted: one of
 
             * "auto": all GPUs; without a GPU, one CPU device for each usable core;
-            * a number of devices, 2 or "2": GPUs if there are any, otherwise CPU devices;
+            * a number of devices, 2 or "2", at most 1,024: GPUs if there are any, otherwise CPU
+              devices;
             * one device: a name, a `torch.device` or a `Device`;
             * several devices: a sequence of these, or "cpu:0,cpu:1". A GPU may be listed twice:
               then two lanes compute on it.
@@ -43,14 +49,17 @@ def find_devices(
     Raises:
         DeviceError: a wrong type, an unknown name, no device, or a GPU that does not exist.
     """
-    if isinstance(wanted, str) and re.fullmatch(r"\s*-?\d+\s*", wanted):
+    if not isinstance(threads, int) or not 1 <= threads <= MOST_THREADS:
+        raise DeviceError(f"got threads={shown(threads)}: give an integer from 1 to {MOST_THREADS}")
+    if isinstance(wanted, str) and re.fullmatch(r"\s*-?\d{1,9}\s*", wanted):
         wanted = int(wanted)
     if wanted == "auto":
         found = try_all_gpus(threads=threads) if share == (0, 1) else _shared(threads, share)
     elif isinstance(wanted, int) and not isinstance(wanted, bool):
         found = _numbered(wanted, threads, share[0])
     else:
-        found = tuple(as_device(device, threads=threads) for device in _listed(wanted))
+        some = itertools.islice(_listed(wanted), MOST_DEVICES + 1)
+        found = tuple(as_device(device, threads=threads) for device in some)
     _check(found)
     return found
 
@@ -64,7 +73,7 @@ def try_all_gpus(*, threads: int = 1) -> tuple[Device, ...]:
     """Return all GPUs; without a GPU, one CPU device for each core that this process may use."""
     if gpu_count():
         return tuple(Device("cuda", index, threads=threads) for index in range(gpu_count()))
-    count = max(1, usable_cores() // threads)
+    count = min(max(1, usable_cores() // threads), MOST_DEVICES)
     return tuple(Device("cpu", index, threads=threads) for index in range(count))
 
 
@@ -127,7 +136,7 @@ def _shared(threads: int, share: tuple[int, int]) -> tuple[Device, ...]:
     if gpu_count():
         found = try_all_gpus(threads=threads)
         return found[rank::processes] or found[rank % len(found) :][:1]
-    count = max(1, usable_cores() // (threads * processes))
+    count = min(max(1, usable_cores() // (threads * processes)), MOST_DEVICES)
     return tuple(Device("cpu", index, threads=threads) for index in range(count))
 
 
@@ -146,7 +155,9 @@ def _listed(wanted: object) -> Iterable[object]:
 
 def _numbered(count: int, threads: int, rank: int) -> tuple[Device, ...]:
     if count < 1:
-        raise DeviceError(f"got {count} devices: at least 1 is needed")
+        raise DeviceError(f"got {shown(count)} devices: at least 1 is needed")
+    if count > MOST_DEVICES:
+        raise _too_many(count)
     if gpu_count():
         first = rank * count
         return tuple(Device("cuda", first + index, threads=threads) for index in range(count))
@@ -156,6 +167,15 @@ def _numbered(count: int, threads: int, rank: int) -> tuple[Device, ...]:
 def _check(devices: Sequence[Device]) -> None:
     if not devices:
         raise DeviceError("got an empty list of devices: name at least one, or give 'auto'")
+    if len(devices) > MOST_DEVICES:
+        raise _too_many(len(devices))
+    most = max(MOST_THREADS, usable_cores())
+    threads = sum(device.threads for device in devices if device.kind == "cpu")
+    if threads > most:
+        raise DeviceError(
+            f"got {len(devices)} devices with {threads} intra-op threads in all: a process may "
+            f"have at most {most}, so use fewer devices, or fewer threads of each"
+        )
     gpus = gpu_count()
     for device in devices:
         if device.kind == "cuda" and device.index >= gpus:
@@ -164,10 +184,17 @@ def _check(devices: Sequence[Device]) -> None:
                 + ("", "cuda:0, or ", f"cuda:0 to cuda:{gpus - 1}, or ")[min(gpus, 2)]
                 + "CPU devices (cpu:0, cpu:1, ...)"
             )
-    names = [device.name for device in devices if device.kind == "cpu"]
-    for name in names:
-        if names.count(name) > 1:
+    names = Counter(device.name for device in devices if device.kind == "cpu")
+    for name, times in names.items():
+        if times > 1:
             raise DeviceError(f"got {name} twice: give each CPU device a number of its own")
+
+
+def _too_many(count: int) -> DeviceError:
+    return DeviceError(
+        f"got {shown(count)} devices: use at most {MOST_DEVICES} in one process (each CPU device "
+        f"has two threads of its own), or start several processes"
+    )
 
 
 def _cgroups(root: Path, proc: Path) -> list[Path]:

@@ -35,7 +35,7 @@ class _Heap:
     """The process's heap, and the number of `kept_memory` contexts that are open."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector's destructors may open a trainer
         self._users = 0
 
     def use(self, libc: ctypes.CDLL) -> None:

@@ -10,9 +10,11 @@ import contextlib
 import functools
 import logging
 import math
+import os
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import TracebackType
 from typing import Any
 
@@ -21,9 +23,11 @@ import torch
 from evenstep.devices import Device, Devices, as_device, find_devices
 from evenstep.engine import handle as handles
 from evenstep.engine import streams
+from evenstep.engine.exclusive import Exclusive
 from evenstep.engine.handle import Handle
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
 from evenstep.engine.lanes import Lanes, ThreadLanes
+from evenstep.engine.ownership import Ownership
 from evenstep.engine.schedule import Decisions, Scheduler, Submission
 from evenstep.engine.task import Task, is_device_failure, name_of
 from evenstep.errors import (
@@ -33,6 +37,7 @@ from evenstep.errors import (
     DeviceLostError,
     InputError,
     add_note,
+    text_of,
 )
 from evenstep.profiling.trace import Span, Trace
 
@@ -93,8 +98,10 @@ class Engine:
         self._lanes: Lanes | None = None
         self.lost_lanes: frozenset[int] = frozenset()
         self.given_up: frozenset[int] = frozenset()
+        self._deaths: dict[int, BaseException] = {}
+        self._owner: Ownership | None = None
         self._opened = contextlib.ExitStack()
-        self._lock = threading.Lock()
+        self._lock = Exclusive()
         self._numbers = {device.name: number for number, device in enumerate(self.devices)}
         self._has_gpu = any(device.kind == "cuda" for device in self.devices)
         self._failed: set[Task] = set()
@@ -107,13 +114,16 @@ class Engine:
         """Start the lanes."""
         if self._lanes is not None:
             raise ClosedError("the engine is open already")
+        self._deaths.clear()
         with contextlib.ExitStack() as opened:
             opened.enter_context(INTERRUPTS.handled())
             lanes = self._make_lanes(self.devices)
+            lanes.died = self._lane_died
             lanes.open()
             self._opened = opened.pop_all()
         self._lanes = self.lanes = lanes
         self._is_dropping = False
+        self._owner = Ownership("engine", self._close_at_exit)
         return self
 
     @INTERRUPTS.shielded
@@ -143,13 +153,17 @@ class Engine:
                 dropped.
             the first error that was not raised yet.
         """
-        if self._lanes is None:
+        if self._lanes is None or self._owner is None:
             return
-        self._refuse_inside("close the engine")
+        if self._owner.is_elsewhere:  # a fork has no lanes
+            self._lanes = None
+            return
+        self.refuse_inside("close the engine")
         try:
             interrupted = self._finish()
             self._lanes.close(self.scheduler.lost)
             self._lanes = None
+            self._owner.end()
             self._opened.close()
             if interrupted is not None:
                 raise interrupted
@@ -174,6 +188,9 @@ class Engine:
             elif error is not None and time.monotonic() - since_s > PATIENCE_S:
                 self._give_up_at_work()
         return interrupted
+
+    def _close_at_exit(self) -> None:
+        self.__exit__(ClosedError, ClosedError("the program ended"), None)
 
     @INTERRUPTS.uninterrupted
     def submit(
@@ -246,7 +263,7 @@ class Engine:
             the first error, in the order of submission, that was not raised yet.
         """
         INTERRUPTS.follow()
-        self._refuse_inside("wait for all tasks")
+        self.refuse_inside("wait for all tasks")
         self._wait_until(0)
         for device in self.devices:
             if device.kind == "cuda":
@@ -259,8 +276,9 @@ class Engine:
     def submit_tasks(self, tasks: Sequence[Task]) -> None:
         """Submit `tasks` together, in this order."""
         lanes = self._lanes
-        if lanes is None:
+        if lanes is None or self._owner is None:
             raise ClosedError("the engine is not open: use it inside `with`")
+        self._owner.refuse_elsewhere()
         if self.max_in_flight is not None:
             self._wait_until(self.max_in_flight - 1)
         if self._has_gpu:
@@ -268,8 +286,7 @@ class Engine:
             for task in tasks:
                 task.after = fences
         submissions = [_submission(task) for task in tasks]
-        with self._lock:
-            self._act(self.scheduler.submit(submissions))
+        self._lock.change(lambda: self._act(self.scheduler.submit(submissions)))
         lanes.work()
 
     def handle(self, task: Task) -> Handle:
@@ -344,17 +361,29 @@ class Engine:
     def lose(self, lane: int) -> None:
         """Give up a device: its tasks fail at once, and no further tasks are assigned to it."""
         self.lost_lanes |= {lane}
-        with self._lock:
-            self._act(self.scheduler.lose(lane))
-            self._act(self.scheduler.lose(self.copy_lane(lane)))
+        for one in (lane, self.copy_lane(lane)):
+            self._lock.change(lambda one=one: self._act(self.scheduler.lose(one)))  # type: ignore[misc]
         if self._lanes is not None:
             self._lanes.work()
+
+    @property
+    def dead_lanes(self) -> Set[int]:
+        """The computing lanes of devices whose threads have ended."""
+        return self._deaths.keys()
+
+    def lost_error(self, lane: int, consequence: str = "it is out of use now") -> DeviceLostError:
+        """Return the error that says that a device was lost, and why if that is known."""
+        death = self._deaths.get(lane)
+        how = "" if death is None else f" (its thread ended with {type(death).__name__})"
+        error = DeviceLostError(f"{self.devices[lane]} was lost{how}: {consequence}")
+        error.__cause__ = death
+        return error
 
     @INTERRUPTS.uninterrupted
     def wait_for(self, task: Task, timeout_s: float | None = None) -> bool:
         """Wait until `task` has ended (on a GPU: its kernels, too); return whether it has."""
         if not task.ended:
-            self._refuse_inside(f"wait for {task.name!r}")
+            self.refuse_inside(f"wait for {task.name!r}")
             if not self._await(self._end_of(task), timeout_s):
                 return False
         if task.fence is not None:
@@ -394,7 +423,7 @@ class Engine:
     def _wait_until(self, unfinished: int) -> None:
         """Wait until at most `unfinished` tasks are unfinished."""
         while self.scheduler.graph.unfinished > unfinished:
-            self._refuse_inside(f"submit a task beyond max_in_flight={self.max_in_flight}")
+            self.refuse_inside(f"submit a task beyond max_in_flight={self.max_in_flight}")
             self._await(self._when_at_most(unfinished))
 
     def _when_at_most(self, unfinished: int) -> threading.Event:
@@ -428,11 +457,24 @@ class Engine:
                 return False
         return True
 
-    def _refuse_inside(self, what: str) -> None:
+    def refuse_inside(self, what: str) -> None:
+        """Refuse a wait that can't end: in a task, in a change of the engine, in a fork.
+
+        Raises:
+            DeadlockError: the caller is a task, or a destructor in the middle of a change.
+            ClosedError: the calling process is a fork of the one that opened the engine.
+        """
+        if self._owner is not None and self._owner.pid != os.getpid():
+            self._owner.refuse_elsewhere()
         if self._lanes is not None and self._lanes.inside:
             raise DeadlockError(
                 f"a task can't {what}: its lane is blocked meanwhile, possibly forever. Pass the "
                 f"handle to another task as an argument instead"
+            )
+        if self._lock.owner == threading.get_ident():
+            raise DeadlockError(
+                f"a destructor or a signal handler can't {what} in the middle of a change of the "
+                f"engine's: submit a task instead, or keep the waiting out of it"
             )
 
     def _raise_unseen(self) -> None:
@@ -444,38 +486,44 @@ class Engine:
         if unseen:
             error = self._error_of(unseen[0])
             if len(unseen) > 1:
-                add_note(error, f"{len(unseen) - 1} more failed: {unseen[1].error!r}, ...")
+                second = text_of(self._error_of(unseen[1]), repr)
+                add_note(error, f"{len(unseen) - 1} more failed: {second}, ...")
             raise error
 
     def _error_of(self, cause: object) -> BaseException:
         """Return the error of a failed task with its own traceback; it will not be raised again."""
         assert isinstance(cause, Task)
-        with self._lock:  # held until the lane has recorded the whole end of the task
-            cause.seen = True
-            self._failed.discard(cause)
+        if self._owner is None or not self._owner.is_elsewhere:
+            # The lock is held until the lane has recorded the whole end of the task.
+            self._lock.change(functools.partial(self._see, cause))
         assert cause.error is not None
-        return cause.error.with_traceback(cause.traceback)
+        # An exception of the user's may redefine its methods, and refuse attributes.
+        return BaseException.with_traceback(cause.error, cause.traceback)
+
+    def _see(self, task: Task) -> None:
+        task.seen = True
+        self._failed.discard(task)
 
     # ---- in the lanes
 
     def _execute(self, lane: int, task: Task) -> None:
         """Run a task in the calling lane, and start the tasks that waited for its end."""
         device = self.devices[lane % len(self.devices)]
-        result, error = None, None
+        result, error, traceback = None, None, None
         began = time.perf_counter()
         try:
             result = self._call(task, device)
         except BaseException as caught:
-            error = caught
+            error, traceback = caught, sys.exc_info()[2]
             add_note(error, task.describe(device))
         ended = time.perf_counter()
         with self._lock:
             if not task.ended:  # otherwise its lane was lost meanwhile
                 task.result = result
-                if error is not None:
-                    task.error, task.traceback = error, error.__traceback__
-            self.trace.add(Span(lane, task.name, task.category, began, ended, task.story))
-            self._act(self.scheduler.ended(lane, task, failed=error is not None))
+                task.error, task.traceback = error, traceback
+            dropped = self.trace.add(Span(lane, task.name, task.category, began, ended, task.story))
+            left = self._act(self.scheduler.ended(lane, task, failed=error is not None))
+        del dropped, left  # without the lock: destructors may call the engine
 
     def _call(self, task: Task, device: Device) -> Any:
         if self._is_dropping:
@@ -488,8 +536,19 @@ class Engine:
             streams.close_task(task, device)
         return result
 
-    def _act(self, decisions: Decisions) -> None:
-        """Carry out decisions of the scheduler; called with the lock held."""
+    def _lane_died(self, lane: int, error: BaseException) -> None:
+        """Give up the device of a lane whose thread ends, and with it what waits for the lane."""
+        device = lane % len(self.devices)
+        self._deaths.setdefault(device, error)
+        self.lose(device)
+
+    def _act(self, decisions: Decisions) -> object:
+        """Carry out decisions of the scheduler; called with the lock held.
+
+        Returns:
+            What is not needed any more, to be freed without the lock.
+        """
+        left: list[object] = [decisions]
         for lane, task in decisions.starts:
             assert self._lanes is not None
             task.ran_on = lane
@@ -497,7 +556,7 @@ class Engine:
         for task in decisions.ends:
             if task.cause is task:
                 self._record_failure(task)
-            task.release()
+            left.append(task.release())
             for event in task.wakes:
                 event.set()
         if self._waiters and decisions.ends:
@@ -505,6 +564,7 @@ class Engine:
             for waiter in [waiter for waiter in self._waiters if unfinished <= waiter[0]]:
                 self._waiters.remove(waiter)
                 waiter[1].set()
+        return left
 
     def _record_failure(self, task: Task) -> None:
         if task.error is None:
@@ -513,6 +573,8 @@ class Engine:
             task.error = DeviceLostError(
                 f"{device} was lost, and {task.name!r} with it: use another device"
             )
+            if lane is not None:
+                task.error.__cause__ = self._deaths.get(lane % len(self.devices))
             add_note(task.error, task.describe(device))
         if not task.seen:
             self._failed.add(task)

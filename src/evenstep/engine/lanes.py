@@ -5,6 +5,7 @@ A lane makes the calls that `put` queues, in that order. The scheduler makes all
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections import deque
@@ -16,18 +17,25 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 
 from evenstep.devices import Device
 from evenstep.engine.task import PLAIN, in_modes
+from evenstep.errors import DeviceError
 
 _GRACE_S = 0.2  # how long `close` waits for the thread of a lost lane, which may never end
 
 Work: TypeAlias = "Callable[[int], object]"
 """Called in a lane with the lane's number; must not raise."""
 
+Died: TypeAlias = "Callable[[int, BaseException], object]"
+"""Called in a lane that ends before it was closed, with its number and the error that ended it."""
+
 
 class Lanes(Protocol):
     """The interface of the engine to its lanes: a computing and a copying lane for each device."""
 
+    died: Died
+    threads: set[int]
+
     def open(self) -> None:
-        """Start the lanes."""
+        """Start the lanes. Raises DeviceError if one of them can't start; then none is left."""
 
     def put(self, lane: int, work: Work) -> None:
         """Queue the call `work(lane)` in that lane."""
@@ -55,28 +63,53 @@ class Lanes(Protocol):
 
 
 class ThreadLanes:
-    """Lanes with one thread each, from `open` to `close`."""
+    """Lanes with one thread each, from `open` to `close`.
+
+    Attributes:
+        died: called in a lane that ends before `close`.
+        threads: the threads of the lanes, in which no caller may wait for a lane.
+    """
 
     side_by_side = True
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
+        self.died: Died = _ignore
+        self.threads: set[int] = set()
         self._inboxes: list[queue.SimpleQueue[Work | None]] = []
         self._threads: list[threading.Thread] = []
         self._here = threading.local()
 
     def open(self) -> None:
-        """Start a computing and a copying thread for each device."""
+        """Start a computing and a copying thread for each device, and wait until all are ready.
+
+        Raises:
+            DeviceError: the system refuses another thread, or a thread can't be set up.
+        """
         torch.get_num_threads()  # fix the caller's own number before the lanes set theirs
         roles = [(device, f"evenstep {device}") for device in self.devices]
         roles += [(device, f"evenstep copy {device}") for device in self.devices]
         self._inboxes = [queue.SimpleQueue() for _ in roles]
-        self._threads = [
-            threading.Thread(target=self._work, args=(lane, *role), daemon=True)
-            for lane, role in enumerate(roles)
-        ]
-        for thread in self._threads:
-            thread.start()
+        outcomes: _Outcomes = queue.SimpleQueue()
+        try:
+            for lane, (device, name) in enumerate(roles):
+                run = functools.partial(self._run, lane, device, outcomes)
+                thread = threading.Thread(target=run, name=name, daemon=True)
+                thread.start()
+                self._threads.append(thread)
+            for _ in roles:
+                if (error := outcomes.get()) is not None:
+                    raise error
+        except Exception as error:
+            count = len(self._threads)
+            self.close(set())
+            raise DeviceError(
+                f"{len(self.devices)} devices need two threads each, but after {count} threads one "
+                f"could not be started ({error}): use fewer devices, or fewer threads of each"
+            ) from error
+        except BaseException:  # Ctrl-C
+            self.close(set())
+            raise
 
     def put(self, lane: int, work: Work) -> None:
         """Queue a call for a lane's thread."""
@@ -92,6 +125,7 @@ class ThreadLanes:
         for lane, thread in enumerate(self._threads):
             thread.join(_GRACE_S if lane in lost else None)
         self._inboxes, self._threads = [], []
+        self.threads.clear()
 
     @property
     def inside(self) -> bool:
@@ -109,17 +143,42 @@ class ThreadLanes:
         self._here.lane = lane
         _fix_threads(self.devices[lane].threads)
 
-    def _work(self, lane: int, device: Device, name: str) -> None:
-        threading.current_thread().name = name
+    def _run(self, lane: int, device: Device, outcomes: _Outcomes) -> None:
+        """Work as a lane; report the outcome of its start, and the error that ends it."""
+        inbox = self._inboxes[lane]
+        try:
+            self._set_up(lane, device)
+        except BaseException as error:
+            outcomes.put(error)
+            return
+        outcomes.put(None)
+        try:
+            _work(lane, inbox)
+        except BaseException as error:
+            self.died(lane, error)
+
+    def _set_up(self, lane: int, device: Device) -> None:
+        self.threads.add(threading.get_ident())
         self._here.lane = lane
         _fix_threads(device.threads)
-        inbox = self._inboxes[lane]
         if device.kind == "cuda":
             torch.cuda.set_device(device.index)
             torch.cuda.set_stream(torch.cuda.Stream(device.index))
-        while (work := inbox.get()) is not None:
-            work(lane)
-            del work  # an idle lane must not keep a step's tensors alive
+
+
+_Outcomes: TypeAlias = "queue.SimpleQueue[BaseException | None]"
+"""Of the starts of lanes: None, or the error."""
+
+
+def _ignore(lane: int, error: BaseException) -> None:
+    """Stand in for the engine where lanes are used without one."""
+
+
+def _work(lane: int, inbox: queue.SimpleQueue[Work | None]) -> None:
+    """Make the calls in `inbox` until it holds None."""
+    while (work := inbox.get()) is not None:
+        work(lane)
+        del work  # an idle lane must not keep a step's tensors alive
 
 
 class InlineLanes:
@@ -129,12 +188,16 @@ class InlineLanes:
 
     Attributes:
         here: the lane of the running task.
+        died: never called, since there is no thread that could end.
+        threads: the thread that runs a task now.
     """
 
     side_by_side = False
 
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
+        self.died: Died = _ignore
+        self.threads: set[int] = set()
         self._queue: deque[tuple[int, Work]] = deque()
         self._is_working = False
         self.here = -1
@@ -151,6 +214,7 @@ class InlineLanes:
         if self._is_working or not self._queue:
             return
         self._is_working = True
+        self.threads = {threading.get_ident()}
         before = torch.get_num_threads()
         try:
             with in_modes(PLAIN):  # as in a new thread; undoes what a task leaves behind, too
@@ -161,6 +225,7 @@ class InlineLanes:
                     work(lane)
         finally:
             self._is_working = False
+            self.threads = set()
             torch.set_num_threads(before)
 
     def close(self, lost: set[int]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from evenstep.engine.graph import Place
 from evenstep.engine.schedule import Job
-from evenstep.errors import DeviceLostError
+from evenstep.errors import DeviceLostError, text_of
 
 _AUTOCAST_KINDS = ("cpu", "cuda")
 
@@ -146,19 +146,26 @@ class Task(Job):
         with in_modes(self.modes):
             return self.context.run(function, *arguments)
 
-    def release(self) -> None:
-        """Drop the arguments of an ended task, so that its result does not keep them alive."""
+    def release(self) -> object:
+        """Drop the arguments of an ended task, so that its result does not keep them alive.
+
+        Returns:
+            What was dropped; the caller frees it where destructors may run.
+        """
+        dropped = self.function, self.arguments, self.sources, self.reads, self.writes
         self.function = None
         self.arguments = ()
         self.sources = []
         self.reads = self.writes = ()
+        return dropped
 
     def describe(self, device: object) -> str:
         """Return one line about the task: its name, its story, what it reads and writes."""
         try:
             return "; ".join(self._facts(device))
         except Exception as error:  # a value in the user's story can't be printed
-            return f"in task {self.name!r} on {device}; its story can't be printed: {error!r}"
+            why = text_of(error, repr)
+            return f"in task {self.name!r} on {device}; its story can't be printed: {why}"
 
     def _facts(self, device: object) -> Iterator[str]:
         yield f"in task {self.name!r} (number {self.number}) on {device}"

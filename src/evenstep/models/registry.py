@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from evenstep import models
-from evenstep.errors import EvenstepError, ModelError
+from evenstep.errors import EvenstepError, ModelError, text_of
 
 BUILT_IN: dict[str, Callable[[], nn.Module]] = {
     "lenet": models.lenet,
@@ -59,7 +59,7 @@ def blamed_on(what: Callable[[], str]) -> Iterator[None]:
     except EvenstepError:
         raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or ["(without a message)"]
+        lines = text_of(error).strip().splitlines() or ["(without a message)"]
         raise ModelError(
             f"{what()} failed{_place(error)} with {type(error).__name__}: {lines[0]}"
         ) from error

@@ -98,7 +98,7 @@ class Timekeeper:
         self._trace = trace
         self._account = Account(devices)
         self._free_s: float | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector's destructors may ask for shares
         self.ended: deque[tuple[int, StepClock] | None] = deque()
 
     def rest(self) -> None:

@@ -54,24 +54,27 @@ class Trace:
         self._limit = limit
         self._count = 0
         self._kept: deque[tuple[int, Callable[[], Sequence[Span]] | Span]] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the collector's destructors may read the trace
 
-    def add(self, span: Span) -> None:
-        """Record a span."""
-        self._keep(1, span)
+    def add(self, span: Span) -> object:
+        """Record a span; return the older ones that are dropped, to be freed by the caller."""
+        return self._keep(1, span)
 
     def add_later(self, count: int, make: Callable[[], Sequence[Span]]) -> None:
         """Record `count` spans that `make` returns when the trace is read."""
         self._keep(count, make)
 
-    def _keep(self, count: int, entry: Callable[[], Sequence[Span]] | Span) -> None:
+    def _keep(self, count: int, entry: Callable[[], Sequence[Span]] | Span) -> object:
+        dropped: list[object] = []  # a span's story may hold anything, with a destructor
         with self._lock:
             self._kept.append((count, entry))
             self._count += count
             while self._count > self._limit:
-                oldest, _ = self._kept.popleft()
-                self._count -= oldest
-                self.dropped += oldest
+                oldest = self._kept.popleft()
+                dropped.append(oldest)
+                self._count -= oldest[0]
+                self.dropped += oldest[0]
+        return dropped
 
     @property
     def spans(self) -> list[Span]:

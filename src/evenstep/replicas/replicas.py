@@ -11,9 +11,9 @@ would, needs no second optimizer state, works for any optimizer, and copies can'
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
-from evenstep.errors import ContractError, InputError, ModelError
+from evenstep.errors import ContractError, InputError, ModelError, text_of
 from evenstep.replicas.buffer_rules import buffer_rules
 from evenstep.replicas.module_sync import Difference, ModuleWatch
 from evenstep.replicas.replica import Replica, sum_of_bits
@@ -164,30 +164,30 @@ class Replicas:
             return Difference(needs_rebuild=True)
         return None if self._watch is None else self._watch.difference()
 
-    @contextlib.contextmanager
-    def refusing_attributes_of(self, hook: str) -> Iterator[None]:
-        """Refuse attributes of the user's module that are set inside, in a step in flight.
+    def watched_attributes(self, hook: str) -> Callable[[], None]:
+        """Return what refuses attributes of the user's module that are set until it is called.
 
-        The shards of the next step compute on copies, which would have the old ones.
+        The shards of the next step in flight compute on copies, which would have the old ones. It
+        raises a ContractError that names the attributes.
 
         Args:
-            hook: what the user calls the function that is called inside.
-
-        Raises:
-            ContractError: names the attributes.
+            hook: what the user calls the function that is called meanwhile.
         """
         watch = self._watch
         if watch is None or watch.difference() is not None:  # the user has changed others
             watch = ModuleWatch(self.home.module, keeps_results=False)
-        yield
-        difference = watch.difference()
-        if difference is not None:
-            names = ", ".join(watch.names(difference)) or "what an attribute holds"
-            raise ContractError(
-                f"{hook} has changed {names} of the module with a step in flight, whose shards "
-                f"would see it too late: register a buffer, keep it outside of the module if no "
-                f"shard reads it, or use max_in_flight=1"
-            )
+
+        def refuse_changes() -> None:
+            difference = watch.difference()
+            if difference is not None:
+                names = ", ".join(watch.names(difference)) or "what an attribute holds"
+                raise ContractError(
+                    f"{hook} has changed {names} of the module with a step in flight, whose shards "
+                    f"would see it too late: register a buffer, keep it outside of the module if "
+                    f"no shard reads it, or use max_in_flight=1"
+                )
+
+        return refuse_changes
 
     def _look_after_shards(self) -> None:
         """Take what shards have changed in the home's attributes as no change of the user's.
@@ -377,8 +377,14 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ModelError: the model has lazy parameters or hooks on accumulated gradients, or the
             optimizer holds parameters that are not the model's.
     """
+    for which, it in (("model", nn.Module), ("optimizer", torch.optim.Optimizer)):
+        given = {"model": model, "optimizer": optimizer}[which]
+        if not isinstance(given, it):
+            raise ModelError(f"got a {which} of type {type(given).__name__}: give a {it.__name__}")
+    _refuse_scripted(model)
     _refuse_hooks_on_sums(model)
     _refuse_compiled(model)
+    _refuse_without_data(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ModelError(
@@ -397,6 +403,30 @@ def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             f"the optimizer holds {strangers} of {len(held)} parameters that are not the model's: "
             f"make it from model.parameters(), after the last change to the model"
         )
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{f'the layer {name}' if name else 'the model'} was made by torch.jit.script or "
+                f"torch.jit.trace, which hides its layers: give the module that it was made from"
+            )
+
+
+def _refuse_without_data(model: nn.Module) -> None:
+    """Refuse parameters and buffers that can't be copied to a device, or shared."""
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if value.is_meta and not isinstance(value, nn.UninitializedParameter):
+            raise ModelError(
+                f"{name} of the model has no data (it is on torch's meta device): build the model "
+                f"on a device, or fill model.to_empty(device=...)"
+            )
+        if isinstance(value, nn.Parameter) and value.layout is not torch.strided:
+            raise ModelError(
+                f"{name} of the model is a sparse tensor ({value.layout}): train a dense one, such "
+                f"as {name}.to_dense()"
+            )
 
 
 def _refuse_compiled(model: nn.Module) -> None:
@@ -470,9 +500,9 @@ def _copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.M
     except Exception as error:
         raise ModelError(
             f"the model {type(module).__name__} can't be copied for a second device: "
-            f"copy.deepcopy(model) fails with {type(error).__name__}: {error}. Keep locks, files "
-            f"and computed tensors out of its attributes (or give it __deepcopy__), or train on "
-            f"one device"
+            f"copy.deepcopy(model) fails with {type(error).__name__}: {text_of(error)}. Keep "
+            f"locks, files and computed tensors out of its attributes (or give it __deepcopy__), "
+            f"or train on one device"
         ) from error
     _refuse_shared(module, copied)
     return copied

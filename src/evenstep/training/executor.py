@@ -6,7 +6,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from evenstep.devices import Device
 from evenstep.engine import Engine, Task, streams
 from evenstep.engine.interrupts import interruptible
 from evenstep.engine.task import PLAIN
-from evenstep.errors import DeviceLostError, add_note
+from evenstep.errors import DeviceError, DeviceLostError, add_note
 from evenstep.experiment import Experiment
 from evenstep.profiling.clock import NodeTime, ShardTime, StepClock, Timekeeper
 from evenstep.replicas import Replica, Replicas
@@ -35,6 +35,8 @@ from evenstep.training.group import Group
 from evenstep.training.step import Attempt, Step
 
 T = TypeVar("T")
+
+_LOOK_EVERY_S = 1.0  # between two looks for a lane whose thread has ended
 
 
 class IndependentExecutor:
@@ -102,6 +104,8 @@ class IndependentExecutor:
     def assign(self, attempt: Attempt) -> None:
         """Give every device a contiguous run of shards, as long as its measured speed deserves."""
         speeds = self.pace.speeds(self.engine.lost_lanes)
+        if not any(speeds):
+            raise self.engine.lost_error(0, "no device is left, so open a new trainer")
         # Whether the model is refused on a new replica must not depend on timing.
         new = [lane for lane in range(len(speeds)) if not self.replicas.all[lane].has_learned]
         attempt.alone = attempt.alone and not new
@@ -200,7 +204,10 @@ class IndependentExecutor:
 
     def _assign_evaluation(self, attempt: Attempt) -> None:
         pace = self._evaluation_pace
-        runs = contiguous_runs(attempt.cut.part.run, pace.speeds(self.engine.lost_lanes))
+        speeds = pace.speeds(self.engine.lost_lanes)
+        if not any(speeds):
+            raise self.engine.lost_error(0, "no device is left, so open a new trainer")
+        runs = contiguous_runs(attempt.cut.part.run, speeds)
         attempt.queue = ShardQueue(runs, pace, attempt.clock.shards)
 
     def _run_everywhere(self, attempt: Attempt) -> None:
@@ -222,7 +229,9 @@ class IndependentExecutor:
         engine.submit_tasks(tasks)
         try:
             for task in tasks:
-                engine.wait_for(task)
+                while not engine.wait_for(task, timeout_s=_LOOK_EVERY_S):
+                    if engine.dead_lanes:  # others may wait for its shards
+                        attempt.drop()
         except BaseException:  # Ctrl-C
             attempt.drop()
             for task in tasks:
@@ -322,6 +331,7 @@ class LockstepExecutor(IndependentExecutor):
             in_step = ShardInStep(lockstep, shard, device_is_free, note)
 
             def in_turn() -> Leaf:
+                self.engine.adopt(lane)
                 shard_here.set(in_step)  # in a thread of the shard's own
                 work = self._work(replica, lane, attempt, shard, batches)
                 with SyncedBatchNorm(in_step) if syncs else nullcontext():
@@ -337,9 +347,17 @@ class LockstepExecutor(IndependentExecutor):
                 add_note(error, f"in shard {shard} of step {attempt.number} on {replica.device}")
                 raise
 
-        threads = max(1, len(shards))
-        with ThreadPoolExecutor(threads, "shard", self.engine.adopt, (lane,)) as crew:
-            found = [crew.submit(compute_one, place, shard) for place, shard in enumerate(shards)]
+        with ThreadPoolExecutor(max(1, len(shards)), "shard") as crew:
+            found: list[Future[Leaf | None]] = []
+            try:
+                for place, shard in enumerate(shards):
+                    found.append(crew.submit(compute_one, place, shard))
+            except RuntimeError as error:  # the system refuses another thread
+                attempt.drop()  # those that have begun wait for the others
+                raise DeviceError(
+                    f"shard {shards[len(found)]} of {attempt.cut.filled} that run side by side "
+                    f"could not get a thread ({error}): use fewer shards"
+                ) from error
         results: dict[int, Any] = {
             shard: future.result() for shard, future in zip(shards, found, strict=True)
         }

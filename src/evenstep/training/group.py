@@ -36,7 +36,7 @@ from evenstep.distributed import (
     was_launched,
 )
 from evenstep.distributed.step_report import NO_DIGEST, batch_digest, refuse_other_batches
-from evenstep.errors import InputError, SaveError
+from evenstep.errors import InputError, SaveError, text_of
 from evenstep.experiment import Experiment
 from evenstep.replicas import Replicas
 from evenstep.shard.evaluation import Pairs
@@ -216,7 +216,7 @@ class LinkedGroup(Group):
                 answer["path"] = str(function())
             except Exception as caught:
                 error = caught
-                answer["error"] = str(caught) or repr(caught)
+                answer["error"] = text_of(caught) or type(caught).__name__
         message = json.dumps(answer).encode()
         answer = json.loads(self._peers.gather(message, Exchange("save", "the checkpoint"))[0])
         if error is not None:

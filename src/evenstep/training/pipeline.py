@@ -19,7 +19,6 @@ from evenstep.batch.assignment import Help
 from evenstep.distributed.step_report import AgainError
 from evenstep.engine.engine import PATIENCE_S
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
-from evenstep.errors import DeviceLostError
 from evenstep.profiling.clock import ADD_UP_EVERY, Timekeeper
 from evenstep.training.executor import IndependentExecutor
 from evenstep.training.recovery import DrawsSeenError, Recovery
@@ -89,6 +88,8 @@ class Pipeline(abc.ABC):
     @INTERRUPTS.uninterrupted
     def wait_until(self, step: Step) -> None:
         """Wait until `step` is finished; raise as `wait` does."""
+        if step in self.steps:
+            self._engine.refuse_inside(f"wait for step {step.number}")
         while step in self.steps:
             self._finish_oldest()
 
@@ -112,14 +113,17 @@ class Pipeline(abc.ABC):
 
     def _finish_oldest(self) -> None:
         step = self.steps[0]
+        if threading.get_ident() in self._engine.lanes.threads:
+            self._engine.refuse_inside(f"wait for step {step.number}")
         try:
             error = self._wait_for(step)
+            shall_retry = error is not None and self._recovery.can_retry(step, error)
         except BaseException as interrupt:  # Ctrl-C
             self.abandon(interrupt)
             raise
         if error is None:
             self._close_oldest()
-        elif self._recovery.can_retry(step, error):
+        elif shall_retry:
             self._retry()
         else:
             self.abandon(error)
@@ -236,7 +240,8 @@ class DirectPipeline(Pipeline):
         self.steps.append(step)
         alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes
         attempt.working = {lane for lane in alive if attempt.runs[lane]} if attempt.alone else alive
-        for lane in [*attempt.working]:
+        attempt.lanes = frozenset(attempt.working)
+        for lane in attempt.lanes:
             run = contextvars.copy_context().run
             lanes.put(lane, functools.partial(run, self._compute, step, attempt))  # type: ignore[call-arg]
         lanes.work()
@@ -263,7 +268,7 @@ class DirectPipeline(Pipeline):
         attempt = step.attempt
         while not attempt.is_over:
             if not attempt.ended.acquire(timeout=POLL_S):
-                self._give_up_stuck(attempt)
+                self._give_up_lost(attempt)
             if INTERRUPTS.pending:
                 INTERRUPTS.check()
         if len(self._engine.devices) > 1:
@@ -271,16 +276,15 @@ class DirectPipeline(Pipeline):
             self._help.learn(attempt.alone, time.perf_counter() - attempt.clock.ready_s)
         return attempt.errors[min(attempt.errors)] if attempt.errors else None
 
-    def _give_up_stuck(self, attempt: Attempt) -> None:
-        """End an attempt in which a device stands still."""
-        stuck = self._lose_stuck(attempt)
-        if stuck:
+    def _give_up_lost(self, attempt: Attempt) -> None:
+        """End an attempt in which a device stands still, or its thread has ended."""
+        dead = self._engine.dead_lanes & attempt.lanes
+        lost = self._lose_stuck(attempt) | dead
+        if lost:
             attempt.drop()
-        if attempt.dropped:  # else its shard has ended just now, and the update has begun
-            for lane in stuck:
-                attempt.errors[lane] = DeviceLostError(
-                    f"{self._engine.devices[lane]} was lost: it is out of use now"
-                )
+        if attempt.dropped or dead:  # else its shard has ended just now, and the update has begun
+            for lane in lost:
+                attempt.errors[lane] = self._engine.lost_error(lane)
                 attempt.is_over = True
 
     def _drain(self) -> None:
@@ -295,6 +299,8 @@ class DirectPipeline(Pipeline):
         lanes.work()
         for lane, reached in behind.items():
             while not reached.acquire(timeout=POLL_S):
+                if lane in self._engine.dead_lanes:
+                    break
                 if INTERRUPTS.has_come and time.monotonic() - since_s > PATIENCE_S:
                     self._engine.give_up(lane)
                     break

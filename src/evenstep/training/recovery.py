@@ -6,7 +6,7 @@ import logging
 
 from evenstep.distributed.step_report import AgainError
 from evenstep.engine.task import is_device_failure
-from evenstep.errors import BatchError, EvenstepError, InputError
+from evenstep.errors import BatchError, EvenstepError, InputError, text_of
 from evenstep.shard.partial_sum import AccumulatedTwiceError
 from evenstep.training.executor import IndependentExecutor
 from evenstep.training.step import Step
@@ -78,9 +78,10 @@ class Recovery:
         if not newly_lost or not self._executor.replicas.drop_lanes(lost):
             return False
         self._lost = lost
+        why = text_of(error)
         for lane in sorted(newly_lost):
             logger.warning(
-                f"{engine.devices[lane]} was lost in step {step.number} ({error}): the other "
-                f"devices go on without it, with the same result"
+                f"{engine.devices[lane]} was lost in step {step.number} ({why}): the other devices "
+                f"go on without it, with the same result"
             )
         return True

@@ -29,7 +29,7 @@ from evenstep.distributed.step_report import (
     named,
     unnamed,
 )
-from evenstep.errors import PeerError
+from evenstep.errors import PeerError, text_of
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.gradients import GradientStream, sparse_error
@@ -293,7 +293,7 @@ class ProcessReducer(LocalReducer):
 
 
 def _spelled_error(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
 
 
 def _loose_parameters(model: nn.Module) -> frozenset[int]:

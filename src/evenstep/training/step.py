@@ -94,6 +94,7 @@ class Attempt:
         committed: whether its update has begun.
         reported: whether the other processes know how it ended.
         errors: by lane, what went wrong there.
+        lanes: the lanes that were asked to compute it; `working` has those that have not ended.
         ended: unlocked at its end; `is_over` says so too.
         end: its last task, where tasks of the engine compute it.
     """
@@ -119,6 +120,7 @@ class Attempt:
         self.errors: dict[int, BaseException] = {}
         self.lock = threading.Lock()
         self.working: set[int] = set()
+        self.lanes: frozenset[int] = frozenset()
         self.ended = threading.Lock()
         self.ended.acquire()
         self.is_over = False

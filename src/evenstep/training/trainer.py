@@ -13,6 +13,8 @@ import functools
 import itertools
 import logging
 import math
+import os
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -49,14 +51,25 @@ from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine import Engine, Lanes, Task, ThreadLanes
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.lanes import has_own_modes
+from evenstep.engine.ownership import Ownership
 from evenstep.engine.task import PLAIN
-from evenstep.errors import ClosedError, DeviceLostError, DivergedError, InputError, PeerError
+from evenstep.errors import (
+    ClosedError,
+    DeviceLostError,
+    DivergedError,
+    InputError,
+    PeerError,
+    shown,
+)
 from evenstep.experiment import (
     BatchNorm,
     BufferRule,
     Experiment,
     MemoryFormat,
     Precision,
+    check_flag,
+    check_integer,
+    check_seconds,
 )
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.clock import Timekeeper
@@ -91,6 +104,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("evenstep")
 
 _FOLLOW_EVERY = 16  # steps between two looks for handlers of signals that the user has installed
+MOST_IN_FLIGHT = 1_000
+MOST_SECONDS = 31_536_000  # a year
+_MOST_SIDE_BY_SIDE = 1_024  # shards, each with a thread and a replica
 
 
 class TrainerOptions(TypedDict, total=False):
@@ -142,13 +158,13 @@ class Trainer:
         devices: "auto", a number, a name such as "cpu:1", or a list of names (see `find_devices`).
         experiment: all choices that the result depends on, as one value, instead of the keywords
             from `shards` to `batch_dim`.
-        shards: V, the number of shards that every minibatch is cut into.
+        shards: V, the number of shards that every minibatch is cut into; at most 65,536.
         seed: the seed of the random ops in the model.
         precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
         memory_format: of images and convolution weights: "auto" (a fixed rule), "contiguous" or
             "channels_last". A state dict, and the closed trainer's model and optimizer, have the
             layout that they came with.
-        threads: intra-op threads of each device.
+        threads: intra-op threads of each device; at most 1,024.
         compile: whether to compile a shard's forward and backward pass, on CPUs. A line in the log
             says what that gains, or why shards are computed eagerly; `hybridized` has the figures.
         hybridize: the book's name for `compile`.
@@ -176,15 +192,15 @@ class Trainer:
             devices and the checkpoint; what it writes elsewhere (an `AveragedModel`) is for the
             user to save, after `waitall`. An error in it leaves the update made.
         scheduler: a scheduler that is saved and resumed with the rest; the user steps it.
-        max_in_flight: the number of steps that may be unfinished at once. With 1, a step is
-            finished when `step` returns. With 2, `step` returns at once, and the next batch is
-            loaded and copied meanwhile; call `waitall` before you read or change the model.
+        max_in_flight: the number of steps that may be unfinished at once, at most 1,000. With 1, a
+            step is finished when `step` returns. With 2, `step` returns at once, and the next batch
+            is loaded and copied meanwhile; call `waitall` before you read or change the model.
             Schedulers and changes of the optimizer's groups take effect at the right step all the
             same; an optimizer inside another one is refused.
         lost_after_s: seconds after which a device that is still at one shard, while another one
             has none, is given up and its shards are computed by others. At least twenty times the
             device's usual time for a shard pass first.
-        peer_timeout_s: with several processes, seconds to wait for another one.
+        peer_timeout_s: with several processes, seconds to wait for another one; at most a year.
         allow_rounding: with several processes, train although their processors, libraries or
             settings round differently, which is refused otherwise. Results are then equal within
             rounding, not bit for bit: `within_rounding` is true, and all processes take the first
@@ -253,15 +269,18 @@ class Trainer:
             compile=compile or hybridize,
             batch_norm=batch_norm,
             separable=separable,
-            buffers=buffers or {},
+            buffers={} if buffers is None else buffers,
             batch_dim=batch_dim,
         )
         experiment = _only_one(experiment, keywords)
-        if max_in_flight < 1 or check_every < 1:
-            raise InputError(
-                f"got max_in_flight={max_in_flight} and check_every={check_every}: at least 1 is "
-                f"needed"
-            )
+        check_integer("max_in_flight", max_in_flight, at_least=1, at_most=MOST_IN_FLIGHT)
+        check_integer("check_every", check_every, at_least=1, at_most=None)
+        check_seconds("peer_timeout_s", peer_timeout_s, at_most=MOST_SECONDS)
+        check_seconds("lost_after_s", lost_after_s, at_most=math.inf)
+        check_flag("side_by_side", side_by_side)
+        check_flag("tune_malloc", tune_malloc)
+        check_flag("allow_rounding", allow_rounding)
+        _check_parts(before_update, after_update, scheduler, lanes)
         if side_by_side and experiment.compile:
             raise InputError(
                 "got compile=True and side_by_side=True, but shards that wait for each other can't "
@@ -294,6 +313,7 @@ class Trainer:
         self._tune_malloc = tune_malloc
         self._side_by_side = side_by_side or experiment.batch_norm == "sync"
         self._saves = AsyncWriter()
+        self._owner: Ownership | None = None
         self._is_open = False
         self._was_saved = False
         self._opened = contextlib.ExitStack()
@@ -353,6 +373,7 @@ class Trainer:
     @INTERRUPTS.shielded
     def __enter__(self) -> Trainer:
         """Start the worker threads, and find the other processes."""
+        self._refuse_fork()
         for note in self.notes:
             logger.warning(note)
         self._opened_at = self._compared_at = self.steps_done
@@ -391,6 +412,7 @@ class Trainer:
             INTERRUPTS.check()
             self._opened = opened.pop_all()
         self._is_open = True
+        self._owner = Ownership("trainer", self._close_at_exit)
         return self
 
     @INTERRUPTS.shielded
@@ -404,6 +426,8 @@ class Trainer:
 
         The model stays usable.
         """
+        if self._owner is not None and self._owner.is_elsewhere:  # a fork has no threads to stop
+            return
         try:
             if error is None:
                 self.waitall()
@@ -416,11 +440,21 @@ class Trainer:
                     self._proxy.give_back()
         finally:
             self._is_open = False
+            if self._owner is not None:
+                self._owner.end()
             self._group = self._executor.group = self._group.alone()
             try:
                 self._opened.__exit__(kind, error, traceback)
             finally:
                 INTERRUPTS.deliver()
+
+    def _close_at_exit(self) -> None:
+        self.__exit__(ClosedError, ClosedError("the program ended"), None)
+
+    def _refuse_fork(self) -> None:
+        """Refuse a call in a fork of the process that opened the trainer."""
+        if self._owner is not None:
+            self._owner.refuse_elsewhere()
 
     @property
     def cursor(self) -> Cursor:
@@ -459,6 +493,8 @@ class Trainer:
             KeyboardInterrupt: Ctrl-C was pressed. Steps whose update had not begun were not taken;
                 one whose update had begun was finished and stays. `steps_done` and `cursor` tell.
         """
+        if self._owner is not None and self._owner.pid != os.getpid():
+            self._owner.refuse_elsewhere()
         try:
             return self._step(batch)
         finally:
@@ -485,6 +521,7 @@ class Trainer:
         Raises:
             BatchError: the epoch's last batch can't be trained on; raised before its first.
         """
+        self._refuse_fork()
         INTERRUPTS.follow()
         last = loader.epoch_examples - (len(loader) - 1) * loader.batch_size
         self._refuse_lonely(shard_bounds(last, self.experiment.shards))
@@ -512,6 +549,7 @@ class Trainer:
 
         With several processes, each loads and yields its own part of every batch.
         """
+        self._refuse_fork()
         self._wait_before_exchange()
         yield from self._group.batches(loader, Cursor(), lambda: self.steps_done, "batches")
 
@@ -527,6 +565,7 @@ class Trainer:
         Raises:
             BatchError: there is no batch, or none that counts.
         """
+        self._refuse_fork()
         self._compare_states("evaluate")
         return self._evaluator.evaluate(
             batches, metrics, position=self.position, open_batch=self._open_batches()
@@ -554,6 +593,7 @@ class Trainer:
             ModelError: an output does not have one row for each example, or has as many along
                 `batch_dim` as along the first dimension.
         """
+        self._refuse_fork()
         self._compare_states("predict")
         return self._evaluator.predict(
             batches, forward, dim, position=self.position, open_batch=self._open_batches()
@@ -566,6 +606,7 @@ class Trainer:
         Raises:
             Exception: the error of a step in flight; it and those after it were not taken.
         """
+        self._refuse_fork()
         INTERRUPTS.follow()
         self._pipeline.wait()
         self._refuse_given_up()
@@ -653,6 +694,7 @@ class Trainer:
         Raises:
             SaveError: it could not be written; the checkpoints before it are whole.
         """
+        self._refuse_fork()
         self._saves.wait()
 
     @classmethod
@@ -687,11 +729,13 @@ class Trainer:
 
     def ask_to_stop(self) -> None:
         """Make `shall_stop` true, in all processes before the same step."""
+        self._refuse_fork()
         self._group.ask_to_stop()
 
     @property
     def shall_stop(self) -> bool:
         """Whether no further step shall be taken, because `ask_to_stop` was called."""
+        self._refuse_fork()
         return self._group.shall_stop(self.steps_done, self._max_in_flight)
 
     @property
@@ -703,6 +747,7 @@ class Trainer:
     @INTERRUPTS.uninterrupted
     def trace(self) -> Trace:
         """What ran where and when; `trace.save(file)` writes it for Perfetto."""
+        self._refuse_fork()
         return self._timekeeper.trace
 
     @property
@@ -719,6 +764,7 @@ class Trainer:
     @INTERRUPTS.uninterrupted
     def shares(self) -> tuple[DeviceShares, ...]:
         """Return for each device where the time of the training steps went."""
+        self._refuse_fork()
         return self._timekeeper.shares()
 
     @property
@@ -734,6 +780,12 @@ class Trainer:
             raise InputError(
                 f"got {lockstep_option(self.experiment)} and {self.devices[0]}, but only CPU "
                 f"devices can wait for each other's shards: name CPU devices, or leave it out"
+            )
+        if self.experiment.shards > _MOST_SIDE_BY_SIDE:
+            raise InputError(
+                f"got {lockstep_option(self.experiment)} and shards={self.experiment.shards}, but "
+                f"at most {_MOST_SIDE_BY_SIDE} shards can run side by side: each has a thread and "
+                f"a copy of the model's layers"
             )
         return -(-self.experiment.shards // len(self.devices))
 
@@ -779,6 +831,8 @@ class Trainer:
             raise ClosedError(
                 "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`"
             )
+        if self._side_by_side or threading.get_ident() in self._engine.lanes.threads:
+            self._engine.refuse_inside("take a step, or evaluate")
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise InputError(
                 "torch.autocast around a step is not propagated to the worker threads: use "
@@ -992,10 +1046,26 @@ class Trainer:
         saved.check_fingerprint(self.fingerprint())
 
 
+def _check_parts(
+    before_update: object, after_update: object, scheduler: object, lanes: object
+) -> None:
+    """Refuse options that are not what the trainer would call."""
+    functions = {"before_update": before_update, "after_update": after_update}
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise InputError(f"got {name}={shown(value)}: give a function of the module")
+    if not callable(lanes):
+        raise InputError(f"got lanes={shown(lanes)}: give a class such as ThreadLanes")
+    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        raise InputError(f"got scheduler={shown(scheduler)}: give one of torch's schedulers")
+
+
 def _only_one(given: Experiment | None, keywords: Experiment) -> Experiment:
     """Return the experiment that was given as one value, or else by keywords; not by both."""
     if given is None:
         return keywords
+    if not isinstance(given, Experiment):
+        raise InputError(f"got experiment={shown(given)}: give an evenstep.Experiment")
     default = Experiment()
     twice = [
         field.name

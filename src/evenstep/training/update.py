@@ -204,8 +204,10 @@ class ProxyUpdate(Update):
         self._show(root.gradients)
 
     def _call(self, hook: Hook, name: str) -> None:
-        with self._replicas.refusing_attributes_of(name):
-            super()._call(hook, name)
+        # Not a context manager of contextlib: it replaces an exception that refuses attributes.
+        refuse_changes = self._replicas.watched_attributes(name)
+        super()._call(hook, name)
+        refuse_changes()
 
     def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Put gradients into the user's parameters, and keep them alive.

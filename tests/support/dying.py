@@ -1,0 +1,56 @@
+"""Exceptions that no code may touch, and lanes whose threads end."""
+
+import ctypes
+import dataclasses
+import threading
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenError(Exception):
+    """Refuses every attribute, `__notes__` too."""
+
+    code: int = 3
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SlottedError(Exception):
+    """Has no place for attributes."""
+
+    code: int = 3
+
+
+class SilentError(Exception):
+    """Can't be printed."""
+
+    def __str__(self):
+        raise LookupError("no text")
+
+    __repr__ = __str__
+
+
+class NoNotesError(Exception):
+    """Refuses notes, and a traceback by its method."""
+
+    def add_note(self, note):
+        raise LookupError("no notes")
+
+    def with_traceback(self, traceback):
+        raise LookupError("no traceback")
+
+    @property
+    def __notes__(self):
+        raise LookupError("no notes")
+
+
+class StrangeError(BaseException):
+    """Neither an Exception nor one that Python knows."""
+
+
+KINDS = [FrozenError, SlottedError, SilentError, NoNotesError, StrangeError, SystemExit]
+
+
+def end_lane(lane_name, kind=SystemExit):
+    """Have the thread of a lane end with an exception of this kind as soon as it gets work."""
+    (thread,) = [one for one in threading.enumerate() if one.name == lane_name]
+    ident, exception = ctypes.c_ulong(thread.ident), ctypes.py_object(kind)
+    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, exception) == 1

@@ -1,0 +1,147 @@
+"""A lane that ends while a trainer is open: training goes on without its device, or is refused."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+from dying import KINDS, end_lane
+from evenstep import Trainer
+from evenstep.errors import DeviceError, DeviceLostError
+from evenstep.metrics import accuracy
+from layouts import own, shared
+from patience import HUNG_TESTS_ABORT
+from reference import assert_same_bits
+from trainers import open_trainer, sgd, state_of
+from zoo import build, make_batches
+
+pytestmark = HUNG_TESTS_ABORT
+
+BATCHES = make_batches((24, 17, 24, 24))
+
+CALLS = {
+    "step": lambda trainer: trainer.step(*BATCHES[1]).item(),
+    "evaluate": lambda trainer: trainer.evaluate([BATCHES[1]], {"accuracy": accuracy}),
+}
+
+
+def take_steps(trainer):
+    for batch in BATCHES:
+        trainer.step(*batch)
+    trainer.waitall()
+
+
+flights = pytest.mark.parametrize("max_in_flight", [1, 2])
+
+
+def trained(devices, act=lambda number: None, **options):
+    with open_trainer(build("batch_norm"), devices=devices, **options) as trainer:
+        for number, batch in enumerate(BATCHES):
+            act(number)
+            trainer.step(*batch)
+        trainer.waitall()
+        return state_of(trainer)
+
+
+@flights
+@pytest.mark.parametrize("devices", [shared(2), own(2)], ids=["shared", "own"])
+def test_training_goes_on_without_a_device_whose_lane_has_ended(devices, max_in_flight, caplog):
+    def act(number):
+        if number == 2:
+            end_lane(f"evenstep {devices[1]}")
+
+    with caplog.at_level(logging.WARNING, "evenstep"):
+        state = trained(devices, act, max_in_flight=max_in_flight)
+    assert_same_bits(state, trained(1))
+    (line,) = [record.message for record in caplog.records if "was lost" in record.message]
+    assert line.startswith(f"{devices[1]} was lost in step ")
+
+
+@flights
+@pytest.mark.parametrize("waiting", ["step", "evaluate"])
+def test_without_any_device_every_call_says_why_and_nothing_hangs(max_in_flight, waiting):
+    with open_trainer(build("convolution"), devices=1, max_in_flight=max_in_flight) as trainer:
+        trainer.step(*BATCHES[0])
+        trainer.waitall()
+        before = trainer.fingerprint()
+        end_lane("evenstep cpu:0")
+        for _ in range(2):
+            with pytest.raises(DeviceLostError, match="cpu:0 was lost") as caught:
+                CALLS[waiting](trainer)
+            assert isinstance(caught.value.__cause__, SystemExit)
+        assert trainer.fingerprint() == before
+        assert trainer.steps_done == 1
+
+
+@pytest.mark.parametrize("waiting", ["step", "evaluate"])
+def test_shards_side_by_side_do_not_wait_for_a_lane_that_has_ended(waiting):
+    with open_trainer(build("convolution"), side_by_side=True) as trainer:
+        trainer.step(*BATCHES[0])
+        end_lane("evenstep cpu:1")
+        with pytest.raises(DeviceLostError, match="cpu:1 was lost") as caught:
+            CALLS[waiting](trainer)
+        assert isinstance(caught.value.__cause__, SystemExit)
+
+
+def test_shards_side_by_side_that_get_no_thread_do_not_wait_for_each_other(monkeypatch):
+    from concurrent.futures import ThreadPoolExecutor
+
+    with open_trainer(build("convolution"), side_by_side=True) as trainer:
+        trainer.step(*BATCHES[0])
+        before, submit, asked = trainer.fingerprint(), ThreadPoolExecutor.submit, []
+
+        def submit_some(crew, *arguments):
+            asked.append(arguments)
+            if len(asked) == 6:
+                raise RuntimeError("can't start new thread")
+            return submit(crew, *arguments)
+
+        monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_some)
+        with pytest.raises(DeviceError, match="could not get a thread .*can't start new thread"):
+            trainer.step(*BATCHES[1])
+        monkeypatch.undo()
+        assert trainer.fingerprint() == before
+        trainer.step(*BATCHES[1])
+
+
+# ---- exceptions that refuse what is done with exceptions
+
+
+class Fails:
+    """Raises at its third call."""
+
+    def __init__(self, kind):
+        self.kind, self.calls = kind, 0
+
+    def __call__(self, *arguments):
+        self.calls += 1
+        if self.calls == 3:
+            raise self.kind
+
+
+@flights
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["before_update", "after_update", "objective", "scheduled"])
+def test_any_exception_of_the_users_code_comes_through(where, kind, max_in_flight):
+    fails = Fails(kind)
+
+    def objective(model, X, y):
+        if where == "objective":
+            fails()
+        return nn.functional.cross_entropy(model(X), y, reduction="sum"), len(y)
+
+    hooks = {where: fails} if where.endswith("update") else {}
+    model = build("convolution")
+    optimizer = sgd(model)
+    if where == "scheduled":
+        optimizer.register_step_post_hook(fails)
+    options = {"devices": 2, "check": "off", "max_in_flight": max_in_flight, **hooks}
+    with Trainer(model, optimizer, objective=objective, **options) as trainer:
+        with pytest.raises(kind):
+            take_steps(trainer)
+        done = trainer.steps_done
+        trainer.step(*BATCHES[0])
+        trainer.waitall()
+        assert trainer.steps_done == done + 1
+        assert all(torch.isfinite(one).all() for one in model.parameters())
