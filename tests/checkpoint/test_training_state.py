@@ -128,7 +128,7 @@ def test_an_unknown_key_is_named(tree, tmp_path, key):
         ("experiment", 3, "experiment is 3, but dict is needed"),
         ("experiment.shards", "8", "experiment.shards is '8', but int is needed"),
         ("experiment.shards", True, "experiment.shards is True, but int is needed"),
-        ("experiment.shards", 0, "got shards=0: give an integer of at least 1"),
+        ("experiment.shards", 0, "got shards=0: give an integer from 1 to 65536"),
         ("experiment.hybridize", 1, "experiment.hybridize is 1, but bool is needed"),
         (
             "experiment.precision",
