@@ -33,14 +33,20 @@ def test_compile_is_yes_or_no():
 
 
 @pytest.mark.parametrize(
-    ("name", "least"), [("shards", 1), ("threads", 1), ("seed", 0), ("batch_dim", 0)]
+    ("name", "least", "needed"),
+    [
+        ("shards", 1, "from 1 to 65536"),
+        ("threads", 1, "from 1 to 1024"),
+        ("seed", 0, "of at least 0"),
+        ("batch_dim", 0, "from 0 to 64"),
+    ],
 )
-def test_numbers_are_whole_and_large_enough(name, least):
+def test_numbers_are_whole_and_large_enough(name, least, needed):
     assert getattr(Experiment(**{name: least}), name) == least
     for value in (least - 1, -5, 2.0, "3", True, None):
         with pytest.raises(InputError) as caught:
             Experiment(**{name: value})
-        assert str(caught.value) == (f"got {name}={value!r}: give an integer of at least {least}")
+        assert str(caught.value) == f"got {name}={value!r}: give an integer {needed}"
 
 
 @pytest.mark.parametrize(

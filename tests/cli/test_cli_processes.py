@@ -191,6 +191,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(tmp_
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_after_a_kill_the_run_goes_on_from_the_last_checkpoint(tmp_path, victim):
     folder, file = tmp_path / "kept", tmp_path / "record.json"
     options = ("--processes", 2, "--max-restarts", 2, "--devices", 1, "--checkpoint-every", 25)

@@ -61,6 +61,7 @@ def test_a_slow_process_gets_fewer_shards_and_nothing_else_changes(tmp_path):
     assert fast["counts"][-1] > slow["counts"][-1]
 
 
+@pytest.mark.slow
 def test_sequences_and_shared_tensors_in_two_processes(tmp_path):
     (tmp_path / "alone").mkdir()
     expected = results_of(alone("sequences.py", tmp_path / "alone"), tmp_path / "alone", 0)

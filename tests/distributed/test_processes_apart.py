@@ -145,6 +145,7 @@ TORCH = {
 }
 
 
+@pytest.mark.slow
 def test_a_setting_of_torch_in_one_process_is_named(one_process, tmp_path):
     variables = [{}, {"GLIBC_TUNABLES": OTHER_TUNABLE}]
     for end in found(tmp_path, *TORCH, "plain", "allowed", variables=variables):

@@ -24,6 +24,7 @@ def ends(out, call, in_flight=1, processes=2):
     return [of_rank(out, rank) for rank in range(processes)]
 
 
+@pytest.mark.slow
 def test_loops_give_what_they_give_in_one_process(tmp_path):
     """Loops that skip batches, repeat them, evaluate in between, or break off."""
     for folder in ("one", "two"):
@@ -89,6 +90,7 @@ def test_another_batch_in_one_process_is_refused_in_all(tmp_path, call, in_fligh
     [("evaluate_others", "batch 0 of evaluate"), slow("predict_others", "batch 2 of predict")],
     ids=str,
 )
+@pytest.mark.slow
 def test_another_batch_to_evaluate_in_one_process_is_refused_in_all(tmp_path, call, place):
     texts = {text for _, text, *_ in ends(tmp_path, call)}
     (text,) = texts
@@ -134,6 +136,7 @@ def test_a_call_of_one_process_alone_is_named_in_all(tmp_path, call, pattern, in
         assert seconds < LIMIT_S
 
 
+@pytest.mark.slow
 def test_a_call_of_one_process_at_the_end_of_the_others_is_named_in_all(tmp_path):
     for seconds, text, *_ in ends(tmp_path, "save_in_one_at_the_end"):
         assert re.match(

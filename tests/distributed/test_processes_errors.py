@@ -64,6 +64,7 @@ def test_shards_of_several_processes_cannot_run_in_lockstep(tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_an_uncaught_error_shows_its_traceback_once(tmp_path):
     processes = without_launcher(tmp_path, "raise", "uncaught")
     others, own = [process.communicate(timeout=60)[1] for process in processes]

@@ -302,6 +302,7 @@ class Counting(nn.Module):
         return self.layer(x.flatten(1)) * (1 + 0.1 * self.calls)
 
 
+@pytest.mark.slow
 def test_a_counter_in_forward_is_refused_instead_of_compiling_endlessly(monkeypatch):
     monkeypatch.setattr(compiler, "_MOST_PROGRAMS", 3)
     with pytest.raises(ModelError, match="has compiled 3 programs, and needs another one.*counter"):
@@ -420,6 +421,7 @@ def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
     assert hits == [0, 1]
 
 
+@pytest.mark.slow
 def test_autocast_is_compiled_too():
     one, two = (
         train(build("convolution"), make_batches((33,)), devices=n, precision="bf16")
