@@ -45,7 +45,6 @@ def test_given_options_alone_are_asked_of_a_checkpoint():
     assert table.trainer_arguments()["seed"] == 1
 
 
-@pytest.mark.slow
 def test_hybridize_is_a_hidden_name_of_compile():
     options = (*MLP, "--steps", 2)
     compiled = trained(*options, "--compile").fingerprint
