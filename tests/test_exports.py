@@ -162,13 +162,16 @@ EXPORTS = {
         "check_followed",
         "check_trainable",
         "inner_optimizers",
+        "is_plain",
         "layer_settings",
         "move_home",
         "optimizer_settings",
+        "python_number",
         "refuse_strangers",
         "written_error",
     ],
     "evenstep.shard": [],
+    "evenstep.steps": [],
     "evenstep.training": [],
 }
 PACKAGES = {

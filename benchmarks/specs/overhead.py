@@ -6,10 +6,13 @@ gradients that torch sums, divided and applied. `"inline": true` uses lanes with
 
 from __future__ import annotations
 
+import ast
+import io
 import statistics
 import sys
 import threading
 import time
+import tokenize
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,12 +23,18 @@ import torch
 from torch import nn
 
 import evenstep
-from benchmark import Benchmark, script
+from benchmark import ROOT, Benchmark, script
 from evenstep.bench import fresh
-from evenstep.bench.tables import Table, cells, verdict
+from evenstep.bench.tables import NOTHING, Table, cells, verdict
 from evenstep.engine import InlineLanes, ThreadLanes
 
 LEARNING_RATE = 0.01
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
+PACKAGE = Path(evenstep.__file__).parent
+_NO_CODE = {
+    *(tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT),
+    *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
+}
 
 
 class Scalar(nn.Module):
@@ -88,13 +97,13 @@ def _time_each(job: Mapping[str, Any], step: Callable[[], object]) -> list[float
     return times_ms[job["warmup_steps"] :]
 
 
-def count_calls() -> dict[str, Any]:
+def count_calls() -> dict[str, int]:
     """Count what one eager step (V = 8, one device, a small network) calls in all threads.
 
     Watched by Python's profiling hook: entries of functions of evenstep, with comprehensions and
     resumed generators; not those of torch, of the model or of Python's library.
     """
-    package, calls = str(Path(evenstep.__file__).parent), Counter[CodeType]()
+    package, calls = str(PACKAGE), Counter[CodeType]()
 
     def hook(frame: Any, event: str, argument: object) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(package):
@@ -112,12 +121,54 @@ def count_calls() -> dict[str, Any]:
         trainer.step(X, y)
         sys.setprofile(None)
     files = len({code.co_filename for code in calls})
-    return {"step": {"files": files, "functions": len(calls), "calls": calls.total()}}
+    return {"files": files, "functions": len(calls), "calls": calls.total()}
+
+
+def count_lines() -> dict[str, int]:
+    """Count the lines of the library, those of them that are code, and those that measure it."""
+    library = [
+        file
+        for file in PACKAGE.rglob("*.py")
+        if file.relative_to(PACKAGE).parts[0] not in {"cli", "bench", "book", "d2l.py"}
+    ]
+    measuring = (PACKAGE / "bench", PACKAGE / "book" / "reproduce", ROOT / "benchmarks")
+    texts = [file.read_text(encoding="utf-8") for file in library]
+    return {
+        "library": sum(text.count("\n") for text in texts),
+        "code": sum(map(_code_lines, texts)),
+        "measuring": sum(
+            file.read_text(encoding="utf-8").count("\n")
+            for folder in measuring
+            for file in folder.rglob("*.py")
+        ),
+    }
+
+
+def _code_lines(text: str) -> int:
+    """Count the lines of a module that are no docstring, comment or empty line."""
+    lines = {
+        number
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in _NO_CODE
+        for number in range(token.start[0], token.end[0] + 1)
+    }
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
 
 
 TARGETS = {"1": 2.5, "2": 3.0}  # times the plain loop
-CALL_TARGETS = {"files": 15, "functions": 120, "calls": 450}
-BEFORE = {"files": 31, "functions": 205, "calls": 730}  # at version 0.1.0
+COUNTED = {  # label, at version 0.1.0, target
+    "files": ("files that one eager step passes through", 31, 15),
+    "functions": ("its functions", 205, 120),
+    "calls": ("its calls", 730, 450),
+    "library": ("lines of the library, without `cli`, `bench`, `book`", 13_000, 11_500),
+    "code": ("those of them that are code", None, None),
+    "measuring": ("lines that measure: `bench`, `book/reproduce`, `benchmarks`", 6_700, 4_500),
+}
 SETTINGS = {"shards": 8, "warmup_steps": 200, "steps": 3000}
 
 
@@ -137,18 +188,27 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     head = ("step", "ms", "spread", "of the plain loop", "spread of it", "target", "verdict")
     found = document.get("step", {})
     counted = [
-        [name, str(BEFORE[name]), str(found[name]), *verdict([found[name]], at_most=most)]
-        for name, most in CALL_TARGETS.items()
-        if found
+        [
+            label,
+            _number(before),
+            _number(found[name]),
+            *verdict([found[name]], at_most=most, spell=_number),
+        ]
+        for name, (label, before, most) in COUNTED.items()
+        if name in found
     ]
-    heads = ("one eager step passes through", "version 0.1.0", "now", "target", "verdict")
+    heads = ("counted", "version 0.1.0", "now", "target", "verdict")
     return {"steps": Table(head, rows), "calls": Table(heads, counted)}
+
+
+def _number(value: float | None) -> str:
+    return NOTHING if value is None else f"{value:,.0f}"
 
 
 BENCHMARK = Benchmark(
     name="step_overhead",
     settings=SETTINGS,
-    fields=count_calls,
+    fields=lambda: {"step": {**count_calls(), **count_lines()}},
     contenders=[
         script("overhead", key, {**SETTINGS, "devices": devices, "inline": inline}, label=label)
         for key, label, devices, inline in (

@@ -25,7 +25,7 @@ from evenstep.bench import Contender, fresh, workload
 from evenstep.bench.rounds import Run, by_round, select
 from evenstep.bench.tables import Table, cells, number, verdict
 from evenstep.engine import ThreadLanes
-from evenstep.training import executor
+from evenstep.steps import executor
 
 SLOW = 1
 CORES = sorted(os.sched_getaffinity(0))

@@ -11,13 +11,12 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import optree
 import torch
 from torch import nn
 
 from evenstep.errors import ModelError
-from evenstep.replicas import inner_optimizers
+from evenstep.replicas import inner_optimizers, python_number
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.Tensor)
 
@@ -131,8 +130,7 @@ def _plain(value: Any) -> Any:
 
     What is neither a plain value nor a tensor can't be compared: of it, its type is returned.
     """
-    if isinstance(value, np.bool_ | np.number):
-        value = value.item()
+    value = python_number(value)
     is_plain = isinstance(value, _PLAIN)
     return value if is_plain else f"{type(value).__module__}.{type(value).__qualname__}"
 

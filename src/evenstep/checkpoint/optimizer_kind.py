@@ -10,13 +10,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from evenstep.errors import CheckpointError
-from evenstep.replicas import inner_optimizers
-
-_PLAIN = (type(None), bool, int, float, complex, str)
+from evenstep.replicas import inner_optimizers, is_plain, python_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,8 +33,8 @@ class OptimizerKind:
     def of(cls, optimizer: torch.optim.Optimizer) -> OptimizerKind:
         """Return the kind of an optimizer."""
         kind = type(optimizer)
-        defaults = {key: _python_number(value) for key, value in optimizer.defaults.items()}
-        plain = {key: value for key, value in defaults.items() if _is_plain(value)}
+        defaults = {key: python_number(value) for key, value in optimizer.defaults.items()}
+        plain = {key: value for key, value in defaults.items() if is_plain(value)}
         return cls(name=f"{kind.__module__}.{kind.__qualname__}", defaults=plain)
 
     def is_of_same_class(self, other: OptimizerKind) -> bool:
@@ -84,13 +81,3 @@ def _refuse_another_kind(saved: OptimizerKind, now: OptimizerKind) -> None:
             f"{after}, which would have no effect: give the settings of the checkpoint, and change "
             f"optimizer.param_groups afterwards"
         )
-
-
-def _python_number(value: Any) -> Any:
-    return value.item() if isinstance(value, np.bool_ | np.number) else value
-
-
-def _is_plain(value: Any) -> bool:
-    if type(value) in (list, tuple):
-        return all(map(_is_plain, value))
-    return type(value) in _PLAIN

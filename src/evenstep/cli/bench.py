@@ -41,7 +41,7 @@ from evenstep.errors import InputError, shown
 from evenstep.experiment import MOST_SHARDS
 from evenstep.models.registry import find_factory
 from evenstep.profiling.accounting import PARTS, whole_percents
-from evenstep.training.trainer import MOST_SECONDS
+from evenstep.training.arguments import MOST_SECONDS
 
 _WARMUP_SHARE = 0.1
 _MOST_NUMBERS = 2**30

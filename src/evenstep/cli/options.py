@@ -18,7 +18,7 @@ from evenstep.cli.option_table import OptionTable, Scope, option
 from evenstep.data.loader import MOST_EXAMPLES
 from evenstep.devices.device import MOST_THREADS
 from evenstep.experiment import MOST_SHARDS, BatchNorm, MemoryFormat, Precision
-from evenstep.training.trainer import MOST_IN_FLIGHT, MOST_SECONDS
+from evenstep.training.arguments import MOST_IN_FLIGHT, MOST_SECONDS
 
 
 class Finite(click.FloatRange):

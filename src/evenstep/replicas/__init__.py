@@ -12,7 +12,12 @@ from evenstep.replicas.replicas import (
     refuse_strangers,
     written_error,
 )
-from evenstep.replicas.settings import layer_settings, optimizer_settings
+from evenstep.replicas.settings import (
+    is_plain,
+    layer_settings,
+    optimizer_settings,
+    python_number,
+)
 
 __all__ = [
     "JUDGE",
@@ -24,9 +29,11 @@ __all__ = [
     "check_followed",
     "check_trainable",
     "inner_optimizers",
+    "is_plain",
     "layer_settings",
     "move_home",
     "optimizer_settings",
+    "python_number",
     "refuse_strangers",
     "written_error",
 ]

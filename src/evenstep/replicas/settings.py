@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,7 +22,7 @@ def layer_settings(prefix: str, module: nn.Module) -> dict[str, str]:
         shown = [
             f"{key}={value!r}"
             for key, value in settings.items()
-            if key != "training" and not key.startswith("_") and _is_plain(value)
+            if key != "training" and not key.startswith("_") and is_plain(value)
         ]
         found[f"{prefix} {name}".rstrip()] = f"{kind.__qualname__}({', '.join(shown)})"
     return found
@@ -34,13 +37,19 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
         for number, group in enumerate(one.param_groups):
             found[f"the number of parameters in group {number}{of}"] = str(len(group["params"]))
             for key, value in group.items():
-                plain = value.tolist() if isinstance(value, torch.Tensor) else value
-                if key != "params" and _is_plain(plain):
+                plain = value.tolist() if isinstance(value, torch.Tensor) else python_number(value)
+                if key != "params" and is_plain(plain):
                     found[f"{key} of parameter group {number}{of}"] = repr(plain)
     return found
 
 
-def _is_plain(value: object) -> bool:
-    if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return isinstance(value, _PLAIN)
+def python_number(value: Any) -> Any:
+    """Return a number of Python for one of numpy, and anything else as it is."""
+    return value.item() if isinstance(value, np.bool_ | np.number) else value
+
+
+def is_plain(value: object) -> bool:
+    """Whether a value is a number, a string, a bool, None, or a list or tuple of these."""
+    if type(value) in (list, tuple):
+        return all(map(is_plain, value))  # type: ignore[call-overload]
+    return type(value) in _PLAIN

@@ -1,1 +1,1 @@
-"""A training step over all devices, from the batch to the update, and the trainer around it."""
+"""The trainer: what users call, around the steps."""

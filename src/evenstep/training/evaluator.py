@@ -22,9 +22,9 @@ from evenstep.shard.evaluation import (
     evaluation_mode,
     join_outputs,
 )
-from evenstep.training.executor import IndependentExecutor
-from evenstep.training.step import Position, SeedOf
-from evenstep.training.update import sum_floats
+from evenstep.steps.executor import IndependentExecutor
+from evenstep.steps.step import Position, SeedOf
+from evenstep.steps.update import sum_floats
 
 Open: TypeAlias = Callable[[], None]
 """Waits for the steps in flight, and brings the replicas up to date with the user's module."""

@@ -59,7 +59,6 @@ from evenstep.errors import (
     DivergedError,
     InputError,
     PeerError,
-    shown,
 )
 from evenstep.experiment import (
     BatchNorm,
@@ -67,9 +66,6 @@ from evenstep.experiment import (
     Experiment,
     MemoryFormat,
     Precision,
-    check_flag,
-    check_integer,
-    check_seconds,
 )
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.clock import Timekeeper
@@ -80,9 +76,7 @@ from evenstep.replicas import (
     channels_last_weights,
     check_followed,
     check_trainable,
-    layer_settings,
     move_home,
-    optimizer_settings,
     refuse_strangers,
 )
 from evenstep.shard.compile_policy import Hybridized
@@ -90,13 +84,24 @@ from evenstep.shard.evaluation import Forward, Metric, measure_model, measure_ou
 from evenstep.shard.loss import Loss, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
+from evenstep.steps.executor import IndependentExecutor, LockstepExecutor
+from evenstep.steps.group import OPEN, Group, joined
+from evenstep.steps.overlapped_pipeline import OverlappedPipeline
+from evenstep.steps.pipeline import DirectPipeline, Pipeline
+from evenstep.steps.step import Finish, Position, Step, StepLoss
+from evenstep.steps.update import Closure, Hook, ProxyUpdate, Update
+from evenstep.training.agreement import Agreement
+from evenstep.training.arguments import (
+    check_flags,
+    check_functions,
+    check_numbers,
+    check_parts,
+    only_one,
+    refuse_compiled_lockstep,
+    refuse_lockstep_apart,
+    shards_at_once,
+)
 from evenstep.training.evaluator import Evaluator
-from evenstep.training.executor import IndependentExecutor, LockstepExecutor, lockstep_option
-from evenstep.training.group import FINGERPRINT, OPEN, Group, joined
-from evenstep.training.overlapped_pipeline import OverlappedPipeline
-from evenstep.training.pipeline import DirectPipeline, Pipeline
-from evenstep.training.step import Finish, Position, Step, StepLoss
-from evenstep.training.update import Closure, Hook, ProxyUpdate, Update
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -104,9 +109,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("evenstep")
 
 _FOLLOW_EVERY = 16  # steps between two looks for handlers of signals that the user has installed
-MOST_IN_FLIGHT = 1_000
-MOST_SECONDS = 31_536_000  # a year
-_MOST_SIDE_BY_SIDE = 1_024  # shards, each with a thread and a replica
 
 
 class TrainerOptions(TypedDict, total=False):
@@ -272,23 +274,21 @@ class Trainer:
             buffers={} if buffers is None else buffers,
             batch_dim=batch_dim,
         )
-        experiment = _only_one(experiment, keywords)
-        check_integer("max_in_flight", max_in_flight, at_least=1, at_most=MOST_IN_FLIGHT)
-        check_integer("check_every", check_every, at_least=1, at_most=None)
-        check_seconds("peer_timeout_s", peer_timeout_s, at_most=MOST_SECONDS)
-        check_seconds("lost_after_s", lost_after_s, at_most=math.inf)
-        check_flag("side_by_side", side_by_side)
-        check_flag("tune_malloc", tune_malloc)
-        check_flag("allow_rounding", allow_rounding)
-        _check_parts(before_update, after_update, scheduler, lanes)
-        if side_by_side and experiment.compile:
-            raise InputError(
-                "got compile=True and side_by_side=True, but shards that wait for each other can't "
-                "be compiled: use one of them only"
-            )
+        experiment = only_one(experiment, keywords)
+        check_numbers(
+            max_in_flight=max_in_flight,
+            check_every=check_every,
+            peer_timeout_s=peer_timeout_s,
+            lost_after_s=lost_after_s,
+        )
+        check_flags(
+            side_by_side=side_by_side, tune_malloc=tune_malloc, allow_rounding=allow_rounding
+        )
+        check_functions(before_update=before_update, after_update=after_update)
+        check_parts(scheduler, lanes)
+        refuse_compiled_lockstep(experiment, side_by_side=side_by_side)
         self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
         self._objective = choose_objective(loss, objective)
-        self._loss = loss
         check_trainable(model, optimizer)
         self._known = {*model.parameters()}  # those that the optimizer was made for
         self.model = model
@@ -307,8 +307,7 @@ class Trainer:
         self.on_shard: Callable[[int, PartialSum], None] | None = None
         self._peer_timeout_s = peer_timeout_s
         self._allow_rounding = allow_rounding
-        self._check_every = check_every
-        self._opened_at = self._compared_at = 0  # steps done
+        self._agreement = Agreement(model, optimizer, loss, check_every)
         self._max_in_flight = max_in_flight
         self._tune_malloc = tune_malloc
         self._side_by_side = side_by_side or experiment.batch_norm == "sync"
@@ -336,7 +335,7 @@ class Trainer:
     ) -> None:
         """Choose the parts that a step is made of."""
         overlap = self._max_in_flight > 1
-        per_device = self._shards_at_once() if self._side_by_side else 1
+        per_device = shards_at_once(self.experiment, self.devices) if self._side_by_side else 1
         self._group = Group(self.experiment.batch_dim)
         names = [device.name for device in self.devices]
         self._timekeeper = Timekeeper(self._engine.trace, names)
@@ -376,7 +375,7 @@ class Trainer:
         self._refuse_fork()
         for note in self.notes:
             logger.warning(note)
-        self._opened_at = self._compared_at = self.steps_done
+        self._agreement.begin(self.steps_done)
         with contextlib.ExitStack() as opened:
             opened.enter_context(INTERRUPTS.handled())
             if self.experiment.memory_format == "channels_last":
@@ -405,7 +404,13 @@ class Trainer:
             opened.enter_context(deterministic_kernels(self.devices))
             opened.enter_context(CALLERS_GENERATORS.installed())
             opened.enter_context(self._engine)
-            self._refuse_lockstep_apart()
+            if self._side_by_side:
+                refuse_lockstep_apart(
+                    self.experiment,
+                    self.devices,
+                    is_alone=group.is_alone,
+                    has_threads=self._engine.side_by_side,
+                )
             opened.enter_context(self._saves)
             hook = self.optimizer.register_step_pre_hook(self._update.refuse_foreign_step)
             opened.callback(hook.remove)
@@ -431,7 +436,7 @@ class Trainer:
         try:
             if error is None:
                 self.waitall()
-                if self.steps_done != self._compared_at:
+                if not self._agreement.is_state_compared(self.steps_done):
                     self._compare_states(END)
             else:
                 self._pipeline.abandon(error)
@@ -774,37 +779,6 @@ class Trainer:
 
     # ---- the parts of the methods above
 
-    def _shards_at_once(self) -> int:
-        """Return how many shards of a step each device computes at the same time in lockstep."""
-        if any(device.kind != "cpu" for device in self.devices):
-            raise InputError(
-                f"got {lockstep_option(self.experiment)} and {self.devices[0]}, but only CPU "
-                f"devices can wait for each other's shards: name CPU devices, or leave it out"
-            )
-        if self.experiment.shards > _MOST_SIDE_BY_SIDE:
-            raise InputError(
-                f"got {lockstep_option(self.experiment)} and shards={self.experiment.shards}, but "
-                f"at most {_MOST_SIDE_BY_SIDE} shards can run side by side: each has a thread and "
-                f"a copy of the model's layers"
-            )
-        return -(-self.experiment.shards // len(self.devices))
-
-    def _refuse_lockstep_apart(self) -> None:
-        """Refuse to run shards side by side where they can't wait for each other."""
-        if not self._side_by_side:
-            return
-        option = lockstep_option(self.experiment)
-        if not self._group.is_alone:
-            raise InputError(
-                f"got {option} in one of several processes, which don't wait for each other's "
-                f"shards: use the devices of one process, or leave it out"
-            )
-        if len(self.devices) > 1 and not self._engine.side_by_side:
-            raise InputError(
-                f"with {option} the {len(self.devices)} devices wait for each other, "
-                f"which lanes without threads can't: use one device, or ThreadLanes"
-            )
-
     def _refuse_lonely(self, bounds: Sequence[tuple[int, int]]) -> None:
         if self.experiment.batch_norm == "shard":
             refuse_single_example_shards(self.model, bounds)
@@ -815,7 +789,7 @@ class Trainer:
             self._saves.check()
         if not self.position.steps_done % _FOLLOW_EVERY:
             INTERRUPTS.follow()
-        if not self._group.is_alone and self._is_comparison_due():
+        if not self._group.is_alone and self._agreement.is_state_due(self.steps_done):
             self._compare_states("step")
         self._open_flight(leave=self._max_in_flight - 1, may_be_written=True)
 
@@ -890,7 +864,7 @@ class Trainer:
 
     def _digest_of(self, batch: Batch) -> int:
         """Return the digest of a batch, if the processes compare it in this step."""
-        return self._group.digest_of(batch, is_due=self.steps_done % self._check_every == 0)
+        return self._group.digest_of(batch, is_due=self._agreement.is_due(self.steps_done))
 
     def _check_contract(self, step: Step) -> None:
         """Check the code on the batch of a step that has not begun."""
@@ -911,11 +885,6 @@ class Trainer:
         if self._proxy:
             self._proxy.renew()
 
-    def _is_comparison_due(self) -> bool:
-        """Whether states are compared before the next step; none needs it that follows none."""
-        done = self.steps_done
-        return done == self._opened_at + 1 or (done > 0 and done % self._check_every == 0)
-
     def _compare_states(self, call: str) -> None:
         """Make sure that all processes are in the same state (a flipped bit would spread)."""
         if self._group.is_alone:
@@ -924,8 +893,7 @@ class Trainer:
             self.waitall()  # what is compared is written to
         else:
             self._pipeline.wait()
-        self._compared_at = self.steps_done
-        interruptible(self._group.compare_states, self._state_to_compare, self.steps_done, call)
+        self._agreement.compare_states(self._group, self.steps_done, call)
 
     def _compare_states_to_save(self) -> PeerError | None:
         """Compare states before a checkpoint; return the error if another process is lost.
@@ -941,11 +909,6 @@ class Trainer:
                 raise
             return error
         return None
-
-    def _state_to_compare(self) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return what must be the same in all processes: tensors, and settings."""
-        tensors = dict(fingerprints.whole_state(self.model, self.optimizer))
-        return tensors, optimizer_settings(self.optimizer)
 
     def _note_rounding(self, reason: str) -> None:
         """Note that results are equal within rounding only."""
@@ -965,24 +928,11 @@ class Trainer:
         return {
             **dataclasses.asdict(self.experiment),
             "allow_rounding": self._allow_rounding,
-            **layer_settings("layer", self.model),
-            **self._loss_facts(),
-            **optimizer_settings(self.optimizer),
+            **self._agreement.facts(),
             "the steps done": self.steps_done,
             "the place in the data": dataclasses.astuple(self.cursor),
             "the place of the seeds": dataclasses.astuple(self.position.seeds_at),
-            FINGERPRINT: fingerprints.fingerprint(self.model, self.optimizer),
         }
-
-    def _loss_facts(self) -> dict[str, str]:
-        """Return the settings and the class weights of a loss that is a module."""
-        if not isinstance(self._loss, nn.Module):
-            return {}
-        weights = {
-            f"the digest of loss {name}": fingerprints.tensor_digest(value)
-            for name, value in self._loss.named_buffers()
-        }
-        return {**layer_settings("loss", self._loss), **weights}
 
     def _minimise(self, step: Step) -> StepLoss:
         """Update with an optimizer that evaluates the batch as often as it likes (LBFGS).
@@ -1044,36 +994,3 @@ class Trainer:
         if self._executor.programs:
             self._executor.programs.compiles = saved.compiles
         saved.check_fingerprint(self.fingerprint())
-
-
-def _check_parts(
-    before_update: object, after_update: object, scheduler: object, lanes: object
-) -> None:
-    """Refuse options that are not what the trainer would call."""
-    functions = {"before_update": before_update, "after_update": after_update}
-    for name, value in functions.items():
-        if value is not None and not callable(value):
-            raise InputError(f"got {name}={shown(value)}: give a function of the module")
-    if not callable(lanes):
-        raise InputError(f"got lanes={shown(lanes)}: give a class such as ThreadLanes")
-    if scheduler is not None and not hasattr(scheduler, "state_dict"):
-        raise InputError(f"got scheduler={shown(scheduler)}: give one of torch's schedulers")
-
-
-def _only_one(given: Experiment | None, keywords: Experiment) -> Experiment:
-    """Return the experiment that was given as one value, or else by keywords; not by both."""
-    if given is None:
-        return keywords
-    if not isinstance(given, Experiment):
-        raise InputError(f"got experiment={shown(given)}: give an evenstep.Experiment")
-    default = Experiment()
-    twice = [
-        field.name
-        for field in dataclasses.fields(Experiment)
-        if getattr(keywords, field.name) != getattr(default, field.name)
-    ]
-    if twice:
-        raise InputError(
-            f"got experiment= and {', '.join(twice)}: give these choices in one place only"
-        )
-    return given

@@ -20,9 +20,9 @@ from evenstep.distributed.step_report import AgainError
 from evenstep.engine.engine import PATIENCE_S
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
 from evenstep.profiling.clock import ADD_UP_EVERY, Timekeeper
-from evenstep.training.executor import IndependentExecutor
-from evenstep.training.recovery import DrawsSeenError, Recovery
-from evenstep.training.step import Attempt, Step, StepLoss
+from evenstep.steps.executor import IndependentExecutor
+from evenstep.steps.recovery import DrawsSeenError, Recovery
+from evenstep.steps.step import Attempt, Step, StepLoss
 
 
 class Pipeline(abc.ABC):

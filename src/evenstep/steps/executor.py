@@ -31,8 +31,8 @@ from evenstep.shard.lockstep import Lockstep, ShardInStep, Turn, shard_here
 from evenstep.shard.partial_sum import PartialSum, add
 from evenstep.shard.random_ops import DrawWatch
 from evenstep.shard.sync_batch_norm import SyncedBatchNorm
-from evenstep.training.group import Group
-from evenstep.training.step import Attempt, Step
+from evenstep.steps.group import Group
+from evenstep.steps.step import Attempt, Step
 
 T = TypeVar("T")
 

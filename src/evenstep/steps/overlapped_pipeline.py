@@ -14,9 +14,9 @@ from evenstep.engine import Task
 from evenstep.engine.task import PLAIN
 from evenstep.errors import InputError, PeerError
 from evenstep.profiling.clock import Timekeeper
-from evenstep.training.executor import IndependentExecutor
-from evenstep.training.pipeline import Pipeline
-from evenstep.training.step import Attempt, Step
+from evenstep.steps.executor import IndependentExecutor
+from evenstep.steps.pipeline import Pipeline
+from evenstep.steps.step import Attempt, Step
 
 LOOK_EVERY_S = 1.0
 """The seconds between two looks for a device that stands still."""

@@ -18,7 +18,7 @@ from evenstep.replicas import OptimizerProxy, Replicas, broadcast
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
 from evenstep.shard.partial_sum import PartialSum, closing_buffers, divide_gradients, receive
-from evenstep.training.step import Finish, Step
+from evenstep.steps.step import Finish, Step
 
 Hook: TypeAlias = Callable[[nn.Module], object]
 """The user's `before_update` or `after_update`: called with the module, in the update."""

@@ -40,7 +40,7 @@ from evenstep.errors import InputError, SaveError, text_of
 from evenstep.experiment import Experiment
 from evenstep.replicas import Replicas
 from evenstep.shard.evaluation import Pairs
-from evenstep.training.reducer import LocalReducer, ProcessReducer
+from evenstep.steps.reducer import LocalReducer, ProcessReducer
 
 State: TypeAlias = "Callable[[], tuple[Mapping[str, Any], Mapping[str, str]]]"
 """Returns what must be the same in all processes: tensors by name, and settings by name."""

@@ -34,7 +34,7 @@ from evenstep.replicas import Replica, Replicas
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.gradients import GradientStream, sparse_error
 from evenstep.shard.partial_sum import Add, PartialSum, add
-from evenstep.training.step import Attempt, Step
+from evenstep.steps.step import Attempt, Step
 
 
 class LocalReducer:

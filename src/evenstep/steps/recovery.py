@@ -8,8 +8,8 @@ from evenstep.distributed.step_report import AgainError
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import BatchError, EvenstepError, InputError, text_of
 from evenstep.shard.partial_sum import AccumulatedTwiceError
-from evenstep.training.executor import IndependentExecutor
-from evenstep.training.step import Step
+from evenstep.steps.executor import IndependentExecutor
+from evenstep.steps.step import Step
 
 logger = logging.getLogger("evenstep")
 

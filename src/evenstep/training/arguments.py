@@ -1,0 +1,115 @@
+"""The arguments of a trainer, checked before anything is changed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from evenstep.devices import Device
+from evenstep.errors import InputError, shown
+from evenstep.experiment import Experiment, check_flag, check_integer, check_seconds
+from evenstep.steps.executor import lockstep_option
+
+MOST_IN_FLIGHT = 1_000
+MOST_SECONDS = 31_536_000  # a year
+_MOST_SIDE_BY_SIDE = 1_024  # shards, each with a thread and a replica
+
+
+def check_numbers(
+    *, max_in_flight: int, check_every: int, peer_timeout_s: float, lost_after_s: float
+) -> None:
+    """Refuse numbers of steps and of seconds that are none, or out of range."""
+    check_integer("max_in_flight", max_in_flight, at_least=1, at_most=MOST_IN_FLIGHT)
+    check_integer("check_every", check_every, at_least=1, at_most=None)
+    check_seconds("peer_timeout_s", peer_timeout_s, at_most=MOST_SECONDS)
+    check_seconds("lost_after_s", lost_after_s, at_most=math.inf)
+
+
+def check_flags(**flags: object) -> None:
+    """Refuse arguments that are neither True nor False."""
+    for name, value in flags.items():
+        check_flag(name, value)
+
+
+def check_functions(**functions: Callable[..., object] | None) -> None:
+    """Refuse arguments that are neither functions nor None."""
+    for name, value in functions.items():
+        if value is not None and not callable(value):
+            raise InputError(f"got {name}={shown(value)}: give a function of the module")
+
+
+def check_parts(scheduler: object, lanes: object) -> None:
+    """Refuse a scheduler without a state, and lanes that can't be made."""
+    if not callable(lanes):
+        raise InputError(f"got lanes={shown(lanes)}: give a class such as ThreadLanes")
+    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+        raise InputError(f"got scheduler={shown(scheduler)}: give one of torch's schedulers")
+
+
+def only_one(given: Experiment | None, keywords: Experiment) -> Experiment:
+    """Return the experiment that was given as one value, or else by keywords; not by both."""
+    if given is None:
+        return keywords
+    if not isinstance(given, Experiment):
+        raise InputError(f"got experiment={shown(given)}: give an evenstep.Experiment")
+    default = Experiment()
+    twice = [
+        field.name
+        for field in dataclasses.fields(Experiment)
+        if getattr(keywords, field.name) != getattr(default, field.name)
+    ]
+    if twice:
+        raise InputError(
+            f"got experiment= and {', '.join(twice)}: give these choices in one place only"
+        )
+    return given
+
+
+def shards_at_once(experiment: Experiment, devices: Sequence[Device]) -> int:
+    """Return how many shards of a step each device computes at the same time in lockstep."""
+    if any(device.kind != "cpu" for device in devices):
+        raise InputError(
+            f"got {lockstep_option(experiment)} and {devices[0]}, but only CPU devices can wait "
+            f"for each other's shards: name CPU devices, or leave it out"
+        )
+    if experiment.shards > _MOST_SIDE_BY_SIDE:
+        raise InputError(
+            f"got {lockstep_option(experiment)} and shards={experiment.shards}, but at most "
+            f"{_MOST_SIDE_BY_SIDE} shards can run side by side: each has a thread and a copy of "
+            f"the model's layers"
+        )
+    return -(-experiment.shards // len(devices))
+
+
+def refuse_compiled_lockstep(experiment: Experiment, *, side_by_side: bool) -> None:
+    """Refuse to compile shards that wait for each other."""
+    if side_by_side and experiment.compile:
+        raise InputError(
+            "got compile=True and side_by_side=True, but shards that wait for each other can't "
+            "be compiled: use one of them only"
+        )
+
+
+def refuse_lockstep_apart(
+    experiment: Experiment, devices: Sequence[Device], *, is_alone: bool, has_threads: bool
+) -> None:
+    """Refuse to compute shards side by side where they can't wait for each other.
+
+    Args:
+        experiment: the choices that the result depends on.
+        devices: the devices of this process.
+        is_alone: whether there are no other processes.
+        has_threads: whether each device has a thread.
+    """
+    option = lockstep_option(experiment)
+    if not is_alone:
+        raise InputError(
+            f"got {option} in one of several processes, which don't wait for each other's "
+            f"shards: use the devices of one process, or leave it out"
+        )
+    if len(devices) > 1 and not has_threads:
+        raise InputError(
+            f"with {option} the {len(devices)} devices wait for each other, "
+            f"which lanes without threads can't: use one device, or ThreadLanes"
+        )
