@@ -1,5 +1,6 @@
 """Waiting in tests: with an end, so that a wrong program fails instead of hanging."""
 
+import gc
 import signal
 import sys
 import threading
@@ -32,9 +33,24 @@ def wait_until(condition):
     raise AssertionError("it never came to be")
 
 
+def main_frame():
+    """Return the frame in which the main thread is now.
+
+    Python 3.11 to 3.12 hold a lock of the interpreter while they collect the frames; a garbage
+    collection that begins there may wait for a thread that waits for the same lock, for ever.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()[threading.main_thread().ident]
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def main_thread_is_in(*functions):
     """Return whether the main thread is inside a function of one of these names."""
-    frame = sys._current_frames()[threading.main_thread().ident]
+    frame = main_frame()
     while frame is not None and frame.f_code.co_name not in functions:
         frame = frame.f_back
     return frame is not None

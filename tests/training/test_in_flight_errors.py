@@ -1,7 +1,6 @@
 """A step that fails with another one in flight: neither is taken, and training goes on exactly."""
 
 import signal
-import sys
 import threading
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from evenstep.data import Cursor
 from evenstep.errors import BatchError, InputError, NonFiniteLossError
 from in_flight import DEVICES, HeldCopies, numbered, opened, outcome
-from patience import only_one_interrupt, wait, wait_until
+from patience import main_thread_is_in, only_one_interrupt, wait, wait_until
 from reference import assert_same_bits
 
 on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
@@ -284,10 +283,7 @@ def test_counters_in_the_groups_of_steps_taken_survive_a_failure(devices):
 
 def is_waiting():
     """Whether the main thread waits for a lane."""
-    frame = sys._current_frames()[threading.main_thread().ident]
-    while frame is not None and frame.f_code.co_name != "_wait_for":
-        frame = frame.f_back
-    return frame is not None
+    return main_thread_is_in("_wait_for")
 
 
 @on_devices

@@ -36,7 +36,6 @@ class SelfCheck:
         experiment: the choices that the result depends on.
         replicas: the replicas of the model.
         engine: runs the check in a lane.
-        objective: computes a shard's loss as (total, count).
         side_by_side: whether a batch's shards can call `all_gather`.
 
     Attributes:
@@ -54,7 +53,6 @@ class SelfCheck:
         experiment: Experiment,
         replicas: Replicas,
         engine: Engine,
-        objective: ShardObjective,
         *,
         side_by_side: bool,
     ) -> None:
@@ -62,7 +60,6 @@ class SelfCheck:
         self._experiment = experiment
         self._replicas = replicas
         self._engine = engine
-        self._objective = objective
         self._side_by_side = side_by_side
         self._failed = set[int]()  # the steps in which it could not be made
         self._is_half_done = False  # all but the comparison of two shards
@@ -70,7 +67,20 @@ class SelfCheck:
         self.structure: Any = None if self._every else replicas.structure
         self.report: ContractReport | None = None
 
-    def run(self, step: int, cut: Cut, seed: Callable[[int], int], *, draws: bool) -> None:
+    def begin_again(self, step: int) -> None:
+        """Check in step number `step` what is new in it."""
+        self._is_half_done, self._failed = False, set()
+        self.due_at = math.inf if self._every is None else step
+
+    def run(
+        self,
+        step: int,
+        cut: Cut,
+        seed: Callable[[int], int],
+        objective: ShardObjective,
+        *,
+        draws: bool,
+    ) -> None:
         """Check the code on a batch, before its step begins; no step may be in flight.
 
         An error that is not about the contract is left to the step, which meets it again.
@@ -79,6 +89,7 @@ class SelfCheck:
             step: the step's number.
             cut: the batch.
             seed: returns the seed of a shard's random numbers.
+            objective: computes a shard's loss as (total, count).
             draws: whether the model is known to draw random numbers.
 
         Raises:
@@ -87,12 +98,11 @@ class SelfCheck:
         shards = [*cut.part.run][:2]
         is_whole = len(shards) == 2 or self._experiment.shards == 1
         if self.structure is not self._replicas.structure:
-            self._is_half_done, self._failed = False, set()
             self.structure = self._replicas.structure
-            self.due_at = math.inf if self._every is None else step
+            self.begin_again(step)
         if self._every is None or not shards or (self._is_half_done and not is_whole):
             return
-        error = self._run_in_lane(cut, shards, seed(shards[0]), draws)
+        error = self._run_in_lane(cut, shards, seed(shards[0]), objective, draws)
         if isinstance(error, ContractError):
             self.structure = None
             raise error
@@ -119,12 +129,12 @@ class SelfCheck:
             )
 
     def _run_in_lane(
-        self, cut: Cut, shards: Sequence[int], seed: int, draws: bool
+        self, cut: Cut, shards: Sequence[int], seed: int, objective: ShardObjective, draws: bool
     ) -> BaseException | None:
         """Check in the lane of the first device; return the error."""
         task = Task(
             self._check,
-            (cut, shards, seed, draws),
+            (cut, shards, seed, objective, draws),
             lane=self._engine.first_lane,
             name="check the contract",
             category="check",
@@ -139,7 +149,9 @@ class SelfCheck:
             raise
         return task.error
 
-    def _check(self, cut: Cut, shards: Sequence[int], seed: int, draws: bool) -> None:
+    def _check(
+        self, cut: Cut, shards: Sequence[int], seed: int, objective: ShardObjective, draws: bool
+    ) -> None:
         self._replicas.open_step()
         replica = self._replicas.all[self._engine.lane_here]
         place = self._experiment.placement(replica.device)
@@ -163,7 +175,7 @@ class SelfCheck:
                 replica,
                 work,
                 pair,
-                self._objective,
+                objective,
                 seed=seed,
                 separable=self._experiment.separable,
             )

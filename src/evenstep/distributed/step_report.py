@@ -23,7 +23,8 @@ from evenstep.distributed.process_group import Peers
 from evenstep.errors import ContractError, EvenstepError, PeerError
 
 Facts: TypeAlias = "tuple[int, ...]"
-"""The step, its epoch and batch, the batch's examples, and where each process's run ends."""
+"""The step, its epoch and batch, the batch's examples, whether the step ends with an update, and
+where each process's run ends."""
 
 NO_DIGEST = -1
 """Of a batch that is not compared in this step."""
@@ -193,9 +194,10 @@ def _refuse_mixed(reports: Sequence[Report], peers: Peers) -> None:
 
 
 def _spelled(facts: Facts) -> str:
-    step, epoch, batch, examples, *ends = facts
+    step, epoch, batch, examples, updates, *ends = facts
     runs = ", ".join(map(str, ends))
-    return f"step {step} (epoch {epoch}, batch {batch}, {examples} examples, runs end at {runs})"
+    name = "step" if updates else "backward in step"
+    return f"{name} {step} (epoch {epoch}, batch {batch}, {examples} examples, runs end at {runs})"
 
 
 def named(

@@ -313,6 +313,11 @@ class Replicas:
         """Reset the buffers of the user's module to the step's opening values."""
         self.close_step([None] * len(self.home.buffers))
 
+    def forget_objective(self) -> None:
+        """Forget what backward passes have shown: the next one is of another objective."""
+        for replica in self.all:
+            replica.has_learned = replica.has_accumulated = False
+
     def abandon_step(self) -> None:
         """Leave the user's module as `open_step` found it, without gradients."""
         for replica in {*self.all, self.home}:

@@ -63,6 +63,30 @@ def choose_objective(loss: Loss | None, objective: UserObjective | None) -> Shar
     return functools.partial(_mean_objective, _PlacedLoss(loss))
 
 
+class Objectives:
+    """The objectives that steps were taken with besides the trainer's own.
+
+    A function that a loop defines anew in each of its turns is one objective: its code tells.
+    """
+
+    def __init__(self) -> None:
+        self._known = set[object]()
+
+    def is_new(self, objective: UserObjective) -> bool:
+        """Whether no step was taken with the objective."""
+        return _code_of(objective) not in self._known
+
+    def note(self, objective: UserObjective) -> None:
+        """Note that a step was taken with the objective."""
+        self._known.add(_code_of(objective))
+
+
+def _code_of(objective: Any) -> object:
+    """Return what two functions of one definition have in common; else the object's own number."""
+    function = objective.func if isinstance(objective, functools.partial) else objective
+    return getattr(function, "__code__", id(function))
+
+
 def split_batch(batch: Batch) -> tuple[Any, tuple[Any, ...]]:
     """Return the (input, targets) of a batch that is `(input, *targets)`."""
     if not isinstance(batch, tuple | list) or len(batch) < 1:

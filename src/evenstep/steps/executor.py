@@ -76,7 +76,7 @@ class IndependentExecutor:
     def open(self, step: Step) -> None:
         """Prepare the current attempt at a step: its shards' work, and the sum over them."""
         attempt = step.attempt
-        if self.programs is not None:
+        if self.programs is not None and step.may_compile:
             attempt.programs = self._programs_of(self.programs, step)
         stream = self.group.reducer.begin(
             attempt,

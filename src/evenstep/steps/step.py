@@ -174,12 +174,14 @@ class Step:
         part: this process's part of the batch.
         objective: computes a shard's loss as (total, count).
         finish: ends the step, in a lane.
+        updates: whether the step ends with the optimizer's update.
+        may_compile: whether its shards may be compiled.
         observe: called with every shard's number and own value; None for nobody.
         settings: changes of the optimizer's groups since the step before.
         digest: of the whole batch, where several processes compare it.
         attempt: the current attempt at the batch.
         loss: the mean loss, once the step is finished.
-        is_taken: whether the optimizer has updated the model. From then on the step stays.
+        is_taken: whether the model has its update, or its gradients. From then on the step stays.
         finished: whether `finish` is through.
         error: why the step was abandoned.
     """
@@ -189,6 +191,8 @@ class Step:
     objective: ShardObjective
     finish: Finish
     attempt: Attempt
+    updates: bool = True
+    may_compile: bool = True
     observe: Callable[[int, PartialSum], None] | None = None
     settings: Sequence[Any] = ()
     digest: int = NO_DIGEST
@@ -233,7 +237,7 @@ class Step:
     def facts(self) -> Facts:
         """The facts about the step that must be the same in every process."""
         place, ends = self.position.cursor, (run.stop for run in self.part.runs)
-        return (self.number, place.epoch, place.step, self.part.examples, *ends)
+        return (self.number, place.epoch, place.step, self.part.examples, self.updates, *ends)
 
     def release(self) -> None:
         """Forget the batch and what was computed: a kept loss must not keep them alive."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import NoReturn, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import nn
@@ -32,6 +32,10 @@ class Update:
         replicas: the replicas of the model.
         before_update: called between the division of the gradients and the update.
         after_update: called after the update, before other memories get the new parameters.
+
+    Attributes:
+        may_step_elsewhere: whether the user may step the optimizer, since the last step has left
+            its gradients to the user.
     """
 
     def __init__(
@@ -45,6 +49,7 @@ class Update:
         self._replicas = replicas
         self._before_update = before_update
         self._after_update = after_update
+        self.may_step_elsewhere = False
         self._is_stepping = False
 
     def __call__(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
@@ -55,6 +60,20 @@ class Update:
             self._update(step, count, root)
         step.is_taken = True
         self._close()
+
+    def leave_gradients(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
+        """End a step without an update: the user's parameters get the mean gradients.
+
+        They get the memory layout of their parameters, as in torch's own backward pass.
+        """
+        step.loss, count = settle(step, leaves)
+        self._close_buffers(root)
+        self._divide(root, count)
+        home = self._replicas.home.parameters
+        root.gradients = [*map(_laid_out_like, home, root.gradients)]
+        self._show(root.gradients)
+        step.is_taken = True
+        self._replicas.mark_written()
 
     def install(self, count: float, root: PartialSum) -> None:
         """Put the mean gradients into the user's parameters, and call the user's hook."""
@@ -82,13 +101,21 @@ class Update:
             broadcast(self._replicas.home, replica)
         self._replicas.mark_synchronised()
 
-    def refuse_foreign_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Refuse an update of the user's own: a hook that the optimizer calls before each step."""
-        if optimizer is self._optimizer and not self._is_stepping:
+    def refuse_foreign_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> None:
+        """Refuse an update of the user's own: a hook that the optimizer calls before each step.
+
+        After `Trainer.backward` it is the user's to make; a closure makes its own gradients.
+        """
+        closure = options.get("closure", args[1] if len(args) > 1 else None)
+        may_step = self._is_stepping or self.may_step_elsewhere or closure is not None
+        if optimizer is self._optimizer and not may_step:
             raise ContractError(
                 f"{type(optimizer).__name__}.step() was called while a trainer is open, but "
                 f"Trainer.step has updated the parameters already: remove loss.backward() and "
-                f"optimizer.step() from the loop (a scheduler's step() stays)"
+                f"optimizer.step() from the loop (a scheduler's step() stays), or call "
+                f"trainer.backward(...) instead of trainer.step(...)"
             )
 
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
@@ -312,6 +339,30 @@ def _check_gradient(changed: object, gradient: torch.Tensor, name: str) -> None:
         )
 
 
+def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return a gradient with the strides of its parameter."""
+    is_like = gradient is None or gradient.is_sparse or gradient.stride() == parameter.stride()
+    if gradient is None or is_like:
+        return gradient
+    return torch.empty_like(parameter).copy_(gradient)
+
+
+@contextlib.contextmanager
+def kept_gradients(model: nn.Module, *, accumulate: bool) -> Iterator[None]:
+    """Put gradients back after an error; after success, add them to the new ones if asked to."""
+    before = {parameter: parameter.grad for parameter in model.parameters()}
+    try:
+        yield
+    except BaseException:
+        for parameter, gradient in before.items():
+            parameter.grad = gradient
+        raise
+    for parameter, gradient in before.items() if accumulate else ():
+        if gradient is not None and parameter.grad is not None:
+            gradient = gradient + parameter.grad
+        parameter.grad = parameter.grad if gradient is None else gradient
+
+
 def sum_floats(values: Sequence[Number | None]) -> float:
     """Return the canonical sum of shards' numbers (None for an empty shard), in float64."""
     total = tree_sum([None if value is None else float(value) for value in values], operator.add)
@@ -319,11 +370,11 @@ def sum_floats(values: Sequence[Number | None]) -> float:
     return total
 
 
-def _no_compiling() -> AbstractContextManager[object]:
+def _no_compiling() -> contextlib.AbstractContextManager[object]:
     """Return a context in which no other thread runs `torch.compile`.
 
     While one thread compiles, optimizers in all threads take the arithmetic that can be compiled
     (Adam corrects its bias in another order): torch's flag for it belongs to the process.
     """
     dynamo = sys.modules.get("torch._dynamo.convert_frame")  # present once something was compiled
-    return nullcontext() if dynamo is None else dynamo.compile_lock
+    return contextlib.nullcontext() if dynamo is None else dynamo.compile_lock

@@ -81,7 +81,7 @@ from evenstep.replicas import (
 )
 from evenstep.shard.compile_policy import Hybridized
 from evenstep.shard.evaluation import Forward, Metric, measure_model, measure_output, output_of
-from evenstep.shard.loss import Loss, UserObjective, choose_objective
+from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
 from evenstep.steps.executor import IndependentExecutor, LockstepExecutor
@@ -89,7 +89,7 @@ from evenstep.steps.group import OPEN, Group, joined
 from evenstep.steps.overlapped_pipeline import OverlappedPipeline
 from evenstep.steps.pipeline import DirectPipeline, Pipeline
 from evenstep.steps.step import Finish, Position, Step, StepLoss
-from evenstep.steps.update import Closure, Hook, ProxyUpdate, Update
+from evenstep.steps.update import Closure, Hook, ProxyUpdate, Update, kept_gradients
 from evenstep.training.agreement import Agreement
 from evenstep.training.arguments import (
     check_flags,
@@ -289,6 +289,7 @@ class Trainer:
         refuse_compiled_lockstep(experiment, side_by_side=side_by_side)
         self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
         self._objective = choose_objective(loss, objective)
+        self._others = Objectives()
         check_trainable(model, optimizer)
         self._known = {*model.parameters()}  # those that the optimizer was made for
         self.model = model
@@ -326,7 +327,6 @@ class Trainer:
             self.experiment,
             self._replicas,
             self._engine,
-            self._objective,
             side_by_side=self._side_by_side,
         )
 
@@ -514,8 +514,77 @@ class Trainer:
         if step.number >= check.due_at or check.structure is not self._replicas.structure:
             self._check_contract(step)
         step.settings = self._record_settings()
+        self._update.may_step_elsewhere = False
         self.position = self.position.after_step(self._drawn)
         return self._take(step)
+
+    def backward(
+        self,
+        *batch: Batch,
+        objective: UserObjective | None = None,
+        accumulate: bool = False,
+    ) -> StepLoss:
+        """Compute the gradients of one minibatch, as `step` does, and leave the update to the user.
+
+            trainer.backward(X, y)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        Afterwards every `parameter.grad` holds the batch's mean gradient (None where the loss does
+        not depend on the parameter), with the same bits on any devices and in every process. Any
+        optimizer may be stepped then, in every process alike: the trainer's own too, also by a
+        closure that calls this method. `before_update` and `after_update` are not called. A call
+        counts as a step: its random numbers are its own, and `steps_done` counts it. It waits for
+        the steps in flight, and for its own end.
+
+        Args:
+            batch: as for `step`.
+            objective: computes the loss instead of the trainer's own, as for `Trainer`: of a second
+                network, say, or with a penalty. It is checked as the first one is, when its code is
+                used for the first time, and is never compiled.
+            accumulate: whether to add the mean gradient to what `parameter.grad` holds, as torch's
+                `backward` does, instead of replacing it.
+
+        Returns:
+            A handle of the batch's mean loss.
+
+        Raises:
+            EvenstepError: as for `step`. The parameters have the gradients that they had before.
+        """
+        if self._owner is not None and self._owner.pid != os.getpid():
+            self._owner.refuse_elsewhere()
+        try:
+            return self._backward(batch, objective, accumulate=accumulate)
+        finally:
+            if INTERRUPTS.pending:
+                INTERRUPTS.deliver()
+
+    @INTERRUPTS.shielded
+    def _backward(
+        self, batch: tuple[Batch, ...], objective: UserObjective | None, *, accumulate: bool
+    ) -> StepLoss:
+        check_flags(accumulate=accumulate)
+        self._pipeline.wait()
+        self._open_step()
+        step = self._next_step(batch)
+        step.updates, step.finish = False, self._update.leave_gradients
+        if objective is not None:
+            step.objective, step.may_compile = choose_objective(None, objective), False
+            if self._others.is_new(objective):
+                self._replicas.forget_objective()
+                self._self_check.begin_again(step.number)
+        if step.number >= self._self_check.due_at:
+            self._check_contract(step)
+        with kept_gradients(self.model, accumulate=accumulate):
+            self.position = self.position.after_step(self._drawn)
+            loss = self._pipeline.submit(step)
+            self._pipeline.wait()
+        if objective is not None:
+            self._others.note(objective)
+        if self._proxy:
+            self._proxy.give_back()
+        self._update.may_step_elsewhere = True
+        return loss
 
     def epoch(self, loader: Loader) -> Iterator[Batch]:
         """Yield the remaining batches of the current epoch; then the next epoch begins.
@@ -872,7 +941,7 @@ class Trainer:
         self._follow_user()
         draws = self._executor.watch.draws
         attempt = step.attempt
-        self._self_check.run(step.number, attempt.cut, attempt.seed, draws=draws)
+        self._self_check.run(step.number, attempt.cut, attempt.seed, step.objective, draws=draws)
         self._timekeeper.rest()
 
     def _abandoned(self, step: Step) -> None:
