@@ -145,6 +145,7 @@ EXPORTS = {
         "InlineLanes",
         "Lanes",
         "Pending",
+        "PendingNumber",
         "Task",
         "ThreadLanes",
         "Var",

@@ -56,7 +56,7 @@ def judge_separability(
         if replica.buffers:
             replica.put_back_buffers()
             replica.open_shard()
-        total, count = objective(replica.module, batch, examples)
+        total, count, *_ = objective(replica.module, batch, examples)
         return Loss(float(total.detach()), float(count), total.dtype)
 
     try:

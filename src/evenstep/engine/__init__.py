@@ -1,7 +1,7 @@
 """The engine: tasks that run as soon as what they read has been written, on lanes of devices."""
 
 from evenstep.engine.engine import Engine
-from evenstep.engine.handle import Handle, Pending, Var
+from evenstep.engine.handle import Handle, Pending, PendingNumber, Var
 from evenstep.engine.lanes import InlineLanes, Lanes, ThreadLanes
 from evenstep.engine.task import Task
 
@@ -11,6 +11,7 @@ __all__ = [
     "InlineLanes",
     "Lanes",
     "Pending",
+    "PendingNumber",
     "Task",
     "ThreadLanes",
     "Var",

@@ -6,10 +6,12 @@ functions of Dive into Deep Learning, "Asynchronous Computation".
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from evenstep.engine.graph import Place
 from evenstep.engine.task import Source, Task
@@ -58,6 +60,31 @@ class Pending(Source):
 
     def __format__(self, spec: str) -> str:
         return format(self.item() if spec else self.result(), spec)
+
+
+class PendingNumber(NDArrayOperatorsMixin, Pending):
+    """A pending value that is one number, and can be used like one; each use waits for it.
+
+    Operators, comparisons, `round`, `sum` and numpy's functions give Python numbers (or arrays, if
+    they are given one too); TensorBoard's `add_scalar` takes it.
+    """
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.asarray(self.item(), dtype=dtype)
+
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
+        values = [one.item() if isinstance(one, PendingNumber) else one for one in inputs]
+        result = getattr(ufunc, method)(*values, **options)
+        return result.item() if isinstance(result, np.generic) else result
+
+    def __round__(self, digits: int | None = None) -> Any:
+        return round(self.item(), digits)
+
+
+numbers.Number.register(PendingNumber)  # what numpy and TensorBoard ask for
 
 
 class Handle(Pending):

@@ -270,7 +270,10 @@ class _Whole(nn.Module):
 
     def forward(self, batch: Batch, examples: int | None) -> tuple[torch.Tensor, Number]:
         objective: ShardObjective = self.__dict__["objective"]
-        return objective(self.model, batch, examples)
+        total, count, *outputs = objective(self.model, batch, examples)
+        if outputs:
+            raise NotCompiledError("the objective returns outputs besides (total, count)")
+        return total, count
 
 
 def _joint(

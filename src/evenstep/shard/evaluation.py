@@ -86,11 +86,24 @@ def join_outputs(outputs: Sequence[Batch], examples: Sequence[int], dims: Sequen
         ModelError: in none of `dims`, or in several, does every output have a row for each example.
     """
     return optree.tree_map(
-        lambda *rows: torch.cat(rows, _dim_of_rows(rows, examples, dims)), *outputs
+        lambda *rows: torch.cat(rows, dim_of_rows(rows, examples, dims, "the output")), *outputs
     )
 
 
-def _dim_of_rows(rows: Sequence[torch.Tensor], examples: Sequence[int], dims: Sequence[int]) -> int:
+def dim_of_rows(
+    rows: Sequence[torch.Tensor], examples: Sequence[int], dims: Sequence[int], what: str
+) -> int:
+    """Return the dimension along which outputs of shards have a row for each example.
+
+    Args:
+        rows: the output of each shard.
+        examples: the number of examples of each shard.
+        dims: the dimensions that the examples may lie along.
+        what: the output, in words.
+
+    Raises:
+        ModelError: there is no such dimension, or there are several.
+    """
     fitting = [*dims]
     for tensor, size in zip(rows, examples, strict=True):
         shape = tuple(tensor.shape)
@@ -98,13 +111,14 @@ def _dim_of_rows(rows: Sequence[torch.Tensor], examples: Sequence[int], dims: Se
         if not fitting:
             where = " or ".join(f"along dimension {dim}" for dim in dims)
             raise ModelError(
-                f"the output for {size} examples is of shape {shape}: predict needs tensors with "
-                f"a row for each example{f' {where}' if any(dims) else ''}"
+                f"{what} for {size} examples is of shape {shape}: tensors with a row for each "
+                f"example{f' {where}' if any(dims) else ''} are needed"
             )
     if len(fitting) > 1:
         raise ModelError(
-            f"the examples of an output of shape {tuple(rows[0].shape)} may lie along dimension "
-            f"{fitting[0]} or {fitting[1]}: give predict dim={fitting[0]} or dim={fitting[1]}"
+            f"the examples of {what}, of shape {tuple(rows[0].shape)}, may lie along dimension "
+            f"{fitting[0]} or {fitting[1]}: tell predict which by dim={fitting[0]} or "
+            f"dim={fitting[1]}"
         )
     return fitting[0]
 

@@ -19,7 +19,7 @@ from evenstep.replicas import JUDGE, Replica
 from evenstep.replicas.replica import same_bits
 from evenstep.shard.compiler import Program
 from evenstep.shard.gradients import GradientStream
-from evenstep.shard.loss import Number, ShardObjective
+from evenstep.shard.loss import Number, Outputs, ShardLoss, ShardObjective
 from evenstep.shard.partial_sum import (
     AccumulatedTwiceError,
     PartialSum,
@@ -33,8 +33,8 @@ from evenstep.shard.partial_sum import (
     versions,
 )
 
-Leaf: TypeAlias = "tuple[Number, Number]"
-"""A shard's (total, count), detached from the graph."""
+Leaf: TypeAlias = "tuple[Number, Number] | tuple[Number, Number, Outputs]"
+"""A shard's (total, count), and its outputs if it has any, detached from the graph."""
 
 
 class ShardWork(NamedTuple):
@@ -157,7 +157,7 @@ def _run_eagerly(
     """Compute a shard by torch's own kernels, accumulating its gradients onto those of `left`."""
     for parameter in replica.parameters:
         parameter.grad = None
-    total, count, randomness = _forward(replica, work, objective)
+    (total, count, *outputs), randomness = _forward(replica, work, objective)
     if left is not None or stream is not None:
         _refuse_early_gradients(replica)
     if left is not None and not replica.has_accumulated:
@@ -176,20 +176,33 @@ def _run_eagerly(
         _backward(replica, total, randomness)
     if isinstance(count, torch.Tensor) and count.requires_grad:
         count = count.detach()
-    return (total.detach(), count), _collect(replica, work)
+    leaf = (total.detach(), count, _detached(outputs[0])) if outputs else (total.detach(), count)
+    return leaf, _collect(replica, work)
+
+
+def _detached(outputs: Outputs) -> Outputs:
+    """Return copies of outputs on the CPU, without their graph."""
+    return {
+        name: tuple(map(_copied, value)) if isinstance(value, tuple | list) else _copied(value)
+        for name, value in outputs.items()
+    }
+
+
+def _copied(value: Number) -> Number:
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _forward(
     replica: Replica, work: ShardWork, objective: ShardObjective
-) -> tuple[torch.Tensor, Number, ShardRandomness | None]:
-    """Return a shard's total and count, and its random numbers for the backward pass."""
+) -> tuple[ShardLoss, ShardRandomness | None]:
+    """Return what the objective gives for a shard, and its random numbers for the backward pass."""
     randomness = None if work.random_seed is None else ShardRandomness(work.random_seed)
     if randomness is None and work.precision is None:
-        total, count = objective(replica.module, work.batch, work.examples)
+        loss = objective(replica.module, work.batch, work.examples)
     else:
         with randomness or nullcontext(), autocast(replica.device.kind, work.precision):
-            total, count = objective(replica.module, work.batch, work.examples)
-    return total, count, randomness
+            loss = objective(replica.module, work.batch, work.examples)
+    return loss, randomness
 
 
 def _backward(replica: Replica, total: torch.Tensor, randomness: ShardRandomness | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import optree
@@ -19,16 +19,21 @@ from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.engine.interrupts import INTERRUPTS
-from evenstep.errors import ModelError
+from evenstep.errors import ModelError, shown
 
 Number: TypeAlias = "torch.Tensor | float"
-UserObjective: TypeAlias = Callable[..., "tuple[torch.Tensor, Number]"]
-"""`objective(model, *batch) -> (total, count)`; total is a scalar tensor that has a graph."""
+Outputs: TypeAlias = "Mapping[str, Any]"
+"""What an objective returns besides its loss, by name: pairs (total, count), numbers, or tensors
+with a row for each example."""
 
-ShardObjective: TypeAlias = Callable[
-    [nn.Module, Batch, "int | None"], "tuple[torch.Tensor, Number]"
-]
-"""`(model, batch, examples) -> (total, count)`.
+ShardLoss: TypeAlias = "tuple[torch.Tensor, Number] | tuple[torch.Tensor, Number, Outputs]"
+
+UserObjective: TypeAlias = Callable[..., ShardLoss]
+"""`objective(model, *batch) -> (total, count)` or `(total, count, outputs)`; total is a scalar
+tensor that has a graph."""
+
+ShardObjective: TypeAlias = Callable[[nn.Module, Batch, "int | None"], ShardLoss]
+"""`(model, batch, examples) -> (total, count)`, or with outputs.
 
 `examples` is the number of examples in the shard. It is None for a shard that is the whole batch:
 its total is then the mean and its count 1, so that training with one shard is the plain loop
@@ -116,10 +121,43 @@ class _PlacedLoss:
 @INTERRUPTS.interruptible
 def _user_objective(
     objective: UserObjective, model: nn.Module, batch: Batch, examples: int | None
-) -> tuple[torch.Tensor, Number]:
-    total, count = objective(model, *batch)
+) -> ShardLoss:
+    result = objective(model, *batch)
+    if not isinstance(result, tuple | list) or len(result) not in (2, 3):
+        raise ModelError(
+            f"the objective returned {shown(result)}: (total, count) is needed, or (total, count, "
+            f"outputs)"
+        )
+    total, count, *outputs = result
     _check_scalar(total, "the objective's total")
-    return (total / count, _count_of_mean(count)) if examples is None else (total, count)
+    if examples is None:
+        total, count = total / count, _count_of_mean(count)
+    return (total, count, checked_outputs(outputs[0])) if outputs else (total, count)
+
+
+def checked_outputs(outputs: object) -> Outputs:
+    """Return the outputs of an objective.
+
+    Raises:
+        ModelError: they are no dict, or a value is neither a tensor nor a number nor a pair.
+    """
+    if not isinstance(outputs, Mapping):
+        raise ModelError(
+            f"the objective returned {shown(outputs)} as its outputs: a dict is needed, such as "
+            f'{{"kl": (total, count)}}'
+        )
+    for name, value in outputs.items():
+        parts = value if isinstance(value, tuple | list) and len(value) == 2 else [value]
+        if not isinstance(name, str) or not all(map(_is_number, parts)):
+            raise ModelError(
+                f"the objective returned {shown(value)} as the output {name!r}: a pair (total, "
+                f"count) is needed, a number, or a tensor with a row for each example"
+            )
+    return outputs
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, torch.Tensor | int | float)
 
 
 def _count_of_mean(count: Number) -> Number:

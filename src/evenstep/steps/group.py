@@ -18,7 +18,6 @@ from safetensors.torch import load, save
 
 from evenstep.batch import Batch, Part, count_examples, cut_batch, shard_bounds
 from evenstep.batch.cut import Cut, cut_whole_batch
-from evenstep.checkpoint.codec import decode, encode
 from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.data import Cursor, Loader
 from evenstep.devices import Device, arithmetic_facts, known_results
@@ -40,6 +39,7 @@ from evenstep.errors import InputError, SaveError, text_of
 from evenstep.experiment import Experiment
 from evenstep.replicas import Replicas
 from evenstep.shard.evaluation import Pairs
+from evenstep.steps.outputs import pack_outputs, unpack_outputs
 from evenstep.steps.reducer import LocalReducer, ProcessReducer
 
 State: TypeAlias = "Callable[[], tuple[Mapping[str, Any], Mapping[str, str]]]"
@@ -47,7 +47,6 @@ State: TypeAlias = "Callable[[], tuple[Mapping[str, Any], Mapping[str, str]]]"
 
 FINGERPRINT = "the fingerprint of model and optimizer"
 OPEN = "the `with` that opens the trainer"
-_SHAPE = "the nesting of the outputs"  # no name that `encode` gives
 
 
 class Group:
@@ -240,16 +239,9 @@ class LinkedGroup(Group):
 
     def outputs_of_all(self, own: Sequence[Batch]) -> list[Batch]:
         """Return the outputs of all shards from those of this process's shards."""
-        plain, tensors = encode(list(own))
-        shape = torch.tensor([*json.dumps(plain).encode()], dtype=torch.uint8)
         exchange = Exchange("predict", "the outputs of a batch")
-        messages = self._peers.gather(save({**tensors, _SHAPE: shape}), exchange)
-        outputs: list[Batch] = []
-        for message in messages:
-            named = load(message)
-            plain = json.loads(bytes(named.pop(_SHAPE).tolist()))
-            outputs += decode(plain, named.__getitem__)
-        return outputs
+        messages = self._peers.gather(save(pack_outputs(own)), exchange)
+        return [output for message in messages for output in unpack_outputs(load(message))]
 
     def digest_of(self, batch: Batch, *, is_due: bool) -> int:
         """Return the digest of a batch if it is compared in this step."""

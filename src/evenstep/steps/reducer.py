@@ -34,7 +34,10 @@ from evenstep.replicas import Replica, Replicas
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.gradients import GradientStream, sparse_error
 from evenstep.shard.partial_sum import Add, PartialSum, add
+from evenstep.steps.outputs import pack_outputs, unpack_outputs
 from evenstep.steps.step import Attempt, Step
+
+_OUTPUT = "output/"
 
 
 class LocalReducer:
@@ -187,7 +190,7 @@ class ProcessReducer(LocalReducer):
                     raise sparse_error(self._home, i)
         attempt.sending.write_rest([partial.gradients for partial in partials])
         leaves = [attempt.results[shard] for shard in attempt.trees.runs[self.rank]]
-        numbers = [[float(number) for number in leaf] for leaf in leaves]
+        numbers = [[float(number) for number in leaf[:2]] for leaf in leaves]
         kind = Kind.COMPILED if attempt.programs else Kind.EAGER
         return Report(
             Verdict.DONE,
@@ -198,7 +201,7 @@ class ProcessReducer(LocalReducer):
             speed=self._own_speed(),
             leaves=torch.tensor(numbers, dtype=torch.float64).reshape(-1, 2),
             present=self._present(attempt.sending, partials),
-            tensors=self._small_tensors(partials),
+            tensors={**self._small_tensors(partials), **_outputs_by_name(leaves)},
         )
 
     def _present(self, sending: GradientReduction, partials: Sequence[PartialSum]) -> torch.Tensor:
@@ -245,7 +248,7 @@ class ProcessReducer(LocalReducer):
         device = self._home.device.torch_device
         for i, gradient in self._flats.views([total.to(device) for total in totals]):
             root.gradients[i] = gradient if present[i] else None
-        leaves = [(total, count) for report in reports for total, count in report.leaves.tolist()]
+        leaves = [leaf for report in reports for leaf in _leaves_of(report)]
         return [*leaves, *[None] * (len(attempt.cut.bounds) - len(leaves))], root
 
     # ---- the parts of the methods above
@@ -290,6 +293,26 @@ class ProcessReducer(LocalReducer):
             span.start,
             span.stop,
         )
+
+
+def _outputs_by_name(leaves: Sequence[Leaf]) -> dict[str, torch.Tensor]:
+    """Return the outputs of shards as tensors by name; none where no shard has any."""
+    outputs = [leaf[2] if len(leaf) > 2 else {} for leaf in leaves]
+    packed = pack_outputs(outputs) if any(len(leaf) > 2 for leaf in leaves) else {}
+    return {f"{_OUTPUT}{name}": tensor for name, tensor in packed.items()}
+
+
+def _leaves_of(report: Report) -> list[Leaf]:
+    """Return what the shards of a process gave, in their order."""
+    pairs = [(total, count) for total, count in report.leaves.tolist()]
+    named = {
+        name.removeprefix(_OUTPUT): tensor
+        for name, tensor in report.tensors.items()
+        if name.startswith(_OUTPUT)
+    }
+    if not named:
+        return [*pairs]
+    return [(*pair, one) for pair, one in zip(pairs, unpack_outputs(named), strict=True)]
 
 
 def _spelled_error(error: BaseException) -> str:

@@ -16,7 +16,7 @@ from evenstep.collectives import Forest, TreeSum, forest
 from evenstep.data.order import Cursor
 from evenstep.distributed.gradient_reduce import GradientReduction
 from evenstep.distributed.step_report import NO_DIGEST, Facts
-from evenstep.engine import Pending, Task
+from evenstep.engine import PendingNumber, Task
 from evenstep.errors import ClosedError
 from evenstep.profiling.clock import StepClock
 from evenstep.replicas import Replica
@@ -181,6 +181,7 @@ class Step:
         digest: of the whole batch, where several processes compare it.
         attempt: the current attempt at the batch.
         loss: the mean loss, once the step is finished.
+        outputs: what the objective returned besides, once the step is finished.
         is_taken: whether the model has its update, or its gradients. From then on the step stays.
         finished: whether `finish` is through.
         error: why the step was abandoned.
@@ -197,6 +198,7 @@ class Step:
     settings: Sequence[Any] = ()
     digest: int = NO_DIGEST
     loss: float = math.nan
+    outputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_taken: bool = False
     finished: bool = False
     error: BaseException | None = None
@@ -247,7 +249,7 @@ class Step:
         self.attempt.tree = None
 
 
-class StepLoss(Pending):
+class StepLoss(PendingNumber):
     """A handle of the mean loss of a step, computed before the step's update."""
 
     __slots__ = ("_step", "_wait")
@@ -264,6 +266,12 @@ class StepLoss(Pending):
     def value_in_task(self) -> float:
         """Return the loss; only called once it is there."""
         return self._step.loss
+
+    @property
+    def outputs(self) -> Mapping[str, Any]:
+        """What the objective returned besides (total, count), over all shards; waits for it."""
+        self.wait_to_read()
+        return self._step.outputs
 
     def wait_to_read(self) -> None:
         """Block until the step is finished; raise its error."""

@@ -18,6 +18,7 @@ from evenstep.replicas import OptimizerProxy, Replicas, broadcast
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
 from evenstep.shard.partial_sum import PartialSum, closing_buffers, divide_gradients, receive
+from evenstep.steps.outputs import join_step_outputs
 from evenstep.steps.step import Finish, Step
 
 Hook: TypeAlias = Callable[[nn.Module], object]
@@ -298,6 +299,10 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
     totals = [None if leaf is None else float(leaf[0]) for leaf in leaves]
     mend = "Try a lower learning rate, clip gradients in before_update, or look at those examples"
     _refuse_non_finite(step, "loss", totals, mend)
+    if len(leaves[0] or ()) > 2:
+        part = step.part
+        examples = [hi - lo for lo, hi in part.bounds]
+        step.outputs = join_step_outputs(leaves, examples, [*dict.fromkeys((part.dim, 0))])
     return sum_floats(totals) / count, count
 
 

@@ -86,6 +86,32 @@ def on_a_momentum_encoder(options):
         return [trainer.fingerprint(), losses]
 
 
+def on_outputs(options):
+    """Train by `backward` on an objective with outputs; return fingerprint, losses and outputs."""
+    model = build("convolution")
+    optimizer = ADAM(model.parameters())
+    found = []
+    with evenstep.Trainer(model, optimizer, objective=with_outputs, **options) as trainer:
+        for X, y in make_batches((40, 33)):
+            loss = trainer.backward(X, y)
+            optimizer.step()
+            outputs = loss.outputs
+            digests = [tensor_digest(outputs[name]) for name in ("rows", "mean")]
+            found.append([float(loss), outputs["right"], *digests])
+        return [trainer.fingerprint(), found]
+
+
+def with_outputs(model, X, y):
+    """Return outputs of each kind besides the loss."""
+    scores = model(X)
+    outputs = {
+        "rows": scores,
+        "mean": (scores.sum(0), len(y)),
+        "right": (scores.argmax(1) == y).sum(),
+    }
+    return nn.functional.cross_entropy(scores, y, reduction="sum"), len(y), outputs
+
+
 def on_digits(options):
     """Train an epoch on digits of which each process fetches its own; return what is measured."""
     examples = TensorDataset(*(tensor[:203] for tensor in digits(train=True).tensors))
@@ -127,6 +153,7 @@ def main():
     results["sparse gradients"] = on_sparse_gradients(options)
     results["added to twice"] = on_gradients_added_to_twice(options)
     results["momentum encoder"] = on_a_momentum_encoder(options)
+    results["outputs"] = on_outputs(options)
     results["digits"], seen = on_digits(options)
     (out / f"{rank}.json").write_text(json.dumps({"results": results, "seen": seen}))
 
