@@ -300,7 +300,7 @@ def test_options_that_cannot_be(options, error, line):
         ((), "without tensors"),
         ((torch.zeros(0, 1, 6, 6), torch.zeros(0).long()), "0 examples"),
         ((torch.zeros(8, 1, 6, 6), torch.zeros(7).long()), r"\[0\] has 8, .*\[1\] has 7"),
-        ((torch.zeros(8, 1, 6, 6), 3), "of type int: give tensors"),
+        ((torch.zeros(8, 1, 6, 6), object()), "of type object: give tensors"),
         ((torch.zeros(8, 1, 6, 6), torch.tensor(3)), "single number"),
     ],
 )

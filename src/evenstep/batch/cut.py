@@ -192,16 +192,14 @@ class Cut:
             place(
                 parts[0]
                 if number in self.shared
-                else torch.cat(parts, _dim_of(parts[0], self.part.dim))
+                else torch.cat(parts, dim_of(parts[0], self.part.dim))
             )
             for number, parts in enumerate(tensors)
         )
 
     def lies_on(self, taken: Batch, device: Device) -> bool:
         """Whether all tensors of a shard returned by `take` are on `device`."""
-        return all(
-            leaf.device == device.torch_device for leaf in self.structure.flatten_up_to(taken)
-        )
+        return all(tensor.device == device.torch_device for tensor in tensors_of(taken))
 
     def check_unchanged(self) -> None:
         """Refuse a batch that was written to after it was cut.
@@ -239,11 +237,11 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0)
     try:
         leaves, structure = optree.tree_flatten(batch)
     except RecursionError:
-        raise _too_deep() from None
+        raise too_deep() from None
     dim = dim if part is None else part.dim
     here = _check_examples(batch, leaves, dim, may_be_empty=part is not None)
     tensors = [(leaf.tensor if isinstance(leaf, Shared) else leaf).detach() for leaf in leaves]
-    dims = [None if isinstance(leaf, Shared) else _dim_of(leaf, dim) for leaf in leaves]
+    dims = [None if isinstance(leaf, Shared) else dim_of(leaf, dim) for leaf in leaves]
     if part is None:
         part = Part(here, shard_bounds(here, shards), (range(min(here, shards)),), dim=dim)
     elif here == part.examples:
@@ -282,7 +280,9 @@ def count_examples(batch: Batch, dim: int = 0) -> int:
 def without_examples(batch: Batch, dim: int = 0) -> Batch:
     """Return a batch like `batch` with 0 examples."""
     return optree.tree_map(
-        lambda leaf: leaf if isinstance(leaf, Shared) else leaf.narrow(_dim_of(leaf, dim), 0, 0),
+        lambda leaf: (
+            leaf.narrow(dim_of(leaf, dim), 0, 0) if isinstance(leaf, torch.Tensor) else leaf
+        ),
         batch,
     )
 
@@ -291,16 +291,22 @@ def _flatten(batch: Batch) -> tuple[list[Any], optree.PyTreeSpec]:
     try:
         return optree.tree_flatten(batch)
     except RecursionError:
-        raise _too_deep() from None
+        raise too_deep() from None
 
 
-def _too_deep() -> BatchError:
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    """Return the tensors in a shard's batch, in the order of its nesting."""
+    return [leaf for leaf in optree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def too_deep() -> BatchError:
+    """Return the error for a nesting that Python can't follow."""
     return BatchError(
         "got a batch that is nested too deeply, or that holds itself: give a tuple of tensors"
     )
 
 
-def _dim_of(tensor: torch.Tensor, dim: int) -> int:
+def dim_of(tensor: torch.Tensor, dim: int) -> int:
     """Return the dimension that the examples of a tensor lie along."""
     return dim if dim < tensor.ndim else 0
 
@@ -338,7 +344,7 @@ def _check_examples(
     batch: Batch, leaves: Sequence[object], dim: int, *, may_be_empty: bool = False
 ) -> int:
     lengths = {
-        leaf.shape[_dim_of(leaf, dim)]
+        leaf.shape[dim_of(leaf, dim)]
         if isinstance(leaf, torch.Tensor)
         and leaf.layout is torch.strided
         and not (leaf.is_meta or leaf.is_nested)
@@ -390,7 +396,7 @@ def _refuse(batch: Batch, dim: int) -> NoReturn:
                 f"{name} is a single number: give tensors, examples first, or "
                 f"evenstep.shared(tensor) for one that every shard needs"
             )
-        cut[name] = leaf.shape[_dim_of(leaf, dim)]
+        cut[name] = leaf.shape[dim_of(leaf, dim)]
     if not cut:
         raise BatchError(
             "got a batch of nothing but shared tensors: give at least one that has examples"

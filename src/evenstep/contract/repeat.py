@@ -93,7 +93,7 @@ def _refuse_hidden_generators(compute: Callable[[], ShardResult]) -> None:
 
 
 def _compute(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardResult:
-    own = optree.tree_map(torch.clone, work.batch)  # a shard may write to its examples
+    own = optree.tree_map(_cloned, work.batch)  # a shard may write to its examples
     leaves: list[torch.Tensor] = []
     gradients: list[torch.Tensor | None] = []
     values: list[PartialSum] = []
@@ -119,6 +119,10 @@ def _compute(replica: Replica, work: ShardWork, objective: ShardObjective) -> Sh
     finally:
         _give_gradients(leaves, gradients)
     return ShardResult(leaf, values[0], leaves)
+
+
+def _cloned(leaf: object) -> object:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _give_gradients(

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import optree
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.batch import Batch
+from evenstep.batch.cut import tensors_of
 from evenstep.contract.constant_numbers import ConstantNumbers
 from evenstep.errors import ContractError, EvenstepError, text_of
 from evenstep.experiment import autocast
@@ -142,7 +142,7 @@ def _tolerance(replica: Replica, work: ShardWork, total: torch.dtype) -> float:
     """Return the relative rounding to allow for: that of the narrowest numbers in the model."""
     if work.precision is not None:
         return _TOLERANCE_OF_NARROW
-    tensors = [*replica.parameters, *replica.buffers, *optree.tree_leaves(work.batch)]
+    tensors = [*replica.parameters, *replica.buffers, *tensors_of(work.batch)]
     kinds = {total, *(one.dtype for one in tensors if one.is_floating_point())}
     exact = max(_TOLERANCE.get(kind, _TOLERANCE_OF_NARROW) for kind in kinds)
     return exact if replica.device.kind == "cpu" else max(exact, _TOLERANCE_WITH_TF32)

@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias, cast
 
-import optree
 import torch
 from torch import nn
 from torch.func import functional_call
 
 from evenstep.batch import Batch
+from evenstep.batch.cut import tensors_of
 from evenstep.batch.rng import undrawn
 from evenstep.engine.task import PLAIN, in_modes
 from evenstep.errors import EvenstepError, ModelError
@@ -88,7 +88,7 @@ class Program:
             ModelError: a tensor has another shape, dtype or device; compiled code would read past
                 its end.
         """
-        given = [*parameters, *buffers, *optree.tree_leaves(batch)]
+        given = [*parameters, *buffers, *tensors_of(batch)]
         arguments: list[Any] = list(self._constants)
         for number, place in self._bound.items():
             arguments[number] = given[place]
@@ -173,7 +173,7 @@ class ShardCompiler:
                 f"counter, a rate): keep these in tensors, or leave out compile=True"
             )
         compiled, arguments = self._found
-        program = Program(compiled, arguments, [*parameters, *buffers, *optree.tree_leaves(batch)])
+        program = Program(compiled, arguments, [*parameters, *buffers, *tensors_of(batch)])
         if not compiled.places:
             compiled.learn(arguments, result, parameters)
         return program

@@ -12,12 +12,13 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
-import optree
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from evenstep.batch import Batch
+from evenstep.batch.cut import tensors_of
+from evenstep.batch.nesting import Keywords
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import ModelError, shown
 
@@ -94,6 +95,11 @@ def _code_of(objective: Any) -> object:
 
 def split_batch(batch: Batch) -> tuple[Any, tuple[Any, ...]]:
     """Return the (input, targets) of a batch that is `(input, *targets)`."""
+    if isinstance(batch, tuple) and batch and isinstance(batch[-1], Keywords):
+        raise ModelError(
+            f"loss(output, *targets) needs batches (input, *targets), got the keyword arguments "
+            f"{', '.join(batch[-1])}: use objective=... for these"
+        )
     if not isinstance(batch, tuple | list) or len(batch) < 1:
         raise ModelError(
             f"loss(output, *targets) needs batches (input, *targets), got a "
@@ -122,7 +128,10 @@ class _PlacedLoss:
 def _user_objective(
     objective: UserObjective, model: nn.Module, batch: Batch, examples: int | None
 ) -> ShardLoss:
-    result = objective(model, *batch)
+    if isinstance(batch[-1], Keywords):
+        result = objective(model, *batch[:-1], **batch[-1])
+    else:
+        result = objective(model, *batch)
     if not isinstance(result, tuple | list) or len(result) not in (2, 3):
         raise ModelError(
             f"the objective returned {shown(result)}: (total, count) is needed, or (total, count, "
@@ -173,7 +182,7 @@ def _mean_objective(
 ) -> tuple[torch.Tensor, Number]:
     source, targets = split_batch(batch)
     output = model(source)
-    mean = loss.on(optree.tree_leaves(batch)[0].device)(output, *targets)
+    mean = loss.on(tensors_of(batch)[0].device)(output, *targets)
     _check_scalar(mean, "the loss")
     return (mean, 1) if examples is None else (mean * examples, examples)
 

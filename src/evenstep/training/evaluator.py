@@ -10,6 +10,7 @@ from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
+from evenstep.batch.nesting import nest
 from evenstep.batch.rng import derive_seed
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
@@ -99,7 +100,8 @@ class Evaluator:
         if isinstance(batches, Loader):
             batches = executor.group.batches(batches, Cursor(), lambda: position.steps_done, call)
         for number, batch in enumerate(_each(batches)):
-            arguments = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+            whole = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+            arguments = nest(whole, experiment.batch_dim)
             interruptible(executor.group.refuse_other_batches, arguments, call, number)
             cut = executor.group.cut(arguments, experiment.shards, position.steps_done)
             open_batch()

@@ -26,6 +26,7 @@ from torch import nn
 
 from evenstep.batch import Batch, shard_bounds
 from evenstep.batch.cut import without_foreign_memory
+from evenstep.batch.nesting import Keywords, nest
 from evenstep.batch.rng import CALLERS_GENERATORS
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint import training_state
@@ -108,6 +109,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("evenstep")
 
+_TENSORS = {torch.Tensor}
 _FOLLOW_EVERY = 16  # steps between two looks for handlers of signals that the user has installed
 
 
@@ -476,14 +478,17 @@ class Trainer:
         """The steps since the start of the training, over all epochs and resumes."""
         return self.position.steps_done
 
-    def step(self, *batch: Batch) -> StepLoss:
+    def step(self, *batch: Batch, **named: Batch) -> StepLoss:
         """Train on one minibatch: split, compute the shards, sum, update.
 
         Args:
-            batch: tensors, or nestings of tuples, lists and dicts of tensors, examples first (or
-                along `batch_dim`); `evenstep.shared(tensor)` for a tensor that every shard gets
-                whole. With several processes: what `epoch` yields, or the same whole batch in each
-                process.
+            batch: tensors, or nestings of tuples, lists, mappings and dataclasses of tensors,
+                examples first (or along `batch_dim`); `evenstep.shared(tensor)` for a tensor that
+                every shard gets whole. Numbers, strings, booleans and None go to every shard as
+                they are; a mapping of any kind arrives as a dict. With several processes: what
+                `epoch` yields, or the same whole batch in each process.
+            named: the same by name; the objective gets them by name: `trainer.step(**batch)` calls
+                `objective(model, **shard)`.
 
         Returns:
             A handle of the batch's mean loss, computed before the update.
@@ -501,7 +506,7 @@ class Trainer:
         if self._owner is not None and self._owner.pid != os.getpid():
             self._owner.refuse_elsewhere()
         try:
-            return self._step(batch)
+            return self._step(batch if not named else (*batch, Keywords(named)))
         finally:
             if INTERRUPTS.pending:
                 INTERRUPTS.deliver()
@@ -523,6 +528,7 @@ class Trainer:
         *batch: Batch,
         objective: UserObjective | None = None,
         accumulate: bool = False,
+        **named: Batch,
     ) -> StepLoss:
         """Compute the gradients of one minibatch, as `step` does, and leave the update to the user.
 
@@ -539,6 +545,7 @@ class Trainer:
 
         Args:
             batch: as for `step`.
+            named: as for `step`.
             objective: computes the loss instead of the trainer's own, as for `Trainer`: of a second
                 network, say, or with a penalty. It is checked as the first one is, when its code is
                 used for the first time, and is never compiled.
@@ -554,7 +561,8 @@ class Trainer:
         if self._owner is not None and self._owner.pid != os.getpid():
             self._owner.refuse_elsewhere()
         try:
-            return self._backward(batch, objective, accumulate=accumulate)
+            whole = batch if not named else (*batch, Keywords(named))
+            return self._backward(whole, objective, accumulate=accumulate)
         finally:
             if INTERRUPTS.pending:
                 INTERRUPTS.deliver()
@@ -916,8 +924,13 @@ class Trainer:
 
     def _next_step(self, batch: Batch) -> Step:
         """Return the step that trains on `batch` at the current position."""
+        is_plain = {*map(type, batch)} <= _TENSORS
+        if not is_plain:
+            batch = nest(batch, self.experiment.batch_dim)
         if self._max_in_flight > 1:
             batch = without_foreign_memory(batch)
+            if not is_plain:
+                batch = nest(batch)
         cut = self._group.cut(batch, self.experiment.shards, self.position.steps_done)
         if cut.part.examples < 2 * self.experiment.shards:
             self._refuse_lonely(cut.bounds)

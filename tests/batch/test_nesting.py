@@ -1,0 +1,234 @@
+"""Batches as people have them: mappings, dataclasses, named tuples, constants, keywords."""
+
+import collections
+import dataclasses
+import functools
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import evenstep
+from evenstep.batch import cut_batch
+from evenstep.batch.nesting import Keywords, nest
+from evenstep.errors import BatchError, ModelError
+from layouts import own
+from trainers import sgd
+
+X = torch.arange(24.0).reshape(6, 4)
+Y = torch.arange(6) % 3
+
+
+class Encoding(collections.UserDict):
+    """As tokenizers give them."""
+
+
+@dataclasses.dataclass
+class Graphs:
+    nodes: torch.Tensor
+    kind: str = "none"
+    labels: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    nodes: torch.Tensor
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: Any
+
+
+def second_shard(batch):
+    """Return the second of three shards."""
+    return cut_batch(nest(batch), 3).take(1, torch.clone)
+
+
+def same(ours, theirs):
+    return torch.equal(ours, theirs) and not torch.equal(ours, X[:2])
+
+
+@pytest.mark.parametrize(
+    "mapping",
+    [Encoding(a=X, n=2), MappingProxyType({"a": X, "n": 2}), collections.OrderedDict(a=X, n=2)],
+    ids=["user dict", "proxy", "ordered"],
+)
+def test_a_mapping_becomes_a_dict(mapping):
+    shard = second_shard((mapping, Y))
+    assert dict(shard[0]).keys() == {"a", "n"}
+    assert same(shard[0]["a"], X[2:4])
+    assert shard[0]["n"] == 2
+    assert shard[1].tolist() == [2, 0]
+
+
+def test_a_dataclass_stays_one():
+    shard = second_shard(Graphs(X, "dense", labels={"y": Y}))
+    assert type(shard) is Graphs
+    assert same(shard.nodes, X[2:4])
+    assert shard.kind == "dense"
+    assert shard.labels["y"].tolist() == [2, 0]
+    assert same(second_shard(Frozen(X)).nodes, X[2:4])
+
+
+def test_named_tuples_and_what_is_nested():
+    shard = second_shard({"a": [Pair(X, Encoding(y=Y, none=None))]})
+    assert same(shard["a"][0].left, X[2:4])
+    assert shard["a"][0].right["y"].tolist() == [2, 0]
+    assert shard["a"][0].right["none"] is None
+
+
+@pytest.mark.parametrize("constant", [3, 0.5, True, "text", b"bytes", 2j, None], ids=repr)
+def test_constants_go_to_every_shard(constant):
+    assert second_shard((X, constant))[1] == constant
+    assert second_shard((X, {"a": [constant]}))[1]["a"] == [constant]
+
+
+def test_a_list_with_something_for_each_example_is_refused():
+    names = ["a", "b", "c", "d", "e", "f"]
+    with pytest.raises(BatchError, match="a list of 6 values of type str in a batch of 6"):
+        nest((X, {"names": names}))
+    assert second_shard((X, names[:2]))[1] == ["a", "b"]
+
+
+def test_what_is_neither_is_still_named():
+    with pytest.raises(BatchError, match=r"batch\[1\] is of type object"):
+        cut_batch(nest((X, object())), 3)
+
+
+def test_a_batch_that_holds_itself_is_refused():
+    endless = []
+    endless.append(endless)
+    with pytest.raises(BatchError, match="nested too deeply"):
+        nest((X, endless))
+
+
+def test_keywords_stay_apart():
+    shard = second_shard((X, Keywords(y=Y, scale=2.0)))
+    assert isinstance(shard[1], Keywords)
+    assert shard[1]["y"].tolist() == [2, 0]
+    assert shard[1]["scale"] == 2.0
+
+
+# ---- in a trainer
+
+
+class Model(nn.Module):
+    """Called with a batch's fields, as models of transformers are."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(4, 3)
+
+    def forward(self, x, labels, scale=1.0, mode=None):
+        assert mode in (None, "sum")
+        loss = scale * F.cross_entropy(self.body(x), labels)
+        return collections.namedtuple("Output", "loss")(loss)
+
+
+def by_name(model, **batch):
+    return model(**batch).loss * len(batch["x"]), len(batch["x"])
+
+
+def whole(model, batch):
+    return by_name(model, **batch)
+
+
+def of_fields(model, graphs):
+    return by_name(model, x=graphs.nodes, labels=graphs.labels)
+
+
+BATCH = {"x": torch.randn(20, 4, generator=torch.Generator().manual_seed(0))}
+BATCH["labels"] = torch.arange(20) % 3
+
+WAYS = {
+    "keywords": (by_name, lambda trainer: trainer.step(**BATCH)),
+    "encoding": (by_name, lambda trainer: trainer.step(**Encoding(BATCH))),
+    "mapping": (whole, lambda trainer: trainer.step(Encoding(BATCH))),
+    "dataclass": (
+        of_fields,
+        lambda trainer: trainer.step(Graphs(BATCH["x"], labels=BATCH["labels"])),
+    ),
+    "constants": (by_name, lambda trainer: trainer.step(**BATCH, scale=1.0, mode="sum")),
+    "backward": (by_name, lambda trainer: in_two_calls(trainer)),
+}
+
+
+def in_two_calls(trainer):
+    loss = trainer.backward(**BATCH)
+    trainer.optimizer.step()
+    return loss
+
+
+def trained(way, devices, **options):
+    objective, step = WAYS[way]
+    torch.manual_seed(0)
+    model = Model()
+    with evenstep.Trainer(
+        model, sgd(model), objective=objective, devices=devices, **options
+    ) as trainer:
+        losses = [float(step(trainer)) for _ in range(3)]
+        return trainer.fingerprint(), losses
+
+
+@functools.cache
+def reference():
+    torch.manual_seed(0)
+    model = Model()
+    loss = nn.CrossEntropyLoss()
+    model.body.register_forward_pre_hook(lambda *_: None)
+    with evenstep.Trainer(
+        model,
+        sgd(model),
+        objective=lambda model, X, y: (loss(model.body(X), y) * len(X), len(X)),
+        devices=1,
+    ) as trainer:
+        losses = [float(trainer.step(BATCH["x"], BATCH["labels"])) for _ in range(3)]
+        return trainer.fingerprint(), losses
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("devices", [1, 2, own(2)], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_trains_the_same(way, devices, in_flight):
+    assert trained(way, devices, max_in_flight=in_flight) == reference()
+
+
+def test_compiled_shards_follow_a_constant():
+    losses = []
+    for compile_ in (False, True):
+        torch.manual_seed(0)
+        model = Model()
+        with evenstep.Trainer(
+            model, sgd(model), objective=by_name, devices=1, compile=compile_
+        ) as trainer:
+            losses.append([float(trainer.step(**BATCH, scale=scale)) for scale in (1.0, 3.0)])
+    torch.testing.assert_close(*map(torch.tensor, losses))
+    assert losses[0][1] > 2 * losses[0][0]
+
+
+def test_a_loss_does_not_take_keywords():
+    model = nn.Linear(4, 3)
+    with (
+        evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1) as trainer,
+        pytest.raises(ModelError, match="got the keyword arguments x, labels: use objective"),
+    ):
+        trainer.step(**BATCH)
+
+
+def test_evaluation_takes_mappings_and_constants():
+    model = Model()
+
+    def metric(model, batch):
+        assert batch["mode"] == "sum"
+        return by_name(model, **batch)
+
+    batches = [Encoding(**BATCH, mode="sum")]
+    found = []
+    for devices in (1, 3):
+        with evenstep.Trainer(model, sgd(model), objective=whole, devices=devices) as trainer:
+            found.append(trainer.evaluate(batches, {"loss": metric}))
+    assert found[0] == found[1]
