@@ -60,6 +60,8 @@ class Experiment:
         batch_dim: the dimension that the examples of a batch lie along: 1 for batches of shape
             (time, batch, features). A tensor that has no such dimension (labels of shape (batch,))
             is cut along its first.
+        clip_norm: the largest norm of a batch's mean gradient, over all parameters; a larger one is
+            scaled down to it, as by `torch.nn.utils.clip_grad_norm_`. None for no limit.
     """
 
     shards: int = 8
@@ -74,12 +76,16 @@ class Experiment:
         default_factory=dict, hash=False, metadata=LATER
     )
     batch_dim: int = dataclasses.field(default=0, metadata=LATER)
+    clip_norm: float | None = dataclasses.field(default=None, metadata=LATER)
 
     def __post_init__(self) -> None:
         check_integer("shards", self.shards, at_least=1, at_most=MOST_SHARDS)
         check_integer("threads", self.threads, at_least=1, at_most=MOST_THREADS)
         check_integer("seed", self.seed, at_least=0, at_most=None)
         check_integer("batch_dim", self.batch_dim, at_least=0, at_most=_MOST_DIMS)
+        if self.clip_norm is not None:
+            check_positive("clip_norm", self.clip_norm)
+            object.__setattr__(self, "clip_norm", float(self.clip_norm))  # as checkpoints have it
         for name in ("compile", "separable"):
             check_flag(name, getattr(self, name))
         if not isinstance(self.buffers, dict):
@@ -160,6 +166,13 @@ def check_seconds(name: str, value: object, *, at_most: float) -> None:
     if not is_number or not 0 < value <= at_most:  # type: ignore[operator]
         limit = "" if at_most == math.inf else f", at most {at_most:,}"
         raise InputError(f"got {name}={shown(value)}: give a number of seconds above 0{limit}")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse an argument that is no finite number above 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+        raise InputError(f"got {name}={shown(value)}: give a number above 0")
 
 
 def check_flag(name: str, value: object) -> None:

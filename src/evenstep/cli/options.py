@@ -86,6 +86,12 @@ class ExperimentOptions(OptionTable):
         "Statistics that BatchNorm layers use in training: those of each shard, or those of the "
         "whole batch (sync); part of the experiment.",
     )
+    clip_norm: float | None = _in_checkpoint(
+        None,
+        "Scale a batch's gradient down to this norm if it is larger; part of the experiment.",
+        Finite(min=0, min_open=True),
+        metavar="NORM",
+    )
     epochs: int | None = _replaceable("Stop after N epochs.")
     steps: int | None = _replaceable(
         "Stop after N steps, counted from the start of the training. If --epochs is given too, "

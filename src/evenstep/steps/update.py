@@ -7,6 +7,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -33,6 +34,7 @@ class Update:
         replicas: the replicas of the model.
         before_update: called between the division of the gradients and the update.
         after_update: called after the update, before other memories get the new parameters.
+        clip_norm: the largest norm of the gradients; None for no limit.
 
     Attributes:
         may_step_elsewhere: whether the user may step the optimizer, since the last step has left
@@ -45,11 +47,13 @@ class Update:
         replicas: Replicas,
         before_update: Hook | None,
         after_update: Hook | None,
+        clip_norm: float | None = None,
     ) -> None:
         self._optimizer = optimizer
         self._replicas = replicas
         self._before_update = before_update
         self._after_update = after_update
+        self._clip_norm = clip_norm
         self.may_step_elsewhere = False
         self._is_stepping = False
 
@@ -76,12 +80,14 @@ class Update:
         step.is_taken = True
         self._replicas.mark_written()
 
-    def install(self, count: float, root: PartialSum) -> None:
-        """Put the mean gradients into the user's parameters, and call the user's hook."""
+    def install(self, step: Step, count: float, root: PartialSum) -> None:
+        """Put the mean gradients into the user's parameters, call the user's hook, and clip."""
         self._divide(root, count)
         self._show(root.gradients)
         if self._before_update:
             self._call(self._before_update, "before_update")
+        if self._clip_norm is not None:
+            self._clip(step, self._replicas.home.parameters)
 
     def minimise(self, closure: Closure) -> None:
         """Update with an optimizer that evaluates the batch by `closure`."""
@@ -120,7 +126,7 @@ class Update:
             )
 
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
-        self.install(count, root)
+        self.install(step, count, root)
         self._step()
 
     def _step(self, *closure: Closure) -> None:
@@ -156,6 +162,17 @@ class Update:
         divide_gradients(root.gradients, count)
         if self._replicas.hooked:
             self._call_hooks(root)
+
+    def _clip(self, step: Step, holders: Sequence[Any]) -> None:
+        """Scale the gradients of `holders` (each has one as `grad`) to the largest norm."""
+        assert self._clip_norm is not None
+        if "grad_norm" in step.outputs:
+            raise ModelError(
+                "the objective returns an output 'grad_norm', which clip_norm= gives too: name it "
+                "otherwise"
+            )
+        norm = nn.utils.clip_grad_norm_(holders, self._clip_norm)
+        step.outputs = {**step.outputs, "grad_norm": float(norm)}
 
     def _receive(self, root: PartialSum) -> None:
         if root.fence is not None:
@@ -198,9 +215,10 @@ class ProxyUpdate(Update):
         replicas: Replicas,
         before_update: Hook | None,
         after_update: Hook | None,
+        clip_norm: float | None,
         proxy: OptimizerProxy,
     ) -> None:
-        super().__init__(optimizer, replicas, before_update, after_update)
+        super().__init__(optimizer, replicas, before_update, after_update, clip_norm)
         self._proxy = proxy
         self._shown: Sequence[torch.Tensor | None] = ()
 
@@ -223,11 +241,13 @@ class ProxyUpdate(Update):
         """
         home = self._replicas.home.parameters
         if self._before_update:
-            self.install(count, root)
+            self.install(step, count, root)
             root.gradients = [parameter.grad for parameter in home]
             self._show([None] * len(home))
         else:
             self._divide(root, count)
+            if self._clip_norm is not None:
+                self._clip(step, [SimpleNamespace(grad=one) for one in root.gradients])
         self._proxy.step(step.settings, dict(zip(home, root.gradients, strict=True)))
         self._show(root.gradients)
 
@@ -282,7 +302,7 @@ class Closure:
         step.loss, count = settle(step, leaves)
         root.gradients = [g if g is None else g.contiguous() for g in root.gradients]
         self._replicas.restore_opening()
-        self._update.install(count, root)
+        self._update.install(step, count, root)
         self.root = root
 
 

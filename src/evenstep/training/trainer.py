@@ -130,6 +130,7 @@ class TrainerOptions(TypedDict, total=False):
     separable: bool
     buffers: dict[str, BufferRule]
     batch_dim: int
+    clip_norm: float | None
     side_by_side: bool
     before_update: Hook | None
     after_update: Hook | None
@@ -161,7 +162,7 @@ class Trainer:
             (total, count)`, which must call the `model` that it is given.
         devices: "auto", a number, a name such as "cpu:1", or a list of names (see `find_devices`).
         experiment: all choices that the result depends on, as one value, instead of the keywords
-            from `shards` to `batch_dim`.
+            from `shards` to `clip_norm`.
         shards: V, the number of shards that every minibatch is cut into; at most 65,536.
         seed: the seed of the random ops in the model.
         precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
@@ -184,6 +185,9 @@ class Trainer:
         batch_dim: the dimension that the examples of a batch lie along: 1 for batches of shape
             (time, batch, features). A tensor that has no such dimension (labels of shape (batch,))
             is cut along its first.
+        clip_norm: the largest norm of the batch's mean gradient; a larger one is scaled down to it,
+            as by `torch.nn.utils.clip_grad_norm_`, after `before_update`. The norm is then in
+            `step(...).outputs["grad_norm"]`.
         side_by_side: compute all shards of a batch at the same time, so that they can call
             `evenstep.all_gather`, on the CPU devices of one process, as with `batch_norm="sync"`.
             It changes no result.
@@ -251,6 +255,7 @@ class Trainer:
         separable: bool = True,
         buffers: dict[str, BufferRule] | None = None,
         batch_dim: int = 0,
+        clip_norm: float | None = None,
         side_by_side: bool = False,
         before_update: Hook | None = None,
         after_update: Hook | None = None,
@@ -275,6 +280,7 @@ class Trainer:
             separable=separable,
             buffers={} if buffers is None else buffers,
             batch_dim=batch_dim,
+            clip_norm=clip_norm,
         )
         experiment = only_one(experiment, keywords)
         check_numbers(
@@ -353,7 +359,8 @@ class Trainer:
             self.experiment, self._replicas, self._engine, self._timekeeper, self._group
         )
         self._proxy = OptimizerProxy(self.optimizer) if overlap else None
-        given = self.optimizer, self._replicas, before_update, after_update
+        clip_norm = self.experiment.clip_norm
+        given = self.optimizer, self._replicas, before_update, after_update, clip_norm
         self._update = ProxyUpdate(*given, self._proxy) if self._proxy else Update(*given)
         kinds = {(device.kind, device.threads) for device in self.devices}
         direct = kinds == {("cpu", self.experiment.threads)} and not overlap
