@@ -1,7 +1,7 @@
 """Train one PyTorch model on every device: the same weights, bit for bit, on any number of them."""
 
 from evenstep import data, errors, metrics, models
-from evenstep.batch import shared
+from evenstep.batch import Shards, shared
 from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
 from evenstep.engine import Engine
 from evenstep.experiment import Experiment
@@ -22,6 +22,7 @@ __all__ = [
     "Exported",
     "Hybrid",
     "Hybridized",
+    "Shards",
     "Trainer",
     "all_gather",
     "data",

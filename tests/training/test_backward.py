@@ -185,6 +185,31 @@ def test_a_closure_may_call_backward():
     assert results[0] == results[1] == results[2]
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_parameters_may_be_written_between_two_calls(in_flight):
+    """SAM: the gradient at a point nearby."""
+    results = []
+    for devices in (1, 2, own(3)):
+        model = build("convolution")
+        with opened(model, devices=devices, max_in_flight=in_flight) as trainer:
+            for X, y in make_batches((24, 17)):
+                trainer.backward(X, y)
+                way = [0.1 * parameter.grad for parameter in model.parameters()]
+                move(model, way, 1)
+                trainer.backward(X, y)
+                move(model, way, -1)
+                trainer.optimizer.step()
+            results.append(whole_state(model, trainer.optimizer))
+    for state in results[1:]:
+        assert_same_bits(state, results[0])
+
+
+def move(model, way, sign):
+    with torch.no_grad():
+        for parameter, step in zip(model.parameters(), way, strict=True):
+            parameter.add_(step, alpha=sign)
+
+
 # ---- other objectives
 
 

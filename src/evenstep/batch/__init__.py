@@ -10,12 +10,14 @@ from evenstep.batch.cut import (
     shard_bounds,
     shared,
 )
+from evenstep.batch.own_shards import Shards
 
 __all__ = [
     "Batch",
     "Cut",
     "Part",
     "ProcessAssignment",
+    "Shards",
     "contiguous_runs",
     "count_examples",
     "cut_batch",

@@ -7,11 +7,12 @@ into Deep Learning, "Training on Multiple GPUs", cuts by device instead.)
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, TypeAlias
 
 import optree
 import torch
@@ -85,6 +86,7 @@ class Part:
         runs: the shards of each process; together all shards with examples, in order.
         rank: this process's number.
         dim: the dimension that the examples lie along, of tensors that have it.
+        own_shards: the number of micro-batches of the user's own; None for a batch that is cut.
     """
 
     examples: int
@@ -92,6 +94,7 @@ class Part:
     runs: tuple[range, ...]
     rank: int = 0
     dim: int = 0
+    own_shards: int | None = None
 
     @functools.cached_property
     def run(self) -> range:
@@ -134,6 +137,9 @@ class Cut:
         default_factory=dict
     )
 
+    can_join: ClassVar[bool] = True
+    """Whether shards fit together as one batch."""
+
     @functools.cached_property
     def bounds(self) -> Sequence[tuple[int, int]]:
         """The examples [lo, hi) of each shard; only the first `filled` have any."""
@@ -142,7 +148,7 @@ class Cut:
     @functools.cached_property
     def filled(self) -> int:
         """The number of shards with examples."""
-        return min(self.part.examples, len(self.part.bounds))
+        return self.part.own_shards or min(self.part.examples, len(self.part.bounds))
 
     @functools.cached_property
     def weights(self) -> list[int]:
@@ -201,18 +207,37 @@ class Cut:
         """Whether all tensors of a shard returned by `take` are on `device`."""
         return all(tensor.device == device.torch_device for tensor in tensors_of(taken))
 
+    def held(self) -> Iterable[torch.Tensor]:
+        """Return tensors that share the counts of writes with those of the batch."""
+        return next(iter(self.views.values()), ())
+
     def check_unchanged(self) -> None:
         """Refuse a batch that was written to after it was cut.
 
         Raises:
             BatchError: a tensor was written to.
         """
-        some = next(iter(self.views.values()), ())
-        if some and self.versions != _versions(some):
+        held = [*self.held()]
+        if held and self.versions != versions_of(held):
             raise BatchError(
                 "the batch was written to while its step was in flight: give each step tensors of "
                 "its own, or call waitall() first, or use max_in_flight=1"
             )
+
+
+class Precut(abc.ABC):
+    """A batch that comes as shards: the first argument of a step, and its only one."""
+
+    @abc.abstractmethod
+    def cut_alone(self, arguments: tuple[Batch, ...], shards: int) -> Cut:
+        """Cut the arguments of a step for the only process."""
+
+
+def cut_whole_batch(batch: Batch, shards: int, step: int = 0, dim: int = 0) -> Cut:
+    """Cut a batch for the only process; `step` does not matter."""
+    if batch and isinstance(batch[0], Precut):
+        return batch[0].cut_alone(batch, shards)
+    return cut_batch(batch, shards, dim=dim)
 
 
 NO_CUT = Cut(Part(0, (), (range(0),)), {}, optree.treespec_tuple())
@@ -264,12 +289,7 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0)
     views = dict(zip(part.run, zip(*pieces, strict=True), strict=True))
     has_shared = None in dims
     shared = [number for number, along in enumerate(dims) if along is None] if has_shared else ()
-    return Cut(part, views, structure, _versions(tensors), shared)
-
-
-def cut_whole_batch(batch: Batch, shards: int, step: int = 0, dim: int = 0) -> Cut:
-    """Cut a batch for the only process; `step` does not matter."""
-    return cut_batch(batch, shards, dim=dim)
+    return Cut(part, views, structure, versions_of(tensors), shared)
 
 
 def count_examples(batch: Batch, dim: int = 0) -> int:
@@ -331,7 +351,7 @@ def _is_foreign(leaf: object) -> bool:
     return not storage.resizable() and not storage.is_shared()
 
 
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int | None]:
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
     """Return how often each tensor was written to; a view shares the count of its base."""
     return [*map(_version, tensors)]
 

@@ -165,7 +165,7 @@ class SelfCheck:
             self._experiment.autocast_dtype,
         )
         pair: list[tuple[Batch, int]] = []
-        if others:
+        if others and cut.can_join:
             pair = [(cut.join(shards, place), sum(examples[shard] for shard in shards))]
             pair += [(cut.take(shard, place), examples[shard]) for shard in shards]
         meets_others = self._side_by_side or work.alone

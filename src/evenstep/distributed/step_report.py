@@ -11,7 +11,7 @@ import dataclasses
 import enum
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import optree
 import torch
@@ -19,6 +19,7 @@ from safetensors.torch import load, save
 
 from evenstep.batch import Batch
 from evenstep.batch.cut import Shared
+from evenstep.batch.own_shards import Shards
 from evenstep.distributed.process_group import Peers
 from evenstep.errors import ContractError, EvenstepError, PeerError
 
@@ -141,7 +142,10 @@ def batch_digest(batch: Batch, *, is_whole: bool) -> int:
         is_whole: whether the process was given the whole batch; of a part, only the tensors that
             all shards share are the same.
     """
-    leaves, structure = optree.tree_flatten(batch)
+    whole: Any = batch
+    if isinstance(batch, tuple):
+        whole = tuple(one.batches if isinstance(one, Shards) else one for one in batch)
+    leaves, structure = optree.tree_flatten(whole)
     digest = zlib.crc32(str(structure).encode())
     for leaf in leaves:
         if not (is_whole or isinstance(leaf, Shared)):

@@ -18,6 +18,7 @@ from safetensors.torch import load, save
 
 from evenstep.batch import Batch, Part, count_examples, cut_batch, shard_bounds
 from evenstep.batch.cut import Cut, cut_whole_batch
+from evenstep.batch.own_shards import Shards, cut_own_shards, only
 from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.data import Cursor, Loader
 from evenstep.devices import Device, arithmetic_facts, known_results
@@ -199,6 +200,10 @@ class LinkedGroup(Group):
 
     def _cut(self, batch: Batch, shards: int, step: int) -> Cut:
         """Cut this process's part of the batch of step `step` into shards."""
+        if batch and type(batch[0]) is Shards:
+            whole = only(batch)
+            runs = self._reducer.assignment.runs(min(len(whole), shards), step)
+            return cut_own_shards(whole, shards, whole.part(runs, self._reducer.rank, shards))
         part = self._given or self._part(count_examples(batch, self._batch_dim), step)
         return cut_batch(batch, shards, part)
 

@@ -215,6 +215,7 @@ class Step:
         observe: Callable[[int, PartialSum], None] | None = None,
         settings: Sequence[Any] = (),
         digest: int = NO_DIGEST,
+        may_compile: bool = True,
     ) -> Step:
         """Return the step that trains on a cut batch at `position`, with the experiment's seed."""
         seeds = functools.partial(shard_seed, seed, position.epoch, position.batch)
@@ -228,6 +229,7 @@ class Step:
             observe=observe,
             settings=settings,
             digest=digest,
+            may_compile=may_compile,
         )
 
     @property

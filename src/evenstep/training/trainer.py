@@ -25,8 +25,8 @@ import torch
 from torch import nn
 
 from evenstep.batch import Batch, shard_bounds
-from evenstep.batch.cut import without_foreign_memory
 from evenstep.batch.nesting import Keywords, nest
+from evenstep.batch.own_shards import in_own_memory
 from evenstep.batch.rng import CALLERS_GENERATORS
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint import training_state
@@ -492,8 +492,9 @@ class Trainer:
             batch: tensors, or nestings of tuples, lists, mappings and dataclasses of tensors,
                 examples first (or along `batch_dim`); `evenstep.shared(tensor)` for a tensor that
                 every shard gets whole. Numbers, strings, booleans and None go to every shard as
-                they are; a mapping of any kind arrives as a dict. With several processes: what
-                `epoch` yields, or the same whole batch in each process.
+                they are; a mapping of any kind arrives as a dict. Or one `evenstep.Shards`: the
+                batch as micro-batches of your own. With several processes: what `epoch` yields, or
+                the same whole batch in each process.
             named: the same by name; the objective gets them by name: `trainer.step(**batch)` calls
                 `objective(model, **shard)`.
 
@@ -935,9 +936,7 @@ class Trainer:
         if not is_plain:
             batch = nest(batch, self.experiment.batch_dim)
         if self._max_in_flight > 1:
-            batch = without_foreign_memory(batch)
-            if not is_plain:
-                batch = nest(batch)
+            batch = nest(in_own_memory(batch), self.experiment.batch_dim)
         cut = self._group.cut(batch, self.experiment.shards, self.position.steps_done)
         if cut.part.examples < 2 * self.experiment.shards:
             self._refuse_lonely(cut.bounds)
@@ -949,6 +948,7 @@ class Trainer:
             finish=self._update,
             observe=self.on_shard,
             digest=NO_DIGEST if self._group.is_alone else self._digest_of(batch),
+            may_compile=cut.can_join,
         )
 
     def _digest_of(self, batch: Batch) -> int:

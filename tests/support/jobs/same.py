@@ -101,6 +101,19 @@ def on_outputs(options):
         return [trainer.fingerprint(), found]
 
 
+def on_own_shards(options):
+    """Train on micro-batches of several sizes; return the fingerprint and the losses."""
+    model = build("convolution")
+    optimizer = ADAM(model.parameters())
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = []
+        for X, y in make_batches((40, 33)):
+            sizes = [7, 2, 11, 5, len(y) - 25]
+            parts = [*zip(X.split(sizes), y.split(sizes), strict=True)]
+            losses.append(float(trainer.step(evenstep.Shards(parts))))
+        return [trainer.fingerprint(), losses]
+
+
 def with_outputs(model, X, y):
     """Return outputs of each kind besides the loss."""
     scores = model(X)
@@ -154,6 +167,7 @@ def main():
     results["added to twice"] = on_gradients_added_to_twice(options)
     results["momentum encoder"] = on_a_momentum_encoder(options)
     results["outputs"] = on_outputs(options)
+    results["own shards"] = on_own_shards(options)
     results["digits"], seen = on_digits(options)
     (out / f"{rank}.json").write_text(json.dumps({"results": results, "seen": seen}))
 
