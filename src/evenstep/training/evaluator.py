@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
+import torch
 from torch import nn
 
 from evenstep.batch import Batch
@@ -15,7 +17,7 @@ from evenstep.batch.rng import derive_seed
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
 from evenstep.engine.interrupts import interruptible
-from evenstep.errors import BatchError
+from evenstep.errors import BatchError, ModelError
 from evenstep.shard.evaluation import (
     Forward,
     Measure,
@@ -52,11 +54,12 @@ class Evaluator:
         *,
         position: Position,
         open_batch: Open,
+        other: nn.Module | None,
     ) -> dict[str, float]:
         """Return each metric over all `batches` (see `Trainer.evaluate`)."""
         sums = dict.fromkeys(metrics, (0.0, 0.0))
         open_batch()
-        with evaluation_mode(self._model):
+        with evaluation_mode(self._model), values_of(other, self._model):
             for cut, seed in self._cuts(batches, position, open_batch, "evaluate"):
                 shards = self._executor.measure(cut, self._measure, metrics, seed)
                 for name, (total, count) in sums.items():
@@ -75,6 +78,7 @@ class Evaluator:
         *,
         position: Position,
         open_batch: Open,
+        other: nn.Module | None,
     ) -> Batch:
         """Return the outputs for all `batches` (see `Trainer.predict`)."""
         if isinstance(batches, Loader):
@@ -84,7 +88,7 @@ class Evaluator:
         batch_dim = self._executor.experiment.batch_dim
         dims = [*dict.fromkeys((batch_dim, 0))] if dim is None else [dim]
         open_batch()
-        with evaluation_mode(self._model):
+        with evaluation_mode(self._model), values_of(other, self._model):
             for cut, seed in self._cuts(batches, position, open_batch, "predict"):
                 outputs += self._executor.predict(cut, forward, seed)
                 examples += [hi - lo for lo, hi in cut.bounds[: cut.filled]]
@@ -106,6 +110,49 @@ class Evaluator:
             cut = executor.group.cut(arguments, experiment.shards, position.steps_done)
             open_batch()
             yield cut, functools.partial(derive_seed, "evaluation", experiment.seed, number)
+
+
+@contextlib.contextmanager
+def values_of(other: nn.Module | None, model: nn.Module) -> Iterator[None]:
+    """Inside `with`, give `model` the parameters and buffers of another module of its structure.
+
+    Args:
+        other: the module, such as an average of the model's weights; None for the model itself.
+        model: the user's model; at the end it has its own values again, bit for bit.
+
+    Raises:
+        ModelError: `other` has other parameters or buffers.
+    """
+    if other is None:
+        yield
+        return
+    own, theirs = _tensors_by_name(model), _tensors_by_name(other)
+    for name in {**own, **theirs}:
+        shapes = [
+            f"shape {tuple(each[name].shape)}" if name in each else "no tensor"
+            for each in (own, theirs)
+        ]
+        if shapes[0] != shapes[1]:
+            raise ModelError(
+                f"the given model has {shapes[1]} named {name}, the trainer's model {shapes[0]}: "
+                f"give a module of the same structure (of an AveragedModel, its .module)"
+            )
+    before = {name: tensor.clone() for name, tensor in own.items()}
+    try:
+        _copy_all(theirs, own)
+        yield
+    finally:
+        _copy_all(before, own)
+
+
+def _tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach() for name, tensor in named}
+
+
+def _copy_all(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    for name, target in targets.items():
+        target.copy_(sources[name])
 
 
 def _each(batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -644,26 +644,45 @@ class Trainer:
         yield from self._group.batches(loader, Cursor(), lambda: self.steps_done, "batches")
 
     @INTERRUPTS.uninterrupted
-    def evaluate(self, batches: Iterable[Batch], metrics: Mapping[str, Metric]) -> dict[str, float]:
+    def evaluate(
+        self,
+        batches: Iterable[Batch],
+        metrics: Mapping[str, Metric],
+        *,
+        model: nn.Module | None = None,
+    ) -> dict[str, float]:
         """Return each metric over all `batches`, computed on every device in evaluation mode.
 
         Args:
             batches: each what `step` takes: a tuple or list of its arguments, or its one argument.
             metrics: name to `metric(output, *targets) -> (total, count)`; a trainer with an
                 objective calls `metric(model, *batch)`.
+            model: another module with the structure of the trainer's model, to evaluate instead of
+                it, such as an average of its weights.
 
         Raises:
             BatchError: there is no batch, or none that counts.
+            ModelError: `model` has another structure.
         """
         self._refuse_fork()
         self._compare_states("evaluate")
+        self._compare_other(model, "evaluate")
         return self._evaluator.evaluate(
-            batches, metrics, position=self.position, open_batch=self._open_batches()
+            batches,
+            metrics,
+            position=self.position,
+            open_batch=self._open_batches(),
+            other=model,
         )
 
     @INTERRUPTS.uninterrupted
     def predict(
-        self, batches: Iterable[Batch], forward: Forward = output_of, *, dim: int | None = None
+        self,
+        batches: Iterable[Batch],
+        forward: Forward = output_of,
+        *,
+        dim: int | None = None,
+        model: nn.Module | None = None,
     ) -> Batch:
         """Return the model's output for every example, computed as `evaluate` does.
 
@@ -674,6 +693,7 @@ class Trainer:
                 example; by default the model's output for the batch's first part.
             dim: the dimension of the outputs that the examples lie along. None: `batch_dim` or the
                 first, whichever has an example's row in the outputs of all shards.
+            model: as for `evaluate`.
 
         Returns:
             What `forward` returns, for all examples in their order, on the CPU, in every process.
@@ -685,8 +705,14 @@ class Trainer:
         """
         self._refuse_fork()
         self._compare_states("predict")
+        self._compare_other(model, "predict")
         return self._evaluator.predict(
-            batches, forward, dim, position=self.position, open_batch=self._open_batches()
+            batches,
+            forward,
+            dim,
+            position=self.position,
+            open_batch=self._open_batches(),
+            other=model,
         )
 
     @INTERRUPTS.uninterrupted
@@ -983,6 +1009,12 @@ class Trainer:
         else:
             self._pipeline.wait()
         self._agreement.compare_states(self._group, self.steps_done, call)
+
+    def _compare_other(self, model: nn.Module | None, call: str) -> None:
+        """Make sure that all processes evaluate the same other model."""
+        if model is not None and not self._group.is_alone:
+            state = dict(model.state_dict())
+            interruptible(self._group.compare_states, lambda: (state, {}), self.steps_done, call)
 
     def _compare_states_to_save(self) -> PeerError | None:
         """Compare states before a checkpoint; return the error if another process is lost.
