@@ -95,10 +95,10 @@ def test_an_error_gives_the_model_its_own_values_back():
 def test_another_structure_is_refused():
     model = build("convolution")
     wider = copy.deepcopy(model)
-    wider[-1] = nn.Linear(64, 7)
+    wider[-1] = nn.Linear(20, 7)
     with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1) as trainer:
         for other, said in (
-            (wider, r"weight of shape \(7, 64\), the trainer's model of shape \(5, 64\)"),
+            (wider, r"shape \(7, 20\) named 4.weight, the trainer's model shape \(5, 20\)"),
             (AveragedModel(model), r"\.module"),
         ):
             with pytest.raises(ModelError, match=said):
