@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -129,10 +129,30 @@ class TrainingState:
             CheckpointError: one of them is of another kind than the saved one.
         """
         refuse_another_optimizer(self.optimizers, optimizer)
+        settings = [group.keys() for group in optimizer.param_groups]
         restore_model(model, self.model)
         restore_optimizer(optimizer, self.optimizer)
+        if not self.optimizers:
+            _refuse_lost_settings(optimizer, settings)
         _follow_layouts(model, optimizer, self.model)
         restore_scheduler(scheduler, self.scheduler)
+
+    @contextmanager
+    def unchanged_on_error(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Scheduler | None
+    ) -> Iterator[None]:
+        """Put back everything that `restore` writes if the block fails."""
+        saved = self.model.extra or {}
+        extra = {name: state for name, state in extra_states(model).items() if name in saved}
+        extra = copy.deepcopy(extra)
+        schedule = copy.deepcopy(scheduler.state_dict()) if scheduler is not None else None
+        try:
+            with rolled_back_on_error([*model.parameters(), *model.buffers()], optimizer):
+                yield
+        except BaseException:
+            restore_scheduler(scheduler, schedule)
+            _restore_extra(model, extra)
+            raise
 
     def check_experiment(self, experiment: Experiment) -> None:
         """Refuse to resume with another experiment than the checkpoint's, naming what differs."""
@@ -263,6 +283,19 @@ def _restore_one(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
         ) from error
 
 
+def _refuse_lost_settings(
+    optimizer: torch.optim.Optimizer, before: Iterable[Iterable[str]]
+) -> None:
+    """Refuse groups that lack settings which they had before they were restored."""
+    for group, names in zip(optimizer.param_groups, before, strict=True):
+        lost = [name for name in names if name not in group]
+        if lost:
+            raise CheckpointError(
+                f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its "
+                f"parameter groups have no {', '.join(lost)}"
+            )
+
+
 def _follow_layouts(model: nn.Module, optimizer: torch.optim.Optimizer, saved: ModelState) -> None:
     """Lay state out like its parameter where it was so when it was saved.
 
@@ -296,16 +329,18 @@ def restore_scheduler(scheduler: Scheduler | None, saved: Tree | None) -> None:
 
 
 @contextmanager
-def rolled_back_on_error(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Restore parameters and optimizer state if the block fails, possibly after half its work."""
-    before = [parameter.detach().clone() for parameter in model.parameters()]
+def rolled_back_on_error(
+    tensors: Iterable[torch.Tensor], optimizer: torch.optim.Optimizer
+) -> Iterator[None]:
+    """Restore tensors and optimizer state if the block fails, possibly after half its work."""
+    tensors = [tensor.detach() for tensor in tensors]
+    before = [tensor.clone() for tensor in tensors]
     saved = copy.deepcopy(optimizer_state(optimizer))
     try:
         yield
     except BaseException:
-        with torch.no_grad():
-            for parameter, value in zip(model.parameters(), before, strict=True):
-                parameter.copy_(value)
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
         restore_optimizer(optimizer, saved)
         raise
 

@@ -833,14 +833,16 @@ class Trainer:
                 it are refused, devices and all other options may differ.
 
         Raises:
-            CheckpointError: missing, damaged, or of another model, optimizer or experiment.
+            CheckpointError: missing, damaged, or of another model, optimizer or experiment; model,
+                optimizer and scheduler are as they were.
         """
         saved = training_state.read_training_state(Path(folder))
         if "hybridize" in options:
             options["compile"] = options.pop("hybridize")
         given = {} if options.get("experiment") else dataclasses.asdict(saved.experiment)
         trainer = cls(model, optimizer, loss, **{**given, **options})
-        trainer._restore(saved)
+        with saved.unchanged_on_error(model, optimizer, trainer.scheduler):
+            trainer._restore(saved)
         return trainer
 
     def ask_to_stop(self) -> None:
@@ -1065,7 +1067,7 @@ class Trainer:
         self._pipeline.wait()
         after, self.position = self.position, step.position
         with (
-            training_state.rolled_back_on_error(self.model, self.optimizer),
+            training_state.rolled_back_on_error(self.model.parameters(), self.optimizer),
             intra_op_threads(self.experiment.threads),
         ):
             self._update.minimise(closure)
