@@ -54,36 +54,36 @@ def write_file(path: str | os.PathLike[str], content: Content) -> None:
     flush(path.parent)
 
 
-def read_file(
-    path: str | os.PathLike[str], *, at_most: int | None = None, may_be_stream: bool = False
-) -> bytes:
+def read_file(path: str | os.PathLike[str], *, at_most: int | None = None) -> bytes:
     """Return the bytes of a file.
 
     Args:
         path: the file.
         at_most: the largest number of bytes that is read; None for any.
-        may_be_stream: whether a pipe or a device is read too. Otherwise it is refused at once,
-            where opening it might wait without end.
 
     Raises:
         OSError: it can't be read, is not a regular file, or has more bytes than `at_most`, which
             were not read.
     """
-    with open_file(path, may_be_stream=may_be_stream) as file:
-        if at_most is None:
-            return file.read()
-        status = os.fstat(file.fileno())
-        if stat.S_ISREG(status.st_mode):
-            content = file.read() if status.st_size <= at_most else None
-        else:
-            content = file.read(at_most + 1)
-    if content is None or len(content) > at_most:
+    with open_file(path) as file:
+        is_too_long = at_most is not None and os.fstat(file.fileno()).st_size > at_most
+        content = b"" if is_too_long else file.read(-1 if at_most is None else at_most + 1)
+    if at_most is not None and (is_too_long or len(content) > at_most):
         raise OSError(errno.EFBIG, f"it has more than {at_most:,} bytes", str(path))
     return content
 
 
 def open_file(path: str | os.PathLike[str], *, may_be_stream: bool = False) -> BinaryIO:
-    """Open a file for reading. Raises OSError if it can't be read, or is not a regular file."""
+    """Open a file for reading.
+
+    Args:
+        path: the file.
+        may_be_stream: whether a pipe or a device is opened too. Otherwise it is refused at once,
+            where opening it might wait without end.
+
+    Raises:
+        OSError: it can't be read, or is not a regular file.
+    """
     flags = 0 if may_be_stream else getattr(os, "O_NONBLOCK", 0)  # a pipe opens without a writer
     file = open(path, "rb", opener=lambda name, given: os.open(name, given | flags))  # noqa: SIM115
     if not may_be_stream and not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -1,5 +1,7 @@
 """Files that a command reads: of odd shape, without end, or of another program."""
 
+import contextlib
+import itertools
 import json
 import math
 import os
@@ -12,6 +14,7 @@ from evenstep.cli.options import ExperimentOptions
 from evenstep.cli.runfile import read_run_file, write_run_file
 from evenstep.cli.trace_reader import read_trace
 from evenstep.errors import CheckpointError, InputError
+from fuzzing import limited
 from traces import HandTrace
 
 ODD_VALUES = {
@@ -193,8 +196,73 @@ def test_a_trace_without_end_is_refused_at_once(tmp_path):
     path.touch()
     os.truncate(path, 1 << 40)
     for name in (path, "/dev/zero"):
-        with pytest.raises(InputError, match=r"could not be read \(it has more than 268,435,456 b"):
+        with (
+            limited("a trace of zeros"),
+            pytest.raises(InputError, match=r"no JSON object \('\\x00' where '\{' is needed\)"),
+        ):
             read_trace(name)
+
+
+def event(**values):
+    return json.dumps(
+        {"name": "thread_name", "pid": 1, "tid": 1, "args": {"name": "steps"}, **values}
+    )
+
+
+ROW, SPAN = event(ph="M"), event(ph="X", cat="step", ts=0, dur=5)
+EVENTS = f'{{"traceEvents": [{ROW}'
+TOO_LONG = "could not be read (it has more than 134,217,728 bytes)"
+TOO_MANY = "more than 250,000 events, 10,000 rows or 100 keys"
+ENDLESS = {
+    "spaces": (lambda: itertools.repeat(" " * 4096), TOO_LONG),
+    "one key": (
+        lambda: itertools.chain(['{"a": 0'], itertools.repeat(', "a": 0')),
+        "key 'a' twice",
+    ),
+    "keys": (lambda: itertools.chain("{", (f'"{n}": 0, ' for n in itertools.count())), TOO_MANY),
+    "one row": (lambda: itertools.chain([EVENTS], itertools.repeat(f", {ROW}")), TOO_MANY),
+    "spans": (lambda: itertools.chain([EVENTS], itertools.repeat(f", {SPAN}")), TOO_MANY),
+    "rows": (
+        lambda: itertools.chain([EVENTS], (f", {event(ph='M', tid=n)}" for n in itertools.count())),
+        TOO_MANY,
+    ),
+    "an event": (lambda: itertools.chain([EVENTS, ", [0"], itertools.repeat(", []")), "no JSON ("),
+    "a string": (lambda: itertools.chain(['{"a": "'], itertools.repeat("a" * 4096)), "no JSON ("),
+    "a number": (lambda: itertools.chain(['{"a": 1'], itertools.repeat("1" * 4096)), "no JSON ("),
+}
+LONG = ("spaces", "one row", "spans")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in ENDLESS],
+)
+def test_a_trace_without_end_takes_little_memory(tmp_path, name):
+    """It was read up to 256 MiB, which take far more as objects."""
+    parts, line = ENDLESS[name]
+    os.mkfifo(tmp_path / "pipe")
+
+    def write():
+        with contextlib.suppress(BrokenPipeError), (tmp_path / "pipe").open("w") as pipe:
+            pipe.writelines(parts())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    with limited(name), pytest.raises(InputError) as caught:
+        read_trace(tmp_path / "pipe")
+    writer.join()
+    assert line in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_full_trace_takes_little_memory(tmp_path):
+    hand = HandTrace("cpu:0", "cpu:1")
+    while not hand.trace.dropped:
+        hand.load(1)
+        hand.add((1, 2, 1, 1), (2, (1, "stolen"), 1, 1), wait=1.0, sums=(0.5, 0.5))
+    hand.trace.save(tmp_path / "trace.json")
+    with limited("a full trace"):
+        assert read_trace(tmp_path / "trace.json").dropped > 0
 
 
 def test_a_trace_may_come_through_a_pipe(tmp_path, document):

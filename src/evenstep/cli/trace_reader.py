@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from evenstep.cli.trace_text import EVENTS, TraceText
 from evenstep.errors import InputError
-from evenstep.files import read_file
+from evenstep.files import open_file
 from evenstep.profiling.accounting import Account, DeviceShares
 
 _FIX = "give a file that `Trainer.trace.save` wrote"
+_ABOUT = "otherData"
 _WORK = ("compute", "sum", "update")
+_CATEGORIES = (*_WORK, "copy", "load", "step", "wait")
 _SAME_TIME_S = 1e-6  # times in a file are rounded
 _MOST_US = 1e15  # no trace is longer
-_MOST_NBYTES = 1 << 28  # a full trace has a fifth of it
+_MOST_EVENTS = 250_000  # a full trace has 200,000 spans, and two events for each row
+_MOST_ROWS = 10_000  # two for each device, at most 1,024 of a kind
+_MOST_LETTERS_OF_A_ROW = 200
+_MOST_KEYS = 100  # beside the events
 
 Interval = tuple[float, float]
 
@@ -68,11 +73,15 @@ class TraceAccount:
 
 
 class _Event(NamedTuple):
+    """A bar of the trace; `category` is empty where it does not matter, and so is `shard`."""
+
     row: str
     category: str
     began_s: float
     ended_s: float
-    story: Mapping[str, Any]
+    step: int | None
+    shard: int | None
+    stolen: bool
 
     @property
     def interval(self) -> Interval:
@@ -84,7 +93,7 @@ class _Event(NamedTuple):
 
     @property
     def is_shard(self) -> bool:
-        return self.category == "compute" and "shard" in self.story
+        return self.category == "compute" and self.shard is not None
 
 
 class _Step(NamedTuple):
@@ -96,18 +105,18 @@ class _Step(NamedTuple):
 def read_trace(file: str | Path) -> TraceAccount:
     """Add up the steps of a trace that `Trace.save` wrote.
 
+    The file is read event by event, so that it never takes more memory than a full trace.
+
     Raises:
         InputError: the file can't be read, is not such a trace, or contains no complete step.
     """
     try:
-        text = read_file(file, at_most=_MOST_NBYTES, may_be_stream=True).decode()
-        return account_of_trace(json.loads(text))
+        with open_file(file, may_be_stream=True) as opened:
+            return _account_of(*_parse(TraceText(opened).items()))
     except OSError as error:
         raise InputError(f"{file} could not be read ({error.strerror or error}): {_FIX}") from None
     except InputError as error:
         raise InputError(f"{file}: {error}") from None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{file}: {_foreign(f'no JSON ({error})')}") from None
 
 
 def account_of_trace(document: object) -> TraceAccount:
@@ -119,7 +128,10 @@ def account_of_trace(document: object) -> TraceAccount:
     Raises:
         InputError: `document` is something else, or contains no complete step.
     """
-    rows, events, dropped = _parse(document)
+    return _account_of(*_parse(_items(document)))
+
+
+def _account_of(rows: Sequence[str], events: Sequence[_Event], dropped: int) -> TraceAccount:
     steps = _steps(events, dropped)
     devices = _devices(rows, events)
     if not devices:
@@ -136,7 +148,7 @@ def account_of_trace(document: object) -> TraceAccount:
         and _overlap_s(event.interval, working) is not None
     ]
     for event in work:
-        stolen = event.is_shard and event.story.get("stolen") is True
+        stolen = event.is_shard and event.stolen
         lane = devices.index(event.row)
         account.add(lane, event.category, event.seconds, shards=event.is_shard, stolen=stolen)
     shards = [event for event in work if event.is_shard]
@@ -168,35 +180,78 @@ def account_of_trace(document: object) -> TraceAccount:
 # ---- from JSON to events
 
 
-def _parse(document: Any) -> tuple[list[str], list[_Event], int]:
+def _items(document: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what `TraceText.items` yields, of an object that was read before."""
+    if not isinstance(document, Mapping):
+        raise InputError(_foreign("no JSON object"))
+    for key, value in document.items():
+        if key == EVENTS and isinstance(value, list):
+            yield from ((EVENTS, event) for event in value)
+        else:
+            yield key, value
+
+
+def _parse(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[_Event], int]:
     """Return the names of the rows, the events, and the number of dropped spans."""
+    names: dict[Any, str] = {}
+    events: list[_Event] = []
+    others: dict[str, Any] = {}
     try:
-        about, events = document["otherData"], document["traceEvents"]
-        if about["program"] != "evenstep":
-            raise ValueError(f"written by {about['program']!r:.40}")
-        names = {
-            (event["pid"], event["tid"]): str(event["args"]["name"])
-            for event in events
-            if event["ph"] == "M" and event["name"] == "thread_name"
-        }
-        spans = [_event(event, names) for event in events if event["ph"] == "X"]
-        dropped = int(about["dropped_spans"])
-        if dropped < 0:
-            raise ValueError(f"{dropped} dropped spans")
-        return list(dict.fromkeys(names.values())), spans, dropped
+        for number, (key, value) in enumerate(items):
+            if key != EVENTS:
+                if key in others:
+                    raise ValueError(f"the key {key!r:.40} twice")
+                others[key] = value if key == _ABOUT else None
+            elif value["ph"] == "X":
+                events.append(_event(value, names))
+            elif value["ph"] == "M" and value["name"] == "thread_name":
+                names[value["pid"], value["tid"]] = _row(value)
+            if number > _MOST_EVENTS or len(names) > _MOST_ROWS or len(others) > _MOST_KEYS:
+                raise ValueError(
+                    f"more than {_MOST_EVENTS:,} events, {_MOST_ROWS:,} rows or {_MOST_KEYS} keys"
+                )
+        return list(dict.fromkeys(names.values())), events, _dropped(others[_ABOUT])
     except KeyError as error:
         raise InputError(_foreign(f"{error} is missing")) from None
     except (ArithmeticError, IndexError, TypeError, ValueError) as error:
         raise InputError(_foreign(str(error))) from None
 
 
+def _dropped(about: Any) -> int:
+    """Return the number of dropped spans."""
+    if about["program"] != "evenstep":
+        raise ValueError(f"written by {about['program']!r:.40}")
+    dropped = int(about["dropped_spans"])
+    if dropped < 0:
+        raise ValueError(f"{dropped} dropped spans")
+    return dropped
+
+
+def _row(event: Any) -> str:
+    name = str(event["args"]["name"])
+    if len(name) > _MOST_LETTERS_OF_A_ROW:
+        raise ValueError(f"the name of a row has more than {_MOST_LETTERS_OF_A_ROW} letters")
+    return name
+
+
 def _event(event: Any, names: Mapping[Any, str]) -> _Event:
+    """Return an event in a row whose name came before it."""
     began_us, took_us = float(event["ts"]), float(event["dur"])
     if not (0 <= began_us < _MOST_US and 0 <= took_us < _MOST_US):
         raise ValueError(f"a span of {took_us} us at {began_us} us")
-    row = names[event["pid"], event["tid"]]
-    began_s = began_us * 1e-6
-    return _Event(row, str(event["cat"]), began_s, began_s + took_us * 1e-6, dict(event["args"]))
+    row, began_s, story = names[event["pid"], event["tid"]], began_us * 1e-6, dict(event["args"])
+    category = next((known for known in _CATEGORIES if known == event["cat"]), "")
+    step, shard = _number(story, "step"), _number(story, "shard")
+    return _Event(
+        row, category, began_s, began_s + took_us * 1e-6, step, shard, story.get("stolen") is True
+    )
+
+
+def _number(story: Mapping[str, Any], key: str) -> int | None:
+    value = story.get(key)
+    if value is not None and not (type(value) is int and 0 <= value < _MOST_US):
+        raise ValueError(f"the {key} {value!r:.40}")
+    return value
 
 
 def _foreign(reason: str) -> str:
@@ -245,9 +300,9 @@ def _opened(began_s: float, waits: Sequence[Interval]) -> float:
 
 
 def _most_shards(shards: Iterable[_Event]) -> int:
-    steps: dict[str, set[str]] = defaultdict(set)
+    steps: dict[int | None, set[int | None]] = defaultdict(set)
     for event in shards:
-        steps[str(event.story.get("step"))].add(str(event.story["shard"]))
+        steps[event.step].add(event.shard)
     return max(map(len, steps.values()), default=0)
 
 
