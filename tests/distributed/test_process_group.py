@@ -1,6 +1,7 @@
 """Messages between processes, played by threads: over a local transport, and over gloo."""
 
 import datetime
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from evenstep.distributed.gloo import GlooTransport
 from evenstep.distributed.step_report import batch_digest
 from evenstep.errors import InputError, PeerError
 from over_threads import on_each, peers_over
+from patience import wait
 
 SIZES = [0, 1, 4087, 4088, 4089, 100_000]
 IT = Exchange("save", "it")
@@ -163,6 +165,32 @@ def test_the_reason_why_a_process_left_reaches_those_that_wait_for_it():
                 peers.gather(b"here", IT)
 
     on_each(connect(2), exchange)
+
+
+class SlowStore:
+    """Makes every thread but the main one wait until `free` is set."""
+
+    def __init__(self):
+        self.free, self.values = threading.Event(), {}
+
+    def set(self, key, value):
+        if threading.current_thread() is not threading.main_thread():
+            wait(self.free)
+        self.values[key] = value.encode()
+
+    def check(self, keys):
+        return all(key in self.values for key in keys)
+
+    def get(self, key):
+        return self.values[key]
+
+
+def test_a_process_that_ends_at_once_was_seen():
+    """Its status was published by a thread that may not have run yet."""
+    store = SlowStore()
+    with StatusBoard(store, 1):
+        assert StatusBoard(store, 0).status_of(1) == (None, "last seen 0 s ago, starting")
+        store.free.set()
 
 
 def test_facts_that_differ_are_named_with_their_process():

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from launched import JOBS, free_port, torchrun
+from launched import JOBS, apart, free_port, started, torchrun, wait_for_all
 
 LIMIT_S = 3.0
 
@@ -19,22 +19,6 @@ def reported(tmp_path, kind, rank):
 
 def run(tmp_path, kind, *more):
     return torchrun(2, "fail.py", tmp_path, kind, *more)
-
-
-def without_launcher(tmp_path, *job):
-    """Start two processes without an elastic launcher, which would kill the others first."""
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    variables = {**address, "WORLD_SIZE": "2"}
-    variables |= {"TORCHELASTIC_RUN_ID": "test", "LOCAL_WORLD_SIZE": "2"}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(JOBS / "fail.py"), str(tmp_path), *job],
-            env={**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -66,9 +50,8 @@ def test_shards_of_several_processes_cannot_run_in_lockstep(tmp_path):
 
 @pytest.mark.slow
 def test_an_uncaught_error_shows_its_traceback_once(tmp_path):
-    processes = without_launcher(tmp_path, "raise", "uncaught")
-    others, own = [process.communicate(timeout=60)[1] for process in processes]
-    assert [process.returncode for process in processes] == [1, 1]
+    (code, _, others), (own_code, _, own) = apart("fail.py", tmp_path, "raise", "uncaught")
+    assert (code, own_code) == (1, 1)
     assert "Traceback" in own
     assert "raise RuntimeError" in own
     expected = r"evenstep: rank 1 \(on \S+\) failed: RuntimeError: rank 1 has a problem of its own"
@@ -134,14 +117,10 @@ def test_a_process_that_starts_alone_waits_no_longer_than_the_limit(tmp_path):
     ids=str,
 )
 def test_a_process_that_is_late_or_has_left_is_named_within_the_time_limit(tmp_path, kind, how):
-    processes = without_launcher(tmp_path, kind, *how)
-    try:
+    with started("fail.py", tmp_path, kind, *how) as (processes, store):
+        wait_for_all(store)
         processes[0].wait(60)
         seconds, text = reported(tmp_path, kind, 0)
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
     assert seconds < 4 * LIMIT_S
     reason = r"did not respond within 3 s" if kind == "stop" else r"has left"
     assert re.search(

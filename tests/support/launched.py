@@ -1,5 +1,6 @@
 """Scripts of `tests/support/jobs`, started as a user starts them."""
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -40,21 +41,24 @@ def alone(job, *arguments, timeout_s=120):
     )
 
 
-def apart(job, *arguments, variables=({}, {}), within=((), ()), timeout_s=120):
-    """Run a job in processes that differ, without a launcher; return their codes and texts.
+@contextlib.contextmanager
+def started(job, *arguments, variables=({}, {}), within=((), ())):
+    """Start a job in several processes without a launcher, which would kill the others at once.
 
     Args:
         job: a file in `tests/support/jobs`.
         arguments: the job's arguments.
         variables: for each process, what its environment has besides this one's.
         within: for each process, the command that its own follows, such as `unshare -m`.
-        timeout_s: the time limit.
+
+    Yields:
+        the processes, which are killed at the end, and the store in which they meet.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     shared |= {"WORLD_SIZE": str(len(variables)), "LOCAL_WORLD_SIZE": str(len(variables))}
     shared |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    started = [
+    processes = [
         subprocess.Popen(
             [*prefix, sys.executable, str(JOBS / job), *map(str, arguments)],
             env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **own},
@@ -65,8 +69,27 @@ def apart(job, *arguments, variables=({}, {}), within=((), ()), timeout_s=120):
         for rank, (prefix, own) in enumerate(zip(within, variables, strict=True))
     ]
     try:
-        ended = [process.communicate(timeout=timeout_s) for process in started]
+        yield processes, store
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
-    return [(process.returncode, *texts) for process, texts in zip(started, ended, strict=True)]
+            process.communicate()
+
+
+def apart(job, *arguments, timeout_s=120, **differing):
+    """Run a job as `started` does; return each process's code and texts."""
+    with started(job, *arguments, **differing) as (processes, _):
+        ended = [process.communicate(timeout=timeout_s) for process in processes]
+        return [(one.returncode, *texts) for one, texts in zip(processes, ended, strict=True)]
+
+
+def meet():
+    """Wait in a job until all of its processes have come so far, however long imports take."""
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    store.set(f"here/{os.environ['RANK']}", "")
+    wait_for_all(store, int(os.environ["WORLD_SIZE"]))
+
+
+def wait_for_all(store, processes=2):
+    """Wait until all processes of a job are in `meet`, or behind it."""
+    store.wait([f"here/{rank}" for rank in range(processes)])

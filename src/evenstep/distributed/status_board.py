@@ -37,9 +37,11 @@ class StatusBoard:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> StatusBoard:
-        """Start publishing."""
+        """Publish the status, and start to do so again and again."""
+        with contextlib.suppress(RuntimeError):
+            self._publish()  # a process that ends before its thread runs has been seen, too
         name = "evenstep status board"
-        self._thread = threading.Thread(target=self._publish, name=name, daemon=True)
+        self._thread = threading.Thread(target=self._keep_publishing, name=name, daemon=True)
         self._thread.start()
         return self
 
@@ -83,10 +85,11 @@ class StatusBoard:
         asking.join(_GRACE_S)
         return answers[0] if answers else None
 
-    def _publish(self) -> None:
+    def _keep_publishing(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone; the main thread will notice
-            while True:
-                seen = {"at": time.time(), "doing": self._doing}
-                self._store.set(f"doing/{self._rank}", json.dumps(seen))
-                if self._ended.wait(self._every_s):
-                    return
+            while not self._ended.wait(self._every_s):
+                self._publish()
+
+    def _publish(self) -> None:
+        seen = {"at": time.time(), "doing": self._doing}
+        self._store.set(f"doing/{self._rank}", json.dumps(seen))

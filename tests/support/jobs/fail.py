@@ -17,6 +17,7 @@ import evenstep
 from evenstep.data import Loader
 from evenstep.distributed import gradient_reduce
 from evenstep.errors import EvenstepError
+from launched import meet
 from zoo import build, make_batches
 
 
@@ -65,6 +66,8 @@ def main():
     options = {"batch_norm": "sync"} if kind == "sync" else {}
     model = build("convolution", seed=rank if kind == "other model" else 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind != "nothing":  # then this process is alone
+        meet()
     began = time.monotonic()
     try:
         with evenstep.Trainer(
