@@ -54,6 +54,11 @@ def test_nothing_is_stolen_where_the_thief_would_be_done_later():
     assert queue.next(0) == 3  # shard 9 is 2.5 s late, and may take as long again
 
 
+def test_nothing_is_stolen_where_it_may_not_be():
+    queue = ShardQueue([[], [0, 1, 2]], paced(1.0, 1.0), [], may_steal=False)
+    assert [queue.next(0), queue.next(1), queue.next(0)] == [None, 0, None]
+
+
 @pytest.mark.parametrize("seconds", [(None, None), (None, 0.1), (9.0, None)])
 def test_a_lane_without_a_measurement_is_tried(seconds):
     queue, *_ = queue_of(paced(*seconds), [], [0, 1])

@@ -162,6 +162,7 @@ class ShardQueue:
         pace: the lanes' speeds; the queue adds what it measures.
         done: receives the time of every shard that is done.
         own_first: lanes that must compute the first shard of their runs themselves.
+        may_steal: whether a lane whose run is empty takes shards from another.
         clock: returns the time in seconds.
 
     Attributes:
@@ -175,6 +176,8 @@ class ShardQueue:
         done: list[ShardTime],
         own_first: Collection[int] = (),
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        may_steal: bool = True,
     ) -> None:
         self.dropped = False
         self._clock = clock
@@ -182,6 +185,7 @@ class ShardQueue:
         self._runs = [deque(run) for run in runs]
         self._pace = pace
         self._own_first = set(own_first)
+        self._may_steal = may_steal
         self._current: list[tuple[int, bool, float] | None] = [None] * len(self._runs)
         self._lock = threading.Lock()
 
@@ -202,7 +206,7 @@ class ShardQueue:
                 self._own_first.discard(lane)
                 shard: int | None = run.popleft()
             else:
-                shard = self._steal(lane, now)
+                shard = self._steal(lane, now) if self._may_steal else None
             if shard is not None:
                 self._current[lane] = (shard, stolen, now)
             return shard

@@ -84,6 +84,7 @@ class IndependentExecutor:
             may_stream=not attempt.programs and self.adds_once and step.observe is None,
         )
         assert attempt.tree is not None
+        attempt.is_observed = step.observe is not None
         attempt.compute = functools.partial(
             compute_shard,
             objective=step.objective,
@@ -102,13 +103,19 @@ class IndependentExecutor:
         return found
 
     def assign(self, attempt: Attempt) -> None:
-        """Give every device a contiguous run of shards, as long as its measured speed deserves."""
+        """Give every device a contiguous run of shards, as long as its measured speed deserves.
+
+        In a step that is observed all speeds count as equal, and no shard is stolen, so that it
+        does not depend on timing which device computes which shard.
+        """
         speeds = self.pace.speeds(self.engine.lost_lanes)
         if not any(speeds):
             raise self.engine.lost_error(0, "no device is left, so open a new trainer")
         # Whether the model is refused on a new replica must not depend on timing.
         new = [lane for lane in range(len(speeds)) if not self.replicas.all[lane].has_learned]
-        attempt.alone = attempt.alone and not new
+        attempt.alone = attempt.alone and not new and not attempt.is_observed
+        if attempt.is_observed:
+            speeds = [float(speed > 0) for speed in speeds]
         if attempt.alone:
             fastest = speeds.index(max(speeds))
             speeds = [float(lane == fastest) for lane in range(len(speeds))]
@@ -116,7 +123,9 @@ class IndependentExecutor:
         if not all(runs) and not attempt.alone:
             self.pace.decay(lane for lane, run in enumerate(runs) if not run)
         attempt.runs = runs
-        attempt.queue = ShardQueue(runs, self.pace, attempt.clock.shards, new)
+        attempt.queue = ShardQueue(
+            runs, self.pace, attempt.clock.shards, new, may_steal=not attempt.is_observed
+        )
 
     def take_opening(self, attempt: Attempt) -> None:
         """Take the model's buffers as the step's opening values, and start to watch for draws."""

@@ -82,6 +82,7 @@ class Attempt:
         compute: called in a lane with a replica and a shard's work.
         results: what `compute` returned, by shard.
         alone: whether the fastest lane computes all shards.
+        is_observed: whether somebody looks at each shard's values.
         runs: the shards that each lane starts with.
         queue: the shards that no lane has begun; None before they are assigned, and in lockstep.
         lockstep: where shards meet that run side by side; None for independent shards.
@@ -107,7 +108,7 @@ class Attempt:
         self.results: dict[int, Any] = {}
         self.queue: ShardQueue | None = None
         self.lockstep: Lockstep | None = None
-        self.alone = False
+        self.alone = self.is_observed = False
         self.runs: Sequence[Sequence[int]] = ()
         self.tree: TreeSum[PartialSum] | None = None
         self.sending: GradientReduction | None = None

@@ -229,7 +229,8 @@ class Trainer:
         within_rounding: whether results are equal to those of other devices within rounding, not
             bit for bit; a note says why.
         on_shard: for debugging: called in the worker threads as `on_shard(shard, value)` with
-            every shard's own gradients and buffers, before anything is added to them.
+            every shard's own gradients and buffers, before anything is added to them. While it is
+            set, each device computes its own shards, as many as the others, and steals none.
 
     Raises:
         InputError: the model, the optimizer or an option can't be used; nothing was changed.
