@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from evenstep.engine import Engine, InlineLanes, ThreadLanes
+from evenstep.engine.interrupts import INTERRUPTS
 from layouts import TWO
 from machines import two_machines
 from patience import HUNG_TESTS_ABORT
@@ -23,6 +24,16 @@ def ctrl_c_works():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def own_handlers():
+    """Put back the handlers of signals that a test installs; no signal is left pending."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+    assert not INTERRUPTS.pending
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ from evenstep.checkpoint.training_state import (
 from evenstep.data import Cursor
 from evenstep.errors import CheckpointError
 from evenstep.experiment import Experiment
+from odd_values import places, put
 from zoo import build, make_batches
 
 LOSS = nn.CrossEntropyLoss()
@@ -327,27 +328,6 @@ AT_ONCE = ("null", "path", "a tensor of terabytes")
 ODD_NAMES = [
     name if name in AT_ONCE else pytest.param(name, marks=pytest.mark.slow) for name in ODD_VALUES
 ]
-
-
-def places(value, path=()):
-    """Yield the path of every value in nested dicts and lists."""
-    if path:
-        yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    for key, item in items if isinstance(value, dict | list) else ():
-        if isinstance(item, dict | list):
-            yield from places(item, (*path, key))
-        else:
-            yield (*path, key)
-
-
-def put(value, path, odd):
-    """Return nested dicts and lists with another value at `path`."""
-    if not path:
-        return odd
-    copied = value.copy()
-    copied[path[0]] = put(value[path[0]], path[1:], odd)
-    return copied
 
 
 def seal(folder, manifest):

@@ -9,20 +9,13 @@ import pytest
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from patience import PATIENCE_S
 
+pytestmark = pytest.mark.usefixtures("own_handlers")
+
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 
 
 def press_ctrl_c():
     signal.raise_signal(signal.SIGINT)
-
-
-@pytest.fixture(autouse=True)
-def own_handlers():
-    before = {number: signal.getsignal(number) for number in NUMBERS}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    assert not INTERRUPTS.pending
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import DeviceLostError
 from interrupting import (
     BATCHES,
@@ -24,7 +23,7 @@ from patience import HUNG_TESTS_ABORT, main_thread_is_in, wait, wait_until
 from reference import assert_same_bits
 from trainers import open_trainer, state_of
 
-pytestmark = HUNG_TESTS_ABORT
+pytestmark = [HUNG_TESTS_ABORT, pytest.mark.usefixtures("own_handlers")]
 
 LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (own(2), 1), (own(2), 2)]
 in_layouts = pytest.mark.parametrize(("devices", "max_in_flight"), LAYOUTS, ids=str)
@@ -35,15 +34,6 @@ NAMES = [signal.SIGINT, signal.SIGTERM]
 @pytest.fixture(scope="module")
 def undisturbed():
     return undisturbed_course(STEPS)
-
-
-@pytest.fixture(autouse=True)
-def own_handlers():
-    before = {number: signal.getsignal(number) for number in NAMES}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-    assert not INTERRUPTS.pending
 
 
 def interrupt_once(training, boundary, undisturbed, until=STEPS):

@@ -306,29 +306,27 @@ SOME_OPTIONS = st.dictionaries(st.sampled_from(_OPTIONS), _THINGS, min_size=1, m
 SOME_BATCHES = st.lists(_NESTED, max_size=3)
 
 
-@pytest.mark.timeout(60, method="thread")
-def test_some_options_are_taken_or_refused():
-    fuzzer(SOME_OPTIONS, 120, derandomize=True)(fuzz_arguments)
+def few_or_many(few, many):
+    """Run a test with few examples, always the same, and as a slow test with many new ones."""
+    slow = [pytest.mark.slow, pytest.mark.timeout(900, method="thread")]
+    return pytest.mark.parametrize(
+        ("examples", "derandomize"),
+        [
+            pytest.param(few, True, marks=pytest.mark.timeout(60, method="thread"), id="few"),
+            pytest.param(many, False, marks=slow, id="many"),
+        ],
+    )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900, method="thread")
-def test_many_options_are_taken_or_refused():
-    fuzzer(SOME_OPTIONS, 4000, derandomize=False)(fuzz_arguments)
+@few_or_many(120, 4000)
+def test_options_are_taken_or_refused(examples, derandomize):
+    fuzzer(SOME_OPTIONS, examples, derandomize=derandomize)(fuzz_arguments)
 
 
+@few_or_many(60, 3000)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.timeout(60, method="thread")
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_some_batches_are_trained_on_or_refused(max_in_flight):
+def test_batches_are_trained_on_or_refused(examples, derandomize, max_in_flight):
+    run = fuzzer(SOME_BATCHES, examples, derandomize=derandomize)
     with open_trainer(build("convolution"), max_in_flight=max_in_flight) as trainer:
-        fuzzer(SOME_BATCHES, 60, derandomize=True)(lambda batch: fuzz_batches(trainer, batch))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.timeout(900, method="thread")
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_many_batches_are_trained_on_or_refused(max_in_flight):
-    with open_trainer(build("convolution"), max_in_flight=max_in_flight) as trainer:
-        fuzzer(SOME_BATCHES, 3000, derandomize=False)(lambda batch: fuzz_batches(trainer, batch))
+        run(lambda batch: fuzz_batches(trainer, batch))
