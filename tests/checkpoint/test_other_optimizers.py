@@ -1,0 +1,172 @@
+"""A checkpoint is loaded into an optimizer of its own class and settings only."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+import evenstep
+from evenstep.checkpoint.fingerprint import named_state
+from evenstep.errors import CheckpointError
+from reference import assert_same_bits
+from resuming import LOSS, rewritten, run
+from zoo import build
+
+ADAMS = {
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+}
+
+
+def saved_with(optimizer, folder, **options):
+    model = build("convolution")
+    made = optimizer(model.parameters())
+    with evenstep.Trainer(model, made, LOSS, devices=1, **options) as trainer:
+        run(trainer, 2)
+        trainer.save(folder)
+    return trainer
+
+
+def refused_by(folder, optimizer):
+    """Return what is said to another optimizer; model and optimizer must stay as they are."""
+    model = build("convolution", seed=9)
+    made = optimizer(model.parameters())
+    before = dict(named_state(model, made))
+    before = {name: value.clone() for name, value in before.items()}
+    settings = copy.deepcopy(made.state_dict()["param_groups"])
+    with pytest.raises(CheckpointError) as caught:
+        evenstep.Trainer.load(folder, model, made, LOSS, devices=1)
+    assert_same_bits(dict(named_state(model, made)), before)
+    assert made.state_dict()["param_groups"] == settings
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def saved_adams(tmp_path_factory):
+    """A checkpoint of each, with the same settings."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ADAMS}
+    for name, kind in ADAMS.items():
+        saved_with(lambda p, kind=kind: kind(p, lr=0.01), folders[name])
+    return folders
+
+
+@pytest.mark.parametrize("saved", ADAMS)
+@pytest.mark.parametrize("given", ADAMS)
+def test_the_state_of_another_optimizer_is_refused_by_naming_both(saved_adams, saved, given):
+    if given == saved:
+        model = build("convolution", seed=9)
+        made = ADAMS[given](model.parameters(), lr=0.01)
+        with evenstep.Trainer.load(saved_adams[saved], model, made, LOSS, devices=1) as trainer:
+            run(trainer, 3)
+        return
+    line = refused_by(saved_adams[saved], lambda p: ADAMS[given](p, lr=0.01))
+    names = [f"torch.optim.{name.lower()}.{name}" for name in (saved, given)]
+    assert line == (
+        f"the checkpoint is of another optimizer: it was saved with {names[0]}, and Trainer.load "
+        f"got {names[1]}: give it the optimizer that was trained with"
+    )
+
+
+def test_other_settings_of_an_optimizer_are_refused_by_naming_both(tmp_path):
+    """They had no effect: a checkpoint's settings replaced them, and nobody was told."""
+    saved_with(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), tmp_path)
+    line = refused_by(tmp_path, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True))
+    assert line == (
+        "the checkpoint is of torch.optim.sgd.SGD with lr=0.1, nesterov=False, and Trainer.load "
+        "got one with lr=0.05, nesterov=True, which would have no effect: give the settings of the "
+        "checkpoint, and change optimizer.param_groups afterwards"
+    )
+
+
+def test_a_setting_that_only_one_version_of_torch_knows_is_no_difference(tmp_path):
+    saved_with(lambda p: torch.optim.SGD(p, lr=0.1), tmp_path)
+
+    def other_version(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        optimizer.defaults["newer"] = True
+        del optimizer.defaults["differentiable"]
+        return optimizer
+
+    model = build("convolution")
+    evenstep.Trainer.load(tmp_path, model, other_version(model.parameters()), LOSS, devices=1)
+
+
+@pytest.mark.parametrize(
+    ("saved", "given"),
+    [
+        (0.1, np.float64(0.1)),
+        (torch.tensor(0.1), torch.tensor(0.2)),
+        (torch.tensor(0.1), 0.1),
+        (1, 1.0),
+    ],
+    ids=["numpy", "tensors", "a tensor", "an integer"],
+)
+def test_settings_that_are_equal_or_may_change_in_place_are_no_difference(tmp_path, saved, given):
+    """Schedulers write to a rate that is a tensor, and so to the default that it came from."""
+    saved_with(lambda p: torch.optim.SGD(p, lr=saved), tmp_path)
+    model = build("convolution")
+    optimizer = torch.optim.SGD(model.parameters(), lr=given)
+    evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=1)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(float(saved))
+
+
+class Rule(torch.optim.SGD):
+    """Has a default that no checkpoint can hold."""
+
+    def __init__(self, parameters, **settings):
+        super().__init__(parameters, **settings)
+        self.defaults["rule"] = len
+
+
+def test_a_default_that_no_checkpoint_can_hold_is_not_compared(tmp_path):
+    saved_with(lambda p: Rule(p, lr=0.1), tmp_path)
+    line = refused_by(tmp_path, lambda p: Rule(p, lr=0.2))
+    assert "of test_other_optimizers.Rule with lr=0.1, and" in line
+    model = build("convolution")
+    evenstep.Trainer.load(tmp_path, model, Rule(model.parameters(), lr=0.1), LOSS, devices=1)
+
+
+def test_a_class_may_be_in_a_script_now_and_in_a_module_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(Rule, "__module__", "__main__")
+    saved_with(lambda p: Rule(p, lr=0.1), tmp_path)
+    monkeypatch.undo()
+    model = build("convolution")
+    evenstep.Trainer.load(tmp_path, model, Rule(model.parameters(), lr=0.1), LOSS, devices=1)
+
+
+def test_a_class_of_the_same_name_as_one_of_torch_is_another_one(tmp_path):
+    class SGD(torch.optim.SGD):
+        pass
+
+    SGD.__qualname__ = "SGD"
+    saved_with(lambda p: torch.optim.SGD(p, lr=0.1), tmp_path)
+    line = refused_by(tmp_path, lambda p: SGD(p, lr=0.1))
+    assert "saved with torch.optim.sgd.SGD, and Trainer.load got test_other_optimizers.SGD" in line
+
+
+class Outer(torch.optim.SGD):
+    def __init__(self, parameters, kind=torch.optim.Adam):
+        parameters = [*parameters]
+        super().__init__(parameters, lr=0.1)
+        self.inner = kind(parameters, lr=0.01)
+
+
+def test_an_optimizer_inside_another_one_is_compared_too(tmp_path):
+    saved_with(Outer, tmp_path)
+    line = refused_by(tmp_path, lambda p: Outer(p, torch.optim.RAdam))
+    assert "saved with torch.optim.adam.Adam, and Trainer.load got torch.optim.radam.RAdam" in line
+
+
+def test_a_checkpoint_without_the_class_loads_as_before(tmp_path):
+    trainer = saved_with(lambda p: torch.optim.SGD(p, lr=0.1), tmp_path)
+    rewritten(tmp_path, lambda tree: tree.pop("optimizers"))
+    model = build("convolution", seed=9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    loaded = evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=1)
+    assert loaded.fingerprint() == trainer.fingerprint()
+    assert loaded.fingerprint(version=2) == trainer.fingerprint(version=2)

@@ -1,0 +1,169 @@
+"""Losses that do not add up over shards are refused, and no others."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from checked import (
+    CLASSES,
+    X,
+    Y,
+    contrast,
+    net,
+    summed,
+    train,
+)
+from evenstep.errors import ContractError
+
+
+def of_tokens(model, X, y):
+    """Weighs every example like the others, though some have fewer tokens."""
+    tokens = y[:, None].expand(-1, 3).clone()
+    tokens[::3, 1:] = -100
+    logits = model(X)[:, :, None].expand(-1, -1, 3)
+    return F.cross_entropy(logits, tokens) * len(y), len(y)
+
+
+NOT_SEPARABLE = {
+    "contrastive": contrast,
+    "mean and one": lambda m, X, y: (F.cross_entropy(m(X), y), 1),
+    "token weights lost": of_tokens,
+    "statistics of the batch": lambda m, X, y: ((m(X) - m(X).mean(0)).square().sum(), len(y)),
+    "class weights forgotten": lambda m, X, y: (
+        F.cross_entropy(m(X), y, weight=torch.tensor([1.0, 2.0, 3.0, 9.0])) * len(y),
+        len(y),
+    ),
+}
+
+
+@pytest.mark.parametrize("objective", NOT_SEPARABLE.values(), ids=NOT_SEPARABLE)
+def test_an_objective_that_does_not_add_up_is_refused(objective):
+    labels = torch.arange(32) % 3  # other class weights in every shard
+    with pytest.raises(ContractError, match="does not add up over the shards: 8 examples"):
+        train(nn.Linear(6, CLASSES), objective, [(X, labels)])
+
+
+def test_a_mean_with_class_weights_in_a_lambda_is_refused():
+    loss = functools.partial(F.cross_entropy, weight=torch.tensor([1.0, 2.0, 3.0, 9.0]))
+    train(nn.Linear(6, CLASSES), loss=loss)  # evenstep knows what this divides by
+    with pytest.raises(ContractError, match="class weights"):
+        train(
+            nn.Linear(6, CLASSES), loss=lambda o, y: loss(o, y), batches=[(X, torch.arange(32) % 3)]
+        )
+
+
+def test_data_along_another_dimension_are_refused():
+    rnn = nn.LSTM(6, CLASSES)  # (time, batch, features)
+    batch = (torch.randn(16, 16, 6), torch.zeros(16))
+    with pytest.raises(ContractError, match="batch_dim"):
+        train(rnn, lambda m, X, y: (m(X)[0].square().sum(), X.shape[0]), [batch])
+
+
+def test_one_and_the_same_count_is_explained():
+    with pytest.raises(ContractError, match=r"return the sum over the examples and their number"):
+        train(net(), NOT_SEPARABLE["mean and one"])
+
+
+@pytest.mark.parametrize("options", [{"separable": False}, {"shards": 1}], ids=str)
+def test_who_means_it_may_train_on_what_does_not_add_up(options):
+    state, _ = train(nn.Linear(6, CLASSES), contrast, **options)
+    assert all(torch.isfinite(value).all() for value in state.values())
+
+
+def test_totals_that_cancel_are_fine():
+    advantage = torch.randn(32)
+    advantage -= advantage.mean()
+
+    def policy_gradient(model, X, y, advantage):
+        chosen = model(X).log_softmax(1).gather(1, y[:, None])[:, 0]
+        return -(chosen * advantage).sum(), len(y)
+
+    _, report = train(net(), policy_gradient, [(X, Y, advantage)])
+    assert report.unjudged == ""
+
+
+DRAWING = {
+    "noise": lambda X: X + torch.randn_like(X) * torch.rand(len(X), 1),
+    "dropout": lambda X: F.dropout(X, 0.3),
+    "mask": lambda X: X * (torch.rand(len(X), 1) < 0.7) * torch.bernoulli(torch.full((6,), 0.5)),
+    "time": lambda X: X * torch.randint(1, 9, (len(X), 1)) + torch.empty(len(X), 1).uniform_(2, 3),
+    "choice": lambda X: X[:, torch.multinomial(torch.ones(6), 3)].repeat(1, 2),
+    "columns": lambda X: X[:, torch.randperm(6)],
+    "share": lambda X: X * torch.distributions.Beta(0.4, 0.4).sample((len(X), 1)),
+    "scale": lambda X: X * torch.distributions.Gamma(2.0, 1.0).sample((len(X), 1)),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWING.values(), ids=DRAWING)
+def test_random_numbers_for_every_example_are_fine(draw):
+    _, report = train(net(), lambda model, X, y: summed(model, draw(X), y))
+    assert report.unjudged == ""
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.Sequential(
+            nn.Unflatten(1, (3, 2)), nn.TransformerEncoderLayer(2, 1, 4, batch_first=True),
+            nn.Flatten(),
+        ),
+        nn.RReLU(),
+    ],
+    ids=["attention", "rrelu"],
+)  # fmt: skip
+def test_layers_that_draw_in_training_only_are_judged(layer):
+    _, report = train(nn.Sequential(layer, net()))
+    assert report.unjudged == ""
+
+
+def normalised():
+    """Batch normalisation by the statistics of the shard, in evaluation mode too."""
+    return nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), net())
+
+
+def test_batch_norm_without_running_statistics_is_fine():
+    _, report = train(normalised())
+    assert report.unjudged == ""
+
+
+def test_beside_batch_norm_without_running_statistics_the_rest_must_add_up():
+    with pytest.raises(ContractError, match="does not add up"):
+        train(normalised(), lambda model, X, y: (F.cross_entropy(model(X), y), len(y)))
+
+
+def test_examples_mixed_at_random_are_refused():
+    def mixed(model, X, y):
+        return summed(model, X + X[torch.randperm(len(X))], y)
+
+    with pytest.raises(ContractError, match="does not add up"):
+        train(net(), mixed)
+
+
+def test_narrow_numbers_inside_the_model_may_round():
+    class Narrow(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(1)
+            self.layers = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, CLASSES)).bfloat16()
+
+        def forward(self, x):
+            return self.layers(x.bfloat16().reshape(1, -1, 6)).float()[0]
+
+    _, report = train(Narrow(), lambda m, X, y: (m(X).square().sum(), len(y)))
+    assert report.unjudged == ""
+
+
+def test_what_cannot_be_judged_is_said():
+    def only_in_training(model, X, y):
+        assert model.training, "no loss in evaluation mode"
+        return summed(model, X, y)
+
+    assert "no loss in evaluation mode" in train(net(), only_in_training)[1].unjudged
+
+    def counting(model, X, y):
+        return summed(model, X * torch.poisson(torch.ones(len(X), 1)), y)
+
+    assert "random numbers by poisson" in train(net(), counting)[1].unjudged

@@ -1,0 +1,55 @@
+"""Trainings that are saved and resumed: their models, optimizers, schedulers and data."""
+
+import torch
+from torch import nn
+
+from evenstep.checkpoint.codec import encode
+from evenstep.checkpoint.files import list_checkpoints, read_checkpoint, write_checkpoint
+from evenstep.data import Loader
+from zoo import build, make_batches, options_of
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.05, t0=2),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
+}
+SCHEDULERS = {
+    "none": lambda optimizer: None,
+    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
+    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
+    "steps": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 5, 6]),
+}
+LOSS = nn.CrossEntropyLoss()
+X, Y = make_batches((53,))[0]
+LOADER = Loader(torch.utils.data.TensorDataset(X, Y), 18, seed=3)  # 3 batches an epoch, the last 17
+
+
+def parts(name="batch_norm", optimizer="sgd", scheduler="none", seed=0):
+    model = build(name, seed)
+    made = OPTIMIZERS[optimizer](model.parameters())
+    made_scheduler = SCHEDULERS[scheduler](made)
+    options = {} if made_scheduler is None else {"scheduler": made_scheduler}
+    return model, made, {**options_of(model), **options}
+
+
+def run(trainer, steps):
+    """Train until `steps` steps since the start of the training are done."""
+    while trainer.steps_done < steps:
+        for batch in trainer.epoch(LOADER):
+            loss = trainer.step(*batch)
+            if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                trainer.scheduler.step(float(loss))
+            elif trainer.scheduler:
+                trainer.scheduler.step()
+            if trainer.steps_done == steps:
+                return
+
+
+def rewritten(folder, change):
+    """Change the encoded state of a checkpoint, and seal it again."""
+    (path,) = list_checkpoints(folder)
+    tree = read_checkpoint(path)
+    change(tree)
+    write_checkpoint(folder, encode(tree), step=int(path.name[5:]))
