@@ -88,7 +88,7 @@ class ForeignDraws(TorchDispatchMode):
             opened.enter_context(_watched_numpy(self, thorough=self._thorough))
             super().__enter__()  # type: ignore[no-untyped-call]
             opened.push(super().__exit__)
-            if sys.getprofile() is None:  # else somebody measures: leave him in peace
+            if sys.getprofile() is None:  # do not replace another profiler
                 sys.setprofile(self._profile)
                 opened.callback(sys.setprofile, None)
             self._opened = opened.pop_all()

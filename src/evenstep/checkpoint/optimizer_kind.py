@@ -1,7 +1,7 @@
-"""What an optimizer is: its class and the settings that it was made with, compared on a resume.
+"""The class of an optimizer and the settings it was created with, compared when training resumes.
 
-The state of one optimizer often loads into another one (Adam's into RAdam), which then computes
-something else with it.
+The state of one optimizer often loads into another one (Adam's into RAdam), which would then
+compute something else from it.
 """
 
 from __future__ import annotations

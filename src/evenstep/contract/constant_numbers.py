@@ -40,7 +40,7 @@ class ConstantNumbers(TorchDispatchMode):
         """Call `func`; replace the numbers that it has drawn."""
         kwargs = kwargs or {}
         parts = parts_of(func, "cpu") if func.namespace != "aten" else None
-        if parts is not None:  # an op of somebody's own, which may draw inside
+        if parts is not None:  # a custom op, which may draw inside
             with self:
                 return parts(*args, **kwargs)
         result = func(*args, **kwargs)

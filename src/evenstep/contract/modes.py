@@ -1,4 +1,4 @@
-"""The modes of torch around a step that don't reach the devices' threads."""
+"""Refuses modes of torch around a step, which would not reach the devices' threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a module that a shard might change: kept over a check, and compared."""
+"""Saves, restores and compares the state of a module that a shard might change."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ Attributes = Mapping[tuple[str, str], Any]
 def kept(replica: Replica) -> Iterator[None]:
     """Inside `with`, a replica may compute shards; at the end it is as it was before.
 
-    Plain attributes get the objects back that they were bound to, and torch's default generators
-    their states. Parameters must not be written.
+    Plain attributes are bound to their earlier objects again, and torch's default generators get
+    their earlier states. Parameters must not be written.
     """
     modules = [(module, dict(module.__dict__)) for module in replica.module.modules()]
     gradients = [parameter.grad for parameter in replica.parameters]
@@ -49,7 +49,7 @@ def generator_state(replica: Replica) -> list[torch.Tensor]:
 
 
 def restore_generator(replica: Replica, before: list[torch.Tensor]) -> bool:
-    """Put the default generators back, where they have moved; return whether one has."""
+    """Restore the states of the default generators; return whether one had changed."""
     moved = False
     with DEFAULT_GENERATORS:
         for generator, state in zip(_generators(replica), before, strict=True):

@@ -1,4 +1,4 @@
-"""When a training checks the contract of a step: in its first step, and as often as it is told."""
+"""Checks the contract of a step in a training's first step, and again at the interval asked for."""
 
 from __future__ import annotations
 

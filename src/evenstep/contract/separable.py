@@ -135,7 +135,7 @@ class _Rehearsal:
 
 
 class _RowsMissingError(EvenstepError):
-    """A shard has called `all_gather` for which other shards have not brought their rows."""
+    """A shard has reached a call of `all_gather` that the other shards have not reached yet."""
 
 
 def _tolerance(replica: Replica, work: ShardWork, total: torch.dtype) -> float:

@@ -1,7 +1,7 @@
-"""What decides how numbers are rounded here: processor, libraries, settings, a known computation.
+"""Describes how this process rounds: its processor, libraries, settings, and known results.
 
 Two processes whose facts are equal compute a shard with the same bits. Settings in the environment
-are read only to be compared; evenstep follows none of them.
+are read only to be compared; evenstep itself obeys none of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VARIABLES = (
     "ONEDNN_MAX_CPU_ISA",
     "OPENBLAS_CORETYPE",
 )
-"""Settings in the environment that change which kernels libraries choose, or what these do."""
+"""Settings in the environment that change which kernels libraries choose, or how these compute."""
 
 THREAD_VARIABLES = ("MKL_DYNAMIC", "OMP_DYNAMIC")
 """Settings that change how many threads a computation is split over, where there are several."""
@@ -78,7 +78,7 @@ def known_results(devices: Sequence[Device], dtype: torch.dtype | None = None) -
     """Return digests of known small computations on the CPU, which takes some milliseconds.
 
     Args:
-        devices: the devices of this process; the computations have as many threads.
+        devices: the devices of this process; the computations use as many threads.
         dtype: the dtype for autocast; None without autocast.
     """
     with (
@@ -118,7 +118,7 @@ def _gpu_facts() -> dict[str, str]:
 
 
 def _flags() -> dict[str, str]:
-    """Return settings of torch that change which kernels it uses, or what these do."""
+    """Return settings of torch that change which kernels it uses, or how these compute."""
     backends = torch.backends
     found: dict[str, Callable[[], object]] = {
         "the default dtype": torch.get_default_dtype,
@@ -145,12 +145,12 @@ def _flags() -> dict[str, str]:
 def _value_of(get: Callable[[], object]) -> str:
     try:
         return str(get())
-    except (AttributeError, RuntimeError) as error:  # settings of two kinds that contradict
+    except (AttributeError, RuntimeError) as error:  # settings that contradict each other
         return type(error).__name__
 
 
 def _numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return numbers in [-0.5, 0.5) that every machine makes the same: no rounding decides them."""
+    """Return numbers in [-0.5, 0.5), the same on every machine: they are computed exactly."""
     count = torch.Size(shape).numel()
     integers = torch.arange(1, count + 1, dtype=torch.int64, device="cpu") * 2654435761 % 65536
     return ((integers.to(torch.float64) - 32768) / 65536).to(dtype).reshape(shape)

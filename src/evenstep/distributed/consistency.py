@@ -22,7 +22,7 @@ def differences(peers: Peers, facts: Mapping[str, object], exchange: Exchange) -
     Args:
         peers: the processes.
         facts: values that JSON can hold, by name.
-        exchange: what they are compared for.
+        exchange: the call that compares them, for error messages.
 
     Returns:
         The names of facts that differ, with both values and processes; empty if all agree. It is
@@ -76,8 +76,8 @@ def refuse_divergence(
         call: the trainer's method that compares it.
 
     Raises:
-        DivergedError: a process has another state than most (of two, than rank 0); the message
-            names the process and the first setting or tensor that differs.
+        DivergedError: a process's state differs from the most frequent one (of two processes, from
+            rank 0's); the message names the process and the first setting or tensor that differs.
     """
     found = [sorted(digests.items()), sorted(settings.items())]
     whole = hashlib.sha256(json.dumps(found).encode()).digest()
@@ -101,7 +101,7 @@ def follow_the_first(
 ) -> None:
     """Copy the first process's tensors, which are equal within rounding, into all the others'.
 
-    So processes that round differently stay one training. Each must call this function.
+    This keeps processes that round differently from drifting apart. Each must call this function.
 
     Args:
         peers: the processes.
@@ -139,7 +139,7 @@ def _exchange(call: str, what: str, step: int) -> Exchange:
 
 
 def _first_difference(theirs: list[dict[str, str]], usual: list[dict[str, str]]) -> str:
-    """Say where two states, each of settings and digests, differ first."""
+    """Describe the first difference between two states, each given as settings and digests."""
     settings, tensors = (
         [name for name in sorted({**other, **ours}) if other.get(name) != ours.get(name)]
         for other, ours in zip(theirs, usual, strict=True)
@@ -155,8 +155,8 @@ def _first_difference(theirs: list[dict[str, str]], usual: list[dict[str, str]])
 
 def _of_tensor(name: str) -> str:
     return (
-        f"the first tensor that differs is {name}. Its memory or processor may be faulty, or its "
-        f"script changes the model: resume from the last checkpoint without it"
+        f"the first tensor that differs is {name}. The memory or processor of that process may be "
+        f"faulty, or its script changes the model: resume from the last checkpoint without it"
     )
 
 

@@ -3,8 +3,8 @@
 Names and inode numbers prove nothing: two containers on one host's network may each have a
 `/dev/shm` of their own, with equal numbers. So the memory has no name. The first process hands it
 to the others through a socket of the network namespace (unix(7), "abstract"), and every process
-writes a random token that all others must read. The system frees the memory with the last process,
-however that ends.
+writes a random token that all others must read. The system frees the memory when the last process
+ends, even if it is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from evenstep.distributed.process_group import Exchange, Peers
 
 _TOKEN_BYTES = 16
-_WAIT_S = 2.0  # for what another process has sent already
+_WAIT_S = 2.0  # for data that another process has already sent
 _YES, _NO = b"yes", b""
 
 
@@ -69,7 +69,7 @@ def connected(name: str, greeting: bytes = b"") -> Iterator[socket.socket | None
 def shared_bytes(peers: Peers, nbytes: int) -> torch.Tensor | None:
     """Return zeros, uint8 (nbytes,), in the same memory in every process; each must call this.
 
-    None, in every process, unless each has read what each of the others has written there.
+    If one process can't read what another one has written there, all return None.
     """
     whole = nbytes + _TOKEN_BYTES * peers.size  # the tokens lie behind the bytes
     handle = _handed_out(peers, whole) if peers.rank == 0 else _handed_over(peers)
@@ -79,7 +79,7 @@ def shared_bytes(peers: Peers, nbytes: int) -> torch.Tensor | None:
 
 
 def _handed_out(peers: Peers, nbytes: int) -> int | None:
-    """Return a file that all other processes have too, in the first one; None without one."""
+    """In the first process, create a file and send it to all others; None if that fails."""
     handle = _made_file(nbytes)
     secret = secrets.token_hex(_TOKEN_BYTES)  # other users can see the names of sockets
     with listening() as (name, offered):
@@ -111,7 +111,7 @@ def _made_file(nbytes: int) -> int | None:
 
 
 def _handed_over(peers: Peers) -> int | None:
-    """Return the file that `_hand_out` hands out, in the other processes; None without one."""
+    """In the other processes, receive the file that `_handed_out` sends; None if that fails."""
     name, _, secret = _all_say(peers, _NO, "offered")[0].decode().partition(" ")
     with connected(name, secret.encode()) as link:
         if not all(_all_say(peers, _NO if link is None else _YES, "connected to")):

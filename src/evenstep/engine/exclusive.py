@@ -1,7 +1,7 @@
-"""A lock around changes that destructors may ask for in the middle of another change.
+"""A lock for changes that a destructor may request in the middle of another change.
 
 The garbage collector runs destructors between any two instructions, and a destructor may call the
-engine. A change that it asks for in the middle of another one is made when that one is whole.
+engine. A change that it requests while another one is in progress is made after that one.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Exclusive:
     def change(self, change: Callable[[], object]) -> None:
         """Call `change` with the lock held: now, or as soon as the caller has released the lock.
 
-        What it returns is freed without the lock, since destructors may call the engine.
+        The value that it returns is freed without the lock: its destructor may call the engine.
         """
-        if self.owner == threading.get_ident():  # a destructor calls
+        if self.owner == threading.get_ident():  # called by a destructor
             self._later.append(lambda: self.change(change))
             return
         with self:

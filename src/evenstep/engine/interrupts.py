@@ -1,13 +1,14 @@
 """Signals such as Ctrl-C, kept out of code that must run as a whole.
 
 Python runs signal handlers in the main thread, between any two instructions, and most of them
-raise an exception there. While a trainer or an engine is open, handlers of ours take their place.
-They look at the stack of the main thread: if a `shielded` function is on it, the signal is only
-recorded. It is handed to the user's handler where an exception leaves nothing half done: in a wait
-(`check`), or when the call ends (`deliver`). User code that a shielded function calls is
+raise an exception there. While a trainer or an engine is open, evenstep's own handlers replace
+them. They look at the stack of the main thread: if a `shielded` function is on it, the signal is
+only recorded. It is passed to the user's handler where an exception leaves nothing half done: in a
+wait (`check`), or when the call ends (`deliver`). User code that a shielded function calls is
 `interruptible` again.
 
-The stack has no moment in which it is wrong, as a flag would have that is set and reset.
+Why the stack, and not a flag: a signal may arrive just before a flag is set or just after it was
+reset. The stack is right at every moment.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ R = TypeVar("R")
 Handler: TypeAlias = "Callable[[int, FrameType | None], object]"
 
 POLL_S = 0.1
-"""The most seconds that a wait takes to see a signal."""
+"""The longest time, in seconds, until a wait notices a signal."""
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGBREAK")
 _NUMBERS = [number for name in _NAMES if (number := getattr(signal, name, None)) is not None]
@@ -83,17 +84,17 @@ class Interrupts:
 
     @property
     def has_come(self) -> bool:
-        """Whether a signal was recorded in the calling thread, which is the main thread."""
+        """Whether a signal was recorded; always false outside the main thread."""
         return bool(self.pending) and _is_main()
 
     def check(self) -> None:
-        """Call the user's handlers of recorded signals, which may raise; in the main thread."""
+        """In the main thread, call the user's handlers of recorded signals; they may raise."""
         while self.pending and _is_main():
             number, handler = self.pending.popitem()
             handler(number, sys._getframe(1))
 
     def deliver(self) -> None:
-        """`check`, unless the calling function was called by a shielded one, which will."""
+        """Call `check`, unless the caller runs in a shielded function, which delivers later."""
         if self.pending and not self._shields(sys._getframe(2)):
             self.check()
 
@@ -101,10 +102,10 @@ class Interrupts:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Inside `with`, replace the user's handlers; restore them at the end of the last one.
+        """Inside `with`, replace the user's handlers; the last block that ends restores them.
 
-        Only the main thread can do that. Closed in another thread, our handlers stay and forward
-        signals to those that they replaced.
+        Only the main thread can do that. If the block ends in another thread, evenstep's handlers
+        stay, and forward signals to those that they replaced.
         """
         if not _is_main():
             yield
@@ -138,7 +139,7 @@ class Interrupts:
         if self._shields(frame):
             self.pending[number] = handler
         else:
-            self.pending.pop(number, None)  # pressed again, it is one and the same
+            self.pending.pop(number, None)  # a signal that comes again counts once
             handler(number, frame)
 
     def _shields(self, frame: FrameType | None) -> bool:
@@ -152,7 +153,7 @@ class Interrupts:
 
 
 class _Recorder:
-    """A handler of ours.
+    """The handler that replaces one of the user's.
 
     Args:
         replaced: the user's handler.
@@ -167,10 +168,10 @@ class _Recorder:
 
 
 INTERRUPTS = Interrupts()
-"""Those of this process: handlers of signals and the main thread's stack belong to it, too."""
+"""The signals of this process, which has one handler for each and one main thread."""
 
 
 @INTERRUPTS.interruptible
 def interruptible(function: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
-    """Return `function(*arguments)`, which a signal may interrupt anywhere."""
+    """Return `function(*arguments)`; a signal may interrupt it anywhere."""
     return function(*arguments, **options)

@@ -1,6 +1,6 @@
-"""Ties what has threads to the process that opened it: a fork has no lanes, and an exit ends them.
+"""Ties an engine or a trainer to the process that opened it, since a fork has none of its threads.
 
-The interpreter ends with SIGABRT if it exits while a thread is inside torch.
+It is closed at exit, because the interpreter would end with SIGABRT while a thread is inside torch.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ logger = logging.getLogger("evenstep")
 
 
 class Ownership:
-    """The calling process as the owner of something with threads, until `end`.
+    """Makes the calling process the owner of an engine or a trainer, until `end`.
 
     Args:
         what: "trainer" or "engine", for messages.
         close: a method that drops what has not begun and ends the threads; called when the
-            interpreter exits before `end`. It does not keep its object alive.
+            interpreter exits before `end`. Only a weak reference to its object is kept.
 
     Attributes:
         pid: the process that owns it.

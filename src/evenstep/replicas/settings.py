@@ -1,4 +1,4 @@
-"""What a model's layers and an optimizer are set to, in words, to be compared between processes."""
+"""The settings of layers and optimizers as text, to be compared between processes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 
 def python_number(value: Any) -> Any:
-    """Return a number of Python for one of numpy, and anything else as it is."""
+    """Convert a number of numpy to one of Python; return anything else unchanged."""
     return value.item() if isinstance(value, np.bool_ | np.number) else value
 
 
