@@ -79,10 +79,10 @@ class Trace:
     @property
     def spans(self) -> list[Span]:
         """The spans that were kept, in the order in which they were added."""
+        with self._lock:  # else one span too many may be seen while another thread adds one
+            kept = self._kept.copy()
         return [
-            span
-            for _, entry in self._kept.copy()
-            for span in ([entry] if isinstance(entry, Span) else entry())
+            span for _, entry in kept for span in ([entry] if isinstance(entry, Span) else entry())
         ]
 
     def save(self, file: str | Path) -> None:
