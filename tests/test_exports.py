@@ -103,7 +103,15 @@ EXPORTS = {
         "wait_all",
     ],
     "evenstep.contract": ["ContractReport", "SelfCheck", "refuse_modes"],
-    "evenstep.data": ["Cursor", "Loader", "digits", "epoch_order", "fashion_mnist"],
+    "evenstep.data": [
+        "Cursor",
+        "GeneratorStates",
+        "Loader",
+        "digits",
+        "epoch_order",
+        "fashion_mnist",
+    ],
+    "evenstep.data.adapters": [],
     "evenstep.devices": [
         "Device",
         "Devices",

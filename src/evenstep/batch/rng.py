@@ -137,7 +137,7 @@ class _InPythonOnly(TorchFunctionMode):
 # ---- the default generators
 
 
-DEFAULT_GENERATORS = threading.Lock()
+DEFAULT_GENERATORS = threading.RLock()
 """Held while a default generator temporarily has the state of a shard's generator."""
 
 

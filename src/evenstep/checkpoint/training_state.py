@@ -19,6 +19,7 @@ from evenstep.checkpoint.files import read_checkpoint
 from evenstep.checkpoint.fingerprint import extra_states, tree_digest
 from evenstep.checkpoint.optimizer_kind import OptimizerKind, refuse_another_optimizer
 from evenstep.data import Cursor
+from evenstep.data.order import LoaderPlace
 from evenstep.errors import CheckpointError, InputError
 from evenstep.experiment import LATER, Experiment
 from evenstep.replicas import inner_optimizers
@@ -79,6 +80,8 @@ class TrainingState:
         fingerprint: of model and optimizer; empty until it is computed (see `with_fingerprint`).
         optimizers: the kinds of the optimizer and of those inside it, by their places in it; empty
             in a checkpoint of version 0.1.0.
+        data: the place in a loader that is not evenstep's; None without one.
+        user_state: the states of the objects in `Trainer(state=...)`, by name.
     """
 
     experiment: Experiment
@@ -93,6 +96,8 @@ class TrainingState:
     seeds_at: Cursor | None = dataclasses.field(default=None, metadata=LATER)
     optimizers: dict[str, OptimizerKind] = dataclasses.field(default_factory=dict, metadata=LATER)
     within_rounding: bool = dataclasses.field(default=False, metadata=LATER)
+    data: LoaderPlace | None = dataclasses.field(default=None, metadata=LATER)
+    user_state: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=LATER)
 
     def to_tree(self) -> Tree:
         """Return the state as nested dicts; tensors are not copied."""

@@ -41,6 +41,10 @@ class Loader:
         for batch in loader.epoch(Cursor(epoch=2, step=3)): ...
     """
 
+    fetches_parts = True
+    whole_because = ""
+    name = "Loader"
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -99,7 +103,16 @@ class Loader:
         """The number of examples that an epoch visits."""
         return min(self.examples, len(self) * self.batch_size)
 
-    def facts(self) -> dict[str, object]:
+    @property
+    def last_examples(self) -> int:
+        """The number of examples in an epoch's last batch."""
+        return self.epoch_examples - (len(self) - 1) * self.batch_size
+
+    def facts_at_end(self) -> dict[str, object]:
+        """Return what must be compared between processes after an epoch: nothing."""
+        return {}
+
+    def facts(self, cursor: Cursor | None = None) -> dict[str, object]:
         """Return what the batches depend on, to compare it between processes.
 
         For a `TensorDataset` this includes a digest of about 64 evenly spaced examples.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,6 +24,26 @@ class Cursor:
     def __post_init__(self) -> None:
         if self.epoch < 0 or self.step < 0:
             raise InputError(f"got {self}: epoch and step count from 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoaderPlace:
+    """A position in a loader that is not evenstep's, as a checkpoint holds it.
+
+    Attributes:
+        loader: the loader's class.
+        epoch: the epoch.
+        step: the next batch.
+        digest: a checksum of what the loader gives before it; None if it is unknown.
+        snapshot: the loader's own state before this batch or an earlier one, the number of that
+            batch, and the states of the generators that the loader draws from; empty without it.
+    """
+
+    loader: str
+    epoch: int
+    step: int
+    digest: int | None
+    snapshot: dict[str, Any]
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> torch.Tensor:

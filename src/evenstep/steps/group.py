@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -20,7 +21,8 @@ from evenstep.batch import Batch, Part, count_examples, cut_batch, shard_bounds
 from evenstep.batch.cut import Cut, cut_whole_batch
 from evenstep.batch.own_shards import Shards, cut_own_shards, only
 from evenstep.checkpoint.fingerprint import tensor_digest
-from evenstep.data import Cursor, Loader
+from evenstep.data import Cursor
+from evenstep.data.adapters.sources import Source
 from evenstep.devices import Device, arithmetic_facts, known_results
 from evenstep.devices.discovery import WITHIN_ROUNDING
 from evenstep.distributed import (
@@ -42,6 +44,8 @@ from evenstep.replicas import Replicas
 from evenstep.shard.evaluation import Pairs
 from evenstep.steps.outputs import pack_outputs, unpack_outputs
 from evenstep.steps.reducer import LocalReducer, ProcessReducer
+
+logger = logging.getLogger("evenstep")
 
 State: TypeAlias = "Callable[[], tuple[Mapping[str, Any], Mapping[str, str]]]"
 """Returns what must be the same in all processes: tensors by name, and settings by name."""
@@ -83,17 +87,25 @@ class Group:
         return group
 
     def batches(
-        self, loader: Loader, cursor: Cursor, steps_done: Callable[[], int], call: str
+        self, source: Source, cursor: Cursor, steps_done: Callable[[], int], call: str
     ) -> Iterator[Batch]:
-        """Yield this process's part of the loader's batches from `cursor` on.
+        """Yield this process's part of the data's batches from `cursor` on.
 
         Args:
-            loader: the data.
+            source: the data.
             cursor: the first batch.
             steps_done: returns the number of the step that trains on the next batch.
             call: the trainer's method that they are for.
         """
-        return loader.epoch(cursor)
+        return source.epoch(cursor)
+
+    def compare_ends(self, source: Source, call: str) -> None:
+        """Compare what an epoch was with the other processes.
+
+        Args:
+            source: the data.
+            call: the trainer's method that they were for.
+        """
 
     def by_the_first(self, function: Callable[[], Path]) -> Path:
         """Call `function` in the first process only; return its result everywhere."""
@@ -171,16 +183,21 @@ class LinkedGroup(Group):
         self._shards = shards
         self._given: Part | None = None  # of the batch that `batches` has yielded last
         self._is_first_batch = True
+        self._said_whole: list[Source] = []
 
     def batches(
-        self, loader: Loader, cursor: Cursor, steps_done: Callable[[], int], call: str
+        self, source: Source, cursor: Cursor, steps_done: Callable[[], int], call: str
     ) -> Iterator[Batch]:
-        """Yield this process's part of each batch; only that part is loaded.
+        """Yield this process's part of each batch; only that part is loaded, where that works.
 
         A part is fixed when it is fetched, some batches ahead of the steps with worker processes.
+        Otherwise the whole batches are yielded.
         """
         place = {"the next batch": [cursor.epoch, cursor.step]}
-        agree(self._peers, {**loader.facts(), **place}, "the data", call)
+        agree(self._peers, {**source.facts(cursor), **place}, "the data", call)
+        if not source.fetches_parts:
+            yield from self._whole_batches(source, cursor)
+            return
         fetched: dict[int, Part] = {}
         upcoming = cursor.step
 
@@ -190,13 +207,27 @@ class LinkedGroup(Group):
 
         outer = own = self._given  # of a loop around this one, such as an epoch that evaluates
         try:
-            for number, batch in enumerate(loader.epoch(cursor, part), cursor.step):
+            for number, batch in enumerate(source.epoch(cursor, part), cursor.step):
                 upcoming = number + 1
                 self._given = own = fetched.pop(number)
                 yield batch
         finally:
             if self._given is own:
                 self._given = outer
+
+    def _whole_batches(self, source: Source, cursor: Cursor) -> Iterator[Batch]:
+        if self.is_first and source not in self._said_whole:
+            logger.warning(
+                "every process loads whole batches of the %s: %s", source.name, source.whole_because
+            )
+        self._said_whole = [source]
+        outer = self._given  # of a loop around this one
+        try:
+            for batch in source.epoch(cursor):
+                self._given = None
+                yield batch
+        finally:
+            self._given = outer
 
     def _cut(self, batch: Batch, shards: int, step: int) -> Cut:
         """Cut this process's part of the batch of step `step` into shards."""
@@ -206,6 +237,12 @@ class LinkedGroup(Group):
             return cut_own_shards(whole, shards, whole.part(runs, self._reducer.rank, shards))
         part = self._given or self._part(count_examples(batch, self._batch_dim), step)
         return cut_batch(batch, shards, part)
+
+    def compare_ends(self, source: Source, call: str) -> None:
+        """Compare what an epoch was with the other processes."""
+        facts = source.facts_at_end()
+        if facts:
+            agree(self._peers, facts, "the data", call)
 
     def by_the_first(self, function: Callable[[], Path]) -> Path:
         """Call `function` in the first process only; return its result everywhere.

@@ -33,8 +33,10 @@ from evenstep.checkpoint import training_state
 from evenstep.checkpoint.async_writer import AsyncWriter, write_state
 from evenstep.checkpoint.files import checkpoint_of
 from evenstep.checkpoint.optimizer_kind import kinds_of
+from evenstep.checkpoint.user_state import Stateful, UserState, encodable
 from evenstep.contract import ContractReport, SelfCheck, refuse_modes
-from evenstep.data import Cursor, Loader
+from evenstep.data import Cursor
+from evenstep.data.adapters.sources import Batches, Source, Sources
 from evenstep.devices import (
     Device,
     Devices,
@@ -135,6 +137,7 @@ class TrainerOptions(TypedDict, total=False):
     before_update: Hook | None
     after_update: Hook | None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    state: Mapping[str, Stateful] | None
     max_in_flight: int
     lost_after_s: float
     peer_timeout_s: float
@@ -200,6 +203,10 @@ class Trainer:
             devices and the checkpoint; what it writes elsewhere (an `AveragedModel`) is for the
             user to save, after `waitall`. An error in it leaves the update made.
         scheduler: a scheduler that is saved and resumed with the rest; the user steps it.
+        state: objects of your own, by name, that are saved and resumed with the rest, such as
+            `{"ema": ema, "random": evenstep.data.GeneratorStates()}`. Anything with `state_dict`
+            and `load_state_dict` will do, if its state is made of tensors and plain values. With
+            several processes, the first one's states are saved, and all get them back.
         max_in_flight: the number of steps that may be unfinished at once, at most 1,000. With 1, a
             step is finished when `step` returns. With 2, `step` returns at once, and the next batch
             is loaded and copied meanwhile; call `waitall` before you read or change the model.
@@ -261,6 +268,7 @@ class Trainer:
         before_update: Hook | None = None,
         after_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        state: Mapping[str, Stateful] | None = None,
         max_in_flight: int = 1,
         lost_after_s: float = 60.0,
         peer_timeout_s: float = 60.0,
@@ -322,9 +330,12 @@ class Trainer:
         self._tune_malloc = tune_malloc
         self._side_by_side = side_by_side or experiment.batch_norm == "sync"
         self._saves = AsyncWriter()
+        self._sources = self._new_sources()
         self._owner: Ownership | None = None
         self._is_open = False
         self._was_saved = False
+        own = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        self._user_state = UserState(state, {k: v for k, v in own.items() if v is not None})
         self._opened = contextlib.ExitStack()
         move_home(model, optimizer, self.devices[0])
         self._engine = Engine(self.devices, lanes=lanes)
@@ -422,6 +433,7 @@ class Trainer:
                     has_threads=self._engine.side_by_side,
                 )
             opened.enter_context(self._saves)
+            opened.callback(self._sources.close)
             hook = self.optimizer.register_step_pre_hook(self._update.refuse_foreign_step)
             opened.callback(hook.remove)
             INTERRUPTS.check()
@@ -603,30 +615,53 @@ class Trainer:
         self._update.may_step_elsewhere = True
         return loss
 
-    def epoch(self, loader: Loader) -> Iterator[Batch]:
+    def epoch(self, loader: Batches) -> Iterator[Batch]:
         """Yield the remaining batches of the current epoch; then the next epoch begins.
 
         A loop may take no step on a batch, or several: what was drawn is not yielded again, even
         after a resume. After a `break`, a new call continues behind the last step.
 
+        The order follows from the trainer's seed and the epoch alone. While a loader that is not
+        evenstep's is iterated, torch's, Python's and numpy's default generators, and generators
+        that the loader, its samplers and its data set hold, are seeded from these two; afterwards
+        they are as they were. `set_epoch` is called where a loader, data set or sampler has it.
+
+        Args:
+            loader: an `evenstep.data.Loader`, a `torch.utils.data.DataLoader` with any data set,
+                samplers and workers, or any other iterable of batches: torchdata's
+                `StatefulDataLoader`, a stream, a list. Of a map-style `DataLoader` with torch's own
+                `collate_fn` each of several processes fetches its part of a batch; otherwise each
+                fetches all of it. The batches of an `IterableDataset` depend on its number of
+                workers.
+
         Raises:
             BatchError: the epoch's last batch can't be trained on; raised before its first.
+            InputError: the loader gives no batch, or an order that can't be repeated, or it was cut
+                for several processes already (`DistributedSampler`).
+            CheckpointError: the loader did not take back the state that a checkpoint has of it, or
+                its data have changed.
         """
         self._refuse_fork()
         INTERRUPTS.follow()
-        last = loader.epoch_examples - (len(loader) - 1) * loader.batch_size
-        self._refuse_lonely(shard_bounds(last, self.experiment.shards))
+        source = self._sources.of(loader)
+        if source.last_examples is not None:
+            self._refuse_lonely(shard_bounds(source.last_examples, self.experiment.shards))
         self._wait_before_exchange()
         start = self.position.data or self._drawn
-        batches = self._group.batches(loader, start, lambda: self.steps_done, "epoch")
+        batches = self._group.batches(source, start, lambda: self.steps_done, "epoch")
         began_s = time.perf_counter()
         for step, batch in enumerate(batches, start.step):
             self._note_drawn(Cursor(start.epoch, step), began_s)
             yield batch
             self._group.note("loading a batch")
             began_s = time.perf_counter()
+        self._compare_ends(source)
         self._drawn = Cursor(start.epoch + 1)
         self.position = self.position.at(self._drawn)
+
+    def _compare_ends(self, source: Source) -> None:
+        self._wait_before_exchange()
+        self._group.compare_ends(source, "epoch")
 
     @INTERRUPTS.uninterrupted
     def _note_drawn(self, place: Cursor, began_s: float) -> None:
@@ -635,14 +670,19 @@ class Trainer:
         self.position = self.position.at(place)
         self._drawn = Cursor(place.epoch, place.step + 1)
 
-    def batches(self, loader: Loader) -> Iterator[Batch]:
+    def batches(self, loader: Batches) -> Iterator[Batch]:
         """Yield the batches of the loader's epoch 0, to be given to `evaluate`.
 
-        With several processes, each loads and yields its own part of every batch.
+        With several processes, each loads and yields its own part of every batch, as in `epoch`.
         """
         self._refuse_fork()
         self._wait_before_exchange()
-        yield from self._group.batches(loader, Cursor(), lambda: self.steps_done, "batches")
+        with contextlib.closing(self._new_sources()) as sources:
+            source = sources.of(loader)
+            yield from self._group.batches(source, Cursor(), lambda: self.steps_done, "batches")
+
+    def _new_sources(self) -> Sources:
+        return Sources(self.experiment.seed, locked=self._max_in_flight > 1)
 
     @INTERRUPTS.uninterrupted
     def evaluate(
@@ -779,6 +819,8 @@ class Trainer:
             scheduler=self.scheduler.state_dict() if self.scheduler else None,
             optimizers=kinds_of(self.optimizer),
             within_rounding=self.within_rounding,
+            data=encodable(self._sources.saved_at(self.cursor)),
+            user_state=self._user_state.read(),
         )
         entries = fingerprints.named_state(self.model, self.optimizer)
         given = (Path(folder), state, entries, keep)
@@ -798,12 +840,19 @@ class Trainer:
         if self._was_saved or not self.steps_done or self._drawn != Cursor():
             return
         self._was_saved = True
-        logger.warning(
-            "the checkpoint does not hold the place in a data loader of your own (it does with "
-            "trainer.epoch(loader)), nor the states of random, numpy.random and torch's default "
-            "generator: after resuming, go on with batch number trainer.cursor.step, and with the "
-            "same random numbers"
-        )
+        lacks = []
+        if not self._user_state.has_loader:
+            lacks.append(
+                "the place in a data loader of your own (it does with trainer.epoch(loader)): "
+                "after resuming, go on with batch number trainer.cursor.step"
+            )
+        if not self._user_state.has_generators:
+            lacks.append(
+                "the states of random, numpy.random and torch's default generator (it does with "
+                "Trainer(state={'random': evenstep.data.GeneratorStates()}))"
+            )
+        if lacks:
+            logger.warning("the checkpoint does not hold %s", "; nor ".join(lacks))
 
     def wait_for_save(self) -> None:
         """Wait until the checkpoint that `save(aside=True)` has begun is on the disk.
@@ -1107,14 +1156,17 @@ class Trainer:
 
     def _restore(self, saved: training_state.TrainingState) -> None:
         saved.check_experiment(self.experiment)
+        self._user_state.check(saved.user_state)
         saved.restore(self.model, self.optimizer, self.scheduler)
         seeds = saved.seeds_at or saved.cursor
         data = saved.cursor if saved.seeds_at else None
         self.position = Position(saved.steps_done, seeds.epoch, seeds.step, data)
         self._drawn = saved.cursor
+        self._sources.restore(saved.data)
         if saved.within_rounding and not self.within_rounding:
             self._note_rounding("the checkpoint is of devices, or processes, of other kinds")
         self._executor.watch.draws = saved.draws_random
         if self._executor.programs:
             self._executor.programs.compiles = saved.compiles
         saved.check_fingerprint(self.fingerprint())
+        self._user_state.restore(saved.user_state)

@@ -1,0 +1,1 @@
+"""Loaders of other libraries, and any iterable of batches, as the data of a training."""

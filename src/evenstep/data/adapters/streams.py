@@ -1,0 +1,323 @@
+"""Batches of any iterable, drawn one after the other: streams, lists, generators."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch.utils.data import DataLoader
+
+from evenstep.batch import Batch, Part
+from evenstep.batch.rng import derive_seed
+from evenstep.data.adapters.map_style import is_torchdatas, samplers_of, tell_epoch
+from evenstep.data.generators import Lent, generators_of
+from evenstep.data.order import Cursor, LoaderPlace
+from evenstep.errors import CheckpointError, InputError, text_of
+
+_SNAPSHOT_EVERY = 100  # batches
+_END = object()
+
+
+class _Snapshot(NamedTuple):
+    """The state of a loader before batch `step` of an epoch."""
+
+    step: int
+    state: Any
+    numbers: list[Any]
+
+
+class Stream:
+    """The batches of an iterable, in its own order.
+
+    What it draws in this process from torch's, Python's and numpy's default generators, and from
+    generators that it holds, follows from (seed, epoch); its worker processes are seeded from there
+    too. A batch in the middle of an epoch is reached by the loader's own state where it has one
+    that is exact, otherwise by drawing and dropping the batches before.
+
+    Args:
+        loader: the iterable.
+        seed: the seed of the training.
+        locked: whether steps may be in flight while a batch is drawn.
+    """
+
+    fetches_parts = False
+    whole_because = "only a map-style DataLoader says which examples a batch is made of"
+
+    def __init__(self, loader: Iterable[Batch], seed: int, *, locked: bool) -> None:
+        self._loader = loader
+        self._seed = seed
+        self._locked = locked
+        self._has_state = _has_exact_state(loader)
+        self._numbers = Lent((), locked=False)
+        self._iterator: Iterator[Batch] = iter(())
+        self._epoch = -1
+        self._step = 0
+        self._digest: int | None = None  # of the epoch's first batch
+        self._snapshots: list[_Snapshot] = []
+        self._last: list[Batch] = []  # the last batch of an iterator, which can't be drawn again
+        self.draws_in: int | None = None
+        if (
+            isinstance(loader, DataLoader)
+            and loader.num_workers
+            and not getattr(loader, "in_order", True)
+        ):
+            raise InputError(
+                f"the {type(loader).__name__} has in_order=False, so that its batches come in the "
+                f"order in which worker processes finish: leave it out"
+            )
+
+    def facts(self, cursor: Cursor) -> dict[str, object]:
+        """Return what the batches depend on, to compare it between processes."""
+        dataset = getattr(self._loader, "dataset", None)
+        return {} if dataset is None else {"the data set": type(dataset).__name__}
+
+    def digest_before(self, step: int) -> int | None:
+        """Return a checksum of the epoch's first batch; None if it was not drawn here."""
+        return self._digest
+
+    def open(self, cursor: Cursor, saved: LoaderPlace | None) -> str:
+        """Go to a batch of an epoch; return how, in words.
+
+        Args:
+            cursor: the batch.
+            saved: what a checkpoint has; None without one.
+
+        Raises:
+            CheckpointError: the loader did not take its state back, or gave other batches than in
+                the training that was saved.
+            InputError: it has fewer batches, or is an iterator that is behind this place.
+        """
+        if isinstance(self._loader, Iterator):
+            return self._open_iterator(self._loader, cursor)
+        snapshot = self._snapshot_for(cursor, saved)
+        self._begin(cursor.epoch)
+        if snapshot is not None:
+            self._continue(snapshot)
+        if snapshot is None or not snapshot.step:
+            self._begin(cursor.epoch)
+            if self._has_state and not is_torchdatas(self._loader):
+                self._take_snapshot()
+            self._iterator = self._call(iter, self._loader)
+        self._drop(cursor)
+        self._refuse_others(saved)
+        by_state = f"its own state of batch {snapshot.step}, and " if snapshot is not None else ""
+        dropped = cursor.step - (snapshot.step if snapshot is not None else 0)
+        return f"{by_state}{dropped} batches drawn and dropped"
+
+    def batches(self, part: Callable[[int, int], Part] | None) -> Iterator[Batch]:
+        """Yield the batches from the opened place on."""
+        if self._last and isinstance(self._loader, Iterator):
+            yield from self._last
+        is_kept = isinstance(self._loader, Iterator)
+        while (batch := self._next()) is not _END:
+            self._last = [batch] if is_kept else []
+            yield batch
+            self._last = []
+
+    def snapshot_at(self, step: int, *, is_here: bool) -> dict[str, Any]:
+        """Return what a checkpoint holds of the loader's own state at or before a batch.
+
+        Args:
+            step: the batch.
+            is_here: whether it is the next one to be drawn.
+        """
+        if self._has_state and is_here and step:
+            self._take_snapshot()
+        before = [one for one in self._snapshots if one.step <= step]
+        return before[-1]._asdict() if before else {}
+
+    def snapshot_behind(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the loader's own state after an epoch."""
+        if not self._has_state:
+            return {}
+        return _Snapshot(0, copy.deepcopy(self._state()), [])._asdict()
+
+    def close(self) -> None:
+        """End the worker processes of the last epoch."""
+        iterator: Any = self._iterator
+        self._iterator = iter(())
+        if isinstance(self._loader, DataLoader):
+            _end_workers(self._loader, iterator)
+
+    # ---- the parts of the above
+
+    def _begin(self, epoch: int) -> None:
+        """Seed what the loader draws from, and let go of what it has begun before."""
+        if epoch != self._epoch:
+            self._snapshots = []
+        self._epoch, self._step, self._digest = epoch, 0, None
+        parts = [self._loader, getattr(self._loader, "dataset", None)]
+        if isinstance(self._loader, DataLoader):
+            _start_anew(self._loader)
+            parts += samplers_of(self._loader)
+        generators = () if type(self._loader) in (list, tuple) else generators_of(self._loader)
+        self._numbers = Lent(generators, locked=self._locked)
+        self._numbers.seed(derive_seed("stream", self._seed, epoch))
+        tell_epoch(epoch, *parts)
+
+    def _open_iterator(self, iterator: Iterator[Batch], cursor: Cursor) -> str:
+        """Go to a batch of an iterator, which knows only one direction."""
+        drawn = self._step - len(self._last)
+        if self._epoch < 0:
+            self._begin(cursor.epoch)
+            self._iterator = iterator
+            self._drop(cursor)
+            return f"{cursor.step} batches drawn and dropped"
+        if cursor.epoch != self._epoch:
+            raise InputError(
+                f"{type(iterator).__name__} is an iterator, and was exhausted in epoch "
+                f"{self._epoch}: give a loader or a list, or a new iterator for each epoch"
+            )
+        if cursor.step != drawn:
+            raise InputError(
+                f"{type(iterator).__name__} is an iterator, and has given {self._step} batches of "
+                f"epoch {cursor.epoch}, but training is at batch {cursor.step}: give a loader or a "
+                f"list, which can be iterated again"
+            )
+        return "it went on"
+
+    def _snapshot_for(self, cursor: Cursor, saved: LoaderPlace | None) -> _Snapshot | None:
+        if not self._has_state:
+            return None
+        if saved is not None and saved.snapshot:
+            if saved.loader != type(self._loader).__name__:
+                raise CheckpointError(
+                    f"the checkpoint has the state of a {saved.loader}, but trainer.epoch got a "
+                    f"{type(self._loader).__name__}: give the loader that was saved"
+                )
+            return _Snapshot(**saved.snapshot)
+        if cursor.epoch != self._epoch:
+            return None
+        self._snapshots = [one for one in self._snapshots if one.step <= cursor.step]
+        return self._snapshots[-1] if self._snapshots else None
+
+    def _continue(self, snapshot: _Snapshot) -> None:
+        """Give the loader its own state back, and begin to iterate it there."""
+        loader: Any = self._loader
+        try:
+            loader.load_state_dict(copy.deepcopy(snapshot.state))
+            self._iterator = self._call(iter, loader)
+            if snapshot.step:
+                self._numbers.load_state_dict(snapshot.numbers)
+        except Exception as error:
+            raise CheckpointError(
+                f"the {type(loader).__name__} did not take the state back that its state_dict "
+                f"returned ({type(error).__name__}: {text_of(error)}): give the loader that was "
+                f"saved, with the same data set and the same number of workers"
+            ) from error
+        self._step = snapshot.step
+        self._snapshots = [snapshot]
+
+    def _state(self) -> Any:
+        loader: Any = self._loader
+        return loader.state_dict()
+
+    def _take_snapshot(self) -> None:
+        numbers = self._numbers.state_dict()
+        snapshot = _Snapshot(self._step, copy.deepcopy(self._state()), numbers)
+        self._snapshots = [one for one in self._snapshots if one.step < self._step][-1:]
+        self._snapshots.append(snapshot)
+
+    def _drop(self, cursor: Cursor) -> None:
+        while self._step < cursor.step:
+            if self._next() is _END:
+                raise InputError(
+                    f"{type(self._loader).__name__} gave {self._step} batches in epoch "
+                    f"{cursor.epoch}, but training is at batch {cursor.step}: give the loader and "
+                    f"the data set that it was begun with"
+                )
+
+    def _refuse_others(self, saved: LoaderPlace | None) -> None:
+        """Refuse a loader whose first batch is not that of the training that was saved."""
+        then = None if saved is None else saved.digest
+        if then is not None and self._digest is not None and then != self._digest:
+            raise CheckpointError(
+                f"{type(self._loader).__name__} gives other batches in epoch {self._epoch} than in "
+                f"the training that was saved: its data have changed, or it draws from a generator "
+                f"that evenstep can't seed. Give it a `set_epoch` method, or let it draw from the "
+                f"default generators of torch, Python or numpy"
+            )
+
+    def _next(self) -> Any:
+        batch = self._call(next, self._iterator, _END)
+        if batch is _END:
+            return batch
+        if self._step == 0:
+            self._digest = digest_of(batch)
+        self._step += 1
+        if self._has_state and self._step % _SNAPSHOT_EVERY == 0:
+            self._take_snapshot()
+        return batch
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        self.draws_in = threading.get_ident() if self._locked else None
+        try:
+            return self._numbers.call(function, *arguments)
+        finally:
+            self.draws_in = None
+
+
+def digest_of(batch: Batch) -> int:
+    """Return a checksum of a batch: of its nesting, its tensors, and its plain values."""
+    leaves, structure = optree.tree_flatten(batch, none_is_leaf=True)
+    digest = zlib.crc32(str(structure).encode())
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+            plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            digest = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode(), digest)
+            digest = zlib.crc32(plain.view(torch.uint8).numpy().data, digest)
+        else:
+            is_plain = isinstance(leaf, str | int | float | bool | None)
+            digest = zlib.crc32((repr(leaf) if is_plain else type(leaf).__name__).encode(), digest)
+    return digest
+
+
+def _has_exact_state(loader: Any) -> bool:
+    """Whether a loader goes on exactly from its own state.
+
+    Not if worker processes draw its batches: their generators are not in the state. Nor if Hugging
+    Face's streams shuffle: their buffers are not in it.
+    """
+    if isinstance(loader, DataLoader) and loader.num_workers:
+        return False
+    has_state = all(callable(getattr(loader, n, None)) for n in ("state_dict", "load_state_dict"))
+    return has_state and not any(
+        map(_has_shuffle_buffer, (loader, getattr(loader, "dataset", None)))
+    )
+
+
+def _has_shuffle_buffer(dataset: Any) -> bool:
+    level = [getattr(dataset, "_ex_iterable", None)]
+    while level:
+        if any("BufferShuffled" in type(stream).__name__ for stream in level):
+            return True
+        level = [inner for stream in level for inner in _inner_streams(stream)]
+    return False
+
+
+def _inner_streams(stream: object) -> list[object]:
+    one = getattr(stream, "ex_iterable", None)
+    return [*getattr(stream, "ex_iterables", ()), *([] if one is None else [one])]
+
+
+def _start_anew(loader: Any) -> None:
+    """End the iterator, and worker processes, that a `DataLoader` has kept from the last epoch.
+
+    Workers that stay would go on with random numbers that depend on how many epochs they have seen.
+    """
+    if is_torchdatas(loader):
+        loader.load_state_dict({})
+    else:
+        _end_workers(loader, loader._iterator)
+
+
+def _end_workers(loader: Any, iterator: Any) -> None:
+    if loader.num_workers and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+    if loader.persistent_workers:
+        loader._iterator = None  # else the loader would wait for them

@@ -1,0 +1,265 @@
+"""States of random generators: lent to code that draws data, saved, and restored."""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from evenstep.batch.rng import DEFAULT_GENERATORS, derive_seed
+from evenstep.engine.interrupts import INTERRUPTS, interruptible
+from evenstep.errors import InputError
+
+T = TypeVar("T")
+
+_DEPTH = 5  # of objects inside objects that are searched for generators
+_MOST_ITEMS = 64  # of a list or dict that is searched
+_MOST_OBJECTS = 10_000
+
+# What holds no generators, or is too large to be searched.
+_LEAVES = (torch.Tensor, np.ndarray, str, bytes, int, float, type, types.ModuleType)
+
+
+class Generator(NamedTuple):
+    """A source of random numbers of any library, as three functions.
+
+    Attributes:
+        read: returns its state.
+        write: sets its state.
+        seed: seeds it with an integer below 2**63.
+    """
+
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    seed: Callable[[int], object]
+
+
+DEFAULTS = (
+    Generator(
+        torch.default_generator.get_state,
+        torch.default_generator.set_state,
+        torch.default_generator.manual_seed,  # torch.manual_seed would seed the GPUs' too
+    ),
+    Generator(random.getstate, random.setstate, random.seed),
+    Generator(
+        functools.partial(np.random.get_state, legacy=False),
+        np.random.set_state,
+        lambda seed: np.random.seed([seed >> 32, seed & 0xFFFFFFFF]),
+    ),
+)
+"""What code draws from if it names no generator: that of torch on the CPU, Python's, numpy's."""
+
+
+class Lent:
+    """Random numbers of their own for code that draws from the generators of this process.
+
+    Outside of the calls the generators have the states that the user left them in.
+
+        numbers = Lent(DEFAULTS)
+        numbers.seed(7)
+        numbers.call(torch.rand, 2)
+
+    Args:
+        generators: the generators that the code may draw from.
+        locked: whether other threads are kept from torch's default generator during a call.
+    """
+
+    def __init__(self, generators: Sequence[Generator], *, locked: bool = True) -> None:
+        self._generators = generators
+        self._locked = locked
+        self._states: list[Any] = []
+
+    @INTERRUPTS.uninterrupted
+    def seed(self, seed: int) -> None:
+        """Let the next call draw what follows from `seed`."""
+        with _alone(), _put_back(self._generators):
+            for number, generator in enumerate(self._generators):
+                generator.seed(derive_seed("generator", seed, number) if number > 2 else seed)
+            self._states = [generator.read() for generator in self._generators]
+
+    @INTERRUPTS.uninterrupted
+    def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return `function(*arguments)`, which draws from where the call before has stopped."""
+        with _alone() if self._locked else nullcontext(), _put_back(self._generators):
+            for generator, state in zip(self._generators, self._states, strict=True):
+                generator.write(state)
+            try:
+                return interruptible(function, *arguments)
+            finally:
+                self._states = [generator.read() for generator in self._generators]
+
+    def state_dict(self) -> list[Any]:
+        """Return the states as plain values and tensors."""
+        return [_plain(state) for state in self._states]
+
+    def load_state_dict(self, states: Sequence[Any]) -> None:
+        """Continue where `state_dict` was called."""
+        if len(states) != len(self._generators):
+            raise ValueError(f"{len(states)} generators were saved, {len(self._generators)} exist")
+        self._states = [_from_plain(state) for state in states]
+
+
+def drew_nothing(generators: Sequence[Generator], function: Callable[[], T]) -> tuple[T, bool]:
+    """Return `function()`, and whether the generators are as they were; they are put back."""
+    with _alone():
+        before = [generator.read() for generator in generators]
+        try:
+            result = interruptible(function)
+        finally:
+            after = [generator.read() for generator in generators]
+            quiet = all(_are_equal(*pair) for pair in zip(before, after, strict=True))
+            if not quiet:
+                for generator, state in zip(generators, before, strict=True):
+                    generator.write(state)
+    return result, quiet
+
+
+def generators_of(*owners: object) -> tuple[Generator, ...]:
+    """Return the default generators, and those that `owners` hold: also deep inside of them."""
+    found: dict[int, Generator] = {}
+    seen = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}
+    level = [*owners]
+    for _ in range(_DEPTH):
+        inside: list[object] = []
+        for one in level:
+            if id(one) in seen or len(seen) > _MOST_OBJECTS:
+                continue
+            seen.add(id(one))
+            generator = _generator(one)
+            if generator is not None:
+                found[id(one)] = generator
+            else:
+                inside += _inside(one)
+        level = inside
+    return (*DEFAULTS, *found.values())
+
+
+class GeneratorStates:
+    """The states of the random generators of this process, saved and restored with a training.
+
+        trainer = evenstep.Trainer(..., state={"random": evenstep.data.GeneratorStates()})
+
+    They are those of torch's default generators (CPU and GPUs), of `random` and of `numpy.random`.
+    Code of your own that draws from them, such as augmentation in the training loop, goes on after
+    `Trainer.load` with the numbers that would have come. (Dropout and other random layers, and the
+    order of `Trainer.epoch`, need none of this: evenstep seeds them for each step and epoch.)
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states as plain values and tensors."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        torch_state, python, numpy = (_plain(generator.read()) for generator in DEFAULTS)
+        return {"torch": torch_state, "python": python, "numpy": numpy, "cuda": cuda}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Set the states. Those of GPUs that are not here are left out."""
+        states = [_from_plain(state_dict[name]) for name in ("torch", "python", "numpy")]
+        for generator, state in zip(DEFAULTS, states, strict=True):
+            generator.write(state)
+        for number, state in enumerate(state_dict["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(state, number)
+
+
+# ---- the parts of the above
+
+
+def _alone() -> Any:
+    """Keep lanes from torch's default generator.
+
+    A worker process has no lanes, and may have been forked while a lane held the lock.
+    """
+    return DEFAULT_GENERATORS if get_worker_info() is None else nullcontext()
+
+
+@contextmanager
+def _put_back(generators: Sequence[Generator]) -> Iterator[None]:
+    before = [generator.read() for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, before, strict=True):
+            generator.write(state)
+
+
+def _generator(one: object) -> Generator | None:
+    if isinstance(one, torch.Generator):
+        return Generator(one.get_state, one.set_state, one.manual_seed)
+    if isinstance(one, random.Random) and not isinstance(one, random.SystemRandom):
+        return Generator(one.getstate, one.setstate, one.seed)
+    if isinstance(one, np.random.RandomState):
+        return Generator(
+            functools.partial(one.get_state, legacy=False),
+            one.set_state,
+            lambda seed: one.seed([seed >> 32, seed & 0xFFFFFFFF]),
+        )
+    if isinstance(one, np.random.Generator):
+        bits: Any = one.bit_generator
+        kind = type(bits)
+        write = functools.partial(setattr, bits, "state")
+        return Generator(lambda: bits.state, write, lambda seed: write(kind(seed).state))
+    return None
+
+
+def _inside(one: object) -> list[object]:
+    """Return what an object refers to and may draw from."""
+    if one is None or isinstance(one, _LEAVES):
+        return []
+    if isinstance(one, dict):
+        return [*one.values()] if len(one) <= _MOST_ITEMS else []
+    if isinstance(one, list | tuple | set):
+        return [*one] if len(one) <= _MOST_ITEMS else []
+    if isinstance(one, functools.partial):
+        return [one.func, *one.args, *one.keywords.values()]
+    if isinstance(one, types.MethodType):
+        return [one.__self__]
+    if isinstance(one, types.FunctionType):
+        cells = [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
+        return [*cells, *(one.__defaults__ or ()), *(one.__kwdefaults__ or {}).values()]
+    if type(one).__module__.startswith("datasets."):  # Hugging Face's follow from set_epoch
+        return []
+    attributes = getattr(one, "__dict__", None)
+    return [*attributes.values()] if isinstance(attributes, dict) else []
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:
+        return False
+    return True
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return all(_are_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, np.ndarray):
+        return bool(np.array_equal(one, other))
+    return bool(one == other)
+
+
+def _plain(state: Any) -> Any:
+    """Return a generator's state without arrays of numpy."""
+    if isinstance(state, np.ndarray):
+        return {"array": str(state.dtype), "words": state.tolist()}
+    if isinstance(state, dict):
+        return {key: _plain(value) for key, value in state.items()}
+    return state
+
+
+def _from_plain(state: Any) -> Any:
+    if not isinstance(state, dict):
+        return state
+    if state.keys() == {"array", "words"}:
+        if state["array"] not in ("uint32", "uint64"):
+            raise InputError(f"got a generator's state of {state['array']}: uint32 is needed")
+        return np.array(state["words"], dtype=state["array"])
+    return {key: _from_plain(value) for key, value in state.items()}

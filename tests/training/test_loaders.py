@@ -1,0 +1,406 @@
+"""Loaders that people have already: the same order on any devices, and after any resume."""
+
+import logging
+import multiprocessing
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+import evenstep
+import loading
+from evenstep.data import Cursor
+from evenstep.errors import BatchError, CheckpointError, InputError
+from loading import BATCH, BATCHES, CLASSES, EXAMPLES, FEATURES, KINDS, PROCESSES, arguments_of
+from trainers import sgd
+
+SLOW = {"forkserver", "spawn", "torchdata stream fork", "stream persistent"}
+FEW = ("shuffled", "augmented", "stream", "own state")
+
+
+def kinds(names=KINDS):
+    return [
+        pytest.param(name, id=name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in names
+    ]
+
+
+def loader_of(kind):
+    if "torchdata" in kind:
+        pytest.importorskip("torchdata", reason="torchdata is not installed")
+    if "datasets" in kind:
+        pytest.importorskip("datasets", reason="Hugging Face's datasets are not installed")
+    return KINDS[kind]()
+
+
+def disturb(seed):
+    """Leave the default generators in another state, as another script would have."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.Dropout(0.3), nn.Linear(8, CLASSES))
+
+
+def new(devices=1, **options):
+    module = model()
+    options = {"shards": 2, "devices": devices, **options}
+    return evenstep.Trainer(module, sgd(module), nn.CrossEntropyLoss(), **options)
+
+
+def load(folder, devices=1, **options):
+    module = model()
+    options = {"devices": devices, **options}
+    return evenstep.Trainer.load(folder, module, sgd(module), nn.CrossEntropyLoss(), **options)
+
+
+def train(trainer, loader, epochs=2, until=None, at_least=0):
+    """Train up to an epoch's end, or up to a number of steps; return the inputs of the batches."""
+    seen = []
+    with trainer:
+        while trainer.cursor.epoch < epochs:
+            for batch in trainer.epoch(loader):
+                X, y = arguments_of(batch)
+                seen.append(X.clone())
+                trainer.step(X, y)
+                if trainer.steps_done == until:
+                    trainer.waitall()
+                    return seen
+    return seen
+
+
+def same(some, others):
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left():
+    yield
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("kind", kinds())
+def test_a_training_resumes_in_the_middle_of_an_epoch(tmp_path, kind):
+    disturb(1)
+    unbroken = new(devices=1)
+    whole = train(unbroken, loader_of(kind))
+    stop = len(whole) // 2 + 3
+    disturb(2)
+    interrupted = new(devices=2)
+    before = train(interrupted, loader_of(kind), until=stop)
+    interrupted.save(tmp_path)
+    assert 0 < interrupted.cursor.step < BATCHES
+    disturb(3)
+    resumed = load(tmp_path, devices=3)
+    after = train(resumed, loader_of(kind))
+    assert same(before + after, whole)
+    assert resumed.fingerprint() == unbroken.fingerprint()
+    assert resumed.cursor == unbroken.cursor == Cursor(2)
+
+
+@pytest.mark.parametrize("kind", kinds(["shuffled", "stream", "own state", "torchdata stream"]))
+def test_a_training_resumes_at_the_end_of_an_epoch(tmp_path, kind):
+    whole = train(new(), loader_of(kind))
+    interrupted = new()
+    before = train(interrupted, loader_of(kind), epochs=1)
+    interrupted.save(tmp_path)
+    disturb(3)
+    assert same(before + train(load(tmp_path), loader_of(kind)), whole)
+
+
+SPAWNED = {"forkserver", "spawn"}
+IN_ORDER = {"in order", "list", "datasets itself", "datasets stream"}
+
+
+@pytest.mark.parametrize("kind", kinds(sorted(set(KINDS) - IN_ORDER - SPAWNED)))
+def test_the_epochs_have_different_orders(kind):
+    whole = train(new(), loader_of(kind))
+    half = len(whole) // 2
+    assert not torch.equal(torch.cat(whole[:half]), torch.cat(whole[half:]))
+
+
+@pytest.mark.parametrize("kind", kinds(FEW))
+def test_another_seed_is_another_order(kind):
+    some, others = train(new(), loader_of(kind)), train(new(seed=1), loader_of(kind))
+    assert not same(some, others)
+
+
+@pytest.mark.parametrize("kind", kinds(FEW))
+def test_the_default_generators_stay_where_they_are(kind):
+    def states():
+        return torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
+
+    loader = loader_of(kind)
+    trainer = new()
+    disturb(4)
+    before = states()
+    train(trainer, loader)
+    assert states() == before
+
+
+@pytest.mark.parametrize("kind", kinds(["augmented", "in lists", "collate_fn", "weighted"]))
+def test_the_number_of_workers_changes_nothing(kind):
+    alone = loader_of(kind)
+    helped = DataLoader(
+        alone.dataset,
+        batch_sampler=alone.batch_sampler,
+        collate_fn=alone.collate_fn,
+        num_workers=2,
+        multiprocessing_context="fork",
+    )
+    assert same(train(new(), alone), train(new(), helped))
+
+
+def test_an_example_that_is_drawn_twice_is_augmented_anew():
+    sampler = [5] * 8
+    (batch,) = train(new(), DataLoader(loading.Augmented(), 8, sampler=sampler), epochs=1)
+    assert len({tuple(row) for row in batch.tolist()}) == 8
+
+
+def test_steps_in_flight_change_nothing():
+    for kind in ("augmented", "stream"):
+        one, two = new(), new(devices=2, max_in_flight=2)
+        train(one, loader_of(kind))
+        train(two, loader_of(kind))
+        assert one.fingerprint() == two.fingerprint()
+
+
+def test_an_epoch_yields_what_the_loader_yields():
+    trainer = new()
+    with trainer:
+        assert isinstance(next(trainer.epoch(DataLoader(plain_inputs(), 4))), torch.Tensor)
+        assert isinstance(next(trainer.epoch(loader_of("shuffled"))), list)
+        assert isinstance(next(trainer.epoch(loader_of("list"))), tuple)
+        assert isinstance(next(trainer.epoch(loader_of("generators"))), dict)
+
+
+def plain_inputs():
+    return [*loading.tensors()[0]]
+
+
+@pytest.mark.parametrize("kind", kinds(["shuffled", "stream", "list", "own state", "persistent"]))
+def test_a_loop_that_breaks_off_continues_behind_its_last_step(kind):
+    whole = train(new(), loader_of(kind))
+    trainer, seen = new(), []
+    loader = loader_of(kind)
+    with trainer:
+        for stop in (3, 7, 13, 1000):
+            while trainer.cursor.epoch < 2:
+                for batch in trainer.epoch(loader):
+                    X, y = arguments_of(batch)
+                    if trainer.steps_done == stop:
+                        break  # this batch has no step, and is drawn again
+                    seen.append(X.clone())
+                    trainer.step(X, y)
+                if trainer.steps_done == stop:
+                    break
+    assert same(seen, whole)
+
+
+def test_batches_before_the_place_are_not_fetched_again(tmp_path):
+    first = new()
+    train(first, DataLoader(loading.Quiet(), BATCH, shuffle=True), until=9)
+    first.save(tmp_path)
+    dataset = loading.Quiet()
+    train(load(tmp_path), DataLoader(dataset, BATCH, shuffle=True), until=12)
+    assert len(dataset.fetched) == 10  # two batches of four, and the last
+
+
+def test_a_loader_with_a_state_draws_nothing_twice(tmp_path):
+    first = new()
+    train(first, loading.StatefulBatches(), until=9)
+    first.save(tmp_path)
+    loader = loading.StatefulBatches()
+    train(load(tmp_path), loader, until=12)
+    assert loader.made == 3
+
+
+def test_a_save_before_the_step_of_a_batch_resumes_with_that_batch(tmp_path):
+    whole = train(new(), loading.StatefulBatches())
+    trainer = new()
+    with trainer:
+        for X, y in trainer.epoch(loading.StatefulBatches()):
+            if trainer.steps_done == 5:
+                trainer.save(tmp_path)
+                break
+            trainer.step(X, y)
+    assert same(train(load(tmp_path), loading.StatefulBatches()), whole[5:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        ("shuffled", "5 batches drawn from the sampler, and not fetched"),
+        ("stream", "5 batches drawn and dropped"),
+        ("own state", "its own state of batch 5, and 0 batches drawn and dropped"),
+    ],
+    ids=str,
+)
+def test_a_line_says_how_long_the_way_back_took(tmp_path, caplog, kind, how):
+    first = new()
+    train(first, loader_of(kind), until=5)
+    first.save(tmp_path)
+    caplog.set_level(logging.INFO, "evenstep")
+    train(load(tmp_path), loader_of(kind), until=6)
+    (line,) = [text for text in caplog.messages if "back at" in text]
+    assert "back at batch 5 of epoch 0 after 0." in line
+    assert how in line
+
+
+def test_an_iterator_is_an_epoch(tmp_path):
+    def batches():
+        yield from loader_of("list")
+
+    whole = train(new(), loader_of("list"), epochs=1)
+    assert same(train(new(), batches(), epochs=1), whole)
+    first = new()
+    before = train(first, batches(), until=5)
+    first.save(tmp_path)
+    assert same(before + train(load(tmp_path), batches(), epochs=1), whole)
+
+
+def test_an_iterator_goes_on_after_a_break():
+    whole = train(new(), loader_of("list"), epochs=1)
+    batches, seen = iter(loader_of("list")), []
+    with new() as trainer:
+        for stop in (3, 1000):
+            for X, y in trainer.epoch(batches):
+                if trainer.steps_done == stop:
+                    break
+                seen.append(X.clone())
+                trainer.step(X, y)
+    assert same(seen, whole)
+
+
+# Bad input
+
+
+def draw(loader, **options):
+    with new(**options) as trainer:
+        for _ in trainer.epoch(loader):
+            pass
+        for _ in trainer.epoch(loader):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("loader", "line"),
+    [
+        (list, "list gave no batch in epoch 0"),
+        (
+            lambda: DataLoader(loading.plain(), 100, drop_last=True),
+            "DataLoader gave no batch in epoch 0.*with drop_last=True",
+        ),
+        (lambda: iter(loader_of("list")), "is an iterator, and was exhausted in epoch 0: give a l"),
+        (
+            lambda: DataLoader(loading.plain(), 4, sampler=loading.Unseeded()),
+            "the sampler of the DataLoader, Unseeded in BatchSampler, gave two orders for epoch 0",
+        ),
+        (
+            lambda: DataLoader(
+                loading.plain(), 4, sampler=DistributedSampler(range(EXAMPLES), 2, 0)
+            ),
+            "has a DistributedSampler for 2 processes: evenstep cuts each batch for the processes",
+        ),
+        (
+            lambda: DataLoader(loading.Stream(), 4, num_workers=1, in_order=False),
+            "has in_order=False",
+        ),
+        (loading.plain, "got the data set TensorDataset, which gives examples"),
+        (lambda: loader_of, "got <function loader_of at .* as a loader: call it"),
+        (lambda: "batches", "got 'batches' as a loader: give an iterable of batches"),
+        (lambda: 3, "got 3 as a loader"),
+    ],
+    ids=[
+        "empty", "drop_last", "iterator", "entropy", "distributed", "in_order", "data set",
+        "function", "text", "number",
+    ],
+)  # fmt: skip
+def test_a_loader_that_is_none_is_refused_in_one_line(loader, line):
+    with pytest.raises(InputError, match=line) as caught:
+        draw(loader())
+    assert "\n" not in str(caught.value)
+
+
+def test_a_data_set_that_was_split_by_node_is_refused():
+    datasets = pytest.importorskip("datasets", reason="Hugging Face's datasets are not installed")
+    from datasets.distributed import split_dataset_by_node
+
+    stream = datasets.Dataset.from_dict({"a": [*range(8)]}).to_iterable_dataset()
+    stream = split_dataset_by_node(stream, rank=0, world_size=2)
+    with pytest.raises(InputError, match="was split by node for 2 processes"):
+        draw(DataLoader(stream, 2))
+
+
+def test_another_length_is_noted(caplog):
+    class Shrinking:
+        length = 4
+
+        def __iter__(self):
+            self.length -= 1
+            return iter(loader_of("list")[: self.length])
+
+    draw(Shrinking())
+    (line,) = [text for text in caplog.messages if "Shrinking" in text]
+    assert "Shrinking gave 2 batches in epoch 1, and 3 in the epoch before" in line
+
+
+def test_a_batch_that_cannot_be_cut_is_named_and_stays_in_hand():
+    with new() as trainer:
+        batch = next(trainer.epoch([(torch.ones(4, 3), torch.ones(3))]))
+        with pytest.raises(BatchError, match="same number of examples"):
+            trainer.step(*batch)
+        assert trainer.cursor == Cursor(0, 0)
+
+
+def broken_off(folder, loader):
+    trainer = new()
+    train(trainer, loader, until=5)
+    trainer.save(folder)
+    return load(folder)
+
+
+def test_a_state_that_the_loader_does_not_take_is_named(tmp_path):
+    class Forgetful(loading.StatefulBatches):
+        def load_state_dict(self, state):
+            raise KeyError("place")
+
+    resumed = broken_off(tmp_path, Forgetful())
+    with pytest.raises(CheckpointError, match=r"Forgetful did not take the state.*KeyError: 'pl"):
+        train(resumed, Forgetful())
+    assert resumed.cursor == Cursor(0, 5)
+
+
+@pytest.mark.parametrize(
+    "kind", ["another order", "another stream", "fewer batches", "fewer in a stream"]
+)
+def test_other_data_than_before_are_refused(tmp_path, kind):
+    def loader(now):
+        if kind == "another order":
+            dataset = TensorDataset(*(one[: EXAMPLES - now] for one in loading.tensors()))
+            return DataLoader(dataset, BATCH, shuffle=True)
+        if kind == "another stream":
+            return [(X + now, y) for X, y in KINDS["list"]()]
+        if kind == "fewer batches":
+            return DataLoader(loading.plain(), BATCH * (1 + 4 * now))
+        return KINDS["list"]()[: 12 - 9 * now]
+
+    expected = {"fewer batches": InputError, "fewer in a stream": InputError}
+    error = expected.get(kind, CheckpointError)
+    resumed = broken_off(tmp_path, loader(0))
+    with pytest.raises(error, match="training (that was saved|is at batch 5)"):
+        train(resumed, loader(1))
+    assert same(train(resumed, loader(0)), train(new(), loader(0))[5:])
+
+
+@pytest.mark.parametrize("kind", kinds(sorted(PROCESSES - SPAWNED)))
+def test_an_epoch_that_was_broken_off_leaves_no_worker(kind):
+    with new() as trainer:
+        next(trainer.epoch(loader_of(kind)))
