@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import Dataset, IterableDataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 
 from evenstep.data import Cursor, Loader, epoch_order
 from evenstep.errors import DataError, InputError
+from loading import Shuffled
 
 
 def numbered(examples: int) -> TensorDataset:
@@ -240,3 +242,66 @@ def test_the_short_last_batch_can_be_left_out(examples, batch_size):
     assert all(len(batch) == batch_size for (batch,) in dropped)
     for (got,), (wanted,) in zip(dropped, whole, strict=False):
         assert torch.equal(got, wanted)
+
+
+# Torch's names, and samplers
+
+
+def test_the_arguments_have_torchs_names_too():
+    loader = Loader(Augmented(), 5, num_workers=2, collate_fn=len)
+    assert (loader.workers, loader.collate) == (2, len)
+    assert sum(Loader(Augmented(), 5, collate_fn=len)) == 23
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"workers": 1, "num_workers": 2}, "got workers=1 and num_workers=2, which are one"),
+        ({"collate": len, "collate_fn": list}, "got collate=.* and collate_fn=.*, which are one"),
+        ({"num_workers": -1}, "num_workers=-1: give an integer from 0"),
+        ({"sampler": 3}, "got sampler=3: give an iterable of numbers that has a length"),
+        ({"sampler": iter([1])}, "got sampler=.*: give an iterable of numbers that has a length"),
+        ({"sampler": []}, "list gives 0 examples: at least 1"),
+        (
+            {"sampler": DistributedSampler(range(9), 2, 0)},
+            "got sampler=DistributedSampler for 2 processes: .* use shuffle=True instead",
+        ),
+    ],
+    ids=["workers", "collate", "negative", "number", "iterator", "empty", "distributed"],
+)
+def test_arguments_that_cannot_be_are_refused(arguments, line):
+    with pytest.raises(InputError, match=line):
+        Loader(numbered(9), 2, **arguments)
+
+
+def test_a_sampler_gives_the_order():
+    loader = Loader(numbered(10), 4, sampler=[3, 3, 9, 0, 5])
+    assert [x.tolist() for x, _ in loader] == [[3, 3, 9, 0], [5]]
+    assert (len(loader), loader.examples) == (2, 5)
+
+
+@pytest.mark.parametrize("kind", ["weighted", "python"])
+def test_a_random_sampler_follows_from_seed_and_epoch(kind):
+    def loader(seed=0):
+        weights = torch.linspace(1, 4, 23)
+        sampler = WeightedRandomSampler(weights, 30) if kind == "weighted" else Shuffled()
+        return Loader(numbered(46), 4, seed=seed, sampler=sampler)
+
+    whole = list(loader().epoch(Cursor(1)))
+    random.seed(3)
+    torch.manual_seed(3)
+    states = torch.get_rng_state().tolist(), random.getstate()
+    assert same(loader().epoch(Cursor(1, 2)), whole[2:])
+    assert (torch.get_rng_state().tolist(), random.getstate()) == states
+    assert not same(loader().epoch(Cursor(0)), whole)
+    assert not same(loader(seed=1).epoch(Cursor(1)), whole)
+    assert loader().facts(Cursor(1)) != loader().facts(Cursor(0))
+
+
+def test_a_sampler_of_another_length_than_it_says_is_refused():
+    class Lying(list):
+        def __len__(self):
+            return 4
+
+    with pytest.raises(InputError, match="Lying gave 3 examples in epoch 0, but its length is 4"):
+        list(Loader(numbered(9), 2, sampler=Lying([1, 2, 3])))

@@ -253,6 +253,7 @@ KINDS = {
         plain(), sampler=BatchSampler(RandomSampler(range(EXAMPLES)), 5, False), batch_size=None
     ),
     "augmented": lambda: DataLoader(Augmented(), BATCH, shuffle=True),
+    "quiet": lambda: DataLoader(Quiet(), BATCH, shuffle=True),
     "in lists": lambda: DataLoader(InLists(), BATCH, shuffle=True),
     "collate_fn": lambda: DataLoader(plain(), BATCH, shuffle=True, collate_fn=masked),
     "fork": lambda: DataLoader(Augmented(), BATCH, shuffle=True, **workers()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ T = TypeVar("T")
 _DEPTH = 5  # of objects inside objects that are searched for generators
 _MOST_ITEMS = 64  # of a list or dict that is searched
 _MOST_OBJECTS = 10_000
+_AT_ONCE = 64  # of what a sampler gives
 
 # What holds no generators, or is too large to be searched.
 _LEAVES = (torch.Tensor, np.ndarray, str, bytes, int, float, type, types.ModuleType)
@@ -141,6 +143,41 @@ def generators_of(*owners: object) -> tuple[Generator, ...]:
     return (*DEFAULTS, *found.values())
 
 
+def order_of(sampler: Any, seed: int, epoch: int, own: object = None) -> Iterator[Any]:
+    """Draw what a sampler gives in an epoch, with all that it draws from seeded by (seed, epoch).
+
+    Args:
+        sampler: the sampler, which may have others inside it.
+        seed: the seed of the training.
+        epoch: the epoch.
+        own: a generator that it may draw from besides its own.
+    """
+    samplers = samplers_in(sampler)
+    numbers = Lent(generators_of(own, *samplers))
+    numbers.seed(derive_seed("sampler", seed, epoch))
+    tell_epoch(epoch, *samplers)
+    order = numbers.call(iter, sampler)
+    while some := numbers.call(_some, order):
+        yield from some
+
+
+def samplers_in(sampler: Any) -> list[Any]:
+    """Return a sampler, and those inside it."""
+    found: list[Any] = []
+    while sampler is not None and not any(sampler is other for other in found):
+        found.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return found
+
+
+def tell_epoch(epoch: int, *parts: object) -> None:
+    """Call `set_epoch` of those that have it."""
+    for part in parts:
+        tell = getattr(part, "set_epoch", None)
+        if callable(tell):
+            tell(epoch)
+
+
 class GeneratorStates:
     """The states of the random generators of this process, saved and restored with a training.
 
@@ -168,6 +205,10 @@ class GeneratorStates:
 
 
 # ---- the parts of the above
+
+
+def _some(order: Iterator[Any]) -> list[Any]:
+    return [*itertools.islice(order, _AT_ONCE)]
 
 
 def _alone() -> Any:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
+from evenstep.data.generators import order_of
 from evenstep.data.order import Cursor, epoch_order
 from evenstep.data.seeded import SeededExamples
 from evenstep.devices import intra_op_threads
@@ -20,6 +22,8 @@ from evenstep.errors import DataError, InputError, shown
 
 PartOf: TypeAlias = "Callable[[int, int], Part]"
 """Returns this process's part of a batch, given its number in the epoch and its size."""
+
+T = TypeVar("T")
 
 MOST_EXAMPLES = 2**31 - 1
 """The largest number of examples in a batch."""
@@ -55,6 +59,9 @@ class Loader:
         drop_last: bool = False,
         workers: int = 0,
         collate: Callable[[list[Any]], Batch] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Batch] | None = None,
+        sampler: Iterable[int] | None = None,
     ) -> None:
         """Check the arguments. Nothing is read or started.
 
@@ -71,6 +78,11 @@ class Loader:
             collate: makes a batch of a list of examples; it may lay them along another dimension
                 than the first (`batch_dim`), and mark tensors as `evenstep.shared`. None: as
                 torch's `DataLoader` does. With several processes it gets a part of a batch.
+            num_workers: torch's name for `workers`.
+            collate_fn: torch's name for `collate`.
+            sampler: gives the numbers of the examples of an epoch, in its order, instead of
+                `shuffle`; it has a length. Whatever it draws from is seeded by (seed, epoch), as in
+                `Trainer.epoch`. An example that it gives twice is augmented in the same way.
 
         Raises:
             DataError: the data set has no length, or no examples.
@@ -79,6 +91,7 @@ class Loader:
         for name, value, least, most in (
             ("batch_size", batch_size, 1, MOST_EXAMPLES),
             ("workers", workers, 0, _MOST_WORKERS),
+            ("num_workers", num_workers, 0, _MOST_WORKERS),
         ):
             if not isinstance(value, int) or not least <= value <= most:
                 raise InputError(
@@ -89,9 +102,10 @@ class Loader:
         self.seed = seed
         self.shuffle = shuffle
         self.drop_last = drop_last
-        self.workers = workers
-        self.collate = collate
-        self.examples = _count(dataset)
+        self.workers = _either("workers", workers, "num_workers", num_workers)
+        self.collate = _either("collate", collate, "collate_fn", collate_fn)
+        self.sampler = sampler
+        self.examples = _count(dataset) if sampler is None else _count_drawn(sampler)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -125,6 +139,10 @@ class Loader:
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
         }
+        if self.sampler is not None:
+            order = str(self._order(cursor.epoch if cursor else 0).tolist())
+            facts["the sampler"] = type(self.sampler).__name__
+            facts["a digest of its order"] = hashlib.sha256(order.encode()).hexdigest()
         if _is_indexable(self.dataset):
             some = torch.arange(0, self.examples, max(1, self.examples // 64))
             rows = [tensor.cpu()[some].contiguous() for tensor in self.dataset.tensors]
@@ -179,6 +197,14 @@ class Loader:
         return self._parts(cursor, indices, part)
 
     def _order(self, epoch: int) -> torch.Tensor:
+        if self.sampler is not None:
+            order = [*order_of(self.sampler, self.seed, epoch)]
+            if len(order) != self.examples:
+                raise InputError(
+                    f"{type(self.sampler).__name__} gave {len(order)} examples in epoch {epoch}, "
+                    f"but its length is {self.examples}: the two must be equal"
+                )
+            return torch.tensor(order, dtype=torch.int64)
         if self.shuffle:
             return epoch_order(self.examples, self.seed, epoch)
         return torch.arange(self.examples)
@@ -251,6 +277,32 @@ def _count(dataset: Dataset[Any]) -> int:
     if len(dataset) == 0:
         raise DataError(f"{type(dataset).__name__} has 0 examples: at least 1 is needed")
     return len(dataset)
+
+
+def _count_drawn(sampler: Any) -> int:
+    """Return the length of a sampler, which must not be cut for several processes."""
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise InputError(
+            f"got sampler={type(sampler).__name__} for {sampler.num_replicas} processes: evenstep "
+            f"cuts each batch for the processes itself, so use shuffle={sampler.shuffle} instead"
+        )
+    if not hasattr(sampler, "__len__") or not hasattr(sampler, "__iter__"):
+        raise InputError(
+            f"got sampler={shown(sampler)}: give an iterable of numbers that has a length, such "
+            f"as torch.utils.data.WeightedRandomSampler(...)"
+        )
+    if len(sampler) == 0:
+        raise DataError(f"{type(sampler).__name__} gives 0 examples: at least 1 is needed")
+    return len(sampler)
+
+
+def _either(name: str, value: T, other_name: str, other: T) -> T:
+    """Return the value of an argument that has two names."""
+    if value and other:
+        raise InputError(
+            f"got {name}={shown(value)} and {other_name}={shown(other)}, which are one: give one"
+        )
+    return value or other
 
 
 def _is_indexable(dataset: Dataset[Any]) -> TypeGuard[TensorDataset]:

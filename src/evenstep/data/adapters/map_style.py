@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +26,24 @@ from torch.utils.data import (
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
-from evenstep.data.generators import Generator, Lent, drew_nothing, generators_of
+from evenstep.data.generators import (
+    Generator,
+    Lent,
+    drew_nothing,
+    generators_of,
+    order_of,
+    samplers_in,
+    tell_epoch,
+)
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import CheckpointError, InputError
 
-_AHEAD = 64  # batches whose indices are drawn at once
+_FIRST = 64  # batches of an epoch whose order is compared
 _REMEMBERED = 4096  # batches: more than may be in flight, or fetched ahead
 
-MOST_FETCHED_AHEAD = 24
+MOST_FETCHED_FIRST = 24
 """Batches. Parts of batches are fixed for a limited number of batches only (`batch.assignment`)."""
 
 _WITHOUT_STATE = (
@@ -90,12 +98,7 @@ def is_map_style(loader: object) -> bool:
 
 def samplers_of(loader: DataLoader[Any]) -> list[Any]:
     """Return the samplers of a loader, the outermost first."""
-    found: list[Any] = []
-    one: Any = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    while one is not None and not any(one is other for other in found):
-        found.append(one)
-        one = getattr(one, "sampler", None)
-    return found
+    return samplers_in(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
 
 
 class MapStyle:
@@ -140,7 +143,7 @@ class MapStyle:
         """Return what the batches depend on, to compare it between processes."""
         length = getattr(self.loader.dataset, "__len__", None)
         self._refuse_unseeded_order(cursor.epoch)
-        first = [*itertools.islice(self._order(cursor.epoch), _AHEAD)]
+        first = [*itertools.islice(self._order(cursor.epoch), _FIRST)]
         return {
             "the data set": type(self.loader.dataset).__name__,
             "its examples": length() if length else None,
@@ -206,7 +209,7 @@ class MapStyle:
 
     def _order(self, epoch: int) -> Iterator[Any]:
         """Draw what the sampler gives for each batch of an epoch."""
-        return in_order_of(self._samplers, self.loader.generator, self._seed, epoch)
+        return order_of(self._samplers[0], self._seed, epoch, self.loader.generator)
 
     def _numbered(self, epoch: int) -> Iterator[Wanted]:
         """Yield the batches of an epoch, and keep a checksum of those before each."""
@@ -223,7 +226,7 @@ class MapStyle:
         if self._is_repeatable:
             return
         first, second = (
-            digest_of_index([*itertools.islice(self._order(epoch), _AHEAD)]) for _ in range(2)
+            digest_of_index([*itertools.islice(self._order(epoch), _FIRST)]) for _ in range(2)
         )
         if first != second:
             names = " in ".join(type(one).__name__ for one in reversed(self._samplers))
@@ -270,9 +273,9 @@ class MapStyle:
         loader = self.loader
         workers: dict[str, Any] = {}
         if loader.num_workers:
-            ahead = MOST_FETCHED_AHEAD // min(loader.num_workers, MOST_FETCHED_AHEAD)
+            ahead = MOST_FETCHED_FIRST // min(loader.num_workers, MOST_FETCHED_FIRST)
             workers = {
-                "num_workers": min(loader.num_workers, MOST_FETCHED_AHEAD),
+                "num_workers": min(loader.num_workers, MOST_FETCHED_FIRST),
                 "prefetch_factor": max(1, min(loader.prefetch_factor or 2, ahead)),
                 "worker_init_fn": _Start(loader.worker_init_fn),
                 "multiprocessing_context": loader.multiprocessing_context,
@@ -389,31 +392,6 @@ class _Start:
 # ---- functions that have no state
 
 
-def tell_epoch(epoch: int, *parts: object) -> None:
-    """Call `set_epoch` of those that have it."""
-    for part in parts:
-        tell = getattr(part, "set_epoch", None)
-        if callable(tell):
-            tell(epoch)
-
-
-def in_order_of(samplers: Sequence[Any], own: object, seed: int, epoch: int) -> Iterator[Any]:
-    """Draw what the outermost sampler gives in an epoch, with all their generators seeded.
-
-    Args:
-        samplers: the outermost sampler, and those inside it.
-        own: a generator that they draw from besides their own.
-        seed: the seed of the training.
-        epoch: the epoch.
-    """
-    numbers = Lent(generators_of(own, *samplers))
-    numbers.seed(derive_seed("sampler", seed, epoch))
-    tell_epoch(epoch, *samplers)
-    order = numbers.call(iter, samplers[0])
-    while some := numbers.call(_some, order):
-        yield from some
-
-
 def digest_of_index(index: Any, before: int = 0) -> int:
     """Return a checksum of what a sampler gave, after what has the checksum `before`."""
     return zlib.crc32(repr(_as_lists(index)).encode(), before)
@@ -423,10 +401,6 @@ def _as_lists(index: Any) -> Any:
     if isinstance(index, list | tuple):
         return [*map(_as_lists, index)]
     return index.tolist() if hasattr(index, "tolist") else index
-
-
-def _some(order: Iterator[Any]) -> list[Any]:
-    return [*itertools.islice(order, _AHEAD)]
 
 
 def _fetch(dataset: Any, index: Any, is_batched: bool) -> Any:

@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from evenstep.batch import Batch, Part
 from evenstep.batch.rng import derive_seed
-from evenstep.data.adapters.map_style import is_torchdatas, samplers_of, tell_epoch
-from evenstep.data.generators import Lent, generators_of
+from evenstep.data.adapters.map_style import is_torchdatas, samplers_of
+from evenstep.data.generators import Lent, generators_of, tell_epoch
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.errors import CheckpointError, InputError, text_of
 

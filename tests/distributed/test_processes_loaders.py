@@ -1,0 +1,97 @@
+"""Loaders that are not evenstep's, in several processes: the same bits; parts where that works."""
+
+import importlib.util
+import itertools
+import json
+import re
+
+import pytest
+
+from launched import alone, torchrun
+from loading import EXAMPLES
+
+PARTS = ["shuffled", "quiet", "augmented", "in lists", "weighted", "fork"]
+WHOLE = ["collate_fn", "stream", "stream fork", "list", "generators", "own state"]
+OPTIONAL = {"torchdata": ["torchdata stream"], "datasets": ["datasets", "datasets stream shuffled"]}
+
+
+def of_rank(out, rank):
+    return json.loads((out / f"{rank}.json").read_text())
+
+
+def trained(folder, kinds, processes):
+    folder.mkdir()
+    if processes == 1:
+        finished = alone("loaders.py", folder, *kinds)
+    else:
+        finished = torchrun(processes, "loaders.py", folder, *kinds)
+    assert finished.returncode == 0, finished.stderr
+    return [of_rank(folder, rank) for rank in range(processes)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 3])
+def test_all_loaders_give_what_they_give_in_one_process(tmp_path, processes):
+    kinds = [*PARTS, *WHOLE]
+    for name, more in OPTIONAL.items():
+        kinds += more if importlib.util.find_spec(name) else []
+    (expected,) = trained(tmp_path / "one", kinds, 1)
+    for found in trained(tmp_path / "several", kinds, processes):
+        for kind in kinds:
+            assert found[kind]["fingerprint"] == expected[kind]["fingerprint"], kind
+
+
+def test_each_process_fetches_its_part_where_it_can(tmp_path):
+    (expected,) = trained(tmp_path / "one", ["quiet", "augmented", "collate_fn"], 1)
+    found = trained(tmp_path / "two", ["quiet", "augmented", "collate_fn"], 2)
+    for kind in ("quiet", "augmented", "collate_fn"):
+        assert {one[kind]["fingerprint"] for one in found} == {expected[kind]["fingerprint"]}
+    parts = [one["quiet"]["fetched"] for one in found]
+    assert sorted(itertools.chain(*parts)) == sorted(expected["quiet"]["fetched"])
+    assert all(len(part) < 0.6 * EXAMPLES for part in parts)
+    (line,) = {line for line in found[0]["lines"] if "every process loads whole batches" in line}
+    assert "its collate_fn may pad or mix the examples of a whole batch" in line
+    assert not [line for line in found[1]["lines"] if "every process loads" in line]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pattern", "steps"),
+    [
+        ("another order", r"InputError: the processes disagree about the data: a digest of the", 0),
+        pytest.param(
+            "unseeded", r"InputError: the sampler .*gave two orders", 0, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "another length",
+            r"InputError: .* its length is 11 on rank 1 .*, but 12 on rank 0",
+            0,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "another kind",
+            r"InputError: .* the loader is DataLoader on rank 1 .*, but list on rank 0",
+            0,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "other batches",
+            r"ContractError: in step 0 rank 1 \(on \S+\) was given another batch",
+            0,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "ends early",
+            r"PeerError: rank \d \(on \S+\) is in (step 4|epoch), but rank \d \(on \S+\) is in "
+            r"(step 4|epoch): every process must call epoch",
+            4,
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=str,
+)
+def test_processes_with_different_loaders_are_refused(tmp_path, kind, pattern, steps):
+    torchrun(2, "loaders.py", tmp_path, "apart", kind)
+    for text, steps_done in (of_rank(tmp_path, rank) for rank in range(2)):
+        assert re.match(pattern, text)
+        assert "\n" not in text
+        assert steps_done == steps

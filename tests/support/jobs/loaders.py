@@ -1,0 +1,119 @@
+"""A script that trains with loaders of all kinds, in one process or several.
+
+    torchrun --nproc-per-node 2 tests/support/jobs/loaders.py OUT [KIND ...]
+    torchrun --nproc-per-node 2 tests/support/jobs/loaders.py OUT apart KIND
+
+Writes to OUT what every loader has trained; after "apart", how processes with different ones end.
+"""
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import evenstep
+import loading
+from evenstep.errors import EvenstepError
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = []
+
+    def emit(self, record):
+        self.lines.append(record.getMessage())
+
+
+def parts():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(loading.FEATURES, 8), nn.Dropout(0.3), nn.Linear(8, loading.CLASSES)
+    )
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss()
+
+
+def train(trainer, loader, until=None):
+    """Train two epochs, or up to a number of steps."""
+    with trainer:
+        while trainer.cursor.epoch < 2:
+            for batch in trainer.epoch(loader):
+                trainer.step(*loading.arguments_of(batch))
+                if trainer.steps_done == until:
+                    return
+
+
+def trained(kind, out):
+    """Train with an interruption in the second epoch; return what came out."""
+    options = {"devices": 1, "peer_timeout_s": 20.0}
+    first = evenstep.Trainer(*parts(), shards=4, **options)
+    with first:
+        for _ in range(2):
+            for batch in first.epoch(loading.KINDS[kind]()):
+                first.step(*loading.arguments_of(batch))
+                if first.steps_done == 15:
+                    first.save(out / kind)
+                    break
+    torch.manual_seed(RANK + 1)  # processes that differ in what must not matter
+    loader = loading.KINDS[kind]()
+    resumed = evenstep.Trainer.load(out / kind, *parts(), **options)
+    train(resumed, loader)
+    dataset = getattr(loader, "dataset", None)
+    return {"fingerprint": resumed.fingerprint(), "fetched": getattr(dataset, "fetched", None)}
+
+
+class Short(loading.Generated):
+    """Gives fewer batches in rank 1."""
+
+    def __iter__(self):
+        batches = list(super().__iter__())
+        return iter(batches[: 5 - RANK])
+
+
+APART = {
+    "unseeded": lambda: DataLoader(loading.plain(), 4, sampler=loading.Unseeded()),
+    "another length": lambda: loading.KINDS["list"]()[RANK:],
+    "another kind": lambda: loading.KINDS["stream" if RANK else "list"](),
+    "another order": lambda: DataLoader(loading.plain(), 4, sampler=range(RANK, 40 + RANK)),
+    "other batches": lambda: [(X + RANK, y) for X, y in loading.KINDS["list"]()],
+    "ends early": Short,
+}
+
+
+def ended(kind):
+    """Return the error of processes whose loaders differ, and the steps done."""
+    trainer = evenstep.Trainer(*parts(), devices=1, shards=4, peer_timeout_s=10.0)
+    told = "nothing"
+    try:
+        train(trainer, APART[kind](), until=20)
+    except EvenstepError as error:
+        told = f"{type(error).__name__}: {error}"
+    return [told, trainer.steps_done]
+
+
+def main():
+    """Train, and write the results of this rank."""
+    out, kinds = Path(sys.argv[1]), sys.argv[2:]
+    lines = Lines()
+    logging.getLogger("evenstep").addHandler(lines)
+    if kinds[:1] == ["apart"]:
+        found = ended(kinds[1])
+    else:
+        found = {kind: trained(kind, out) for kind in kinds}
+        found["lines"] = lines.lines
+    (out / f"{RANK}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
