@@ -1,5 +1,6 @@
 """Loaders that people have already: the same order on any devices, and after any resume."""
 
+import itertools
 import logging
 import multiprocessing
 import random
@@ -37,8 +38,12 @@ def loader_of(kind):
     return KINDS[kind]()
 
 
-def disturb(seed):
-    """Leave the default generators in another state, as another script would have."""
+SEEDS = itertools.count(1)
+
+
+def disturb():
+    """Leave the default generators in another state each time, as other scripts would have."""
+    seed = next(SEEDS)
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed)
@@ -52,12 +57,14 @@ def model():
 def new(devices=1, **options):
     module = model()
     options = {"shards": 2, "devices": devices, **options}
+    disturb()
     return evenstep.Trainer(module, sgd(module), nn.CrossEntropyLoss(), **options)
 
 
 def load(folder, devices=1, **options):
     module = model()
     options = {"devices": devices, **options}
+    disturb()
     return evenstep.Trainer.load(folder, module, sgd(module), nn.CrossEntropyLoss(), **options)
 
 
@@ -88,16 +95,13 @@ def no_worker_is_left():
 
 @pytest.mark.parametrize("kind", kinds())
 def test_a_training_resumes_in_the_middle_of_an_epoch(tmp_path, kind):
-    disturb(1)
     unbroken = new(devices=1)
     whole = train(unbroken, loader_of(kind))
     stop = len(whole) // 2 + 3
-    disturb(2)
     interrupted = new(devices=2)
     before = train(interrupted, loader_of(kind), until=stop)
     interrupted.save(tmp_path)
     assert 0 < interrupted.cursor.step < BATCHES
-    disturb(3)
     resumed = load(tmp_path, devices=3)
     after = train(resumed, loader_of(kind))
     assert same(before + after, whole)
@@ -111,7 +115,6 @@ def test_a_training_resumes_at_the_end_of_an_epoch(tmp_path, kind):
     interrupted = new()
     before = train(interrupted, loader_of(kind), epochs=1)
     interrupted.save(tmp_path)
-    disturb(3)
     assert same(before + train(load(tmp_path), loader_of(kind)), whole)
 
 
@@ -139,7 +142,6 @@ def test_the_default_generators_stay_where_they_are(kind):
 
     loader = loader_of(kind)
     trainer = new()
-    disturb(4)
     before = states()
     train(trainer, loader)
     assert states() == before
