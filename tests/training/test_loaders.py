@@ -406,3 +406,21 @@ def test_other_data_than_before_are_refused(tmp_path, kind):
 def test_an_epoch_that_was_broken_off_leaves_no_worker(kind):
     with new() as trainer:
         next(trainer.epoch(loader_of(kind)))
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_loader_that_calls_the_trainer(max_in_flight):
+    """Beside steps in flight it would wait for lanes that wait for the loader's generators."""
+
+    def batches(trainer):
+        for X, y in loader_of("list"):
+            trainer.predict([(X,)])
+            yield X, y
+
+    trainer = new(max_in_flight=max_in_flight)
+    if max_in_flight == 1:
+        train(trainer, batches(trainer), epochs=1)
+        assert trainer.steps_done == BATCHES
+    else:
+        with pytest.raises(InputError, match="calls the trainer while it draws a batch"):
+            train(trainer, batches(trainer), epochs=1)

@@ -970,6 +970,11 @@ class Trainer:
             )
         if self._side_by_side or threading.get_ident() in self._engine.lanes.threads:
             self._engine.refuse_inside("take a step, or evaluate")
+        if self._max_in_flight > 1 and self._sources.draws_in == threading.get_ident():
+            raise InputError(
+                "the loader that trainer.epoch iterates calls the trainer while it draws a batch, "
+                "beside steps in flight: call it in the loop, or use max_in_flight=1"
+            )
         if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
             raise InputError(
                 "torch.autocast around a step is not propagated to the worker threads: use "
