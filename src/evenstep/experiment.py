@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, TypeAlias
@@ -171,7 +172,7 @@ def check_seconds(name: str, value: object, *, at_most: float) -> None:
 def check_positive(name: str, value: object) -> None:
     """Refuse an argument that is no finite number above 0."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < math.inf:  # type: ignore[operator]
+    if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         raise InputError(f"got {name}={shown(value)}: give a number above 0")
 
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from evenstep.cli import main
 from evenstep.errors import DataError
-from fuzzing import ABSURD_NUMBERS, limited
+from fuzzing import ABSURD_NUMBERS, LIMIT_S, limited
 
 # What would start processes, or load from the network, or take hours by design.
+_COMPILING_S = 60  # C++ is compiled, once for each shape
 _BOUNDS = {"steps": "1", "rounds": "1", "seconds": "0.01"}
 _SMALL = {"model": "mlp", "devices": "1", "batch_size": "64"}
 _NEVER_IN_RANGE = {"processes", "workers"}
@@ -108,12 +109,13 @@ def bounded(tmp_path_factory):
         patch.setattr("evenstep.cli.setup.fashion_mnist", no_data)
         patch.setattr("evenstep.cli.train.launch", stop)
         patch.setattr("evenstep.cli.train._DEFAULT_EPOCHS", {"digits": 1, "fashion-mnist": 1})
-        CliRunner().invoke(main, ["train", "--model", "mlp", "--steps", "1"])  # what is imported
+        for options in ([], ["--compile"]):  # what is imported is no command's own
+            CliRunner().invoke(main, ["train", "--model", "mlp", "--steps", "1", *options])
         yield folder
 
 
 def judge(line):
-    with limited(line):
+    with limited(line, _COMPILING_S if "--compile" in line else LIMIT_S):
         result = CliRunner().invoke(main, line)
     ended_on_purpose = result.exception is None or isinstance(result.exception, SystemExit)
     if not ended_on_purpose:

@@ -15,8 +15,8 @@ class TooLongError(BaseException):
 
 
 @contextlib.contextmanager
-def limited(what):
-    """Fail if the block computes for more than 5 s, or its memory grows by more than 200 MiB.
+def limited(what, seconds=LIMIT_S):
+    """Fail if the block computes for more than `seconds`, or its memory grows by over 200 MiB.
 
     A block that waits without computing is left to the test's own time limit.
     """
@@ -27,7 +27,7 @@ def limited(what):
     before_mib = _memory_mib("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     handler = signal.signal(signal.SIGPROF, on_alarm)
-    signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield
     finally:
