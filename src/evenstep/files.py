@@ -67,7 +67,7 @@ def read_file(path: str | os.PathLike[str], *, at_most: int | None = None) -> by
     """
     with open_file(path) as file:
         is_too_long = at_most is not None and os.fstat(file.fileno()).st_size > at_most
-        content = b"" if is_too_long else file.read(-1 if at_most is None else at_most + 1)
+        content = b"" if is_too_long else file.read()
     if at_most is not None and (is_too_long or len(content) > at_most):
         raise OSError(errno.EFBIG, f"it has more than {at_most:,} bytes", str(path))
     return content
