@@ -161,6 +161,7 @@ EXPORTS = {
         "Var",
     ],
     "evenstep.inference": [],
+    "evenstep.integrations": [],
     "evenstep.models": ["lenet", "mlp", "resnet18"],
     "evenstep.profiling": [],
     "evenstep.replicas": [

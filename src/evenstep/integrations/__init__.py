@@ -1,0 +1,1 @@
+"""evenstep inside other libraries' trainers; each module needs its library, an optional extra."""

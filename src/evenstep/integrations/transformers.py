@@ -1,0 +1,294 @@
+"""Hugging Face's Trainer, with steps that evenstep computes on all devices."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from evenstep.batch.own_shards import Shards
+from evenstep.devices import Devices, find_devices, intra_op_threads
+from evenstep.errors import InputError
+from evenstep.shard.loss import Number
+from evenstep.steps.step import Position
+from evenstep.training.trainer import Trainer
+
+try:
+    import transformers
+except ModuleNotFoundError as error:
+    raise ImportError(
+        "evenstep.integrations.transformers needs transformers: pip install "
+        "'evenstep[transformers]'"
+    ) from error
+
+logger = logging.getLogger("evenstep")
+
+DEFAULT_SHARDS = 8
+_IGNORED = -100  # the label of what doesn't count, in all of transformers
+_OPTIONS = {
+    *(
+        "precision",
+        "memory_format",
+        "threads",
+        "batch_norm",
+        "separable",
+        "buffers",
+        "side_by_side",
+    ),
+    *("lost_after_s", "check", "tune_malloc", "lanes"),
+}
+
+
+class EvenTrainer(transformers.Trainer):
+    """A `transformers.Trainer` that trains on every device, with one result.
+
+        trainer = EvenTrainer(model=model, args=args, train_dataset=data, devices="auto")
+        trainer.train()
+
+    The loop, the optimizer, its schedule, clipping, callbacks, logs and checkpoints are those of
+    transformers. Only the gradients of a batch are evenstep's: the same bits on any devices. They
+    are, to rounding, those that `transformers.Trainer` computes on one device. With
+    `gradient_accumulation_steps` above 1 the micro-batches are the shards of a step; otherwise each
+    batch is cut into `shards`. A batch has `per_device_train_batch_size` examples, however many
+    devices there are.
+
+    Random layers draw from numbers that follow from `args.seed`, the step and the shard, so that
+    `resume_from_checkpoint` gives the bits of the undisturbed training, on other devices too.
+
+    Args:
+        args: as for `transformers.Trainer`, in its order.
+        devices: as for `evenstep.Trainer`; the first one must be that of the training arguments.
+        shards: V, the number of shards of a batch; by default 8, or the number of micro-batches.
+        options: further arguments of `evenstep.Trainer` by name, such as `precision`, `threads`,
+            `buffers` and `check`.
+        named: as for `transformers.Trainer`.
+
+    Raises:
+        InputError: an argument, or a training argument, can't be used with evenstep.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        devices: Devices = "auto",
+        shards: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        super().__init__(*args, **named)
+        self._options = _checked(options or {})
+        self._refuse_settings()
+        self.args._n_gpu = 1  # a batch is that of one device, and nothing is wrapped
+        self._train_batch_size = self.args.train_batch_size
+        self._threads: int = self._options.get("threads", 1)
+        self._devices = find_devices(devices, threads=self._threads)
+        self._refuse_other_device()
+        self._shards = self._shards_of_step(shards)
+        self._even: Trainer | None = None
+        self._opened = contextlib.ExitStack()
+        self._micro_batches: list[dict[str, Any]] = []
+        self._sums = False
+        self._callers_threads: int | None = None
+
+    def train(self, *args: Any, **named: Any) -> Any:
+        """Train, as `transformers.Trainer.train`; threads run on all devices until it returns."""
+        self._callers_threads = torch.get_num_threads()
+        self._even, self._micro_batches = None, []
+        try:  # norms and updates must not depend on the machine's number of cores
+            with intra_op_threads(self._threads), contextlib.ExitStack() as self._opened:
+                return super().train(*args, **named)
+        finally:
+            self._even = self._callers_threads = None
+
+    def evaluation_loop(self, *args: Any, **named: Any) -> Any:
+        """Evaluate, as `transformers.Trainer.evaluation_loop`, with the caller's threads."""
+        with intra_op_threads(self._callers_threads or torch.get_num_threads()):
+            return super().evaluation_loop(*args, **named)
+
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Collect a micro-batch; with the last one of an update, compute the gradients of all.
+
+        Returns:
+            The mean loss of the update's micro-batches; zero before the last one.
+        """
+        model.train()
+        if callable(to_train := getattr(self.optimizer, "train", None)):  # of optimizers with modes
+            to_train()
+        self._micro_batches.append(dict(self._prepare_inputs(inputs)))
+        if len(self._micro_batches) < self.current_gradient_accumulation_steps:
+            return torch.zeros((), device=self.args.device)
+        batches, self._micro_batches = self._micro_batches, []
+        if self._even is None:
+            self._even = self._open(model, batches[0], num_items_in_batch)
+        if self.args.gradient_accumulation_steps == 1:
+            loss = self._even.backward(batches[0], accumulate=True)
+        else:
+            items = None if num_items_in_batch is None else float(num_items_in_batch)
+            micro_batches = [(batch, items, len(batches)) for batch in batches]
+            loss = self._even.backward(Shards(micro_batches), accumulate=True)
+        return torch.tensor(float(loss), device=self.args.device)
+
+    def _open(
+        self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor | int | None
+    ) -> Trainer:
+        """Start the threads of all devices; `train` stops them."""
+        accumulates = self.args.gradient_accumulation_steps > 1
+        self._sums = items is not None and self._divides_by_items(model, inputs)
+        if accumulates and not self._sums and self._counts_as_scaled(items):
+            logger.warning(
+                f"the loss of {type(model).__name__} is not wholly divided by num_items_in_batch: "
+                f"transformers adds those of {self.args.gradient_accumulation_steps} micro-batches "
+                f"without taking their mean, and so does EvenTrainer; set loss_is_scaled_for_ga = "
+                f"False in a class of your own for the mean"
+            )
+        outer: Any = self.optimizer
+        even = Trainer(
+            model,
+            getattr(outer, "optimizer", outer),  # accelerate's has torch's inside
+            objective=self._of_micro_batch if accumulates else self._of_rows,
+            devices=self._devices,
+            shards=self._shards,
+            seed=self.args.seed,
+            **self._options,
+        )
+        done = self.state.global_step
+        even.position = Position(steps_done=done, batch=done)
+        return self._opened.enter_context(even)
+
+    def _of_micro_batch(
+        self, model: nn.Module, inputs: dict[str, Any], items: float | None, parts: int
+    ) -> tuple[torch.Tensor, Number]:
+        """Return what transformers adds for one of `parts` micro-batches: their sum is the loss."""
+        loss = self._loss(model, inputs, items)
+        return (loss * parts if self._counts_as_scaled(items) else loss), 1
+
+    def _of_rows(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, Number]:
+        """Return the sum over the counted labels of some rows of a batch, and their number."""
+        if self._sums:
+            items: Any = self._get_num_items_in_batch([inputs], _device_of(inputs))
+            return self._loss(model, inputs, 1.0), items
+        count = self._counted(inputs)
+        if not count:  # a mean of nothing would be NaN
+            return torch.zeros((), device=_device_of(inputs)), 0
+        return self._loss(model, inputs, None) * count, count
+
+    def _counted(self, inputs: Mapping[str, Any]) -> Number:
+        """Return the number of labels that a mean is taken over; without labels, of examples."""
+        labels = inputs.get("labels")
+        if not isinstance(labels, torch.Tensor):
+            return len(next(_tensors_of(inputs)))
+        if getattr(self, "_loss_shifts_labels", False):
+            labels = labels[..., 1:]
+        return labels.ne(_IGNORED).sum()
+
+    def _loss(self, model: nn.Module, inputs: dict[str, Any], items: float | None) -> torch.Tensor:
+        counted = None if items is None else torch.tensor(items, device=_device_of(inputs))
+        loss = self.compute_loss(model, dict(inputs), num_items_in_batch=counted)
+        return cast(torch.Tensor, loss)
+
+    def _counts_as_scaled(self, items: object) -> bool:
+        """Whether transformers takes a micro-batch's loss as divided for the whole update."""
+        given = getattr(self, "loss_is_scaled_for_ga", None)
+        if given is not None:
+            return bool(given)
+        knows_items = self.model_accepts_loss_kwargs and items is not None
+        return knows_items or self.compute_loss_func is not None
+
+    def _divides_by_items(self, model: nn.Module, inputs: dict[str, Any]) -> bool:
+        """Whether the loss is a sum divided by `num_items_in_batch`, and not a mean.
+
+        Raises:
+            InputError: it is neither, and the batch is to be cut.
+        """
+        device = self.args.device
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            by_one, by_two = (float(self._loss(model, inputs, items)) for items in (1.0, 2.0))
+        model.train()
+        if math.isclose(by_one, 2 * by_two, rel_tol=1e-5):
+            return True
+        is_mean = math.isclose(by_one, by_two, rel_tol=1e-5) or math.isnan(by_one)
+        if not is_mean and self.args.gradient_accumulation_steps == 1 and self._shards > 1:
+            raise InputError(
+                f"only a part of the loss of {type(model).__name__} is divided by "
+                f"num_items_in_batch, so a batch can't be cut into shards: use "
+                f"gradient_accumulation_steps, whose micro-batches stay whole, or shards=1"
+            )
+        return False
+
+    def _shards_of_step(self, shards: int | None) -> int:
+        parts = self.args.gradient_accumulation_steps
+        if parts > 1 and shards not in (None, parts):
+            raise InputError(
+                f"got shards={shards} and gradient_accumulation_steps={parts}, but micro-batches "
+                f"are the shards of a step: leave shards out"
+            )
+        return parts if parts > 1 else DEFAULT_SHARDS if shards is None else shards
+
+    def _refuse_settings(self) -> None:
+        """Refuse training arguments that take the step out of evenstep's hands."""
+        args = self.args
+        optimizer = str(getattr(args.optim, "value", args.optim))
+        refused = {
+            "several processes": (args.world_size > 1, "start one, which uses all its devices"),
+            "fp16, bf16 or mixed_precision": (
+                args.fp16 or args.bf16 or self.accelerator.mixed_precision != "no",
+                "use EvenTrainer(options={'precision': 'bf16'})",
+            ),
+            "torch_compile": (args.torch_compile, "leave it out"),
+            "DeepSpeed": (self.is_deepspeed_enabled, "leave it out"),
+            "FSDP": (self.is_fsdp_enabled, "leave it out"),
+            "a model over several devices (device_map)": (
+                self.is_model_parallel,
+                "load it on one device",
+            ),
+            "auto_find_batch_size": (
+                args.auto_find_batch_size,
+                "choose per_device_train_batch_size: the result must not depend on the memory",
+            ),
+            f"optim={optimizer}": (
+                "lomo" in optimizer,
+                "choose an optimizer that takes gradients",
+            ),
+        }
+        for what, (is_asked_for, instead) in refused.items():
+            if is_asked_for:
+                raise InputError(f"EvenTrainer got {what}: {instead}")
+
+    def _refuse_other_device(self) -> None:
+        first, theirs = self._devices[0].torch_device, self.args.device
+        if first.type != theirs.type or (first.type == "cuda" and first.index != theirs.index):
+            raise InputError(
+                f"EvenTrainer computes on {self._devices[0]} first, and its training arguments on "
+                f"{theirs}: use TrainingArguments(use_cpu=True) for CPUs, or devices= that begin "
+                f"with {theirs}"
+            )
+
+
+def _tensors_of(inputs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    return (value for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim)
+
+
+def _device_of(inputs: Mapping[str, Any]) -> torch.device:
+    return next(_tensors_of(inputs)).device
+
+
+def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options. Raises InputError for one that is not evenstep's, or not to be given."""
+    wrong = sorted(set(options) - _OPTIONS)
+    if wrong:
+        raise InputError(
+            f"EvenTrainer got options={{{wrong[0]!r}: ...}}: give some of "
+            f"{', '.join(sorted(_OPTIONS))}; the rest is in the training arguments"
+        )
+    return dict(options)
