@@ -1,7 +1,6 @@
 """Lanes: tasks are carried out one at a time a lane, each with its device's number of threads."""
 
 import functools
-import sys
 import threading
 
 import pytest
@@ -9,7 +8,6 @@ import torch
 
 from evenstep.devices import Device
 from evenstep.engine import Engine, InlineLanes, ThreadLanes
-from evenstep.errors import DeviceError
 
 PATIENCE_S = 30  # far more than a right program needs: a wrong one fails instead of hanging
 
@@ -95,49 +93,3 @@ def test_no_thread_runs_outside_with():
         engine.waitall()
         assert len(lane_threads()) == 6  # to compute and to copy
     assert lane_threads() == []
-
-
-@pytest.fixture
-def interval():
-    """Set how often threads switch, and put it back afterwards."""
-    before = sys.getswitchinterval()
-    yield sys.setswitchinterval
-    sys.setswitchinterval(before)
-
-
-def opened_lanes():
-    lanes = ThreadLanes(cpus(1))
-    lanes.open()
-    return lanes
-
-
-def test_threads_switch_often_until_the_last_lanes_are_closed(interval):
-    interval(0.004)
-    first, second = opened_lanes(), opened_lanes()
-    assert sys.getswitchinterval() == pytest.approx(1e-4)
-    first.close(set())
-    assert sys.getswitchinterval() == pytest.approx(1e-4)
-    second.close(set())
-    assert sys.getswitchinterval() == pytest.approx(0.004)
-    second.close(set())
-    opened_lanes().close(set())
-    assert sys.getswitchinterval() == pytest.approx(0.004)
-
-
-def test_threads_that_switch_more_often_are_left_alone(interval):
-    interval(2e-5)
-    lanes = opened_lanes()
-    assert sys.getswitchinterval() == pytest.approx(2e-5)
-    lanes.close(set())
-
-
-def test_lanes_that_cannot_start_leave_the_interval(interval, monkeypatch):
-    interval(0.004)
-    monkeypatch.setattr(threading.Thread, "start", refuse_to_start)
-    with pytest.raises(DeviceError):
-        opened_lanes()
-    assert sys.getswitchinterval() == pytest.approx(0.004)
-
-
-def refuse_to_start(thread):
-    raise RuntimeError("can't start new thread")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import queue
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,7 +20,6 @@ from evenstep.engine.task import PLAIN, in_modes
 from evenstep.errors import DeviceError
 
 _GRACE_S = 0.2  # how long `close` waits for the thread of a lost lane, which may never end
-_SWITCH_S = 1e-4  # Python's is 5 ms: as long as a small shard, which another lane then waits for
 
 Work: TypeAlias = "Callable[[int], object]"
 """Called in a lane with the lane's number; must not raise."""
@@ -64,39 +62,8 @@ class Lanes(Protocol):
         """Make the calling thread, which a task has started, compute as a thread of `lane`."""
 
 
-class _Switching:
-    """How often the threads of the process hand the interpreter over, and for how many lanes."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # the collector's destructors may open a trainer
-        self._users = 0
-        self._before_s = 0.0
-
-    def quicken(self) -> None:
-        """Hand over at least every `_SWITCH_S` seconds."""
-        with self._lock:
-            if not self._users:
-                self._before_s = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._before_s, _SWITCH_S))
-            self._users += 1
-
-    def restore(self) -> None:
-        """Hand over as often as before, once all who have called `quicken` have called this."""
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                sys.setswitchinterval(self._before_s)
-
-
-# Module-level state, because a process has one interval.
-_SWITCHING = _Switching()
-
-
 class ThreadLanes:
     """Lanes with one thread each, from `open` to `close`.
-
-    Meanwhile Python switches between threads more often (`sys.setswitchinterval`), so that a lane
-    which has work does not wait for one that computes; `close` restores the interval.
 
     Attributes:
         died: called in a lane that ends before `close`.
@@ -124,7 +91,6 @@ class ThreadLanes:
         roles += [(device, f"evenstep copy {device}") for device in self.devices]
         self._inboxes = [queue.SimpleQueue() for _ in roles]
         outcomes: _Outcomes = queue.SimpleQueue()
-        _SWITCHING.quicken()
         try:
             for lane, (device, name) in enumerate(roles):
                 run = functools.partial(self._run, lane, device, outcomes)
@@ -158,8 +124,6 @@ class ThreadLanes:
             inbox.put(None)
         for lane, thread in enumerate(self._threads):
             thread.join(_GRACE_S if lane in lost else None)
-        if self._inboxes:
-            _SWITCHING.restore()
         self._inboxes, self._threads = [], []
         self.threads.clear()
 
