@@ -277,7 +277,7 @@ def test_predictions_that_may_lie_along_either_dimension_are_refused():
         model, SGD(model.parameters()), nn.MSELoss(), batch_dim=1, shards=2
     ) as trainer:
         square = sequences(8, time=4)[0]  # 4 examples in a shard, of 4 times each
-        with pytest.raises(ModelError, match=r"\(4, 4, 5\) may lie .* dim=1 or dim=0"):
+        with pytest.raises(ModelError, match=r"\(4, 4, 5\), may lie .* dim=1 or dim=0"):
             trainer.predict([square])
         assert trainer.predict([square], dim=1).shape == (4, 8, CLASSES)
         with pytest.raises(ModelError, match="a row for each example along dimension 2"):

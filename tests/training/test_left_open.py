@@ -108,6 +108,7 @@ def in_a_fork(check):
 
 CALLS = {
     "step": lambda trainer: trainer.step(*BATCHES[0]),
+    "backward": lambda trainer: trainer.backward(*BATCHES[0]),
     "waitall": lambda trainer: trainer.waitall(),
     "fingerprint": lambda trainer: trainer.fingerprint(),
     "save": lambda trainer: trainer.save("nowhere"),

@@ -110,20 +110,28 @@ class Update:
 
     def refuse_foreign_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]
-    ) -> None:
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Refuse an update of the user's own: a hook that the optimizer calls before each step.
 
-        After `Trainer.backward` it is the user's to make; a closure makes its own gradients.
+        After `Trainer.backward` it is the user's to make, and by a closure that calls it.
+
+        Returns:
+            None, or arguments with a closure that must call `Trainer.backward`.
         """
+        may_step = self._is_stepping or self.may_step_elsewhere
+        if optimizer is not self._optimizer or may_step:
+            return None
         closure = options.get("closure", args[1] if len(args) > 1 else None)
-        may_step = self._is_stepping or self.may_step_elsewhere or closure is not None
-        if optimizer is self._optimizer and not may_step:
-            raise ContractError(
-                f"{type(optimizer).__name__}.step() was called while a trainer is open, but "
-                f"Trainer.step has updated the parameters already: remove loss.backward() and "
-                f"optimizer.step() from the loop (a scheduler's step() stays), or call "
-                f"trainer.backward(...) instead of trainer.step(...)"
-            )
+        if closure is None:
+            raise _foreign_step_error(optimizer)
+
+        def checked() -> Any:
+            loss = closure()
+            if not self.may_step_elsewhere:
+                raise _foreign_step_error(optimizer)
+            return loss
+
+        return args[:1], {**options, "closure": checked}
 
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
         self.install(step, count, root)
@@ -362,6 +370,15 @@ def _check_gradient(changed: object, gradient: torch.Tensor, name: str) -> None:
             f"a hook of the parameter {name} returned a value {shape}: a gradient of shape "
             f"{tuple(gradient.shape)} is needed, or None to leave it as it is"
         )
+
+
+def _foreign_step_error(optimizer: torch.optim.Optimizer) -> ContractError:
+    return ContractError(
+        f"{type(optimizer).__name__}.step() was called while a trainer is open, but "
+        f"Trainer.step has updated the parameters already: remove loss.backward() and "
+        f"optimizer.step() from the loop (a scheduler's step() stays), or call "
+        f"trainer.backward(...) instead of trainer.step(...)"
+    )
 
 
 def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
