@@ -12,6 +12,7 @@ from evenstep.batch import contiguous_runs, count_examples, cut_batch, shard_bou
 from evenstep.batch.cut import without_examples
 from evenstep.devices import Device, carry
 from evenstep.errors import BatchError, ContractError
+from launched import alone
 
 Pair = collections.namedtuple("Pair", ["left", "right"])
 
@@ -284,3 +285,8 @@ def test_a_batch_without_examples_keeps_everything_else():
     assert (sequences.shape, labels.shape) == ((4, 0, 2), (0,))
     assert whole.tensor is WHOLE
     assert without_examples(SEQUENCES).shape == (0, 7, 2)
+
+
+def test_threads_may_read_a_cut_during_a_garbage_collection():
+    job = alone("read_during_collection.py")
+    assert (job.returncode, job.stdout) == (0, "ok\n"), job.stderr

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, TypeAlias
@@ -96,7 +95,7 @@ class Part:
     dim: int = 0
     own_shards: int | None = None
 
-    @functools.cached_property
+    @property
     def run(self) -> range:
         """The shards of this process."""
         return self.runs[self.rank]
@@ -126,6 +125,9 @@ class Cut:
             tensors whose writes torch does not count.
         shared: the places, among the tensors of the batch, of those that every shard gets whole.
         copies: for each `place` of a device, its copies of the shared tensors.
+        bounds: the examples [lo, hi) of each shard; only the first `filled` have any.
+        filled: the number of shards with examples.
+        weights: the number of examples in each shard; 1 if only one shard has any.
     """
 
     part: Part
@@ -136,24 +138,19 @@ class Cut:
     copies: dict[Place, dict[int, tuple[torch.Tensor, int | None]]] = dataclasses.field(
         default_factory=dict
     )
+    bounds: Sequence[tuple[int, int]] = dataclasses.field(init=False)
+    filled: int = dataclasses.field(init=False)
+    weights: Sequence[int] = dataclasses.field(init=False)
 
     can_join: ClassVar[bool] = True
     """Whether shards fit together as one batch."""
 
-    @functools.cached_property
-    def bounds(self) -> Sequence[tuple[int, int]]:
-        """The examples [lo, hi) of each shard; only the first `filled` have any."""
-        return self.part.bounds
-
-    @functools.cached_property
-    def filled(self) -> int:
-        """The number of shards with examples."""
-        return self.part.own_shards or min(self.part.examples, len(self.part.bounds))
-
-    @functools.cached_property
-    def weights(self) -> list[int]:
-        """The number of examples in each shard; 1 if only one shard has any."""
-        return [1] if self.filled == 1 else [hi - lo for lo, hi in self.bounds]
+    def __post_init__(self) -> None:
+        bounds = self.part.bounds
+        filled = self.part.own_shards or min(self.part.examples, len(bounds))
+        weights = [1] if filled == 1 else [hi - lo for lo, hi in bounds]
+        for name, value in (("bounds", bounds), ("filled", filled), ("weights", weights)):
+            object.__setattr__(self, name, value)
 
     def take(self, shard: int, place: Place) -> Batch:
         """Return one shard as a batch, each tensor copied to a device by `place`.

@@ -80,12 +80,7 @@ class Shards(Precut):
     def cut(self, part: Part) -> Cut:
         """Return the shards of a part."""
         flat = {number: optree.tree_flatten(self.batches[number]) for number in part.run}
-        plain = {
-            number: tuple(
-                (one.tensor if isinstance(one, Shared) else one).detach() for one in leaves
-            )
-            for number, (leaves, _) in flat.items()
-        }
+        plain = {number: tuple(map(_plain, leaves)) for number, (leaves, _) in flat.items()}
         return OwnShardsCut(
             part,
             plain,

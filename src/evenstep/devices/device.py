@@ -8,7 +8,6 @@ any machine can test what a machine with several GPUs does.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
@@ -48,12 +47,12 @@ class Device:
                     f"got {name}={shown(value)} of a device: give an integer from {least} to {most}"
                 )
 
-    @functools.cached_property
+    @property
     def name(self) -> str:
         """The name that `parse_device` reads: `cpu:0`, `cuda:1`, `cpu:2:own`."""
         return f"{self.kind}:{self.index}" + (":own" if self.own_memory else "")
 
-    @functools.cached_property
+    @property
     def memory(self) -> str:
         """The memory that holds its tensors; devices with the same memory share parameters."""
         return "cpu" if self.kind == "cpu" and not self.own_memory else self.name
@@ -70,7 +69,7 @@ class Device:
         plain = [one.torch_device if isinstance(one, Device) else one for one in args]
         return function(*plain, **(kwargs or {}))
 
-    @functools.cached_property
+    @property
     def torch_device(self) -> torch.device:
         """The `torch.device` that its tensors are on."""
         return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", self.index)

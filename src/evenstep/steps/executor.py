@@ -10,8 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any, TypeVar
 
-import torch
-
 from evenstep.batch import Batch, contiguous_runs
 from evenstep.batch.assignment import Pace, ShardQueue
 from evenstep.batch.cut import Cut
@@ -275,13 +273,9 @@ class IndependentExecutor:
             batch,
             None if cut.filled == 1 else hi - lo,
             attempt.seed(shard) if watch.draws else None,
-            self._autocast_dtype,
+            self.experiment.autocast_dtype,
             attempt.programs.get(hi - lo) if attempt.programs else None,
         )
-
-    @functools.cached_property
-    def _autocast_dtype(self) -> torch.dtype | None:
-        return self.experiment.autocast_dtype
 
     def _add(self, clock: StepClock, left: PartialSum, right: PartialSum) -> PartialSum:
         """Add two children of a node, and note the time that it takes."""

@@ -318,6 +318,7 @@ class _Examples(Dataset[Any]):
         self._is_batched = is_batched
         self._draws = False
         self._epoch: int | None = None
+        self._generators: tuple[Generator, ...] | None = None
 
     def __getitems__(self, wanted: Wanted) -> _Fetched:
         """Return the examples of a batch."""
@@ -331,7 +332,7 @@ class _Examples(Dataset[Any]):
         with intra_op_threads(1):  # as in a worker process: a sum could differ by a bit
             if not self._draws:
                 fetch = functools.partial(_fetch, self.dataset, wanted.index, self._is_batched)
-                examples, is_quiet = drew_nothing(self._generators, fetch)
+                examples, is_quiet = drew_nothing(self._generators_here(), fetch)
                 if is_quiet:
                     return examples
                 self._draws = True
@@ -343,20 +344,21 @@ class _Examples(Dataset[Any]):
             ]
 
     def _seeded(self, wanted: Wanted, place: int, index: Any) -> Any:
-        numbers = Lent(self._generators)
+        numbers = Lent(self._generators_here())
         numbers.seed(derive_seed("example", self._seed, wanted.epoch, wanted.step, place))
         if not self._is_batched or not _fetches_lists(self.dataset):
             return numbers.call(self.dataset.__getitem__, index)
         (example,) = numbers.call(self.dataset.__getitems__, [index])
         return example
 
-    @functools.cached_property
-    def _generators(self) -> tuple[Generator, ...]:
-        return generators_of(self.dataset)
+    def _generators_here(self) -> tuple[Generator, ...]:
+        if self._generators is None:
+            self._generators = generators_of(self.dataset)
+        return self._generators
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker process gets: it finds the generators of its own copy."""
-        return {key: value for key, value in vars(self).items() if key != "_generators"}
+        return {**vars(self), "_generators": None}
 
 
 class _Collate:
