@@ -28,7 +28,7 @@ DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
 FILES = (*measure.BENCHMARKS, "gains", "batch_norm", "scaling_lenet", "scaling_resnet18")
 NOTES = (
-    *("method", "lenet", "resnet18", "gains", "batch_norm", "step_overhead", "memory"),
+    *("method", "text", "lenet", "resnet18", "gains", "batch_norm", "step_overhead", "memory"),
     *("step_profile", "uneven_devices", "processes", "cable", "hybrid", "engine"),
     *(f"engine.{experiment}" for experiment in engine.FINDINGS),
     *(f"book.{experiment}" for experiment in EXPERIMENTS),

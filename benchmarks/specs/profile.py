@@ -63,7 +63,7 @@ def measure(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _opened(job: Job, method: str) -> Iterator[Step]:
     """Return the step of a trainer, or of a plain loop."""
     model = make_network(job)
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(job, model)
     if method not in ("evenstep", "hybridized"):
         model = model.to(memory_format=torch.channels_last)
         yield _plain_step(model, optimizer, job.shards if method == "shards" else 1)

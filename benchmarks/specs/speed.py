@@ -70,10 +70,10 @@ def keeping(contender: Contender) -> Contender:
     )
 
 
-def tables(document: Mapping[str, Any]) -> dict[str, Table]:
+def tables(document: Mapping[str, Any], networks: Sequence[str] = NETWORKS) -> dict[str, Table]:
     """Return a table of speeds and one of ratios for each network."""
     found = {}
-    for network in NETWORKS:
+    for network in networks:
         contenders = [one for one in document["contenders"] if one["network"] == network]
         if rows := [row for one in contenders if (row := speed_row(one, document["runs"]))]:
             found[network] = Table(HEAD, rows)

@@ -39,7 +39,7 @@ def measure(fields: Mapping[str, Any]) -> dict[str, Any]:
     model = workload.make_network(job)
     trainer = evenstep.Trainer(
         model,
-        workload.make_optimizer(model),
+        workload.make_optimizer(job, model),
         loss=torch.nn.CrossEntropyLoss(),
         devices=[f"cpu:{number}" for number in devices],
         shards=job.shards,

@@ -121,3 +121,22 @@ def test_a_residual_computes_the_book_s_formula():
     y = block.bn2(F.conv2d(y, block.conv2.weight, block.conv2.bias, 1, 1))
     shortcut = F.conv2d(x, block.conv3.weight, block.conv3.bias, 2)
     assert torch.equal(block(x), F.relu(y + shortcut))
+
+
+def test_gpt_has_the_parameters_of_its_layers():
+    norm = 2 * 128
+    block = norm + linear(128, 384) + linear(128, 128) + norm + linear(128, 512) + linear(512, 128)
+    model = models.gpt(layers=4, heads=4, width=128, context=32)
+    assert count(model) == 65 * 128 + 32 * 128 + 4 * block + norm  # the output layer has no own
+
+
+def test_gpt_looks_at_no_later_tokens():
+    torch.manual_seed(0)
+    model = models.gpt(layers=2, heads=2, width=32, context=16).eval()
+    tokens = torch.randint(65, (2, 12))
+    changed = tokens.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % 65
+    before, after = model(tokens), model(changed)
+    assert before.shape == (2, 12, 65)
+    torch.testing.assert_close(before[:, :7], after[:, :7])
+    assert not torch.allclose(before[:, 7:], after[:, 7:])

@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data.distributed import DistributedSampler
 
 import evenstep
-from evenstep.bench import workload
-from evenstep.bench.workload import Batch, Job, Training
+from evenstep.bench import hugging_face, workload
+from evenstep.bench.workload import Job, Training
+from evenstep.bench.workload.job import Batch
 from evenstep.data import Loader
 from evenstep.profiling.accounting import DeviceShares, since, together
 
@@ -30,7 +31,7 @@ def plain(job: Job) -> Iterator[Training]:
     """
     torch.set_num_threads(job.threads)
     model = workload.make_network(job, in_format=True)
-    step = workload.make_step(job, model, workload.make_optimizer(model))
+    step = workload.make_step(job, model, workload.make_optimizer(job, model))
     yield Training(model=model, step=step, batches=workload.in_memory(workload.make_loader(job)))
 
 
@@ -48,7 +49,7 @@ def ddp(job: Job) -> Iterator[Training]:
     model = DistributedDataParallel(workload.make_network(job, in_format=True))
     yield Training(
         model=model,
-        step=workload.make_step(job, model, workload.make_optimizer(model)),
+        step=workload.make_step(job, model, workload.make_optimizer(job, model)),
         batches=workload.in_memory(loader),
         synchronize=distributed.barrier,
         is_reporting=distributed.get_rank() == 0,
@@ -71,7 +72,7 @@ def accelerate(job: Job) -> Iterator[Training]:
     accelerator = Accelerator(cpu=True)
     model = workload.make_network(job)
     loader = workload.make_loader(job, accelerator.num_processes)
-    prepared = accelerator.prepare(model, workload.make_optimizer(model), loader)
+    prepared = accelerator.prepare(model, workload.make_optimizer(job, model), loader)
     model, optimizer, loader = prepared
     yield Training(
         model=model,
@@ -97,7 +98,7 @@ def fabric(job: Job) -> Iterator[Training]:
     lightning = Fabric(accelerator="cpu", strategy="ddp", devices=job.workers)
     lightning.launch()
     model = workload.make_network(job)
-    model, optimizer = lightning.setup(model, workload.make_optimizer(model))
+    model, optimizer = lightning.setup(model, workload.make_optimizer(job, model))
     loader: Any = lightning.setup_dataloaders(workload.make_loader(job, lightning.world_size))
     yield Training(
         model=model,
@@ -120,11 +121,13 @@ def evenstep_trainer(job: Job) -> Iterator[Training]:
     has_processes = job.library == "processes"
     if has_processes:
         distributed.init_process_group(backend="gloo")  # for the rank and the barrier
-    model = workload.make_network(job)
+    model, kind = workload.make_network(job), workload.find_workload(job.network)
+    is_text = kind.make_examples is not None
     with evenstep.Trainer(
         model,
-        workload.make_optimizer(model),
-        loss=torch.nn.CrossEntropyLoss(),
+        workload.make_optimizer(job, model),
+        loss=None if is_text else torch.nn.CrossEntropyLoss(),
+        objective=kind.objective if is_text else None,
         devices=1 if has_processes else [f"cpu:{number}" for number in range(job.workers)],
         shards=job.shards,
         memory_format=job.memory_format,
@@ -162,6 +165,8 @@ LIBRARIES: dict[str, Callable[[Job], contextlib.AbstractContextManager[Training]
     "fabric": fabric,
     "evenstep": evenstep_trainer,
     "processes": evenstep_trainer,
+    "transformers": hugging_face.trainer,
+    "even_trainer": hugging_face.trainer,
 }
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from evenstep.bench import running
 from evenstep.bench.running import Contender
+from evenstep.bench.workload.kinds import TEXT
 
 
 def side_by_side(job: Mapping[str, Any], workers: int) -> list[Contender]:
@@ -21,6 +22,7 @@ def side_by_side(job: Mapping[str, Any], workers: int) -> list[Contender]:
         plain(job, 1),
         plain(job, workers),
         *peers(job, workers),
+        *(trainers(job, workers) if job["network"] in TEXT else ()),
         devices(job, workers),
         devices(job, workers, hybridize=True),
         processes(job, workers),
@@ -42,27 +44,49 @@ def scaling(job: Mapping[str, Any], counts: Sequence[int]) -> list[Contender]:
 
 
 def peers(job: Mapping[str, Any], workers: int) -> list[Contender]:
-    """Return DDP with both memory formats, Accelerate, and Fabric, which starts its processes."""
+    """Return DDP, with both memory formats for images, Accelerate, and Fabric."""
+    layouts = ("contiguous",) if job["network"] in TEXT else ("contiguous", "channels_last")
     return [
-        ddp(job, workers),
-        ddp(job, workers, "channels_last"),
-        *(
-            _contender(
-                name,
-                f"{name}.{workers}.contiguous",
-                f"{title}, {counted(workers, 'process')}, contiguous",
-                {**job, "workers": workers},
-                threads=1,
-                **more,
-            )
-            for name, title, more in (
-                (
-                    "accelerate",
-                    "Accelerate",
-                    {"launcher": torchrun(workers), "needs": "accelerate"},
-                ),
-                ("fabric", "Lightning Fabric", {"needs": "lightning_fabric"}),
-            )
+        *(ddp(job, workers, layout) for layout in layouts),
+        accelerate(job, workers),
+        _peer(job, workers, "fabric", "Lightning Fabric", needs="lightning_fabric"),
+    ]
+
+
+def accelerate(job: Mapping[str, Any], workers: int) -> Contender:
+    """Return Hugging Face Accelerate."""
+    launcher = torchrun(workers)
+    return _peer(job, workers, "accelerate", "Accelerate", launcher=launcher, needs="accelerate")
+
+
+def trainers(job: Mapping[str, Any], workers: int) -> list[Contender]:
+    """Return Hugging Face's Trainer, with threads and with processes, and EvenTrainer."""
+    label = "Hugging Face's Trainer"
+    several = {**job, "workers": workers}
+    return [
+        _contender(
+            "transformers",
+            f"transformers.1.threads{workers}",
+            f"{label}, {counted(workers, 'thread')}",
+            {**job, "threads": workers},
+            threads=workers,
+            needs="transformers",
+        ),
+        _contender(
+            "transformers",
+            f"transformers.{workers}",
+            f"{label}, {counted(workers, 'process')}",
+            several,
+            launcher=torchrun(workers),
+            threads=1,
+            needs="transformers",
+        ),
+        _contender(
+            "even_trainer",
+            f"even_trainer.{workers}.v{job.get('shards', 8)}",
+            f"EvenTrainer, {counted(workers, 'device')}, V = {job.get('shards', 8)}",
+            several,
+            needs="transformers",
         ),
     ]
 
@@ -130,6 +154,17 @@ def counted(number: int, thing: str) -> str:
 def spelled(layout: str) -> str:
     """Return a memory format as tables spell it."""
     return layout.replace("_", "-")
+
+
+def _peer(job: Mapping[str, Any], workers: int, name: str, title: str, **more: Any) -> Contender:
+    return _contender(
+        name,
+        f"{name}.{workers}.contiguous",
+        f"{title}, {counted(workers, 'process')}, contiguous",
+        {**job, "workers": workers},
+        threads=1,
+        **more,
+    )
 
 
 def _contender(

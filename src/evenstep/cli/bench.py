@@ -30,6 +30,8 @@ from evenstep.bench import (
 )
 from evenstep.bench.fresh import RunFailedError
 from evenstep.bench.lineup import counted
+from evenstep.bench.workload import find_workload
+from evenstep.bench.workload.kinds import NETWORKS
 from evenstep.cli.files import OutputFile, target_of
 from evenstep.cli.option_table import OptionTable, option, takes_options
 from evenstep.cli.options import Finite
@@ -39,7 +41,6 @@ from evenstep.devices import usable_cores
 from evenstep.devices.discovery import MOST_DEVICES
 from evenstep.errors import InputError, shown
 from evenstep.experiment import MOST_SHARDS
-from evenstep.models.registry import find_factory
 from evenstep.profiling.accounting import PARTS, whole_percents
 from evenstep.training.arguments import MOST_SECONDS
 
@@ -56,9 +57,9 @@ _PEERS_HEADS = ("", "examples/s", "least to most", "of evenstep's")
 class Plan(OptionTable):
     """What is measured, how often, and where the results are written."""
 
-    model: str = option("lenet", "lenet, resnet18, mlp, or package.module:factory.")
+    model: str = option("lenet", f"{', '.join(NETWORKS)}, or package.module:factory.")
     data: Literal["noise", "digits", "fashion-mnist"] = option(
-        "noise", "Data in the batches; it does not affect the time."
+        "noise", "Images in the batches; they do not affect the time."
     )
     data_dir: str | None = option(None, "Folder with the files of fashion-mnist.", metavar="DIR")
     shape: str = option("1,28,28", "Shape of an example of noise.", metavar="N,N,...")
@@ -183,7 +184,7 @@ def _measure(
     """Run the rounds of a benchmark, write the files, and return the results."""
     if plan.plot is not None:
         pictures.require_matplotlib()
-    find_factory(plan.model)()
+    find_workload(plan.model).make_network()
     try:
         steps = plan.steps or steps_for(plan.job, workers, plan.seconds)
         warmup_steps = max(1, round(_WARMUP_SHARE * steps))

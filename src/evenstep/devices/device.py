@@ -32,12 +32,18 @@ class Device:
         index: number of the GPU, or of the CPU device (only a name: threads are not pinned).
         own_memory: whether a CPU device keeps copies of the parameters, as GPUs do.
         threads: number of intra-op threads on this device, at most 1,024; part of the experiment.
+        name: the name that `parse_device` reads: `cpu:0`, `cuda:1`, `cpu:2:own`.
+        memory: the memory that holds its tensors; devices with the same memory share parameters.
+        torch_device: the `torch.device` that its tensors are on.
     """
 
     kind: Literal["cpu", "cuda"]
     index: int
     own_memory: bool = False
     threads: int = 1
+    name: str = dataclasses.field(init=False, repr=False, compare=False)
+    memory: str = dataclasses.field(init=False, repr=False, compare=False)
+    torch_device: torch.device = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, least, most in (("index", 0, MOST_INDEX), ("threads", 1, MOST_THREADS)):
@@ -46,16 +52,14 @@ class Device:
                 raise DeviceError(
                     f"got {name}={shown(value)} of a device: give an integer from {least} to {most}"
                 )
-
-    @property
-    def name(self) -> str:
-        """The name that `parse_device` reads: `cpu:0`, `cuda:1`, `cpu:2:own`."""
-        return f"{self.kind}:{self.index}" + (":own" if self.own_memory else "")
-
-    @property
-    def memory(self) -> str:
-        """The memory that holds its tensors; devices with the same memory share parameters."""
-        return "cpu" if self.kind == "cpu" and not self.own_memory else self.name
+        name = f"{self.kind}:{self.index}" + (":own" if self.own_memory else "")
+        memory = "cpu" if self.kind == "cpu" and not self.own_memory else name
+        torch_device = (
+            torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", self.index)
+        )
+        derived = {"name": name, "memory": memory, "torch_device": torch_device}
+        for field, value in derived.items():
+            object.__setattr__(self, field, value)
 
     @classmethod
     def __torch_function__(
@@ -68,11 +72,6 @@ class Device:
         """Support `tensor.to(device)` and `module.to(device)`."""
         plain = [one.torch_device if isinstance(one, Device) else one for one in args]
         return function(*plain, **(kwargs or {}))
-
-    @property
-    def torch_device(self) -> torch.device:
-        """The `torch.device` that its tensors are on."""
-        return torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", self.index)
 
     @property
     def model_name(self) -> str:

@@ -65,6 +65,7 @@ class IndependentExecutor:
         self.adds_once = True
         self.programs = ShardPrograms(experiment, replicas) if experiment.compile else None
         self.pace = Pace(len(engine.devices))
+        self._autocast_dtype = experiment.autocast_dtype
         self._timekeeper = timekeeper
         self._evaluation_pace = Pace(len(engine.devices))
         self._place = [experiment.placement(device) for device in engine.devices]
@@ -273,7 +274,7 @@ class IndependentExecutor:
             batch,
             None if cut.filled == 1 else hi - lo,
             attempt.seed(shard) if watch.draws else None,
-            self.experiment.autocast_dtype,
+            self._autocast_dtype,
             attempt.programs.get(hi - lo) if attempt.programs else None,
         )
 
