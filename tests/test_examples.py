@@ -18,6 +18,7 @@ def load(name):
     return module
 
 
+@pytest.mark.slow
 def test_from_scratch_has_the_same_bits_on_any_number_of_devices(monkeypatch, capsys):
     example = load("from_scratch")
     monkeypatch.setattr(example, "EPOCHS", 2)

@@ -27,11 +27,15 @@ def train(model, make_optimizer, batches, **options):
     return whole_state(model, optimizer), losses
 
 
+@functools.cache
+def reference_of(name, sizes, shards, make_optimizer):
+    """Return the state and the losses of the reference; many layouts are compared with them."""
+    return reference_training(build(name), make_optimizer, make_batches(sizes), shards=shards)
+
+
 def assert_equals_reference(name, sizes, devices, shards, make_optimizer=MOMENTUM, max_in_flight=1):
+    expected, expected_losses = reference_of(name, tuple(sizes), shards, make_optimizer)
     batches = make_batches(sizes)
-    expected, expected_losses = reference_training(
-        build(name), make_optimizer, batches, shards=shards
-    )
     options = {"devices": devices, "shards": shards, "max_in_flight": max_in_flight}
     state, losses = train(build(name), make_optimizer, batches, **options)
     assert_same_bits(state, expected)

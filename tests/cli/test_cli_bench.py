@@ -108,6 +108,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(mon
     assert "pip install 'evenstep[bench]'" in line
 
 
+@pytest.mark.slow
 def test_a_model_that_fails_is_one_line():
     line = complaint("bench", "scaling", *FAST, "--shape", "3,5", "--devices", "1,2", code=1)
     assert re.match(r"evenstep: a run of mlp failed: .*mat1 and mat2 shapes", line)

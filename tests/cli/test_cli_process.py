@@ -26,7 +26,9 @@ def start(*arguments, program=PROGRAM, **options):
     return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], **pipes)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM]
+)
 def test_a_signal_saves_and_a_resume_ends_with_the_unbroken_fingerprint(tmp_path, number):
     folder = tmp_path / "kept"
     options = (*MLP, "--epochs", 10**6, "--checkpoint-dir", folder, "--devices", 2)

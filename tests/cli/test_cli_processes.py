@@ -93,6 +93,7 @@ def sockets_of(pid):
     return [link[8:-1] for link in links if link.startswith("socket:[")]
 
 
+@pytest.mark.slow
 def test_on_one_machine_everything_listens_on_the_loopback_alone():
     options = ("--processes", 2, "--devices", 1, "--steps", 10**6)
     process = start("train", *MLP, *options)
@@ -113,6 +114,7 @@ def test_on_one_machine_everything_listens_on_the_loopback_alone():
     assert set(listens) == {"0100007F"}  # 127.0.0.1
 
 
+@pytest.mark.slow
 def test_what_fails_everywhere_is_said_once():
     process = start("train", *MLP, "--processes", 2, "--model", "nowhere:model")
     _, errors = process.communicate(timeout=120)
@@ -167,6 +169,7 @@ def test_a_killed_launcher_leaves_no_process_and_the_run_is_saved(tmp_path):
     assert len(steps_kept(folder)) == 1
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(tmp_path):
     folder = tmp_path / "kept"
     trained(*MLP, "--steps", 20, "--checkpoint-every", 10, "--checkpoint-dir", folder)

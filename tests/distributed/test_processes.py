@@ -10,7 +10,7 @@ from launched import alone, torchrun
 LAYOUTS = [
     ("1,1", 1, "plain"),
     pytest.param("1,1", 2, "network", marks=pytest.mark.slow),
-    ("2,2", 1, "memory"),
+    pytest.param("2,2", 1, "memory", marks=pytest.mark.slow),
     pytest.param("1,1,1", 1, "network", marks=pytest.mark.slow),
     ("2,1", 1, "memory"),
     pytest.param("2,1", 2, "plain", marks=pytest.mark.slow),

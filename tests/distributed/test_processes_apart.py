@@ -70,6 +70,7 @@ LATE = (
 )
 
 
+@pytest.mark.slow
 def test_another_setting_in_one_process_is_refused_by_all(tmp_path):
     ends = found(tmp_path, *STARTS, "hidden", "hidden, in flight", *LATE)
     for end in ends:
@@ -103,6 +104,7 @@ OTHER = (
 ROUNDING = "results are equal within rounding, not bit for bit"
 
 
+@pytest.mark.slow
 def test_another_processor_is_refused_or_followed_within_rounding(one_process, tmp_path):
     kinds = ("allowed, evaluate", "allowed, in flight, save", "allowed, save aside")
     variables = [{}, {"ATEN_CPU_CAPABILITY": "default"}]

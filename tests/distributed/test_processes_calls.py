@@ -38,6 +38,7 @@ def test_loops_give_what_they_give_in_one_process(tmp_path):
         assert of_rank(tmp_path / "two", rank) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "pattern"),
     [
@@ -104,7 +105,7 @@ def test_another_batch_to_evaluate_in_one_process_is_refused_in_all(tmp_path, ca
 @pytest.mark.parametrize(
     ("call", "pattern"),
     [
-        (
+        slow(
             "save_in_one",
             r"rank 0 \(on \S+\) is in save, but rank 1 \(on \S+\) is in step 3: every process must "
             r"call save$",

@@ -58,9 +58,8 @@ def test_an_uncaught_error_shows_its_traceback_once(tmp_path):
     assert re.fullmatch(expected, others.strip())
 
 
-@pytest.mark.parametrize(
-    "how", [(), pytest.param(("in buckets",), marks=pytest.mark.slow)], ids=["", "in buckets"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [(), ("in buckets",)], ids=["", "in buckets"])
 def test_an_error_while_gradients_are_in_flight_reaches_the_others(tmp_path, how):
     run(tmp_path, "raise in backward", *how)
     assert reported(tmp_path, "", 1)[1].startswith("RuntimeError: rank 1 has a problem of its own")
@@ -77,14 +76,16 @@ def test_an_error_while_gradients_are_in_flight_reaches_the_others(tmp_path, how
             r"InputError: the processes disagree about what is trained: the fingerprint of model "
             r"and optimizer is \w+ on rank 1 .* but \w+ on rank 0",
         ),
-        (
+        pytest.param(
             "flipped bit",
             r"DivergedError: rank 1 .* is in another state than the others after step 5: the first "
             r"tensor that differs is parameter/0\.weight",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             "other data",
             r"InputError: the processes disagree about the data: a digest of some examples is",
+            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -110,9 +111,9 @@ def test_a_process_that_starts_alone_waits_no_longer_than_the_limit(tmp_path):
     ("kind", "how"),
     [
         ("stop", ()),
-        ("die", ()),
+        pytest.param("die", (), marks=pytest.mark.slow),
         pytest.param("stop", ("in buckets",), marks=pytest.mark.slow),
-        ("die in backward", ("in buckets",)),
+        pytest.param("die in backward", ("in buckets",), marks=pytest.mark.slow),
     ],
     ids=str,
 )

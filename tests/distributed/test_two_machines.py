@@ -57,6 +57,7 @@ def expected_results(out):
     return json.loads((out / "0.json").read_text())["results"]
 
 
+@pytest.mark.slow
 def test_two_machines_give_what_one_gives(machines, tmp_path):
     expected = expected_results(tmp_path / "alone")
     assert train_on_both(machines, tmp_path) == [expected] * 2

@@ -412,6 +412,7 @@ RUNS = {
             "1": {"devices": 1},
             "2 processes, in flight 2": {"devices": 1, "processes": 2, "max_in_flight": 2},
         },
+        slow=("2 processes, in flight 2",),
     ),
     "lenet on digits": Run(functools.partial(train_digits, evenstep.models.lenet, steps=6), MIXED),
     "mlp on digits, two epochs": Run(
@@ -429,7 +430,7 @@ RUNS = {
             "2": {"devices": "2"},
             "2 processes": {"devices": "1", "--processes": "2"},
         },
-        slow=("2 processes",),
+        slow=("1", "2 processes"),
     ),
 }
 """Every golden run by name."""

@@ -35,7 +35,10 @@ def networks():
     }
 
 
-@pytest.mark.parametrize("name", ["mlp", "lenet", "resnet18"])
+RESNET = pytest.param("resnet18", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["mlp", "lenet", RESNET])
 def test_the_file_computes_what_the_model_does_in_evaluation_mode(name, tmp_path):
     net, example = networks()[name]
     exported = evenstep.load_exported(evenstep.export(net, example, tmp_path / "it.pt2"))
@@ -47,6 +50,7 @@ def test_the_file_computes_what_the_model_does_in_evaluation_mode(name, tmp_path
         torch.testing.assert_close(found, plain_outputs(net, images), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_it_runs_in_a_process_where_the_models_module_does_not_exist(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from torch import nn\n"
@@ -419,7 +423,7 @@ def test_a_tensor_in_an_attribute_is_the_recorded_one_for_ever(tmp_path):
 # ONNX
 
 
-@pytest.mark.parametrize("name", ["mlp", "lenet", "resnet18"])
+@pytest.mark.parametrize("name", ["mlp", pytest.param("lenet", marks=pytest.mark.slow), RESNET])
 def test_onnxruntime_computes_the_same_of_any_batch_size(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
     net, example = networks()[name]

@@ -137,6 +137,7 @@ def test_one_result_on_two_devices(tmp_path):
     assert_same_bits(two.model.state_dict(), one.model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["classes", "next word", "next word, counted"])
 @pytest.mark.parametrize("parts", [1, 4])
 def test_the_curve_is_that_of_transformers(tmp_path, task, parts):
@@ -144,6 +145,7 @@ def test_the_curve_is_that_of_transformers(tmp_path, task, parts):
     assert_same_curve(tmp_path, args, task)
 
 
+@pytest.mark.slow
 def test_a_mean_over_shifted_labels(tmp_path):
     """Models such as Qwen-VL say that they take no `num_items_in_batch`."""
 
@@ -156,24 +158,28 @@ def test_a_mean_over_shifted_labels(tmp_path):
     assert_same_curve(tmp_path, args, "next word", make_model=make_llama)
 
 
+@pytest.mark.slow
 def test_shards_without_a_label_that_counts(tmp_path):
     """BERT's loss is a mean over the counted words, which most shards of one sentence lack."""
     args = settings(tmp_path, num_train_epochs=1, optim="sgd")
     assert_same_curve(tmp_path, args, "hidden words")
 
 
+@pytest.mark.slow
 def test_a_micro_batch_without_a_label_that_counts(tmp_path):
     """Its loss is not a number: transformers alone would train on."""
     with pytest.raises(NonFiniteLossError):
         trained(EvenTrainer, in_parts(tmp_path, 4), "hidden words")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
 def test_label_smoothing(tmp_path, parts):
     args = in_parts(tmp_path, parts, num_train_epochs=1, optim="sgd", label_smoothing_factor=0.1)
     assert_same_curve(tmp_path, args, "next word")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_loss_function_of_the_users_own(tmp_path, parts):
     def of_next_words(outputs, labels, num_items_in_batch=None):
@@ -191,12 +197,14 @@ class Sentences(torch.utils.data.IterableDataset):
         return iter(sentences("next word"))
 
 
+@pytest.mark.slow
 def test_micro_batches_left_at_the_end_of_a_stream(tmp_path):
     """28 sentences make 14 micro-batches of 2; transformers keeps the gradients of the last 2."""
     args = in_parts(tmp_path, 4, max_steps=6, optim="sgd")
     assert_same_curve(tmp_path, args, "next word", train_dataset=Sentences())
 
 
+@pytest.mark.slow
 def test_losses_that_transformers_adds_without_dividing(tmp_path, caplog):
     """BERT takes num_items_in_batch and does not divide by it."""
 
@@ -228,6 +236,7 @@ class WithPenalty(nn.Module):
         return {"loss": total / items + 0.1 * logits.square().mean(), "logits": logits}
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_divided_in_part(tmp_path):
     args = settings(tmp_path, num_train_epochs=1, optim="sgd")
     with pytest.raises(InputError, match="only a part of the loss of WithPenalty"):
@@ -249,6 +258,7 @@ class Stages(transformers.TrainerCallback):
         self.seen.append(round(metrics["eval_loss"], 3) > 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", [1, 4])
 def test_resumed_in_the_middle_on_other_devices(tmp_path, parts):
     saving = {"save_strategy": "steps", "save_steps": 3, "eval_strategy": "steps", "eval_steps": 2}
@@ -332,6 +342,7 @@ def test_devices_of_another_kind_are_refused(tmp_path, monkeypatch):
         EvenTrainer(model=make_model("classes"), args=settings(tmp_path))
 
 
+@pytest.mark.slow
 def test_evenstep_does_not_import_transformers():
     program = "import sys, evenstep; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)

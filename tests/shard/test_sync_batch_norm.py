@@ -94,8 +94,15 @@ def plain(model, data):
     return losses
 
 
-@pytest.mark.parametrize("shards", [7, 8])
-@pytest.mark.parametrize(("dropout", "max_in_flight"), [(0.0, 1), (0.4, 2)])
+@pytest.mark.parametrize(
+    ("dropout", "max_in_flight", "shards"),
+    [
+        (0.0, 1, 7),
+        pytest.param(0.0, 1, 8, marks=pytest.mark.slow),
+        pytest.param(0.4, 2, 7, marks=pytest.mark.slow),
+        pytest.param(0.4, 2, 8, marks=pytest.mark.slow),
+    ],
+)
 def test_every_layout_has_the_same_bits(shards, max_in_flight, dropout):
     data = batches((21, 33, 5))
     options = {"shards": shards, "max_in_flight": max_in_flight}

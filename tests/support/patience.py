@@ -5,8 +5,8 @@ import threading
 
 import pytest
 
-PATIENCE_S = 15  # far more than a right program needs
-LIMIT_S = 20
+PATIENCE_S = 40  # far more than a right program needs
+LIMIT_S = 60
 """The limit of a test with lanes: longer than the patience of what waits in it."""
 
 # An engine whose lane has died would wait for it again after pytest's own interruption.
