@@ -354,3 +354,27 @@ def test_a_line_says_what_is_missing():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert "ImportError: evenstep.integrations.transformers needs transformers" in done.stderr
+
+
+def test_a_checkpoint_of_another_experiment_is_refused(tmp_path):
+    short = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trained(EvenTrainer, settings(tmp_path / "a", **short), shards=4, devices="cpu:0")
+    saved = str(tmp_path / "a" / "checkpoint-1")
+    longer = settings(tmp_path / "b", max_steps=2)
+    with pytest.raises(
+        InputError, match=r"checkpoint-1 was trained with shards=4, and EvenTrainer has shards=2: "
+    ):
+        trained(EvenTrainer, longer, resume=saved, shards=2, devices="cpu:0")
+    resumed = trained(EvenTrainer, longer, resume=saved, shards=4, devices="cpu:0")
+    assert resumed.state.global_step == 2
+    noted = tmp_path / "a" / "checkpoint-1" / "evenstep.json"
+    noted.write_text(noted.read_text()[:20])
+    with pytest.raises(InputError, match=r"evenstep\.json is damaged: remove it"):
+        trained(EvenTrainer, longer, resume=saved, shards=4, devices="cpu:0")
+
+
+def test_a_checkpoint_of_transformers_is_gone_on_with_and_a_line_says_so(tmp_path, caplog):
+    short = settings(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    trained(transformers.Trainer, short)
+    trained(EvenTrainer, settings(tmp_path, max_steps=2), resume=True, devices="cpu:0")
+    assert f"{tmp_path}/checkpoint-1 was not saved by EvenTrainer" in caplog.text

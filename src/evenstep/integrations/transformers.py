@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -14,12 +17,15 @@ from torch import nn
 from evenstep.batch.own_shards import Shards
 from evenstep.devices import Devices, find_devices, intra_op_threads
 from evenstep.errors import InputError
+from evenstep.experiment import Experiment
+from evenstep.files import write_file
 from evenstep.shard.loss import Number
 from evenstep.steps.step import Position
 from evenstep.training.trainer import Trainer
 
 try:
     import transformers
+    from transformers.trainer_utils import get_last_checkpoint
 except ModuleNotFoundError as error:
     raise ImportError(
         "evenstep.integrations.transformers needs transformers: pip install "
@@ -29,6 +35,7 @@ except ModuleNotFoundError as error:
 logger = logging.getLogger("evenstep")
 
 DEFAULT_SHARDS = 8
+_EXPERIMENT = "evenstep.json"  # in a checkpoint: what the result depends on
 _IGNORED = -100  # the label of what doesn't count, in all of transformers
 _OPTIONS = {
     *(
@@ -93,15 +100,23 @@ class EvenTrainer(transformers.Trainer):
         self._opened = contextlib.ExitStack()
         self._micro_batches: list[dict[str, Any]] = []
         self._sums = False
+        self._resumed_from: str | bool | None = None
         self._callers_threads: int | None = None
 
-    def train(self, *args: Any, **named: Any) -> Any:
-        """Train, as `transformers.Trainer.train`; threads run on all devices until it returns."""
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, *args: Any, **named: Any
+    ) -> Any:
+        """Train, as `transformers.Trainer.train`; threads run on all devices until it returns.
+
+        Raises:
+            InputError: the checkpoint is of another experiment, such as one with other shards.
+        """
         self._callers_threads = torch.get_num_threads()
         self._even, self._micro_batches = None, []
+        self._resumed_from = resume_from_checkpoint
         try:  # norms and updates must not depend on the machine's number of cores
             with intra_op_threads(self._threads), contextlib.ExitStack() as self._opened:
-                return super().train(*args, **named)
+                return super().train(resume_from_checkpoint, *args, **named)
         finally:
             self._even = self._callers_threads = None
 
@@ -161,9 +176,25 @@ class EvenTrainer(transformers.Trainer):
             seed=self.args.seed,
             **self._options,
         )
+        if self._resumed_from:
+            _refuse_other_experiment(even.experiment, self._checkpoint())
         done = self.state.global_step
         even.position = Position(steps_done=done, batch=done)
         return self._opened.enter_context(even)
+
+    def _save_checkpoint(self, *args: Any, **named: Any) -> None:
+        """Save, as transformers does, and note the experiment beside it."""
+        super()._save_checkpoint(*args, **named)
+        if self._even is not None:
+            folder = Path(self._get_output_dir(None), f"checkpoint-{self.state.global_step}")
+            noted = json.dumps(dataclasses.asdict(self._even.experiment), indent=1)
+            write_file(folder / _EXPERIMENT, noted.encode())
+
+    def _checkpoint(self) -> Path:
+        """Return the folder that training resumes from; transformers has found one there."""
+        find_last: Any = get_last_checkpoint
+        given: Any = self._resumed_from
+        return Path(find_last(self.args.output_dir) if given is True else given)
 
     def _of_micro_batch(
         self, model: nn.Module, inputs: dict[str, Any], items: float | None, parts: int
@@ -272,6 +303,32 @@ class EvenTrainer(transformers.Trainer):
                 f"EvenTrainer computes on {self._devices[0]} first, and its training arguments on "
                 f"{theirs}: use TrainingArguments(use_cpu=True) for CPUs, or devices= that begin "
                 f"with {theirs}"
+            )
+
+
+def _refuse_other_experiment(here: Experiment, checkpoint: Path) -> None:
+    """Refuse to resume with choices that the result depends on and that were others.
+
+    Raises:
+        InputError: the message names one.
+    """
+    file = checkpoint / _EXPERIMENT
+    if not file.exists():
+        logger.warning(
+            f"{checkpoint} was not saved by EvenTrainer: training goes on from its state"
+        )
+        return
+    try:
+        saved = dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise InputError(
+            f"{file} is damaged: remove it to resume without a check of shards and options"
+        ) from error
+    for name, value in dataclasses.asdict(here).items():
+        if name in saved and saved[name] != value:
+            raise InputError(
+                f"{checkpoint} was trained with {name}={saved[name]!r}, and EvenTrainer has "
+                f"{name}={value!r}: the result would be that of neither; give the saved value"
             )
 
 
