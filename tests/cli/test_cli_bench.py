@@ -55,6 +55,20 @@ def test_peers_stand_in_the_order_of_their_speed(monkeypatch):
     assert last[1:] == ["40.0", "40.0 to 40.0", "0.50"]
 
 
+def test_numbers_of_shards_are_compared_with_one(monkeypatch):
+    def run_module(module, job, **_):
+        assert job["workers"] == 2
+        return {"examples_per_s": 100.0 - 5 * job["shards"], "seconds": 1.0}
+
+    monkeypatch.setattr(fresh, "run_module", run_module)
+    result = run("bench", "shards", *FAST, "--workers", 2, "--numbers", "12,2", "--shards", 4)
+    head, two, four, twelve = rows(result.stdout)
+    assert head[-1] == "over V = 4"
+    assert two == ["2", "16", "90.0", "90.0 to 90.0", "1.12"]
+    assert four == ["4", "8", "80.0", "80.0 to 80.0", "1.00"]
+    assert twelve == ["12", "3", "40.0", "40.0 to 40.0", "0.50"]
+
+
 @pytest.mark.slow
 def test_all_peers_do_the_same_work(tmp_path):
     file = tmp_path / "p.json"
@@ -86,6 +100,8 @@ def test_a_peer_that_is_not_installed_is_named_and_left_out(monkeypatch):
         (("scaling", "--shape", "28,0"), "whole numbers with commas"),
         (("scaling", "--model", "alexnet"), "choose lenet, resnet18, mlp"),
         (("scaling", "--plot", "no/such/folder/x.png"), "expected a file in an existing folder"),
+        (("shards", "--numbers", "2,33", "--batch-size", 32), "a batch has at most 32 shards"),
+        (("shards", "--numbers", "2,x"), "got --numbers '2,x': expected whole numbers"),
         (("peers", "--batch-size", 33, "--workers", 2), "a multiple of the number of workers"),
     ],
 )

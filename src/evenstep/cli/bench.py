@@ -29,7 +29,7 @@ from evenstep.bench import (
     summarise,
 )
 from evenstep.bench.fresh import RunFailedError
-from evenstep.bench.lineup import counted
+from evenstep.bench.lineup import counted, devices
 from evenstep.bench.workload import find_workload
 from evenstep.bench.workload.kinds import NETWORKS
 from evenstep.cli.files import OutputFile, target_of
@@ -174,6 +174,46 @@ def bench_peers(plan: Plan, workers: int) -> None:
     print_table(Console(), numbers_table(_PEERS_HEADS, _peers_rows(document)))
 
 
+@bench.command("shards")
+@takes_options(plan=Plan)
+@click.option(
+    "--numbers",
+    "wanted",
+    default="2,4,8,16",
+    show_default=True,
+    metavar="N,N,...",
+    help="Numbers of shards, which are compared with --shards.",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1, max=MOST_DEVICES),
+    default=usable_cores,
+    show_default="the cores",
+    help="Number of devices.",
+)
+def bench_shards(plan: Plan, wanted: str, workers: int) -> None:
+    """Compare numbers of shards (V) on the same devices.
+
+    Many small shards share out evenly over many devices, but each has a fixed cost. V belongs to
+    the experiment: another number of shards gives another result.
+    """
+    numbers = sorted({*_whole_numbers("--numbers", wanted), plan.shards})
+    if numbers[-1] > min(MOST_SHARDS, plan.batch_size):
+        raise InputError(
+            f"got --numbers {wanted} and --batch-size {plan.batch_size}: a batch has at most "
+            f"{min(MOST_SHARDS, plan.batch_size)} shards with an example"
+        )
+    document = _measure(
+        plan,
+        "shards",
+        lambda job: [devices(job, workers, shards=number) for number in numbers],
+        workers,
+        pictures.draw_peers,
+    )
+    heads = ("V", "largest shard", "examples/s", "least to most", f"over V = {plan.shards}")
+    print_table(Console(), numbers_table(heads, _shards_rows(document, plan.shards)))
+
+
 def _measure(
     plan: Plan,
     name: str,
@@ -254,6 +294,25 @@ def _peers_rows(document: Mapping[str, Any]) -> list[list[str]]:
         ratio = f"{ratios[one['key']].median:.2f}"
         rows.append((speed.median, [one["label"], f"{speed.median:,.1f}", spread, ratio]))
     return [row for _, row in sorted(rows, reverse=True)]
+
+
+def _shards_rows(document: Mapping[str, Any], shards: int) -> list[list[str]]:
+    """Return a row for each number of shards, with the speed over that of `shards`."""
+    contenders = document["contenders"]
+    ratios = against(document, next(one["key"] for one in contenders if one["shards"] == shards))
+    rows = []
+    for one in contenders:
+        speed = summarise(list(speeds(document["runs"], one["key"]).values()))
+        rows.append(
+            [
+                str(one["shards"]),
+                str(math.ceil(one["examples"] / one["shards"])),
+                f"{speed.median:,.1f}",
+                f"{speed.least:,.1f} to {speed.most:,.1f}",
+                f"{ratios[one['key']].median:.2f}",
+            ]
+        )
+    return rows
 
 
 def _whole_numbers(option: str, text: str) -> list[int]:
