@@ -1,0 +1,259 @@
+"""The part of Lightning's strategy that is evenstep's, for `lightning` and `pytorch_lightning`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenstep.batch.cut import count_examples
+from evenstep.batch.nesting import nest
+from evenstep.data import GeneratorStates
+from evenstep.devices import Devices, find_devices, intra_op_threads
+from evenstep.errors import ContractError, InputError, add_note
+from evenstep.integrations.lightning_shards import ShardSteps
+from evenstep.steps.step import Position
+from evenstep.training.trainer import Trainer
+
+logger = logging.getLogger("evenstep")
+
+_STRATEGY: Any = object  # Lightning's own strategy is the next base class
+_OPTIONS = {
+    *("memory_format", "threads", "batch_norm", "separable", "buffers", "batch_dim"),
+    *("side_by_side", "lost_after_s", "check", "tune_malloc", "lanes"),
+}
+_PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16"}
+_SAVED = "evenstep"  # the key in Lightning's checkpoints
+_NOTE = (
+    "EvenStrategy calls training_step for each shard: it must return the mean loss over the "
+    "shard's examples, or {'loss': loss, 'count': n} for a mean over n of something else"
+)
+
+
+class EvenSteps(_STRATEGY):  # type: ignore[misc]
+    """A strategy of Lightning that trains on every device, with one result.
+
+        trainer = lightning.Trainer(strategy=EvenStrategy(devices="auto"), max_epochs=3)
+        trainer.fit(module, loader)
+
+    The loop, hooks, callbacks, loggers, schedules, clipping and checkpoints are Lightning's. Only
+    the gradients of a batch are evenstep's: the same bits on any devices. `training_step` is called
+    once for each shard, with a part of the batch, on the module or a copy of it. It returns the
+    mean loss over its examples, or a dict with this "loss". If the loss is a mean over something
+    else, such as the tokens that count, the dict has their number as "count". Its other values are
+    numbers, whose mean over the examples `on_train_batch_end` gets, and tensors with a row for each
+    example.
+
+    `self.log` takes numbers. Those of the shards are merged before Lightning gets them: by
+    `reduce_fx`, a mean weighted with `batch_size` (by default the shard's examples). Validation,
+    test and prediction run on the first device.
+
+    A checkpoint also has what the random layers of the next step follow from, and the states of
+    the default generators. So `ckpt_path` resumes with the bits of an undisturbed training, on
+    other devices too: at the end of an epoch, or in its middle with a loader that has a state.
+
+    Args:
+        devices: as for `evenstep.Trainer`. Leave out Lightning's `devices` and `accelerator`.
+        shards: V, the number of shards that each batch is cut into.
+        seed: the seed of the random layers.
+        options: further arguments of `evenstep.Trainer`, such as `batch_norm`, `threads`, `buffers`
+            and `check`. The precision is Lightning's: "32-true" or "bf16-mixed".
+
+    Raises:
+        InputError: an argument, or one of Lightning's Trainer, can't be used with evenstep.
+    """
+
+    def __init__(
+        self, devices: Devices = "auto", *, shards: int = 8, seed: int = 0, **options: Any
+    ) -> None:
+        wrong = sorted(set(options) - _OPTIONS)
+        if wrong:
+            raise InputError(
+                f"EvenStrategy got {wrong[0]}=...: give some of {', '.join(sorted(_OPTIONS))}; the "
+                f"rest is in Lightning's Trainer and in the module"
+            )
+        self._options = options
+        self._shards_and_seed: dict[str, Any] = {"shards": shards, "seed": seed}
+        self._threads: int = options.get("threads", 1)
+        self._even_devices = find_devices(devices, threads=self._threads)
+        super().__init__(device=self._even_devices[0].torch_device)
+        self.parallel_devices = [self.root_device]  # Lightning chooses its accelerator by it
+        self.num_nodes = 1  # Lightning's Trainer sets these three
+        self.cluster_environment: Any = None
+        self._layer_sync: Any = None
+        self._batches_done = 0
+        self._experiment: dict[str, Any] = {}  # of the training, known from its first step on
+        self._begin()
+
+    def _begin(self) -> None:
+        self._even: Trainer | None = None
+        self._opened = contextlib.ExitStack()
+        self._shards: ShardSteps | None = None
+
+    # ---- what Lightning calls
+
+    def setup(self, trainer: Any) -> None:
+        """Set up as Lightning does, after a look at the settings."""
+        if trainer.state.fn == "fit":
+            self._refuse_settings(trainer)
+            self._shards = ShardSteps(trainer)
+        super().setup(trainer)
+
+    def teardown(self) -> None:
+        """Stop the threads of all devices, and tear down as Lightning does."""
+        opened = self._opened
+        self._begin()
+        try:
+            opened.close()
+        finally:
+            super().teardown()
+
+    def training_step(self, batch: Any, *given: Any) -> dict[str, Any]:
+        """Compute the batch's gradients on all devices; `backward` adds them to the parameters'.
+
+        Returns:
+            The batch's mean loss as "loss", and what the module's `training_step` returns besides.
+        """
+        module, shards = self.lightning_module, self._shards
+        assert shards is not None
+        dim = self._options.get("batch_dim", 0)
+        rows = torch.arange(count_examples(nest(batch, dim), dim))
+        parameters = [*module.parameters()]
+        before = [parameter.grad for parameter in parameters]
+        with intra_op_threads(self._threads), shards.attached(module):
+            even, done = self._open(module, shards), self._batches_done
+            even.position = Position(steps_done=done, batch=done)
+            try:
+                handle = even.backward(batch, *given, rows)
+            except ContractError as error:
+                add_note(error, _NOTE)
+                raise
+        self._batches_done = even.steps_done
+        gradients = [parameter.grad for parameter in parameters]
+        for parameter, gradient in zip(parameters, before, strict=True):
+            parameter.grad = gradient
+        loss = torch.tensor(float(handle), device=self.root_device, requires_grad=True)
+        loss.register_hook(functools.partial(_add_gradients, parameters, gradients))
+        returned = shards.merged(module, handle.outputs)
+        to_root = functools.partial(torch.as_tensor, device=self.root_device)
+        return {"loss": loss, **{name: to_root(value) for name, value in returned.items()}}
+
+    def backward(self, *args: Any, **named: Any) -> Any:
+        """Add the gradients that `training_step` has computed, between Lightning's hooks."""
+        with intra_op_threads(self._threads):
+            return super().backward(*args, **named)
+
+    def optimizer_step(self, *args: Any, **named: Any) -> Any:
+        """Update as Lightning does; norms must not depend on the machine's number of cores."""
+        with intra_op_threads(self._threads):
+            return super().optimizer_step(*args, **named)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **named: Any) -> None:
+        """Save as Lightning does, with what the random layers of the next step follow from."""
+        checkpoint[_SAVED] = {
+            "batches_done": self._batches_done,
+            "random": GeneratorStates().state_dict(),
+            "experiment": self._experiment,
+        }
+        super().save_checkpoint(checkpoint, *args, **named)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load what `save_checkpoint` has saved; of a plain checkpoint, the number of steps."""
+        super().load_optimizer_state_dict(checkpoint)
+        saved = checkpoint.get(_SAVED)
+        if saved is None:
+            logger.warning("the checkpoint is not of EvenStrategy: training goes on from its state")
+            self._batches_done = checkpoint["global_step"]
+            return
+        self._batches_done, self._experiment = saved["batches_done"], saved["experiment"]
+        GeneratorStates().load_state_dict(saved["random"])
+
+    # ---- the parts of a training step
+
+    def _open(self, module: nn.Module, shards: ShardSteps) -> Trainer:
+        """Start the threads of all devices, in the first step or after a change of optimizer."""
+        optimizer = self.optimizers[0]
+        if self._even is not None and self._even.optimizer is optimizer:
+            return self._even
+        self._opened.close()
+        even = Trainer(
+            module,
+            optimizer,
+            objective=shards,
+            devices=self._even_devices,
+            precision=_PRECISIONS[self.precision_plugin.precision],  # type: ignore[arg-type]
+            **self._shards_and_seed,
+            **self._options,
+        )
+        here = dataclasses.asdict(even.experiment)
+        for name, value in self._experiment.items():
+            if here.get(name, value) != value:
+                raise InputError(
+                    f"the checkpoint was trained with {name}={value!r}, and EvenStrategy has "
+                    f"{name}={here[name]!r}: the result would be that of neither; give "
+                    f"the saved value"
+                )
+        self._experiment = here
+        self._even = self._opened.enter_context(even)
+        return even
+
+    def _refuse_settings(self, trainer: Any) -> None:
+        """Refuse settings of Lightning that take the step out of evenstep's hands."""
+        module: Any = self.lightning_module
+        precision = getattr(self.precision_plugin, "precision", type(self.precision_plugin))
+        asked = getattr(trainer._accelerator_connector, "_devices_flag", 1)
+        all_here = [*range(self.accelerator.auto_device_count())]
+        refused = {
+            "a module with automatic_optimization=False": (
+                not module.automatic_optimization,
+                "use evenstep.Trainer, whose trainer.backward leaves the updates to you",
+            ),
+            "a module compiled by torch.compile": (
+                module._compiler_ctx is not None,
+                "give the module as it was before",
+            ),
+            "a training_step(dataloader_iter)": (
+                "dataloader_iter" in inspect.signature(module.training_step).parameters,
+                "let it take the batch",
+            ),
+            f"devices={asked}": (
+                asked not in (1, [0], [self.root_device.index], all_here),
+                "leave it out, and give EvenStrategy(devices=...)",
+            ),
+            f"num_nodes={self.num_nodes}": (self.num_nodes > 1, "leave it out"),
+            "several processes": (
+                self.cluster_environment.world_size() > 1,
+                "start one, which uses all its devices",
+            ),
+            f"precision={precision!r}": (
+                precision not in _PRECISIONS,
+                "use '32-true' or 'bf16-mixed'",
+            ),
+            "sync_batchnorm=True": (
+                self._layer_sync is not None,
+                "use EvenStrategy(batch_norm='sync')",
+            ),
+        }
+        for what, (is_asked_for, instead) in refused.items():
+            if is_asked_for:
+                raise InputError(f"EvenStrategy got {what}: {instead}")
+
+
+def _add_gradients(
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[torch.Tensor | None],
+    scale: torch.Tensor,
+) -> None:
+    """Add a loss's gradients, scaled as Lightning has scaled the loss: a hook of its tensor."""
+    is_scaled = scale.item() != 1
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is not None:
+            gradient = gradient * scale if is_scaled else gradient
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
