@@ -26,6 +26,7 @@ EXPORTS = {
         "Shards",
         "Trainer",
         "all_gather",
+        "callbacks",
         "data",
         "errors",
         "export",
@@ -82,6 +83,15 @@ EXPORTS = {
         "write_report",
     ],
     "evenstep.book.reproduce.engine": [],
+    "evenstep.callbacks": [
+        "Callback",
+        "EpochRecord",
+        "LiveCurve",
+        "ProgressBar",
+        "RunLog",
+        "SaveRecord",
+        "StepRecord",
+    ],
     "evenstep.checkpoint": [],
     "evenstep.cli": ["main"],
     "evenstep.collectives": [
