@@ -71,7 +71,7 @@ def test_a_resumed_run_goes_on_in_its_log(tmp_path):
     assert rows(tmp_path / "log") == resumed
 
 
-@pytest.mark.parametrize("name", ["", " ", "file", "file/x", "x" * 300])
+@pytest.mark.parametrize("name", ["", " ", "file", "file/x", "x" * 300, "\udcff"])
 def test_what_is_no_folder_is_refused_in_one_line(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("file").touch()
@@ -83,7 +83,7 @@ def test_what_is_no_folder_is_refused_in_one_line(name, tmp_path, monkeypatch):
 
 def test_a_folder_that_cant_be_written_is_told_before_training():
     line = complaint("train", *MLP, "--log-dir", "/proc/here", code=1)
-    assert line.startswith("evenstep: the log in /proc/here could not be written (")
+    assert line.startswith("evenstep: the log in '/proc/here' could not be written (")
     assert "nothing was trained" in line
 
 

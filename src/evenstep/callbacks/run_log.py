@@ -72,9 +72,10 @@ class RunLog(Callback):
             table.drop_from(step + 1)
             if self._tensorboard:
                 self._open_events(table, step)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:  # TensorBoard's names of files are UTF-8
+            reason = getattr(error, "strerror", None) or error
             raise SaveError(
-                f"the log in {self._folder} could not be written ({error.strerror or error}), and "
+                f"the log in {str(self._folder)!r} could not be written ({reason}), and "
                 f"nothing was trained: choose a folder that can be written"
             ) from error
 

@@ -61,8 +61,8 @@ class OutputFolder(click.ParamType[Path]):
         path = Path(value)
         try:
             nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
-            fits = bool(str(value).strip()) and nearest.is_dir()
-        except (OSError, ValueError):  # a name that is too long, or none
+            fits = bool(str(value).encode().strip()) and nearest.is_dir()
+        except (OSError, ValueError):  # too long, or no UTF-8
             fits = False
         if not fits:
             flag = param.opts[0] if param else "folder"
