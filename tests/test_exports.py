@@ -272,6 +272,7 @@ def test_importing_evenstep_loads_no_command_line():
     assert "evenstep.training.trainer" in modules
     assert not modules & {"evenstep.cli", "evenstep.book", "evenstep.bench"}
     assert not modules & {"click", "rich", "pooch", "requests", "sklearn"}
+    assert not modules & {"tensorboard", "torchmetrics", "matplotlib", "IPython"}
 
 
 def test_dir_shows_what_is_public_and_nothing_else():

@@ -84,7 +84,7 @@ from evenstep.replicas import (
     refuse_strangers,
 )
 from evenstep.shard.compile_policy import Hybridized
-from evenstep.shard.evaluation import Forward, Metric, measure_model, measure_output, output_of
+from evenstep.shard.evaluation import Forward, measure_model, measure_output, output_of
 from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
@@ -709,22 +709,28 @@ class Trainer:
     def evaluate(
         self,
         batches: Iterable[Batch],
-        metrics: Mapping[str, Metric],
+        metrics: Mapping[str, Any],
         *,
         model: nn.Module | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Return each metric over all `batches`, computed on every device in evaluation mode.
 
         Args:
             batches: each what `step` takes: a tuple or list of its arguments, or its one argument.
             metrics: name to `metric(output, *targets) -> (total, count)`; a trainer with an
-                objective calls `metric(model, *batch)`.
+                objective calls `metric(model, *batch)`. Or name to an object of torchmetrics, of
+                which each shard updates a copy; their states are merged in the shards' order, and
+                the object itself stays as it is. A `MetricCollection` will do, too.
             model: another module with the structure of the trainer's model, to evaluate instead of
                 it, such as an average of its weights.
+
+        Returns:
+            A number for each metric; what an object's `compute` returns, if that is no number.
 
         Raises:
             BatchError: there is no batch, or none that counts.
             ModelError: `model` has another structure.
+            InputError: the states of an object can't be merged.
         """
         self._refuse_fork()
         self._compare_states("evaluate")
