@@ -12,13 +12,17 @@ PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIRST, *PARTS = SECTION.split(PAGE.read_text(encoding="utf-8"))
 SECTIONS = dict(zip(PARTS[::2], PARTS[1::2], strict=True))
 WITHOUT_PROGRAM = {"Several processes"}
-NEEDED = {"Hugging Face's Trainer": ("transformers", "accelerate")}
+NEEDED = {
+    "Hugging Face's Trainer": ("transformers", "accelerate"),
+    "Logs, and bars that move": ("tensorboard",),
+    "Metrics of torchmetrics": ("torchmetrics",),
+}
 
 
 @pytest.mark.parametrize("title", [title for title in SECTIONS if title not in WITHOUT_PROGRAM])
 def test_a_recipe_runs(title):
     for library in NEEDED.get(title, ()):
-        pytest.importorskip(library, reason="pip install evenstep[transformers]")
+        pytest.importorskip(library, reason=f"pip install {library}")
     programs = PROGRAM.findall(FIRST) + PROGRAM.findall(SECTIONS[title])
     assert len(programs) >= 2
     exec("\n".join(programs), {"__name__": "recipe"})
