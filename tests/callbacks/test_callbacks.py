@@ -2,6 +2,7 @@
 
 import functools
 import math
+import signal
 
 import pytest
 import torch
@@ -298,6 +299,62 @@ def test_the_norm_of_the_gradient_can_be_asked_for(devices, in_flight):
             norms.append(float(nn.utils.get_total_norm(gradients)))
         assert trainer.fingerprint() == heard()[2]
     assert [record.outputs["grad_norm"] for record in callback.records] == norms
+
+
+class Bags(nn.Module):
+    """Learns a sparse and a dense table, in two dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sparse = nn.Embedding(10, 4, sparse=True)
+        self.dense = nn.Linear(4, 3, dtype=torch.float64)
+
+    def forward(self, words):
+        return self.dense(self.sparse(words).mean(1).double())
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_the_norm_of_sparse_gradients_is_that_of_dense_ones(in_flight):
+    class Norms(Heard):
+        grad_norm = True
+
+    torch.manual_seed(0)
+    callback, model = Norms(), Bags()
+    words, y = torch.randint(10, (16, 3)), torch.arange(16) % 3
+    expected = []
+
+    def measure(module):
+        squares = [one.grad.to_dense().double().square().sum() for one in module.parameters()]
+        expected.append(float(sum(squares).sqrt()))
+
+    with evenstep.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), devices=2,
+        callbacks=[callback], before_update=measure, max_in_flight=in_flight,
+    ) as trainer:  # fmt: skip
+        trainer.step(words, y)
+        trainer.step(words, y)
+    norms = [record.outputs["grad_norm"] for record in callback.records]
+    assert norms == pytest.approx(expected, rel=1e-6)
+
+
+def test_ctrl_c_in_a_callback_leaves_the_step_taken():
+    class Pressed(Heard):
+        def on_step(self, record):
+            super().on_step(record)
+            if record.step == 2:
+                signal.raise_signal(signal.SIGINT)
+
+    callback, before = Pressed(), signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with open_trainer(build("convolution"), devices=2, callbacks=[callback]) as trainer:
+            trainer.step(*BATCHES[0])
+            with pytest.raises(KeyboardInterrupt):
+                trainer.step(*BATCHES[1])
+            trainer.step(*BATCHES[2])
+            assert trainer.fingerprint() == heard()[2]
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert [record.step for record in callback.records] == [1, 2, 3]
 
 
 @pytest.mark.slow

@@ -140,6 +140,25 @@ def test_a_log_of_another_training_is_refused_or_dropped_on_demand(tmp_path):
     assert [step for step, _ in events(tmp_path)["loss"]] == [1, 2]
 
 
+def test_two_trainers_have_a_log_each(tmp_path):
+    log = RunLog(tmp_path)
+    with open_trainer(build("convolution"), callbacks=[log]) as first:
+        second = open_trainer(build("convolution"), callbacks=[log])
+        with pytest.raises(InputError, match="is open already: give each trainer its own"):
+            second.__enter__()
+        run_steps(first, 2)
+    assert len(rows(tmp_path)) == 2
+
+
+def test_a_trainer_that_is_opened_again_continues_its_log(tmp_path):
+    trainer = open_trainer(build("convolution"), callbacks=[RunLog(tmp_path)])
+    for steps in (2, 5):
+        with trainer:
+            run_steps(trainer, steps)
+    assert [row["step"] for row in rows(tmp_path)] == list("12345")
+    assert [step for step, _ in events(tmp_path)["loss"]] == [1, 2, 3, 4, 5]
+
+
 def test_numbers_among_the_outputs_are_logged_by_name(tmp_path):
     def objective(model, X, y):
         output = model(X)

@@ -59,25 +59,24 @@ class RunLog(Callback):
 
         Raises:
             SaveError: the folder can't be written.
-            InputError: it has the log of another training.
+            InputError: it has the log of another training, or the log is open already.
         """
+        if self._table is not None:
+            raise InputError(
+                f"the log in {self._folder} is open already: give each trainer its own"
+            )
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._table = table = Table(self._folder / "log.csv")
-            if table.last_step and not step and not self._overwrite:
-                raise InputError(
-                    f"{self._folder} already has the log of a training, up to step "
-                    f"{table.last_step}: choose another folder, or resume that training"
-                )
-            table.drop_from(step + 1)
-            if self._tensorboard:
-                self._open_events(table, step)
+            self._open(step)
         except (OSError, UnicodeError) as error:  # TensorBoard's names of files are UTF-8
+            self.close()
             reason = getattr(error, "strerror", None) or error
             raise SaveError(
                 f"the log in {str(self._folder)!r} could not be written ({reason}), and "
                 f"nothing was trained: choose a folder that can be written"
             ) from error
+        except InputError:
+            self.close()
+            raise
 
     def on_step(self, record: StepRecord) -> None:
         """Log a step."""
@@ -122,6 +121,18 @@ class RunLog(Callback):
         for one in (events, table):
             if one is not None:
                 self._guarded(one.close)
+
+    def _open(self, step: int) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._table = table = Table(self._folder / "log.csv")
+        if table.last_step and not step and not self._overwrite:
+            raise InputError(
+                f"{self._folder} already has the log of a training, up to step "
+                f"{table.last_step}: choose another folder, or resume that training"
+            )
+        table.drop_from(step + 1)
+        if self._tensorboard:
+            self._open_events(table, step)
 
     def _open_events(self, table: Table, step: int) -> None:
         """Begin an event file that continues the earlier ones.

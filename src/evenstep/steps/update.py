@@ -175,9 +175,7 @@ class Update:
         """Scale the gradients of `holders` (each has one as `grad`) to the largest norm."""
         assert self._clip_norm is not None
         if self._clip_norm == math.inf:
-            gradients = [one.grad for one in holders if one.grad is not None]
-            measured = float(nn.utils.get_total_norm(gradients))
-            step.outputs = {"grad_norm": measured, **step.outputs}
+            step.outputs = {"grad_norm": _norm_of(holders), **step.outputs}
             return
         if "grad_norm" in step.outputs:
             raise ModelError(
@@ -366,6 +364,13 @@ def _refuse_non_finite(step: Step, what: str, values: Sequence[float | None], me
                 f"{step.number} (epoch {place.epoch}, batch {place.step}) is {value}: the step was "
                 f"not taken. {mend}"
             )
+
+
+def _norm_of(holders: Sequence[Any]) -> float:
+    """Return the norm of the gradients of `holders`, sparse ones too."""
+    gradients = [one.grad for one in holders if one.grad is not None]
+    dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+    return float(nn.utils.get_total_norm(dense))
 
 
 def _check_gradient(changed: object, gradient: torch.Tensor, name: str) -> None:

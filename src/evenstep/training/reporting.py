@@ -76,8 +76,8 @@ class Reporter:
         self._active = [one for one in self.callbacks if is_first or one.every_process]
         with contextlib.ExitStack() as stack:
             for one in self._active:
-                stack.callback(interruptible, one.close)
                 interruptible(one.open, steps_done)
+                stack.callback(interruptible, one.close)
             self._open = stack.pop_all()
         return self
 
