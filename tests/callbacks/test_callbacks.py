@@ -194,7 +194,9 @@ def test_other_optimizers_are_told_too(optimizer):
         losses = [float(trainer.step(X, y)) for X, y in BATCHES]
     assert [record.loss for record in callback.records] == losses
     assert all(record.seconds > 0 for record in callback.records)
-    assert all(0 < share <= 1 for share in callback.records[-1].busy.values())
+    shares = callback.records[-1].busy.values()
+    assert 0 < max(shares) <= 1
+    assert min(shares) >= 0  # one device may have done it all
 
 
 def test_backward_is_a_step():
