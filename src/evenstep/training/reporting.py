@@ -219,6 +219,8 @@ def check_callbacks(callbacks: object) -> list[Callback]:
     Raises:
         InputError: it is no list of them.
     """
+    if callbacks is None:
+        return []
     whole: list[Any] = [*callbacks] if isinstance(callbacks, list | tuple) else [callbacks]
     for one in whole:
         if not isinstance(one, Callback):
