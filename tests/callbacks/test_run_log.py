@@ -99,7 +99,15 @@ class Killed(Callback):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize(("saved_at", "killed_at"), [(3, 5), (4, 4), (100, 130), (117, 118)])
+@pytest.mark.parametrize(
+    ("saved_at", "killed_at"),
+    [
+        (3, 5),
+        (4, 4),
+        pytest.param(100, 130, marks=pytest.mark.slow),
+        pytest.param(117, 118, marks=pytest.mark.slow),
+    ],
+)
 def test_after_a_kill_no_step_is_missing_or_there_twice(saved_at, killed_at, devices, tmp_path):
     end, folder = killed_at + 3, tmp_path / "run"
     callbacks = [RunLog(folder / "log"), Killed(folder, killed_at)]
