@@ -1,6 +1,5 @@
 """What every test shares: one intra-op thread in the test's own thread, and no leftover lanes."""
 
-import gc
 import signal
 import threading
 from pathlib import Path
@@ -25,13 +24,6 @@ def ctrl_c_works():
         signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def small_heap():
-    """Leave what earlier modules imported and kept out of garbage collections: they'd take long."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture

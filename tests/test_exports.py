@@ -26,6 +26,7 @@ EXPORTS = {
         "Shards",
         "Trainer",
         "all_gather",
+        "callbacks",
         "data",
         "errors",
         "export",
@@ -51,6 +52,22 @@ EXPORTS = {
         "cut_batch",
         "shard_bounds",
         "shared",
+    ],
+    "evenstep.bench.workload": [
+        "BATCHES",
+        "Job",
+        "Stopwatch",
+        "Training",
+        "Workload",
+        "find_workload",
+        "in_memory",
+        "make_dataset",
+        "make_loader",
+        "make_network",
+        "make_optimizer",
+        "make_step",
+        "run",
+        "time_steps",
     ],
     "evenstep.bench": [
         "Contender",
@@ -82,6 +99,15 @@ EXPORTS = {
         "write_report",
     ],
     "evenstep.book.reproduce.engine": [],
+    "evenstep.callbacks": [
+        "Callback",
+        "EpochRecord",
+        "LiveCurve",
+        "ProgressBar",
+        "RunLog",
+        "SaveRecord",
+        "StepRecord",
+    ],
     "evenstep.checkpoint": [],
     "evenstep.cli": ["main"],
     "evenstep.collectives": [
@@ -162,7 +188,7 @@ EXPORTS = {
     ],
     "evenstep.inference": [],
     "evenstep.integrations": [],
-    "evenstep.models": ["lenet", "mlp", "resnet18"],
+    "evenstep.models": ["gpt", "lenet", "mlp", "resnet18"],
     "evenstep.profiling": [],
     "evenstep.replicas": [
         "JUDGE",
@@ -262,6 +288,7 @@ def test_importing_evenstep_loads_no_command_line():
     assert "evenstep.training.trainer" in modules
     assert not modules & {"evenstep.cli", "evenstep.book", "evenstep.bench"}
     assert not modules & {"click", "rich", "pooch", "requests", "sklearn"}
+    assert not modules & {"tensorboard", "torchmetrics", "matplotlib", "IPython"}
 
 
 def test_dir_shows_what_is_public_and_nothing_else():

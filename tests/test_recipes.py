@@ -12,7 +12,12 @@ PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FIRST, *PARTS = SECTION.split(PAGE.read_text(encoding="utf-8"))
 SECTIONS = dict(zip(PARTS[::2], PARTS[1::2], strict=True))
 WITHOUT_PROGRAM = {"Several processes"}
-NEEDED = {"Hugging Face's Trainer": ("transformers", "accelerate"), "Lightning": ("lightning",)}
+NEEDED = {
+    "Hugging Face's Trainer": ("transformers", "accelerate"),
+    "Lightning": ("lightning",),
+    "Logs, and bars that move": ("tensorboard",),
+    "Metrics of torchmetrics": ("torchmetrics",),
+}
 
 
 MARKS = {

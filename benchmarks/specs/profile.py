@@ -25,7 +25,8 @@ from benchmark import ALLOCATORS, Benchmark, script
 from evenstep.bench import Contender, fresh
 from evenstep.bench.rounds import Run, select
 from evenstep.bench.tables import NOTHING, Table
-from evenstep.bench.workload import Job, Step, in_memory, make_loader, make_network, make_optimizer
+from evenstep.bench.workload import Job, in_memory, make_loader, make_network, make_optimizer
+from evenstep.bench.workload.job import Step
 from evenstep.engine import InlineLanes
 
 

@@ -1,6 +1,6 @@
 """Train one PyTorch model on every device: the same weights, bit for bit, on any number of them."""
 
-from evenstep import data, errors, metrics, models
+from evenstep import callbacks, data, errors, metrics, models
 from evenstep.batch import Shards, shared
 from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
 from evenstep.engine import Engine
@@ -25,6 +25,7 @@ __all__ = [
     "Shards",
     "Trainer",
     "all_gather",
+    "callbacks",
     "data",
     "errors",
     "export",

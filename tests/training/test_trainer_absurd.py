@@ -69,6 +69,8 @@ ARGUMENTS = [
     ("buffers", 3, "got buffers=3: give a dict"),
     ("before_update", 3, "got before_update=3: give a function"),
     ("after_update", "x", "got after_update='x': give a function"),
+    ("callbacks", 3, "got 3 in callbacks: give a list of objects of classes that derive"),
+    ("callbacks", [print], "got <built-in function print> in callbacks"),
     ("lanes", 3, "got lanes=3"),
     ("scheduler", 3, "got scheduler=3"),
     ("side_by_side", "yes", "got side_by_side='yes': give True or False"),

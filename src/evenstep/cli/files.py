@@ -49,6 +49,29 @@ class OutputFile(click.types.StringParamType):
         return target.parent.is_dir() and not target.is_dir() and not target.is_symlink()
 
 
+class OutputFolder(click.ParamType[Path]):
+    """The type of an option that names a folder to write into, which may not exist yet."""
+
+    name = "folder"
+
+    def convert(
+        self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Path:
+        """Return the folder. Raises InputError if it can't be one."""
+        path = Path(value)
+        try:
+            nearest = next(one for one in (path, *path.absolute().parents) if one.exists())
+            fits = bool(str(value).encode().strip()) and nearest.is_dir()
+        except (OSError, ValueError):  # too long, or no UTF-8
+            fits = False
+        if not fits:
+            flag = param.opts[0] if param else "folder"
+            raise InputError(
+                f"got {flag} {shown(str(value))}: expected a folder, or a new one in a folder"
+            )
+        return path
+
+
 def target_of(name: str) -> Path:
     """Return the file to write for `name`: if it is a symbolic link, the file it points to.
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import click
 
-from evenstep.cli.files import OutputFile
+from evenstep.cli.files import OutputFile, OutputFolder
 from evenstep.cli.option_table import OptionTable, Scope, option
 from evenstep.data.loader import MOST_EXAMPLES
 from evenstep.devices.device import MOST_THREADS
@@ -135,6 +135,13 @@ class LayoutOptions(OptionTable):
         click.IntRange(min=1, max=MOST_IN_FLIGHT),
         argument="max_in_flight",
         metavar="STEPS",
+    )
+    log_dir: Path | None = option(
+        None,
+        "Log every step here, for TensorBoard and as log.csv, and the test accuracy after each "
+        "epoch.",
+        OutputFolder(),
+        metavar="DIR",
     )
     trace_file: str | None = option(
         None,

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
+from evenstep.callbacks import RunLog
 from evenstep.checkpoint.files import latest_checkpoint, list_checkpoints
 from evenstep.cli.files import target_of, write_text
 from evenstep.cli.launch import launch
@@ -89,7 +90,10 @@ def _prepare(experiment: ExperimentOptions, layout: LayoutOptions) -> Training:
     examples, test_examples = (
         load_data(experiment.data, experiment.data_dir, train=train) for train in (True, False)
     )
-    arguments = layout.trainer_arguments()
+    log = None
+    if layout.log_dir is not None and is_first():
+        log = RunLog(layout.log_dir, overwrite=restarted)
+    arguments = {**layout.trainer_arguments(), "callbacks": [] if log is None else [log]}
     if resumed_from:
         load = load_newest_whole if restarted else load_trainer
         trainer = load(experiment, factory, resumed_from, **arguments)
@@ -106,6 +110,8 @@ def _prepare(experiment: ExperimentOptions, layout: LayoutOptions) -> Training:
         goal=_goal(experiment, trainer, loader),
         saver=Saver(trainer, folder, layout.checkpoint_every or len(loader)),
         in_flight=layout.in_flight,
+        is_logged=layout.log_dir is not None,
+        log=log,
     )
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from evenstep import metrics
 from evenstep.batch import Batch
+from evenstep.callbacks import RunLog
 from evenstep.cli.display import Display, open_display
 from evenstep.cli.in_flight import StepsInFlight
 from evenstep.cli.options import ExperimentOptions
@@ -29,7 +30,11 @@ _ONE_SIGNAL_S = 3.0  # Ctrl-C reaches a process twice: from the terminal and fro
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training that is ready to begin or to resume."""
+    """A training that is ready to begin or to resume.
+
+    Attributes:
+        is_logged: whether the first process has a `log`; all test after each epoch then.
+    """
 
     options: ExperimentOptions
     trainer: Trainer
@@ -38,6 +43,8 @@ class Training:
     goal: Goal
     saver: Saver
     in_flight: int
+    is_logged: bool = False
+    log: RunLog | None = None
 
 
 def train_and_test(training: Training, console: Console) -> TrainRecord:
@@ -83,9 +90,19 @@ def _train(training: Training, progress: Progress, display: Display, stop: StopR
             steps.add(trainer.step(*batch), examples)
             ends = training.saver.is_due or trainer.steps_done == goal.steps
             steps.wait(down_to=0 if ends else training.in_flight - 1)
+        if _shall_test(training):
+            steps.wait()
+            _measure(training, trainer.batches(training.test))
+            steps.restart_clock()
         if training.saver.is_due:
             training.saver.save(aside=True)
             steps.restart_clock()
+
+
+def _shall_test(training: Training) -> bool:
+    """Return whether the last step has ended an epoch, but not the training."""
+    done = training.trainer.steps_done
+    return training.is_logged and done % len(training.loader) == 0 and done < training.goal.steps
 
 
 def _test(training: Training, display: Display, stop: StopRequest) -> float:
@@ -95,9 +112,17 @@ def _test(training: Training, display: Display, stop: StopRequest) -> float:
             yield batch
 
     display.say(f"testing on {training.test.examples} examples")
+    return _measure(training, stoppable())
+
+
+def _measure(training: Training, batches: Iterator[Batch]) -> float:
+    """Return the accuracy on the test examples, and log it."""
     with blamed_on_model(training.options.model, lambda: "while it was tested"):
-        measured = training.trainer.evaluate(stoppable(), {"accuracy": metrics.accuracy})
-    return measured["accuracy"]
+        measured = training.trainer.evaluate(batches, {"accuracy": metrics.accuracy})
+    if training.log is not None:
+        training.trainer.waitall()  # its steps are logged first
+        training.log.add(training.trainer.steps_done, measured)
+    return float(measured["accuracy"])
 
 
 def _record(training: Training, progress: Progress, accuracy: float) -> TrainRecord:

@@ -55,6 +55,8 @@ class StepClock:
         nodes: when nodes of the tree were added up.
         update: the lane that ended the step, when it began to, and when the step ended.
         exchange_s: seconds of the end of the step that were spent with other processes.
+        opened_s: the earliest time at which the step's data could be used; None before the step is
+            added up.
     """
 
     ready_s: float | None = None
@@ -62,11 +64,31 @@ class StepClock:
     nodes: list[NodeTime] = dataclasses.field(default_factory=list)
     update: tuple[int, float, float] | None = None
     exchange_s: float = 0.0
+    opened_s: float | None = None
 
     def data_are_ready(self) -> None:
         """Note that devices can read the first examples, unless they could before."""
         if self.ready_s is None:
             self.ready_s = time.perf_counter()
+
+    def add(self, evaluation: StepClock) -> None:
+        """Add an evaluation of the batch, of several before one update."""
+        self.ready_s = evaluation.ready_s if self.ready_s is None else self.ready_s
+        self.shards += evaluation.shards
+        self.update = evaluation.update
+
+    def times(self, lanes: int) -> tuple[float, list[float]]:
+        """Return the seconds of a finished step, and the share of it that each lane was busy."""
+        busy_s = [0.0] * lanes
+        if self.update is None:  # an error came after the optimizer's step
+            return 0.0, busy_s
+        lane, update_began_s, ended_s = self.update
+        began_s = self.opened_s if self.opened_s is not None else self.ready_s
+        seconds = ended_s - (update_began_s if began_s is None else began_s)
+        busy_s[lane] = ended_s - update_began_s - self.exchange_s
+        for shard in self.shards:
+            busy_s[shard.lane] += shard.ended_s - shard.began_s
+        return seconds, [min(1.0, max(0.0, one / seconds)) if seconds else 0.0 for one in busy_s]
 
     def spans(self, number: int, category: str) -> Iterator[Span]:
         """Yield a span for each shard, each node and the update of step `number`."""
@@ -139,7 +161,7 @@ class Timekeeper:
         assert clock.update is not None
         lane, update_began_s, now = clock.update
         ready_s = now if clock.ready_s is None else clock.ready_s
-        opened_s = ready_s if self._free_s is None else self._free_s
+        opened_s = clock.opened_s = ready_s if self._free_s is None else self._free_s
         began_s = max(opened_s, ready_s)
         self._free_s = now
         account = self._account

@@ -23,7 +23,7 @@ from evenstep.profiling.clock import NodeTime, ShardTime, StepClock, Timekeeper
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.compile_policy import ShardPrograms
 from evenstep.shard.compiler import Program
-from evenstep.shard.evaluation import Forward, Measure, Metric, Pairs, measure_shard, predict_shard
+from evenstep.shard.evaluation import Forward, Measure, Metric, measure_shard, predict_shard
 from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard
 from evenstep.shard.lockstep import Lockstep, ShardInStep, Turn, shard_here
 from evenstep.shard.partial_sum import PartialSum, add
@@ -179,11 +179,16 @@ class IndependentExecutor:
         measure: Measure,
         metrics: Mapping[str, Metric],
         seed: Callable[[int], int],
-    ) -> list[Pairs]:
-        """Return each metric's (total, count) of all shards, in their order."""
+        with_states: Sequence[str] = (),
+    ) -> list[dict[str, Any]]:
+        """Return each metric's (total, count) of all shards, in their order.
+
+        Of the metrics named in `with_states`, return the states instead.
+        """
         compute = functools.partial(measure_shard, measure=measure, metrics=metrics)
         own = self._evaluate(cut, compute, seed)
-        return interruptible(self.group.pairs_of_all, own, [*metrics])
+        names = [name for name in metrics if name not in with_states]
+        return interruptible(self.group.measured_of_all, own, names, with_states)
 
     def predict(self, cut: Cut, forward: Forward, seed: Callable[[int], int]) -> list[Batch]:
         """Return the outputs of all shards, in their order."""

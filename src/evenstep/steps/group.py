@@ -41,7 +41,6 @@ from evenstep.distributed.step_report import NO_DIGEST, batch_digest, refuse_oth
 from evenstep.errors import InputError, SaveError, text_of
 from evenstep.experiment import Experiment
 from evenstep.replicas import Replicas
-from evenstep.shard.evaluation import Pairs
 from evenstep.steps.outputs import pack_outputs, unpack_outputs
 from evenstep.steps.reducer import LocalReducer, ProcessReducer
 
@@ -111,11 +110,19 @@ class Group:
         """Call `function` in the first process only; return its result everywhere."""
         return function()
 
-    def pairs_of_all(self, own: Sequence[Pairs], names: Sequence[str]) -> list[Pairs]:
-        """Return the metrics of all shards from those of this process's shards."""
-        return [*own]
+    def measured_of_all(
+        self, own: Sequence[Mapping[str, Any]], names: Sequence[str], with_states: Sequence[str]
+    ) -> list[dict[str, Any]]:
+        """Return the metrics of all shards from those of this process's shards.
 
-    def outputs_of_all(self, own: Sequence[Batch]) -> list[Batch]:
+        Args:
+            own: for each shard, what its metrics returned.
+            names: the metrics that returned (total, count).
+            with_states: those that returned states.
+        """
+        return [{**shard} for shard in own]
+
+    def outputs_of_all(self, own: Sequence[Batch], call: str = "predict") -> list[Batch]:
         """Return the outputs of all shards from those of this process's shards."""
         return [*own]
 
@@ -266,22 +273,28 @@ class LinkedGroup(Group):
             raise SaveError(answer["error"])
         return Path(answer["path"])
 
-    def pairs_of_all(self, own: Sequence[Pairs], names: Sequence[str]) -> list[Pairs]:
+    def measured_of_all(
+        self, own: Sequence[Mapping[str, Any]], names: Sequence[str], with_states: Sequence[str]
+    ) -> list[dict[str, Any]]:
         """Return the metrics of all shards from those of this process's shards."""
         pairs = [[shard[name] for name in names] for shard in own]
         numbers = [[[float(total), float(count)] for total, count in row] for row in pairs]
-        values = torch.tensor(numbers, dtype=torch.float64).reshape(-1, len(names), 2)
+        values = torch.tensor(numbers, dtype=torch.float64).reshape(len(own), len(names), 2)
         exchange = Exchange("evaluate", "the metrics of a batch")
         messages = self._peers.gather(save({"pairs": values}), exchange)
         rows = [row for message in messages for row in load(message)["pairs"].tolist()]
-        return [
-            {name: (total, count) for name, (total, count) in zip(names, row, strict=True)}
-            for row in rows
+        measured = [
+            {name: tuple(pair) for name, pair in zip(names, row, strict=True)} for row in rows
         ]
+        if with_states:
+            states = [{name: shard[name] for name in with_states} for shard in own]
+            sent = self.outputs_of_all(states, "evaluate")
+            measured = [{**one, **more} for one, more in zip(measured, sent, strict=True)]
+        return measured
 
-    def outputs_of_all(self, own: Sequence[Batch]) -> list[Batch]:
+    def outputs_of_all(self, own: Sequence[Batch], call: str = "predict") -> list[Batch]:
         """Return the outputs of all shards from those of this process's shards."""
-        exchange = Exchange("predict", "the outputs of a batch")
+        exchange = Exchange(call, "the outputs of a batch")
         messages = self._peers.gather(save(pack_outputs(own)), exchange)
         return [output for message in messages for output in unpack_outputs(load(message))]
 

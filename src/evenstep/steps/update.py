@@ -34,7 +34,7 @@ class Update:
         replicas: the replicas of the model.
         before_update: called between the division of the gradients and the update.
         after_update: called after the update, before other memories get the new parameters.
-        clip_norm: the largest norm of the gradients; None for no limit.
+        clip_norm: the largest norm of the gradients; None for no limit, infinity to measure it.
 
     Attributes:
         may_step_elsewhere: whether the user may step the optimizer, since the last step has left
@@ -174,6 +174,9 @@ class Update:
     def _clip(self, step: Step, holders: Sequence[Any]) -> None:
         """Scale the gradients of `holders` (each has one as `grad`) to the largest norm."""
         assert self._clip_norm is not None
+        if self._clip_norm == math.inf:
+            step.outputs = {"grad_norm": _norm_of(holders), **step.outputs}
+            return
         if "grad_norm" in step.outputs:
             raise ModelError(
                 "the objective returns an output 'grad_norm', which clip_norm= gives too: name it "
@@ -361,6 +364,13 @@ def _refuse_non_finite(step: Step, what: str, values: Sequence[float | None], me
                 f"{step.number} (epoch {place.epoch}, batch {place.step}) is {value}: the step was "
                 f"not taken. {mend}"
             )
+
+
+def _norm_of(holders: Sequence[Any]) -> float:
+    """Return the norm of the gradients of `holders`, sparse ones too."""
+    gradients = [one.grad for one in holders if one.grad is not None]
+    dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
+    return float(nn.utils.get_total_norm(dense))
 
 
 def _check_gradient(changed: object, gradient: torch.Tensor, name: str) -> None:

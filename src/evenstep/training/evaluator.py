@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -21,13 +21,13 @@ from evenstep.errors import BatchError, ModelError
 from evenstep.shard.evaluation import (
     Forward,
     Measure,
-    Metric,
     evaluation_mode,
     join_outputs,
 )
 from evenstep.steps.executor import IndependentExecutor
 from evenstep.steps.step import Position, SeedOf
 from evenstep.steps.update import sum_floats
+from evenstep.training.metric_objects import split_metrics
 
 Open: TypeAlias = Callable[[], None]
 """Waits for the steps in flight, and brings the replicas up to date with the user's module."""
@@ -50,25 +50,31 @@ class Evaluator:
     def evaluate(
         self,
         batches: Iterable[Batch],
-        metrics: Mapping[str, Metric],
+        metrics: Mapping[str, Any],
         *,
         position: Position,
         open_batch: Open,
         other: nn.Module | None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Return each metric over all `batches` (see `Trainer.evaluate`)."""
-        sums = dict.fromkeys(metrics, (0.0, 0.0))
+        functions, objects = split_metrics(metrics, self._measure)
+        sums, counted = dict.fromkeys(functions, (0.0, 0.0)), False
         open_batch()
         with evaluation_mode(self._model), values_of(other, self._model):
             for cut, seed in self._cuts(batches, position, open_batch, "evaluate"):
-                shards = self._executor.measure(cut, self._measure, metrics, seed)
+                both: dict[str, Any] = {**functions, **objects}
+                shards = self._executor.measure(cut, self._measure, both, seed, [*objects])
+                counted = True
                 for name, (total, count) in sums.items():
                     more_total = sum_floats([shard[name][0] for shard in shards])
                     more_count = sum_floats([shard[name][1] for shard in shards])
                     sums[name] = (total + more_total, count + more_count)
-        if any(count == 0 for _, count in sums.values()):
+                for name, one in objects.items():
+                    one.add([shard[name] for shard in shards])
+        if not counted or any(count == 0 for _, count in sums.values()):
             raise BatchError("evaluate counted no examples: give at least one batch")
-        return {name: total / count for name, (total, count) in sums.items()}
+        means = {name: total / count for name, (total, count) in sums.items()}
+        return {name: means[name] if name in means else objects[name].compute() for name in metrics}
 
     def predict(
         self,

@@ -28,6 +28,7 @@ from evenstep.batch import Batch, shard_bounds
 from evenstep.batch.nesting import Keywords, nest
 from evenstep.batch.own_shards import in_own_memory
 from evenstep.batch.rng import CALLERS_GENERATORS
+from evenstep.callbacks import Callback
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint import training_state
 from evenstep.checkpoint.async_writer import AsyncWriter, write_state
@@ -83,7 +84,7 @@ from evenstep.replicas import (
     refuse_strangers,
 )
 from evenstep.shard.compile_policy import Hybridized
-from evenstep.shard.evaluation import Forward, Metric, measure_model, measure_output, output_of
+from evenstep.shard.evaluation import Forward, measure_model, measure_output, output_of
 from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
@@ -105,6 +106,7 @@ from evenstep.training.arguments import (
     shards_at_once,
 )
 from evenstep.training.evaluator import Evaluator
+from evenstep.training.reporting import Reporter, check_callbacks
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -138,6 +140,7 @@ class TrainerOptions(TypedDict, total=False):
     after_update: Hook | None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     state: Mapping[str, Stateful] | None
+    callbacks: Sequence[Callback]
     max_in_flight: int
     lost_after_s: float
     peer_timeout_s: float
@@ -207,6 +210,8 @@ class Trainer:
             `{"ema": ema, "random": evenstep.data.GeneratorStates()}`. Anything with `state_dict`
             and `load_state_dict` will do, if its state is made of tensors and plain values. With
             several processes, the first one's states are saved, and all get them back.
+        callbacks: objects that are called after steps, epochs and checkpoints, to log or to show
+            them (see `evenstep.callbacks.Callback`). They have no effect on the result.
         max_in_flight: the number of steps that may be unfinished at once, at most 1,000. With 1, a
             step is finished when `step` returns. With 2, `step` returns at once, and the next batch
             is loaded and copied meanwhile; call `waitall` before you read or change the model.
@@ -269,6 +274,7 @@ class Trainer:
         after_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         state: Mapping[str, Stateful] | None = None,
+        callbacks: Sequence[Callback] = (),
         max_in_flight: int = 1,
         lost_after_s: float = 60.0,
         peer_timeout_s: float = 60.0,
@@ -303,6 +309,7 @@ class Trainer:
         )
         check_functions(before_update=before_update, after_update=after_update)
         check_parts(scheduler, lanes)
+        callbacks = check_callbacks(callbacks)
         refuse_compiled_lockstep(experiment, side_by_side=side_by_side)
         self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
         self._objective = choose_objective(loss, objective)
@@ -339,7 +346,7 @@ class Trainer:
         self._opened = contextlib.ExitStack()
         move_home(model, optimizer, self.devices[0])
         self._engine = Engine(self.devices, lanes=lanes)
-        self._build(before_update, after_update, lost_after_s)
+        self._build(before_update, after_update, lost_after_s, callbacks)
         measure = measure_model if loss is None else measure_output
         self._evaluator = Evaluator(model, self._executor, measure)
         self._self_check = SelfCheck(
@@ -351,7 +358,11 @@ class Trainer:
         )
 
     def _build(
-        self, before_update: Hook | None, after_update: Hook | None, lost_after_s: float
+        self,
+        before_update: Hook | None,
+        after_update: Hook | None,
+        lost_after_s: float,
+        callbacks: Sequence[Callback],
     ) -> None:
         """Choose the parts that a step is made of."""
         overlap = self._max_in_flight > 1
@@ -372,6 +383,8 @@ class Trainer:
         )
         self._proxy = OptimizerProxy(self.optimizer) if overlap else None
         clip_norm = self.experiment.clip_norm
+        if clip_norm is None and any(one.grad_norm for one in callbacks):
+            clip_norm = math.inf  # which only measures it
         given = self.optimizer, self._replicas, before_update, after_update, clip_norm
         self._update = ProxyUpdate(*given, self._proxy) if self._proxy else Update(*given)
         kinds = {(device.kind, device.threads) for device in self.devices}
@@ -385,7 +398,9 @@ class Trainer:
             abandoned=self._abandoned,
         )
         minimises = isinstance(self.optimizer, torch.optim.LBFGS)
-        self._take = self._minimise if minimises else self._pipeline.submit
+        optimizer, timekeeper = self.optimizer, self._timekeeper
+        self._reporter = Reporter(callbacks, optimizer, self._pipeline, timekeeper, names)
+        self._take = self._reporter.watching(self._minimise if minimises else self._pipeline.submit)
         self._record_settings: Callable[[], Sequence[Any]] = (
             self._proxy.record if self._proxy and not minimises else tuple
         )
@@ -421,6 +436,8 @@ class Trainer:
                 self._note_rounding(f"the processes round differently: {group.differences}")
                 logger.warning(self.notes[-1])
                 self._compare_states(OPEN)
+            reporter = self._reporter.opened(self.steps_done, is_first=group.is_first)
+            opened.enter_context(reporter)
             opened.enter_context(kept_memory(self._tune_malloc))
             opened.enter_context(deterministic_kernels(self.devices))
             opened.enter_context(CALLERS_GENERATORS.installed())
@@ -457,9 +474,10 @@ class Trainer:
             return
         try:
             if error is None:
-                self.waitall()
+                self._finish_steps()
                 if not self._agreement.is_state_compared(self.steps_done):
                     self._compare_states(END)
+                self._reporter.tell()
             else:
                 self._pipeline.abandon(error)
                 self._group.reducer.leave(error)
@@ -613,6 +631,8 @@ class Trainer:
         if self._proxy:
             self._proxy.give_back()
         self._update.may_step_elsewhere = True
+        self._reporter.add_step(step)
+        self._reporter.tell()
         return loss
 
     def epoch(self, loader: Batches) -> Iterator[Batch]:
@@ -658,6 +678,7 @@ class Trainer:
         self._compare_ends(source)
         self._drawn = Cursor(start.epoch + 1)
         self.position = self.position.at(self._drawn)
+        self._reporter.epoch_ended(start.epoch, self.steps_done)
 
     def _compare_ends(self, source: Source) -> None:
         self._wait_before_exchange()
@@ -688,22 +709,28 @@ class Trainer:
     def evaluate(
         self,
         batches: Iterable[Batch],
-        metrics: Mapping[str, Metric],
+        metrics: Mapping[str, Any],
         *,
         model: nn.Module | None = None,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Return each metric over all `batches`, computed on every device in evaluation mode.
 
         Args:
             batches: each what `step` takes: a tuple or list of its arguments, or its one argument.
             metrics: name to `metric(output, *targets) -> (total, count)`; a trainer with an
-                objective calls `metric(model, *batch)`.
+                objective calls `metric(model, *batch)`. Or name to an object of torchmetrics, of
+                which each shard updates a copy; their states are merged in the shards' order, and
+                the object itself stays as it is. A `MetricCollection` will do, too.
             model: another module with the structure of the trainer's model, to evaluate instead of
                 it, such as an average of its weights.
+
+        Returns:
+            A number for each metric; what an object's `compute` returns, if that is no number.
 
         Raises:
             BatchError: there is no batch, or none that counts.
             ModelError: `model` has another structure.
+            InputError: the states of an object can't be merged.
         """
         self._refuse_fork()
         self._compare_states("evaluate")
@@ -763,6 +790,10 @@ class Trainer:
         Raises:
             Exception: the error of a step in flight; it and those after it were not taken.
         """
+        self._finish_steps()
+        self._reporter.tell()
+
+    def _finish_steps(self) -> None:
         self._refuse_fork()
         INTERRUPTS.follow()
         self._pipeline.wait()
@@ -803,7 +834,16 @@ class Trainer:
             SaveError: it can't be written; the checkpoints before it are whole.
             ModelError: the optimizer holds parameters that are not the model's any more.
         """
-        self.waitall()
+        self._finish_steps()
+        try:
+            self._reporter.tell()  # before a checkpoint that has these steps
+        finally:
+            path = self._save(Path(folder), keep, aside=aside)
+        written = self._saves.pending if aside else None
+        self._reporter.saved(path, self.steps_done, written)
+        return path
+
+    def _save(self, folder: Path, keep: int, *, aside: bool) -> Path:
         self._say_what_is_not_saved()
         refuse_strangers(self.model, self.optimizer)
         lost = self._compare_states_to_save()
@@ -823,11 +863,11 @@ class Trainer:
             user_state=self._user_state.read(),
         )
         entries = fingerprints.named_state(self.model, self.optimizer)
-        given = (Path(folder), state, entries, keep)
+        given = folder, state, entries, keep
         if aside and self._is_open and lost is None:
             if self._group.is_first:
                 self._saves.start(*given)
-            return checkpoint_of(Path(folder), self.steps_done)
+            return checkpoint_of(folder, self.steps_done)
         self.wait_for_save()
         if lost is not None:
             if self._group.is_first:
@@ -1130,12 +1170,16 @@ class Trainer:
         assert closure.root is not None
         self.position = after
         self._in_first_lane(functools.partial(self._update.close_minimised, closure.root))
-        return StepLoss(closure.first, lambda step: None)
+        step.loss, step.outputs = closure.first.loss, closure.first.outputs
+        step.is_taken = step.finished = True
+        step.release()
+        return StepLoss(step, lambda step: None)
 
     def _evaluate_once(self, step: Step, finish: Finish) -> Step:
         self._follow_user()
         evaluation = dataclasses.replace(step, finish=finish, attempt=step.attempt.again())
         self._pipeline.submit(evaluation).wait_to_read()
+        step.attempt.clock.add(evaluation.attempt.clock)
         return evaluation
 
     def _in_first_lane(self, function: Callable[[], None]) -> None:

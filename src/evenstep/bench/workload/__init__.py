@@ -2,9 +2,7 @@
 
 from evenstep.bench.workload.job import (
     BATCHES,
-    DataName,
     Job,
-    Step,
     in_memory,
     make_dataset,
     make_loader,
@@ -17,9 +15,7 @@ from evenstep.bench.workload.timing import Stopwatch, Training, run, time_steps
 
 __all__ = [
     "BATCHES",
-    "DataName",
     "Job",
-    "Step",
     "Stopwatch",
     "Training",
     "Workload",

@@ -1,0 +1,118 @@
+"""What a trainer tells a user's code during a training: a method for each event, and its record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """A step that has ended.
+
+    Attributes:
+        step: the steps since the start of the training, with this one: `trainer.steps_done`.
+        epoch: its epoch, counted from 0.
+        loss: the batch's mean loss, computed before the update.
+        outputs: what `step(...).outputs` holds.
+        lrs: the learning rate of each group of the optimizer, as it was when the step was
+            submitted.
+        examples: the examples in the batch, over all processes.
+        seconds: the time from the end of the step before to the end of this one, with the wait for
+            its data. Evaluating, saving and other work between steps is not part of it.
+        busy: for each device of this process, the share of `seconds` in which it had work.
+    """
+
+    step: int
+    epoch: int
+    loss: float
+    outputs: Mapping[str, Any]
+    lrs: tuple[float, ...]
+    examples: int
+    seconds: float
+    busy: Mapping[str, float]
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the optimizer's first group."""
+        return self.lrs[0]
+
+    @property
+    def examples_per_s(self) -> float:
+        """The examples a second."""
+        return self.examples / self.seconds if self.seconds else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """An epoch of `trainer.epoch` that has ended.
+
+    Attributes:
+        epoch: its number, counted from 0.
+        step: the steps since the start of the training, at its end.
+        steps: the steps in it. After a resume, those since then; so in what follows.
+        examples: the examples in these steps.
+        loss: the mean loss over these examples; None without a step.
+        seconds: the sum of the steps' `seconds`.
+    """
+
+    epoch: int
+    step: int
+    steps: int
+    examples: int
+    loss: float | None
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveRecord:
+    """A checkpoint that is whole on the disk.
+
+    Attributes:
+        step: the steps done when the state was taken.
+        path: its folder.
+    """
+
+    step: int
+    path: Path
+
+
+class Callback:
+    """Called by a trainer during a training: derive from it, and override what you need.
+
+        class Report(evenstep.callbacks.Callback):
+            def on_step(self, record):
+                wandb.log({"loss": record.loss, "lr": record.lr}, step=record.step)
+
+    All methods run in the thread that calls the trainer, between steps, in the order of the steps.
+    With steps in flight `on_step` runs when a later call finds the step ended: nothing waits for
+    it. Steps that were not taken are not reported. A method may read the model, evaluate and save
+    (if it runs in every process), and what it raises is raised by the trainer's method that has
+    called it, with the step, or the checkpoint, complete.
+
+    Attributes:
+        every_process: whether it is called in each of several processes. By default only the first
+            one calls it.
+        grad_norm: whether `record.outputs["grad_norm"]` shall hold the norm of the mean gradient,
+            as it does with `clip_norm=`. Steps of `trainer.backward` have none.
+    """
+
+    every_process: bool = False
+    grad_norm: bool = False
+
+    def open(self, step: int) -> None:
+        """Get ready: called when the trainer is opened, with `step` steps done."""
+
+    def on_step(self, record: StepRecord) -> None:
+        """Called after every step, also of `trainer.backward`."""
+
+    def on_epoch(self, record: EpochRecord) -> None:
+        """Called when `trainer.epoch` has reached an epoch's end, after the epoch's steps."""
+
+    def on_save(self, record: SaveRecord) -> None:
+        """Called when a checkpoint is whole on the disk."""
+
+    def close(self) -> None:
+        """Finish: called when the trainer is closed, also after an error."""
