@@ -9,6 +9,7 @@ import pytest
 
 from evenstep.cli.files import OutputFile, target_of, write_text
 from evenstep.errors import InputError
+from marks import slow
 
 
 def test_a_file_is_written_whole(tmp_path):
@@ -56,7 +57,10 @@ print("after")
 """
 
 
-@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1", "link"])
+NAMES = ["/dev/stdout", *(slow(name) for name in ("/dev/fd/1", "/proc/self/fd/1"))]
+
+
+@pytest.mark.parametrize("name", [*NAMES, slow("link")])
 def test_stdout_by_its_name_is_written_where_it_stands_also_if_it_is_a_file(tmp_path, name):
     """A file must not be replaced, or overwritten from its beginning, under the shell's hands."""
     (tmp_path / "link").symlink_to("/dev/stdout")
@@ -71,7 +75,7 @@ def test_stdout_by_its_name_is_written_where_it_stands_also_if_it_is_a_file(tmp_
     assert out.stat().st_ino == inode
 
 
-@pytest.mark.parametrize("name", ["/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"])
+@pytest.mark.parametrize("name", NAMES)
 def test_stdout_is_no_place_for_a_file_that_is_replaced(tmp_path, name):
     line = "from evenstep.cli.files import OutputFile; import sys\n"
     line += "OutputFile().convert(sys.argv[1], None, None)"

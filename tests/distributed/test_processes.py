@@ -12,7 +12,7 @@ LAYOUTS = [
     pytest.param("1,1", 2, "network", marks=pytest.mark.slow),
     pytest.param("2,2", 1, "memory", marks=pytest.mark.slow),
     pytest.param("1,1,1", 1, "network", marks=pytest.mark.slow),
-    ("2,1", 1, "memory"),
+    pytest.param("2,1", 1, "memory", marks=pytest.mark.slow),
     pytest.param("2,1", 2, "plain", marks=pytest.mark.slow),
 ]
 """The devices of each process, the steps in flight, and the transport (see `jobs/same.py`)."""

@@ -6,12 +6,9 @@ import re
 import pytest
 
 from launched import alone, torchrun
+from marks import slow
 
 LIMIT_S = 8.0  # less than the time limit of a wait
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def of_rank(out, rank):

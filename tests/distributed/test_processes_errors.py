@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from launched import JOBS, apart, free_port, started, torchrun, wait_for_all
+from marks import slow
 
 LIMIT_S = 3.0
 
@@ -29,8 +30,12 @@ def run(tmp_path, kind, *more):
             "RuntimeError: rank 1 has a problem of its own",
             r"rank 1 .*failed: RuntimeError",
         ),
-        ("bad batch", "BatchError: got a batch of 0 examples", r"rank 1 .*failed: BatchError"),
-        ("other batch", "PeerError: rank 1 is at step 3", r"rank 0 is at step 3 .*32 examples.*20"),
+        slow("bad batch", "BatchError: got a batch of 0 examples", r"rank 1 .*failed: BatchError"),
+        slow(
+            "other batch",
+            "PeerError: rank 1 is at step 3",
+            r"rank 0 is at step 3 .*32 examples.*20",
+        ),
     ],
 )
 def test_an_error_of_one_process_reaches_the_others(tmp_path, kind, own, of_others):
@@ -76,16 +81,14 @@ def test_an_error_while_gradients_are_in_flight_reaches_the_others(tmp_path, how
             r"InputError: the processes disagree about what is trained: the fingerprint of model "
             r"and optimizer is \w+ on rank 1 .* but \w+ on rank 0",
         ),
-        pytest.param(
+        slow(
             "flipped bit",
             r"DivergedError: rank 1 .* is in another state than the others after step 5: the first "
             r"tensor that differs is parameter/0\.weight",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        slow(
             "other data",
             r"InputError: the processes disagree about the data: a digest of some examples is",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -111,9 +114,9 @@ def test_a_process_that_starts_alone_waits_no_longer_than_the_limit(tmp_path):
     ("kind", "how"),
     [
         ("stop", ()),
-        pytest.param("die", (), marks=pytest.mark.slow),
-        pytest.param("stop", ("in buckets",), marks=pytest.mark.slow),
-        pytest.param("die in backward", ("in buckets",), marks=pytest.mark.slow),
+        slow("die", ()),
+        slow("stop", ("in buckets",)),
+        slow("die in backward", ("in buckets",)),
     ],
     ids=str,
 )

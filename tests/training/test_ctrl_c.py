@@ -101,8 +101,8 @@ def predict(trainer, batches):
     return trainer.predict(batches).sum().item()
 
 
-@pytest.mark.parametrize("act", [evaluate, predict])
-@pytest.mark.parametrize("devices", [1, 2, own(2)], ids=str)
+@pytest.mark.parametrize("act", [evaluate, pytest.param(predict, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("devices", [1, 2, pytest.param(own(2), marks=pytest.mark.slow)], ids=str)
 def test_ctrl_c_at_some_bytecodes_of_an_evaluation(devices, act):
     training = Training(devices)
     with training.trainer as trainer:
