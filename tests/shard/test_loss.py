@@ -322,3 +322,45 @@ def test_a_single_shard_with_a_negative_count_is_no_error():
         ) as trainer:
             losses.append(float(trainer.step(X, y, weights)))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def mean_alone(model, X, y):
+    return F.cross_entropy(model(X), y)
+
+
+def mean_with_outputs(model, X, y):
+    scores = model(X)
+    return F.cross_entropy(scores, y), {"right": (scores.argmax(1) == y).sum()}
+
+
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("objective", [mean_alone, mean_with_outputs], ids=lambda it: it.__name__)
+def test_an_objective_may_return_the_mean_over_its_examples(objective, shards):
+    X, y = make_batches((19,))[0]  # the last shard of four has fewer
+    X = X.double()
+    given = {"objective": lambda model, X, y: (mean_alone(model, X, y) * len(y), len(y))}
+    wanted, gradients = gradients_of_trainer(X, y, shards=shards, **given)
+    value, same = gradients_of_trainer(X, y, shards=shards, objective=objective)
+    assert value == wanted
+    assert all(map(torch.equal, same, gradients))
+
+
+def test_outputs_stand_beside_a_mean():
+    X, y = make_batches((19,))[0]
+    model = double_model()
+    right = int((model(X.double()).argmax(1) == y).sum())
+    with evenstep.Trainer(model, sgd(model), objective=mean_with_outputs) as trainer:
+        assert trainer.step(X.double(), y).outputs == {"right": right}
+
+
+def test_a_mean_over_something_else_than_examples_is_refused():
+    def of_counted(model, X, y):
+        return F.cross_entropy(model(X), y, ignore_index=0)
+
+    X = make_batches((19,))[0][0]
+    model = double_model()
+    with (
+        evenstep.Trainer(model, sgd(model), objective=of_counted, shards=4) as trainer,
+        pytest.raises(evenstep.errors.ContractError),
+    ):
+        trainer.step(X.double(), (torch.arange(19) > 2).long())  # 2 of 5 count, then 5 of 5

@@ -86,6 +86,53 @@ def test_a_program_that_leaves_a_trainer_open_ends_cleanly_with_one_line(end, ma
         assert ended.stderr.splitlines() == lines
 
 
+COUNTED = """
+    import atexit
+    updates = []
+    atexit.register(lambda: print(len(updates)))  # called after the trainer has ended
+"""
+
+OPENED = {
+    "ends": ("", 0, "2"),
+    "error": ("trainer.waitall(); raise KeyError('mine')", 1, "2"),
+    "exit": ("sys.exit(3)", 3, "2"),
+    "closed": ("trainer.close(); trainer.close(); print(threading.active_count())", 0, "1 2"),
+    "not held": ("del trainer", 0, "2"),
+}
+
+
+@pytest.mark.timeout(90)
+@pytest.mark.parametrize(
+    "end",
+    [end if end == "ends" else pytest.param(end, marks=pytest.mark.slow) for end in OPENED],
+)
+def test_a_program_that_calls_open_needs_no_with_and_finishes_its_steps(end):
+    script = textwrap.dedent(COUNTED) + textwrap.dedent(OPEN).replace("__enter__", "open")
+    script = script.replace("max_in_flight=FLIGHT", "max_in_flight=2, after_update=updates.append")
+    last, code, printed = OPENED[end]
+    script += f"trainer.step(*batch)\n{last}\n"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout.split() == printed.split()
+    assert "was still open" not in ended.stderr
+    if end != "error":
+        assert ended.stderr == ""
+
+
+def test_open_and_close_do_what_with_does():
+    with open_trainer(build("convolution")) as trainer:
+        trainer.step(*BATCHES[0])
+        wanted = trainer.fingerprint()
+    trainer = open_trainer(build("convolution"))
+    assert trainer.open() is trainer
+    trainer.step(*BATCHES[0])
+    trainer.close()
+    assert trainer.fingerprint() == wanted
+    with pytest.raises(ClosedError, match="not open"):
+        trainer.step(*BATCHES[0])
+    trainer.open().close()
+
+
 # ---- a fork
 
 
@@ -123,6 +170,8 @@ CALLS = {
     "shares": lambda trainer: trainer.shares(),
     "busy_s": lambda trainer: trainer.busy_s,
     "__enter__": lambda trainer: trainer.__enter__(),
+    "open": lambda trainer: trainer.open(),
+    "close": lambda trainer: trainer.close(),
 }
 
 PASSIVE = {"compile_s", "contract", "cursor", "hybridized", "load", "steps_done"}

@@ -28,10 +28,11 @@ Outputs: TypeAlias = "Mapping[str, Any]"
 with a row for each example."""
 
 ShardLoss: TypeAlias = "tuple[torch.Tensor, Number] | tuple[torch.Tensor, Number, Outputs]"
+MeanLoss: TypeAlias = "torch.Tensor | tuple[torch.Tensor, Outputs]"
 
-UserObjective: TypeAlias = Callable[..., ShardLoss]
-"""`objective(model, *batch) -> (total, count)` or `(total, count, outputs)`; total is a scalar
-tensor that has a graph."""
+UserObjective: TypeAlias = Callable[..., "ShardLoss | MeanLoss"]
+"""`objective(model, *batch)` returns (total, count), or the mean over the examples that it is given;
+outputs may follow. Total and mean are scalar tensors that have a graph."""
 
 ShardObjective: TypeAlias = Callable[[nn.Module, Batch, "int | None"], ShardLoss]
 """`(model, batch, examples) -> (total, count)`, or with outputs.
@@ -132,16 +133,26 @@ def _user_objective(
         result = objective(model, *batch[:-1], **batch[-1])
     else:
         result = objective(model, *batch)
-    if not isinstance(result, tuple | list) or len(result) not in (2, 3):
-        raise ModelError(
-            f"the objective returned {shown(result)}: (total, count) is needed, or (total, count, "
-            f"outputs)"
-        )
-    total, count, *outputs = result
-    _check_scalar(total, "the objective's total")
-    if examples is None:
-        total, count = total / count, _count_of_mean(count)
-    return (total, count, checked_outputs(outputs[0])) if outputs else (total, count)
+    match result:
+        case torch.Tensor() as mean:
+            return _of_mean(mean, "the objective's mean", examples)
+        case (mean, Mapping() as outputs):
+            return *_of_mean(mean, "the objective's mean", examples), checked_outputs(outputs)
+        case [total, count, *outputs] if len(outputs) < 2:
+            _check_scalar(total, "the objective's total")
+            if examples is None:
+                total, count = total / count, _count_of_mean(count)
+            return (total, count, checked_outputs(outputs[0])) if outputs else (total, count)
+    raise ModelError(
+        f"the objective returned {shown(result)}: (total, count) is needed, or the mean over the "
+        f"examples; a dict of outputs may follow"
+    )
+
+
+def _of_mean(mean: Any, what: str, examples: int | None) -> tuple[torch.Tensor, Number]:
+    """Return the total and the count of a mean over the examples of a shard."""
+    _check_scalar(mean, what)
+    return (mean, 1) if examples is None else (mean * examples, examples)
 
 
 def checked_outputs(outputs: object) -> Outputs:
@@ -183,8 +194,7 @@ def _mean_objective(
     source, targets = split_batch(batch)
     output = model(source)
     mean = loss.on(tensors_of(batch)[0].device)(output, *targets)
-    _check_scalar(mean, "the loss")
-    return (mean, 1) if examples is None else (mean * examples, examples)
+    return _of_mean(mean, "the loss", examples)
 
 
 @INTERRUPTS.interruptible

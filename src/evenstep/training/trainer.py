@@ -7,6 +7,7 @@ devices.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import functools
@@ -14,6 +15,7 @@ import itertools
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -154,7 +156,7 @@ class TrainerOptions(TypedDict, total=False):
 class Trainer:
     """Trains a model on many devices, with a result that does not depend on how many there are.
 
-    Use it with `with`, which starts and stops a worker thread for each device. In a script that
+    Use it with `with` (or `open`), which starts and stops a worker thread for each device. In a script that
     torchrun starts several times it also finds the other processes: they train one model together,
     each with devices of its own. The module and the optimizer stay the user's own: read them,
     change them and save them between steps, and step any scheduler after `step`. Gradient hooks
@@ -165,7 +167,8 @@ class Trainer:
         optimizer: any `torch.optim` optimizer over parameters of `model`.
         loss: a mean-reduced `loss(output, *targets)`, for batches `(input, *targets)`.
         objective: instead of `loss`, for everything else: `objective(model, *batch) ->
-            (total, count)`, which must call the `model` that it is given.
+            (total, count)`, which must call the `model` that it is given. A single scalar is the
+            mean over the examples; a dict of outputs may follow.
         devices: "auto", a number, a name such as "cpu:1", or a list of names (see `find_devices`).
         experiment: all choices that the result depends on, as one value, instead of the keywords
             from `shards` to `clip_norm`.
@@ -485,6 +488,7 @@ class Trainer:
                     self._proxy.give_back()
         finally:
             self._is_open = False
+            atexit.unregister(self._close_with_program)
             if self._owner is not None:
                 self._owner.end()
             self._group = self._executor.group = self._group.alone()
@@ -492,6 +496,32 @@ class Trainer:
                 self._opened.__exit__(kind, error, traceback)
             finally:
                 INTERRUPTS.deliver()
+
+    def open(self) -> Trainer:
+        """Start the worker threads, as `with` does, and return this trainer.
+
+            trainer = evenstep.Trainer(model, optimizer, loss).open()
+
+        For scripts whose loop shall not be indented: the end of the program closes the trainer, or
+        `close`.
+        """
+        self.__enter__()
+        atexit.register(self._close_with_program)
+        return self
+
+    def close(self) -> None:
+        """Finish the steps in flight and stop the threads, as the end of `with` does.
+
+        The model stays usable. On a closed trainer nothing happens.
+        """
+        self._refuse_fork()
+        if self._is_open:
+            self.__exit__(None, None, None)
+
+    def _close_with_program(self) -> None:
+        """Close what `open` has opened; after an error that ends the program, as `with` does."""
+        error = getattr(sys, "last_value", None)
+        self.__exit__(None if error is None else type(error), error, None)
 
     def _close_at_exit(self) -> None:
         self.__exit__(ClosedError, ClosedError("the program ended"), None)
@@ -1006,7 +1036,8 @@ class Trainer:
         """
         if not self._is_open:
             raise ClosedError(
-                "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`"
+                "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`, or "
+                "as `trainer = evenstep.Trainer(...).open()`"
             )
         if self._side_by_side or threading.get_ident() in self._engine.lanes.threads:
             self._engine.refuse_inside("take a step, or evaluate")
