@@ -54,6 +54,13 @@ def test_each_process_fetches_its_part_where_it_can(tmp_path):
     assert not [line for line in found[1]["lines"] if "every process loads" in line]
 
 
+def test_a_loop_may_ask_for_whole_batches_to_draw_numbers_for_every_example(tmp_path):
+    (expected,) = trained(tmp_path / "one", ["whole"], 1)
+    found = trained(tmp_path / "two", ["whole"], 2)
+    assert {one["fingerprint"] for one in found} == {expected["fingerprint"]}
+    assert not [line for one in found for line in one["lines"] if "whole batches" in line]
+
+
 @pytest.mark.parametrize(
     ("kind", "pattern", "steps"),
     [

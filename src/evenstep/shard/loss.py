@@ -31,8 +31,8 @@ ShardLoss: TypeAlias = "tuple[torch.Tensor, Number] | tuple[torch.Tensor, Number
 MeanLoss: TypeAlias = "torch.Tensor | tuple[torch.Tensor, Outputs]"
 
 UserObjective: TypeAlias = Callable[..., "ShardLoss | MeanLoss"]
-"""`objective(model, *batch)` returns (total, count), or the mean over the examples that it is given;
-outputs may follow. Total and mean are scalar tensors that have a graph."""
+"""`objective(model, *batch)` returns (total, count), or the mean over its examples. Outputs
+may follow. Total and mean are scalar tensors that have a graph."""
 
 ShardObjective: TypeAlias = Callable[[nn.Module, Batch, "int | None"], ShardLoss]
 """`(model, batch, examples) -> (total, count)`, or with outputs.

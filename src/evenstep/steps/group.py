@@ -86,7 +86,13 @@ class Group:
         return group
 
     def batches(
-        self, source: Source, cursor: Cursor, steps_done: Callable[[], int], call: str
+        self,
+        source: Source,
+        cursor: Cursor,
+        steps_done: Callable[[], int],
+        call: str,
+        *,
+        whole: bool = False,
     ) -> Iterator[Batch]:
         """Yield this process's part of the data's batches from `cursor` on.
 
@@ -95,6 +101,7 @@ class Group:
             cursor: the first batch.
             steps_done: returns the number of the step that trains on the next batch.
             call: the trainer's method that they are for.
+            whole: whether each process shall have whole batches.
         """
         return source.epoch(cursor)
 
@@ -193,7 +200,13 @@ class LinkedGroup(Group):
         self._said_whole: list[Source] = []
 
     def batches(
-        self, source: Source, cursor: Cursor, steps_done: Callable[[], int], call: str
+        self,
+        source: Source,
+        cursor: Cursor,
+        steps_done: Callable[[], int],
+        call: str,
+        *,
+        whole: bool = False,
     ) -> Iterator[Batch]:
         """Yield this process's part of each batch; only that part is loaded, where that works.
 
@@ -202,8 +215,8 @@ class LinkedGroup(Group):
         """
         place = {"the next batch": [cursor.epoch, cursor.step]}
         agree(self._peers, {**source.facts(cursor), **place}, "the data", call)
-        if not source.fetches_parts:
-            yield from self._whole_batches(source, cursor)
+        if whole or not source.fetches_parts:
+            yield from self._whole_batches(source, cursor, is_wanted=whole)
             return
         fetched: dict[int, Part] = {}
         upcoming = cursor.step
@@ -222,8 +235,8 @@ class LinkedGroup(Group):
             if self._given is own:
                 self._given = outer
 
-    def _whole_batches(self, source: Source, cursor: Cursor) -> Iterator[Batch]:
-        if self.is_first and source not in self._said_whole:
+    def _whole_batches(self, source: Source, cursor: Cursor, *, is_wanted: bool) -> Iterator[Batch]:
+        if self.is_first and not is_wanted and source not in self._said_whole:
             logger.warning(
                 "every process loads whole batches of the %s: %s", source.name, source.whole_because
             )

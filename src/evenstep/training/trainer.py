@@ -156,11 +156,12 @@ class TrainerOptions(TypedDict, total=False):
 class Trainer:
     """Trains a model on many devices, with a result that does not depend on how many there are.
 
-    Use it with `with` (or `open`), which starts and stops a worker thread for each device. In a script that
-    torchrun starts several times it also finds the other processes: they train one model together,
-    each with devices of its own. The module and the optimizer stay the user's own: read them,
-    change them and save them between steps, and step any scheduler after `step`. Gradient hooks
-    (`parameter.register_hook`) are called once for each step, with the batch's mean gradient.
+    Use it with `with` (or `open`), which starts and stops a worker thread for each device. In a
+    script that torchrun starts several times it also finds the other processes: they train one
+    model together, each with devices of its own. The module and the optimizer stay the user's own:
+    read them, change them and save them between steps, and step any scheduler after `step`.
+    Gradient hooks (`parameter.register_hook`) are called once for each step, with the batch's mean
+    gradient.
 
     Args:
         model: any `nn.Module`; it is moved to the first device.
@@ -665,7 +666,7 @@ class Trainer:
         self._reporter.tell()
         return loss
 
-    def epoch(self, loader: Batches) -> Iterator[Batch]:
+    def epoch(self, loader: Batches, *, whole: bool = False) -> Iterator[Batch]:
         """Yield the remaining batches of the current epoch; then the next epoch begins.
 
         A loop may take no step on a batch, or several: what was drawn is not yielded again, even
@@ -683,6 +684,8 @@ class Trainer:
                 `collate_fn` each of several processes fetches its part of a batch; otherwise each
                 fetches all of it. The batches of an `IterableDataset` depend on its number of
                 workers.
+            whole: with several processes, yield every whole batch in each of them, for a loop that
+                draws random numbers for the examples of a batch: of a part it would draw others.
 
         Raises:
             BatchError: the epoch's last batch can't be trained on; raised before its first.
@@ -692,13 +695,14 @@ class Trainer:
                 its data have changed.
         """
         self._refuse_fork()
+        check_flags(whole=whole)
         INTERRUPTS.follow()
         source = self._sources.of(loader)
         if source.last_examples is not None:
             self._refuse_lonely(shard_bounds(source.last_examples, self.experiment.shards))
         self._wait_before_exchange()
         start = self.position.data or self._drawn
-        batches = self._group.batches(source, start, lambda: self.steps_done, "epoch")
+        batches = self._group.batches(source, start, lambda: self.steps_done, "epoch", whole=whole)
         began_s = time.perf_counter()
         for step, batch in enumerate(batches, start.step):
             self._note_drawn(Cursor(start.epoch, step), began_s)

@@ -2,8 +2,10 @@
 
     torchrun --nproc-per-node 2 tests/support/jobs/loaders.py OUT [KIND ...]
     torchrun --nproc-per-node 2 tests/support/jobs/loaders.py OUT apart KIND
+    torchrun --nproc-per-node 2 tests/support/jobs/loaders.py OUT whole
 
-Writes to OUT what every loader has trained; after "apart", how processes with different ones end.
+Writes to OUT what every loader has trained; after "apart", how processes with different ones end;
+after "whole", what a loop has trained that draws numbers for every example itself.
 """
 
 import json
@@ -102,6 +104,15 @@ def ended(kind):
     return [told, trainer.steps_done]
 
 
+def with_noise():
+    """Train on whole batches with noise that the loop draws; return the fingerprint."""
+    with evenstep.Trainer(*parts(), devices=1, shards=4) as trainer:
+        while trainer.cursor.epoch < 2:
+            for X, y in trainer.epoch(loading.KINDS["quiet"](), whole=True):
+                trainer.step(X + 0.1 * torch.randn_like(X), y)
+    return trainer.fingerprint()
+
+
 def main():
     """Train, and write the results of this rank."""
     out, kinds = Path(sys.argv[1]), sys.argv[2:]
@@ -109,6 +120,8 @@ def main():
     logging.getLogger("evenstep").addHandler(lines)
     if kinds[:1] == ["apart"]:
         found = ended(kinds[1])
+    elif kinds == ["whole"]:
+        found = {"fingerprint": with_noise(), "lines": lines.lines}
     else:
         found = {kind: trained(kind, out) for kind in kinds}
         found["lines"] = lines.lines
