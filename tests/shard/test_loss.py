@@ -364,3 +364,26 @@ def test_a_mean_over_something_else_than_examples_is_refused():
         pytest.raises(evenstep.errors.ContractError),
     ):
         trainer.step(X.double(), (torch.arange(19) > 2).long())  # 2 of 5 count, then 5 of 5
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(36, CLASSES), nn.Linear(36, CLASSES)
+
+    def forward(self, one, other, *, scale):
+        return scale * (self.first(one) - self.second(other))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    "loss", [nn.CrossEntropyLoss(), nn.MultiMarginLoss()], ids=["classes", "mean"]
+)
+def test_a_model_gets_further_inputs_by_name(loss, devices):
+    y = make_batches((19,))[0][1]
+    torch.manual_seed(0)
+    one, other, model = torch.randn(19, 36), torch.randn(19, 36), Two()
+    wanted = loss(model(one, other, scale=2.0), y).item()
+    with evenstep.Trainer(model, sgd(model), loss, devices=devices, shards=4) as trainer:
+        assert float(trainer.backward(one, y, other=other, scale=2.0)) == pytest.approx(wanted)
+        assert float(trainer.step(one, y, other=other, scale=2.0)) == pytest.approx(wanted)

@@ -94,19 +94,23 @@ def _code_of(objective: Any) -> object:
     return getattr(function, "__code__", id(function))
 
 
-def split_batch(batch: Batch) -> tuple[Any, tuple[Any, ...]]:
-    """Return the (input, targets) of a batch that is `(input, *targets)`."""
-    if isinstance(batch, tuple) and batch and isinstance(batch[-1], Keywords):
-        raise ModelError(
-            f"loss(output, *targets) needs batches (input, *targets), got the keyword arguments "
-            f"{', '.join(batch[-1])}: use objective=... for these"
-        )
-    if not isinstance(batch, tuple | list) or len(batch) < 1:
+def split_batch(batch: Batch) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """Return the input, the targets, and the model's further inputs by name."""
+    if not isinstance(batch, tuple | list):
         raise ModelError(
             f"loss(output, *targets) needs batches (input, *targets), got a "
             f"{type(batch).__name__}: use objective=... for other batches"
         )
-    return batch[0], tuple(batch[1:])
+    parts, named = batch, {}
+    if batch and isinstance(batch[-1], Keywords):
+        *parts, named = batch
+    if not parts:
+        got = f"only the keyword arguments {', '.join(named)}" if named else "an empty batch"
+        raise ModelError(
+            f"loss(output, *targets) needs batches (input, *targets), got {got}: use objective=... "
+            f"for these, or give input and targets without a name"
+        )
+    return parts[0], tuple(parts[1:]), named
 
 
 class _PlacedLoss:
@@ -191,8 +195,8 @@ def _count_of_mean(count: Number) -> Number:
 def _mean_objective(
     loss: _PlacedLoss, model: nn.Module, batch: Batch, examples: int | None
 ) -> tuple[torch.Tensor, Number]:
-    source, targets = split_batch(batch)
-    output = model(source)
+    source, targets, named = split_batch(batch)
+    output = model(source, **named)
     mean = loss.on(tensors_of(batch)[0].device)(output, *targets)
     return _of_mean(mean, "the loss", examples)
 
@@ -205,14 +209,14 @@ def _class_objective(
     batch: Batch,
     examples: int | None,
 ) -> tuple[torch.Tensor, Number]:
-    source, targets = split_batch(batch)
+    source, targets, named = split_batch(batch)
     if len(targets) != 1:
         raise ModelError(
             f"cross entropy and NLL take (output, target), got a batch of {len(batch)} parts: give "
             f"trainer.step(X, y), or use objective=... for other batches"
         )
     target = targets[0]
-    output = model(source)
+    output = model(source, **named)
     if examples is None:
         return mean_loss.on(output.device)(output, target), 1
     loss = total_loss.on(output.device)
