@@ -1,0 +1,118 @@
+"""Programs like public ones, with at most five lines changed, train the same on any devices."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+
+from launched import torchrun
+from strangers import FOLDER, diff_of, even_source, run
+
+MOST_LINES = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Stranger:
+    """A program of `examples/strangers`.
+
+    Args:
+        few: arguments for a short training that prints its progress often.
+        alike: further arguments with which nothing in a step is random, so that the losses of the
+            program as it stands are those of evenstep to rounding; None if there are none.
+        needs: a library.
+    """
+
+    few: str
+    alike: str | None = ""
+    needs: str = "torch"
+
+
+STRANGERS = {
+    "mnist": Stranger("--epochs 2 --log-interval 1", "--dropout 0"),
+    "siamese_network": Stranger("--epochs 2 --log-interval 1"),
+    "time_sequence_prediction": Stranger(""),
+    "vae": Stranger("--epochs 2 --log-interval 1", None),
+    "vision_transformer": Stranger("--epochs 2", "--dropout 0"),
+}
+NAMES = sorted(path.parent.name for path in FOLDER.glob("*/plain.py"))
+READ_ME = (FOLDER / "README.md").read_text(encoding="utf-8")
+ORIGIN = re.compile(r"^The original: (https://github\.com/\S+)$", re.MULTILINE)
+ROW = re.compile(r"^\| \[(\w+)\]\(\w+\) \| \[[^]]+\]\((\S+)\) \| (\d+) \| (\d+) \|", re.MULTILINE)
+
+
+def changes(name):
+    """Return how many lines a diff adds (a changed line counts as one), and how many it removes."""
+    return tuple(sum(line.startswith(sign) for line in diff_of(name)) for sign in "+-")
+
+
+def program(name, folder):
+    """Write the program that a diff makes; return its file."""
+    pytest.importorskip(STRANGERS[name].needs)
+    source = folder / "even.py"
+    source.write_text(even_source(name))
+    return source
+
+
+def test_every_program_is_tried():
+    assert sorted(STRANGERS) == NAMES
+    assert len(NAMES) >= 10
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_at_most_five_lines_are_added_or_changed(name):
+    added, removed = changes(name)
+    assert 0 < added <= MOST_LINES
+    assert all(len(line) <= 101 for line in diff_of(name))
+    compile(even_source(name), name, "exec")
+    (address,) = ORIGIN.findall(even_source(name))
+    listed = {row[0]: row[1:] for row in ROW.findall(READ_ME)}
+    assert listed[name] == (address, str(added), str(removed))
+
+
+def test_one_program_trains_the_same_on_two_devices(tmp_path):
+    source = program("mnist", tmp_path)
+    one = run(source, ["--epochs", "1", "--log-interval", "4"])
+    assert len(one) == 4
+    assert run(source, ["--epochs", "1", "--log-interval", "4"], devices=2) == one
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_has_one_fingerprint_on_any_devices_before_and_after_a_resume(name, tmp_path):
+    source, arguments = program(name, tmp_path), STRANGERS[name].few.split()
+    one = run(source, arguments)
+    stop = len(one) // 2 + 1  # in the middle of an epoch
+    assert stop
+    assert len({fingerprint for _, fingerprint, _ in one}) == len(one)  # it learns on every line
+    for devices in (2, 3):
+        assert run(source, arguments, devices=devices) == one
+    begun = run(source, arguments, devices=2, save=(stop, tmp_path / "checkpoints"))
+    assert begun == one[:stop]
+    last, resume = one[-1][0], tmp_path / "checkpoints"
+    assert run(source, arguments, devices=3, resume=resume, until=last) == one[stop:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_program_has_one_fingerprint_in_two_processes_before_and_after_a_resume(name, tmp_path):
+    source, arguments = program(name, tmp_path), STRANGERS[name].few.split()
+    one = [[*line] for line in run(source, arguments, devices=2)]
+    finished = torchrun(2, "stranger.py", tmp_path, source, len(one) // 2 + 1, *arguments)
+    assert finished.returncode == 0, finished.stderr
+    for rank in (0, 1):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == [one, one]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [name for name in NAMES if STRANGERS[name].alike is not None])
+def test_a_program_trains_what_it_trained_before(name, tmp_path):
+    """In one shard, with the batches in the loader's own order: else sums are in another one."""
+    source = program(name, tmp_path)
+    arguments = [*STRANGERS[name].few.split(), *STRANGERS[name].alike.split()]
+    plain = run(FOLDER / name / "plain.py", arguments)
+    even = run(source, arguments, shards=1)
+    assert [loss for _, _, loss in even] == pytest.approx([loss for _, _, loss in plain], rel=1e-4)
