@@ -103,6 +103,19 @@ def test_rows_lie_along_the_batch_dimension():
     torch.testing.assert_close(found, expected)
 
 
+def test_rows_that_may_lie_along_two_dimensions_are_refused():
+    def with_state(model, X):
+        return model(X).mean(), {"state": torch.zeros(2, X.size(1), 3)}  # two layers
+
+    model = nn.Linear(4, 3)
+    said = "the output 'state', of shape .2, 2, 3., may lie along dimension 1 or 0: permute its"
+    with (
+        evenstep.Trainer(model, sgd(model), objective=with_state, batch_dim=1, shards=4) as trainer,
+        pytest.raises(ModelError, match=said),
+    ):
+        trainer.step(torch.randn(5, 8, 4))
+
+
 def test_outputs_do_not_change_with_what_they_were_taken_from():
     def weights(model, X, y):
         loss = F.cross_entropy(model(X), y, reduction="sum")

@@ -86,12 +86,17 @@ def join_outputs(outputs: Sequence[Batch], examples: Sequence[int], dims: Sequen
         ModelError: in none of `dims`, or in several, does every output have a row for each example.
     """
     return optree.tree_map(
-        lambda *rows: torch.cat(rows, dim_of_rows(rows, examples, dims, "the output")), *outputs
+        lambda *rows: torch.cat(rows, dim_of_rows(rows, examples, dims, "the output")),
+        *outputs,
     )
 
 
 def dim_of_rows(
-    rows: Sequence[torch.Tensor], examples: Sequence[int], dims: Sequence[int], what: str
+    rows: Sequence[torch.Tensor],
+    examples: Sequence[int],
+    dims: Sequence[int],
+    what: str,
+    mend: str = "tell predict which by dim={} or dim={}",
 ) -> int:
     """Return the dimension along which outputs of shards have a row for each example.
 
@@ -100,6 +105,7 @@ def dim_of_rows(
         examples: the number of examples of each shard.
         dims: the dimensions that the examples may lie along.
         what: the output, in words.
+        mend: what to do if there are two such dimensions.
 
     Raises:
         ModelError: there is no such dimension, or there are several.
@@ -117,8 +123,7 @@ def dim_of_rows(
     if len(fitting) > 1:
         raise ModelError(
             f"the examples of {what}, of shape {tuple(rows[0].shape)}, may lie along dimension "
-            f"{fitting[0]} or {fitting[1]}: tell predict which by dim={fitting[0]} or "
-            f"dim={fitting[1]}"
+            f"{fitting[0]} or {fitting[1]}: {mend.format(*fitting)}"
         )
     return fitting[0]
 

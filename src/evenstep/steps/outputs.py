@@ -15,6 +15,8 @@ from evenstep.errors import ModelError
 from evenstep.shard.evaluation import dim_of_rows
 from evenstep.shard.forward_backward import Leaf
 
+_ONE_DIM = "permute its dimensions, or use another number of shards"
+
 _SHAPE = "the nesting of the outputs"  # no name that `encode` gives
 
 
@@ -60,7 +62,8 @@ def _joined(name: str, values: Sequence[Any], examples: Sequence[int], dims: Seq
         return total / count if isinstance(total, torch.Tensor) or count else float("nan")
     if kinds == {"a number"}:
         return _sum_of(name, values)
-    return torch.cat([*values], dim_of_rows(values, examples, dims, f"the output {name!r}"))
+    what = f"the output {name!r}"
+    return torch.cat([*values], dim_of_rows(values, examples, dims, what, _ONE_DIM))
 
 
 def _kind(value: Any) -> str:
