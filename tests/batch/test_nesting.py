@@ -210,11 +210,13 @@ def test_compiled_shards_follow_a_constant():
     assert losses[0][1] > 2 * losses[0][0]
 
 
-def test_a_loss_does_not_take_keywords_alone():
+def test_cross_entropy_needs_a_target_without_a_name():
     model = nn.Linear(4, 3)
     with (
         evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1) as trainer,
-        pytest.raises(ModelError, match="got only the keyword arguments x, labels: use objective"),
+        pytest.raises(
+            ModelError, match="got a batch of 2 parts, of which x, labels go to the model: give"
+        ),
     ):
         trainer.step(**BATCH)
 

@@ -387,3 +387,15 @@ def test_a_model_gets_further_inputs_by_name(loss, devices):
     with evenstep.Trainer(model, sgd(model), loss, devices=devices, shards=4) as trainer:
         assert float(trainer.backward(one, y, other=other, scale=2.0)) == pytest.approx(wanted)
         assert float(trainer.step(one, y, other=other, scale=2.0)) == pytest.approx(wanted)
+
+
+def test_a_model_that_computes_its_loss_gets_all_by_name():
+    class Own(nn.Linear):
+        def forward(self, inputs, labels):
+            return {"loss": F.cross_entropy(super().forward(inputs), labels)}
+
+    torch.manual_seed(0)
+    X, y, model = torch.randn(19, 6), torch.arange(19) % 3, Own(6, 3)
+    wanted = model(X, y)["loss"].item()
+    with evenstep.Trainer(model, sgd(model), lambda out: out["loss"], shards=4) as trainer:
+        assert float(trainer.step(inputs=X, labels=y)) == pytest.approx(wanted)

@@ -32,8 +32,8 @@ Measure: TypeAlias = Callable[[nn.Module, Batch, Mapping[str, Metric]], Pairs]
 @INTERRUPTS.interruptible
 def measure_output(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Pairs:
     """Call every metric with the output of one forward pass, and the targets."""
-    source, targets, named = split_batch(batch)
-    output = model(source, **named)
+    inputs, targets, named = split_batch(batch)
+    output = model(*inputs, **named)
     return {name: metric(output, *targets) for name, metric in metrics.items()}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -94,23 +94,19 @@ def _code_of(objective: Any) -> object:
     return getattr(function, "__code__", id(function))
 
 
-def split_batch(batch: Batch) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """Return the input, the targets, and the model's further inputs by name."""
-    if not isinstance(batch, tuple | list):
+def split_batch(batch: Batch) -> tuple[Sequence[Any], Sequence[Any], Mapping[str, Any]]:
+    """Return the model's inputs, the targets, and the model's inputs by name.
+
+    The first part of a batch is an input, further ones are targets; what has a name is an input.
+    """
+    if not isinstance(batch, tuple | list) or not batch:
         raise ModelError(
             f"loss(output, *targets) needs batches (input, *targets), got a "
             f"{type(batch).__name__}: use objective=... for other batches"
         )
-    parts, named = batch, {}
-    if batch and isinstance(batch[-1], Keywords):
-        *parts, named = batch
-    if not parts:
-        got = f"only the keyword arguments {', '.join(named)}" if named else "an empty batch"
-        raise ModelError(
-            f"loss(output, *targets) needs batches (input, *targets), got {got}: use objective=... "
-            f"for these, or give input and targets without a name"
-        )
-    return parts[0], tuple(parts[1:]), named
+    if isinstance(batch[-1], Keywords):
+        return batch[:-1][:1], batch[1:-1], batch[-1]
+    return batch[:1], batch[1:], {}
 
 
 class _PlacedLoss:
@@ -195,8 +191,8 @@ def _count_of_mean(count: Number) -> Number:
 def _mean_objective(
     loss: _PlacedLoss, model: nn.Module, batch: Batch, examples: int | None
 ) -> tuple[torch.Tensor, Number]:
-    source, targets, named = split_batch(batch)
-    output = model(source, **named)
+    inputs, targets, named = split_batch(batch)
+    output = model(*inputs, **named)
     mean = loss.on(tensors_of(batch)[0].device)(output, *targets)
     return _of_mean(mean, "the loss", examples)
 
@@ -209,14 +205,16 @@ def _class_objective(
     batch: Batch,
     examples: int | None,
 ) -> tuple[torch.Tensor, Number]:
-    source, targets, named = split_batch(batch)
+    inputs, targets, named = split_batch(batch)
     if len(targets) != 1:
+        names = f", of which {', '.join(named)} go to the model" if named else ""
         raise ModelError(
-            f"cross entropy and NLL take (output, target), got a batch of {len(batch)} parts: give "
+            f"cross entropy and NLL take (output, target), got a batch of "
+            f"{len(inputs) + len(targets) + len(named)} parts{names}: give "
             f"trainer.step(X, y), or use objective=... for other batches"
         )
     target = targets[0]
-    output = model(source, **named)
+    output = model(*inputs, **named)
     if examples is None:
         return mean_loss.on(output.device)(output, target), 1
     loss = total_loss.on(output.device)

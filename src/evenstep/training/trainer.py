@@ -558,7 +558,7 @@ class Trainer:
                 batch as micro-batches of your own. With several processes: what `epoch` yields, or
                 the same whole batch in each process.
             named: the same by name; the objective gets them by name: `trainer.step(**batch)` calls
-                `objective(model, **shard)`. With a `loss`, they are further inputs of the model.
+                `objective(model, **shard)`. With a `loss`, they are inputs of the model.
 
         Returns:
             A handle of the batch's mean loss, computed before the update.
