@@ -51,7 +51,8 @@ def images(count):
     """Make images of 16 x 16 pixels, each a bright square on a dark ground."""
     generator = torch.Generator().manual_seed(0)
     x = torch.full((count, 1, 16, 16), -1.0)
-    for image, (top, left) in zip(x, torch.randint(1, 10, (count, 2), generator=generator)):
+    corners = torch.randint(1, 10, (count, 2), generator=generator).tolist()
+    for image, (top, left) in zip(x, corners, strict=True):
         image[:, top : top + 5, left : left + 5] = 1.0
     return TensorDataset(x)
 

@@ -36,7 +36,7 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     starts = torch.randint(-80, 80, (33, 1))
     waves = torch.sin((starts + torch.arange(24)).double() / 20)
-    input, target = waves[3:, :-1], waves[3:, 1:]
+    given, target = waves[3:, :-1], waves[3:, 1:]
     test_input, test_target = waves[:3, :-1], waves[:3, 1:]
 
     seq = Sequence().double()
@@ -46,7 +46,7 @@ if __name__ == "__main__":
 
         def closure():
             optimizer.zero_grad()
-            out = seq(input)
+            out = seq(given)
             loss = criterion(out, target)
             print(f"loss {loss.item():.9f}")
             loss.backward()
