@@ -58,7 +58,7 @@ def run(source, arguments=(), *, devices=1, shards=None, resume=None, save=None,
         until: the program is stopped after so many steps.
 
     Returns:
-        for each such line (steps done, fingerprint, loss).
+        for each such line (steps done, fingerprint, the line from the loss on).
     """
     made, lines = [], []
 
@@ -76,7 +76,7 @@ def run(source, arguments=(), *, devices=1, shards=None, resume=None, save=None,
         line = " ".join(map(str, given))
         if PROGRESS not in line:
             return
-        loss = float(line.split(PROGRESS)[1].split()[0].rstrip(","))
+        loss = line.split(PROGRESS)[1]
         lines.append((made[0].steps_done, made[0].fingerprint(), loss) if made else (0, "", loss))
         if save and len(lines) == save[0]:
             made[0].save(save[1])
