@@ -119,6 +119,15 @@ def test_a_program_has_one_fingerprint_in_two_processes_before_and_after_a_resum
 
 
 @pytest.mark.slow
+def test_a_program_ends_in_two_processes_as_it_stands(tmp_path):
+    finished = torchrun(2, program("mnist", tmp_path), "--epochs", "1", "--log-interval", "1")
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stderr == ""
+    assert finished.stdout.count("train epoch 1") == 2 * 13
+    assert finished.stdout.count("test loss") == 2
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", [name for name in NAMES if STRANGERS[name].alike is not None])
 def test_a_program_trains_what_it_trained_before(name, tmp_path):
