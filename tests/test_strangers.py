@@ -1,8 +1,11 @@
 """Programs like public ones, with at most five lines changed, train the same on any devices."""
 
 import dataclasses
+import functools
 import json
 import re
+import runpy
+import sys
 
 import pytest
 
@@ -35,6 +38,7 @@ STRANGERS = {
     "dcgan": Stranger("--niter 2", None),
     "mnist": Stranger("--epochs 2 --log-interval 1", "--dropout 0"),
     "nanogpt": Stranger("--max_iters 9", "--dropout 0", stop=5),
+    "run_glue": None,  # see test_a_program_with_the_trainer_of_transformers_...
     "run_glue_no_trainer": Stranger("--num_train_epochs 2", "--dropout 0", needs="transformers"),
     "siamese_network": Stranger("--epochs 2 --log-interval 1"),
     "time_sequence_prediction": Stranger("", stop=2),
@@ -45,6 +49,8 @@ STRANGERS = {
     "word_language_model_transformer": Stranger("--epochs 2", "--dropout 0", stop=7),
 }
 NAMES = sorted(path.parent.name for path in FOLDER.glob("*/plain.py"))
+OWN_LOOPS = [name for name in NAMES if STRANGERS[name]]
+ALIKE = [name for name in OWN_LOOPS if STRANGERS[name].alike is not None]
 READ_ME = (FOLDER / "README.md").read_text(encoding="utf-8")
 ORIGIN = re.compile(r"^The original: (https://github\.com/\S+)$", re.MULTILINE)
 ROW = re.compile(r"^\| \[(\w+)\]\(\w+\) \| \[[^]]+\]\((\S+)\) \| (\d+) \| (\d+) \|", re.MULTILINE)
@@ -57,7 +63,7 @@ def changes(name):
 
 def program(name, folder):
     """Write the program that a diff makes; return its file."""
-    pytest.importorskip(STRANGERS[name].needs)
+    pytest.importorskip(STRANGERS[name].needs if STRANGERS[name] else "transformers")
     source = folder / "even.py"
     source.write_text(even_source(name))
     return source
@@ -92,7 +98,7 @@ def test_one_program_trains_the_same_on_two_devices(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OWN_LOOPS)
 def test_a_program_has_one_fingerprint_on_any_devices_before_and_after_a_resume(name, tmp_path):
     source, arguments = program(name, tmp_path), STRANGERS[name].few.split()
     one, stop = run(source, arguments), STRANGERS[name].stop
@@ -108,7 +114,7 @@ def test_a_program_has_one_fingerprint_on_any_devices_before_and_after_a_resume(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OWN_LOOPS)
 def test_a_program_has_one_fingerprint_in_two_processes_before_and_after_a_resume(name, tmp_path):
     source, arguments = program(name, tmp_path), STRANGERS[name].few.split()
     one = [[*line] for line in run(source, arguments, devices=2)]
@@ -129,7 +135,7 @@ def test_a_program_ends_in_two_processes_as_it_stands(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [name for name in NAMES if STRANGERS[name].alike is not None])
+@pytest.mark.parametrize("name", ALIKE)
 def test_a_program_trains_what_it_trained_before(name, tmp_path):
     """With one shard (batch normalization is of a shard), and batches in the loader's own order."""
     source = program(name, tmp_path)
@@ -138,3 +144,38 @@ def test_a_program_trains_what_it_trained_before(name, tmp_path):
     even = run(source, arguments, shards=1)
     assert losses(even) == pytest.approx(losses(plain), rel=1e-4)
     assert len(even) > 3
+
+
+def fine_tuned(source, out, monkeypatch, devices, *arguments):
+    """Run a program with the trainer of transformers; return what it has logged and saved."""
+    from evenstep.integrations import transformers as integration
+
+    even_trainer = functools.partial(integration.EvenTrainer, devices=devices)
+    arguments = ["--output_dir", str(out), *arguments]
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "argv", [str(source), *arguments])
+        patched.setattr(integration, "EvenTrainer", even_trainer)
+        runpy.run_path(str(source), run_name="__main__")
+    history = json.loads((out / "checkpoint-20" / "trainer_state.json").read_text())["log_history"]
+    log = [(one["loss"], one["grad_norm"]) for one in history if "loss" in one]
+    assert len(log) == 20
+    return log, (out / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("default")  # the libraries' own
+def test_a_program_with_the_trainer_of_transformers_trains_the_same(tmp_path, monkeypatch):
+    source = program("run_glue", tmp_path)
+    one, *others = (
+        fine_tuned(source, tmp_path / f"{devices}", monkeypatch, devices) for devices in (1, 2, 3)
+    )
+    assert others == [one, one]
+    stopped = ["--resume_from_checkpoint", str(tmp_path / "2" / "checkpoint-7")]
+    assert fine_tuned(source, tmp_path / "resumed", monkeypatch, 3, *stopped) == one
+    alike = ["--dropout", "0"]
+    plain = FOLDER / "run_glue" / "plain.py"
+    log, _ = fine_tuned(plain, tmp_path / "plain", monkeypatch, 1, *alike)
+    found, _ = fine_tuned(source, tmp_path / "alike", monkeypatch, 2, *alike)
+    for got, wanted in zip(found, log, strict=True):
+        assert got == pytest.approx(wanted, rel=1e-3)
