@@ -12,7 +12,7 @@ from evenstep.bench.tables import Table
 from specs import speed
 
 STEPS = {
-    "chargpt": {"examples": 64, "warmup_steps": 1, "steps": 2},
+    "chargpt": {"examples": 64, "warmup_steps": 1, "steps": 1},
     "chargpt-small": {"examples": 64, "warmup_steps": 1, "steps": 6},
     "bert": {"examples": 64, "warmup_steps": 1, "steps": 10},
 }
