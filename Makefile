@@ -58,6 +58,8 @@ bench: install ## measure again and write docs/benchmarks.md (an hour; needs a q
 	$(BIN)/python benchmarks/measure.py training_speed
 	$(BIN)/python benchmarks/measure.py training_speed --only $(GAINS) --out benchmarks/results/gains.json
 	$(BIN)/python benchmarks/measure.py training_speed --only $(SYNC) --out benchmarks/results/batch_norm.json
+	$(BIN)/python benchmarks/measure.py text_speed --only chargpt-small,bert
+	$(BIN)/python benchmarks/measure.py text_speed --only chargpt. --rounds 1 --out benchmarks/results/chargpt.json
 	$(BIN)/evenstep bench scaling --model lenet --devices 1,2 --json benchmarks/results/scaling_lenet.json
 	$(BIN)/evenstep bench scaling --model resnet18 --batch-size 64 --devices 1,2 --json benchmarks/results/scaling_resnet18.json
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/measure.py $$name; done
