@@ -13,7 +13,7 @@ QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_er
 	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
 	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
 
-.PHONY: help install demo quick test slow lint types format check bench book docs clean
+.PHONY: help install demo quick test slow lint types format check bench book docs dist clean
 
 help:
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -71,5 +71,15 @@ book: install ## run the book's experiments again and write docs/book.md (hours;
 	cp runs/book/figures.json benchmarks/results/book.json
 	$(BIN)/python benchmarks/write_docs.py
 
+dist: install ## build wheel and sdist, check them, and train with the wheel in an empty environment
+	rm -rf dist build/wheel
+	$(BIN)/pip install --quiet --disable-pip-version-check build twine
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	build/wheel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[demo]"
+	cd build && wheel/bin/evenstep train --model lenet --data digits --epochs 2 --devices 2
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
