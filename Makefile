@@ -13,10 +13,10 @@ QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_er
 	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
 	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
 
-.PHONY: help install demo quick test slow lint types format check bench book docs clean
+.PHONY: help install demo quick test slow lint types format check bench book docs-site clean
 
 help:
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
 
 install: $(VENV)/installed ## a virtual environment in .venv with evenstep and what its tests need
 
@@ -69,5 +69,9 @@ book: install ## run the book's experiments again and write docs/book.md (hours;
 	cp runs/book/figures.json benchmarks/results/book.json
 	$(BIN)/python benchmarks/write_docs.py
 
+docs-site: install ## the documentation as a site in build/site (warnings are errors)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build/site .pytest_cache .mypy_cache .ruff_cache .hypothesis
