@@ -44,6 +44,13 @@ def test_concepts_run_from_top_to_bottom():
     run("\n".join(programs))
 
 
+def test_debugging_prints_what_the_page_shows(capsys):
+    page = (DOCS / "debugging.md").read_text(encoding="utf-8")
+    run("\n".join(blocks(page, "python")))
+    shown = quoted("".join(blocks(page, "text")))
+    assert re.fullmatch(shown, capsys.readouterr().out.strip(), re.DOTALL)
+
+
 # The programs of the FAQ that raise, and the messages that the page quotes.
 
 FAQ = sections("faq.md")

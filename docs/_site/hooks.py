@@ -13,7 +13,7 @@ import html
 import json
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ COPIED = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
 }
-SHOWN = ("callbacks", "data", "errors", "integrations", "metrics", "models")  # a page in the menu
+SHOWN = ("data", "callbacks", "metrics", "models", "errors", "integrations")  # a page in the menu
 FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?P<mark>!?)\[(?P<text>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 ATTRIBUTE = re.compile(r'(?P<name>src|srcset|href)="(?P<path>[^"#:]+)(?P<anchor>#[^"]*)?"')
@@ -93,10 +93,10 @@ def examples() -> dict[str, str]:
     pages = {f"examples/{path.stem}.md": program(path) for path in sorted(folder.glob("*.py"))}
     rows = [f"* [{Path(uri).stem}]({Path(uri).name})" for uri in pages]
     strangers = (folder / "strangers" / "README.md").read_text(encoding="utf-8")
-    pages["examples/strangers/index.md"] = strangers
+    pages["examples/strangers/programs.md"] = strangers
     for path in sorted(folder.glob("strangers/*/even.diff")):
         pages[f"examples/strangers/{path.parent.name}.md"] = changed_program(path)
-    more = "* [Programs of the shape of public ones](strangers/index.md)"
+    more = "* [Programs of the shape of public ones](strangers/programs.md)"
     return {**pages, "examples/index.md": "\n".join(["# Example programs", "", *rows, more])}
 
 
@@ -119,19 +119,26 @@ def reference() -> dict[str, str]:
     """Return the pages of all public names, and their index."""
     packages = dict(exporting())
     top = [name for name in packages.pop("evenstep") if name not in ("Trainer", *SHOWN)]
-    pages = {
-        "reference/trainer.md": objects("evenstep.Trainer", ["evenstep.Trainer"]),
-        "reference/evenstep.md": objects("evenstep", [f"evenstep.{name}" for name in top]),
-        "reference/metrics.md": module("evenstep.metrics"),
-        "reference/errors.md": module("evenstep.errors"),
-        "reference/d2l.md": module("evenstep.book.d2l", "evenstep.d2l"),
-        "reference/integrations.md": integrations(),
+    public = {
+        "evenstep": names_of("evenstep", top),
+        "evenstep.Trainer": "::: evenstep.Trainer",
+        **{
+            f"evenstep.{one}": names_of(f"evenstep.{one}", packages.pop(f"evenstep.{one}", []))
+            for one in SHOWN
+        },
+        "evenstep.d2l": whole_module("evenstep.book.d2l"),
     }
-    for package, names in packages.items():
-        short = package.removeprefix("evenstep.")
-        place = "reference" if short in SHOWN else "reference/inside"
-        pages[f"{place}/{short}.md"] = objects(package, [f"{package}.{name}" for name in names])
-    return {**pages, "reference/index.md": contents(pages)}
+    inside = {package: names_of(package, names) for package, names in packages.items()}
+    pages = {f"reference/{short(name)}.md": f"# {name}\n\n{text}" for name, text in public.items()}
+    pages |= {
+        f"reference/inside/{short(name)}.md": f"# {name}\n\n{text}" for name, text in inside.items()
+    }
+    return {**pages, "reference/index.md": contents(public, inside)}
+
+
+def short(name: str) -> str:
+    """Return the name of a page's file."""
+    return name.removeprefix("evenstep.").lower()
 
 
 def exporting() -> Iterator[tuple[str, list[str]]]:
@@ -150,47 +157,31 @@ def exported(tree: ast.Module) -> list[str]:
     return []
 
 
-def objects(title: str, names: list[str]) -> str:
-    """Return a page with the docstrings of some names."""
-    return "\n\n".join([f"# {title}", purpose(title), *(f"::: {name}" for name in names)])
+def names_of(package: str, names: list[str]) -> str:
+    """Return the docstrings of what a package exports, or of all that a module defines."""
+    if package == "evenstep.integrations":
+        names = ["transformers.EvenTrainer", "lightning.EvenStrategy"]
+    if not names:
+        return whole_module(package)
+    return "\n\n".join([purpose(package), *(f"::: {package}.{name}" for name in names)])
 
 
-def module(name: str, title: str = "") -> str:
-    """Return a page with the docstrings of a module and of what is public in it."""
-    hidden = "    options: {show_root_heading: false, show_root_toc_entry: false}"
-    return f"# {title or name}\n\n::: {name}\n{hidden}"
+def whole_module(name: str) -> str:
+    """Return the docstrings of a module and of what is public in it."""
+    return f"::: {name}\n    options: {{show_root_heading: false, show_root_toc_entry: false}}"
 
 
-def integrations() -> str:
-    """Return the page of the integrations, a module for each library."""
-    return "\n\n".join(
-        [
-            "# evenstep.integrations",
-            purpose("evenstep.integrations"),
-            "::: evenstep.integrations.transformers.EvenTrainer",
-            "::: evenstep.integrations.lightning.EvenStrategy",
-        ]
-    )
+def purpose(name: str) -> str:
+    """Return the docstring of a package or a module; nothing for other names."""
+    place = SOURCE.joinpath(*name.split(".")[1:])
+    for path in (place / "__init__.py", place.with_suffix(".py")):
+        if path.is_file():
+            return ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return ""
 
 
-def purpose(package: str) -> str:
-    """Return the docstring of a package; nothing for a name that is none."""
-    path = SOURCE.joinpath(*package.split(".")[1:], "__init__.py")
-    return (
-        ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        if path.is_file()
-        else ""
-    )
-
-
-def contents(pages: Mapping[str, str]) -> str:
+def contents(public: Iterable[str], inside: Iterable[str]) -> str:
     """Return the index of the reference."""
-    rows = [
-        f"* [{text.splitlines()[0].removeprefix('# ')}]({uri.removeprefix('reference/')})"
-        for uri, text in pages.items()
-    ]
-    public = [row for row in rows if "(inside/" not in row]
-    inside = [row for row in rows if "(inside/" in row]
     return "\n".join(
         [
             "# Reference",
@@ -198,16 +189,22 @@ def contents(pages: Mapping[str, str]) -> str:
             "Every public name, from its docstring: arguments with their shapes and units, results,"
             " and the errors that are raised.",
             "",
-            *public,
+            *(row(name, f"{short(name)}.md") for name in public),
             "",
             "## Inside",
             "",
             "What the packages offer to each other. It may change in any version. "
             "[How evenstep is built](../architecture.md) says what each is for.",
             "",
-            *inside,
+            *(row(name, f"inside/{short(name)}.md") for name in inside),
         ]
     )
+
+
+def row(name: str, page: str) -> str:
+    """Return a line of the index: the link, and the first line of the docstring."""
+    first = purpose(name).partition("\n")[0]
+    return f"* [{name}]({page})" + (f": {first}" if first else "")
 
 
 # Links
@@ -254,7 +251,7 @@ def written_in(uri: str) -> str:
     for name, page in COPIED.items():
         if page == uri:
             return name
-    if uri == "examples/strangers/index.md":
+    if uri == "examples/strangers/programs.md":
         return "examples/strangers/README.md"
     if uri.startswith("tutorials/"):
         return "notebooks/" + uri.removeprefix("tutorials/")
@@ -267,8 +264,10 @@ def page_of(file: str) -> str | None:
         return COPIED[file]
     if file == "notebooks":
         return "tutorials/1_hybridize.md"
-    if file in ("examples", "examples/strangers"):
-        return f"{file}/index.md"
+    if file == "examples":
+        return "examples/index.md"
+    if file in ("examples/strangers", "examples/strangers/README.md"):
+        return "examples/strangers/programs.md"
     if file.startswith("docs/"):
         return file.removeprefix("docs/")
     if file.startswith("notebooks/"):
