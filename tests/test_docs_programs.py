@@ -4,6 +4,7 @@ Those of docs/recipes.md are run by test_recipes.py.
 """
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -33,9 +34,32 @@ def run(code, name="program"):
 
 
 @pytest.mark.slow  # eight short trainings of LeNet
+@pytest.mark.timeout(600)
 def test_start_runs_from_top_to_bottom():
     pytest.importorskip("sklearn", reason="pip install scikit-learn")
     run("\n".join(blocks((DOCS / "start.md").read_text(encoding="utf-8"), "python")))
+
+
+@pytest.mark.slow  # two short trainings of LeNet
+@pytest.mark.timeout(600)
+def test_the_commands_of_start_print_one_fingerprint(tmp_path):
+    pytest.importorskip("sklearn", reason="pip install scikit-learn")
+    lines = "\n".join(blocks(sections("start.md")["Train from the command line"], "bash"))
+    commands = [shlex.split(line) for line in lines.splitlines()]
+    assert [words[0] for words in commands] == ["evenstep", "evenstep"]
+    printed = []
+    for _, *words in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", "evenstep", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stderr
+        printed.append(re.findall(r"^(?:fingerprint|test accuracy) .*", done.stdout, re.MULTILINE))
+    assert len(printed[0]) == 2
+    assert printed[0] == printed[1]
 
 
 def test_concepts_run_from_top_to_bottom():
@@ -122,6 +146,7 @@ def test_the_new_program_gives_the_same_bits_on_any_devices(title, capsys):
 
 
 @pytest.mark.slow  # a fresh interpreter for each
+@pytest.mark.timeout(310)
 @pytest.mark.parametrize("title", DIFFS)
 def test_the_old_program_runs(title, tmp_path):
     if title in NEEDED:
@@ -132,7 +157,7 @@ def test_the_old_program_runs(title, tmp_path):
         ["-m", "torch.distributed.run", "--standalone"] if "init_process" in DIFFS[title] else []
     )
     done = subprocess.run(
-        [sys.executable, *launcher, str(program)], capture_output=True, text=True, timeout=110
+        [sys.executable, *launcher, str(program)], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "loss " in done.stdout

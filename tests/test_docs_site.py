@@ -32,7 +32,7 @@ LINKED = {"stylesheet", "icon", "preload", "prefetch", "preconnect", "dns-prefet
 FROM_ELSEWHERE = re.compile(r"(?:url\(|@import)\s*[\"']?(?:https?:)?//[^)\"']+")
 PAGES_WITHOUT_LINKS = {"404.html"}  # its links begin at the site's root
 
-pytestmark = pytest.mark.slow  # the build
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(310)]  # the build
 mkdocs = pytest.importorskip("mkdocs", reason="pip install '.[docs]'")
 pytest.importorskip("mkdocstrings_handlers.python", reason="pip install '.[docs]'")
 pytest.importorskip("material", reason="pip install '.[docs]'")
@@ -74,7 +74,7 @@ def site(tmp_path_factory):
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
