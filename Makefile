@@ -13,10 +13,10 @@ QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_er
 	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
 	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
 
-.PHONY: help install demo quick test slow lint types format check bench book docs dist clean
+.PHONY: help install demo quick test slow lint types format check bench book docs-site dist clean
 
 help:
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
 
 install: $(VENV)/installed ## a virtual environment in .venv with evenstep and what its tests need
 
@@ -70,6 +70,10 @@ book: install ## run the book's experiments again and write docs/book.md (hours;
 	$(BIN)/evenstep reproduce --out runs/book
 	cp runs/book/figures.json benchmarks/results/book.json
 	$(BIN)/python benchmarks/write_docs.py
+
+docs-site: install ## the documentation as a site in build/site (warnings are errors)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 dist: install ## build wheel and sdist, check them, and train with the wheel in an empty environment
 	rm -rf dist build/wheel

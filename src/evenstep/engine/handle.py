@@ -26,7 +26,8 @@ class Pending(Source):
         """Block until the value is computed.
 
         Raises:
-            the error of the task that failed to compute it, with its traceback and story.
+            Exception: the error of the task that failed to compute it, with its traceback and
+                story.
             DeadlockError: called inside a task, whose lane the awaited task might need.
         """
         raise NotImplementedError
