@@ -13,10 +13,10 @@ QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_er
 	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
 	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
 
-.PHONY: help install demo quick test slow lint types format check bench book docs clean
+.PHONY: help install demo quick test slow lint types format check bench book docs-site dist clean
 
 help:
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
 
 install: $(VENV)/installed ## a virtual environment in .venv with evenstep and what its tests need
 
@@ -58,6 +58,8 @@ bench: install ## measure again and write docs/benchmarks.md (an hour; needs a q
 	$(BIN)/python benchmarks/measure.py training_speed
 	$(BIN)/python benchmarks/measure.py training_speed --only $(GAINS) --out benchmarks/results/gains.json
 	$(BIN)/python benchmarks/measure.py training_speed --only $(SYNC) --out benchmarks/results/batch_norm.json
+	$(BIN)/python benchmarks/measure.py text_speed --only chargpt-small,bert
+	$(BIN)/python benchmarks/measure.py text_speed --only chargpt. --rounds 1 --out benchmarks/results/chargpt.json
 	$(BIN)/evenstep bench scaling --model lenet --devices 1,2 --json benchmarks/results/scaling_lenet.json
 	$(BIN)/evenstep bench scaling --model resnet18 --batch-size 64 --devices 1,2 --json benchmarks/results/scaling_resnet18.json
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/measure.py $$name; done
@@ -69,5 +71,19 @@ book: install ## run the book's experiments again and write docs/book.md (hours;
 	cp runs/book/figures.json benchmarks/results/book.json
 	$(BIN)/python benchmarks/write_docs.py
 
+docs-site: install ## the documentation as a site in build/site (warnings are errors)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+dist: install ## build wheel and sdist, check them, and train with the wheel in an empty environment
+	rm -rf dist build/wheel
+	$(BIN)/pip install --quiet --disable-pip-version-check build twine
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/wheel
+	build/wheel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	build/wheel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[demo]"
+	cd build && wheel/bin/evenstep train --model lenet --data digits --epochs 2 --devices 2
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

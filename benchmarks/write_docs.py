@@ -22,11 +22,14 @@ from evenstep.bench import pictures, summarise
 from evenstep.bench.tables import Table, number
 from evenstep.book.reproduce import EXPERIMENTS, Experiment, experiments
 from evenstep.book.reproduce import pictures as book_pictures
-from specs import engine, overhead, speed
+from specs import engine, overhead, speed, text
 
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
-FILES = (*measure.BENCHMARKS, "gains", "batch_norm", "scaling_lenet", "scaling_resnet18")
+FILES = (
+    *(*measure.BENCHMARKS, "chargpt", "gains", "batch_norm"),
+    *("scaling_lenet", "scaling_resnet18"),
+)
 NOTES = (
     *("method", "text", "lenet", "resnet18", "gains", "batch_norm", "step_overhead", "memory"),
     *("step_profile", "uneven_devices", "processes", "cable", "hybrid", "engine"),
@@ -76,6 +79,7 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
         claims=Table(("claim", "test"), claims(), 2).markdown(),
         ratios=speed.ratios,
         failures=speed.failures,
+        text_tables=text.tables,
         scaled=speed.scaling,
     )
 

@@ -137,7 +137,7 @@ def test_an_error_of_the_users_code_is_the_steps_own():
 
     with pytest.raises(ZeroDivisionError, match="by the user") as caught:
         train(net(), broken)
-    assert "in shard 0 of step 0 on cpu:0" in caught.value.__notes__
+    assert "in shard 0 (examples 0 to 3 of your batch) of step 0 on cpu:0" in caught.value.__notes__
 
 
 def test_a_check_that_cannot_be_made_is_logged(caplog):

@@ -128,7 +128,7 @@ def test_open_and_close_do_what_with_does():
     trainer.step(*BATCHES[0])
     trainer.close()
     assert trainer.fingerprint() == wanted
-    with pytest.raises(ClosedError, match="not open"):
+    with pytest.raises(ClosedError, match="was closed"):
         trainer.step(*BATCHES[0])
     trainer.open().close()
 

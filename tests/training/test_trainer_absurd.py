@@ -192,8 +192,8 @@ def test_an_absurd_model_is_refused(name, devices):
 @pytest.mark.parametrize(
     ("model", "optimizer", "part"),
     [
-        (3, None, "got a model of type int: give a Module"),
-        (None, 3, "got a optimizer of type int: give a Optimizer"),
+        (3, None, "got model=3: give a torch.nn.Module"),
+        (None, 3, "got optimizer=3: give an optimizer object"),
     ],
     ids=["model", "optimizer"],
 )

@@ -10,11 +10,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
+import numpy as np
 import optree
 import torch
+from torch.utils.data import DataLoader
 
 from evenstep.devices import Device
 from evenstep.errors import BatchError, ContractError
@@ -393,6 +395,19 @@ def _kind_of(tensor: torch.Tensor) -> str:
     return f"a sparse tensor ({tensor.layout}): give a dense one, such as tensor.to_dense()"
 
 
+def _instead_of(leaf: object) -> str:
+    """Return what a value is that is no tensor, and what is needed."""
+    kind = type(leaf).__name__
+    if isinstance(leaf, np.ndarray):
+        return "a numpy array: give a tensor, torch.from_numpy(array)"
+    if isinstance(leaf, Iterator | DataLoader):
+        return (
+            f"a {kind}, which gives batches: write `for X, y in trainer.epoch(loader): "
+            f"trainer.step(X, y)`"
+        )
+    return f"of type {kind}: give tensors, examples first"
+
+
 def _refuse(batch: Batch, dim: int) -> NoReturn:
     """Raise the error for a batch whose tensors don't all have the same number of examples."""
     paths, leaves, _ = optree.tree_flatten_with_path(batch)
@@ -404,8 +419,7 @@ def _refuse(batch: Batch, dim: int) -> NoReturn:
         if isinstance(leaf, Shared):
             continue
         if not isinstance(leaf, torch.Tensor):
-            kind = type(leaf).__name__
-            raise BatchError(f"{name} is of type {kind}: give tensors, examples first")
+            raise BatchError(f"{name} is {_instead_of(leaf)}")
         if not _is_plain(leaf):
             raise BatchError(f"{name} is {_kind_of(leaf)}")
         if leaf.ndim == 0:

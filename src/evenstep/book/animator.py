@@ -12,10 +12,13 @@ class Animator:
     """Draws curves as they grow: live in a notebook, otherwise to a file. Needs matplotlib.
 
     Args:
-        xlabel, ylabel: labels of the axes.
+        xlabel: label of the horizontal axis.
+        ylabel: label of the vertical axis.
         legend: name of each curve.
-        xlim, ylim: range of the axes; None to fit the curves.
-        xscale, yscale: "linear" or "log".
+        xlim: range of the horizontal axis; None to fit the curves.
+        ylim: range of the vertical axis; None to fit the curves.
+        xscale: "linear" or "log".
+        yscale: "linear" or "log".
         fmts: matplotlib's format of each curve.
         figsize: size in inches.
         file: file that is written outside a notebook.

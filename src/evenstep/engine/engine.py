@@ -151,7 +151,7 @@ class Engine:
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed meanwhile; tasks that had not started were
                 dropped.
-            the first error that was not raised yet.
+            Exception: the first error that was not raised yet.
         """
         if self._lanes is None or self._owner is None:
             return
@@ -260,7 +260,7 @@ class Engine:
         """Wait for every task.
 
         Raises:
-            the first error, in the order of submission, that was not raised yet.
+            Exception: the first error, in the order of submission, that was not raised yet.
         """
         INTERRUPTS.follow()
         self.refuse_inside("wait for all tasks")

@@ -78,7 +78,8 @@ class Task(Job):
         name: the name in errors and in the trace; None: the name of the function.
         category: what its time counts as in the trace: "compute", "sum", "update", "copy" or a
             category of your own.
-        reads, writes: places that it uses besides its arguments.
+        reads: places that it reads besides its arguments.
+        writes: places that it writes besides its arguments.
         modes: the modes to call it in; None: those of the submitting thread.
         story: further facts for errors and the trace, such as {"step": 3}.
         quiet: the engine does not raise its error at the end: the submitter asks for it.

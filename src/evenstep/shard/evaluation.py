@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import optree
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 from evenstep.batch import Batch
 from evenstep.batch.rng import ShardRandomness
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
-from evenstep.errors import ModelError
+from evenstep.errors import ModelError, shown
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork
@@ -34,13 +34,35 @@ def measure_output(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]
     """Call every metric with the output of one forward pass, and the targets."""
     inputs, targets, named = split_batch(batch)
     output = model(*inputs, **named)
-    return {name: metric(output, *targets) for name, metric in metrics.items()}
+    return {name: _pair(name, metric(output, *targets)) for name, metric in metrics.items()}
 
 
 @INTERRUPTS.interruptible
 def measure_model(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Pairs:
     """Call every metric with the model and the batch, as an objective is called."""
-    return {name: metric(model, *batch) for name, metric in metrics.items()}
+    return {name: _pair(name, metric(model, *batch)) for name, metric in metrics.items()}
+
+
+def _pair(name: str, value: Any) -> tuple[Number, Number]:
+    """Return what a metric has returned: (total, count), or a mapping of an object's states.
+
+    Raises:
+        ModelError: it is neither.
+    """
+    try:
+        is_pair = isinstance(value, Mapping) or len(value) == 2
+    except TypeError:
+        is_pair = False
+    if not is_pair:
+        is_tensor = isinstance(value, torch.Tensor)
+        got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else shown(value)
+        raise ModelError(
+            f'the metric "{name}" returned {got}: return the pair (total, count) over the '
+            f"examples that the metric is given, such as ((output.argmax(1) == y).sum(), len(y)), "
+            f"from which the mean over all batches follows"
+        )
+    pair: tuple[Number, Number] = value
+    return pair
 
 
 def measure_shard(

@@ -6,6 +6,7 @@ A batch's loss is the sum of its shards' totals divided by the sum of their coun
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -17,10 +18,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from evenstep.batch import Batch
+from evenstep.batch.advice import whole_in_one
 from evenstep.batch.cut import tensors_of
 from evenstep.batch.nesting import Keywords
 from evenstep.engine.interrupts import INTERRUPTS
-from evenstep.errors import ModelError, shown
+from evenstep.errors import ModelError, add_note, shown
 
 Number: TypeAlias = "torch.Tensor | float"
 Outputs: TypeAlias = "Mapping[str, Any]"
@@ -50,7 +52,8 @@ def choose_objective(loss: Loss | None, objective: UserObjective | None) -> Shar
     """Return the shards' objective for exactly one of a mean-reduced `loss` and an `objective`.
 
     Raises:
-        ModelError: both or neither are given, or the loss is not a mean, or has parameters.
+        ModelError: both or neither are given, or the loss is not a function, not a mean, or has
+            parameters.
     """
     if (loss is None) == (objective is None):
         raise ModelError(
@@ -61,6 +64,7 @@ def choose_objective(loss: Loss | None, objective: UserObjective | None) -> Shar
     if objective is not None:
         return functools.partial(_user_objective, objective)
     assert loss is not None
+    _refuse_no_function(loss)
     loss = _as_module(loss)
     _refuse_unfit(loss)
     if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
@@ -208,17 +212,53 @@ def _class_objective(
     inputs, targets, named = split_batch(batch)
     if len(targets) != 1:
         names = f", of which {', '.join(named)} go to the model" if named else ""
+        parts = len(inputs) + len(targets) + len(named)
         raise ModelError(
-            f"cross entropy and NLL take (output, target), got a batch of "
-            f"{len(inputs) + len(targets) + len(named)} parts{names}: give "
-            f"trainer.step(X, y), or use objective=... for other batches"
+            whole_in_one(batch)
+            or f"cross entropy and NLL take (output, target), got a batch of {parts} "
+            f"part{'s' * (parts != 1)}{names}: give trainer.step(X, y), or use objective=... for "
+            f"other batches"
         )
     target = targets[0]
     output = model(*inputs, **named)
-    if examples is None:
-        return mean_loss.on(output.device)(output, target), 1
-    loss = total_loss.on(output.device)
-    return loss(output, target), _class_count(loss, output, target)
+    try:
+        if examples is None:
+            return mean_loss.on(output.device)(output, target), 1
+        loss = total_loss.on(output.device)
+        return loss(output, target), _class_count(loss, output, target)
+    except (RuntimeError, IndexError, ValueError) as error:
+        with contextlib.suppress(Exception):  # the error is what matters
+            ignored = mean_loss.on(output.device).ignore_index
+            if (advice := _advice_on_labels(output, target, ignored)) is not None:
+                add_note(error, advice)
+        raise
+
+
+def _advice_on_labels(output: torch.Tensor, target: torch.Tensor, ignore_index: int) -> str | None:
+    """Return what is wrong with labels that cross entropy has refused; None if it is not known."""
+    numbers = "cross entropy takes numbers of classes, so give y.long()"
+    classes = output.shape[1]
+    if target.shape[1:] == (1,) and output.ndim == 2 and classes > 1:
+        return (
+            "the labels are of shape (examples, 1): cross entropy takes one number for each "
+            "example, so give y.squeeze(1)"
+        )
+    if target.ndim == output.ndim - 1:
+        if target.dtype is not torch.int64:
+            return f"the labels are {target.dtype}: {numbers}"
+        outside = target[((target < 0) | (target >= classes)) & (target != ignore_index)]
+        return (
+            f"a label is {int(outside[0])}, but the model gives {classes} classes, 0 to "
+            f"{classes - 1}: number the labels from 0, or give the model a larger last layer"
+        )
+    if output.ndim == target.ndim == 2:
+        if target.shape[1] != classes:
+            return (
+                f"the labels have {target.shape[1]} columns, but the model gives {classes} "
+                f"classes: use one number of classes"
+            )
+        return f"the one-hot labels are {target.dtype}: give y.argmax(1), or y.float()"
+    return None
 
 
 def _class_count(
@@ -244,6 +284,16 @@ def _as_module(loss: Loss) -> Loss:
     if function is F.nll_loss:
         return nn.NLLLoss(**settings)
     return loss
+
+
+def _refuse_no_function(loss: object) -> None:
+    if isinstance(loss, type):
+        name = loss.__name__
+        raise ModelError(f"got the class {name} as loss: give an object of it, such as {name}()")
+    if not callable(loss):
+        raise ModelError(
+            f"got loss={shown(loss)}: give a function or a module, such as nn.CrossEntropyLoss()"
+        )
 
 
 def _refuse_unfit(loss: Loss) -> None:

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from evenstep.batch import Batch, contiguous_runs
+from evenstep.batch.advice import advice_on
 from evenstep.batch.assignment import Pace, ShardQueue
 from evenstep.batch.cut import Cut
 from evenstep.devices import Device
@@ -152,7 +153,7 @@ class IndependentExecutor:
                     attempt.cut.refuse_written_copies()
         except BaseException as error:
             attempt.drop()
-            add_note(error, f"in shard {shard} of step {attempt.number} on {replica.device}")
+            _explain(error, attempt, shard, replica)
             raise
         finally:
             shard_here.reset(outside)
@@ -353,7 +354,7 @@ class LockstepExecutor(IndependentExecutor):
                 return in_step.run(in_turn)
             except BaseException as error:
                 attempt.drop()
-                add_note(error, f"in shard {shard} of step {attempt.number} on {replica.device}")
+                _explain(error, attempt, shard, replica)
                 raise
 
         with ThreadPoolExecutor(max(1, len(shards)), "shard") as crew:
@@ -372,6 +373,17 @@ class LockstepExecutor(IndependentExecutor):
         }
         attempt.results.update(results)
         return None
+
+
+def _explain(error: BaseException, attempt: Attempt, shard: int | None, replica: Replica) -> None:
+    """Note what may have caused an error inside a shard, and which examples the shard has."""
+    if shard is None or shard < 0:
+        return
+    advice = advice_on(error, attempt.cut, shard, replica.module)
+    if advice is not None:
+        add_note(error, advice)
+    place = attempt.place_of(shard)
+    add_note(error, f"in {place} of step {attempt.number} on {replica.device}")
 
 
 def lockstep_option(experiment: Experiment) -> str:

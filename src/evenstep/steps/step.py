@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from evenstep.batch.assignment import ShardQueue
 from evenstep.batch.cut import NO_CUT, Cut, Part
@@ -17,6 +17,7 @@ from evenstep.data.order import Cursor
 from evenstep.distributed.gradient_reduce import GradientReduction
 from evenstep.distributed.step_report import NO_DIGEST, Facts
 from evenstep.engine import PendingNumber, Task
+from evenstep.engine.handle import Instead
 from evenstep.errors import ClosedError
 from evenstep.profiling.clock import StepClock
 from evenstep.replicas import Replica
@@ -126,6 +127,17 @@ class Attempt:
         self.ended.acquire()
         self.is_over = False
         self.end: Task | None = None
+
+    def place_of(self, shard: int) -> str:
+        """Return a shard's number, and in words of the user's what it has of the batch."""
+        part = self.cut.part
+        if part.own_shards is not None:
+            return f"shard {shard} (your micro-batch {shard})"
+        if shard >= len(part.bounds):  # the batch was released: the step is given up
+            return f"shard {shard}"
+        lo, hi = part.bounds[shard]
+        examples = f"examples {lo} to {hi - 1}" if hi - lo > 1 else f"example {lo}"
+        return f"shard {shard} ({examples} of your batch)"
 
     @property
     def trees(self) -> Forest:
@@ -252,10 +264,22 @@ class Step:
         self.attempt.tree = None
 
 
+_ITEM = "it is a number without a graph, so use loss.item() or float(loss)"
+
+
 class StepLoss(PendingNumber):
     """A handle of the mean loss of a step, computed before the step's update."""
 
     __slots__ = ("_step", "_wait")
+
+    if not TYPE_CHECKING:  # which reports such names by itself
+        backward = Instead(
+            "trainer.step has computed the gradients and updated the model already, so remove "
+            "loss.backward() and optimizer.step() from the loop",
+            "the loss",
+        )
+        detach = Instead(_ITEM, "the loss")
+        cpu = Instead(_ITEM, "the loss")
 
     def __init__(self, step: Step, wait: Callable[[Step], None]) -> None:
         self._step = step

@@ -6,8 +6,11 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
+import torch
+from torch import nn
+
 from evenstep.devices import Device
-from evenstep.errors import InputError, shown
+from evenstep.errors import InputError, ModelError, shown
 from evenstep.experiment import Experiment, check_flag, check_integer, check_seconds
 from evenstep.steps.executor import lockstep_option
 
@@ -43,8 +46,52 @@ def check_parts(scheduler: object, lanes: object) -> None:
     """Refuse a scheduler without a state, and lanes that can't be made."""
     if not callable(lanes):
         raise InputError(f"got lanes={shown(lanes)}: give a class such as ThreadLanes")
-    if scheduler is not None and not hasattr(scheduler, "state_dict"):
+    if isinstance(scheduler, torch.optim.Optimizer):
+        raise InputError(
+            f"got an optimizer, {type(scheduler).__name__}, as scheduler: give a scheduler that "
+            f"was made for it, or leave scheduler out"
+        )
+    if scheduler is not None and (
+        isinstance(scheduler, type) or not hasattr(scheduler, "state_dict")
+    ):
         raise InputError(f"got scheduler={shown(scheduler)}: give one of torch's schedulers")
+
+
+def check_kinds(model: object, optimizer: object) -> None:
+    """Refuse a model that is no module, and an optimizer that is none of torch's.
+
+    Raises:
+        ModelError: it is of another class, or a class itself.
+    """
+    if isinstance(model, type):
+        name = model.__name__
+        raise ModelError(
+            f"got the class {name} as model: give an object of it, such as {name}(...)"
+        )
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"got model={shown(model)}: give a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ModelError(f"got {_no_optimizer(optimizer)}")
+
+
+def _no_optimizer(given: object) -> str:
+    """Return what was given as optimizer, and what is needed."""
+    kind = type(given).__name__
+    if isinstance(given, torch.optim.lr_scheduler.LRScheduler):
+        return (
+            f"a scheduler, {kind}, as optimizer: give the optimizer that it was made for, and the "
+            f"scheduler as evenstep.Trainer(..., scheduler=...)"
+        )
+    if isinstance(given, nn.Module):
+        return (
+            f"a loss, {kind}, as optimizer: the order is evenstep.Trainer(model, optimizer, loss)"
+        )
+    found = (
+        f"the class {given.__name__} as optimizer"
+        if isinstance(given, type)
+        else f"optimizer={shown(given)}"
+    )
+    return f"{found}: give an optimizer object, such as torch.optim.SGD(model.parameters(), lr=0.1)"
 
 
 def only_one(given: Experiment | None, keywords: Experiment) -> Experiment:

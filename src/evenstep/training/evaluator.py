@@ -17,7 +17,7 @@ from evenstep.batch.rng import derive_seed
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
 from evenstep.engine.interrupts import interruptible
-from evenstep.errors import BatchError, ModelError
+from evenstep.errors import BatchError, ModelError, add_note
 from evenstep.shard.evaluation import (
     Forward,
     Measure,
@@ -28,6 +28,8 @@ from evenstep.steps.executor import IndependentExecutor
 from evenstep.steps.step import Position, SeedOf
 from evenstep.steps.update import sum_floats
 from evenstep.training.metric_objects import split_metrics
+
+_TENSOR = {torch.Tensor}
 
 Open: TypeAlias = Callable[[], None]
 """Waits for the steps in flight, and brings the replicas up to date with the user's module."""
@@ -60,7 +62,7 @@ class Evaluator:
         functions, objects = split_metrics(metrics, self._measure)
         sums, counted = dict.fromkeys(functions, (0.0, 0.0)), False
         open_batch()
-        with evaluation_mode(self._model), values_of(other, self._model):
+        with evaluation_mode(self._model), values_of(other, self._model), _explained(batches):
             for cut, seed in self._cuts(batches, position, open_batch, "evaluate"):
                 both: dict[str, Any] = {**functions, **objects}
                 shards = self._executor.measure(cut, self._measure, both, seed, [*objects])
@@ -94,7 +96,7 @@ class Evaluator:
         batch_dim = self._executor.experiment.batch_dim
         dims = [*dict.fromkeys((batch_dim, 0))] if dim is None else [dim]
         open_batch()
-        with evaluation_mode(self._model), values_of(other, self._model):
+        with evaluation_mode(self._model), values_of(other, self._model), _explained(batches):
             for cut, seed in self._cuts(batches, position, open_batch, "predict"):
                 outputs += self._executor.predict(cut, forward, seed)
                 examples += [hi - lo for lo, hi in cut.bounds[: cut.filled]]
@@ -159,6 +161,27 @@ def _tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
 def _copy_all(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
     for name, target in targets.items():
         target.copy_(sources[name])
+
+
+@contextlib.contextmanager
+def _explained(batches: object) -> Iterator[None]:
+    """Inside `with`, note on errors that one batch was given instead of a list of batches."""
+    try:
+        yield
+    except Exception as error:
+        if isinstance(batches, torch.Tensor):
+            add_note(
+                error,
+                "got a tensor as batches, each row of which is taken for a batch: give a list of "
+                "batches, such as [X]",
+            )
+        elif isinstance(batches, tuple) and _TENSOR.issuperset(map(type, batches)):
+            add_note(
+                error,
+                f"got a tuple of {len(batches)} tensors as batches, each of which is taken for a "
+                f"batch: give a list of batches, such as [(X, y)]",
+            )
+        raise
 
 
 def _each(batches: Iterable[Batch]) -> Iterator[Batch]:

@@ -14,7 +14,7 @@ import optree
 import torch
 
 from evenstep.collectives import tree_sum
-from evenstep.errors import InputError, ModelError
+from evenstep.errors import InputError, ModelError, shown
 from evenstep.shard.evaluation import Metric, measure_output
 
 State: TypeAlias = "torch.Tensor | list[torch.Tensor]"
@@ -46,11 +46,22 @@ def split_metrics(
         measure: what calls them for a shard.
 
     Raises:
-        InputError: an object's states can't be merged, or the trainer has an objective.
+        InputError: there is no dict of functions and objects, an object's states can't be merged,
+            or the trainer has an objective.
     """
+    if isinstance(metrics, type) or not hasattr(metrics, "items"):
+        raise InputError(
+            f"got a {type(metrics).__name__} as metrics: give a dict, such as "
+            f'{{"accuracy": evenstep.metrics.accuracy}}'
+        )
     functions: dict[str, Metric] = {}
     objects: dict[str, MetricObject] = {}
     for name, metric in metrics.items():
+        if not callable(metric) or isinstance(metric, type):
+            raise InputError(
+                f'the metric "{name}" is {shown(metric)}: give a function, metric(output, '
+                f"*targets) -> (total, count)"
+            )
         if not _has_states(metric):
             functions[name] = metric
         elif measure is not measure_output:

@@ -100,6 +100,7 @@ from evenstep.training.agreement import Agreement
 from evenstep.training.arguments import (
     check_flags,
     check_functions,
+    check_kinds,
     check_numbers,
     check_parts,
     only_one,
@@ -108,6 +109,7 @@ from evenstep.training.arguments import (
     shards_at_once,
 )
 from evenstep.training.evaluator import Evaluator
+from evenstep.training.habits import EpochLoop, Habits
 from evenstep.training.reporting import Reporter, check_callbacks
 
 if TYPE_CHECKING:
@@ -153,7 +155,7 @@ class TrainerOptions(TypedDict, total=False):
     lanes: Callable[[Sequence[Device]], Lanes]
 
 
-class Trainer:
+class Trainer(Habits):
     """Trains a model on many devices, with a result that does not depend on how many there are.
 
     Use it with `with` (or `open`), which starts and stops a worker thread for each device. In a
@@ -312,6 +314,7 @@ class Trainer:
             side_by_side=side_by_side, tune_malloc=tune_malloc, allow_rounding=allow_rounding
         )
         check_functions(before_update=before_update, after_update=after_update)
+        check_kinds(model, optimizer)
         check_parts(scheduler, lanes)
         callbacks = check_callbacks(callbacks)
         refuse_compiled_lockstep(experiment, side_by_side=side_by_side)
@@ -332,6 +335,7 @@ class Trainer:
                 f"what is trained"
             )
         self.position = Position()
+        self._epoch_loop = EpochLoop()
         self._drawn = Cursor()  # the place behind the last batch that `epoch` has yielded
         self.on_shard: Callable[[int, PartialSum], None] | None = None
         self._peer_timeout_s = peer_timeout_s
@@ -413,6 +417,8 @@ class Trainer:
     def __enter__(self) -> Trainer:
         """Start the worker threads, and find the other processes."""
         self._refuse_fork()
+        if self._is_open:
+            raise ClosedError("the trainer is open already: remove the second `with` or `open`")
         for note in self.notes:
             logger.warning(note)
         self._agreement.begin(self.steps_done)
@@ -670,7 +676,8 @@ class Trainer:
         """Yield the remaining batches of the current epoch; then the next epoch begins.
 
         A loop may take no step on a batch, or several: what was drawn is not yielded again, even
-        after a resume. After a `break`, a new call continues behind the last step.
+        after a resume. After a `break`, a new call yields the rest of the same epoch, which the log
+        says once: `while trainer.cursor.epoch < epochs` counts whole epochs.
 
         The order follows from the trainer's seed and the epoch alone. While a loader that is not
         evenstep's is iterated, torch's, Python's and numpy's default generators, and generators
@@ -703,6 +710,7 @@ class Trainer:
         self._wait_before_exchange()
         start = self.position.data or self._drawn
         batches = self._group.batches(source, start, lambda: self.steps_done, "epoch", whole=whole)
+        self._epoch_loop.begins(start)
         began_s = time.perf_counter()
         for step, batch in enumerate(batches, start.step):
             self._note_drawn(Cursor(start.epoch, step), began_s)
@@ -710,6 +718,7 @@ class Trainer:
             self._group.note("loading a batch")
             began_s = time.perf_counter()
         self._compare_ends(source)
+        self._epoch_loop.ends()
         self._drawn = Cursor(start.epoch + 1)
         self.position = self.position.at(self._drawn)
         self._reporter.epoch_ended(start.epoch, self.steps_done)
@@ -1038,6 +1047,11 @@ class Trainer:
             may_be_written: whether the user may have written to the parameters past torch's version
                 counters since the replicas were brought up to date.
         """
+        if not self._is_open and self._owner is not None:
+            raise ClosedError(
+                "the trainer was closed, at the end of its `with` or by `close`: indent the call "
+                "into the `with`, or open the trainer again by `with trainer:`"
+            )
         if not self._is_open:
             raise ClosedError(
                 "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`, or "

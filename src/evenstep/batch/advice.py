@@ -1,0 +1,95 @@
+"""What in a batch has caused an error of torch's, as advice in terms of the user's own tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import torch
+from torch import nn
+
+from evenstep.batch.cut import Batch, Cut, dim_of
+from evenstep.errors import EvenstepError
+
+_DTYPES = re.compile(r"Input type \(|have the same dtype|expected scalar type")
+_CHANNELS = re.compile(r"expected input\[[^]]*\] to have \d+ channels|\(batched\) input to conv2d")
+_CONV2D = "a Conv2d takes (examples, channels, height, width), so give X."
+
+
+def advice_on(error: BaseException, cut: Cut, shard: int, model: nn.Module) -> str | None:
+    """Return what in the batch has caused an error inside a shard, and what to write instead.
+
+    Args:
+        error: what the user's code, or a kernel that it called, has raised.
+        cut: the batch.
+        shard: the shard's number.
+        model: the model, or a copy of it.
+
+    Returns:
+        A sentence; None for an error of another kind, or of evenstep's own.
+    """
+    if not isinstance(error, RuntimeError | TypeError | AttributeError):
+        return None
+    if isinstance(error, EvenstepError):
+        return None
+    with contextlib.suppress(Exception):  # the error is what matters
+        batch = cut.structure.unflatten(cut.views[shard])
+        if isinstance(batch, tuple) and batch:
+            return _on_one_argument(error, batch) or _on_input(error, batch[0], cut, model)
+    return None
+
+
+def whole_in_one(batch: Batch) -> str | None:
+    """Return what to write if a step was given a whole batch as its only argument."""
+    if len(batch) == 1 and type(batch[0]) in (list, tuple) and len(batch[0]) > 1:
+        kind, parts = type(batch[0]).__name__, len(batch[0])
+        return f"got one argument, a {kind} of {parts} parts: write trainer.step(*batch)"
+    return None
+
+
+def _on_one_argument(error: BaseException, batch: Batch) -> str | None:
+    """Return what to write if the model got a list instead of a tensor."""
+    is_of_kind = isinstance(error, TypeError | AttributeError)
+    is_named = re.search(r"\b(list|tuple)\b", str(error)) is not None
+    return whole_in_one(batch) if is_of_kind and is_named else None
+
+
+def _on_input(error: BaseException, first: object, cut: Cut, model: nn.Module) -> str | None:
+    if not isinstance(error, RuntimeError) or not isinstance(first, torch.Tensor):
+        return None
+    if _DTYPES.search(str(error)):
+        return _on_dtype(first, model)
+    if _CHANNELS.search(str(error)):
+        return _on_channels(first, cut, model)
+    return None
+
+
+def _on_dtype(first: torch.Tensor, model: nn.Module) -> str | None:
+    """Return advice on an input of another dtype than the parameters'."""
+    dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
+    if len(dtypes) != 1 or first.dtype in dtypes:
+        return None
+    (dtype,) = dtypes
+    if first.dtype is not torch.uint8 and not first.is_floating_point():
+        return None
+    cast = "X.float()" if dtype is torch.float32 else f"X.to({dtype})"
+    scaled = f"{cast} / 255" if first.dtype is torch.uint8 else cast
+    return f"batch[0] is {first.dtype}, but the model's parameters are {dtype}: give {scaled}"
+
+
+def _on_channels(first: torch.Tensor, cut: Cut, model: nn.Module) -> str | None:
+    """Return advice on images without a dimension for channels, or with the channels last."""
+    convolutions = [one for one in model.modules() if isinstance(one, nn.Conv2d)]
+    if not convolutions:
+        return None
+    shape, dim = [*first.shape], dim_of(first, cut.part.dim)
+    if cut.part.own_shards is None:
+        shape[dim] = cut.part.examples
+    channels = convolutions[0].in_channels
+    if len(shape) == 3 and channels == 1:
+        found, mend = "without a dimension for channels", "unsqueeze(1)"
+    elif len(shape) == 4 and shape[-1] == channels:
+        found, mend = "with the channels last", "permute(0, 3, 1, 2)"
+    else:
+        return None
+    return f"batch[0] is of shape {tuple(shape)}, {found}: {_CONV2D}{mend}"

@@ -1,0 +1,81 @@
+"""What users of other libraries try on a trainer, each answered with what to write instead."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NoReturn
+
+from evenstep.data import Cursor
+from evenstep.engine.handle import Instead
+
+logger = logging.getLogger("evenstep")
+
+_LOOP = "write the loop, `for X, y in trainer.epoch(loader): trainer.step(X, y)`"
+_LOAD = "write evenstep.Trainer.load(folder, model, optimizer, loss)"
+
+
+class Habits:
+    """A base class that answers names which trainers of other libraries, and modules, have."""
+
+    if not TYPE_CHECKING:  # which reports such names by itself
+        fit = Instead(_LOOP)
+        train = Instead(f"{_LOOP}; for the model's mode, model.train()")
+        eval = Instead("trainer.evaluate and trainer.predict set the model's mode themselves")
+        test = Instead("write trainer.evaluate(batches, metrics)")
+        zero_grad = Instead("leave it out, as each trainer.step begins with new gradients")
+        parameters = Instead("use model.parameters()")
+        to = Instead("choose devices by evenstep.Trainer(..., devices=...)")
+        state_dict = Instead(
+            f"write trainer.save(folder) and {_LOAD.removeprefix('write ')}; for the model alone, "
+            f"model.state_dict()"
+        )
+        load_state_dict = Instead(f"{_LOAD}; for the model alone, model.load_state_dict(...)")
+
+        def __call__(self, *arguments: object, **named: object) -> NoReturn:
+            """Refuse to be called as the model is."""
+            raise TypeError(
+                "a trainer can't be called: use trainer.predict([X]), which computes on all "
+                "devices, or model(X)"
+            )
+
+    def __dir__(self) -> Iterable[str]:
+        kind = type(self)
+        return [
+            name
+            for name in super().__dir__()
+            if not isinstance(inspect.getattr_static(kind, name, None), Instead)
+        ]
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            f"a trainer can't be pickled or copied: write trainer.save(folder), and "
+            f"{_LOAD.removeprefix('write ')} to resume; for the model alone, "
+            f"torch.save(model.state_dict(), file)"
+        )
+
+
+class EpochLoop:
+    """Says once that a loop over an epoch was left, because the next one then yields the rest."""
+
+    def __init__(self) -> None:
+        self._is_inside = self._has_said_it = False
+
+    def begins(self, place: Cursor) -> None:
+        """Note that a loop over an epoch begins at `place`."""
+        if self._is_inside and place.step and not self._has_said_it:
+            self._has_said_it = True
+            logger.warning(
+                "the loop over trainer.epoch was left after %d batch%s of epoch %d, so the next "
+                "one yields the rest of that epoch: to count whole epochs, write `while "
+                "trainer.cursor.epoch < epochs`",
+                place.step,
+                "es" * (place.step > 1),
+                place.epoch,
+            )
+        self._is_inside = True
+
+    def ends(self) -> None:
+        """Note that the epoch's last batch was drawn."""
+        self._is_inside = False

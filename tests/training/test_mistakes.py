@@ -1,0 +1,488 @@
+"""The mistakes of a first hour, each with the first line that answers it."""
+
+import copy
+import io
+import logging
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import evenstep
+from evenstep.data import Cursor
+from evenstep.errors import EvenstepError
+from evenstep.steps.step import StepLoss
+
+torch.manual_seed(0)
+X, y = torch.randn(16, 1, 6, 6), torch.arange(16) % 5
+IMAGES = (X * 10).to(torch.uint8)
+LOADER = [(X[:8], y[:8]), (X[8:], y[8:])]
+
+
+def net():
+    return nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(32, 5))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def trainer_of(model=None, optimizer=None, loss=None, **options):
+    model = net() if model is None else model
+    optimizer = sgd(model) if optimizer is None else optimizer
+    loss = nn.CrossEntropyLoss() if loss is None else loss
+    options = {"devices": 1, "shards": 2, "tune_malloc": False, **options}
+    return evenstep.Trainer(model, optimizer, loss, **options)
+
+
+def inside(use):
+    """Return a call of `use` with an open trainer."""
+
+    def call():
+        with trainer_of() as trainer:
+            use(trainer)
+
+    return call
+
+
+def step(*batch):
+    return inside(lambda trainer: trainer.step(*batch))
+
+
+def evaluate(metrics, batches=LOADER):
+    return inside(lambda trainer: trainer.evaluate(batches, metrics))
+
+
+def made(*arguments, **options):
+    return lambda: trainer_of(*arguments, **options)
+
+
+def step_twice(trainer):
+    trainer.step(X, y)
+    trainer.optimizer.step()
+
+
+def use_closed():
+    with trainer_of() as trainer:
+        trainer.step(X, y)
+    trainer.step(X, y)
+
+
+def open_twice():
+    with trainer_of() as trainer, trainer:
+        pass
+
+
+def a_scheduler():
+    return torch.optim.lr_scheduler.StepLR(sgd(net()), 1)
+
+
+def of_another_model():
+    return trainer_of(net(), sgd(net()))
+
+
+def a_mean(output, y):
+    return (output.argmax(1) == y).float().mean()
+
+
+def swapped():
+    model = net()
+    evenstep.Trainer(model, nn.CrossEntropyLoss(), sgd(model))
+
+
+HABITS = {
+    "fit": "Trainer has no fit: write the loop, `for X, y in trainer.epoch(loader): "
+    "trainer.step(X, y)`",
+    "train": "Trainer has no train: write the loop, `for X, y in trainer.epoch(loader): "
+    "trainer.step(X, y)`; for the model's mode, model.train()",
+    "eval": "Trainer has no eval: trainer.evaluate and trainer.predict set the model's mode "
+    "themselves",
+    "zero_grad": "Trainer has no zero_grad: leave it out, as each trainer.step begins with new "
+    "gradients",
+    "parameters": "Trainer has no parameters: use model.parameters()",
+    "state_dict": "Trainer has no state_dict: write trainer.save(folder) and "
+    "evenstep.Trainer.load(folder, model, optimizer, loss); for the model alone, "
+    "model.state_dict()",
+    "load_state_dict": "Trainer has no load_state_dict: write evenstep.Trainer.load(folder, model, "
+    "optimizer, loss); for the model alone, model.load_state_dict(...)",
+    "to": "Trainer has no to: choose devices by evenstep.Trainer(..., devices=...)",
+    "test": "Trainer has no test: write trainer.evaluate(batches, metrics)",
+}
+PICKLED = (
+    "a trainer can't be pickled or copied: write trainer.save(folder), and "
+    "evenstep.Trainer.load(folder, model, optimizer, loss) to resume; for the model alone, "
+    "torch.save(model.state_dict(), file)"
+)
+LOOP = "write `for X, y in trainer.epoch(loader): trainer.step(X, y)`"
+OPTIMIZER = "give an optimizer object, such as torch.optim.SGD(model.parameters(), lr=0.1)"
+METRICS = 'give a dict, such as {"accuracy": evenstep.metrics.accuracy}'
+PAIR = (
+    "return the pair (total, count) over the examples that the metric is given, such as "
+    "((output.argmax(1) == y).sum(), len(y)), from which the mean over all batches follows"
+)
+
+MISTAKES = {
+    # ---- what a plain loop does, and other libraries
+    "a left-over optimizer.step()": (
+        inside(step_twice),
+        "SGD.step() was called while a trainer is open, but Trainer.step has updated the "
+        "parameters already: remove loss.backward() and optimizer.step() from the loop (a "
+        "scheduler's step() stays), or call trainer.backward(...) instead of trainer.step(...)",
+    ),
+    "a left-over loss.backward()": (
+        inside(lambda trainer: trainer.step(X, y).backward()),
+        "the loss has no backward: trainer.step has computed the gradients and updated the model "
+        "already, so remove loss.backward() and optimizer.step() from the loop",
+    ),
+    "loss.detach()": (
+        inside(lambda trainer: trainer.step(X, y).detach()),
+        "the loss has no detach: it is a number without a graph, so use loss.item() or float(loss)",
+    ),
+    "loss.cpu()": (
+        inside(lambda trainer: trainer.step(X, y).cpu()),
+        "the loss has no cpu: it is a number without a graph, so use loss.item() or float(loss)",
+    ),
+    **{
+        f"trainer.{name}": (inside(lambda trainer, name=name: getattr(trainer, name)()), line)
+        for name, line in HABITS.items()
+    },
+    "trainer(X)": (
+        inside(lambda trainer: trainer(X)),
+        "a trainer can't be called: use trainer.predict([X]), which computes on all devices, or "
+        "model(X)",
+    ),
+    "torch.save(trainer)": (inside(lambda trainer: torch.save(trainer, io.BytesIO())), PICKLED),
+    "pickle.dumps(trainer)": (lambda: pickle.dumps(trainer_of()), PICKLED),
+    "copy.deepcopy(trainer)": (lambda: copy.deepcopy(trainer_of()), PICKLED),
+    # ---- what a trainer is made of
+    "a loss class": (
+        made(loss=nn.CrossEntropyLoss),
+        "got the class CrossEntropyLoss as loss: give an object of it, such as CrossEntropyLoss()",
+    ),
+    "the name of a loss": (
+        made(loss="cross_entropy"),
+        "got loss='cross_entropy': give a function or a module, such as nn.CrossEntropyLoss()",
+    ),
+    "a summed loss": (
+        made(loss=nn.CrossEntropyLoss(reduction="sum")),
+        "got a loss with reduction='sum', but loss= needs a mean: leave reduction out, or write "
+        "objective=lambda model, X, y: (total, count) with the sum over the shard as total and "
+        "what to divide by (such as len(y)) as count",
+    ),
+    "a model class": (
+        lambda: evenstep.Trainer(nn.Linear, sgd(net()), nn.CrossEntropyLoss()),
+        "got the class Linear as model: give an object of it, such as Linear(...)",
+    ),
+    "the name of an optimizer": (made(optimizer="sgd"), f"got optimizer='sgd': {OPTIMIZER}"),
+    "an optimizer class": (
+        made(optimizer=torch.optim.SGD),
+        f"got the class SGD as optimizer: {OPTIMIZER}",
+    ),
+    "a scheduler as optimizer": (
+        made(optimizer=a_scheduler()),
+        "got a scheduler, StepLR, as optimizer: give the optimizer that it was made for, and the "
+        "scheduler as evenstep.Trainer(..., scheduler=...)",
+    ),
+    "an optimizer as scheduler": (
+        made(scheduler=sgd(net())),
+        "got an optimizer, SGD, as scheduler: give a scheduler that was made for it, or leave "
+        "scheduler out",
+    ),
+    "optimizer and loss swapped": (
+        swapped,
+        "got a loss, CrossEntropyLoss, as optimizer: the order is evenstep.Trainer(model, "
+        "optimizer, loss)",
+    ),
+    "the optimizer of another model": (
+        of_another_model,
+        "the optimizer holds 4 of 4 parameters that are not the model's: make it from "
+        "model.parameters(), after the last change to the model",
+    ),
+    "an unknown device": (
+        made(devices="gpu"),
+        "got device 'gpu': write cpu:0, cpu:1, ..., cuda:0, cuda:1, ..., a number of devices, or "
+        "auto",
+    ),
+    "no device": (made(devices=0), "got 0 devices: at least 1 is needed"),
+    "the numbers of devices": (
+        made(devices=[0, 1]),
+        "got a device of type int: give a name such as cpu:1 or cuda:0, a torch.device, or an "
+        "evenstep.Device",
+    ),
+    "half precision": (
+        made(precision="fp16"),
+        "got precision='fp16': choose one of fp32, bf16",
+    ),
+    # ---- `with`
+    "no with": (
+        lambda: trainer_of().step(X, y),
+        "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`, or as "
+        "`trainer = evenstep.Trainer(...).open()`",
+    ),
+    "a closed trainer": (
+        use_closed,
+        "the trainer was closed, at the end of its `with` or by `close`: indent the call into the "
+        "`with`, or open the trainer again by `with trainer:`",
+    ),
+    "with, twice": (open_twice, "the trainer is open already: remove the second `with` or `open`"),
+    # ---- batches
+    "a DataLoader as a batch": (
+        step(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, y))),
+        f"batch[0] is a DataLoader, which gives batches: {LOOP}",
+    ),
+    "a generator as a batch": (
+        step(batch for batch in LOADER),
+        f"batch[0] is a generator, which gives batches: {LOOP}",
+    ),
+    "numpy": (
+        step(X.numpy(), y.numpy()),
+        "batch[0] is a numpy array: give a tensor, torch.from_numpy(array)",
+    ),
+    "a batch in one piece": (
+        step((X, y)),
+        "got one argument, a tuple of 2 parts: write trainer.step(*batch)",
+    ),
+    "no labels": (
+        step(X),
+        "cross entropy and NLL take (output, target), got a batch of 1 part: give "
+        "trainer.step(X, y), or use objective=... for other batches",
+    ),
+    "too few labels": (
+        step(X, y[:9]),
+        "the tensors of a batch need the same number of examples (first dimension), but batch[0] "
+        "has 16, batch[1] has 9; give one that every shard needs whole as evenstep.shared(tensor)",
+    ),
+    "images in bytes": (
+        step(IMAGES, y),
+        "batch[0] is torch.uint8, but the model's parameters are torch.float32: give "
+        "X.float() / 255",
+    ),
+    "doubles": (
+        step(X.double(), y),
+        "batch[0] is torch.float64, but the model's parameters are torch.float32: give X.float()",
+    ),
+    "images without channels": (
+        step(X[:, 0], y),
+        "batch[0] is of shape (16, 6, 6), without a dimension for channels: a Conv2d takes "
+        "(examples, channels, height, width), so give X.unsqueeze(1)",
+    ),
+    "images with channels last": (
+        step(X.permute(0, 2, 3, 1), y),
+        "batch[0] is of shape (16, 6, 6, 1), with the channels last: a Conv2d takes (examples, "
+        "channels, height, width), so give X.permute(0, 3, 1, 2)",
+    ),
+    # ---- labels
+    "labels as float": (
+        step(X, y.float()),
+        "the labels are torch.float32: cross entropy takes numbers of classes, so give y.long()",
+    ),
+    "labels as int32": (
+        step(X, y.int()),
+        "the labels are torch.int32: cross entropy takes numbers of classes, so give y.long()",
+    ),
+    "labels in a column": (
+        step(X, y[:, None]),
+        "the labels are of shape (examples, 1): cross entropy takes one number for each example, "
+        "so give y.squeeze(1)",
+    ),
+    "one-hot labels": (
+        step(X, F.one_hot(y, 5)),
+        "the one-hot labels are torch.int64: give y.argmax(1), or y.float()",
+    ),
+    "one-hot labels of another width": (
+        step(X, F.one_hot(y, 7).float()),
+        "the labels have 7 columns, but the model gives 5 classes: use one number of classes",
+    ),
+    "labels from 1": (
+        step(X, y + 1),
+        "a label is 5, but the model gives 5 classes, 0 to 4: number the labels from 0, or give "
+        "the model a larger last layer",
+    ),
+    "labels that are masked by -1": (
+        step(X, torch.where(y == 0, -100, y - 1 - (y == 1).long())),
+        "a label is -1, but the model gives 5 classes, 0 to 4: number the labels from 0, or give "
+        "the model a larger last layer",
+    ),
+    # ---- evaluation
+    "a metric that returns a mean": (
+        evaluate({"accuracy": a_mean}),
+        f'the metric "accuracy" returned a tensor of shape (): {PAIR}',
+    ),
+    "a list of metrics": (evaluate([a_mean]), f"got a list as metrics: {METRICS}"),
+    "a metric alone": (evaluate(a_mean), f"got a function as metrics: {METRICS}"),
+    "the name of a metric": (
+        evaluate({"accuracy": "accuracy"}),
+        "the metric \"accuracy\" is 'accuracy': give a function, metric(output, *targets) -> "
+        "(total, count)",
+    ),
+    "one batch to evaluate": (
+        evaluate({"accuracy": evenstep.metrics.accuracy}, (X, y)),
+        "got a tuple of 2 tensors as batches, each of which is taken for a batch: give a list of "
+        "batches, such as [(X, y)]",
+    ),
+    "one tensor to predict": (
+        inside(lambda trainer: trainer.predict(X)),
+        "got a tensor as batches, each row of which is taken for a batch: give a list of batches, "
+        "such as [X]",
+    ),
+}
+
+
+def answers(error):
+    """Return the first line of evenstep's own error; of torch's and Python's, the notes too."""
+    lines = [str(error).splitlines()[0]]
+    return lines if isinstance(error, EvenstepError) else lines + getattr(error, "__notes__", [])
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_answered_in_one_line(name):
+    make, line = MISTAKES[name]
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the line tells
+        make()
+    assert line in answers(caught.value)
+
+
+def test_there_are_many():
+    assert len(MISTAKES) >= 25
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
+    with trainer_of() as trainer:
+        trainer.save(tmp_path)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5))
+    with pytest.raises(EvenstepError) as caught:
+        evenstep.Trainer.load(tmp_path, model, sgd(model), nn.CrossEntropyLoss())
+    assert answers(caught.value) == [
+        "the checkpoint is of another model: parameter 1.weight is not in it; parameter 1.bias is "
+        "not in it; its parameter 0.weight is not in the model; and 3 more: build the model that "
+        "was trained, or train from the start in a new folder"
+    ]
+
+
+def test_more_devices_than_cores_are_answered_by_a_note(monkeypatch):
+    monkeypatch.setattr("evenstep.devices.discovery.usable_cores", lambda: 2)
+    assert trainer_of(devices=3, shards=3).notes == [
+        "3 threads of CPU devices share 2 cores: the result is the same, but no faster than with 2"
+    ]
+
+
+# ---- errors inside a shard
+
+
+@pytest.mark.parametrize(
+    ("examples", "shards", "side_by_side", "where"),
+    [
+        (16, 2, False, "in shard 0 (examples 0 to 7 of your batch) of step 0 on cpu:0"),
+        (16, 2, True, "in shard 0 (examples 0 to 7 of your batch) of step 0 on cpu:0"),
+        (16, 1, False, "in shard 0 (examples 0 to 15 of your batch) of step 0 on cpu:0"),
+        (2, 2, False, "in shard 0 (example 0 of your batch) of step 0 on cpu:0"),
+    ],
+)
+def test_a_note_says_which_examples_a_shard_has(examples, shards, side_by_side, where):
+    def fail(output, y):
+        raise ZeroDivisionError("by the user") if 0 in y else RuntimeError("not this one")
+
+    y = torch.arange(examples)
+    with (
+        pytest.raises(ZeroDivisionError, match="by the user") as caught,
+        trainer_of(loss=fail, shards=shards, side_by_side=side_by_side) as trainer,
+    ):
+        trainer.step(X[:examples], y)
+    assert caught.value.__notes__[0] == where
+
+
+def test_a_note_names_the_micro_batch_of_ones_own_shards():
+    def fail(output, y):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught, trainer_of(loss=fail) as trainer:
+        trainer.step(evenstep.Shards([(X[:4], y[:4]), (X[4:], y[4:])]))
+    assert caught.value.__notes__[0] == "in shard 0 (your micro-batch 0) of step 0 on cpu:0"
+
+
+@pytest.mark.parametrize("batch", [(X, y), (IMAGES, y), (X[:, 0], y), ([X, y],)], ids=range(4))
+def test_an_error_of_the_users_own_gets_no_advice(batch):
+    def fail(model, *batch):
+        raise RuntimeError("by the user")
+
+    model = net()
+    options = {"devices": 1, "shards": 2, "objective": fail}
+    with (
+        pytest.raises(RuntimeError, match="by the user") as caught,
+        evenstep.Trainer(model, sgd(model), **options) as trainer,
+    ):
+        trainer.step(*batch)
+    assert caught.value.__notes__ == [
+        "in shard 0 (examples 0 to 7 of your batch) of step 0 on cpu:0"
+    ]
+
+
+# ---- names that a trainer does not have
+
+
+@pytest.mark.parametrize("name", HABITS)
+def test_a_name_with_advice_is_no_attribute(name):
+    trainer = trainer_of()
+    assert not hasattr(evenstep.Trainer, name)
+    assert not hasattr(trainer, name)
+    assert name not in dir(trainer)
+    assert "step" in dir(trainer)
+
+
+def test_the_loss_has_no_attribute_with_advice():
+    assert not hasattr(StepLoss, "backward")
+
+
+def test_another_missing_name_is_answered_by_python():
+    with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'nothing'"):
+        trainer_of().nothing  # noqa: B018
+
+
+def test_an_attribute_error_inside_a_property_is_not_hidden(monkeypatch):
+    trainer = trainer_of()
+    monkeypatch.delattr(trainer._self_check, "report")
+    with pytest.raises(AttributeError, match="'SelfCheck' object has no attribute 'report'"):
+        trainer.contract  # noqa: B018
+
+
+# ---- `break` out of an epoch
+
+LEFT = (
+    "the loop over trainer.epoch was left after 1 batch of epoch 0, so the next one yields the "
+    "rest of that epoch: to count whole epochs, write `while trainer.cursor.epoch < epochs`"
+)
+
+
+def take_one(trainer, loader=LOADER):
+    for batch in trainer.epoch(loader):
+        trainer.step(*batch)
+        break
+
+
+def test_a_break_out_of_an_epoch_is_said_once(caplog):
+    with trainer_of() as trainer:
+        take_one(trainer)
+        assert not caplog.messages
+        assert len([*trainer.epoch(LOADER)]) == 1
+        assert caplog.messages == [LEFT]
+        assert trainer.cursor == Cursor(1, 0)
+        take_one(trainer)
+        take_one(trainer)
+        assert caplog.messages == [LEFT]
+
+
+def test_nothing_is_said_of_whole_epochs_and_after_a_resume(caplog, tmp_path):
+    caplog.set_level(logging.WARNING)
+    with trainer_of() as trainer:
+        for _ in range(2):
+            for batch in trainer.epoch(LOADER):
+                trainer.step(*batch)
+        take_one(trainer)
+        trainer.save(tmp_path)
+    model = net()
+    resumed = evenstep.Trainer.load(tmp_path, model, sgd(model), nn.CrossEntropyLoss(), devices=1)
+    with resumed:
+        assert len([*resumed.epoch(LOADER)]) == 1
+    assert not caplog.messages
