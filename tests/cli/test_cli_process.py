@@ -53,6 +53,7 @@ def test_python_m_evenstep_is_the_command():
     assert bad.stderr.startswith("evenstep: ")
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_the_run_and_it_is_saved(tmp_path):
     folder = tmp_path / "kept"
     with start("train", *MLP, "--epochs", 10**6, "--checkpoint-dir", folder) as process:
@@ -80,6 +81,7 @@ def test_a_disk_that_is_full_keeps_the_earlier_checkpoint(tmp_path):
     assert read_checkpoint(folder)["fingerprint"] == first.fingerprint
 
 
+@pytest.mark.slow
 def test_on_a_narrow_terminal_the_view_is_live_and_the_fingerprint_whole():
     terminal, side = pty.openpty()
     environment = {**os.environ, "COLUMNS": "30", "TERM": "xterm"}

@@ -348,6 +348,7 @@ def test_evenstep_does_not_import_transformers():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+@pytest.mark.slow
 def test_a_line_says_what_is_missing():
     program = (
         "import sys; sys.modules['transformers'] = None; import evenstep.integrations.transformers"

@@ -213,7 +213,10 @@ def test_an_error_in_one_shard_is_what_the_user_sees(devices):
     X[30] = 1e7
     with pytest.raises(KeyError, match="this shard") as caught:
         train(FailsInShard(), [(X, y)], devices=devices)
-    assert any("in shard 7 (examples 28 to 31 of your batch) of step 0" in note for note in caught.value.__notes__)
+    assert any(
+        "in shard 7 (examples 28 to 31 of your batch) of step 0" in note
+        for note in caught.value.__notes__
+    )
 
 
 class LosesItsDevice(FailsInShard):
