@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,7 @@ class RunLog(Callback):
 
         rows = [*table.rows(step // _FLUSH_EVERY * _FLUSH_EVERY)]
         purge_step = rows[0][0] if rows else step + 1
+        _wait_for_another_second(self._folder)
         self._events = SummaryWriter(str(self._folder), purge_step=purge_step)
         for number, row in rows:
             self._add_event(number, row)
@@ -168,6 +170,18 @@ class RunLog(Callback):
                 error.strerror or error,
             )
             self.close()
+
+
+def _wait_for_another_second(folder: Path) -> None:
+    """Wait until a new event file's name comes after those of the files that are there.
+
+    TensorBoard reads event files in the order of their names, which begin with the second; within
+    one second the order is not that of their making ("10" comes before "9").
+    """
+    names = [file.name.split(".") for file in folder.glob("events.out.tfevents.*")]
+    seconds = {int(name[3]) for name in names if name[3].isdecimal()}
+    while int(time.time()) in seconds:
+        time.sleep(0.01)
 
 
 def _numbers(outputs: Mapping[str, Any]) -> Row:
