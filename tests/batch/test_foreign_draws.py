@@ -3,6 +3,7 @@
 import copy
 import cProfile
 import functools
+import gc
 import inspect
 import logging
 import pickle
@@ -114,6 +115,16 @@ FOREIGN = {
         lambda: torch.rand(2, generator=lazily_kept(torch.Generator)),
     ),
 }
+
+
+def test_generators_that_were_frozen_are_found_and_stay_frozen():
+    gc.freeze()
+    try:
+        draws = outliving(*twice(FOREIGN["a Generator"][1]))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    assert {draw.what for draw in draws} == {FOREIGN["a Generator"][0]}
 
 
 @pytest.mark.parametrize("name", FOREIGN)

@@ -253,7 +253,7 @@ def _watched_numpy(draws: ForeignDraws, *, thorough: bool) -> Iterator[None]:
     generators: list[Any] = [np.random.mtrand._rand]
     if thorough:
         kinds = (np.random.Generator, np.random.RandomState)
-        generators = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+        generators = [one for one in _tracked_objects() if issubclass(type(one), kinds)]
     watched: list[tuple[Any, Any]] = []
     try:
         for generator in generators:
@@ -265,6 +265,17 @@ def _watched_numpy(draws: ForeignDraws, *, thorough: bool) -> Iterator[None]:
     finally:
         for generator, bits in watched:
             _give(generator, bits, bits)
+
+
+def _tracked_objects() -> list[Any]:
+    """Return all objects that the garbage collector tracks, with those that were frozen."""
+    if not gc.get_freeze_count():
+        return gc.get_objects()
+    gc.unfreeze()
+    try:
+        return gc.get_objects()
+    finally:
+        gc.freeze()
 
 
 def _give(generator: Any, bits: Any, given: Any) -> None:
