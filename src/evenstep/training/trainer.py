@@ -509,9 +509,9 @@ class Trainer(Habits):
 
             trainer = evenstep.Trainer(model, optimizer, loss).open()
 
-        For scripts whose loop shall not be indented. `close` closes the trainer, and so does the end
-        of the program; but an error of a step in flight that comes up only there is printed without
-        changing the exit status, so call `close` if you use `max_in_flight`.
+        For scripts whose loop shall not be indented. `close` closes the trainer, and so does the
+        end of the program. With steps in flight, call `close`: an error that is noticed only at
+        the end of the program is printed, but does not change the exit status.
         """
         self.__enter__()
         atexit.register(self._close_with_program)
