@@ -165,3 +165,25 @@ def test_without_batches_nothing_is_counted():
         pytest.raises(BatchError, match="counted no examples"),
     ):
         trainer.evaluate([], {"mine": Custom("sum")})
+
+
+class Total(torchmetrics.Metric):
+    """Sums the targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, output, target):
+        self.total += target.sum()
+
+    def compute(self):
+        return self.total
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_sums_are_those_of_the_canonical_tree(devices):
+    targets = torch.tensor([1e8, -1e8, 1.0, 1.0])  # (a + b) + (c + d); another order loses the ones
+    model = nn.Linear(2, 1)
+    with open_trainer(model, loss=nn.MSELoss(), devices=devices, shards=4) as trainer:
+        assert trainer.evaluate([(torch.ones(4, 2), targets)], {"total": Total()}) == {"total": 2.0}
