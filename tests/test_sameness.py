@@ -1,5 +1,6 @@
 """The promise, by bits: any layout against the plain sequential reference."""
 
+import copy
 import functools
 
 import pytest
@@ -124,6 +125,25 @@ def test_bf16_equals_the_reference_under_autocast(name):
     for devices in (1, 2, own(3)):
         state, _ = train(build(name), MOMENTUM, batches, devices=devices, precision="bf16")
         assert_same_bits(state, expected)
+
+
+@pytest.mark.parametrize("devices", [1, 2, own(3)])
+def test_bf16_outputs_of_a_random_model_are_those_of_torch_itself(devices):
+    """Torch computes this layer by one fused op, whose inner products follow autocast."""
+    model = build("attention")
+    optimizer = MOMENTUM(model.parameters())
+    images, _ = make_batches((16,))[0]
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), devices=devices, precision="bf16", shards=1
+    ) as trainer:
+        for batch in make_batches((8, 8)):
+            trainer.step(*batch)  # draws: from now on shards have random numbers of their own
+        outputs = trainer.predict([images])
+        trained = copy.deepcopy(trainer.model)
+    trained.eval()
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = trained(images)
+    assert torch.equal(outputs, expected)
 
 
 @pytest.mark.parametrize("layout", ["1 shared", "2 shared", "3 own"])

@@ -69,7 +69,7 @@ def test_a_state_becomes_a_tree_and_a_state_again(tree, tmp_path):
     state = TrainingState.from_tree(tree, tmp_path)
     assert state.experiment == Experiment(shards=4, seed=6, memory_format="channels_last")
     assert state.cursor == Cursor(0, 1)
-    assert (state.steps_done, state.draws_random, state.compiles) == (1, False, None)
+    assert (state.steps_done, state.compiles) == (1, None)
     assert state.model.parameters.keys() == dict(parts()[0].named_parameters()).keys()
     assert len(state.fingerprint) == 64
     assert list(state.to_tree()) == list(tree)
@@ -148,7 +148,6 @@ def test_an_unknown_key_is_named(tree, tmp_path, key):
         ("cursor.step", -1, "got Cursor(epoch=0, step=-1): epoch and step count from 0"),
         ("steps_done", None, "steps_done is None, but int is needed"),
         ("steps_done", "many", "steps_done is 'many', but int is needed"),
-        ("draws_random", 0, "draws_random is 0, but bool is needed"),
         ("compiles", "yes", "compiles is 'yes', but bool is needed"),
         ("model", [], "model is list, but dict is needed"),
         ("model.buffers", None, "model.buffers is None, but dict is needed"),

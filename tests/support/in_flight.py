@@ -109,12 +109,11 @@ def opened(
         yield trainer, gates
 
 
-def train(devices, act, *, max_in_flight, steps=6, waits=False, looked_at=(), **options):
+def train(devices, act, *, max_in_flight, steps=6, waits=False, **options):
     """Train, and call `act(trainer, number of the step, its loss)` after each step.
 
-    With `max_in_flight=2` each step but the first is held until the next one was submitted, or,
-    where `act` or what it does `waits`, until `act` was called. Not held are steps `looked_at`: the
-    trainer waits for them itself, as for the first, since the model was changed and may draw now.
+    With `max_in_flight=2` each step is held until the next one was submitted, or, where `act` or
+    what it does `waits`, until `act` was called.
 
     Returns:
         (the whole state by name, losses, the optimizer's groups).
@@ -122,12 +121,11 @@ def train(devices, act, *, max_in_flight, steps=6, waits=False, looked_at=(), **
     losses = []
     with opened(devices, max_in_flight=max_in_flight, **options) as (trainer, gates):
         for number, batch in enumerate(numbered(steps)):
-            is_held = max_in_flight > 1 and number > 0 and number not in looked_at
-            if is_held:
+            if max_in_flight > 1:
                 gates.hold(number)
             losses.append(trainer.step(*batch))
             gates.release(number - 1)
-            assert losses[-1]._step.finished == (not is_held)
+            assert losses[-1]._step.finished == (max_in_flight == 1)
             if waits == "before":
                 gates.release(number)
             act(trainer, number, losses[-1])
@@ -153,10 +151,10 @@ def groups(optimizer):
     ]
 
 
-def assert_same_as_one_at_a_time(devices, act, *, waits=False, looked_at=(), **options):
+def assert_same_as_one_at_a_time(devices, act, *, waits=False, **options):
     """Compare two in flight with one at a time on one device; return what the latter gave."""
     one = train(1, act, max_in_flight=1, **options)
-    two = train(devices, act, max_in_flight=2, waits=waits, looked_at=looked_at, **options)
+    two = train(devices, act, max_in_flight=2, waits=waits, **options)
     assert_same_bits(two[0], one[0])
     assert two[1:] == one[1:]
     return one

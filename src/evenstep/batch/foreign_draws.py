@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from evenstep.batch.rng import ShardRandomness
 from evenstep.errors import ContractError
 
 _UNNOTICED = {"torch", "tempfile", "uuid", "email", "logging", "multiprocessing", "asyncio"}
@@ -117,13 +116,11 @@ class ForeignDraws(TorchDispatchMode):
             return func(*args, **kwargs)
         is_default = _equals_default(given[0])
         result = func(*args, **kwargs)
-        frame = _first_frame(sys._getframe(1), {"torch"})
-        if frame is not None and frame.f_code is not ShardRandomness.draw.__code__:
-            frame = _first_frame(frame, {"torch", "evenstep"})
-            if is_default and _equals_default(given[0]):
-                self._note("torch's default generator, given by generator=", given[0], frame, True)
-            else:
-                self._note("a torch.Generator", given[0], frame, False)
+        frame = _first_frame(sys._getframe(1), {"torch", "evenstep"})
+        if is_default and _equals_default(given[0]):
+            self._note("torch's default generator, given by generator=", given[0], frame, True)
+        else:
+            self._note("a torch.Generator", given[0], frame, False)
         return result
 
     def _profile(self, frame: FrameType, event: str, argument: Any) -> None:

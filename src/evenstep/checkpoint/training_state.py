@@ -30,6 +30,7 @@ Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
 _INNER = "inner_optimizers"  # the key of their states, beside those of the optimizer's state_dict
 
 _SAVED_AS = {"compile": "hybridize"}  # fields that checkpoints have under an earlier name
+_UNUSED = {"draws_random"}  # what checkpoints of version 0.1.0 hold besides
 
 # What libraries raise for a state of another kind than they expect.
 _UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -72,7 +73,6 @@ class TrainingState:
         seeds_at: the place in the sequence of seeds, where it differs from `cursor`: after an epoch
             in which some batch had no step, or several.
         steps_done: the number of steps since the start of the training.
-        draws_random: whether the model was seen to use random ops.
         compiles: whether shards are compiled; None before the first step.
         model: the model's parameters and buffers.
         optimizer: the optimizer's `state_dict`, and those of optimizers inside it.
@@ -87,7 +87,6 @@ class TrainingState:
     experiment: Experiment
     cursor: Cursor
     steps_done: int
-    draws_random: bool
     compiles: bool | None
     model: ModelState
     optimizer: dict[str, Any]
@@ -117,7 +116,8 @@ class TrainingState:
                 f"Trainer.save has written"
             )
         try:
-            state: TrainingState = _read(cls, tree, "")
+            used = {key: value for key, value in tree.items() if key not in _UNUSED}
+            state: TrainingState = _read(cls, used, "")
         except InputError as error:
             raise CheckpointError(
                 f"the training state in {folder} can't be used: {error}; it is damaged, or another "

@@ -40,7 +40,6 @@ def check_contract(
     pair: Sequence[tuple[Batch, int]],
     objective: ShardObjective,
     *,
-    seed: int,
     separable: bool,
 ) -> ContractReport:
     """Check the code of a training on one replica; called in its device's lane.
@@ -51,7 +50,6 @@ def check_contract(
         pair: the examples of two neighbouring shards together, of the first, and of the second,
             each with their number; empty if there are no two.
         objective: computes a shard's loss as (total, count).
-        seed: the seed of the shard's random numbers.
         separable: whether to refuse an objective that doesn't add up over the shards.
 
     Raises:
@@ -59,7 +57,7 @@ def check_contract(
     """
     began_s = time.perf_counter()
     with kept(replica):
-        first, second = compute_twice(replica, work, objective, seed)
+        first, second = compute_twice(replica, work, objective)
         refuse_strange_leaves(first.leaves, second.leaves, objective)
     unjudged = "this process has only one shard of the batch"
     if pair and separable:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from evenstep.batch.rng import parts_of
 
 _HALF = 0.5
 
@@ -39,7 +40,7 @@ class ConstantNumbers(TorchDispatchMode):
     ) -> Any:
         """Call `func`; replace the numbers that it has drawn."""
         kwargs = kwargs or {}
-        parts = parts_of(func, "cpu") if func.namespace != "aten" else None
+        parts = _parts_of(func) if func.namespace != "aten" else None
         if parts is not None:  # a custom op, which may draw inside
             with self:
                 return parts(*args, **kwargs)
@@ -65,6 +66,18 @@ class ConstantNumbers(TorchDispatchMode):
             return result.fill_(_number(result, given))
         self.unknown.append(name)
         return result
+
+
+@functools.cache
+def _parts_of(func: Any) -> Callable[..., Any] | None:
+    """Return the kernel of a custom op that is made of other ops, or None.
+
+    Inside a mode it calls these ops inside the mode, as an op alone does not.
+    """
+    for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.CompositeExplicitAutograd):
+        if func.has_kernel_for_dispatch_key(key):
+            return functools.partial(func._op_dk, key)
+    return None
 
 
 _BASE_NAMES = (

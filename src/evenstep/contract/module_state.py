@@ -10,7 +10,6 @@ import optree
 import torch
 from torch import nn
 
-from evenstep.batch.rng import DEFAULT_GENERATORS, default_generator
 from evenstep.replicas import Replica
 from evenstep.replicas.replica import same_bits, sum_of_bits
 
@@ -23,12 +22,10 @@ Attributes = Mapping[tuple[str, str], Any]
 def kept(replica: Replica) -> Iterator[None]:
     """Inside `with`, a replica may compute shards; at the end it is as it was before.
 
-    Plain attributes are bound to their earlier objects again, and torch's default generators get
-    their earlier states. Parameters must not be written.
+    Plain attributes are bound to their earlier objects again. Parameters must not be written.
     """
     modules = [(module, dict(module.__dict__)) for module in replica.module.modules()]
     gradients = [parameter.grad for parameter in replica.parameters]
-    before = generator_state(replica)
     try:
         yield
     finally:
@@ -39,24 +36,6 @@ def kept(replica: Replica) -> Iterator[None]:
             parameter.grad = gradient
         for module, attributes in modules:
             _rebind(module.__dict__, attributes)
-        restore_generator(replica, before)
-
-
-def generator_state(replica: Replica) -> list[torch.Tensor]:
-    """Return the states of torch's default generators of the CPU and of the replica's device."""
-    with DEFAULT_GENERATORS:
-        return [generator.get_state() for generator in _generators(replica)]
-
-
-def restore_generator(replica: Replica, before: list[torch.Tensor]) -> bool:
-    """Restore the states of the default generators; return whether one had changed."""
-    moved = False
-    with DEFAULT_GENERATORS:
-        for generator, state in zip(_generators(replica), before, strict=True):
-            if not torch.equal(generator.get_state(), state):
-                generator.set_state(state)
-                moved = True
-    return moved
 
 
 def parameter_marks(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -88,11 +67,6 @@ def changed_attributes(before: Attributes, after: Attributes) -> list[str]:
         for (name, key), value in after.items()
         if _differs(value, before.get((name, key)))
     ]
-
-
-def _generators(replica: Replica) -> list[torch.Generator]:
-    devices = {torch.device("cpu"), replica.device.torch_device}
-    return [default_generator(device) for device in sorted(devices, key=str)]
 
 
 def _rebind(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:

@@ -18,9 +18,7 @@ from evenstep.contract.leaves import leaves_of
 from evenstep.contract.module_state import (
     attributes_of,
     changed_attributes,
-    generator_state,
     parameter_marks,
-    restore_generator,
 )
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica, written_error
@@ -47,7 +45,7 @@ class ShardResult:
 
 
 def compute_twice(
-    replica: Replica, work: ShardWork, objective: ShardObjective, seed: int
+    replica: Replica, work: ShardWork, objective: ShardObjective
 ) -> tuple[ShardResult, ShardResult]:
     """Compute a shard twice and compare the bits.
 
@@ -59,18 +57,10 @@ def compute_twice(
             generator that lives on from shard to shard.
     """
     module = replica.module
-    marks, attributes, drawn = (
-        parameter_marks(module),
-        attributes_of(module),
-        generator_state(replica),
-    )
+    marks, attributes = parameter_marks(module), attributes_of(module)
     compute = functools.partial(_compute, replica, work, objective)
     with ForeignDraws() as first_draws:
         first = compute()
-    if restore_generator(replica, drawn):
-        compute = functools.partial(_compute, replica, work._replace(random_seed=seed), objective)
-        with ForeignDraws() as first_draws:
-            first = compute()
     _refuse_written(marks, parameter_marks(module))
     changed = changed_attributes(attributes, attributes_of(module))
     with ForeignDraws() as second_draws:

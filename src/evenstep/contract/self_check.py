@@ -78,8 +78,6 @@ class SelfCheck:
         cut: Cut,
         seed: Callable[[int], int],
         objective: ShardObjective,
-        *,
-        draws: bool,
     ) -> None:
         """Check the code on a batch, before its step begins; no step may be in flight.
 
@@ -90,7 +88,6 @@ class SelfCheck:
             cut: the batch.
             seed: returns the seed of a shard's random numbers.
             objective: computes a shard's loss as (total, count).
-            draws: whether the model is known to draw random numbers.
 
         Raises:
             ContractError: the contract is broken.
@@ -102,7 +99,7 @@ class SelfCheck:
             self.begin_again(step)
         if self._every is None or not shards or (self._is_half_done and not is_whole):
             return
-        error = self._run_in_lane(cut, shards, seed(shards[0]), objective, draws)
+        error = self._run_in_lane(cut, shards, seed(shards[0]), objective)
         if isinstance(error, ContractError):
             self.structure = None
             raise error
@@ -129,12 +126,12 @@ class SelfCheck:
             )
 
     def _run_in_lane(
-        self, cut: Cut, shards: Sequence[int], seed: int, objective: ShardObjective, draws: bool
+        self, cut: Cut, shards: Sequence[int], seed: int, objective: ShardObjective
     ) -> BaseException | None:
         """Check in the lane of the first device; return the error."""
         task = Task(
             self._check,
-            (cut, shards, seed, objective, draws),
+            (cut, shards, seed, objective),
             lane=self._engine.first_lane,
             name="check the contract",
             category="check",
@@ -149,9 +146,7 @@ class SelfCheck:
             raise
         return task.error
 
-    def _check(
-        self, cut: Cut, shards: Sequence[int], seed: int, objective: ShardObjective, draws: bool
-    ) -> None:
+    def _check(self, cut: Cut, shards: Sequence[int], seed: int, objective: ShardObjective) -> None:
         self._replicas.open_step()
         replica = self._replicas.all[self._engine.lane_here]
         place = self._experiment.placement(replica.device)
@@ -161,7 +156,7 @@ class SelfCheck:
             first,
             cut.take(first, place),
             None if cut.filled == 1 else examples[first],
-            seed if draws else None,
+            seed,
             self._experiment.autocast_dtype,
         )
         pair: list[tuple[Batch, int]] = []
@@ -176,7 +171,6 @@ class SelfCheck:
                 work,
                 pair,
                 objective,
-                seed=seed,
                 separable=self._experiment.separable,
             )
         except ContractError:

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.batch import Batch
 from evenstep.batch.cut import tensors_of
+from evenstep.batch.rng import ShardRandomness
 from evenstep.contract.constant_numbers import ConstantNumbers
 from evenstep.errors import ContractError, EvenstepError, text_of
 from evenstep.experiment import autocast
@@ -51,6 +52,7 @@ def judge_separability(
         ContractError: the objective doesn't add up over the shards.
     """
     numbers, autocasting = ConstantNumbers(), autocast(replica.device.kind, work.precision)
+    randomness = ShardRandomness(work.random_seed)
 
     def compute(batch: Batch, examples: int) -> Loss:
         if replica.buffers:
@@ -60,7 +62,13 @@ def judge_separability(
         return Loss(float(total.detach()), float(count), total.dtype)
 
     try:
-        with evaluation_mode(replica.module), _fixed_statistics(replica), autocasting, numbers:
+        with (
+            evaluation_mode(replica.module),
+            _fixed_statistics(replica),
+            autocasting,
+            randomness,
+            numbers,
+        ):
             together = compute(*pair[0])
             apart = _computed_apart(compute, pair[1:])
     except Exception as error:  # the model may not be made for evaluation mode

@@ -50,7 +50,6 @@ class Replicas:
         hooked: the numbers and names of the parameters with gradient hooks. Then no device computes
             on the user's module: the hooks are for the mean gradient, not for each shard's.
         structure: the model's layers, parameters, buffers and hooks; a new object after a change.
-        was_refreshed: whether `refresh` has found the module changed since this was last reset.
         forward_writes: whether shards may change attributes of the user's module.
         were_rebuilt: whether `refresh` has made all replicas again since this was last reset.
     """
@@ -70,7 +69,6 @@ class Replicas:
         self._home_may_compute = home_computes
         self._given_rules = buffers or {}
         self._lost: frozenset[int] = frozenset()
-        self.was_refreshed = False
         self.were_rebuilt = False
         self._keeps_looking = False
         self._build()
@@ -137,7 +135,6 @@ class Replicas:
             self._follow(difference)
         for update in self._updates():
             update()
-            self.was_refreshed = True
         if not self.copies:
             self.mark_synchronised()
         return bool(self.copies) and self._synchronised != self._home_versions()
@@ -155,7 +152,6 @@ class Replicas:
                 for replica, modules in zip(self._others, self._modules, strict=True):
                     self._watch.carry(attribute, modules[attribute.module], replica.device)
             self._watch.look()
-        self.was_refreshed = True
 
     def _difference(self) -> Difference | None:
         """Return what the user has changed in the module since `refresh`."""

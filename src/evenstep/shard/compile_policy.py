@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 
 from evenstep.batch import Batch, Cut
-from evenstep.batch.rng import ShardRandomness, undrawn
+from evenstep.batch.rng import ShardRandomness
 from evenstep.devices import intra_op_threads
 from evenstep.errors import ModelError
 from evenstep.experiment import Experiment
@@ -160,7 +160,7 @@ class ShardPrograms:
                 ours = compiled()
             with ShardRandomness(0):
                 theirs = eager()
-            with undrawn():
+            with ShardRandomness(0):
                 shard_s, eager_s = _timed(compiled, eager)
         return Hybridized(
             shard_ms=1e3 * shard_s, eager_ms=1e3 * eager_s, max_difference=_difference(ours, theirs)

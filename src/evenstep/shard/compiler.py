@@ -19,7 +19,7 @@ from torch.func import functional_call
 
 from evenstep.batch import Batch
 from evenstep.batch.cut import tensors_of
-from evenstep.batch.rng import undrawn
+from evenstep.batch.rng import ShardRandomness
 from evenstep.engine.task import PLAIN, in_modes
 from evenstep.errors import EvenstepError, ModelError
 from evenstep.experiment import autocast
@@ -203,7 +203,7 @@ class ShardCompiler:
 
         def found(*arguments: Any) -> Sequence[Any]:
             if not compiled.places:
-                with undrawn():
+                with ShardRandomness(0):
                     compiled.outputs = list(compiled.call(*arguments))
             self._found = compiled, arguments
             return compiled.outputs

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import optree
@@ -154,7 +154,7 @@ def dim_of_rows(
 def _undisturbed(replica: Replica, work: ShardWork) -> Iterator[None]:
     """Inside `with`, compute a shard without gradients; restore the buffers at the end."""
     replica.open_shard()
-    randomness = nullcontext() if work.random_seed is None else ShardRandomness(work.random_seed)
+    randomness = ShardRandomness(work.random_seed)
     try:
         with torch.no_grad(), randomness, autocast(replica.device.kind, work.precision):
             yield

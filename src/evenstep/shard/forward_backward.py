@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -44,7 +43,7 @@ class ShardWork(NamedTuple):
         shard: the shard's number.
         batch: the shard's examples, in the replica's memory.
         examples: the number of examples; None for a shard that is the whole batch.
-        random_seed: the seed of the shard's random ops; None for a model without any.
+        random_seed: the seed of the shard's random numbers.
         precision: the dtype that autocast computes in; None for the parameters' own.
         program: the compiled shard; None to compute it eagerly.
     """
@@ -52,7 +51,7 @@ class ShardWork(NamedTuple):
     shard: int
     batch: Batch
     examples: int | None
-    random_seed: int | None
+    random_seed: int
     precision: torch.dtype | None
     program: Program | None = None
 
@@ -133,9 +132,8 @@ def _run_program(
     replica: Replica, work: ShardWork, program: Program, left: PartialSum | None
 ) -> tuple[Leaf, PartialSum]:
     """Compute a shard by its compiled program, and add its gradients onto those of `left`."""
-    randomness = None if work.random_seed is None else ShardRandomness(work.random_seed)
     parameters = [parameter.detach() for parameter in replica.parameters]
-    with randomness or nullcontext():
+    with ShardRandomness(work.random_seed):
         total, count, gradients, buffers = program.run(parameters, replica.opening, work.batch)
     if left is not None:
         gradients = add_gradients(left.gradients, gradients)
@@ -194,24 +192,18 @@ def _copied(value: Number) -> Number:
 
 def _forward(
     replica: Replica, work: ShardWork, objective: ShardObjective
-) -> tuple[ShardLoss, ShardRandomness | None]:
+) -> tuple[ShardLoss, ShardRandomness]:
     """Return what the objective gives for a shard, and its random numbers for the backward pass."""
-    randomness = None if work.random_seed is None else ShardRandomness(work.random_seed)
-    if randomness is None and work.precision is None:
-        loss = objective(replica.module, work.batch, work.examples)
-    else:
-        with randomness or nullcontext(), autocast(replica.device.kind, work.precision):
-            loss = objective(replica.module, work.batch, work.examples)
-    return loss, randomness
+    randomness = ShardRandomness(work.random_seed)
+    with randomness, autocast(replica.device.kind, work.precision):
+        return objective(replica.module, work.batch, work.examples), randomness
 
 
-def _backward(replica: Replica, total: torch.Tensor, randomness: ShardRandomness | None) -> None:
+def _backward(replica: Replica, total: torch.Tensor, randomness: ShardRandomness) -> None:
     if total.requires_grad:
         if not replica.has_learned:
             _refuse_outer_model(total, replica)
-        if randomness is not None:
-            randomness.backward(total)
-        else:
+        with randomness:  # hooks may draw, and checkpoint draws again
             total.backward()
         if not replica.has_learned:
             if all(parameter.grad is None for parameter in replica.parameters):

@@ -28,7 +28,6 @@ from evenstep.shard.evaluation import Forward, Measure, Metric, measure_shard, p
 from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard
 from evenstep.shard.lockstep import Lockstep, ShardInStep, Turn, shard_here
 from evenstep.shard.partial_sum import PartialSum, add
-from evenstep.shard.random_ops import DrawWatch
 from evenstep.shard.sync_batch_norm import SyncedBatchNorm
 from evenstep.steps.group import Group
 from evenstep.steps.step import Attempt, Step
@@ -44,7 +43,6 @@ class IndependentExecutor:
     Attributes:
         engine: runs the work on the devices.
         group: the processes that train together.
-        watch: what is known about the model's random ops.
         adds_once: whether every backward pass so far added to each gradient at most once.
         programs: finds the compiled shards; None where shards are computed eagerly.
         pace: how fast each device computes shards.
@@ -62,7 +60,6 @@ class IndependentExecutor:
         self.replicas = replicas
         self.engine = engine
         self.group = group
-        self.watch = DrawWatch([device.torch_device for device in engine.devices])
         self.adds_once = True
         self.programs = ShardPrograms(experiment, replicas) if experiment.compile else None
         self.pace = Pace(len(engine.devices))
@@ -128,9 +125,8 @@ class IndependentExecutor:
         )
 
     def take_opening(self, attempt: Attempt) -> None:
-        """Take the model's buffers as the step's opening values, and start to watch for draws."""
+        """Take the model's buffers as the step's opening values."""
         self.replicas.open_step()
-        attempt.before = self.watch.states()
 
     def compute(
         self, attempt: Attempt, lane: int, batches: Mapping[int, Batch] | None = None
@@ -211,7 +207,7 @@ class IndependentExecutor:
 
         self.replicas.open_step()
         try:
-            return self.watch.repeat(attempt)
+            return attempt()
         finally:
             self.replicas.restore_opening()
             self._timekeeper.rest()
@@ -268,7 +264,7 @@ class IndependentExecutor:
         shard: int,
         batches: Mapping[int, Batch] | None,
     ) -> ShardWork:
-        cut, watch = attempt.cut, self.watch
+        cut = attempt.cut
         lo, hi = cut.bounds[shard]
         batch = batches.get(shard) if batches else None
         if batch is None:
@@ -279,7 +275,7 @@ class IndependentExecutor:
             shard,
             batch,
             None if cut.filled == 1 else hi - lo,
-            attempt.seed(shard) if watch.draws else None,
+            attempt.seed(shard),
             self._autocast_dtype,
             attempt.programs.get(hi - lo) if attempt.programs else None,
         )

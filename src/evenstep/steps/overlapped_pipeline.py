@@ -40,9 +40,6 @@ class OverlappedPipeline(Pipeline):
 
     def _start(self, step: Step) -> None:
         engine, executor, attempt = self._engine, self._executor, step.attempt
-        if self._overlap and self._replicas.was_refreshed:
-            executor.watch.look_again()
-            self._replicas.was_refreshed = False
         executor.open(step)
         copies = self._copies(attempt) if self._overlap else []
         shards = self._shards(attempt, copies)

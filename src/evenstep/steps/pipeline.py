@@ -21,7 +21,7 @@ from evenstep.engine.engine import PATIENCE_S
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
 from evenstep.profiling.clock import ADD_UP_EVERY, Timekeeper
 from evenstep.steps.executor import IndependentExecutor
-from evenstep.steps.recovery import DrawsSeenError, Recovery
+from evenstep.steps.recovery import Recovery
 from evenstep.steps.step import Attempt, Step, StepLoss
 
 
@@ -56,7 +56,7 @@ class Pipeline(abc.ABC):
         self._replicas = executor.replicas
         self._timekeeper = timekeeper
         self._overlap = max_in_flight > 1
-        self._recovery = Recovery(executor, restores_generators=not self._overlap)
+        self._recovery = Recovery(executor)
         self._lost_after_s = lost_after_s
         self._abandoned = abandoned
 
@@ -72,7 +72,7 @@ class Pipeline(abc.ABC):
             self.abandon(error)
             self._give_up([] if step.is_taken or step.error else [step], error)
             raise
-        if not self._overlap or self._executor.watch.is_first_step:
+        if not self._overlap:
             self.wait()
         return StepLoss(step, self.wait_until)
 
@@ -106,7 +106,6 @@ class Pipeline(abc.ABC):
         if not self.steps:
             return
         steps = [*self.steps]
-        self._recovery.undo_draws(steps[0])
         self._forget()
         self._give_up(steps, error)
         interruptible(self._executor.group.reducer.announce_failure, steps[0], error)
@@ -131,7 +130,6 @@ class Pipeline(abc.ABC):
 
     def _close_oldest(self) -> None:
         self.steps.popleft().release()
-        self._executor.watch.is_first_step = False
 
     def _retry(self) -> None:
         """Attempt all unfinished steps again, the oldest of which has failed."""
@@ -180,8 +178,6 @@ class Pipeline(abc.ABC):
     def _end(self, step: Step) -> None:
         """Reduce a step whose own shards are done, and update the model."""
         began_s, attempt = time.perf_counter(), step.attempt
-        if self._executor.watch.drew(attempt.before):
-            raise DrawsSeenError(f"step {step.number} drew from the default generator")
         self._replicas.refuse_written_by_shards()
         attempt.commit()
         try:

@@ -26,7 +26,6 @@ from evenstep.shard.forward_backward import Leaf, ShardWork
 from evenstep.shard.lockstep import Lockstep
 from evenstep.shard.loss import ShardObjective
 from evenstep.shard.partial_sum import PartialSum
-from evenstep.shard.random_ops import States
 
 SeedOf: TypeAlias = Callable[[int], int]
 """Returns the seed of a shard's random ops from the shard's number."""
@@ -114,7 +113,6 @@ class Attempt:
         self.tree: TreeSum[PartialSum] | None = None
         self.sending: GradientReduction | None = None
         self.programs: Mapping[int, Program] = {}
-        self.before: States | None = None
         self.clock = StepClock(ready_s)
         self.dropped = False
         self.committed = False

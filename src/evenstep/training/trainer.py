@@ -896,7 +896,6 @@ class Trainer(Habits):
             cursor=self.cursor,
             seeds_at=None if self.cursor == self.position.seeds_at else self.position.seeds_at,
             steps_done=self.steps_done,
-            draws_random=self._executor.watch.draws,
             compiles=self._executor.programs.compiles if self._executor.programs else None,
             model=training_state.ModelState.of(self.model),
             optimizer=training_state.optimizer_state(self.optimizer),
@@ -1132,9 +1131,8 @@ class Trainer(Habits):
         """Check the code on the batch of a step that has not begun."""
         self._pipeline.wait()
         self._follow_user()
-        draws = self._executor.watch.draws
         attempt = step.attempt
-        self._self_check.run(step.number, attempt.cut, attempt.seed, step.objective, draws=draws)
+        self._self_check.run(step.number, attempt.cut, attempt.seed, step.objective)
         self._timekeeper.rest()
 
     def _abandoned(self, step: Step) -> None:
@@ -1264,7 +1262,6 @@ class Trainer(Habits):
         self._sources.restore(saved.data)
         if saved.within_rounding and not self.within_rounding:
             self._note_rounding("the checkpoint is of devices, or processes, of other kinds")
-        self._executor.watch.draws = saved.draws_random
         if self._executor.programs:
             self._executor.programs.compiles = saved.compiles
         saved.check_fingerprint(self.fingerprint())
