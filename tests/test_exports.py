@@ -195,7 +195,6 @@ EXPORTS = {
         "OptimizerProxy",
         "Replica",
         "Replicas",
-        "broadcast",
         "channels_last_weights",
         "check_followed",
         "check_trainable",
@@ -211,6 +210,7 @@ EXPORTS = {
     "evenstep.shard": [],
     "evenstep.steps": [],
     "evenstep.training": [],
+    "evenstep.training.evaluation": [],
 }
 PACKAGES = {
     ".".join(["evenstep", *path.parent.relative_to(SOURCE).parts]): path

@@ -84,7 +84,7 @@ def test_an_error_of_the_writer_is_raised_by_the_next_call(tmp_path, use):
         trainer.save(tmp_path / "file", aside=True)
         with pytest.raises(SaveError, match="in the way"):
             use(trainer, tmp_path / "good")
-        if trainer._is_open:
+        if trainer._session.is_open:
             trainer.save(tmp_path / "good")
 
 
@@ -94,7 +94,7 @@ def test_a_step_raises_an_error_of_the_writer_and_is_not_taken(tmp_path):
         run(trainer, 1)
         trainer.save(tmp_path / "file", aside=True)
         with contextlib.suppress(SaveError):
-            trainer._saves.pending.result()
+            trainer._saver.writer.pending.result()
         with pytest.raises(SaveError, match="in the way"):
             run(trainer, 2)
         assert trainer.steps_done == 1

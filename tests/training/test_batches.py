@@ -148,8 +148,10 @@ def test_a_shared_tensor_that_is_written_to_in_flight_is_refused():
         model, optimizer, objective=weighted, devices=1, max_in_flight=2
     ) as trainer:
         trainer.step(*first)
-        cut = trainer._group.cut
-        trainer._group.cut = lambda *given: written(cut(*given), second[1]["weights"].tensor)
+        cut = trainer._executor.group.cut
+        trainer._executor.group.cut = lambda *given: written(
+            cut(*given), second[1]["weights"].tensor
+        )
         trainer.step(*second)
         with pytest.raises(BatchError, match="the batch was written to"):
             trainer.waitall()

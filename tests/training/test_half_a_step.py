@@ -294,8 +294,8 @@ def test_ctrl_c_while_a_checkpoint_is_awaited_does_not_forget_it(tmp_path, monke
         with pytest.raises(KeyboardInterrupt):
             trainer.wait_for_save()
         pressed.join()
-        assert isinstance(trainer._saves, AsyncWriter)
-        assert trainer._saves.pending is not None
+        assert isinstance(trainer._saver.writer, AsyncWriter)
+        assert trainer._saver.writer.pending is not None
         let_go.set()
         trainer.wait_for_save()
-        assert trainer._saves.pending is None
+        assert trainer._saver.writer.pending is None

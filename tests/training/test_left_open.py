@@ -174,7 +174,8 @@ CALLS = {
     "close": lambda trainer: trainer.close(),
 }
 
-PASSIVE = {"compile_s", "contract", "cursor", "hybridized", "load", "steps_done"}
+PASSIVE = {"compile_s", "contract", "cursor", "hybridized", "load", "position", "steps_done"}
+PASSIVE |= {"within_rounding"}
 """What needs no thread: it may be read in a fork too."""
 
 

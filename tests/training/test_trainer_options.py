@@ -78,7 +78,7 @@ def test_the_allocator_can_be_left_alone(tune_malloc, monkeypatch):
         entered.append(enabled)
         return real(enabled)
 
-    real = evenstep.training.trainer.kept_memory
-    monkeypatch.setattr(evenstep.training.trainer, "kept_memory", noted)
+    real = evenstep.training.session.kept_memory
+    monkeypatch.setattr(evenstep.training.session, "kept_memory", noted)
     trained(tune_malloc=tune_malloc)
     assert entered == [tune_malloc]

@@ -38,7 +38,7 @@ def contiguous_runs(items: Sequence[int], speeds: Sequence[float]) -> list[list[
     """
     total = sum(speeds)
     shares = [len(items) * speed / total for speed in speeds]
-    lengths = [int(share) for share in shares]
+    lengths = [*map(int, shares)]
     by_remainder = sorted(
         range(len(speeds)), key=lambda device: (lengths[device] - shares[device], device)
     )

@@ -61,6 +61,11 @@ class AsyncWriter:
             self._thread.shutdown(wait=self.pending is None)
             self._thread = None
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it can write."""
+        return self._thread is not None
+
     def start(self, folder: Path, state: TrainingState, entries: Entries, keep: int) -> None:
         """Copy a training state, and start writing the copy (see `write_state`).
 

@@ -1,17 +1,17 @@
 """Copies of the user's model for the devices, and a proxy of the optimizer for steps in flight."""
 
 from evenstep.replicas.buffer_rules import JUDGE
-from evenstep.replicas.layouts import channels_last_weights
-from evenstep.replicas.optimizer_proxy import OptimizerProxy, inner_optimizers
-from evenstep.replicas.replica import Replica, broadcast
-from evenstep.replicas.replicas import (
-    Replicas,
+from evenstep.replicas.checks import (
     check_followed,
     check_trainable,
-    move_home,
     refuse_strangers,
     written_error,
 )
+from evenstep.replicas.copying import move_home
+from evenstep.replicas.layouts import channels_last_weights
+from evenstep.replicas.optimizer_proxy import OptimizerProxy, inner_optimizers
+from evenstep.replicas.replica import Replica
+from evenstep.replicas.replicas import Replicas
 from evenstep.replicas.settings import (
     is_plain,
     layer_settings,
@@ -24,7 +24,6 @@ __all__ = [
     "OptimizerProxy",
     "Replica",
     "Replicas",
-    "broadcast",
     "channels_last_weights",
     "check_followed",
     "check_trainable",

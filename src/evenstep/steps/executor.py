@@ -41,12 +41,17 @@ class IndependentExecutor:
     """Computes each shard by itself; devices that are done take shards from slower ones.
 
     Attributes:
+        side_by_side: whether the shards of a step are in progress at the same time.
+        experiment: the choices that the result depends on.
+        replicas: the replicas of the model.
         engine: runs the work on the devices.
         group: the processes that train together.
         adds_once: whether every backward pass so far added to each gradient at most once.
         programs: finds the compiled shards; None where shards are computed eagerly.
         pace: how fast each device computes shards.
     """
+
+    side_by_side = False
 
     def __init__(
         self,
@@ -294,6 +299,8 @@ class LockstepExecutor(IndependentExecutor):
     Every device runs one of its shards at a time, and switches to another one where a shard waits
     for the others. All devices get the same number of shards, and none is stolen.
     """
+
+    side_by_side = True
 
     def assign(self, attempt: Attempt) -> None:
         """Give every device the same number of shards."""

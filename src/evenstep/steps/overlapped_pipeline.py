@@ -13,8 +13,6 @@ from evenstep.batch import Batch
 from evenstep.engine import Task
 from evenstep.engine.task import PLAIN
 from evenstep.errors import InputError, PeerError
-from evenstep.profiling.clock import Timekeeper
-from evenstep.steps.executor import IndependentExecutor
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.step import Attempt, Step
 
@@ -29,10 +27,8 @@ class OverlappedPipeline(Pipeline):
     the end, while the copies of the next step's examples do not.
     """
 
-    def __init__(
-        self, executor: IndependentExecutor, timekeeper: Timekeeper, **options: Any
-    ) -> None:
-        super().__init__(executor, timekeeper, **options)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         devices = self._engine.devices
         kinds = {(device.kind, device.threads) for device in devices}
         self._any_lane = len(kinds) == 1 and devices[0].kind == "cpu"

@@ -9,20 +9,28 @@ from __future__ import annotations
 import abc
 import contextvars
 import functools
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from evenstep.batch.assignment import Help
+from evenstep.contract import refuse_modes
 from evenstep.distributed.step_report import AgainError
 from evenstep.engine.engine import PATIENCE_S
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
+from evenstep.engine.lanes import has_own_modes
+from evenstep.engine.task import PLAIN, Task
+from evenstep.errors import DeviceLostError, InputError
 from evenstep.profiling.clock import ADD_UP_EVERY, Timekeeper
 from evenstep.steps.executor import IndependentExecutor
 from evenstep.steps.recovery import Recovery
-from evenstep.steps.step import Attempt, Step, StepLoss
+from evenstep.steps.step import Attempt, Progress, Step, StepLoss
+from evenstep.steps.update import Update
 
 
 class Pipeline(abc.ABC):
@@ -30,35 +38,107 @@ class Pipeline(abc.ABC):
 
     Args:
         executor: computes the shards of a step.
+        update: ends steps.
         timekeeper: receives the times of finished steps.
+        progress: goes back when steps are abandoned.
         max_in_flight: how many steps may be unfinished at once.
         lost_after_s: how long a device may be at one shard while another one waits.
-        abandoned: called with the first step that was not finished when steps are abandoned.
 
     Attributes:
         steps: the steps that are not finished.
-        left_an_update: whether a device was given up that may have been in the middle of an update.
     """
 
     def __init__(
         self,
         executor: IndependentExecutor,
+        update: Update,
         timekeeper: Timekeeper,
+        progress: Progress,
         *,
         max_in_flight: int,
         lost_after_s: float,
-        abandoned: Callable[[Step], None],
     ) -> None:
         self.steps: deque[Step] = deque()
-        self.left_an_update = False
+        self._left_an_update = False
         self._executor = executor
         self._engine = executor.engine
         self._replicas = executor.replicas
+        self._update = update
         self._timekeeper = timekeeper
+        self._progress = progress
         self._overlap = max_in_flight > 1
         self._recovery = Recovery(executor)
         self._lost_after_s = lost_after_s
-        self._abandoned = abandoned
+
+    # ---- before a step
+
+    def make_room(self, leave: int, *, may_be_written: bool) -> None:
+        """Wait until at most `leave` steps are in flight, and bring the replicas up to date.
+
+        Args:
+            leave: the number of steps.
+            may_be_written: whether the user may have written to the parameters past torch's version
+                counters since the replicas were brought up to date.
+
+        Raises:
+            DeadlockError: the caller is a task.
+            InputError: the caller's autocast, or a mode of torch, would not reach the lanes.
+            DeviceLostError: a device was given up that training needs.
+        """
+        self._refuse_here()
+        if self.steps:
+            may_compile = self._executor.programs is not None  # beside nothing in flight
+            self.wait(leave=0 if may_compile else leave)
+        if self.steps and (self._replicas.is_outdated or self._update.is_outdated):
+            self.wait()
+        if not self.steps:
+            if may_be_written:
+                self._replicas.mark_written()
+            self.follow_user()
+
+    def _refuse_here(self) -> None:
+        """Refuse to compute for a caller whose settings the lanes don't have, or in a lane."""
+        engine = self._engine
+        if self._executor.side_by_side or threading.get_ident() in engine.lanes.threads:
+            engine.refuse_inside("take a step, or evaluate")
+        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+            raise InputError(
+                "torch.autocast around a step is not propagated to the worker threads: use "
+                'Trainer(precision="bf16") instead'
+            )
+        if engine.given_up:
+            self.refuse_given_up()
+        if has_own_modes():
+            refuse_modes(engine.devices[0].torch_device)
+
+    def follow_user(self) -> None:
+        """Bring replicas and update up to what the user did to the model and the optimizer."""
+        if self._replicas.refresh():
+            self.run_in_first_lane(self._replicas.update_copies)
+        self._update.follow_user()
+
+    def run_in_first_lane(self, function: Callable[[], None]) -> None:
+        """Run `function` where the update is done, and wait for it, also if Ctrl-C is pressed."""
+        task = Task(function, lane=self._engine.first_lane, modes=PLAIN, quiet=True)
+        self._engine.submit_tasks([task])
+        self._engine.drain(task, patience_s=math.inf)
+        if task.error is not None:
+            raise task.error
+
+    def refuse_given_up(self) -> None:
+        """Refuse to go on if a device is at work that was given up, and that training needs."""
+        engine = self._engine
+        if not engine.given_up:
+            return
+        may_go_on = self._replicas.drop_lanes(engine.lost_lanes)
+        if self._left_an_update or not may_go_on:
+            lost = ", ".join(str(engine.devices[lane]) for lane in sorted(engine.given_up))
+            raise DeviceLostError(
+                f"Ctrl-C was pressed again while {lost} was at work on the model, and was not "
+                f"waited for: load the last checkpoint in a new process"
+            )
+
+    # ---- steps, begun and waited for
 
     def submit(self, step: Step) -> StepLoss:
         """Begin a step; return a handle of its mean loss at once.
@@ -85,6 +165,15 @@ class Pipeline(abc.ABC):
         while len(self.steps) > leave:
             self._finish_oldest()
 
+    def finish(self) -> None:
+        """Wait for every step; afterwards the user may read and change model and optimizer."""
+        INTERRUPTS.follow()
+        self.wait()
+        self.refuse_given_up()
+        self._update.give_back()
+        self._replicas.mark_written()
+        self._timekeeper.rest()
+
     @INTERRUPTS.uninterrupted
     def wait_until(self, step: Step) -> None:
         """Wait until `step` is finished; raise as `wait` does."""
@@ -96,7 +185,7 @@ class Pipeline(abc.ABC):
     def abandon(self, error: BaseException) -> None:
         """Drop the steps whose update has not begun, and leave the model as it was before them."""
         self._drop_all()
-        self.left_an_update |= bool(self._engine.given_up) and any(
+        self._left_an_update |= bool(self._engine.given_up) and any(
             step.attempt.committed and not step.finished for step in self.steps
         )
         while self.steps and self.steps[0].is_taken:
@@ -156,7 +245,8 @@ class Pipeline(abc.ABC):
             step.error = step.error or error
             step.release()
         if steps:
-            self._abandoned(steps[0])
+            self._progress.go_back(steps[0])
+            self._update.renew()
 
     def _forget(self) -> None:
         self.steps.clear()
@@ -221,10 +311,8 @@ class Pipeline(abc.ABC):
 class DirectPipeline(Pipeline):
     """One step at a time: every lane computes its shards, the last one to finish ends the step."""
 
-    def __init__(
-        self, executor: IndependentExecutor, timekeeper: Timekeeper, **options: Any
-    ) -> None:
-        super().__init__(executor, timekeeper, **options)
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         self._help = Help()
 
     def _start(self, step: Step) -> None:

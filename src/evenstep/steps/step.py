@@ -50,11 +50,6 @@ class Position(NamedTuple):
     batch: int = 0
     data: Cursor | None = None
 
-    def after_step(self, drawn: Cursor) -> Position:
-        """Return the position after one more step; `drawn` is the place behind its batch."""
-        data = None if self.data is None else drawn
-        return Position(self.steps_done + 1, self.epoch, self.batch + 1, data)
-
     def at(self, data: Cursor) -> Position:
         """Return the position with another place in the data, maybe in a later epoch."""
         if data.epoch > self.epoch:
@@ -70,6 +65,46 @@ class Position(NamedTuple):
     def seeds_at(self) -> Cursor:
         """What the next step's random ops are seeded with."""
         return Cursor(self.epoch, self.batch)
+
+
+class Progress:
+    """How far a training is.
+
+    Attributes:
+        position: the position before the next step.
+        drawn: the place behind the last batch that `Trainer.epoch` has yielded.
+    """
+
+    def __init__(self) -> None:
+        self.position = Position()
+        self.drawn = Cursor()
+
+    def advance(self) -> None:
+        """Count one more step, on the last batch that was drawn."""
+        done, epoch, batch, data = self.position
+        self.position = Position(done + 1, epoch, batch + 1, None if data is None else self.drawn)
+
+    def go_back(self, step: Step) -> None:
+        """Go back to the position before `step`, which was not taken.
+
+        Its batch may be trained on again, until the loop draws the next one.
+        """
+        if step.number <= self.position.steps_done:  # one before it may be abandoned, too
+            self.position = step.position
+
+    def draw(self, place: Cursor) -> None:
+        """Note that the batch at `place` was drawn."""
+        self.position = self.position.at(place)
+        self.drawn = Cursor(place.epoch, place.step + 1)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Note that all batches of an epoch were drawn."""
+        self.drawn = Cursor(epoch + 1)
+        self.position = self.position.at(self.drawn)
+
+    def resume(self, position: Position, drawn: Cursor) -> None:
+        """Go to where a training was saved."""
+        self.position, self.drawn = position, drawn
 
 
 class Attempt:

@@ -15,12 +15,12 @@ from torch import nn
 
 from evenstep.collectives import tree_sum
 from evenstep.errors import ContractError, ModelError, NonFiniteLossError
-from evenstep.replicas import OptimizerProxy, Replicas, broadcast
+from evenstep.replicas import OptimizerProxy, Replicas, check_followed
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
 from evenstep.shard.partial_sum import PartialSum, closing_buffers, divide_gradients, receive
 from evenstep.steps.outputs import join_step_outputs
-from evenstep.steps.step import Finish, Step
+from evenstep.steps.step import Step
 
 Hook: TypeAlias = Callable[[nn.Module], object]
 """The user's `before_update` or `after_update`: called with the module, in the update."""
@@ -39,6 +39,8 @@ class Update:
     Attributes:
         may_step_elsewhere: whether the user may step the optimizer, since the last step has left
             its gradients to the user.
+        record: returns the hyper-parameters that a step is submitted with, where the user may
+            change them before its update.
     """
 
     def __init__(
@@ -55,7 +57,9 @@ class Update:
         self._after_update = after_update
         self._clip_norm = clip_norm
         self.may_step_elsewhere = False
+        self.record: Callable[[], Sequence[Any]] = tuple
         self._is_stepping = False
+        self._known = {*replicas.home.parameters}  # those that the optimizer was made for
 
     def __call__(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
         """Settle the loss and update the model; called in a lane."""
@@ -89,7 +93,26 @@ class Update:
         if self._clip_norm is not None:
             self._clip(step, self._replicas.home.parameters)
 
-    def minimise(self, closure: Closure) -> None:
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the user has changed the optimizer since `follow_user`, for steps in flight."""
+        return False
+
+    def follow_user(self) -> None:
+        """Follow what the user did to the model's layers and to the optimizer."""
+        replicas = self._replicas
+        if replicas.were_rebuilt:
+            check_followed(replicas.home.module, self._optimizer, self._known)
+            self._known = {*replicas.home.parameters}
+            replicas.were_rebuilt = False
+
+    def give_back(self) -> None:
+        """Leave the optimizer to the user; no step is in flight."""
+
+    def renew(self) -> None:
+        """Follow the user's optimizer again, after steps that were not taken."""
+
+    def minimise(self, closure: Callable[[], float]) -> None:
         """Update with an optimizer that evaluates the batch by `closure`."""
         self._step(closure)
 
@@ -101,12 +124,6 @@ class Update:
         self._receive(root)
         self._replicas.write_buffers(closing_buffers(root))
         self._close()
-
-    def update_copies(self) -> None:
-        """Copy the updated parameters to every memory that holds copies of them."""
-        for replica in self._replicas.copies:
-            broadcast(self._replicas.home, replica)
-        self._replicas.mark_synchronised()
 
     def refuse_foreign_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]
@@ -137,7 +154,7 @@ class Update:
         self.install(step, count, root)
         self._step()
 
-    def _step(self, *closure: Closure) -> None:
+    def _step(self, *closure: Callable[[], float]) -> None:
         self._is_stepping = True
         try:
             self._optimizer.step(*closure)
@@ -232,6 +249,25 @@ class ProxyUpdate(Update):
         super().__init__(optimizer, replicas, before_update, after_update, clip_norm)
         self._proxy = proxy
         self._shown: Sequence[torch.Tensor | None] = ()
+        self.record = proxy.record
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the user has changed the optimizer since `follow_user`, for steps in flight."""
+        return not self._proxy.fits
+
+    def follow_user(self) -> None:
+        """Follow what the user did to the model's layers and to the optimizer."""
+        super().follow_user()
+        self._proxy.mark() if self._proxy.fits else self._proxy.renew()
+
+    def give_back(self) -> None:
+        """Leave the optimizer to the user; no step is in flight."""
+        self._proxy.give_back()
+
+    def renew(self) -> None:
+        """Follow the user's optimizer again, after steps that were not taken."""
+        self._proxy.renew()
 
     def _close_buffers(self, root: PartialSum) -> None:
         self._replicas.refuse_written()
@@ -242,7 +278,7 @@ class ProxyUpdate(Update):
         try:
             super()._close()
         finally:
-            self.update_copies()
+            self._replicas.update_copies()
             self._proxy.mark()
 
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
@@ -278,45 +314,6 @@ class ProxyUpdate(Update):
         self._shown = gradients
 
 
-class Closure:
-    """What an optimizer calls that evaluates the batch as often as it likes (LBFGS).
-
-    Such an optimizer writes parameters between evaluations, and needs gradients that can be viewed
-    as flat vectors.
-
-    Args:
-        evaluate: computes the batch's shards once, calls the given function at the end, and waits.
-        update: puts gradients where the optimizer reads them.
-        replicas: their buffers are reset before each evaluation.
-
-    Attributes:
-        first: the first evaluation.
-        root: the sum over the shards of the last evaluation.
-    """
-
-    def __init__(
-        self, evaluate: Callable[[Finish], Step], update: Update, replicas: Replicas
-    ) -> None:
-        self._evaluate = evaluate
-        self._update = update
-        self._replicas = replicas
-        self.first: Step | None = None
-        self.root: PartialSum | None = None
-
-    def __call__(self) -> float:
-        """Evaluate the batch once; return its mean loss."""
-        step = self._evaluate(self._install)
-        self.first = self.first or step
-        return step.loss
-
-    def _install(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
-        step.loss, count = settle(step, leaves)
-        root.gradients = [g if g is None else g.contiguous() for g in root.gradients]
-        self._replicas.restore_opening()
-        self._update.install(step, count, root)
-        self.root = root
-
-
 def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
     """Return the step's mean loss, and the count by which its gradients are to be divided.
 
@@ -328,13 +325,17 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
     if not 0 < count < math.inf:
         _refuse_count(step, leaves, count)
     totals = [None if leaf is None else float(leaf[0]) for leaf in leaves]
-    mend = "Try a lower learning rate, clip gradients in before_update, or look at those examples"
-    _refuse_non_finite(step, "loss", totals, mend)
+    mean = sum_floats(totals) / count
+    if not math.isfinite(mean):
+        mend = (
+            "Try a lower learning rate, clip gradients in before_update, or look at those examples"
+        )
+        _refuse_non_finite(step, "loss", totals, mend)
     if len(leaves[0] or ()) > 2:
         part = step.part
         examples = [hi - lo for lo, hi in part.bounds]
         step.outputs = join_step_outputs(leaves, examples, [*dict.fromkeys((part.dim, 0))])
-    return sum_floats(totals) / count, count
+    return mean, count
 
 
 def _refuse_count(step: Step, leaves: Sequence[Leaf | None], count: float) -> NoReturn:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from torch import nn, optim
 
+from evenstep.batch import Batch
 from evenstep.checkpoint import fingerprint as fingerprints
+from evenstep.distributed.process_group import END
 from evenstep.engine.interrupts import interruptible
+from evenstep.errors import DivergedError, PeerError
 from evenstep.replicas import layer_settings, optimizer_settings
 from evenstep.shard.loss import Loss
-from evenstep.steps.group import FINGERPRINT, Group
+from evenstep.steps.group import FINGERPRINT
+from evenstep.training.arguments import Layout
+from evenstep.training.parts import Parts
 
 
 class Agreement:
@@ -18,57 +25,108 @@ class Agreement:
         model: the user's model.
         optimizer: the user's optimizer.
         loss: the loss that the trainer was given.
-        every: the number of steps between two comparisons of states.
+        parts: the parts of the trainer's steps.
+        layout: the choices that the result does not depend on.
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: optim.Optimizer, loss: Loss | None, every: int
+        self,
+        model: nn.Module,
+        optimizer: optim.Optimizer,
+        loss: Loss | None,
+        parts: Parts,
+        layout: Layout,
     ) -> None:
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
-        self._every = every
+        self._executor = parts.executor
+        self._pipeline = parts.pipeline
+        self._progress = parts.progress
+        self._every = layout.check_every
+        self._allow_rounding = layout.allow_rounding
         self._began_at = self._compared_at = 0  # steps done
 
-    def begin(self, steps_done: int) -> None:
+    def begin(self) -> None:
         """Note that the processes open their trainers, whose states are equal."""
-        self._began_at = self._compared_at = steps_done
+        self._began_at = self._compared_at = self._steps_done
 
-    def is_due(self, steps_done: int) -> bool:
-        """Whether what a step is given is compared before it."""
-        return steps_done % self._every == 0
+    def compare_if_due(self) -> None:
+        """Compare states before the next step, if that is due."""
+        if self._steps_done == self._began_at + 1 or (self._steps_done > 0 and self._is_due):
+            self.compare("step")
 
-    def is_state_due(self, steps_done: int) -> bool:
-        """Whether states are compared before the next step; none needs it that follows none."""
-        return steps_done == self._began_at + 1 or (steps_done > 0 and self.is_due(steps_done))
+    def compare_at_end(self) -> None:
+        """Compare states when the trainer is closed, unless that was done after the last step."""
+        if self._steps_done != self._compared_at:
+            self.compare(END)
 
-    def is_state_compared(self, steps_done: int) -> bool:
-        """Whether states have been compared after `steps_done` steps."""
-        return steps_done == self._compared_at
-
-    def compare_states(self, group: Group, steps_done: int, call: str) -> None:
+    def compare(self, call: str, other: nn.Module | None = None) -> None:
         """Make sure that all processes are in the same state (a flipped bit would spread).
 
         Args:
-            group: the processes, in none of which a step is in flight.
-            steps_done: the number of steps done.
             call: the trainer's method that compares them.
+            other: another model, which must be the same in all processes, too.
 
         Raises:
             DivergedError: a process is in another state; the message names what differs first.
             PeerError: a process is lost.
         """
-        self._compared_at = steps_done
+        group = self._executor.group
+        if group.is_alone:
+            return
+        if group.differences:
+            self._pipeline.finish()  # what is compared is written to
+        else:
+            self._pipeline.wait()
+        self._compared_at = steps_done = self._steps_done
         interruptible(group.compare_states, self._state, steps_done, call)
+        if other is not None:
+            state = dict(other.state_dict())
+            interruptible(group.compare_states, lambda: (state, {}), steps_done, call)
+
+    def compare_to_save(self) -> PeerError | None:
+        """Compare states before a checkpoint; return the error if another process is lost.
+
+        What this process has is worth a checkpoint then, too.
+        """
+        try:
+            self.compare("save")
+        except DivergedError:
+            raise
+        except PeerError as error:
+            if error.rank is None:
+                raise
+            return error
+        return None
+
+    def digest_of(self, batch: Batch) -> int:
+        """Return the digest of a step's batch, if the processes compare it."""
+        return self._executor.group.digest_of(batch, is_due=self._is_due)
 
     def facts(self) -> dict[str, object]:
-        """Return what must be the same in every process about model, loss and optimizer."""
+        """Return what must be the same in every process."""
+        position = self._progress.position
         return {
+            **dataclasses.asdict(self._executor.experiment),
+            "allow_rounding": self._allow_rounding,
             **layer_settings("layer", self._model),
             **self._loss_facts(),
             **optimizer_settings(self._optimizer),
             FINGERPRINT: fingerprints.fingerprint(self._model, self._optimizer),
+            "the steps done": position.steps_done,
+            "the place in the data": dataclasses.astuple(position.cursor),
+            "the place of the seeds": dataclasses.astuple(position.seeds_at),
         }
+
+    @property
+    def _steps_done(self) -> int:
+        return self._progress.position.steps_done
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether what the next step is given is compared before it."""
+        return self._steps_done % self._every == 0
 
     def _state(self) -> tuple[dict[str, object], dict[str, str]]:
         """Return tensors by name, and settings by name."""

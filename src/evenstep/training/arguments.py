@@ -4,29 +4,102 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypedDict
 
 import torch
 from torch import nn
 
-from evenstep.devices import Device
+from evenstep.callbacks import Callback
+from evenstep.checkpoint.user_state import Stateful
+from evenstep.devices import Device, Devices
+from evenstep.engine import Lanes
 from evenstep.errors import InputError, ModelError, shown
-from evenstep.experiment import Experiment, check_flag, check_integer, check_seconds
+from evenstep.experiment import (
+    BatchNorm,
+    BufferRule,
+    Experiment,
+    MemoryFormat,
+    Precision,
+    check_flag,
+    check_integer,
+    check_seconds,
+)
+from evenstep.shard.loss import UserObjective
 from evenstep.steps.executor import lockstep_option
+from evenstep.steps.update import Hook
 
 MOST_IN_FLIGHT = 1_000
 MOST_SECONDS = 31_536_000  # a year
 _MOST_SIDE_BY_SIDE = 1_024  # shards, each with a thread and a replica
 
 
-def check_numbers(
-    *, max_in_flight: int, check_every: int, peer_timeout_s: float, lost_after_s: float
-) -> None:
-    """Refuse numbers of steps and of seconds that are none, or out of range."""
-    check_integer("max_in_flight", max_in_flight, at_least=1, at_most=MOST_IN_FLIGHT)
-    check_integer("check_every", check_every, at_least=1, at_most=None)
-    check_seconds("peer_timeout_s", peer_timeout_s, at_most=MOST_SECONDS)
-    check_seconds("lost_after_s", lost_after_s, at_most=math.inf)
+class TrainerOptions(TypedDict, total=False):
+    """The keyword arguments of `Trainer` that `Trainer.load` takes too."""
+
+    objective: UserObjective | None
+    devices: Devices
+    experiment: Experiment | None
+    shards: int
+    seed: int
+    precision: Precision
+    memory_format: MemoryFormat
+    threads: int
+    compile: bool
+    hybridize: bool
+    batch_norm: BatchNorm
+    separable: bool
+    buffers: dict[str, BufferRule]
+    batch_dim: int
+    clip_norm: float | None
+    side_by_side: bool
+    before_update: Hook | None
+    after_update: Hook | None
+    scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    state: Mapping[str, Stateful] | None
+    callbacks: Sequence[Callback]
+    max_in_flight: int
+    lost_after_s: float
+    peer_timeout_s: float
+    allow_rounding: bool
+    check: str
+    check_every: int
+    tune_malloc: bool
+    lanes: Callable[[Sequence[Device]], Lanes]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Layout:
+    """The arguments of `Trainer` that the result does not depend on, besides the devices.
+
+    Raises:
+        InputError: a number of steps or of seconds is none, or out of range; a flag is none.
+    """
+
+    side_by_side: bool
+    max_in_flight: int
+    lost_after_s: float
+    peer_timeout_s: float
+    allow_rounding: bool
+    check_every: int
+    tune_malloc: bool
+    lanes: Callable[[Sequence[Device]], Lanes]
+
+    def __post_init__(self) -> None:
+        check_integer("max_in_flight", self.max_in_flight, at_least=1, at_most=MOST_IN_FLIGHT)
+        check_integer("check_every", self.check_every, at_least=1, at_most=None)
+        check_seconds("peer_timeout_s", self.peer_timeout_s, at_most=MOST_SECONDS)
+        check_seconds("lost_after_s", self.lost_after_s, at_most=math.inf)
+        check_flags(
+            side_by_side=self.side_by_side,
+            tune_malloc=self.tune_malloc,
+            allow_rounding=self.allow_rounding,
+        )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether steps may be in flight while the user's thread goes on."""
+        return self.max_in_flight > 1
 
 
 def check_flags(**flags: object) -> None:

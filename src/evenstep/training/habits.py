@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn
 
-from evenstep.data import Cursor
 from evenstep.engine.handle import Instead
-
-logger = logging.getLogger("evenstep")
 
 _LOOP = "write the loop, `for X, y in trainer.epoch(loader): trainer.step(X, y)`"
 _LOAD = "write evenstep.Trainer.load(folder, model, optimizer, loss)"
@@ -54,28 +50,3 @@ class Habits:
             f"{_LOAD.removeprefix('write ')} to resume; for the model alone, "
             f"torch.save(model.state_dict(), file)"
         )
-
-
-class EpochLoop:
-    """Says once that a loop over an epoch was left, because the next one then yields the rest."""
-
-    def __init__(self) -> None:
-        self._is_inside = self._has_said_it = False
-
-    def begins(self, place: Cursor) -> None:
-        """Note that a loop over an epoch begins at `place`."""
-        if self._is_inside and place.step and not self._has_said_it:
-            self._has_said_it = True
-            logger.warning(
-                "the loop over trainer.epoch was left after %d batch%s of epoch %d, so the next "
-                "one yields the rest of that epoch: to count whole epochs, write `while "
-                "trainer.cursor.epoch < epochs`",
-                place.step,
-                "es" * (place.step > 1),
-                place.epoch,
-            )
-        self._is_inside = True
-
-    def ends(self) -> None:
-        """Note that the epoch's last batch was drawn."""
-        self._is_inside = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from evenstep.batch.rng import derive_seed
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
 from evenstep.engine.interrupts import interruptible
-from evenstep.errors import BatchError, ModelError, add_note
+from evenstep.errors import BatchError, add_note
 from evenstep.shard.evaluation import (
     Forward,
     Measure,
@@ -25,14 +25,12 @@ from evenstep.shard.evaluation import (
     join_outputs,
 )
 from evenstep.steps.executor import IndependentExecutor
-from evenstep.steps.step import Position, SeedOf
+from evenstep.steps.step import Progress, SeedOf
 from evenstep.steps.update import sum_floats
-from evenstep.training.metric_objects import split_metrics
+from evenstep.training.evaluation.metric_objects import split_metrics
+from evenstep.training.evaluation.other_model import values_of
 
 _TENSOR = {torch.Tensor}
-
-Open: TypeAlias = Callable[[], None]
-"""Waits for the steps in flight, and brings the replicas up to date with the user's module."""
 
 
 class Evaluator:
@@ -42,28 +40,37 @@ class Evaluator:
         model: the user's module.
         executor: computes the shards of a batch.
         measure: gives the metrics what they are computed from.
+        progress: says how many steps were done.
+        open_flight: waits for the steps in flight, and brings the replicas up to date with `model`,
+            also after writes that only `may_be_written=True` reckons with.
     """
 
-    def __init__(self, model: nn.Module, executor: IndependentExecutor, measure: Measure) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        executor: IndependentExecutor,
+        measure: Measure,
+        progress: Progress,
+        open_flight: Callable[..., None],
+    ) -> None:
         self._model = model
         self._executor = executor
         self._measure = measure
+        self._progress = progress
+        self._open_flight = open_flight
 
     def evaluate(
         self,
         batches: Iterable[Batch],
         metrics: Mapping[str, Any],
         *,
-        position: Position,
-        open_batch: Open,
         other: nn.Module | None,
     ) -> dict[str, Any]:
         """Return each metric over all `batches` (see `Trainer.evaluate`)."""
         functions, objects = split_metrics(metrics, self._measure)
         sums, counted = dict.fromkeys(functions, (0.0, 0.0)), False
-        open_batch()
-        with evaluation_mode(self._model), values_of(other, self._model), _explained(batches):
-            for cut, seed in self._cuts(batches, position, open_batch, "evaluate"):
+        with self._evaluating(batches, other):
+            for cut, seed in self._cuts(batches, "evaluate"):
                 both: dict[str, Any] = {**functions, **objects}
                 shards = self._executor.measure(cut, self._measure, both, seed, [*objects])
                 counted = True
@@ -84,8 +91,6 @@ class Evaluator:
         forward: Forward,
         dim: int | None,
         *,
-        position: Position,
-        open_batch: Open,
         other: nn.Module | None,
     ) -> Batch:
         """Return the outputs for all `batches` (see `Trainer.predict`)."""
@@ -95,72 +100,34 @@ class Evaluator:
         examples: list[int] = []
         batch_dim = self._executor.experiment.batch_dim
         dims = [*dict.fromkeys((batch_dim, 0))] if dim is None else [dim]
-        open_batch()
-        with evaluation_mode(self._model), values_of(other, self._model), _explained(batches):
-            for cut, seed in self._cuts(batches, position, open_batch, "predict"):
+        with self._evaluating(batches, other):
+            for cut, seed in self._cuts(batches, "predict"):
                 outputs += self._executor.predict(cut, forward, seed)
                 examples += [hi - lo for lo, hi in cut.bounds[: cut.filled]]
         if not outputs:
             raise BatchError("predict got no examples: give at least one batch")
         return join_outputs(outputs, examples, dims)
 
-    def _cuts(
-        self, batches: Iterable[Batch], position: Position, open_batch: Open, call: str
-    ) -> Iterator[tuple[Cut, SeedOf]]:
+    @contextlib.contextmanager
+    def _evaluating(self, batches: Iterable[Batch], other: nn.Module | None) -> Iterator[None]:
+        """Inside `with`, the model is in evaluation mode, maybe with the values of another one."""
+        self._open_flight(may_be_written=True)
+        with evaluation_mode(self._model), values_of(other, self._model), _explained(batches):
+            yield
+
+    def _cuts(self, batches: Iterable[Batch], call: str) -> Iterator[tuple[Cut, SeedOf]]:
         """Yield each batch, cut into shards, and what returns the seeds of its shards."""
         executor, experiment = self._executor, self._executor.experiment
+        steps_done = self._progress.position.steps_done
         if isinstance(batches, Loader):
-            batches = executor.group.batches(batches, Cursor(), lambda: position.steps_done, call)
+            batches = executor.group.batches(batches, Cursor(), lambda: steps_done, call)
         for number, batch in enumerate(_each(batches)):
             whole = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
             arguments = nest(whole, experiment.batch_dim)
             interruptible(executor.group.refuse_other_batches, arguments, call, number)
-            cut = executor.group.cut(arguments, experiment.shards, position.steps_done)
-            open_batch()
+            cut = executor.group.cut(arguments, experiment.shards, steps_done)
+            self._open_flight()
             yield cut, functools.partial(derive_seed, "evaluation", experiment.seed, number)
-
-
-@contextlib.contextmanager
-def values_of(other: nn.Module | None, model: nn.Module) -> Iterator[None]:
-    """Inside `with`, give `model` the parameters and buffers of another module of its structure.
-
-    Args:
-        other: the module, such as an average of the model's weights; None for the model itself.
-        model: the user's model; at the end it has its own values again, bit for bit.
-
-    Raises:
-        ModelError: `other` has other parameters or buffers.
-    """
-    if other is None:
-        yield
-        return
-    own, theirs = _tensors_by_name(model), _tensors_by_name(other)
-    for name in {**own, **theirs}:
-        shapes = [
-            f"shape {tuple(each[name].shape)}" if name in each else "no tensor"
-            for each in (own, theirs)
-        ]
-        if shapes[0] != shapes[1]:
-            raise ModelError(
-                f"the given model has {shapes[1]} named {name}, the trainer's model {shapes[0]}: "
-                f"give a module of the same structure (of an AveragedModel, its .module)"
-            )
-    before = {name: tensor.clone() for name, tensor in own.items()}
-    try:
-        _copy_all(theirs, own)
-        yield
-    finally:
-        _copy_all(before, own)
-
-
-def _tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: tensor.detach() for name, tensor in named}
-
-
-def _copy_all(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
-    for name, target in targets.items():
-        target.copy_(sources[name])
 
 
 @contextlib.contextmanager

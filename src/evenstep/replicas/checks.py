@@ -1,0 +1,157 @@
+"""Refuses models and optimizers that can't be trained, with the reason and the way out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from evenstep.errors import ContractError, ModelError
+
+
+def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse a model or an optimizer that can't be trained.
+
+    Raises:
+        ContractError: a layer was compiled by the user.
+        ModelError: the model has lazy parameters or hooks on accumulated gradients, or the
+            optimizer holds parameters that are not the model's.
+    """
+    _refuse_scripted(model)
+    refuse_hooks_on_sums(model)
+    _refuse_compiled(model)
+    _refuse_without_data(model)
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ModelError(
+                f"the parameter {name} has no shape yet: run one batch through the model first"
+            )
+    refuse_strangers(model, optimizer)
+
+
+def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that holds parameters which are not the model's, or not any more."""
+    known = {id(parameter) for parameter in model.parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strangers = sum(id(parameter) not in known for parameter in held)
+    if strangers:
+        raise ModelError(
+            f"the optimizer holds {strangers} of {len(held)} parameters that are not the model's: "
+            f"make it from model.parameters(), after the last change to the model"
+        )
+
+
+def _refuse_scripted(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ModelError(
+                f"{f'the layer {name}' if name else 'the model'} was made by torch.jit.script or "
+                f"torch.jit.trace, which hides its layers: give the module that it was made from"
+            )
+
+
+def _refuse_without_data(model: nn.Module) -> None:
+    """Refuse parameters and buffers that can't be copied to a device, or shared."""
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if value.is_meta and not isinstance(value, nn.UninitializedParameter):
+            raise ModelError(
+                f"{name} of the model has no data (it is on torch's meta device): build the model "
+                f"on a device, or fill model.to_empty(device=...)"
+            )
+        if isinstance(value, nn.Parameter) and value.layout is not torch.strided:
+            raise ModelError(
+                f"{name} of the model is a sparse tensor ({value.layout}): train a dense one, such "
+                f"as {name}.to_dense()"
+            )
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse layers that the user has compiled.
+
+    How their code rounds depends on which shapes were seen first, and on what else was compiled at
+    the same time (measured with ResNet and Inductor: two trainings on one device differ).
+    """
+    for name, module in model.named_modules():
+        if module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable"):
+            raise ContractError(
+                f"{f'the layer {name}' if name else 'the model'} was compiled by torch.compile, so "
+                f"its rounding depends on which shards were computed first: give the module as it "
+                f"was before, and Trainer(compile=True), which compiles every size of shard once"
+            )
+
+
+def refuse_hooks_on_sums(model: nn.Module) -> None:
+    """Refuse hooks on accumulated gradients, which would see sums of some shards."""
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise ContractError(
+                f"the parameter {name} has a hook on its accumulated gradient, which would see "
+                f"sums of some shards: work on the mean gradient in before_update=..., or use "
+                f"register_hook, whose hooks get the mean gradient"
+            )
+
+
+def refuse_aliases(model: nn.Module) -> None:
+    """Refuse a buffer that a shard's forward pass could not have of its own."""
+    places = {_memory(parameter): name for name, parameter in model.named_parameters()}
+    for name, buffer in model.named_buffers():
+        place = _memory(buffer)
+        if place is not None and place in places:
+            raise ContractError(
+                f"the buffer {name} shares memory with the parameter {places[place]}, but every "
+                f"shard begins with buffers of its own: register a copy (`.detach().clone()`) and "
+                f"write it in after_update=..., or compute the view in forward"
+            )
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Return the address of a tensor's storage; None if it has none."""
+    if tensor.layout is not torch.strided or nn.parameter.is_lazy(tensor):
+        return None
+    return tensor.untyped_storage().data_ptr() or None
+
+
+def check_followed(
+    model: nn.Module, optimizer: torch.optim.Optimizer, known: set[nn.Parameter]
+) -> None:
+    """Refuse parameters that a change of the model has brought, and that nothing would train.
+
+    Args:
+        model: the user's module, with other layers than before.
+        optimizer: the user's optimizer.
+        known: the parameters that the model had before.
+
+    Raises:
+        ContractError: a new parameter that requires a gradient is in no group of the optimizer.
+    """
+    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    missing = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter not in known and id(parameter) not in held
+    ]
+    if missing:
+        raise ContractError(
+            f"the model was given new parameters that the optimizer does not hold, so they would "
+            f"not be trained: {_listed(missing)}. Add them with optimizer.add_param_group(...), "
+            f"freeze them with requires_grad_(False), or make a new optimizer and trainer"
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
+
+
+def written_error(names: list[str]) -> ContractError:
+    """Return the error for parameters that were written while shards were computed."""
+    many = len(names) > 1
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return ContractError(
+        f"the parameter{'s' * many} {shown} {'were' if many else 'was'} written in forward or in "
+        f"the objective, which every shard calls, several at the same time: write parameters (a "
+        f"momentum encoder, an average of the weights) once for each step, in "
+        f"Trainer(after_update=...)"
+    )

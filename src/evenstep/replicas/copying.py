@@ -1,0 +1,79 @@
+"""Copies the user's module for another device, and moves it to the first one."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import optree
+import torch
+from torch import nn
+
+from evenstep.devices import Device, carry
+from evenstep.errors import ContractError, ModelError, text_of
+
+
+def move_home(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> None:
+    """Move the user's model and the optimizer's state to `device`, in place."""
+    target = device.torch_device
+    if any(parameter.device != target for parameter in model.parameters()):
+        model.to(target)
+        for state in optimizer.state.values():
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                    state[key] = value.to(target)
+
+
+def copy_parameter(parameter: nn.Parameter, device: Device, *, share: bool) -> nn.Parameter:
+    """Return a replica's parameter, which has or shares the values of another one."""
+    data = parameter.detach() if share else carry(parameter, device)
+    replica = nn.Parameter(data, requires_grad=parameter.requires_grad)
+    replica.__dict__.update(parameter.__dict__)
+    return replica
+
+
+def copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Module:
+    """Return a copy of a module.
+
+    Args:
+        module: the module.
+        parameters: the copy's parameters, by the `id` of the module's own.
+
+    Raises:
+        ModelError: it can't be copied.
+        ContractError: the copy has layers in common with the module.
+    """
+    try:
+        copied = copy.deepcopy(module, {**_kept_results(module), **parameters})
+    except Exception as error:
+        raise ModelError(
+            f"the model {type(module).__name__} can't be copied for a second device: "
+            f"copy.deepcopy(model) fails with {type(error).__name__}: {text_of(error)}. Keep "
+            f"locks, files and computed tensors out of its attributes (or give it __deepcopy__), "
+            f"or train on one device"
+        ) from error
+    _refuse_shared(module, copied)
+    return copied
+
+
+def _refuse_shared(module: nn.Module, copied: nn.Module) -> None:
+    """Refuse a copy that has modules in common with the original, in which lanes would race."""
+    present = {id(one) for one in copied.modules()}
+    for name, one in module.named_modules():
+        if id(one) in present:
+            raise ContractError(
+                f"copy.deepcopy returns {f'the module {name}' if name else 'the model'} itself "
+                f"({type(one).__name__}.__deepcopy__), so devices would compute with one object at "
+                f"the same time: return a copy from __deepcopy__, or leave it out"
+            )
+
+
+def _kept_results(module: nn.Module) -> dict[int, torch.Tensor]:
+    """Return the results of a forward pass that layers keep in attributes, detached, by their `id`.
+
+    `copy.deepcopy` refuses tensors that have a graph.
+    """
+    attributes: Any = [vars(child) for child in module.modules()]
+    leaves: list[Any] = optree.tree_leaves(attributes)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return {id(one): one.detach().clone() for one in tensors if one.grad_fn is not None}

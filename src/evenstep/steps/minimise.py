@@ -1,0 +1,111 @@
+"""Steps with an optimizer that evaluates the batch as often as it likes, such as LBFGS."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import torch
+
+from evenstep.checkpoint.training_state import rolled_back_on_error
+from evenstep.devices import intra_op_threads
+from evenstep.shard.forward_backward import Leaf
+from evenstep.shard.partial_sum import PartialSum
+from evenstep.steps.executor import IndependentExecutor
+from evenstep.steps.pipeline import Pipeline
+from evenstep.steps.step import Progress, Step, StepLoss
+from evenstep.steps.update import Update, settle
+
+
+def minimises(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer needs a closure that evaluates the batch."""
+    return isinstance(optimizer, torch.optim.LBFGS)
+
+
+class Minimiser:
+    """Takes steps with such an optimizer, one at a time.
+
+    The optimizer's own arithmetic runs in the calling thread, with the devices' number of threads.
+
+    Args:
+        optimizer: the user's optimizer.
+        executor: computes the shards of a batch.
+        update: puts gradients where the optimizer reads them.
+        pipeline: takes each evaluation as a step.
+        progress: stays at the step until its update is made.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        executor: IndependentExecutor,
+        update: Update,
+        pipeline: Pipeline,
+        progress: Progress,
+    ) -> None:
+        self._optimizer = optimizer
+        self._executor = executor
+        self._update = update
+        self._pipeline = pipeline
+        self._progress = progress
+
+    def take(self, step: Step) -> StepLoss:
+        """Take a step; return a handle of its mean loss, which is there."""
+        closure = _Closure(step, self._executor, self._update, self._pipeline)
+        progress, home = self._progress, self._executor.replicas.home.module
+        self._pipeline.wait()
+        after, progress.position = progress.position, step.position
+        with (
+            rolled_back_on_error(home.parameters(), self._optimizer),
+            intra_op_threads(self._executor.experiment.threads),
+        ):
+            self._update.minimise(closure)
+        assert closure.first is not None
+        assert closure.root is not None
+        progress.position = after
+        close = functools.partial(self._update.close_minimised, closure.root)
+        self._pipeline.run_in_first_lane(close)
+        step.loss, step.outputs = closure.first.loss, closure.first.outputs
+        step.is_taken = step.finished = True
+        step.release()
+        return StepLoss(step, lambda step: None)
+
+
+class _Closure:
+    """What the optimizer calls to evaluate the batch of a step.
+
+    Such an optimizer writes parameters between evaluations, and needs gradients that can be viewed
+    as flat vectors.
+
+    Attributes:
+        first: the first evaluation.
+        root: the sum over the shards of the last evaluation.
+    """
+
+    def __init__(
+        self, step: Step, executor: IndependentExecutor, update: Update, pipeline: Pipeline
+    ) -> None:
+        self._step = step
+        self._replicas = executor.replicas
+        self._update = update
+        self._pipeline = pipeline
+        self.first: Step | None = None
+        self.root: PartialSum | None = None
+
+    def __call__(self) -> float:
+        """Evaluate the batch once; return its mean loss."""
+        attempt = self._step.attempt
+        self._pipeline.follow_user()
+        evaluation = dataclasses.replace(self._step, finish=self._install, attempt=attempt.again())
+        self._pipeline.submit(evaluation).wait_to_read()
+        attempt.clock.add(evaluation.attempt.clock)
+        self.first = self.first or evaluation
+        return evaluation.loss
+
+    def _install(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
+        step.loss, count = settle(step, leaves)
+        root.gradients = [g if g is None else g.contiguous() for g in root.gradients]
+        self._replicas.restore_opening()
+        self._update.install(step, count, root)
+        self.root = root

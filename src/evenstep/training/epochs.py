@@ -1,0 +1,126 @@
+"""The loops over a training's data: which batch comes next, and where an epoch ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+
+from evenstep.batch import Batch, shard_bounds
+from evenstep.data import Cursor
+from evenstep.data.adapters.sources import Batches, Source, Sources
+from evenstep.engine.interrupts import INTERRUPTS
+from evenstep.errors import InputError
+from evenstep.shard.sync_batch_norm import refuse_single_example_shards
+from evenstep.training.arguments import Layout
+from evenstep.training.parts import Parts
+
+logger = logging.getLogger("evenstep")
+
+
+class Epochs:
+    """Yields the batches of a training, and notes how far it is in them.
+
+    Args:
+        parts: the parts of the trainer's steps.
+        layout: the choices that the result does not depend on.
+
+    Inside `with`, worker processes of loaders may be kept from epoch to epoch.
+
+    Attributes:
+        sources: the loaders of the training.
+    """
+
+    def __init__(self, parts: Parts, layout: Layout) -> None:
+        self._experiment = parts.executor.experiment
+        self._model = parts.replicas.home.module
+        self._executor = parts.executor
+        self._pipeline = parts.pipeline
+        self._progress = parts.progress
+        self._timekeeper = parts.timekeeper
+        self._reporter = parts.reporter
+        self._overlaps = layout.overlaps
+        self.sources = self._new_sources()
+        self._is_inside = self._has_said_it = False
+
+    def __enter__(self) -> Epochs:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.sources.close()
+
+    def epoch(self, loader: Batches, *, whole: bool) -> Iterator[Batch]:
+        """Yield the remaining batches of the current epoch (see `Trainer.epoch`)."""
+        INTERRUPTS.follow()
+        source = self.sources.of(loader)
+        if source.last_examples is not None and self._experiment.batch_norm == "shard":
+            bounds = shard_bounds(source.last_examples, self._experiment.shards)
+            refuse_single_example_shards(self._model, bounds)
+        self._wait_before_exchange()
+        start = self._progress.position.data or self._progress.drawn
+        batches = self._batches(source, start, "epoch", whole=whole)
+        self._say_what_is_left(start)
+        self._is_inside = True
+        began_s = time.perf_counter()
+        for step, batch in enumerate(batches, start.step):
+            self._note_drawn(Cursor(start.epoch, step), began_s)
+            yield batch
+            self._executor.group.note("loading a batch")
+            began_s = time.perf_counter()
+        self._wait_before_exchange()
+        self._executor.group.compare_ends(source, "epoch")
+        self._is_inside = False
+        self._progress.end_epoch(start.epoch)
+        self._reporter.epoch_ended(start.epoch, self._progress.position.steps_done)
+
+    def batches(self, loader: Batches) -> Iterator[Batch]:
+        """Yield the batches of the loader's epoch 0 (see `Trainer.batches`)."""
+        self._wait_before_exchange()
+        with contextlib.closing(self._new_sources()) as sources:
+            yield from self._batches(sources.of(loader), Cursor(), "batches")
+
+    def refuse_inside_loader(self) -> None:
+        """Refuse a call of the loader's own, while it draws a batch beside steps in flight."""
+        if self._overlaps and self.sources.draws_in == threading.get_ident():
+            raise InputError(
+                "the loader that trainer.epoch iterates calls the trainer while it draws a batch, "
+                "beside steps in flight: call it in the loop, or use max_in_flight=1"
+            )
+
+    def _new_sources(self) -> Sources:
+        return Sources(self._experiment.seed, locked=self._overlaps)
+
+    def _batches(
+        self, source: Source, start: Cursor, call: str, *, whole: bool = False
+    ) -> Iterator[Batch]:
+        def steps_done() -> int:
+            return self._progress.position.steps_done
+
+        return self._executor.group.batches(source, start, steps_done, call, whole=whole)
+
+    @INTERRUPTS.uninterrupted
+    def _wait_before_exchange(self) -> None:
+        """Wait for the steps in flight before this thread exchanges messages with processes."""
+        if not self._executor.group.is_alone:
+            self._pipeline.wait()
+
+    @INTERRUPTS.uninterrupted
+    def _note_drawn(self, place: Cursor, began_s: float) -> None:
+        """Note that the batch at `place` was loaded since `began_s`, and will be yielded."""
+        self._timekeeper.loaded(began_s)
+        self._progress.draw(place)
+
+    def _say_what_is_left(self, place: Cursor) -> None:
+        """Say once that a loop over an epoch was left, because the next one yields the rest."""
+        if self._is_inside and place.step and not self._has_said_it:
+            self._has_said_it = True
+            logger.warning(
+                "the loop over trainer.epoch was left after %d batch%s of epoch %d, so the next "
+                "one yields the rest of that epoch: to count whole epochs, write `while "
+                "trainer.cursor.epoch < epochs`",
+                place.step,
+                "es" * (place.step > 1),
+                place.epoch,
+            )

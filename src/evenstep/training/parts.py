@@ -1,0 +1,135 @@
+"""Chooses the parts that a trainer's steps are made of, once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from evenstep.callbacks import Callback
+from evenstep.devices import Device
+from evenstep.engine import Engine
+from evenstep.experiment import Experiment
+from evenstep.profiling.clock import Timekeeper
+from evenstep.replicas import OptimizerProxy, Replicas
+from evenstep.steps.executor import IndependentExecutor, LockstepExecutor
+from evenstep.steps.group import Group
+from evenstep.steps.minimise import Minimiser, minimises
+from evenstep.steps.overlapped_pipeline import OverlappedPipeline
+from evenstep.steps.pipeline import DirectPipeline, Pipeline
+from evenstep.steps.step import Progress
+from evenstep.steps.update import Hook, ProxyUpdate, Update
+from evenstep.training.arguments import Layout, shards_at_once
+from evenstep.training.reporting import Reporter, Take
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of a trainer's steps.
+
+    Attributes:
+        progress: how far the training is.
+        engine: runs tasks on the devices.
+        replicas: the replicas of the model.
+        timekeeper: the times of steps.
+        executor: computes the shards of a batch; `executor.group` has the other processes.
+        update: ends a step.
+        pipeline: the steps in flight.
+        reporter: calls the callbacks.
+        take: begins a step and reports it.
+    """
+
+    progress: Progress
+    engine: Engine
+    replicas: Replicas
+    timekeeper: Timekeeper
+    executor: IndependentExecutor
+    update: Update
+    pipeline: Pipeline
+    reporter: Reporter
+    take: Take
+
+
+def choose_parts(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    experiment: Experiment,
+    devices: Sequence[Device],
+    layout: Layout,
+    hooks: tuple[Hook | None, Hook | None],
+    callbacks: Sequence[Callback],
+) -> Parts:
+    """Return the parts for an experiment and a layout.
+
+    Args:
+        model: the user's model, on the first device.
+        optimizer: the user's optimizer.
+        experiment: the choices that the result depends on.
+        devices: the devices.
+        layout: the other choices.
+        hooks: `before_update` and `after_update`.
+        callbacks: the user's.
+    """
+    is_lockstep = layout.side_by_side or experiment.batch_norm == "sync"
+    engine, progress = Engine(devices, lanes=layout.lanes), Progress()
+    names = [device.name for device in devices]
+    timekeeper = Timekeeper(engine.trace, names)
+    replicas = Replicas(
+        model,
+        devices,
+        home_computes=not layout.overlaps,
+        per_device=shards_at_once(experiment, devices) if is_lockstep else 1,
+        buffers=experiment.buffers,
+    )
+    make_executor = LockstepExecutor if is_lockstep else IndependentExecutor
+    group = Group(experiment.batch_dim)
+    executor = make_executor(experiment, replicas, engine, timekeeper, group)
+    update = _choose_update(optimizer, replicas, experiment, layout, hooks, callbacks)
+    kinds = {(device.kind, device.threads) for device in devices}
+    direct = kinds == {("cpu", experiment.threads)} and not layout.overlaps
+    pipeline = (DirectPipeline if direct else OverlappedPipeline)(
+        executor,
+        update,
+        timekeeper,
+        progress,
+        max_in_flight=layout.max_in_flight,
+        lost_after_s=layout.lost_after_s,
+    )
+    reporter = Reporter(callbacks, optimizer, pipeline, timekeeper, names)
+    take = pipeline.submit
+    if minimises(optimizer):
+        take = Minimiser(optimizer, executor, update, pipeline, progress).take
+    return Parts(
+        progress=progress,
+        engine=engine,
+        replicas=replicas,
+        timekeeper=timekeeper,
+        executor=executor,
+        update=update,
+        pipeline=pipeline,
+        reporter=reporter,
+        take=reporter.watching(take),
+    )
+
+
+def _choose_update(
+    optimizer: torch.optim.Optimizer,
+    replicas: Replicas,
+    experiment: Experiment,
+    layout: Layout,
+    hooks: tuple[Hook | None, Hook | None],
+    callbacks: Sequence[Callback],
+) -> Update:
+    clip_norm = experiment.clip_norm
+    if clip_norm is None and any(one.grad_norm for one in callbacks):
+        clip_norm = math.inf  # which only measures it
+    if layout.overlaps:
+        proxy = OptimizerProxy(optimizer)
+        update = ProxyUpdate(optimizer, replicas, *hooks, clip_norm, proxy)
+        if minimises(optimizer):  # it steps itself, at once
+            update.record = tuple
+        return update
+    return Update(optimizer, replicas, *hooks, clip_norm)

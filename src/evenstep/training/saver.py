@@ -1,0 +1,151 @@
+"""Saves a training and resumes it: what a checkpoint gets, and where it goes back to."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from evenstep.checkpoint import fingerprint as fingerprints
+from evenstep.checkpoint import training_state
+from evenstep.checkpoint.async_writer import AsyncWriter, write_state
+from evenstep.checkpoint.files import checkpoint_of
+from evenstep.checkpoint.optimizer_kind import kinds_of
+from evenstep.checkpoint.training_state import Scheduler, TrainingState
+from evenstep.checkpoint.user_state import UserState, encodable
+from evenstep.data import Cursor
+from evenstep.data.adapters.sources import Sources
+from evenstep.replicas import refuse_strangers
+from evenstep.steps.step import Position
+from evenstep.training.agreement import Agreement
+from evenstep.training.notes import Notes
+from evenstep.training.parts import Parts
+
+logger = logging.getLogger("evenstep")
+
+
+class Saver:
+    """Saves a training in checkpoints, and resumes one.
+
+    Args:
+        model: the user's model.
+        optimizer: the user's optimizer.
+        user_state: the user's objects that are saved too.
+        parts: the parts of the trainer's steps.
+        agreement: compares states before a checkpoint.
+        sources: the loaders of the training.
+        notes: says whether results are equal within rounding only.
+
+    Attributes:
+        writer: writes checkpoints aside.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        user_state: UserState,
+        parts: Parts,
+        agreement: Agreement,
+        sources: Sources,
+        notes: Notes,
+    ) -> None:
+        self.writer = AsyncWriter()
+        self._model = model
+        self._optimizer = optimizer
+        self._user_state = user_state
+        self._executor = parts.executor
+        self._pipeline = parts.pipeline
+        self._progress = parts.progress
+        self._reporter = parts.reporter
+        self._agreement = agreement
+        self._sources = sources
+        self._notes = notes
+        self._was_saved = False
+
+    def save(self, folder: Path, scheduler: Scheduler | None, keep: int, *, aside: bool) -> Path:
+        """Save everything that training resumes from (see `Trainer.save`)."""
+        self._pipeline.finish()
+        try:
+            self._reporter.tell()  # before a checkpoint that has these steps
+        finally:
+            path = self._save(folder, scheduler, keep, aside=aside)
+        written: Future[Path] | None = self.writer.pending if aside else None
+        self._reporter.saved(path, self._progress.position.steps_done, written)
+        return path
+
+    def restore(self, saved: TrainingState, scheduler: Scheduler | None) -> None:
+        """Go to where a training was saved."""
+        saved.check_experiment(self._executor.experiment)
+        self._user_state.check(saved.user_state)
+        saved.restore(self._model, self._optimizer, scheduler)
+        seeds = saved.seeds_at or saved.cursor
+        data = saved.cursor if saved.seeds_at else None
+        position = Position(saved.steps_done, seeds.epoch, seeds.step, data)
+        self._progress.resume(position, drawn=saved.cursor)
+        self._sources.restore(saved.data)
+        if saved.within_rounding and not self._notes.within_rounding:
+            self._notes.note_rounding("the checkpoint is of devices, or processes, of other kinds")
+        if self._executor.programs:
+            self._executor.programs.compiles = saved.compiles
+        saved.check_fingerprint(fingerprints.fingerprint(self._model, self._optimizer))
+        self._user_state.restore(saved.user_state)
+
+    def _save(self, folder: Path, scheduler: Scheduler | None, keep: int, *, aside: bool) -> Path:
+        self._say_what_is_not_saved()
+        refuse_strangers(self._model, self._optimizer)
+        lost = self._agreement.compare_to_save()
+        state = self._state(scheduler)
+        entries = fingerprints.named_state(self._model, self._optimizer)
+        given = folder, state, entries, keep
+        group = self._executor.group
+        if aside and self.writer.is_open and lost is None:
+            if group.is_first:
+                self.writer.start(*given)
+            return checkpoint_of(folder, state.steps_done)
+        self.writer.wait()
+        if lost is not None:
+            if group.is_first:
+                write_state(*given)
+            raise lost
+        return group.by_the_first(lambda: write_state(*given))
+
+    def _state(self, scheduler: Scheduler | None) -> TrainingState:
+        position, programs = self._progress.position, self._executor.programs
+        return TrainingState(
+            experiment=self._executor.experiment,
+            cursor=position.cursor,
+            seeds_at=None if position.cursor == position.seeds_at else position.seeds_at,
+            steps_done=position.steps_done,
+            compiles=programs.compiles if programs else None,
+            model=training_state.ModelState.of(self._model),
+            optimizer=training_state.optimizer_state(self._optimizer),
+            scheduler=scheduler.state_dict() if scheduler else None,
+            optimizers=kinds_of(self._optimizer),
+            within_rounding=self._notes.within_rounding,
+            data=encodable(self._sources.saved_at(position.cursor)),
+            user_state=self._user_state.read(),
+        )
+
+    def _say_what_is_not_saved(self) -> None:
+        """Log once what a training with a data loader of the user's own must restore by itself."""
+        progress = self._progress
+        if self._was_saved or not progress.position.steps_done or progress.drawn != Cursor():
+            return
+        self._was_saved = True
+        lacks = []
+        if not self._user_state.has_loader:
+            lacks.append(
+                "the place in a data loader of your own (it does with trainer.epoch(loader)): "
+                "after resuming, go on with batch number trainer.cursor.step"
+            )
+        if not self._user_state.has_generators:
+            lacks.append(
+                "the states of random, numpy.random and torch's default generator (it does with "
+                "Trainer(state={'random': evenstep.data.GeneratorStates()}))"
+            )
+        if lacks:
+            logger.warning("the checkpoint does not hold %s", "; nor ".join(lacks))

@@ -1,0 +1,193 @@
+"""What a trainer's `with` starts and stops: worker threads, other processes, settings of torch."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import sys
+from types import TracebackType
+
+import torch
+
+from evenstep.batch.rng import CALLERS_GENERATORS
+from evenstep.devices import deterministic_kernels, kept_memory
+from evenstep.engine.interrupts import INTERRUPTS, interruptible
+from evenstep.engine.ownership import Ownership
+from evenstep.errors import ClosedError
+from evenstep.replicas import channels_last_weights
+from evenstep.steps.group import OPEN, Group, joined
+from evenstep.training.agreement import Agreement
+from evenstep.training.arguments import Layout, refuse_lockstep_apart
+from evenstep.training.notes import Notes
+from evenstep.training.parts import Parts
+
+logger = logging.getLogger("evenstep")
+
+
+class Session:
+    """Opens and closes a trainer, as often as the user likes.
+
+    Args:
+        optimizer: the user's optimizer.
+        parts: the parts of the trainer's steps.
+        layout: the choices that the result does not depend on.
+        agreement: compares what the processes train.
+        notes: logged when the trainer is opened.
+        others: opened after everything else, and closed before it.
+
+    Attributes:
+        is_open: whether the trainer is open.
+        owner: the process that has opened it last; None before the first time.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parts: Parts,
+        layout: Layout,
+        agreement: Agreement,
+        notes: Notes,
+        others: tuple[contextlib.AbstractContextManager[object], ...],
+    ) -> None:
+        self.is_open = False
+        self.owner: Ownership | None = None
+        self._optimizer = optimizer
+        self._parts = parts
+        self._layout = layout
+        self._agreement = agreement
+        self._notes = notes
+        self._others = others
+        self._opened = contextlib.ExitStack()
+
+    def refuse_fork(self) -> None:
+        """Refuse a call in a fork of the process that opened the trainer."""
+        if self.owner is not None:
+            self.owner.refuse_elsewhere()
+
+    def refuse_closed(self) -> None:
+        """Refuse a call of a trainer that is not open."""
+        if self.is_open:
+            return
+        if self.owner is not None:
+            raise ClosedError(
+                "the trainer was closed, at the end of its `with` or by `close`: indent the call "
+                "into the `with`, or open the trainer again by `with trainer:`"
+            )
+        raise ClosedError(
+            "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`, or "
+            "as `trainer = evenstep.Trainer(...).open()`"
+        )
+
+    # ---- opening; the caller is shielded from signals
+
+    def open(self) -> None:
+        """Start the worker threads, and find the other processes."""
+        self.refuse_fork()
+        if self.is_open:
+            raise ClosedError("the trainer is open already: remove the second `with` or `open`")
+        for note in self._notes.lines:
+            logger.warning(note)
+        self._agreement.begin()
+        parts = self._parts
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(INTERRUPTS.handled())
+            if parts.executor.experiment.memory_format == "channels_last":
+                home = parts.replicas.home.module
+                opened.enter_context(channels_last_weights(home, self._optimizer))
+                parts.replicas.rebuild()
+            group = self._join(opened)
+            steps_done = parts.progress.position.steps_done
+            opened.enter_context(parts.reporter.opened(steps_done, is_first=group.is_first))
+            opened.enter_context(kept_memory(self._layout.tune_malloc))
+            opened.enter_context(deterministic_kernels(parts.engine.devices))
+            opened.enter_context(CALLERS_GENERATORS.installed())
+            opened.enter_context(parts.engine)
+            if parts.executor.side_by_side:
+                refuse_lockstep_apart(
+                    parts.executor.experiment,
+                    parts.engine.devices,
+                    is_alone=group.is_alone,
+                    has_threads=parts.engine.side_by_side,
+                )
+            for other in self._others:
+                opened.enter_context(other)
+            hook = self._optimizer.register_step_pre_hook(parts.update.refuse_foreign_step)
+            opened.callback(hook.remove)
+            INTERRUPTS.check()
+            self._opened = opened.pop_all()
+        self.is_open = True
+        self.owner = Ownership("trainer", self._close_at_exit)
+
+    def _join(self, opened: contextlib.ExitStack) -> Group:
+        """Join the other processes, until `opened` is closed, and make sure that all agree."""
+        executor, layout = self._parts.executor, self._layout
+        group = interruptible(
+            opened.enter_context,
+            joined(
+                self._parts.replicas,
+                executor.experiment,
+                layout.peer_timeout_s,
+                self._agreement.facts,
+                executor.shards_per_s,
+                layout.max_in_flight,
+                allow_rounding=layout.allow_rounding,
+            ),
+        )
+        if self.shall_stop:
+            group.ask_to_stop()
+        executor.group = group
+        if group.differences:
+            reason = f"the processes round differently: {group.differences}"
+            logger.warning(self._notes.note_rounding(reason))
+            self._agreement.compare(OPEN)
+        return group
+
+    @property
+    def shall_stop(self) -> bool:
+        """Whether no further step shall be taken."""
+        steps_done = self._parts.progress.position.steps_done
+        return self._parts.executor.group.shall_stop(steps_done, self._layout.max_in_flight)
+
+    # ---- closing
+
+    def close(
+        self,
+        kind: type[BaseException] | None = None,
+        error: BaseException | None = None,
+        traceback: TracebackType | None = None,
+    ) -> None:
+        """Finish the steps in flight (after an error, drop them), and stop the threads.
+
+        The caller is shielded from signals.
+        """
+        if self.owner is not None and self.owner.is_elsewhere:  # a fork has no threads to stop
+            return
+        parts = self._parts
+        try:
+            if error is None:
+                self.refuse_fork()
+                parts.pipeline.finish()
+                self._agreement.compare_at_end()
+                parts.reporter.tell()
+            else:
+                parts.pipeline.abandon(error)
+                parts.executor.group.reducer.leave(error)
+                parts.update.give_back()
+        finally:
+            self.is_open = False
+            atexit.unregister(self.close_with_program)
+            if self.owner is not None:
+                self.owner.end()
+            parts.executor.group = parts.executor.group.alone()
+            self._opened.__exit__(kind, error, traceback)
+
+    @INTERRUPTS.uninterrupted
+    def close_with_program(self) -> None:
+        """Close what `Trainer.open` has opened; after an error that ends it, as `with` does."""
+        error = getattr(sys, "last_value", None)
+        self.close(None if error is None else type(error), error)
+
+    @INTERRUPTS.uninterrupted
+    def _close_at_exit(self) -> None:
+        self.close(ClosedError, ClosedError("the program ended"))
