@@ -127,3 +127,23 @@ def state_of(trainer):
     held = {f"{number}.{key}": one for number, state in states.items() for key, one in state.items()
             if isinstance(one, torch.Tensor)}  # fmt: skip
     return {**trainer.lightning_module.state_dict(), **held}
+
+
+def assert_same_curve(make_module, *, loader=make_loader, rtol=2e-5, **options):
+    """Train with evenstep and with Lightning alone, and compare what is logged.
+
+    They differ by rounding: Lightning takes a mean over the batch, evenstep adds sums over shards.
+    """
+    ours = even(2, logger=Kept(), **options)
+    theirs = plain(logger=Kept(), **options)
+    validate = make_loader(shuffle=False)
+    trained(ours, make_module(), loader(), validate=validate)
+    trained(theirs, make_module(), loader(), validate=validate)
+    steps = [(step, [*metrics]) for step, metrics in theirs.logger.seen]
+    assert [(step, [*metrics]) for step, metrics in ours.logger.seen] == steps
+    names = {name for _, found in steps for name in found} - {"epoch"}
+    assert names
+    for name in names:
+        found, wanted = ours.logger.of(name), theirs.logger.of(name)
+        torch.testing.assert_close(found, wanted, rtol=rtol, atol=1e-6)
+    assert len(ours.logger.of("loss")) >= 3
