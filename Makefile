@@ -1,19 +1,21 @@
 # One command for each thing a person wants of this repository; `make help` lists them.
 PYTHON ?= python3
 VENV ?= .venv
-BIN := $(VENV)/bin
+BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --momentum 0.9 --epochs 20
 
 GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,lenet.plain.1.channels_last.keeps,resnet18.evenstep.2.v8
 SYNC := resnet18.evenstep.2.v8.n128,resnet18.evenstep.2.v8.n128.sync
 BENCHMARKS := step_overhead self_check memory step_profile uneven_devices processes cable engine_experiments hybridize kills interrupts checkpoints flips soak
 
+RELEASED := pyproject.toml CITATION.cff SECURITY.md CODE_OF_CONDUCT.md CONTRIBUTING.md README.md
+
 QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_errors.py test_experiment.py \
 	test_verification.py batch checkpoint/test_codec.py collectives data engine/test_graph.py \
 	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
 	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
 
-.PHONY: help install demo quick test slow lint types format check bench book docs-site dist clean
+.PHONY: help install demo quick test slow lint types format check bench book docs-site dist placeholders clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -83,7 +85,12 @@ dist: install ## build wheel and sdist, check them, and train with the wheel in 
 	$(PYTHON) -m venv build/wheel
 	build/wheel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	build/wheel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt "$$(ls dist/*.whl)[demo]"
+	$(PYTHON) benchmarks/readme_program.py > build/readme.py
 	cd build && wheel/bin/evenstep train --model lenet --data digits --epochs 2 --devices 2
+	cd build && wheel/bin/python readme.py
+
+placeholders: ## the lines that must be filled in before a release; fails while there are any
+	@! grep -n 'placeholder\.invalid' $(RELEASED)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

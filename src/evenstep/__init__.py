@@ -13,7 +13,7 @@ from evenstep.shard.lockstep import all_gather
 from evenstep.training.trainer import Trainer
 from evenstep.verification import verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Device",
