@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from evenstep.engine import Engine
 from evenstep.errors import DeviceLostError
 from interrupting import (
     BATCHES,
@@ -232,7 +233,8 @@ X, Y = torch.ones(8, 3), torch.zeros(8).long()
 
 
 @pytest.fixture
-def let_go():
+def let_go(monkeypatch):
+    monkeypatch.setattr(Engine, "patience_s", 0.2)
     STARTED.clear()
     LET_GO.clear()
     yield

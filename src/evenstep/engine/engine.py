@@ -43,9 +43,6 @@ from evenstep.profiling.trace import Span, Trace
 
 logger = logging.getLogger("evenstep")
 
-PATIENCE_S = 1.0
-"""Seconds after a first Ctrl-C from which on another one gives up what is still at work."""
-
 
 class Engine:
     """Runs tasks on devices, each as soon as the values that it reads have been written.
@@ -72,10 +69,14 @@ class Engine:
         lanes: the lanes of an open engine, also for work that needs no order.
         lost_lanes: the computing lanes of lost devices.
         given_up: those of them that were still at work when Ctrl-C was pressed twice.
+        patience_s: the seconds after a first Ctrl-C from which on another one gives up what is
+            still at work.
 
     Raises:
         InputError: (or its subclass DeviceError) an argument is invalid.
     """
+
+    patience_s = 1.0
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class Engine:
             if error is not None and interrupted is None:
                 interrupted, since_s = error, time.monotonic()
                 self._is_dropping = True
-            elif error is not None and time.monotonic() - since_s > PATIENCE_S:
+            elif error is not None and time.monotonic() - since_s > self.patience_s:
                 self._give_up_at_work()
         return interrupted
 
@@ -298,16 +299,18 @@ class Engine:
         return len(self.devices) + lane
 
     @INTERRUPTS.uninterrupted
-    def drain(self, task: Task, patience_s: float = PATIENCE_S) -> None:
+    def drain(self, task: Task, *, gives_up: bool = True) -> None:
         """Wait until `task` has ended, even if Ctrl-C is pressed.
 
-        When Ctrl-C is pressed and `patience_s` are over, devices that are at work are given up.
+        When Ctrl-C is pressed after `patience_s`, devices that are at work are given up; or none,
+        with `gives_up=False`.
         """
         INTERRUPTS.follow()
         ended, since_s = self._end_of(task), time.monotonic()
         self.lanes.work()
         while not ended.wait(POLL_S):
-            if INTERRUPTS.has_come and time.monotonic() - since_s > patience_s:
+            late = time.monotonic() - since_s > self.patience_s
+            if gives_up and late and INTERRUPTS.has_come:
                 self._give_up_at_work()
 
     def give_up(self, lane: int) -> None:

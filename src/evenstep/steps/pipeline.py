@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import contextvars
 import functools
-import math
 import threading
 import time
 from collections import deque
@@ -21,7 +20,6 @@ import torch
 from evenstep.batch.assignment import Help
 from evenstep.contract import refuse_modes
 from evenstep.distributed.step_report import AgainError
-from evenstep.engine.engine import PATIENCE_S
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
 from evenstep.engine.lanes import has_own_modes
 from evenstep.engine.task import PLAIN, Task
@@ -121,7 +119,7 @@ class Pipeline(abc.ABC):
         """Run `function` where the update is done, and wait for it, also if Ctrl-C is pressed."""
         task = Task(function, lane=self._engine.first_lane, modes=PLAIN, quiet=True)
         self._engine.submit_tasks([task])
-        self._engine.drain(task, patience_s=math.inf)
+        self._engine.drain(task, gives_up=False)
         if task.error is not None:
             raise task.error
 
@@ -385,7 +383,7 @@ class DirectPipeline(Pipeline):
             while not reached.acquire(timeout=POLL_S):
                 if lane in self._engine.dead_lanes:
                     break
-                if INTERRUPTS.has_come and time.monotonic() - since_s > PATIENCE_S:
+                if INTERRUPTS.has_come and time.monotonic() - since_s > self._engine.patience_s:
                     self._engine.give_up(lane)
                     break
 
