@@ -15,7 +15,7 @@ QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_er
 	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
 	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
 
-.PHONY: help install demo quick test slow lint types format check bench book docs-site dist placeholders clean
+.PHONY: help install demo quick test slow lint types format check bench book notebooks docs-site dist placeholders clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -72,6 +72,9 @@ book: install ## run the book's experiments again and write docs/book.md (hours;
 	$(BIN)/evenstep reproduce --out runs/book
 	cp runs/book/figures.json benchmarks/results/book.json
 	$(BIN)/python benchmarks/write_docs.py
+
+notebooks: install ## run the notebooks again and store them with their outputs (ten minutes)
+	$(BIN)/python notebooks/execute.py
 
 docs-site: install ## the documentation as a site in build/site (warnings are errors)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'

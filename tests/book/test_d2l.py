@@ -131,6 +131,18 @@ def test_an_animator_keeps_points_and_leaves_out_none(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_an_animator_shows_a_picture_in_a_notebook_that_has_used_no_magic(monkeypatch):
+    from IPython import display
+
+    from evenstep.book import animator as module
+
+    shown = []
+    monkeypatch.setattr(module, "_in_notebook", lambda: True)
+    monkeypatch.setattr(display, "display", shown.append)
+    d2l.Animator("epoch").add(1, 0.5)
+    assert shown[0].data.startswith(b"\x89PNG")
+
+
 def test_an_animator_writes_through_no_link(tmp_path):
     (tmp_path / "other.png").write_bytes(b"keep")
     (tmp_path / "curves.png").symlink_to("other.png")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -87,8 +88,10 @@ class Animator:
         if _in_notebook():
             from IPython import display
 
+            picture = io.BytesIO()
+            figure.savefig(picture, format="png", dpi=100)
             display.clear_output(wait=True)
-            display.display(figure)
+            display.display(display.Image(picture.getvalue()))
         else:
             pictures.save(figure, self._file, dpi=150)
 
