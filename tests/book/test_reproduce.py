@@ -241,7 +241,7 @@ class Page(html.parser.HTMLParser):
         self.sources += [found[name] for name in ("src",) if name in found]
         self.links += [found["href"]] if tag == "a" else []
         self.names |= {found["id"]} if "id" in found else set()
-        if tag not in ("meta", "link", "img"):
+        if tag not in ("meta", "link", "img", "col"):
             self.open.append(tag)
 
     def handle_endtag(self, tag):
@@ -307,18 +307,94 @@ def test_every_experiment_has_its_rows_and_pictures(size):
         assert picture.startswith("<?xml")
         assert "<path" in picture
     cells = dict(zip(parsed.cells, parsed.cells[2:], strict=False))
-    assert "equal: f00df00df00d…" in found
+    assert found.count(">equal<") == 3
+    assert found.count("<code>f00df00df00d…</code>") == 3
     assert "two devices over one" in cells
     assert cells["two devices over one"] == "2.00×"
+
+
+def rows_of(name, figures, size="full"):
+    (one,) = (one for one in experiments(size) if one.name == name)
+    return {row.text: row for row in one.rows(figures)}
 
 
 def test_a_difference_is_called_one():
     figures = made_up()
     figures["lenet.book.2"] = {**figures["lenet.book.2"], "fingerprint": "bad0" * 16}
-    (lenet,) = (one for one in experiments("full") if one.name == "lenet")
-    found = {row.text: row.here for row in lenet.rows(figures)}
-    assert found["fingerprint, one device and two, the book's rate"].startswith("DIFFERENT: f00d")
-    assert found["fingerprint, one device and two, improved"].startswith("equal")
+    found = rows_of("lenet", figures)
+    other = found["fingerprint, one device and two, the book's rate"]
+    assert other.here == "DIFFERENT"
+    assert other.why.startswith("`f00df00df00d…`, `bad0bad0bad0…`: the promise is broken")
+    assert "every bit" not in other.why
+    assert found["fingerprint, one device and two, improved"].here == "equal"
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "field", "text", "gained", "lost"),
+    [
+        ("waiting", "waiting.add.engine.end", "seconds", "sums: gain", "both devices", "nothing"),
+        (
+            "waiting",
+            "waiting.mm.engine.end",
+            "seconds",
+            "products: gain",
+            "both devices",
+            "nothing",
+        ),
+        ("together", "together.engine.together", "seconds", "gain", "Two CPU", "not faster"),
+        ("copies", "copies.thin.engine.together", "seconds", "thin: gain", "hidden", "Nothing"),
+        ("queued", "queued", "finished_s", "the first over the second", "no time", "a good part"),
+    ],
+)
+def test_an_explanation_is_that_of_the_measured_value(name, key, field, text, gained, lost):
+    """The figures are 2.0 s each, but for the divisor: 0.01 or 100 times as much."""
+    told = {}
+    for factor in (0.01, 100):
+        figures = made_up()
+        for part in figures:
+            if part.startswith(f"{key}.round"):
+                figures[part] = {**figures[part], field: 2.0 * factor}
+        told[factor] = rows_of(name, figures)[text].why
+    assert gained in told[100 if name == "queued" else 0.01]
+    assert lost in told[0.01 if name == "queued" else 100]
+    assert not any(gained in why and lost in why for why in told.values())
+
+
+def test_a_remedy_that_did_not_help_is_not_called_one():
+    figures = made_up()
+    helped = rows_of("sixteen", figures)
+    figures["sixteen.root"] = {**figures["sixteen.root"], "accuracies": [0.1] * 4}
+    did_not = rows_of("sixteen", figures)
+    (text,) = (text for text in helped if "square-root" in text)
+    assert "remedy" in helped[text].why
+    assert "has not helped" in did_not[text].why
+
+
+def test_a_speed_up_below_one_is_no_gain():
+    figures = made_up()
+    figures["lenet.book.2"] = {**figures["lenet.book.2"], "seconds": [6.0] * 4}
+    row = rows_of("lenet", figures)["two devices over one"]
+    assert row.here == "0.500×"
+    assert "gained nothing" in row.why
+
+
+def test_accuracies_of_a_quick_run_are_marked_and_explain_nothing():
+    for name in ("lenet", "resnet18", "sixteen"):
+        rows = rows_of(name, made_up("quick"), "quick").items()
+        accuracies = [row for text, row in rows if "accuracy after" in text]
+        assert accuracies
+        for row in accuracies:
+            assert row.here.endswith(" (quick)")
+            assert row.why == "Quick run: few examples and epochs; accuracies are no result."
+    assert "(quick)" not in page(experiments("full"), document(**made_up()), "x")
+
+
+def test_numbers_stand_right_in_columns_of_one_width_and_contents_are_a_navigation():
+    found = page(experiments("full"), document(**made_up()), "x")
+    assert "table-layout: fixed" in found
+    assert re.search(r"td:nth-child\(2\), td:nth-child\(3\) \{ text-align: right \}", found)
+    navigation = found[found.index("<nav") : found.index("</nav>")]
+    assert re.findall(r'<li><a href="#(\w+)">', navigation) == list(EXPERIMENTS)
 
 
 def test_the_same_figures_make_the_same_page():
@@ -410,7 +486,7 @@ def test_all_of_a_quick_run_looked_at_in_a_browser(tmp_path):
     text = (out / "report.html").read_text()
     assert Page(text).names == set(EXPERIMENTS)
     assert "DIFFERENT" not in text
-    assert text.count("equal: ") == 3
+    assert text.count(">equal<") == 3
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed: the page was not looked at in a browser")
     script = """<script>

@@ -98,7 +98,7 @@ def _with_trainings(name: str, description: Description, size: Size) -> Experime
         )
         for key, one in trainings.items()
     ]
-    table = functools.partial(rows.trained, description["rows"], words)
+    table = functools.partial(rows.trained, description["rows"], size, words)
     return _experiment(name, description, parts, table)
 
 

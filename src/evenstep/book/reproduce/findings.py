@@ -34,11 +34,17 @@ class Finding:
     at_most: float | None = None  # target from above; None for no target
     in_report: bool = False  # whether the report of `evenstep reproduce` has the row
     why: str = ""  # what differs from the book, and why
+    below: float | None = None  # figures below this have `why_below`; None: none have
+    why_below: str = ""  # what stands in place of `why`
 
     @property
     def book_text(self) -> str:
         """The book's figure as text."""
         return NOTHING if self.book is None else with_unit(self.book, self.unit)
+
+    def reason(self, value: float) -> str:
+        """Return what explains a figure of this value."""
+        return self.why if self.below is None or value >= self.below else self.why_below
 
     def values(self, runs: Sequence[Run]) -> list[float]:
         """Return the figure of each round in which it was measured."""
@@ -60,8 +66,9 @@ def read_findings() -> Mapping[str, Sequence[Finding]]:
     found: dict[str, list[Finding]] = {}
     with Path(__file__).with_suffix(".csv").open(newline="", encoding="utf-8") as file:
         for row in csv.DictReader(file):
-            book, at_least, at_most = (
-                float(row[name]) if row[name] else None for name in ("book", "at_least", "at_most")
+            book, at_least, at_most, below = (
+                float(row[name]) if row[name] else None
+                for name in ("book", "at_least", "at_most", "below")
             )
             finding = Finding(
                 text=row["text"],
@@ -74,6 +81,8 @@ def read_findings() -> Mapping[str, Sequence[Finding]]:
                 at_most=at_most,
                 in_report=row["in_report"] == "yes",
                 why=row["why"],
+                below=below,
+                why_below=row["why_below"],
             )
             found.setdefault(row["experiment"], []).append(finding)
     return found

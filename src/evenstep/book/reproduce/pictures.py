@@ -28,9 +28,12 @@ _LANES = {
 def draw(name: str, figures: Figures) -> str | None:
     """Return a picture as SVG; None if none of its figures has been measured."""
     drawing = {"speed_ups": _speed_ups, "lanes": _lanes}
-    with canvas(size=(7, 3.6)) as (figure, axes):
+    with canvas(size=(5, 4.4)) as (figure, axes):  # readable when it is 390 pixels wide
         make = drawing.get(name, functools.partial(_accuracies, _PICTURES[name]))
-        return to_svg(figure) if make(axes, figures) else None
+        if not make(axes, figures):
+            return None
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=1)
+        return to_svg(figure)
 
 
 def _accuracies(picture: Mapping[str, Any], axes: Any, figures: Figures) -> bool:
@@ -48,7 +51,6 @@ def _accuracies(picture: Mapping[str, Any], axes: Any, figures: Figures) -> bool
         plot(figures[key]["accuracies"], *look)
     axes.set(xlabel="epoch", ylabel="test accuracy", ylim=(0, 1))
     axes.xaxis.get_major_locator().set_params(integer=True)
-    axes.legend(fontsize="small", loc="best")
     return bool(found)
 
 
@@ -69,7 +71,6 @@ def _speed_ups(axes: Any, figures: Figures) -> bool:
             is_drawn = True
     axes.set_xticks([1, 2])
     axes.set(xlabel="devices", ylabel="speed-up", xlim=(0.9, 2.1), ylim=(0, 2.5))
-    axes.legend(fontsize="small")
     return is_drawn
 
 
@@ -87,15 +88,8 @@ def _lanes(axes: Any, figures: Figures) -> bool:
             axes.broken_barh(
                 bars, (row - height / 2, height), color=colour, edgecolor="white", linewidth=0.4
             )
-    handles = [axes.plot([], [], "s", color=colour)[0] for _, colour in _LANES.values()]
-    axes.legend(
-        handles,
-        [label for label, _ in _LANES.values()],
-        loc="upper center",
-        bbox_to_anchor=(0.5, 1.16),
-        ncols=3,
-        fontsize="small",
-    )
+    for label, colour in _LANES.values():
+        axes.plot([], [], "s", color=colour, label=label)
     axes.set_yticks(range(len(devices)), devices)
     axes.set(xlabel="ms")
     axes.invert_yaxis()
