@@ -73,6 +73,13 @@ def to_svg(figure: Any) -> str:
     return file.getvalue()
 
 
+def to_png(figure: Any, dpi: int = 100) -> bytes:
+    """Return a figure as PNG."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=dpi, format="png")
+    return content.getvalue()
+
+
 def draw_scaling(document: Mapping[str, Any], file: Path) -> None:
     """Draw speed-ups beside the ideal line, and where the devices' time went."""
     same, grown = (scaled(document, same_batch=same) for same in (True, False))

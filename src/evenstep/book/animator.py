@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -88,10 +87,9 @@ class Animator:
         if _in_notebook():
             from IPython import display
 
-            picture = io.BytesIO()
-            figure.savefig(picture, format="png", dpi=100)
+            picture = display.Image(pictures.to_png(figure))  # a figure needs %matplotlib inline
             display.clear_output(wait=True)
-            display.display(display.Image(picture.getvalue()))
+            display.display(picture)
         else:
             pictures.save(figure, self._file, dpi=150)
 
