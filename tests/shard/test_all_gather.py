@@ -12,6 +12,7 @@ import evenstep
 from evenstep.engine import InlineLanes
 from evenstep.errors import ContractError, DeviceLostError, InputError
 from layouts import LAYOUTS, DelayedLanes
+from marks import slow
 from reference import assert_same_bits, whole_state
 
 SGD = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
@@ -102,8 +103,7 @@ def test_gradients_flow_to_the_keys():
     assert not torch.allclose(trainer.model.left[0].weight.grad, whole.left[0].weight.grad)
 
 
-@pytest.mark.parametrize("shards", [7, 8])
-@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize(("shards", "max_in_flight"), [(7, 1), (8, 2), slow(7, 2), slow(8, 1)])
 def test_every_layout_has_the_same_bits(shards, max_in_flight):
     data = batches((21, 33, 5, 1))
     expected, losses, _ = train(data, devices=1, shards=shards)

@@ -104,7 +104,7 @@ def plain(model, data):
     ],
 )
 def test_every_layout_has_the_same_bits(shards, max_in_flight, dropout):
-    data = batches((21, 33, 5))
+    data = batches((21, 5))
     options = {"shards": shards, "max_in_flight": max_in_flight}
     expected, losses, _ = train(build(dropout), data, devices=1, **options)
     for layout in LAYOUTS.values():
