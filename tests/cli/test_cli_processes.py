@@ -141,6 +141,7 @@ def test_under_torchrun_the_first_error_is_said_once():
     assert "failed at" in lines[0]  # the place in the code, as the process itself knows it
 
 
+@pytest.mark.slow
 def test_sigterm_saves_one_checkpoint_and_leaves_no_process(tmp_path):
     folder = tmp_path / "kept"
     options = ("--processes", 2, "--devices", 1, "--steps", 10**6, "--checkpoint-every", 50)

@@ -404,7 +404,7 @@ RUNS = {
     "processes: batch_norm, V = 5": Run(
         _in_one_or_many("batch_norm", shards=5),
         {**TWO_PROCESSES, "3 processes of 1": {"devices": 1, "processes": 3}},
-        slow=("2 processes of 2", "3 processes of 1"),
+        slow=("2 processes of 1", "2 processes of 2", "3 processes of 1"),
     ),
     "processes: in flight 2": Run(
         _in_one_or_many("recurrent"),
