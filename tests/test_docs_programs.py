@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import evenstep
+
 DOCS = Path(__file__).parents[1] / "docs"
 SECTION = re.compile(r"^##+ (.+)$", re.MULTILINE)
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -92,6 +94,13 @@ def quoted(text):
 
 def test_the_faq_quotes_messages():
     assert len(RAISING) >= 7
+
+
+def test_the_faq_has_every_error():
+    table = FAQ["Which error means what"]
+    for name, value in vars(evenstep.errors).items():
+        if isinstance(value, type) and issubclass(value, evenstep.errors.EvenstepError):
+            assert f"`{name}`" in table or name == "EvenstepError"
 
 
 @pytest.mark.parametrize("title", RAISING)
