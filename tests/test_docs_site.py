@@ -162,6 +162,14 @@ def test_the_site_shows_readme_notebooks_and_programs(site):
         assert (site / "examples" / "strangers" / f"{diff.parent.name}.html").is_file()
 
 
+def test_every_tutorial_shows_what_its_notebook_printed(site):
+    for notebook in (ROOT / "notebooks").glob("*.ipynb"):
+        page = (site / "tutorials" / f"{notebook.stem}.html").read_text(encoding="utf-8")
+        assert '<pre class="output"><code>' in page
+        pictures = notebook.read_text(encoding="utf-8").count('"image/png"')
+        assert page.count('src="data:image/png;base64,') == pictures
+
+
 def test_a_notebook_is_shown_with_its_stored_outputs():
     spec = importlib.util.spec_from_file_location("site_hooks", HOOKS)
     hooks = importlib.util.module_from_spec(spec)
@@ -179,8 +187,8 @@ def test_a_notebook_is_shown_with_its_stored_outputs():
         [
             "# Title",
             "```python\nprint(1)\n```",
-            '<pre class="output">1 &lt; 2\ndone</pre>',
+            '<pre class="output"><code>1 &lt; 2\ndone</code></pre>',
             '<img alt="Output of this cell" src="data:image/png;base64,QUJD">',
-            '<pre class="output">42</pre>',
+            '<pre class="output"><code>42</code></pre>',
         ]
     )

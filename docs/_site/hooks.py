@@ -81,7 +81,9 @@ def shown(output: Mapping[str, Any]) -> str:
     if "image/svg+xml" in data:
         return f"<div>{data['image/svg+xml']}</div>"
     text = data.get("text/plain", "".join(output.get("text", [])))
-    return f'<pre class="output">{html.escape(text.rstrip())}</pre>' if text.strip() else ""
+    if not text.strip():
+        return ""
+    return f'<pre class="output"><code>{html.escape(text.rstrip())}</code></pre>'
 
 
 # Examples
