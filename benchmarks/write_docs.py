@@ -20,8 +20,9 @@ import measure
 from benchmark import FOLDER, RESULTS, ROOT, load
 from evenstep.bench import pictures, summarise
 from evenstep.bench.tables import Table, number
-from evenstep.book.reproduce import EXPERIMENTS, Experiment, experiments
+from evenstep.book.reproduce import Experiment, experiments
 from evenstep.book.reproduce import pictures as book_pictures
+from evenstep.limits import BOOK_EXPERIMENTS
 from specs import engine, overhead, speed, text
 
 DOCS = ROOT / "docs"
@@ -34,7 +35,7 @@ NOTES = (
     *("method", "text", "lenet", "resnet18", "gains", "batch_norm", "step_overhead", "memory"),
     *("step_profile", "uneven_devices", "processes", "cable", "hybrid", "engine"),
     *(f"engine.{experiment}" for experiment in engine.FINDINGS),
-    *(f"book.{experiment}" for experiment in EXPERIMENTS),
+    *(f"book.{experiment}" for experiment in BOOK_EXPERIMENTS),
 )
 _FIGURE = re.compile(r"\d+\.\d+|\d\s*(?:%|×|x\b|ms\b|s\b|[MGk]i?B\b|examples/s)")
 

@@ -88,7 +88,6 @@ EXPORTS = {
     ],
     "evenstep.book": [],
     "evenstep.book.reproduce": [
-        "EXPERIMENTS",
         "Experiment",
         "Kept",
         "Part",
@@ -242,11 +241,14 @@ def is_plain(node, package):
     """Say whether a statement may stand in an `__init__.py`."""
     if isinstance(node, ast.ImportFrom):
         return all(alias.asname is None for alias in node.names)
+    if package == "evenstep" and isinstance(node, ast.If):  # TYPE_CHECKING, or not
+        return all(is_plain(one, package) for one in node.body)
     if isinstance(node, ast.FunctionDef):
-        return package == "evenstep" and node.name == "__dir__"
+        return package == "evenstep" and node.name in ("__dir__", "__getattr__")
     if isinstance(node, ast.Assign):
         (target,) = node.targets
-        allowed = {"__all__", "__version__"} if package == "evenstep" else {"__all__"}
+        more = {"__version__", "_DEFINED_IN"} if package == "evenstep" else set()
+        allowed = {"__all__", *more}
         return isinstance(target, ast.Name) and target.id in allowed
     return isinstance(node, ast.Import)
 
@@ -259,15 +261,24 @@ def test_an_init_holds_exports_only(package):
     assert [ast.unparse(node) for node in statements if not is_plain(node, package)] == []
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_what_an_init_imports_is_exported(package):
-    names = {
-        alias.name
-        for node in ast.parse(PACKAGES[package].read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ImportFrom)
+def imported_from_evenstep(path):
+    """Return the names that an `__init__.py` imports, and the module that each comes from."""
+    return {
+        alias.name: node.module
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("evenstep")
         for alias in node.names
     }
-    assert sorted(names) == EXPORTS[package]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_an_init_imports_is_exported(package):
+    assert sorted(imported_from_evenstep(PACKAGES[package])) == EXPORTS[package]
+
+
+def test_names_come_from_where_type_checkers_see_them():
+    seen = imported_from_evenstep(PACKAGES["evenstep"])
+    assert {k: v for k, v in seen.items() if v != "evenstep"} == evenstep._DEFINED_IN
 
 
 def test_the_version_is_the_distributions():
@@ -278,13 +289,29 @@ def test_the_package_is_typed():
     assert (SOURCE / "py.typed").is_file()
 
 
-def test_importing_evenstep_loads_no_command_line():
-    """And none of what is slow to import and seldom needed."""
-    script = "import evenstep, sys; print(*sys.modules)"
+def loaded_by(program):
+    """Return the modules that a program has imported at its end, in a process of its own."""
+    script = f"{program}\nimport sys; print(*sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    modules = set(done.stdout.split())
+    return set(done.stdout.split())
+
+
+def test_importing_evenstep_loads_no_torch():
+    """Until a public name is used."""
+    assert not loaded_by("import evenstep; dir(evenstep)") & {"torch", "numpy", "optree"}
+    assert "torch" in loaded_by("import evenstep; evenstep.Trainer")
+
+
+def test_a_name_that_is_not_public_is_refused():
+    with pytest.raises(AttributeError, match="module 'evenstep' has no attribute 'Trainr'"):
+        evenstep.Trainr  # noqa: B018
+
+
+def test_importing_evenstep_loads_no_command_line():
+    """And none of what is slow to import and seldom needed."""
+    modules = loaded_by("from evenstep import *")
     assert "evenstep.training.trainer" in modules
     assert not modules & {"evenstep.cli", "evenstep.book", "evenstep.bench"}
     assert not modules & {"click", "rich", "pooch", "requests", "sklearn"}

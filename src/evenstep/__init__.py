@@ -1,17 +1,21 @@
 """Train one PyTorch model on every device: the same weights, bit for bit, on any number of them."""
 
-from evenstep import callbacks, data, errors, metrics, models
-from evenstep.batch import Shards, shared
-from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
-from evenstep.engine import Engine
-from evenstep.experiment import Experiment
-from evenstep.inference.export import Exported, export, load_exported
-from evenstep.inference.fast_call import Hybrid, hybridize
-from evenstep.lr_scaling import scale_lr
-from evenstep.shard.compile_policy import Hybridized
-from evenstep.shard.lockstep import all_gather
-from evenstep.training.trainer import Trainer
-from evenstep.verification import verify
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from evenstep import callbacks, data, errors, metrics, models
+    from evenstep.batch import Shards, shared
+    from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
+    from evenstep.engine import Engine
+    from evenstep.experiment import Experiment
+    from evenstep.inference.export import Exported, export, load_exported
+    from evenstep.inference.fast_call import Hybrid, hybridize
+    from evenstep.shard.compile_policy import Hybridized
+    from evenstep.shard.lockstep import all_gather
+    from evenstep.training.lr_scaling import scale_lr
+    from evenstep.training.trainer import Trainer
+    from evenstep.verification import verify
 
 __version__ = "0.2.0"
 
@@ -40,6 +44,42 @@ __all__ = [
     "try_gpu",
     "verify",
 ]
+
+# What `TYPE_CHECKING` imports from modules, by name; the other names in `__all__` are packages.
+_DEFINED_IN = {
+    "Device": "evenstep.devices",
+    "Engine": "evenstep.engine",
+    "Experiment": "evenstep.experiment",
+    "Exported": "evenstep.inference.export",
+    "Hybrid": "evenstep.inference.fast_call",
+    "Hybridized": "evenstep.shard.compile_policy",
+    "Shards": "evenstep.batch",
+    "Trainer": "evenstep.training.trainer",
+    "all_gather": "evenstep.shard.lockstep",
+    "export": "evenstep.inference.export",
+    "find_devices": "evenstep.devices",
+    "hybridize": "evenstep.inference.fast_call",
+    "load_exported": "evenstep.inference.export",
+    "scale_lr": "evenstep.training.lr_scaling",
+    "shared": "evenstep.batch",
+    "try_all_gpus": "evenstep.devices",
+    "try_gpu": "evenstep.devices",
+    "verify": "evenstep.verification",
+}
+
+
+if not TYPE_CHECKING:  # otherwise type checkers would accept every name
+
+    def __getattr__(name: str) -> object:
+        """Import a public name when it is first used (PEP 562): torch takes seconds to import."""
+        if name not in __all__:
+            raise AttributeError(f"module 'evenstep' has no attribute {name!r}")
+        if name in _DEFINED_IN:
+            found = getattr(import_module(_DEFINED_IN[name]), name)
+        else:
+            found = import_module(f"evenstep.{name}")
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

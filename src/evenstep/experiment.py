@@ -8,30 +8,21 @@ import operator
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypeAlias
+from typing import Literal
 
 import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
-from evenstep.devices.device import MOST_THREADS
 from evenstep.errors import InputError, shown
-
-Precision: TypeAlias = Literal["fp32", "bf16"]
-MemoryFormat: TypeAlias = Literal["auto", "contiguous", "channels_last"]
-BatchNorm: TypeAlias = Literal["shard", "sync"]
-
-BufferRule: TypeAlias = Literal["mean", "first", "sum", "refuse"]
-"""A rule that the user can give for a buffer that shards change.
-
-    mean     the mean over the examples of the batch
-    first    the value after the first shard
-    sum      the opening value plus the changes of all shards
-    refuse   no shard may change it
-"""
-
-MOST_SHARDS = 65_536
-"""The largest number of shards of a batch; every step makes a list of all of them."""
+from evenstep.limits import (
+    MOST_SHARDS,
+    MOST_THREADS,
+    BatchNorm,
+    BufferRule,
+    MemoryFormat,
+    Precision,
+)
 
 _MOST_DIMS = 64  # of a tensor, in torch
 

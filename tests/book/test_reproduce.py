@@ -19,11 +19,12 @@ from torch.utils.data import TensorDataset
 from benchmarking import FACTS
 from commands import complaint, run
 from evenstep.bench import fresh, machine
-from evenstep.book.reproduce import EXPERIMENTS, Experiment, Kept, Part, Row, Workplace, experiments
+from evenstep.book.reproduce import Experiment, Kept, Part, Row, Workplace, experiments
 from evenstep.book.reproduce import run as measure
 from evenstep.book.reproduce.report import page
 from evenstep.book.reproduce.training import Training, _Curve, choose_devices, timeline, train
 from evenstep.errors import InputError
+from evenstep.limits import BOOK_EXPERIMENTS
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "fashion-mnist"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -300,7 +301,7 @@ def test_every_experiment_has_its_rows_and_pictures(size):
     found = page(experiments(size), document(**figures), "evenstep reproduce")
     parsed = Page(found)
     assert "Not measured yet" not in found
-    assert parsed.names == set(EXPERIMENTS)
+    assert parsed.names == set(BOOK_EXPERIMENTS)
     assert len(parsed.sources) == 5
     for source in parsed.sources:
         picture = base64.b64decode(source.removeprefix("data:image/svg+xml;base64,")).decode()
@@ -484,7 +485,7 @@ def test_all_of_a_quick_run_looked_at_in_a_browser(tmp_path):
     took_s = float(re.search(r"took (\d+) s", done.stdout)[1])
     assert took_s < 300 * max(1, 2 / len(os.sched_getaffinity(0)))
     text = (out / "report.html").read_text()
-    assert Page(text).names == set(EXPERIMENTS)
+    assert Page(text).names == set(BOOK_EXPERIMENTS)
     assert "DIFFERENT" not in text
     assert text.count(">equal<") == 3
     if CHROMIUM is None:

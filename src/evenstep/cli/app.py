@@ -11,16 +11,18 @@ from typing import Any, NoReturn
 
 import click
 
-from evenstep.cli.bench import bench
-from evenstep.cli.devices import devices
-from evenstep.cli.explain import explain
-from evenstep.cli.export import export
-from evenstep.cli.launch import report_to_launcher
+from evenstep.cli.commands import bench, devices, explain, export, reproduce, train, verify
+from evenstep.cli.launch_report import report_to_launcher
 from evenstep.cli.options import spell_options
-from evenstep.cli.reproduce import reproduce
-from evenstep.cli.train import train
-from evenstep.cli.verify import verify
 from evenstep.errors import EvenstepError, InputError, PeerError
+
+_COMMANDS = {
+    "Train and check": (train, verify),
+    "Look inside": (explain, devices),
+    "Use a trained model": (export,),
+    "Measure": (bench, reproduce),
+}
+"""The commands, by their headings in the help."""
 
 
 class Program(click.Group):
@@ -43,6 +45,14 @@ class Program(click.Group):
             _fail(spell_options(str(error)), code, follows=follows, reported=reported)
         sys.exit(code or 0)
 
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands under their headings."""
+        for heading, commands in _COMMANDS.items():
+            with formatter.section(heading):
+                formatter.write_dl(
+                    [(one.name or "", one.get_short_help_str(90)) for one in commands]
+                )
+
 
 def _current_name(name: str) -> str:
     """Replace the former name of an option: `--compile` was `--hybridize`."""
@@ -62,8 +72,9 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _command in (train, verify, explain, export, devices, bench, reproduce):
-    main.add_command(_command)
+for _commands in _COMMANDS.values():
+    for _command in _commands:
+        main.add_command(_command)
 
 
 def _spell(error: click.ClickException) -> str:

@@ -6,7 +6,6 @@ import os
 import re
 from pathlib import Path
 
-import click
 import torch
 from rich.console import Console
 
@@ -20,9 +19,8 @@ from evenstep.experiment import Experiment
 _GIB = 1 << 30
 
 
-@click.command()
 def devices() -> None:
-    """Show the devices of this machine, and what results depend on."""
+    """Print the devices of this machine, and what results depend on."""
     console = Console()
     print_table(console, fields_table([*_devices(), *_machine()]))
     print_line(console, "")

@@ -15,15 +15,8 @@ from evenstep.cli.output import print_line, print_table, shares_table
 from evenstep.cli.trace_reader import TraceAccount, read_trace
 
 
-@click.command()
-@click.argument("file", metavar="FILE")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def explain(file: str, as_json: bool) -> None:
-    """Say where the time of a training went, and what would help.
-
-    FILE was written by `evenstep train --trace FILE`. https://ui.perfetto.dev shows it as a
-    timeline.
-    """
+def explain(file: str, *, as_json: bool) -> None:
+    """Print where the time of the trace in `file` went."""
     account = read_trace(file)
     found = [
         dataclasses.replace(finding, text=spell_options(finding.text))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import click
 import torch
 from rich.console import Console
 
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.checkpoint.training_state import read_training_state, restore_model
-from evenstep.cli.files import OutputFile, target_of
+from evenstep.cli.files import target_of
 from evenstep.cli.output import fields_table, print_table
 from evenstep.cli.runfile import read_run_file
 from evenstep.cli.setup import load_data
@@ -23,26 +22,8 @@ from evenstep.shard.evaluation import evaluation_mode
 _COMPARED = 64  # examples
 
 
-@click.command()
-@click.option(
-    "--checkpoint",
-    required=True,
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="A folder of checkpoints, whose newest one is exported, or one checkpoint in it.",
-)
-@click.option(
-    "--out",
-    required=True,
-    metavar="FILE",
-    type=OutputFile(),
-    help="The file to write: .pt2 for evenstep.load_exported, or .onnx.",
-)
 def export(checkpoint: Path, out: str) -> None:
-    """Write the model of a checkpoint into one file that runs without its Python source.
-
-    The outputs of the file are compared with those of the model on examples of the test data.
-    """
+    """Write the model of a checkpoint to the file `out`, and compare the outputs."""
     file = target_of(out)
     saved = read_training_state(checkpoint)
     options = read_run_file(checkpoint if list_checkpoints(checkpoint) else checkpoint.parent)

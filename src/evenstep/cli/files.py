@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
 from evenstep.errors import InputError, shown
 from evenstep.files import write_file
@@ -42,6 +43,12 @@ class OutputFile(click.types.StringParamType):
                 raise InputError(f"got {flag} {what}: expected a file in an existing folder")
         return value
 
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Let the shell complete the name of a file."""
+        return [CompletionItem(incomplete, type="file")]
+
     def _fits(self, name: str) -> bool:
         if _descriptor_of(name) is not None or _is_stream(Path(name)):
             return self._may_be_stream
@@ -70,6 +77,12 @@ class OutputFolder(click.ParamType[Path]):
                 f"got {flag} {shown(str(value))}: expected a folder, or a new one in a folder"
             )
         return path
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Let the shell complete the name of a folder."""
+        return [CompletionItem(incomplete, type="dir")]
 
 
 def target_of(name: str) -> Path:

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,16 +22,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from evenstep.cli import loopback_rendezvous
-from evenstep.files import write_file
-
-_OURS = "EVENSTEP_LAUNCHER"  # set in processes that this module has started
-_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # the file in which torch's launcher expects an error
+from evenstep.cli.launch_report import OURS
 
 
 def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> NoReturn:
     """Run `evenstep` with `arguments` in several processes and exit with their exit code."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ[_OURS] = "1"
+    os.environ[OURS] = "1"
     loopback_rendezvous.register()
     with tempfile.TemporaryDirectory(prefix="evenstep-") as folder:
         config = LaunchConfig(
@@ -54,27 +50,6 @@ def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> NoRet
             click.echo(line or "evenstep: stopped", err=True)
             sys.exit(code)
     sys.exit(0)
-
-
-def report_to_launcher(line: str, code: int, *, follows: bool) -> bool:
-    """Report an error to torch's launcher, if it started this process.
-
-    Args:
-        line: the line to print.
-        code: the exit code.
-        follows: whether the error follows from another process's error.
-
-    Returns:
-        Whether `launch` started this process, and so will print the error.
-    """
-    file = os.environ.get(_ERROR_FILE)
-    if file is not None:
-        now = time.time()
-        details = {"py_callstack": "", "timestamp": str(int(now)), "at": now}
-        message = {"message": line, "extraInfo": details}
-        report = {"message": message, "code": code, "follows": follows}
-        write_file(file, json.dumps(report))
-    return file is not None and _OURS in os.environ
 
 
 def _first_error(folder: Path) -> tuple[str | None, int]:

@@ -21,6 +21,12 @@ from typing import Any, Literal
 import click
 from click.core import ParameterSource
 
+OTHER_OPTIONS = "Options"
+"""The heading of options without a group, such as --help."""
+
+
+_MOST_INTEGER = 2**63 - 1
+
 
 class Scope(enum.Enum):
     """What an option affects, and where its value is kept for `--resume`."""
@@ -40,6 +46,7 @@ class Option:
         hint: the type of its field.
         flag: the option as it is written on the command line.
         scope: what it affects.
+        group: the heading that it stands under in the help.
         argument: the argument of `evenstep.Trainer` that it sets; None if it sets none.
         settings: arguments of `click.option`.
     """
@@ -48,6 +55,7 @@ class Option:
     hint: Any
     flag: str
     scope: Scope
+    group: str
     argument: str | None
     settings: dict[str, Any]
 
@@ -77,9 +85,9 @@ def option(default: Any, description: str, kind: Any = None, **settings: Any) ->
         description: its help text.
         kind: a type of click. By default it follows from the field's type: `bool` is a flag,
             `Literal` a choice, `Path` a path, and `int` a number of at least 1.
-        settings: `scope` (by default, the layout), `flag` (by default, the field's name with
-            dashes), `argument` (by default, the field's name if checkpoints keep the option, or
-            else none), and further arguments of `click.option`.
+        settings: `group` (the heading in the help), `scope` (by default, the layout), `flag` (by
+            default, the field's name with dashes), `argument` (by default, the field's name if
+            checkpoints keep the option, or else none), and further arguments of `click.option`.
     """
     return dataclasses.field(
         default=default, metadata={**settings, "help": description, "type": kind}
@@ -114,6 +122,33 @@ class OptionTable:
         }
 
 
+class GroupedOption(click.Option):
+    """An option that the help of a `GroupedCommand` shows under the heading `group`."""
+
+    def __init__(self, *arguments: Any, group: str = OTHER_OPTIONS, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.group = group
+
+    def get_help_record(self, context: click.Context) -> tuple[str, str] | None:
+        """Return the option and its help, without the limit of numbers that have none."""
+        record = super().get_help_record(context)
+        return record and (record[0], record[1].replace(f"<={_MOST_INTEGER}", ""))
+
+
+class GroupedCommand(click.Command):
+    """A command whose help shows its options under headings, in the order of the first of each."""
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options."""
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(context):
+            if record := parameter.get_help_record(context):
+                groups.setdefault(getattr(parameter, "group", OTHER_OPTIONS), []).append(record)
+        for heading, records in groups.items():
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+
 def takes_options(**tables: type[OptionTable]) -> Callable[[Callable[..., Any]], Any]:
     """Add all options of `tables` to a command; each table becomes the argument of its name."""
 
@@ -130,7 +165,10 @@ def takes_options(**tables: type[OptionTable]) -> Callable[[Callable[..., Any]],
 
         made = with_tables
         for one in [one for table in tables.values() for one in table.options()][::-1]:
-            made = click.option(one.flag, one.name, **one.settings)(made)
+            add = click.option(
+                one.flag, one.name, cls=GroupedOption, group=one.group, **one.settings
+            )
+            made = add(made)
         return made
 
     return decorate
@@ -140,6 +178,7 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Option:
     settings = {"default": field.default, **field.metadata}
     flag = settings.pop("flag", f"--{field.name.replace('_', '-')}")
     scope = settings.pop("scope", Scope.LAYOUT)
+    group = settings.pop("group", OTHER_OPTIONS)
     argument = settings.pop("argument", field.name if scope is Scope.CHECKPOINT else None)
     plain = next(iter(typing.get_args(hint)), hint)  # of `int | None`, int
     if hint is bool:
@@ -148,10 +187,18 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Option:
         settings["type"] = click.Choice(typing.get_args(hint))
     elif settings["type"] is None:
         settings["type"] = {
-            int: click.IntRange(min=1, max=2**63 - 1),
+            int: click.IntRange(min=1, max=_MOST_INTEGER),
             Path: click.Path(path_type=Path),
         }.get(plain)
+    if isinstance(settings["type"], click.IntRange | click.FloatRange):
+        settings.setdefault("metavar", "N" if isinstance(settings["type"], click.IntRange) else "X")
     settings["show_default"] = hint is not bool and field.default is not None
     return Option(
-        name=field.name, hint=hint, flag=flag, scope=scope, argument=argument, settings=settings
+        name=field.name,
+        hint=hint,
+        flag=flag,
+        scope=scope,
+        group=group,
+        argument=argument,
+        settings=settings,
     )

@@ -13,12 +13,20 @@ from typing import Any, Literal
 
 import click
 
+from evenstep.cli.completion import Suggested, SuggestedList
 from evenstep.cli.files import OutputFile, OutputFolder
 from evenstep.cli.option_table import OptionTable, Scope, option
-from evenstep.data.loader import MOST_EXAMPLES
-from evenstep.devices.device import MOST_THREADS
-from evenstep.experiment import MOST_SHARDS, BatchNorm, MemoryFormat, Precision
-from evenstep.training.arguments import MOST_IN_FLIGHT, MOST_SECONDS
+from evenstep.limits import (
+    MODELS,
+    MOST_EXAMPLES,
+    MOST_IN_FLIGHT,
+    MOST_SECONDS,
+    MOST_SHARDS,
+    MOST_THREADS,
+    BatchNorm,
+    MemoryFormat,
+    Precision,
+)
 
 
 class Finite(click.FloatRange):
@@ -34,6 +42,11 @@ class Finite(click.FloatRange):
 _MOST_PROCESSES, _MOST_RESTARTS = 1024, 10**6
 _MOST_RATE = 1e30  # far above any sense, and representable in 32 bits
 
+_DATA, _TRAINING = "Model and data", "Training"
+_ARITHMETIC = "Shards and arithmetic"
+_DEVICES = "Devices and processes (the result does not depend on them)"
+_CHECKPOINTS, _OUTPUT = "Checkpoints", "Output"
+
 _in_run_file = functools.partial(option, scope=Scope.RUN_FILE)
 _in_checkpoint = functools.partial(option, scope=Scope.CHECKPOINT)
 _replaceable = functools.partial(option, None, scope=Scope.REPLACEABLE)
@@ -45,62 +58,85 @@ class ExperimentOptions(OptionTable):
 
     model: str = _in_run_file(
         "lenet",
-        "lenet, resnet18, mlp, or package.module:factory, where factory is a function without "
+        f"{', '.join(MODELS)}, or package.module:factory, where factory is a function without "
         "arguments that returns a torch.nn.Module. The current folder is searched too.",
+        Suggested(MODELS),
+        group=_DATA,
     )
     data: Literal["digits", "fashion-mnist"] = _in_run_file(
-        "digits", "digits comes with scikit-learn; fashion-mnist is downloaded once."
+        "digits", "digits comes with scikit-learn; fashion-mnist is downloaded once.", group=_DATA
     )
     data_dir: str | None = _replaceable(
-        "Folder with the four files of fashion-mnist, instead of a download.", metavar="DIR"
+        "Folder with the four files of fashion-mnist, instead of a download.",
+        click.Path(),
+        metavar="DIR",
+        group=_DATA,
     )
     shards: int = _in_checkpoint(
         8,
         "Number of shards that each batch is split into; part of the experiment.",
         click.IntRange(min=1, max=MOST_SHARDS),
+        group=_ARITHMETIC,
     )
     batch_size: int = _in_run_file(
-        256, "Examples in a batch, over all devices.", click.IntRange(min=1, max=MOST_EXAMPLES)
+        256,
+        "Examples in a batch, over all devices.",
+        click.IntRange(min=1, max=MOST_EXAMPLES),
+        group=_DATA,
     )
-    drop_last: bool = _in_run_file(False, "Skip an epoch's last batch if it is shorter.")
-    lr: float = _in_run_file(0.1, "Learning rate of SGD.", Finite(min=0, max=_MOST_RATE))
-    momentum: float = _in_run_file(0.0, "Momentum of SGD.", Finite(min=0, max=_MOST_RATE))
+    drop_last: bool = _in_run_file(
+        False, "Skip an epoch's last batch if it is shorter.", group=_DATA
+    )
+    lr: float = _in_run_file(
+        0.1, "Learning rate of SGD.", Finite(min=0, max=_MOST_RATE), group=_TRAINING
+    )
+    momentum: float = _in_run_file(
+        0.0, "Momentum of SGD.", Finite(min=0, max=_MOST_RATE), group=_TRAINING
+    )
     precision: Precision = _in_checkpoint(
-        "fp32", "bf16 computes under autocast; part of the experiment."
+        "fp32", "bf16 computes under autocast; part of the experiment.", group=_ARITHMETIC
     )
     memory_format: MemoryFormat = _in_checkpoint(
-        "auto", "Memory format of images; auto chooses by the model and the kind of device."
+        "auto",
+        "Memory format of images; auto chooses by the model and the kind of device.",
+        group=_ARITHMETIC,
     )
     threads: int = _in_checkpoint(
         1,
         "Threads of each CPU device; part of the experiment.",
         click.IntRange(min=1, max=MOST_THREADS),
+        group=_ARITHMETIC,
     )
     compile: bool = _in_checkpoint(
         False,
         "Compile the forward and backward pass of a shard with torch.compile, on CPUs; part of the "
         "experiment.",
+        group=_ARITHMETIC,
     )
     batch_norm: BatchNorm = _in_checkpoint(
         "shard",
         "Statistics that BatchNorm layers use in training: those of each shard, or those of the "
         "whole batch (sync); part of the experiment.",
+        group=_ARITHMETIC,
     )
     clip_norm: float | None = _in_checkpoint(
         None,
         "Scale a batch's gradient down to this norm if it is larger; part of the experiment.",
         Finite(min=0, min_open=True),
         metavar="NORM",
+        group=_TRAINING,
     )
-    epochs: int | None = _replaceable("Stop after N epochs.")
+    epochs: int | None = _replaceable("Stop after N epochs.", group=_TRAINING)
     steps: int | None = _replaceable(
         "Stop after N steps, counted from the start of the training. If --epochs is given too, "
-        "training stops at whichever comes first."
+        "training stops at whichever comes first.",
+        group=_TRAINING,
     )
     seed: int = _in_checkpoint(
         0,
         "Seed of the weights, of the order of the data and of random operations in the model.",
         click.IntRange(min=0, max=2**63 - 1),
+        group=_TRAINING,
     )
 
     def target_steps(self, epoch_steps: int, *, default: int) -> int:
@@ -117,16 +153,22 @@ class LayoutOptions(OptionTable):
         "auto",
         "auto: all GPUs, or without one a CPU device for each core; N: a number of devices; LIST: "
         "names, such as cpu:0,cpu:1.",
+        SuggestedList(("auto", "1", "2", "4", "cpu:0", "cpu:1", "cuda:0", "cuda:1")),
         argument="devices",
         metavar="auto|N|LIST",
+        group=_DEVICES,
     )
     checkpoint_dir: Path | None = option(
         None,
         "Save checkpoints here: after every epoch, at the end, and when training is stopped.",
         metavar="DIR",
+        group=_CHECKPOINTS,
     )
     checkpoint_every: int | None = option(
-        None, "Save every so many steps instead of after every epoch.", metavar="STEPS"
+        None,
+        "Save every so many steps instead of after every epoch.",
+        metavar="STEPS",
+        group=_CHECKPOINTS,
     )
     in_flight: int = option(
         1,
@@ -135,6 +177,7 @@ class LayoutOptions(OptionTable):
         click.IntRange(min=1, max=MOST_IN_FLIGHT),
         argument="max_in_flight",
         metavar="STEPS",
+        group=_DEVICES,
     )
     log_dir: Path | None = option(
         None,
@@ -142,23 +185,27 @@ class LayoutOptions(OptionTable):
         "epoch.",
         OutputFolder(),
         metavar="DIR",
+        group=_OUTPUT,
     )
     trace_file: str | None = option(
         None,
         "Write a timeline of all devices, for evenstep explain, Perfetto and chrome://tracing.",
         OutputFile(),
         flag="--trace",
+        group=_OUTPUT,
     )
     max_restarts: int = option(
         0,
         "With --processes: how often to restart from the last checkpoint after a process failed.",
         click.IntRange(min=0, max=_MOST_RESTARTS),
         metavar="N",
+        group=_DEVICES,
     )
     processes: int = option(
         1,
         "Number of processes on this machine, each with its own --devices (torchrun starts more).",
         click.IntRange(min=1, max=_MOST_PROCESSES),
+        group=_DEVICES,
     )
     timeout_s: float = option(
         60.0,
@@ -167,18 +214,21 @@ class LayoutOptions(OptionTable):
         flag="--timeout",
         argument="peer_timeout_s",
         metavar="SECONDS",
+        group=_DEVICES,
     )
     allow_rounding: bool = option(
         False,
         "With several processes: train although their processors, libraries or settings round "
         "differently; results are then equal within rounding, not bit for bit.",
         argument="allow_rounding",
+        group=_DEVICES,
     )
-    resume: bool = option(False, "Resume from the newest checkpoint in DIR.")
+    resume: bool = option(False, "Resume from the newest checkpoint in DIR.", group=_CHECKPOINTS)
     auto_resume: bool = option(
         False,
         "Resume from the newest undamaged checkpoint in DIR if there is one, else start: for jobs "
         "that a cluster restarts.",
+        group=_CHECKPOINTS,
     )
     json_file: str | None = option(
         None,
@@ -186,6 +236,7 @@ class LayoutOptions(OptionTable):
         "stderr.",
         OutputFile(may_be_stream=True),
         flag="--json",
+        group=_OUTPUT,
     )
 
 

@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 from evenstep.bench.fresh import RunFailedError
 from evenstep.bench.pictures import require_matplotlib
 from evenstep.book.reproduce import (
-    EXPERIMENTS,
     Experiment,
     Kept,
     Workplace,
@@ -25,35 +24,11 @@ from evenstep.book.reproduce.plan import Size
 from evenstep.cli.output import command_line, say
 from evenstep.data import fashion_mnist
 from evenstep.errors import InputError
+from evenstep.limits import BOOK_EXPERIMENTS
 
 
-@click.command()
-@click.option(
-    "--only",
-    metavar="NAME,...",
-    help=f"Run only these: some of {', '.join(EXPERIMENTS)}.",
-)
-@click.option("--quick", is_flag=True, help="Run short versions, in less than five minutes.")
-@click.option(
-    "--data-dir",
-    metavar="DIR",
-    help="Folder with the files of Fashion-MNIST; without it they are downloaded.",
-)
-@click.option(
-    "--out",
-    default="reproduced",
-    show_default=True,
-    metavar="DIR",
-    type=click.Path(path_type=Path),
-    help="Folder for report.html and figures.json. Measurements that it already has are not "
-    "repeated, so the command can be interrupted and run again.",
-)
-def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) -> None:
-    """Run the experiments of Dive into Deep Learning's chapter on performance, on this machine.
-
-    The report shows the book's figures beside this machine's, explains the differences, and draws
-    the curves. On two cores everything takes hours, mostly for ResNet-18: start with --quick.
-    """
+def reproduce(only: str | None, *, quick: bool, data_dir: str | None, out: Path) -> None:
+    """Run the experiments named in `only`, or all, and write the report into the folder `out`."""
     require_matplotlib()
     began_s = time.perf_counter()
     size: Size = "quick" if quick else "full"
@@ -91,6 +66,6 @@ def _chosen(only: str | None, known: list[Experiment]) -> list[Experiment]:
     if only is None:
         return known
     names = [name.strip() for name in only.split(",")]
-    if set(names) - set(EXPERIMENTS):
-        raise InputError(f"got --only {only}: choose some of {', '.join(EXPERIMENTS)}")
+    if set(names) - set(BOOK_EXPERIMENTS):
+        raise InputError(f"got --only {only}: choose some of {', '.join(BOOK_EXPERIMENTS)}")
     return [one for one in known if one.name in names]

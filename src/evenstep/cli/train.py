@@ -14,7 +14,6 @@ from evenstep.checkpoint.files import latest_checkpoint, list_checkpoints
 from evenstep.cli.files import target_of, write_text
 from evenstep.cli.launch import launch
 from evenstep.cli.notes import notes_on_stderr
-from evenstep.cli.option_table import takes_options
 from evenstep.cli.options import ExperimentOptions, LayoutOptions
 from evenstep.cli.output import fields_table, print_line, print_table, shares_table
 from evenstep.cli.progress import Goal
@@ -40,14 +39,8 @@ from evenstep.training.trainer import Trainer
 _DEFAULT_EPOCHS = {"digits": 40, "fashion-mnist": 10}
 
 
-@click.command()
-@takes_options(experiment=ExperimentOptions, layout=LayoutOptions)
 def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
-    """Train a model; the result is the same on any number of devices.
-
-    Without --epochs and --steps, it trains 40 epochs of digits or 10 of fashion-mnist. A resumed
-    training keeps its options; only devices, length and the folder of the data may change.
-    """
+    """Train, and print the results."""
     _check_folder_is_given(layout)
     if layout.processes > 1 and not was_launched():
         launch(layout.processes, layout.max_restarts, sys.argv[1:])

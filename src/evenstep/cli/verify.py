@@ -6,7 +6,6 @@ import click
 
 from evenstep.bench.lineup import counted
 from evenstep.cli.notes import notes_on_stderr
-from evenstep.cli.option_table import takes_options
 from evenstep.cli.options import ExperimentOptions
 from evenstep.cli.setup import load_data, make_loader, make_trainer, train_batches
 from evenstep.devices import Devices, find_devices, intra_op_threads
@@ -24,24 +23,8 @@ _HINT = (
 )
 
 
-@click.command()
-@takes_options(experiment=ExperimentOptions)
-@click.option(
-    "--devices",
-    "wanted",
-    default="1,2,3",
-    show_default=True,
-    metavar="N,N,...",
-    help="Numbers of devices to compare, or sets of names joined by +, as in 1,cpu:0+cpu:1:own.",
-)
-@click.pass_context
-def verify(context: click.Context, experiment: ExperimentOptions, wanted: str) -> None:
-    """Compare results on several numbers of devices, bit for bit.
-
-    Trains the same steps on each of them: 20 steps, unless --epochs or --steps is given. The exit
-    code is 0 only if all results are equal. If they differ, the steps are replayed to find the
-    first step, shard and tensor that differ.
-    """
+def verify(experiment: ExperimentOptions, wanted: str) -> bool:
+    """Compare results on the sets of devices in `wanted`; return whether they are identical."""
     labels = [label.strip() for label in wanted.split(",")]
     layouts = [_layout(label, experiment.threads) for label in labels]
     if len(layouts) < 2:
@@ -68,7 +51,7 @@ def verify(context: click.Context, experiment: ExperimentOptions, wanted: str) -
         )
     for line in _spell(verdict, labels, steps):
         click.echo(line)
-    context.exit(0 if verdict.identical else 1)
+    return verdict.identical
 
 
 def _layout(label: str, threads: int) -> Devices:

@@ -19,14 +19,12 @@ from evenstep.data.seeded import SeededExamples
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import DataError, InputError, shown
+from evenstep.limits import MOST_EXAMPLES
 
 PartOf: TypeAlias = "Callable[[int, int], Part]"
 """Returns this process's part of a batch, given its number in the epoch and its size."""
 
 T = TypeVar("T")
-
-MOST_EXAMPLES = 2**31 - 1
-"""The largest number of examples in a batch."""
 
 _MOST_WORKERS = 1024
 

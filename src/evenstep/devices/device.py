@@ -15,9 +15,7 @@ from typing import Any, Literal
 import torch
 
 from evenstep.errors import DeviceError, shown
-
-MOST_THREADS = 1024
-"""The largest number of intra-op threads of a device: torch crashes with far more."""
+from evenstep.limits import MOST_THREADS
 
 MOST_INDEX = 10**6 - 1
 """The largest number in a device's name."""

@@ -12,17 +12,15 @@ from typing import TypeAlias
 
 import torch
 
-from evenstep.devices.device import MOST_THREADS, Device, as_device
+from evenstep.devices.device import Device, as_device
 from evenstep.errors import DeviceError, shown
+from evenstep.limits import MOST_DEVICES, MOST_THREADS
 
 Devices: TypeAlias = "int | str | torch.device | Device | Sequence[str | torch.device | Device]"
 """The types that `find_devices` accepts."""
 
 WITHIN_ROUNDING = "results are equal within rounding, not bit for bit"
 """What is said of results that devices or processes of different kinds have a part in."""
-
-MOST_DEVICES = 1024
-"""The largest number of devices of a process: each CPU device has two threads of its own."""
 
 
 def find_devices(

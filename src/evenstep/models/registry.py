@@ -15,12 +15,9 @@ from torch import nn
 
 from evenstep import models
 from evenstep.errors import EvenstepError, ModelError, text_of
+from evenstep.limits import MODELS
 
-BUILT_IN: dict[str, Callable[[], nn.Module]] = {
-    "lenet": models.lenet,
-    "resnet18": models.resnet18,
-    "mlp": models.mlp,
-}
+BUILT_IN: dict[str, Callable[[], nn.Module]] = {name: getattr(models, name) for name in MODELS}
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 
 

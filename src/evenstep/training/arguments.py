@@ -15,22 +15,19 @@ from evenstep.checkpoint.user_state import Stateful
 from evenstep.devices import Device, Devices
 from evenstep.engine import Lanes
 from evenstep.errors import InputError, ModelError, shown
-from evenstep.experiment import (
+from evenstep.experiment import Experiment, check_flag, check_integer, check_seconds
+from evenstep.limits import (
+    MOST_IN_FLIGHT,
+    MOST_SECONDS,
     BatchNorm,
     BufferRule,
-    Experiment,
     MemoryFormat,
     Precision,
-    check_flag,
-    check_integer,
-    check_seconds,
 )
 from evenstep.shard.loss import UserObjective
 from evenstep.steps.executor import lockstep_option
 from evenstep.steps.update import Hook
 
-MOST_IN_FLIGHT = 1_000
-MOST_SECONDS = 31_536_000  # a year
 _MOST_SIDE_BY_SIDE = 1_024  # shards, each with a thread and a replica
 
 

@@ -34,7 +34,8 @@ from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine import Lanes, ThreadLanes
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError
-from evenstep.experiment import BatchNorm, BufferRule, Experiment, MemoryFormat, Precision
+from evenstep.experiment import Experiment
+from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, Precision
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
 from evenstep.replicas import check_trainable, move_home

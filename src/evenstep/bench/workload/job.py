@@ -26,7 +26,7 @@ class Job:
     """What a contender trains, and how."""
 
     library: str = "evenstep"  # a key of `contenders.LIBRARIES`
-    network: str  # one of `kinds.NETWORKS`, or package.module:factory
+    network: str  # a model, one of `kinds.TEXT`, or package.module:factory
     data: DataName = "noise"  # data set of the batches of images
     data_dir: str | None = None  # folder with the files of fashion-mnist; None to download them
     shape: Sequence[int] = (1, 28, 28)  # shape of an image of "noise"

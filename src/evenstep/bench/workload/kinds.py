@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from evenstep.errors import ModelError
 from evenstep.models.gpt import gpt
-from evenstep.models.registry import BUILT_IN, find_factory
+from evenstep.models.registry import find_factory
 
 Scores: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"
 """Scores (n, classes), and labels (n,)."""
@@ -126,4 +126,3 @@ TEXT: dict[str, Callable[[], Workload]] = {
     "chargpt-small": lambda: _chargpt(layers=4, heads=4, width=128, context=128),
     "bert": _bert,
 }
-NETWORKS = (*BUILT_IN, *TEXT)

@@ -1,12 +1,11 @@
 """Runs the experiments of Dive into Deep Learning's chapter on performance on evenstep."""
 
-from evenstep.book.reproduce.experiments import EXPERIMENTS, experiments
+from evenstep.book.reproduce.experiments import experiments
 from evenstep.book.reproduce.kept import Kept, run
 from evenstep.book.reproduce.plan import Experiment, Part, Row, Workplace
 from evenstep.book.reproduce.report import write_report
 
 __all__ = [
-    "EXPERIMENTS",
     "Experiment",
     "Kept",
     "Part",

@@ -16,9 +16,6 @@ from evenstep.book.reproduce.training import Training, first_steps, train
 
 Description = Mapping[str, Any]
 
-EXPERIMENTS = tuple(descriptions())
-"""The names of the experiments."""
-
 
 def experiments(size: Size) -> list[Experiment]:
     """Return the experiments as the book has them, or shortened to a few minutes in total."""

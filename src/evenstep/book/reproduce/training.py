@@ -20,11 +20,11 @@ from evenstep.book.reproduce.plan import Data
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.data import Loader
 from evenstep.devices import Devices, gpu_count
-from evenstep.experiment import Precision
-from evenstep.lr_scaling import Rule, scale_lr
+from evenstep.limits import Precision
 from evenstep.metrics import accuracy
 from evenstep.models.registry import find_factory
 from evenstep.profiling.trace import Span
+from evenstep.training.lr_scaling import Rule, scale_lr
 from evenstep.training.trainer import Trainer
 
 Init: TypeAlias = Literal["book", "torch", "he"]

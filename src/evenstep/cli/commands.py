@@ -1,0 +1,239 @@
+"""The commands of `evenstep`: their options and their help.
+
+What a command does is imported when it runs, because torch takes seconds to import: so `--help`,
+shell completion and the check of options answer at once.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from evenstep.cli.bench_options import Plan
+from evenstep.cli.completion import SuggestedList
+from evenstep.cli.files import OutputFile
+from evenstep.cli.option_table import GroupedCommand, GroupedOption, takes_options
+from evenstep.cli.options import ExperimentOptions, LayoutOptions
+from evenstep.limits import BOOK_EXPERIMENTS, MOST_DEVICES
+
+_COMPARED = "What is compared"
+
+
+def _usable_cores() -> int:
+    from evenstep.devices import usable_cores
+
+    return usable_cores()
+
+
+@click.command(cls=GroupedCommand)
+@takes_options(experiment=ExperimentOptions, layout=LayoutOptions)
+def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
+    """Train a model (digits: seconds; fashion-mnist: minutes).
+
+    The result is the same on any number of devices. Without options, LeNet learns to read
+    handwritten digits. Without --epochs and --steps, training takes 40 epochs of digits or 10 of
+    fashion-mnist. A resumed training keeps its options; only devices, length and the folder of the
+    data may change.
+    """
+    from evenstep.cli.train import train
+
+    train(experiment, layout)
+
+
+@click.command(cls=GroupedCommand)
+@takes_options(experiment=ExperimentOptions)
+@click.option(
+    "--devices",
+    "wanted",
+    cls=GroupedOption,
+    group=_COMPARED,
+    default="1,2,3",
+    show_default=True,
+    metavar="N,N,...",
+    help="Numbers of devices to compare, or sets of names joined by +, as in 1,cpu:0+cpu:1:own.",
+)
+@click.pass_context
+def verify(context: click.Context, experiment: ExperimentOptions, wanted: str) -> None:
+    """Compare results on several numbers of devices, bit for bit (seconds).
+
+    Trains the same steps on each of them: 20 steps, unless --epochs or --steps is given. The exit
+    code is 0 only if all results are equal. If they differ, the steps are replayed to find the
+    first step, shard and tensor that differ.
+    """
+    from evenstep.cli.verify import verify
+
+    context.exit(0 if verify(experiment, wanted) else 1)
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("file", metavar="FILE", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+def explain(file: str, as_json: bool) -> None:
+    """Say where the time of a training went, and what would help.
+
+    FILE was written by `evenstep train --trace FILE`. https://ui.perfetto.dev shows it as a
+    timeline.
+    """
+    from evenstep.cli.explain import explain
+
+    explain(file, as_json=as_json)
+
+
+@click.command(cls=GroupedCommand)
+@click.option(
+    "--checkpoint",
+    required=True,
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="A folder of checkpoints, whose newest one is exported, or one checkpoint in it.",
+)
+@click.option(
+    "--out",
+    required=True,
+    metavar="FILE",
+    type=OutputFile(),
+    help="The file to write: .pt2 for evenstep.load_exported, or .onnx.",
+)
+def export(checkpoint: Path, out: str) -> None:
+    """Write the model of a checkpoint into one file that runs without its Python source.
+
+    The outputs of the file are compared with those of the model on examples of the test data.
+    """
+    from evenstep.cli.export import export
+
+    export(checkpoint, out)
+
+
+@click.command(cls=GroupedCommand)
+def devices() -> None:
+    """Show the devices of this machine, and what results depend on."""
+    from evenstep.cli.devices import devices
+
+    devices()
+
+
+@click.command(cls=GroupedCommand)
+@click.option(
+    "--only",
+    metavar="NAME,...",
+    type=SuggestedList(BOOK_EXPERIMENTS),
+    help=f"Run only these: some of {', '.join(BOOK_EXPERIMENTS)}.",
+)
+@click.option("--quick", is_flag=True, help="Run short versions, in less than five minutes.")
+@click.option(
+    "--data-dir",
+    metavar="DIR",
+    type=click.Path(),
+    help="Folder with the files of Fashion-MNIST; without it they are downloaded.",
+)
+@click.option(
+    "--out",
+    default="reproduced",
+    show_default=True,
+    metavar="DIR",
+    type=click.Path(path_type=Path),
+    help="Folder for report.html and figures.json. Measurements that it already has are not "
+    "repeated, so the command can be interrupted and run again.",
+)
+def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) -> None:
+    """Run the book's experiments on this machine (hours; --quick: minutes).
+
+    They are those of Dive into Deep Learning's chapter on performance. The report shows the book's
+    figures beside this machine's, explains the differences, and draws the curves. On two cores
+    everything takes hours, mostly for ResNet-18: start with --quick.
+    """
+    from evenstep.cli.reproduce import reproduce
+
+    reproduce(only, quick=quick, data_dir=data_dir, out=out)
+
+
+@click.group()
+def bench() -> None:
+    """Measure the speed: on more devices, or beside other libraries (minutes).
+
+    Each measurement runs in a new process. The contenders take turns, so that a machine whose speed
+    changes affects all of them. Tables show medians.
+    """
+
+
+@bench.command("scaling", cls=GroupedCommand)
+@click.option(
+    "--devices",
+    "wanted",
+    cls=GroupedOption,
+    group=_COMPARED,
+    metavar="N,N,...",
+    help="Numbers of devices; by default 1, 2, 4 and so on, up to the number of cores.",
+)
+@click.option(
+    *("--compile", "compiled"),
+    cls=GroupedOption,
+    group=_COMPARED,
+    is_flag=True,
+    help="Compile the shards.",
+)
+@takes_options(plan=Plan)
+def bench_scaling(plan: Plan, wanted: str | None, compiled: bool) -> None:
+    """Compare numbers of devices, with the same batch and with one that grows with them.
+
+    The table also shows where the time of the devices went: busy with shards, waiting for data or
+    for each other, summing, updating.
+    """
+    from evenstep.cli.bench import scaling
+
+    scaling(plan, wanted, compiled=compiled)
+
+
+@bench.command("peers", cls=GroupedCommand)
+@click.option(
+    "--workers",
+    cls=GroupedOption,
+    group=_COMPARED,
+    type=click.IntRange(min=2, max=MOST_DEVICES),
+    default=lambda: max(2, _usable_cores()),
+    show_default="the cores",
+    help="Number of processes or devices of each contender that uses several.",
+)
+@takes_options(plan=Plan)
+def bench_peers(plan: Plan, workers: int) -> None:
+    """Compare evenstep with a plain loop, DDP, Accelerate and Lightning Fabric.
+
+    Each does the same work, written as in its own documentation. Those that are not installed are
+    skipped (pip install 'evenstep[bench]').
+    """
+    from evenstep.cli.bench import peers
+
+    peers(plan, workers)
+
+
+@bench.command("shards", cls=GroupedCommand)
+@click.option(
+    "--numbers",
+    "wanted",
+    cls=GroupedOption,
+    group=_COMPARED,
+    default="2,4,8,16",
+    show_default=True,
+    metavar="N,N,...",
+    help="Numbers of shards, which are compared with --shards.",
+)
+@click.option(
+    "--workers",
+    cls=GroupedOption,
+    group=_COMPARED,
+    type=click.IntRange(min=1, max=MOST_DEVICES),
+    default=_usable_cores,
+    show_default="the cores",
+    help="Number of devices.",
+)
+@takes_options(plan=Plan)
+def bench_shards(plan: Plan, wanted: str, workers: int) -> None:
+    """Compare numbers of shards (V) on the same devices.
+
+    Many small shards share out evenly over many devices, but each has a fixed cost. V belongs to
+    the experiment: another number of shards gives another result.
+    """
+    from evenstep.cli.bench import shards
+
+    shards(plan, wanted, workers)
