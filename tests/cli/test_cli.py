@@ -69,6 +69,19 @@ def test_on_a_pipe_each_epoch_is_a_plain_line():
     assert not any("\x1b" in line for line in lines)
 
 
+def test_each_epoch_ends_with_the_accuracy_of_its_weights():
+    lines = run("train", *MLP, "--epochs", 2, "--devices", 2, "--in-flight", 2).stdout.splitlines()
+    shown = [re.search(r"test accuracy (\S+)", line)[1] for line in lines if line[:6] == "epoch "]
+    records = [trained(*MLP, "--epochs", epochs) for epochs in (1, 2)]
+    assert shown == [f"{record.test_accuracy:.4f}" for record in records]
+
+
+@pytest.mark.slow
+def test_compiling_is_said_before_the_first_step():
+    lines = run("train", *MLP, "--steps", 1, "--compile").stdout.splitlines()
+    assert lines[0] == "compiling: the first step takes longer"
+
+
 def test_the_train_loss_is_the_mean_over_the_epochs_examples():
     # A rate of 0 leaves the weights as the seed made them.
     record = trained("--model", "mlp", "--lr", 0, "--epochs", 2, "--seed", 7)

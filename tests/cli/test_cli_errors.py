@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
 def test_ctrl_c_stops_within_the_step_and_saves():
     line = complaint(
         *("train", "--model", "cli_models:Interrupted", "--devices", 1, "--checkpoint-dir", "kept"),
-        code=1,
+        code=130,
     )
     assert line.startswith("evenstep: stopped after step 3 of 240")
     assert "--resume --checkpoint-dir kept" in line
@@ -32,7 +32,7 @@ def test_ctrl_c_stops_within_the_step_and_saves():
 
 
 def test_ctrl_c_without_a_folder_says_that_nothing_is_saved():
-    line = complaint("train", "--model", "cli_models:Interrupted", "--devices", 1, code=1)
+    line = complaint("train", "--model", "cli_models:Interrupted", "--devices", 1, code=130)
     assert "nothing is saved" in line
 
 

@@ -2,6 +2,7 @@
 
 import io
 import logging
+import re
 import signal
 import threading
 import warnings
@@ -9,7 +10,7 @@ import warnings
 import pytest
 from rich.console import Console
 
-from evenstep.cli.display import draw
+from evenstep.cli.display import LiveDisplay, broken_rows, draw
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.options import spell_options
 from evenstep.cli.output import fields_table, numbers_table, print_table
@@ -36,6 +37,15 @@ def test_the_first_signal_waits_for_check_and_a_second_one_does_not(number):
             stop.check()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(number)
+
+
+def test_the_first_signal_is_said_once_and_remembered():
+    said = []
+    with StopRequest(lambda: said.append("stopping"), same_signal_s=60) as stop:
+        assert (stop.number, said) == (signal.SIGINT, [])
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.raise_signal(number)
+    assert (stop.number, said) == (signal.SIGTERM, ["stopping"])
 
 
 def test_handlers_are_put_back():
@@ -118,6 +128,75 @@ def test_the_view_sums_up_more_devices_than_fit():
         "56",
     ]
     assert lines[-1].rstrip().endswith("50% busy")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "rows"),
+    [((0,), 40, 1), ((40,), 40, 1), ((41, 5, 120), 40, 2 + 1 + 3), ((41, 5, 120), 120, 3)],
+)
+def test_lines_are_broken_into_rows(lengths, width, rows):
+    assert broken_rows(lengths, width) == rows
+
+
+class Screen(io.StringIO):
+    """A terminal that breaks its lines again when its width changes, as most terminals do.
+
+    The cursor is always in the last row.
+
+    Attributes:
+        width: the number of columns.
+        lines: the lines that have been written, each as one string.
+    """
+
+    def __init__(self, width):
+        super().__init__()
+        self.width, self.lines = width, [""]
+        self._is_row_erased = False  # the cursor's row is empty, and follows rows of its line
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        for part in re.findall(r"\x1b\[\??[\d;]*[A-Za-z]|\r|\n|[^\x1b\r\n]+", text):
+            if part == "\x1b[2K":
+                self._erase_row()
+            elif part == "\x1b[1A":
+                self._go_up()
+            elif part == "\n":
+                self.lines.append("")
+            elif part[0] not in "\r\x1b":
+                assert not self._is_row_erased
+                self.lines[-1] += part
+        return len(text)
+
+    def _erase_row(self):
+        rows = max(1, -(-len(self.lines[-1]) // self.width))
+        self._is_row_erased |= rows > 1
+        self.lines[-1] = self.lines[-1][: (rows - 1) * self.width]
+
+    def _go_up(self):
+        if not self._is_row_erased:
+            assert self.lines.pop() == ""
+        self._is_row_erased = False
+
+
+@pytest.mark.parametrize("widths", [(80, 80, 80), (80, 31, 31), (80, 33, 120), (30, 90, 25)])
+def test_the_live_view_survives_a_resize(widths):
+    screen = Screen(widths[0])
+    console = Console(file=screen, force_terminal=True, color_system=None, legacy_windows=False)
+    display, done = LiveDisplay(console), progress()
+    with display:
+        for width in widths:
+            screen.width = console.width = width
+            add(done)
+            display.say(f"line {done.step}")
+            display._redraw(draw(done))
+            assert [line for line in screen.lines if line.startswith("line")] == [
+                f"line {number}" for number in range(1, done.step + 1)
+            ]
+            assert sum("busy" in line for line in screen.lines) == 2
+            assert sum(line.startswith("epoch") for line in screen.lines) == 1
+    assert screen.lines[:-1] == ["line 1", "line 2", "line 3"]
 
 
 def test_a_table_is_neither_cut_nor_broken(capsys):

@@ -35,8 +35,9 @@ def test_a_signal_saves_and_a_resume_ends_with_the_unbroken_fingerprint(tmp_path
     with start("train", *options, "--checkpoint-every", 10**6) as process:
         assert process.stdout.readline().startswith("epoch ")
         process.send_signal(number)
-        _, errors = process.communicate()
-    assert process.returncode == 1
+        output, errors = process.communicate()
+    assert output.count("stopping after this step") == 1
+    assert process.returncode == 128 + number
     step = int(re.search(r"stopped after step (\d+) of", the_line(errors))[1])
     assert steps_kept(folder) == [step]
     resumed = trained("--resume", "--checkpoint-dir", folder, "--steps", step + 2, "--devices", 1)

@@ -70,6 +70,10 @@ def test_two_processes_give_the_fingerprint_of_one(tmp_path):
     output, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors
     assert output.count("fingerprint") == 1
+    assert re.findall(r"^process (\d), (cpu:\d) +\d+%", output, re.MULTILINE) == [
+        *(("0", "cpu:0"), ("1", "cpu:0"))
+    ]
+    assert output.count("waiting") == 2  # the heads of one table
     together, by_itself = TrainRecord.from_json(file.read_text()), trained(*options)
     assert together.fingerprint == by_itself.fingerprint
     assert together.train_loss == by_itself.train_loss
@@ -150,7 +154,7 @@ def test_sigterm_saves_one_checkpoint_and_leaves_no_process(tmp_path):
     workers = children_of(process.pid)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 128 + signal.SIGTERM
     step = int(re.search(r"stopped after step (\d+) of", errors)[1])
     assert steps_kept(folder)[-1] == step
     assert not [worker for worker in workers if is_alive(worker)]

@@ -1,11 +1,12 @@
 """The program `evenstep`: its commands, its exit codes, and one line for every error.
 
-Exit codes: 0 done; 1 failed, stopped or not identical; 2 bad input.
+Exit codes: 0 done; 1 failed or not identical; 2 bad input; 130 stopped by Ctrl-C, 143 by SIGTERM.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import Any, NoReturn
 
@@ -37,7 +38,7 @@ class Program(click.Group):
         except click.ClickException as error:
             _fail(_spell(error), error.exit_code)
         except click.Abort:
-            _fail("stopped", 1)
+            _fail("stopped", 128 + signal.SIGINT)
         except EvenstepError as error:
             code = 2 if isinstance(error, InputError) else 1
             follows = isinstance(error, PeerError)

@@ -13,6 +13,7 @@ import click
 from evenstep.cli.bench_options import Plan
 from evenstep.cli.completion import SuggestedList
 from evenstep.cli.files import OutputFile
+from evenstep.cli.loading import loading
 from evenstep.cli.option_table import GroupedCommand, GroupedOption, takes_options
 from evenstep.cli.options import ExperimentOptions, LayoutOptions
 from evenstep.limits import BOOK_EXPERIMENTS, MOST_DEVICES
@@ -36,7 +37,8 @@ def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
     fashion-mnist. A resumed training keeps its options; only devices, length and the folder of the
     data may change.
     """
-    from evenstep.cli.train import train
+    with loading("torch"):
+        from evenstep.cli.train import train
 
     train(experiment, layout)
 
@@ -61,7 +63,8 @@ def verify(context: click.Context, experiment: ExperimentOptions, wanted: str) -
     code is 0 only if all results are equal. If they differ, the steps are replayed to find the
     first step, shard and tensor that differ.
     """
-    from evenstep.cli.verify import verify
+    with loading("torch"):
+        from evenstep.cli.verify import verify
 
     context.exit(0 if verify(experiment, wanted) else 1)
 
@@ -75,7 +78,8 @@ def explain(file: str, as_json: bool) -> None:
     FILE was written by `evenstep train --trace FILE`. https://ui.perfetto.dev shows it as a
     timeline.
     """
-    from evenstep.cli.explain import explain
+    with loading("torch"):
+        from evenstep.cli.explain import explain
 
     explain(file, as_json=as_json)
 
@@ -100,7 +104,8 @@ def export(checkpoint: Path, out: str) -> None:
 
     The outputs of the file are compared with those of the model on examples of the test data.
     """
-    from evenstep.cli.export import export
+    with loading("torch"):
+        from evenstep.cli.export import export
 
     export(checkpoint, out)
 
@@ -108,7 +113,8 @@ def export(checkpoint: Path, out: str) -> None:
 @click.command(cls=GroupedCommand)
 def devices() -> None:
     """Show the devices of this machine, and what results depend on."""
-    from evenstep.cli.devices import devices
+    with loading("torch"):
+        from evenstep.cli.devices import devices
 
     devices()
 
@@ -143,7 +149,8 @@ def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) ->
     figures beside this machine's, explains the differences, and draws the curves. On two cores
     everything takes hours, mostly for ResNet-18: start with --quick.
     """
-    from evenstep.cli.reproduce import reproduce
+    with loading("torch"):
+        from evenstep.cli.reproduce import reproduce
 
     reproduce(only, quick=quick, data_dir=data_dir, out=out)
 
@@ -180,7 +187,8 @@ def bench_scaling(plan: Plan, wanted: str | None, compiled: bool) -> None:
     The table also shows where the time of the devices went: busy with shards, waiting for data or
     for each other, summing, updating.
     """
-    from evenstep.cli.bench import scaling
+    with loading("torch"):
+        from evenstep.cli.bench import scaling
 
     scaling(plan, wanted, compiled=compiled)
 
@@ -202,7 +210,8 @@ def bench_peers(plan: Plan, workers: int) -> None:
     Each does the same work, written as in its own documentation. Those that are not installed are
     skipped (pip install 'evenstep[bench]').
     """
-    from evenstep.cli.bench import peers
+    with loading("torch"):
+        from evenstep.cli.bench import peers
 
     peers(plan, workers)
 
@@ -234,6 +243,7 @@ def bench_shards(plan: Plan, wanted: str, workers: int) -> None:
     Many small shards share out evenly over many devices, but each has a fixed cost. V belongs to
     the experiment: another number of shards gives another result.
     """
-    from evenstep.cli.bench import shards
+    with loading("torch"):
+        from evenstep.cli.bench import shards
 
     shards(plan, wanted, workers)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlType, Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -41,14 +46,29 @@ class Display:
 
     def show(self, progress: Progress) -> None:
         """Show the progress; called after every step."""
-        now = time.monotonic()
-        if progress.ends_epoch or now - self._printed_at >= _LINE_EVERY_S:
-            self._printed_at = now
-            self.say(f"{describe(progress)}  {_busy(progress)}  {clock(progress.left_s)} left")
+        if time.monotonic() - self._printed_at >= _LINE_EVERY_S and not progress.ends_epoch:
+            self._print(progress)
+
+    def show_epoch(self, progress: Progress) -> None:
+        """Print the progress and the test accuracy at the end of an epoch."""
+        self._print(progress)
 
     def say(self, text: str) -> None:
         """Print a line."""
         print_line(self._console, text)
+
+    def say_what_runs(self, text: str) -> None:
+        """Say what is done now, before the next step."""
+        self.say(text)
+
+    def say_stopping(self) -> None:
+        """Say that a signal was received; its handler may call this in the middle of a write."""
+        with contextlib.suppress(RuntimeError):  # a write inside a write: the line is left out
+            self.say("stopping after this step (press Ctrl-C again to stop at once)")
+
+    def _print(self, progress: Progress) -> None:
+        self._printed_at = time.monotonic()
+        self.say(f"{describe(progress)}  {_busy(progress)}  {clock(progress.left_s)} left")
 
 
 class LiveDisplay(Display):
@@ -62,6 +82,8 @@ class LiveDisplay(Display):
         super().__init__(console)
         self._live = Live(console=console, auto_refresh=False, transient=True)
         self._printed_at = 0.0  # the first step is drawn at once
+        self._view: RenderableType = ""
+        self._width = console.width
 
     def __enter__(self) -> LiveDisplay:
         self._live.start()
@@ -73,21 +95,56 @@ class LiveDisplay(Display):
 
     def show(self, progress: Progress) -> None:
         """Redraw the view, at most ten times a second."""
-        if progress.ends_epoch:
-            self.say(describe(progress))
         now = time.monotonic()
         if now - self._printed_at >= _REDRAW_EVERY_S:
             self._printed_at = now
-            self._live.update(draw(progress), refresh=True)
+            self._redraw(draw(progress))
+
+    def show_epoch(self, progress: Progress) -> None:
+        """Print a line above the view."""
+        self.say(describe(progress))
+
+    def say(self, text: str) -> None:
+        """Print a line above the view."""
+        self._follow_width()
+        super().say(text)
+
+    def say_what_runs(self, text: str) -> None:
+        """Show it in the place of the view."""
+        self._redraw(Text(text, no_wrap=True))
+
+    def _redraw(self, view: RenderableType) -> None:
+        self._follow_width()
+        self._view = view
+        self._live.update(view, refresh=True)
+
+    def _follow_width(self) -> None:
+        """After the terminal became narrower, erase the rows into which it broke the view's lines.
+
+        rich erases as many rows as the view had when it was drawn.
+        """
+        width, before = self._console.width, self._width
+        self._width = width
+        options = self._console.options.update(width=before)
+        lines = self._console.render_lines(self._view, options, pad=False)
+        rows = broken_rows([Segment.get_line_length(line) for line in lines], width)
+        erase_row = Control((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1))
+        self._console.control(*[erase_row] * (rows - len(lines)))
+
+
+def broken_rows(lengths: Sequence[int], width: int) -> int:
+    """Return the number of rows that lines take on a terminal of `width` columns."""
+    return sum(max(1, math.ceil(length / width)) for length in lengths)
 
 
 def describe(progress: Progress) -> str:
-    """Return epoch, step, loss and speed in one line."""
-    goal = progress.goal
+    """Return epoch, step, loss, speed, and after an epoch the test accuracy, in one line."""
+    goal, accuracy = progress.goal, progress.test_accuracy
+    tested = "" if accuracy is None else f"test accuracy {accuracy:.4f}  "
     return (
         f"epoch {progress.epoch:>{len(str(goal.epochs))}}/{goal.epochs}  "
         f"step {progress.step:>{len(str(goal.steps))}}/{goal.steps}  "
-        f"loss {_number(progress.loss, '.4f')}  "
+        f"loss {_number(progress.loss, '.4f')}  {tested}"
         f"{_number(progress.examples_per_s, ',.0f')} examples/s"
     )
 

@@ -14,7 +14,6 @@ import tempfile
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import click
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -22,15 +21,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from evenstep.cli import loopback_rendezvous
-from evenstep.cli.launch_report import OURS
+from evenstep.cli.launch_report import FOLDER, reported_shares
+from evenstep.profiling.accounting import DeviceShares
 
 
-def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> NoReturn:
-    """Run `evenstep` with `arguments` in several processes and exit with their exit code."""
+def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> list[DeviceShares]:
+    """Run `evenstep` with `arguments` in several processes; exit if one of them fails.
+
+    Returns:
+        Where the time of the devices of all processes went; none if no step was trained.
+    """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-    os.environ[OURS] = "1"
     loopback_rendezvous.register()
     with tempfile.TemporaryDirectory(prefix="evenstep-") as folder:
+        os.environ[FOLDER] = folder
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -43,20 +47,23 @@ def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> NoRet
         try:
             elastic_launch(config, sys.executable)("-m", "evenstep", *arguments)
         except (ChildFailedError, SignalException) as error:
-            line, code = _first_error(Path(folder))
+            stopped = 128 + error.sigval if isinstance(error, SignalException) else 1
+            line, code = _first_error(Path(folder), default=stopped)
             if isinstance(error, ChildFailedError):
                 click.echo(_tracebacks(Path(folder)), err=True, nl=False)
                 line = line or _describe_exit(error.failures)
             click.echo(line or "evenstep: stopped", err=True)
             sys.exit(code)
-    sys.exit(0)
+        finally:
+            del os.environ[FOLDER]
+        return reported_shares(Path(folder), processes)
 
 
-def _first_error(folder: Path) -> tuple[str | None, int]:
+def _first_error(folder: Path, *, default: int) -> tuple[str | None, int]:
     """Return the line and the exit code of the error that the others follow from.
 
-    Without a report of any process, these are None and 1. `folder` belongs to the launcher; it has
-    a folder for each attempt, and in it one for each process.
+    Without a report of any process, these are None and `default`. `folder` belongs to the launcher;
+    it has a folder for each attempt, and in it one for each process.
     """
     reports: list[tuple[int, bool, float, str | None, int]] = []
     for file in folder.glob("*/attempt_*/*/error.json"):
@@ -64,7 +71,7 @@ def _first_error(folder: Path) -> tuple[str | None, int]:
         message, details = report["message"]["message"], report["message"]["extraInfo"]
         attempt = _number_of(file.parents[1])
         reports.append((-attempt, report["follows"], details["at"], message, report["code"]))
-    *_, line, code = min(reports, default=(0, False, 0.0, None, 1))
+    *_, line, code = min(reports, default=(0, False, 0.0, None, default))
     return line, code
 
 

@@ -38,6 +38,7 @@ class Progress:
         train_s: seconds that this process spent on steps and on loading their data.
         examples: examples that this process trained on.
         busy: for each device, the fraction of `train_s` in which it had work.
+        test_accuracy: that after the last step, if it was measured; None otherwise.
     """
 
     def __init__(self, goal: Goal) -> None:
@@ -46,6 +47,7 @@ class Progress:
         self.train_s = 0.0
         self.examples = 0
         self.busy = [0.0] * len(goal.devices)
+        self.test_accuracy: float | None = None
         self._epoch_loss = 0.0
         self._epoch_examples = 0
 
@@ -61,6 +63,7 @@ class Progress:
         if self.step % self.goal.epoch_steps == 0:
             self._epoch_loss, self._epoch_examples = 0.0, 0
         self.step += 1
+        self.test_accuracy = None
         self.train_s += took_s
         self.examples += examples
         self.busy = [min(1.0, seconds / self.train_s) for seconds in busy_s]

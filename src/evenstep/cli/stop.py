@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -19,11 +20,19 @@ class StopRequest:
     background job) stay ignored.
 
     Args:
+        on_request: called by the first signal, in the middle of whatever runs.
         same_signal_s: signals within so many seconds of the first count as one, because a launcher
             repeats the signal to its processes.
+
+    Attributes:
+        number: the first signal; Ctrl-C's as long as there is none.
     """
 
-    def __init__(self, same_signal_s: float = 0.0) -> None:
+    def __init__(
+        self, on_request: Callable[[], None] = lambda: None, *, same_signal_s: float = 0.0
+    ) -> None:
+        self.number = int(signal.SIGINT)
+        self._on_request = on_request
         self._same_signal_s = same_signal_s
         self._requested_at: float | None = None
         self._before: dict[signal.Signals, Any] = {}
@@ -54,5 +63,7 @@ class StopRequest:
         now = time.monotonic()
         if self._requested_at is None:
             self._requested_at = now
+            self.number = number
+            self._on_request()
         elif now - self._requested_at >= self._same_signal_s:
             raise KeyboardInterrupt

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -13,6 +14,8 @@ from evenstep.callbacks import RunLog
 from evenstep.checkpoint.files import latest_checkpoint, list_checkpoints
 from evenstep.cli.files import target_of, write_text
 from evenstep.cli.launch import launch
+from evenstep.cli.launch_report import report_shares
+from evenstep.cli.loading import loading
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.options import ExperimentOptions, LayoutOptions
 from evenstep.cli.output import fields_table, print_line, print_table, shares_table
@@ -34,6 +37,7 @@ from evenstep.devices.discovery import WITHIN_ROUNDING
 from evenstep.distributed import is_first, restarts, was_launched
 from evenstep.errors import CheckpointError, InputError, SaveError
 from evenstep.models.registry import find_factory
+from evenstep.profiling.accounting import DeviceShares
 from evenstep.training.trainer import Trainer
 
 _DEFAULT_EPOCHS = {"digits": 40, "fashion-mnist": 10}
@@ -43,7 +47,9 @@ def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
     """Train, and print the results."""
     _check_folder_is_given(layout)
     if layout.processes > 1 and not was_launched():
-        launch(layout.processes, layout.max_restarts, sys.argv[1:])
+        shares = launch(layout.processes, layout.max_restarts, sys.argv[1:])
+        _print_shares(Console(stderr=layout.json_file == "-"), shares)
+        return
     if not is_first():  # only the first process prints and writes files
         layout = dataclasses.replace(layout, trace_file=None, json_file=None)
     console = Console(stderr=layout.json_file == "-", quiet=not is_first())
@@ -56,10 +62,16 @@ def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
             if layout.trace_file is not None:
                 training.trainer.trace.save(target_of(layout.trace_file))
     print_table(console, fields_table(_fields(record, layout.checkpoint_dir)))
-    if record.train_loss is not None:
-        print_line(console, "")
-        print_table(console, shares_table(training.trainer.shares()))
+    shares = [] if record.train_loss is None else [*training.trainer.shares()]
+    if not report_shares(shares):
+        _print_shares(console, shares)
     _write_json(record, layout.json_file)
+
+
+def _print_shares(console: Console, shares: Sequence[DeviceShares]) -> None:
+    if shares:
+        print_line(console, "")
+        print_table(console, shares_table(shares))
 
 
 def _check_folder_is_given(layout: LayoutOptions) -> None:
@@ -80,9 +92,10 @@ def _prepare(experiment: ExperimentOptions, layout: LayoutOptions) -> Training:
     if resumed_from:
         experiment = resumed_options(resumed_from, experiment)
     factory = find_factory(experiment.model)
-    examples, test_examples = (
-        load_data(experiment.data, experiment.data_dir, train=train) for train in (True, False)
-    )
+    with loading(experiment.data):
+        examples, test_examples = (
+            load_data(experiment.data, experiment.data_dir, train=train) for train in (True, False)
+        )
     log = None
     if layout.log_dir is not None and is_first():
         log = RunLog(layout.log_dir, overwrite=restarted)
@@ -103,7 +116,6 @@ def _prepare(experiment: ExperimentOptions, layout: LayoutOptions) -> Training:
         goal=_goal(experiment, trainer, loader),
         saver=Saver(trainer, folder, layout.checkpoint_every or len(loader)),
         in_flight=layout.in_flight,
-        is_logged=layout.log_dir is not None,
         log=log,
     )
 

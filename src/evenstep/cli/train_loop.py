@@ -30,11 +30,7 @@ _ONE_SIGNAL_S = 3.0  # Ctrl-C reaches a process twice: from the terminal and fro
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training that is ready to begin or to resume.
-
-    Attributes:
-        is_logged: whether the first process has a `log`; all test after each epoch then.
-    """
+    """A training that is ready to begin or to resume; only the first process may have a `log`."""
 
     options: ExperimentOptions
     trainer: Trainer
@@ -43,24 +39,34 @@ class Training:
     goal: Goal
     saver: Saver
     in_flight: int
-    is_logged: bool = False
     log: RunLog | None = None
+
+
+class StoppedError(click.ClickException):
+    """A signal ended the training; the exit code is that of a shell, 130 for Ctrl-C."""
+
+    def __init__(self, message: str, number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + number  # type: ignore[misc]
 
 
 def train_and_test(training: Training, console: Console) -> TrainRecord:
     """Train to the goal, save and test. If training ends early, save what can be resumed."""
     progress, saver = Progress(training.goal), training.saver
     same_signal_s = _ONE_SIGNAL_S if was_launched() else 0.0
-    with StopRequest(same_signal_s) as stop, training.trainer, open_display(console) as display:
+    display = open_display(console)
+    stopping = StopRequest(display.say_stopping, same_signal_s=same_signal_s)
+    with stopping as stop, training.trainer, display:
         try:
             _train(training, progress, display, stop)
             saver.save()
-            accuracy = _test(training, display, stop)
+            accuracy = _test(training, progress, display, stop)
         except KeyboardInterrupt:
             saver.save()
-            raise click.ClickException(
+            raise StoppedError(
                 f"stopped after step {training.trainer.steps_done} of {training.goal.steps}; "
-                f"{saver.summary()}"
+                f"{saver.summary()}",
+                stop.number,
             ) from None
         except NonFiniteLossError as error:
             # Not saved: weights that are about to become NaN would displace good checkpoints.
@@ -78,6 +84,8 @@ def _train(training: Training, progress: Progress, display: Display, stop: StopR
     batches = train_batches(trainer, loader)
     if trainer.steps_done >= goal.steps:
         display.say(f"step {trainer.steps_done} of {goal.steps}: nothing is left to train")
+    elif trainer.experiment.compile:
+        display.say_what_runs("compiling: the first step takes longer")
     steps = StepsInFlight(trainer, progress, display)
     while trainer.steps_done < goal.steps:
         if stop.requested:
@@ -90,29 +98,30 @@ def _train(training: Training, progress: Progress, display: Display, stop: StopR
             steps.add(trainer.step(*batch), examples)
             ends = training.saver.is_due or trainer.steps_done == goal.steps
             steps.wait(down_to=0 if ends else training.in_flight - 1)
-        if _shall_test(training):
+        if trainer.steps_done % len(loader) == 0:
             steps.wait()
-            _measure(training, trainer.batches(training.test))
+            if trainer.steps_done < goal.steps:
+                progress.test_accuracy = _measure(training, trainer.batches(training.test))
+                display.show_epoch(progress)
             steps.restart_clock()
         if training.saver.is_due:
             training.saver.save(aside=True)
             steps.restart_clock()
 
 
-def _shall_test(training: Training) -> bool:
-    """Return whether the last step has ended an epoch, but not the training."""
-    done = training.trainer.steps_done
-    return training.is_logged and done % len(training.loader) == 0 and done < training.goal.steps
+def _test(training: Training, progress: Progress, display: Display, stop: StopRequest) -> float:
+    """Return the accuracy at the end of the training."""
 
-
-def _test(training: Training, display: Display, stop: StopRequest) -> float:
     def stoppable() -> Iterator[Batch]:
         for batch in training.trainer.batches(training.test):
             stop.check()
             yield batch
 
-    display.say(f"testing on {training.test.examples} examples")
-    return _measure(training, stoppable())
+    display.say_what_runs(f"testing on {training.test.examples} examples")
+    progress.test_accuracy = _measure(training, stoppable())
+    if progress.ends_epoch and progress.examples:
+        display.show_epoch(progress)
+    return progress.test_accuracy
 
 
 def _measure(training: Training, batches: Iterator[Batch]) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from evenstep.bench.lineup import counted
+from evenstep.cli.loading import loading
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.options import ExperimentOptions
 from evenstep.cli.setup import load_data, make_loader, make_trainer, train_batches
@@ -30,7 +31,8 @@ def verify(experiment: ExperimentOptions, wanted: str) -> bool:
     if len(layouts) < 2:
         raise InputError(f"got --devices {wanted}: give at least two to compare, such as 1,2")
     factory = find_factory(experiment.model)
-    examples = load_data(experiment.data, experiment.data_dir, train=True)
+    with loading(experiment.data):
+        examples = load_data(experiment.data, experiment.data_dir, train=True)
     loader = make_loader(experiment, examples, experiment.seed)
     steps = experiment.target_steps(len(loader), default=_DEFAULT_STEPS)
     width = max(map(len, ("devices", *labels)))
