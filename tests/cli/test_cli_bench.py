@@ -2,12 +2,15 @@
 
 import builtins
 import json
+import os
 import re
 
 import pytest
 
 from commands import complaint, run
 from evenstep.bench import fresh
+from evenstep.cli.bench import busy_note
+from evenstep.cli.machine_load import busy_cores, core_ticks, cores_used_by_others
 
 FAST = ("--model", "mlp", "--batch-size", 32, "--rounds", 1, "--steps", 2)
 
@@ -67,6 +70,53 @@ def test_numbers_of_shards_are_compared_with_one(monkeypatch):
     assert two == ["2", "16", "90.0", "90.0 to 90.0", "1.12"]
     assert four == ["4", "8", "80.0", "80.0 to 80.0", "1.00"]
     assert twelve == ["12", "3", "40.0", "40.0 to 40.0", "0.50"]
+
+
+def test_a_quick_measurement_is_short_and_says_how_long_it_takes(monkeypatch):
+    jobs = []
+
+    def run_module(module, job, **_):
+        jobs.append(job)
+        return {"examples_per_s": 320.0, "seconds": 1.0}
+
+    monkeypatch.setattr(fresh, "run_module", run_module)
+    options = ("--model", "mlp", "--batch-size", 32, "--workers", 2, "--numbers", "2")
+    lines = run("bench", "shards", *options, "--quick").stderr.splitlines()
+    shown = [line for line in lines if " left  " in line]
+    assert [line.partition("  ")[0] for line in shown] == ["round 1 of 2"] * 2 + [
+        "round 2 of 2"
+    ] * 2
+    assert shown[-1].split("  ")[1] == "0:00:00 left"
+    assert "ratios are taken within each round" in lines[-1]
+    second = {job["steps"] for job in jobs[-4:]}
+    lines = run("bench", "shards", *options, "--quick", "--seconds", 4, "--rounds", 1).stderr
+    assert "round 1 of 1" in lines
+    assert {4 * steps for steps in second} == {job["steps"] for job in jobs[-2:]}
+
+
+def test_a_busy_machine_is_noted():
+    assert busy_note(None, 4) == busy_note(0.1, 4) == ""
+    assert busy_note(1.26, 4).startswith("other programs use 1.3 of 4 cores")
+
+
+STAT = """cpu  30 0 30 140 0 0 0 0 0 0
+cpu0 {} 0 10 {} 20 1 2 3 7 0
+cpu1 0 0 0 {} 0 0 0 0 0 0
+intr 1 2 3
+"""
+
+
+def test_busy_cores_are_those_that_were_not_idle():
+    before, after = (core_ticks(STAT.format(*ticks)) for ticks in ((100, 50, 10), (130, 60, 110)))
+    assert before[0] == (100 + 10 + 1 + 2 + 3, 100 + 10 + 50 + 20 + 1 + 2 + 3)
+    assert busy_cores(before, after, {0, 1}) == 0.75
+    assert busy_cores(before, after, {1}) == 0
+    assert busy_cores(before, after, {0, 9}) == 0.75
+
+
+def test_the_load_of_this_machine_is_some_of_its_cores():
+    used = cores_used_by_others(0.05)
+    assert used is None or 0 <= used <= len(os.sched_getaffinity(0))
 
 
 @pytest.mark.slow

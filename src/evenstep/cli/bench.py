@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,9 @@ from evenstep.bench.fresh import RunFailedError
 from evenstep.bench.lineup import counted
 from evenstep.bench.workload import find_workload
 from evenstep.cli.bench_options import Plan, whole_numbers
+from evenstep.cli.display import clock
 from evenstep.cli.files import target_of
+from evenstep.cli.machine_load import cores_used_by_others
 from evenstep.cli.output import command_line, numbers_table, print_line, print_table, say
 from evenstep.devices import usable_cores
 from evenstep.errors import InputError
@@ -37,6 +40,7 @@ from evenstep.limits import MOST_DEVICES, MOST_SHARDS
 from evenstep.profiling.accounting import PARTS, whole_percents
 
 _WARMUP_SHARE = 0.1
+_BUSY_CORES = 0.25  # less does not show in the medians
 _SCALING_HEADS = (
     *("devices", "batch", "examples/s", "least to most", "speed-up", "efficiency"),
     *("busy", "wait data", "wait others", "sum", "update"),
@@ -106,6 +110,7 @@ def _measure(
     draw: Callable[[Mapping[str, Any], Path], None],
 ) -> Mapping[str, Any]:
     """Run the rounds of a benchmark, write the files, and return the results."""
+    plan = plan.shortened()
     if plan.plot is not None:
         pictures.require_matplotlib()
     find_workload(plan.model).make_network()
@@ -120,13 +125,15 @@ def _measure(
         draw(document, target_of(plan.plot))
     say(
         f"{plan.model}: {counted(plan.rounds, 'round')} of {counted(steps, 'step')}, "
-        f"after {warmup_steps} of warm-up"
+        f"after {warmup_steps} of warm-up; ratios are taken within each round"
     )
     return document
 
 
 def _run(plan: Plan, name: str, contenders: list[Contender]) -> Mapping[str, Any]:
     """Run the rounds of all contenders that are installed, and print the speed of each."""
+    if note := busy_note(cores_used_by_others(), usable_cores()):
+        say(f"note: {note}")
     for absent in missing(contenders):
         say(f"left out: {absent.label} ({absent.needs} is not installed)")
     contenders = [contender for contender in contenders if contender.is_installed]
@@ -141,16 +148,29 @@ def _run(plan: Plan, name: str, contenders: list[Contender]) -> Mapping[str, Any
         contender.key: f"{contender.label}, batch {contender.job['examples']}"
         for contender in contenders
     }
-    run_rounds(
-        contenders,
-        plan.rounds,
-        record,
-        lambda run: say(
-            f"round {run['round'] + 1} of {plan.rounds}  "
+    began_s = time.monotonic()
+
+    def show(run: Mapping[str, Any]) -> None:
+        done, planned = len(record.document["runs"]), plan.rounds * len(contenders)
+        left_s = (time.monotonic() - began_s) / done * (planned - done)
+        say(
+            f"round {run['round'] + 1} of {plan.rounds}  {clock(left_s)} left  "
             f"{run['examples_per_s']:9,.1f} examples/s  {labels[run['contender']]}"
-        ),
-    )
+        )
+
+    run_rounds(contenders, plan.rounds, record, show)
     return record.document
+
+
+def busy_note(used_cores: float | None, cores: int) -> str:
+    """Return a line if other programs use so many of this process's cores; "" otherwise."""
+    if used_cores is None or used_cores < _BUSY_CORES:
+        return ""
+    return (
+        f"other programs use {used_cores:.1f} of {cores} cores, so all speeds are lower than on an "
+        f"idle machine. The contenders take turns, and ratios are taken within each round: they "
+        f"suffer less, but measure again when the machine is idle"
+    )
 
 
 def _scaling_row(row: Scaled) -> list[str]:

@@ -49,12 +49,23 @@ class Plan(OptionTable):
         Finite(min=0, min_open=True, max=MOST_SECONDS),
     )
     steps: int | None = _of_measurement(None, "Number of steps, instead of --seconds.")
+    quick: bool = _of_measurement(
+        False, "Measure 2 rounds of about a second, unless --rounds or --seconds is given."
+    )
     json_file: str | None = _of_output(
         "Write machine, versions and all measurements as JSON.", OutputFile(), flag="--json"
     )
     plot: str | None = _of_output(
         "Draw the results as .png or .svg (needs matplotlib).", OutputFile()
     )
+
+    def shortened(self) -> Plan:
+        """Return the plan with what --quick means for the rest."""
+        short = {"rounds": 2, "seconds": 1.0} if self.quick else {}
+        values: dict[str, Any] = {
+            name: value for name, value in short.items() if name not in self.given
+        }
+        return dataclasses.replace(self, **values)
 
     @property
     def job(self) -> dict[str, Any]:

@@ -160,7 +160,8 @@ def bench() -> None:
     """Measure the speed: on more devices, or beside other libraries (minutes).
 
     Each measurement runs in a new process. The contenders take turns, so that a machine whose speed
-    changes affects all of them. Tables show medians.
+    changes affects all of them. Tables show medians, and ratios are taken within each round. With
+    --quick, the figures come sooner and vary more.
     """
 
 
