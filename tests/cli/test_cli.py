@@ -150,7 +150,7 @@ def test_the_short_last_batch_can_be_left_out():
 def test_steps_and_epochs_whichever_comes_first():
     assert trained(*MLP, "--steps", 2, "--epochs", 1).steps == 2
     assert trained(*MLP, "--steps", 20, "--epochs", 1).steps == EPOCH_STEPS
-    assert trained("--model", "mlp", "--batch-size", 1438).steps == 40  # epochs of one step
+    assert trained("--model", "mlp", "--batch-size", 1438).steps == 30  # epochs of one step
 
 
 def test_a_model_of_ones_own_is_found_in_the_current_folder(folder, monkeypatch):

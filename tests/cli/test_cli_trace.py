@@ -76,7 +76,7 @@ def test_a_trace_has_every_shard_and_is_explained(folder, in_flight):
 def test_a_stopped_run_leaves_its_trace(folder):
     complaint(
         *("train", "--model", "cli_models:Interrupted", "--devices", 1, "--trace", "run.trace"),
-        code=1,
+        code=130,
     )
     assert run("explain", "run.trace").stdout.startswith("3 steps in ")
 

@@ -33,7 +33,7 @@ def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
     """Train a model (digits: seconds; fashion-mnist: minutes).
 
     The result is the same on any number of devices. Without options, LeNet learns to read
-    handwritten digits. Without --epochs and --steps, training takes 40 epochs of digits or 10 of
+    handwritten digits. Without --epochs and --steps, training takes 30 epochs of digits or 10 of
     fashion-mnist. A resumed training keeps its options; only devices, length and the folder of the
     data may change.
     """

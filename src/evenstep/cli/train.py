@@ -40,7 +40,7 @@ from evenstep.models.registry import find_factory
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.training.trainer import Trainer
 
-_DEFAULT_EPOCHS = {"digits": 40, "fashion-mnist": 10}
+_DEFAULT_EPOCHS = {"digits": 30, "fashion-mnist": 10}
 
 
 def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
