@@ -12,14 +12,23 @@ from typing import Any, NoReturn
 
 import click
 
-from evenstep.cli.commands import bench, devices, explain, export, reproduce, train, verify
+from evenstep.cli.commands import (
+    bench,
+    devices,
+    doctor,
+    explain,
+    export,
+    reproduce,
+    train,
+    verify,
+)
 from evenstep.cli.launch_report import report_to_launcher
 from evenstep.cli.options import spell_options
 from evenstep.errors import EvenstepError, InputError, PeerError
 
 _COMMANDS = {
     "Train and check": (train, verify),
-    "Look inside": (explain, devices),
+    "Look inside": (doctor, devices, explain),
     "Use a trained model": (export,),
     "Measure": (bench, reproduce),
 }
@@ -31,6 +40,7 @@ class Program(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run the command and exit."""
+        kwargs.setdefault("obj", dict(os.environ))  # as the user has set it, for the doctor
         # CUDA reads it when it starts; without it cuBLAS is not deterministic.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         try:

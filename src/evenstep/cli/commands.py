@@ -6,6 +6,7 @@ shell completion and the check of options answer at once.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -117,6 +118,17 @@ def devices() -> None:
         from evenstep.cli.devices import devices
 
     devices()
+
+
+@click.command(cls=GroupedCommand)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.pass_obj
+def doctor(environment: Mapping[str, str], as_json: bool) -> None:
+    """Say what is missing, what would change results or slow trainings down, and how to mend it."""
+    with loading("torch"):
+        from evenstep.cli.doctor import doctor
+
+    doctor(environment, as_json=as_json)
 
 
 @click.command(cls=GroupedCommand)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from evenstep.bench.machine import cpu_model
+from evenstep.cli.machine_facts import memory_bytes
 from evenstep.cli.option_table import Scope
 from evenstep.cli.options import ExperimentOptions
 from evenstep.cli.output import fields_table, print_line, print_table
@@ -64,10 +63,8 @@ def _what_differs() -> list[tuple[str, str]]:
 
 
 def _memory() -> str:
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    file = Path("/proc/meminfo")
-    free = re.search(r"MemAvailable:\s*(\d+) kB", file.read_text() if file.exists() else "")
-    return f"{_gib(total)}, {_gib(int(free[1]) * 1024)} of it free" if free else _gib(total)
+    total, free = memory_bytes()
+    return _gib(total) if free is None else f"{_gib(total)}, {_gib(free)} of it free"
 
 
 def _gib(nbytes: int) -> str:
