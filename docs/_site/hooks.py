@@ -1,4 +1,4 @@
-"""Pages of the documentation site that are made from files outside docs/.
+"""Pages of the documentation site that are made from files outside docs/, and from the commands.
 
 README, CHANGELOG and CONTRIBUTING become pages as they are, notebooks pages with their stored
 outputs, each example program a page with its code, and each package one with the docstrings of what
@@ -17,10 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import click
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from evenstep.cli import main
+
+HELP: Any = {"terminal_width": 96, "max_content_width": 96}
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "evenstep"
 COPIED = {
@@ -36,7 +40,8 @@ ATTRIBUTE = re.compile(r'(?P<name>src|srcset|href)="(?P<path>[^"#:]+)(?P<anchor>
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made from files outside docs/."""
-    for uri, text in {**copied(), **tutorials(), **examples(), **reference()}.items():
+    pages = {**copied(), **tutorials(), **examples(), **reference(), **command_line()}
+    for uri, text in pages.items():
         files.append(File.generated(config, uri, content=text))
     return files
 
@@ -136,6 +141,26 @@ def reference() -> dict[str, str]:
         f"reference/inside/{short(name)}.md": f"# {name}\n\n{text}" for name, text in inside.items()
     }
     return {**pages, "reference/index.md": contents(public, inside)}
+
+
+def command_line() -> dict[str, str]:
+    """Return the page with the help of every command."""
+    parts = [
+        "# The command line",
+        "What each command prints with `--help`.",
+        *(
+            f"## {name}\n\n{fenced(text, 'text')}"
+            for name, text in helps(main, click.Context(main, info_name="evenstep", **HELP))
+        ),
+    ]
+    return {"reference/command_line.md": "\n\n".join(parts)}
+
+
+def helps(command: click.Command, context: click.Context) -> Iterator[tuple[str, str]]:
+    """Yield the name and the help of a command and of those inside it."""
+    yield context.command_path, command.get_help(context)
+    for name, inside in getattr(command, "commands", {}).items():
+        yield from helps(inside, click.Context(inside, info_name=name, parent=context, **HELP))
 
 
 def short(name: str) -> str:
