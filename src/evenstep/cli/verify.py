@@ -18,9 +18,10 @@ from evenstep.verification import verify as compare
 _DEFAULT_STEPS = 20
 _HINT = (
     "usual causes:",
-    "  `random`, numpy.random or the clock in forward: draw with torch, whose random",
-    "  operations evenstep seeds for each shard",
-    "  Python state that forward changes, such as a counter or a list: each device has its own",
+    "  `random`, numpy.random or the clock in forward: draw with torch, whose",
+    "  random operations evenstep seeds for each shard",
+    "  Python state that forward changes, such as a counter or a list: each",
+    "  device has its own",
 )
 
 
