@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from evenstep import callbacks, data, errors, metrics, models
     from evenstep.batch import Shards, shared
+    from evenstep.callbacks.lr_scaling import scale_lr
     from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
     from evenstep.engine import Engine
     from evenstep.experiment import Experiment
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from evenstep.inference.fast_call import Hybrid, hybridize
     from evenstep.shard.compile_policy import Hybridized
     from evenstep.shard.lockstep import all_gather
-    from evenstep.training.lr_scaling import scale_lr
     from evenstep.training.trainer import Trainer
     from evenstep.verification import verify
 
@@ -60,7 +60,7 @@ _DEFINED_IN = {
     "find_devices": "evenstep.devices",
     "hybridize": "evenstep.inference.fast_call",
     "load_exported": "evenstep.inference.export",
-    "scale_lr": "evenstep.training.lr_scaling",
+    "scale_lr": "evenstep.callbacks.lr_scaling",
     "shared": "evenstep.batch",
     "try_all_gpus": "evenstep.devices",
     "try_gpu": "evenstep.devices",

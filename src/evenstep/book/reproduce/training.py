@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from evenstep.bench import results
 from evenstep.book.reproduce.plan import Data
+from evenstep.callbacks.lr_scaling import Rule, scale_lr
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.data import Loader
 from evenstep.devices import Devices, gpu_count
@@ -24,7 +25,6 @@ from evenstep.limits import Precision
 from evenstep.metrics import accuracy
 from evenstep.models.registry import find_factory
 from evenstep.profiling.trace import Span
-from evenstep.training.lr_scaling import Rule, scale_lr
 from evenstep.training.trainer import Trainer
 
 Init: TypeAlias = Literal["book", "torch", "he"]
