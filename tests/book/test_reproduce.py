@@ -395,7 +395,7 @@ def test_numbers_stand_right_in_columns_of_one_width_and_contents_are_a_navigati
     assert "table-layout: fixed" in found
     assert re.search(r"td:nth-child\(2\), td:nth-child\(3\) \{ text-align: right \}", found)
     navigation = found[found.index("<nav") : found.index("</nav>")]
-    assert re.findall(r'<li><a href="#(\w+)">', navigation) == list(EXPERIMENTS)
+    assert re.findall(r'<li><a href="#(\w+)">', navigation) == list(BOOK_EXPERIMENTS)
 
 
 def test_the_same_figures_make_the_same_page():
