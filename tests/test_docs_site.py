@@ -163,19 +163,18 @@ def test_the_site_shows_readme_notebooks_and_programs(site):
         assert (site / "examples" / "strangers" / f"{diff.parent.name}.html").is_file()
 
 
-<<<<<<< HEAD
 def test_every_tutorial_shows_what_its_notebook_printed(site):
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         page = (site / "tutorials" / f"{notebook.stem}.html").read_text(encoding="utf-8")
         assert '<pre class="output"><code>' in page
         pictures = notebook.read_text(encoding="utf-8").count('"image/png"')
         assert page.count('src="data:image/png;base64,') == pictures
-=======
+
+
 def test_the_reference_has_the_help_of_every_command(site):
     text = (site / "reference" / "command_line.html").read_text(encoding="utf-8")
     for command in ("evenstep train", "evenstep doctor", "evenstep bench peers"):
         assert f"Usage: {command} " in html.unescape(re.sub(r"<[^>]*>", "", text))
->>>>>>> 0365c7a (Documentation site: a page with the help of every command)
 
 
 def test_a_notebook_is_shown_with_its_stored_outputs():
