@@ -36,6 +36,14 @@ def test_ctrl_c_without_a_folder_says_that_nothing_is_saved():
     assert "nothing is saved" in line
 
 
+def test_ctrl_c_ends_any_command_as_a_shell_expects(monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("evenstep.cli.verify.verify", interrupted)
+    assert complaint("verify", code=130) == "evenstep: stopped"
+
+
 def test_a_nan_stops_with_step_and_shard_and_the_last_checkpoint_stays_good():
     line = complaint(
         *("train", "--model", "cli_models:Diverges", "--devices", 1),

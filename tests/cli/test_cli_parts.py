@@ -4,6 +4,7 @@ import io
 import logging
 import re
 import signal
+import sys
 import threading
 import warnings
 
@@ -11,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from evenstep.cli.display import LiveDisplay, broken_rows, draw
+from evenstep.cli.loading import loading
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.options import spell_options
 from evenstep.cli.output import fields_table, numbers_table, print_table
@@ -197,6 +199,24 @@ def test_the_live_view_survives_a_resize(widths):
             assert sum("busy" in line for line in screen.lines) == 2
             assert sum(line.startswith("epoch") for line in screen.lines) == 1
     assert screen.lines[:-1] == ["line 1", "line 2", "line 3"]
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "kind", "shown"),
+    [
+        (True, "xterm", "loading torch ...\r\x1b[K"),
+        (True, "dumb", ""),
+        (False, "xterm", ""),
+    ],
+)
+def test_loading_is_shown_on_a_terminal_alone(is_terminal, kind, shown, monkeypatch):
+    screen = io.StringIO()
+    screen.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", kind)
+    with loading("torch"):
+        assert "\x1b" not in screen.getvalue()
+    assert screen.getvalue() == shown
 
 
 def test_a_table_is_neither_cut_nor_broken(capsys):
