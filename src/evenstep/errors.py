@@ -23,8 +23,15 @@ A message says what was got, what is needed, and how to fix it.
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import reprlib
+import types
 from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class EvenstepError(Exception):
@@ -132,3 +139,42 @@ def shown(value: object) -> str:
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlong = 40
+
+
+def hides_own_frames(call: Callable[P, R]) -> Callable[P, R]:
+    """Leave evenstep's frames out of the tracebacks of the errors that leave `call`.
+
+    What remains are the lines of the user's program and of the libraries that it calls. The frames
+    stay where they say something: if evenstep itself fails, with an error that it does not raise
+    on purpose, and while the logger "evenstep" has the level DEBUG.
+    """
+
+    @functools.wraps(call)
+    def outermost(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            if not logging.getLogger("evenstep").isEnabledFor(logging.DEBUG):
+                _hide_own_frames(error)
+            raise
+
+    return outermost
+
+
+def _hide_own_frames(error: Exception) -> None:
+    frames, link = [], error.__traceback__
+    while link is not None:
+        frames.append(link)
+        link = link.tb_next
+    if not frames or (_is_own(frames[-1]) and not isinstance(error, EvenstepError)):
+        return
+    shorter: types.TracebackType | None = None
+    for one in reversed(frames):
+        if not _is_own(one):
+            shorter = types.TracebackType(shorter, one.tb_frame, one.tb_lasti, one.tb_lineno)
+    BaseException.with_traceback(error, shorter)  # the class of the error may have its own method
+
+
+def _is_own(link: types.TracebackType) -> bool:
+    name = link.tb_frame.f_globals.get("__name__", "")
+    return isinstance(name, str) and name.partition(".")[0] == __name__.partition(".")[0]

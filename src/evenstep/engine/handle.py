@@ -15,6 +15,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from evenstep.engine.graph import Place
 from evenstep.engine.task import Source, Task
+from evenstep.errors import hides_own_frames
 
 
 class Pending(Source):
@@ -32,21 +33,25 @@ class Pending(Source):
         """
         raise NotImplementedError
 
+    @hides_own_frames
     def result(self) -> Any:
         """Wait, and return the value."""
         self.wait_to_read()
         return self.value_in_task()
 
+    @hides_own_frames
     def item(self) -> Any:
         """Wait, and return the value as a Python number."""
         value = self.result()
         return value.item() if hasattr(value, "item") else value
 
+    @hides_own_frames
     def numpy(self) -> np.ndarray[Any, Any]:
         """Wait, and return the value as a numpy array (a tensor on a GPU is copied)."""
         value = self.result()
         return value.detach().cpu().numpy() if hasattr(value, "detach") else np.asarray(value)
 
+    @hides_own_frames
     def __float__(self) -> float:
         return float(self.result())
 

@@ -18,7 +18,7 @@ from evenstep.distributed.gradient_reduce import GradientReduction
 from evenstep.distributed.step_report import NO_DIGEST, Facts
 from evenstep.engine import PendingNumber, Task
 from evenstep.engine.handle import Instead
-from evenstep.errors import ClosedError
+from evenstep.errors import ClosedError, hides_own_frames
 from evenstep.profiling.clock import StepClock
 from evenstep.replicas import Replica
 from evenstep.shard.compiler import Program
@@ -328,11 +328,13 @@ class StepLoss(PendingNumber):
         return self._step.loss
 
     @property
+    @hides_own_frames
     def outputs(self) -> Mapping[str, Any]:
         """What the objective returned besides (total, count), over all shards; waits for it."""
         self.wait_to_read()
         return self._step.outputs
 
+    @hides_own_frames
     def wait_to_read(self) -> None:
         """Block until the step is finished; raise its error."""
         if not self._step.finished and self._step.error is None:

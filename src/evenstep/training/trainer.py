@@ -33,7 +33,7 @@ from evenstep.distributed import local_share
 from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine import Lanes, ThreadLanes
 from evenstep.engine.interrupts import INTERRUPTS
-from evenstep.errors import InputError
+from evenstep.errors import InputError, hides_own_frames
 from evenstep.experiment import Experiment
 from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, Precision
 from evenstep.profiling.accounting import DeviceShares
@@ -169,6 +169,7 @@ class Trainer(Habits):
         InputError: the model, the optimizer or an option can't be used; nothing was changed.
     """
 
+    @hides_own_frames
     def __init__(
         self,
         model: nn.Module,
@@ -278,6 +279,7 @@ class Trainer(Habits):
             side_by_side=parts.executor.side_by_side,
         )
 
+    @hides_own_frames
     @INTERRUPTS.shielded
     def __enter__(self) -> Trainer:
         """Start the worker threads, and find the other processes."""
@@ -300,6 +302,7 @@ class Trainer(Habits):
         finally:
             INTERRUPTS.deliver()
 
+    @hides_own_frames
     def open(self) -> Trainer:
         """Start the worker threads, as `with` does, and return this trainer.
 
@@ -354,6 +357,7 @@ class Trainer(Habits):
         """The steps since the start of the training, over all epochs and resumes."""
         return self._progress.position.steps_done
 
+    @hides_own_frames
     def step(self, *batch: Batch, **named: Batch) -> StepLoss:
         """Train on one minibatch: split, compute the shards, sum, update.
 
@@ -401,6 +405,7 @@ class Trainer(Habits):
         self._progress.advance()
         return self._take(step)
 
+    @hides_own_frames
     def backward(
         self,
         *batch: Batch,
@@ -514,6 +519,7 @@ class Trainer(Habits):
         self._session.refuse_fork()
         yield from self._epochs.batches(loader)
 
+    @hides_own_frames
     @INTERRUPTS.uninterrupted
     def evaluate(
         self,
@@ -545,6 +551,7 @@ class Trainer(Habits):
         self._agreement.compare("evaluate", model)
         return self._evaluator.evaluate(batches, metrics, other=model)
 
+    @hides_own_frames
     @INTERRUPTS.uninterrupted
     def predict(
         self,
@@ -577,6 +584,7 @@ class Trainer(Habits):
         self._agreement.compare("predict", model)
         return self._evaluator.predict(batches, forward, dim, other=model)
 
+    @hides_own_frames
     @INTERRUPTS.uninterrupted
     def waitall(self) -> None:
         """Wait for every step; afterwards the model may be read, and changed in any way.
@@ -588,6 +596,7 @@ class Trainer(Habits):
         self._pipeline.finish()
         self._reporter.tell()
 
+    @hides_own_frames
     def fingerprint(self, version: int = 1) -> str:
         """Return the SHA-256 of parameters, buffers and optimizer state (hexadecimal).
 
@@ -603,6 +612,7 @@ class Trainer(Habits):
         compute = fingerprints.fingerprint if version == 1 else fingerprints.fingerprint_2
         return compute(self.model, self.optimizer)
 
+    @hides_own_frames
     def save(self, folder: str | Path, *, keep: int = 3, aside: bool = False) -> Path:
         """Save everything that training resumes from, in a new folder `step-…` in `folder`.
 
@@ -632,6 +642,7 @@ class Trainer(Habits):
         self._saver.writer.wait()
 
     @classmethod
+    @hides_own_frames
     def load(
         cls,
         folder: str | Path,

@@ -1,0 +1,101 @@
+"""The traceback of an error shows the user's lines, without evenstep's where they say nothing."""
+
+import logging
+import traceback
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from dying import NoNotesError
+from evenstep.training import trainer as trainer_module
+from trainers import open_trainer
+from zoo import make_batches
+
+BATCH = make_batches((24,))[0]
+
+
+class Broken(nn.Module):
+    """Fails in a line that its author wants to see."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.layer, self.error = nn.Linear(36, 5), error
+
+    def forward(self, x):
+        if self.error is not None:
+            raise self.error()
+        return self.layer(x)  # its input needs to be flat
+
+
+def modules_of(error):
+    """Return the packages of the frames of a traceback, outermost first."""
+    walked = traceback.walk_tb(error.__traceback__)
+    return [frame.f_globals["__name__"].partition(".")[0] for frame, _ in walked]
+
+
+@pytest.mark.parametrize("call", ["step", "backward", "evaluate", "predict", "float", "waitall"])
+def test_an_error_in_the_model_shows_the_users_lines_and_those_of_torch(call):
+    flights = 2 if call in ("float", "waitall") else 1
+    calls = {
+        "step": lambda: trainer.step(*BATCH),
+        "backward": lambda: trainer.backward(*BATCH),
+        "evaluate": lambda: trainer.evaluate([BATCH], {"right": evenstep.metrics.accuracy}),
+        "predict": lambda: trainer.predict([BATCH[0]]),
+        "float": lambda: float(trainer.step(*BATCH)),
+        "waitall": lambda: (trainer.step(*BATCH), trainer.waitall()),
+    }
+    with (
+        pytest.raises(RuntimeError, match="cannot be multiplied") as caught,
+        open_trainer(Broken(), devices=1, max_in_flight=flights, check="off") as trainer,
+    ):
+        calls[call]()
+    found = modules_of(caught.value)
+    assert "evenstep" not in found
+    assert found[0] == found[1] == __name__  # the test, and the lambda
+    assert found.count(__name__) == 3  # and forward
+    assert "torch" in found
+    assert any("examples 0 to 2 of your batch" in note for note in caught.value.__notes__)
+
+
+def test_an_error_that_evenstep_raises_on_purpose_points_at_the_users_line():
+    model = nn.Linear(4, 4)
+    with pytest.raises(evenstep.errors.InputError) as caught:
+        evenstep.Trainer(model, torch.optim.SGD(model.parameters()), None, precision="fp8")
+    assert modules_of(caught.value) == [__name__]
+
+
+def test_if_evenstep_itself_fails_all_frames_stay(monkeypatch):
+    def fail(*_, **__):
+        raise AttributeError("a fault of ours")
+
+    with open_trainer(nn.Sequential(nn.Flatten(), nn.Linear(36, 5))) as trainer:
+        monkeypatch.setattr(trainer, "_step", own(fail))
+        with pytest.raises(AttributeError, match="a fault of ours") as caught:
+            trainer.step(*BATCH)
+    assert modules_of(caught.value).count("evenstep") >= 2
+
+
+def own(function):
+    """Return a function as if it stood in evenstep's trainer."""
+    return type(function)(function.__code__, {**vars(trainer_module)}, closure=function.__closure__)
+
+
+def test_the_level_debug_shows_all_frames(caplog):
+    with (
+        caplog.at_level(logging.DEBUG, "evenstep"),
+        pytest.raises(RuntimeError) as caught,
+        open_trainer(Broken(), check="off") as trainer,
+    ):
+        trainer.step(*BATCH)
+    assert modules_of(caught.value).count("evenstep") > 5
+
+
+def test_an_error_that_refuses_to_be_changed_is_shortened_too():
+    with (
+        pytest.raises(NoNotesError) as caught,
+        open_trainer(Broken(NoNotesError), check="off") as trainer,
+    ):
+        trainer.step(*BATCH)
+    assert "evenstep" not in modules_of(caught.value)
