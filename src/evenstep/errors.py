@@ -142,26 +142,28 @@ _SHORT.maxlong = 40
 
 
 def hides_own_frames(call: Callable[P, R]) -> Callable[P, R]:
-    """Leave evenstep's frames out of the tracebacks of the errors that leave `call`.
-
-    What remains are the lines of the user's program and of the libraries that it calls. The frames
-    stay where they say something: if evenstep itself fails, with an error that it does not raise
-    on purpose, and while the logger "evenstep" has the level DEBUG.
-    """
+    """Call `hide_own_frames` for every error that leaves `call`."""
 
     @functools.wraps(call)
     def outermost(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            if not logging.getLogger("evenstep").isEnabledFor(logging.DEBUG):
-                _hide_own_frames(error)
+            hide_own_frames(error)
             raise
 
     return outermost
 
 
-def _hide_own_frames(error: Exception) -> None:
+def hide_own_frames(error: Exception) -> None:
+    """Leave evenstep's frames out of the traceback of an error that is about to reach the user.
+
+    What remains are the lines of the user's program and of the libraries that it calls. The frames
+    stay where they say something: if evenstep itself fails, with an error that it does not raise
+    on purpose, and while the logger "evenstep" has the level DEBUG.
+    """
+    if logging.getLogger("evenstep").isEnabledFor(logging.DEBUG):
+        return
     frames, link = [], error.__traceback__
     while link is not None:
         frames.append(link)

@@ -105,12 +105,13 @@ def compute_shard(
         node, left = work.shard, None
     if left is not None and left.fence is not None:
         receive(left, replica.device)
-    if work.program is not None:
-        leaf, value = _run_program(replica, work, work.program, left)
-    else:
-        leaf, value = _run_eagerly(replica, work, objective, node, left, stream)
-        if may_accumulate and replica.may_accumulate and not value.is_dense:
-            raise AccumulatedTwiceError("a function that is no layer gave a sparse gradient")
+    with ShardRandomness(work.random_seed):
+        if work.program is not None:
+            leaf, value = _run_program(replica, work, work.program, left)
+        else:
+            leaf, value = _run_eagerly(replica, work, objective, node, left, stream)
+    if may_accumulate and replica.may_accumulate and not value.is_dense:
+        raise AccumulatedTwiceError("a function that is no layer gave a sparse gradient")
     if observe is not None:
         observe(work.shard, value)
     if left is not None:
@@ -133,8 +134,7 @@ def _run_program(
 ) -> tuple[Leaf, PartialSum]:
     """Compute a shard by its compiled program, and add its gradients onto those of `left`."""
     parameters = [parameter.detach() for parameter in replica.parameters]
-    with ShardRandomness(work.random_seed):
-        total, count, gradients, buffers = program.run(parameters, replica.opening, work.batch)
+    total, count, gradients, buffers = program.run(parameters, replica.opening, work.batch)
     if left is not None:
         gradients = add_gradients(left.gradients, gradients)
     changed = [
@@ -155,7 +155,7 @@ def _run_eagerly(
     """Compute a shard by torch's own kernels, accumulating its gradients onto those of `left`."""
     for parameter in replica.parameters:
         parameter.grad = None
-    (total, count, *outputs), randomness = _forward(replica, work, objective)
+    total, count, *outputs = _forward(replica, work, objective)
     if left is not None or stream is not None:
         _refuse_early_gradients(replica)
     if left is not None and not replica.has_accumulated:
@@ -163,15 +163,15 @@ def _run_eagerly(
         replica.has_accumulated = True
     if stream is not None:
         with stream.of_shard(replica, work.shard, node, accumulates=left is not None):
-            _backward(replica, total, randomness)
+            _backward(replica, total)
     elif left is not None:
         for parameter, gradient in zip(replica.parameters, left.gradients, strict=True):
             parameter.grad = gradient
         before = versions(left.gradients)
-        _backward(replica, total, randomness)
+        _backward(replica, total)
         refuse_twice(left.gradients, before)
     else:
-        _backward(replica, total, randomness)
+        _backward(replica, total)
     if isinstance(count, torch.Tensor) and count.requires_grad:
         count = count.detach()
     leaf = (total.detach(), count, _detached(outputs[0])) if outputs else (total.detach(), count)
@@ -190,21 +190,18 @@ def _copied(value: Number) -> Number:
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _forward(
-    replica: Replica, work: ShardWork, objective: ShardObjective
-) -> tuple[ShardLoss, ShardRandomness]:
-    """Return what the objective gives for a shard, and its random numbers for the backward pass."""
-    randomness = ShardRandomness(work.random_seed)
-    with randomness, autocast(replica.device.kind, work.precision):
-        return objective(replica.module, work.batch, work.examples), randomness
+def _forward(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardLoss:
+    if work.precision is None:
+        return objective(replica.module, work.batch, work.examples)
+    with autocast(replica.device.kind, work.precision):
+        return objective(replica.module, work.batch, work.examples)
 
 
-def _backward(replica: Replica, total: torch.Tensor, randomness: ShardRandomness) -> None:
+def _backward(replica: Replica, total: torch.Tensor) -> None:
     if total.requires_grad:
         if not replica.has_learned:
             _refuse_outer_model(total, replica)
-        with randomness:  # hooks may draw, and checkpoint draws again
-            total.backward()
+        total.backward()
         if not replica.has_learned:
             if all(parameter.grad is None for parameter in replica.parameters):
                 raise _outer_model_error(replica, "no parameter")

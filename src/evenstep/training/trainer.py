@@ -33,7 +33,7 @@ from evenstep.distributed import local_share
 from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine import Lanes, ThreadLanes
 from evenstep.engine.interrupts import INTERRUPTS
-from evenstep.errors import InputError, hides_own_frames
+from evenstep.errors import InputError, hide_own_frames, hides_own_frames
 from evenstep.experiment import Experiment
 from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, Precision
 from evenstep.profiling.accounting import DeviceShares
@@ -357,7 +357,6 @@ class Trainer(Habits):
         """The steps since the start of the training, over all epochs and resumes."""
         return self._progress.position.steps_done
 
-    @hides_own_frames
     def step(self, *batch: Batch, **named: Batch) -> StepLoss:
         """Train on one minibatch: split, compute the shards, sum, update.
 
@@ -389,6 +388,9 @@ class Trainer(Habits):
             owner.refuse_elsewhere()
         try:
             return self._step(batch if not named else (*batch, Keywords(named)))
+        except Exception as error:
+            hide_own_frames(error)
+            raise
         finally:
             if INTERRUPTS.pending:
                 INTERRUPTS.deliver()
@@ -405,7 +407,6 @@ class Trainer(Habits):
         self._progress.advance()
         return self._take(step)
 
-    @hides_own_frames
     def backward(
         self,
         *batch: Batch,
@@ -447,6 +448,9 @@ class Trainer(Habits):
         try:
             whole = batch if not named else (*batch, Keywords(named))
             return self._backward(whole, objective, accumulate=accumulate)
+        except Exception as error:
+            hide_own_frames(error)
+            raise
         finally:
             if INTERRUPTS.pending:
                 INTERRUPTS.deliver()
