@@ -31,13 +31,14 @@ PROGRAM = re.compile(r"^## On the command line$.*?^```python\n(.*?)^```$", re.DO
 CONTROL = re.compile(r"\x1b\[[?\d;]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+")
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PICTURES = {
+    "terminal_identical": "evenstep verify --model lenet --devices 1,2,3",
     "terminal_train": "evenstep train --batch-size 64 --momentum 0.9 --epochs 8",
     "terminal_verify": "evenstep verify --model noisy:NoisyPixels --steps 6 --devices 1,2",
 }
 
 
 def main() -> None:
-    """Record both commands."""
+    """Record each command."""
     page = (DOCS / "debugging.md").read_text(encoding="utf-8")
     noisy = PROGRAM.findall(page)[0]
     for name, command in PICTURES.items():
@@ -102,7 +103,7 @@ def picture(name: str, command: str, lines: list[str]) -> str:
     console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
     console.print(Text.assemble(("$ ", "green"), (command, "bold")))
     for line in lines:
-        console.print(Text.from_ansi(line), soft_wrap=True)
+        console.print(Text.from_ansi(line))
     svg = console.export_svg(title="evenstep", theme=MONOKAI, unique_id=name)
     return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
 

@@ -47,14 +47,16 @@ def test_the_stored_pictures_are_those_of_the_commands_and_stand_in_a_page(name)
     svg = (IMAGES / f"{name}.svg").read_text(encoding="utf-8")
     assert any(PICTURES[name] in line for line in texts(svg))
     assert not re.search(r"url\((?!#)|@import|<script", svg)
-    pages = [path.read_text(encoding="utf-8") for path in DOCS.glob("*.md")]
-    assert sum(f'src="images/{name}.svg"' in page for page in pages) == 1
+    pages = [DOCS.parent / "README.md", *DOCS.glob("*.md")]
+    assert sum(f"images/{name}.svg" in page.read_text(encoding="utf-8") for page in pages) == 1
 
 
 def test_the_stored_pictures_show_what_the_pages_say():
-    train, verify = (
+    identical, train, verify = (
         "\n".join(texts((IMAGES / f"{name}.svg").read_text(encoding="utf-8"))) for name in PICTURES
     )
+    assert len(set(re.findall("[0-9a-f]{64}", identical))) == 1
+    assert re.findall(r"^(\d) +[0-9a-f]{64}$", identical, re.MULTILINE) == ["1", "2", "3"]
     assert re.search(r"fingerprint +[0-9a-f]{64}\n", train)
     assert len(re.findall(r"^epoch \d/8 .*test accuracy 0\.\d{4}", train, re.MULTILINE)) == 8
     assert "not identical: 1 and 2 differ\n" in verify
