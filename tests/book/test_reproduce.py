@@ -343,7 +343,7 @@ def test_a_difference_is_called_one():
             "nothing",
         ),
         ("together", "together.engine.together", "seconds", "gain", "Two CPU", "not faster"),
-        ("copies", "copies.thin.engine.together", "seconds", "thin: gain", "hidden", "Nothing"),
+        ("copies", "copies.thin.engine.together", "seconds", "thin: gain", "hidden", "nothing"),
         ("queued", "queued", "finished_s", "the first over the second", "no time", "a good part"),
     ],
 )
