@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.batch.rng import (
+    _CALLERS,
     CALLERS_GENERATORS,
     ShardRandomness,
     derive_seed,
@@ -199,6 +200,12 @@ def test_randomness_ends_with_its_context():
     with ShardRandomness(SEED):
         torch.rand(5)
     assert torch.equal(torch.rand(5), expected)
+
+
+def test_a_thread_of_a_cpu_keeps_nothing_that_torch_would_free_after_its_end():
+    """Torch would need Python for it, and aborts a process in which Python is ending."""
+    with ShardRandomness(SEED):
+        assert not torch._C._is_key_in_tls(_CALLERS)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
+from evenstep.errors import ModelError
 from layouts import own, shared
 from reference import assert_same_bits, reference_training, whole_state
 from zoo import CLASSES, make_batches
@@ -286,6 +287,30 @@ def test_the_users_own_thread_draws_beside_a_training(name, devices):
     reference, reference_losses = expected(f"seeded: {name}", 8)
     assert_same_bits(whole_state(model, optimizer), reference)
     assert [float(value) for value in losses] == reference_losses
+
+
+class Nested(nn.Module):
+    """Blocks that are computed again, each inside the one before."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.depth, self.head = depth, nn.Linear(36, CLASSES)
+
+    def block(self, x, depth):
+        if depth == 0:
+            return F.dropout(self.head(x), 0.1)
+        return checkpoint(self.block, x, depth - 1, use_reentrant=True)
+
+    def forward(self, x):
+        return self.block(x.flatten(1).requires_grad_(), self.depth)
+
+
+@pytest.mark.parametrize("check", ["first", "off"])
+def test_numbers_that_a_thread_of_autograds_own_would_draw_are_refused(check):
+    """Torch computes more than 60 nested backward passes in other threads."""
+    trained(Nested(10), BATCHES, 2, check=check)
+    with pytest.raises(ModelError, match="use_reentrant=False"):
+        trained(Nested(70), BATCHES, 2, check=check)
 
 
 # ---- functions that the user has compiled

@@ -19,13 +19,15 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
+from evenstep.errors import ModelError
+
 
 def derive_seed(*parts: int | str) -> int:
     """Return a 63-bit seed that depends on `parts` alone (SHA-256 of their text)."""
-    text = "/".join(
-        f"str:{part}" if isinstance(part, str) else f"int:{operator.index(part)}" for part in parts
-    )
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+    text = ""
+    for part in parts:
+        text += f"/str:{part}" if isinstance(part, str) else f"/int:{operator.index(part)}"
+    return int.from_bytes(hashlib.sha256(text[1:].encode()).digest()[:8], "little") >> 1
 
 
 def shard_seed(seed: int, epoch: int, step: int, shard: int) -> int:
@@ -39,26 +41,39 @@ _CPU = torch.device("cpu")
 class ShardRandomness:
     """Inside `with`, the calling thread's random ops draw from a shard's own generators.
 
-    So do those of autograd's threads in a backward pass that begins inside. A generator that the
-    model passes is used.
+    On a CPU, autograd computes a backward pass in the thread that calls it. A GPU has a thread of
+    autograd's own. A generator that the model passes is used.
 
     While `CALLERS_GENERATORS` are installed, `torch.manual_seed`, `torch.get_rng_state`,
     `torch.random.fork_rng` and their like use the shard's generators too. So a shard may seed its
     numbers anew, and `torch.utils.checkpoint` recomputes with the numbers of the forward pass.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, follows_autograd: bool = False) -> None:
+        """Create generators, when they are needed.
+
+        Args:
+            seed: the seed of every generator.
+            follows_autograd: whether they are also those of autograd's threads, in a backward pass
+                that begins inside `with`.
+        """
         self._seed = seed
+        self._follows = follows_autograd
         self._generators: dict[torch.device, torch.Generator] = {}
         self._outer: ShardRandomness | None = None
 
     def __enter__(self) -> None:
-        _route_random_ops()
-        self._outer = _callers_randomness()
-        torch._C._stash_obj_in_tls(_CALLERS, self)
+        if not _routes:
+            _route_random_ops()
+        self._outer = getattr(_HERE, "randomness", None)
+        _HERE.randomness = self
+        if self._follows:
+            torch._C._stash_obj_in_tls(_CALLERS, self)
 
     def __exit__(self, *_: object) -> None:
-        torch._C._stash_obj_in_tls(_CALLERS, self._outer)
+        _HERE.randomness = self._outer
+        if self._follows:
+            torch._C._stash_obj_in_tls(_CALLERS, self._outer)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the shard's generator for `device`."""
@@ -71,17 +86,30 @@ class ShardRandomness:
         return self._generators[device]
 
 
+_HERE = threading.local()  # .randomness: of the shard that the thread computes
+
+# The same, where torch carries it into autograd's threads. Not used on CPUs: torch frees it after
+# the thread has left Python, and aborts the process if Python ends at that moment.
 _CALLERS = "evenstep: the randomness of the shard that this thread computes"
 
 
 def _callers_randomness() -> ShardRandomness | None:
-    """Return the randomness of the shard that the calling thread computes; autograd's threads too.
+    """Return the randomness of the shard that the calling thread computes; None outside of shards.
 
-    Torch carries this kind of thread-local objects into the threads of a backward pass.
+    Raises:
+        ModelError: autograd computes part of a shard's backward pass in a thread of its own, where
+            the shard is not known.
     """
-    if not torch._C._is_key_in_tls(_CALLERS):
-        return None
-    found: ShardRandomness | None = torch._C._get_obj_in_tls(_CALLERS)
+    found: ShardRandomness | None = getattr(_HERE, "randomness", None)
+    if found is None and torch._C._current_graph_task_id() != -1:
+        if torch._C._is_key_in_tls(_CALLERS):
+            found = torch._C._get_obj_in_tls(_CALLERS)
+        elif threading.get_ident() not in {thread.ident for thread in threading.enumerate()}:
+            raise ModelError(
+                "random numbers are drawn in a backward pass inside more than 60 others, which "
+                "autograd runs in a thread of its own: use torch.utils.checkpoint with "
+                "use_reentrant=False"
+            )
     return found
 
 
@@ -196,8 +224,6 @@ def _route_random_ops() -> None:
     of an op passes), so that ops without random numbers cost what they did. Outside of shards they
     hand the call on as it is.
     """
-    if _routes:
-        return
     with _ROUTING:
         if not _routes:
             library = torch.library.Library("aten", "IMPL", "BackendSelect")

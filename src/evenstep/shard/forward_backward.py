@@ -105,7 +105,8 @@ def compute_shard(
         node, left = work.shard, None
     if left is not None and left.fence is not None:
         receive(left, replica.device)
-    with ShardRandomness(work.random_seed):
+    is_on_gpu = replica.device.kind == "cuda"
+    with ShardRandomness(work.random_seed, follows_autograd=is_on_gpu):
         if work.program is not None:
             leaf, value = _run_program(replica, work, work.program, left)
         else:
@@ -118,7 +119,7 @@ def compute_shard(
         value.buffers = add_buffers(left, value) if replica.buffers else []
         value.weights = (*left.weights, *value.weights)
         value.lo = left.lo
-    if replica.device.kind == "cuda":
+    if is_on_gpu:
         value.fence = streams.fence_here(replica.device)
     tree.put(node, value)
     return leaf

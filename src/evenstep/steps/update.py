@@ -321,16 +321,17 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
         NonFiniteLossError: a shard's loss or count is NaN or infinite, or nothing counts.
         ModelError: the counts add up to less than 0.
     """
-    count = sum_floats([leaf and leaf[1] for leaf in leaves])
+    totals, counts = zip(*(leaf[:2] if leaf else (None, None) for leaf in leaves), strict=True)
+    count = sum_floats(counts)
     if not 0 < count < math.inf:
         _refuse_count(step, leaves, count)
-    totals = [None if leaf is None else float(leaf[0]) for leaf in leaves]
     mean = sum_floats(totals) / count
     if not math.isfinite(mean):
         mend = (
             "Try a lower learning rate, clip gradients in before_update, or look at those examples"
         )
-        _refuse_non_finite(step, "loss", totals, mend)
+        values = [None if total is None else float(total) for total in totals]
+        _refuse_non_finite(step, "loss", values, mend)
     if len(leaves[0] or ()) > 2:
         part = step.part
         examples = [hi - lo for lo, hi in part.bounds]
