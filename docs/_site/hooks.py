@@ -103,7 +103,7 @@ def examples() -> dict[str, str]:
     pages["examples/strangers/programs.md"] = strangers
     for path in sorted(folder.glob("strangers/*/even.diff")):
         pages[f"examples/strangers/{path.parent.name}.md"] = changed_program(path)
-    more = "* [Programs of the shape of public ones](strangers/programs.md)"
+    more = "* [Programs like public ones](strangers/programs.md)"
     return {**pages, "examples/index.md": "\n".join(["# Example programs", "", *rows, more])}
 
 
