@@ -21,6 +21,7 @@ from evenstep.checkpoint.training_state import (
 from evenstep.data import Cursor
 from evenstep.errors import CheckpointError
 from evenstep.experiment import Experiment
+from evenstep.training.arguments import TrainerOptions
 from odd_values import places, put
 from zoo import build, make_batches
 
@@ -379,7 +380,7 @@ def test_an_odd_value_in_what_is_restored_is_refused_or_is_a_value(forged, name)
                 continue
 
 
-NOT_ITS_OPTIONS = [*evenstep.training.trainer.TrainerOptions.__annotations__]
+NOT_ITS_OPTIONS = [*TrainerOptions.__annotations__]
 
 
 @pytest.mark.parametrize("option", [*NOT_ITS_OPTIONS, "loss", "__class__", "self"])
