@@ -18,6 +18,7 @@ from evenstep.errors import (
     ModelError,
 )
 from evenstep.metrics import accuracy
+from evenstep.training.arguments import TrainerOptions
 from fuzzing import ABSURD_NUMBERS, limited
 from layouts import own, shared
 from patience import HUNG_TESTS_ABORT
@@ -241,7 +242,7 @@ _THINGS = st.sampled_from([
     "auto", "fp32", "bf16", "sync", "channels_last", "every 2", 2, 3, 8, False,
 ])  # fmt: skip
 
-_OPTIONS = sorted(set(evenstep.training.trainer.TrainerOptions.__annotations__) - {"lanes"})
+_OPTIONS = sorted(set(TrainerOptions.__annotations__) - {"lanes"})
 
 _TENSORS = st.sampled_from([
     X, Y, X.double(), X[:0], X[:1], X.to("meta"), X.flatten(1).to_sparse(), X.half(), X.bool(),

@@ -8,6 +8,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import CheckpointError, InputError
+from evenstep.training import session
 from evenstep.training.trainer import TrainerOptions
 from trainers import sgd
 from zoo import build, make_batches
@@ -78,7 +79,7 @@ def test_the_allocator_can_be_left_alone(tune_malloc, monkeypatch):
         entered.append(enabled)
         return real(enabled)
 
-    real = evenstep.training.session.kept_memory
-    monkeypatch.setattr(evenstep.training.session, "kept_memory", noted)
+    real = session.kept_memory
+    monkeypatch.setattr(session, "kept_memory", noted)
     trained(tune_malloc=tune_malloc)
     assert entered == [tune_malloc]
