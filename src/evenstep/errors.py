@@ -5,7 +5,7 @@
     │   ├── DeviceError                  a device does not exist, or its name is invalid
     │   ├── BatchError                   a batch can't be cut into shards
     │   ├── ModelError                   a model, loss or optimizer can't be trained
-    │   │   └── ContractError            it does in a shard what a shard must not do
+    │   │   └── ContractError            a shard reads or changes something that it must not
     │   ├── DataError                    a data file is missing, damaged or out of range
     │   ├── CheckpointError              a checkpoint is missing, damaged or of another experiment
     │   └── ExportError                  a model can't be exported, or an exported file is damaged
@@ -13,7 +13,7 @@
     ├── SaveError                        a file can't be written; the earlier ones are unchanged
     ├── DeviceLostError                  a device failed or stopped responding
     ├── PeerError                        another process failed, ended, or did not respond in time
-    │   └── DivergedError                a process has another training state than the others
+    │   └── DivergedError                a process's training state differs from the others'
     ├── DeadlockError                    a task waits inside a lane, possibly forever
     └── ClosedError                      used before `with` opened it, or after `with` closed it
 
@@ -101,7 +101,7 @@ class PeerError(EvenstepError):
 
 
 class DivergedError(PeerError):
-    """A process has another training state than the others."""
+    """A process's training state differs from that of the others."""
 
 
 class DeadlockError(EvenstepError):

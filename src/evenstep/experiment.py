@@ -45,10 +45,10 @@ class Experiment:
         batch_norm: "shard": BatchNorm layers normalise with the statistics of each shard during
             training; "sync": with those of the whole batch.
         separable: whether the objective must add up over shards: two shards together give the sum
-            of their totals and of their counts. With False it need not, and then the number of
-            shards changes what is trained.
-        buffers: by the names of buffers that shards write (or patterns such as "*.queue"), how
-            their values become the one after the step: "mean", "first", "sum" or "refuse".
+            of their totals and of their counts. False accepts any objective, and then the result
+            depends on the number of shards.
+        buffers: how to combine the values that shards write to a buffer, by the buffer's name (or
+            a pattern such as "*.queue"): "mean", "first", "sum" or "refuse".
         batch_dim: the dimension that the examples of a batch lie along: 1 for batches of shape
             (time, batch, features). A tensor that has no such dimension (labels of shape (batch,))
             is cut along its first.

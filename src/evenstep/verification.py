@@ -56,8 +56,8 @@ class Difference:
     Attributes:
         step: the first step, counted from 0, after which the training states differ.
         layouts: the two sets of devices, as indices into `Verdict.results`.
-        shard: the first shard of this step, counted from 0, whose own values differ in the replay;
-            None if all shards agree.
+        shard: the first shard of this step, counted from 0, whose own gradients or buffers differ
+            in the replay; None if all shards agree.
         tensor: the first tensor that differs: of the shard ("gradient of fc.weight", "buffer
             bn.running_mean") or, if all shards agree, of the state after the step
             ("parameter/fc.weight", or a setting: "group/0/lr"). None if the replays agree in

@@ -52,9 +52,9 @@ def shared(tensor: torch.Tensor) -> Shared:
 
         trainer.step(X, y, evenstep.shared(weights))
 
-    It may stand anywhere in the nesting of a batch of `step`, `evaluate` or `predict`. Objectives,
-    losses and metrics receive the plain tensor, without its graph. The shards of a device read
-    one copy of it, so they must not write to it; that is refused.
+    It may appear anywhere in a batch for `step`, `evaluate` or `predict`. Objectives, losses and
+    metrics receive the plain tensor, detached from its graph. All shards of a device read the same
+    copy, so writing to it is refused.
 
     Args:
         tensor: any tensor.

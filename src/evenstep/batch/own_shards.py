@@ -26,7 +26,7 @@ from evenstep.errors import BatchError
 
 
 class Shards(Precut):
-    """A batch that the user has cut: its micro-batches are the shards of a step.
+    """A batch that you have divided yourself: its micro-batches are the shards of a step.
 
         trainer.step(evenstep.Shards([first, second, third]))
 
@@ -42,7 +42,7 @@ class Shards(Precut):
             tensors of a micro-batch have in common, or 1 if they have none.
 
     Raises:
-        BatchError: there are no micro-batches, or other numbers of examples than micro-batches.
+        BatchError: there are no micro-batches, or `examples` does not have a number for each.
     """
 
     def __init__(self, batches: Sequence[Batch], examples: Sequence[int] | None = None) -> None:

@@ -51,8 +51,9 @@ class EpochRecord:
 
     Attributes:
         epoch: its number, counted from 0.
-        step: the steps since the start of the training, at its end.
-        steps: the steps in it. After a resume, those since then; so in what follows.
+        step: the number of steps since the start of the training, at the end of the epoch.
+        steps: the number of steps in the epoch. After a resume in the middle of an epoch, this and
+            the following attributes count only the steps since then.
         examples: the examples in these steps.
         loss: the mean loss over these examples; None without a step.
         seconds: the sum of the steps' `seconds`.
@@ -88,31 +89,31 @@ class Callback:
 
     All methods run in the thread that calls the trainer, between steps, in the order of the steps.
     With steps in flight `on_step` runs when a later call finds the step ended: nothing waits for
-    it. Steps that were not taken are not reported. A method may read the model, evaluate and save
-    (if it runs in every process), and what it raises is raised by the trainer's method that has
-    called it, with the step, or the checkpoint, complete.
+    it. Steps that were not taken are not reported. A method may read the model, and may evaluate
+    and save if it runs in every process. If it raises, the error leaves the trainer's method that
+    called it; the step, or the checkpoint, is complete by then.
 
     Attributes:
         every_process: whether it is called in each of several processes. By default only the first
             one calls it.
-        grad_norm: whether `record.outputs["grad_norm"]` shall hold the norm of the mean gradient,
-            as it does with `clip_norm=`. Steps of `trainer.backward` have none.
+        grad_norm: whether to put the norm of the mean gradient into `record.outputs["grad_norm"]`,
+            as `clip_norm=` does. Steps of `trainer.backward` have none.
     """
 
     every_process: bool = False
     grad_norm: bool = False
 
     def open(self, step: int) -> None:
-        """Get ready: called when the trainer is opened, with `step` steps done."""
+        """Called when the trainer is opened, after `step` steps (0 for a new training)."""
 
     def on_step(self, record: StepRecord) -> None:
-        """Called after every step, also of `trainer.backward`."""
+        """Called after every step, including those of `trainer.backward`."""
 
     def on_epoch(self, record: EpochRecord) -> None:
-        """Called when `trainer.epoch` has reached an epoch's end, after the epoch's steps."""
+        """Called when a loop over `trainer.epoch` reaches its end, after the epoch's last step."""
 
     def on_save(self, record: SaveRecord) -> None:
-        """Called when a checkpoint is whole on the disk."""
+        """Called when a checkpoint has been written completely."""
 
     def close(self) -> None:
-        """Finish: called when the trainer is closed, also after an error."""
+        """Called when the trainer is closed, also after an error."""

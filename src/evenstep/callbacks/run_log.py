@@ -27,11 +27,11 @@ class RunLog(Callback):
         with evenstep.Trainer(model, optimizer, loss, callbacks=[log]) as trainer:
             ...
 
-    Single numbers among a step's outputs are logged by their names. `runs/a/log.csv` has a row for
-    each step, written at once. A training that resumes into the same folder continues the log:
-    what is behind the checkpoint's step is dropped, so that no step is missing or there twice. If
-    the disk is full later on, a line says so, and training continues without a log. A step's event
-    takes TensorBoard's library about 0.2 ms, a row of the CSV about 0.01 ms.
+    Outputs of a step that are single numbers are logged under their names. `runs/a/log.csv` gets
+    a row as soon as a step has ended. A training that resumes into the same folder continues the
+    log: entries after the checkpoint's step are dropped, so that no step is missing or logged
+    twice. If the disk becomes full, a log line says so, and training continues without a log.
+    Logging a step takes about 0.2 ms in TensorBoard's library, and 0.01 ms in the CSV file.
 
     Args:
         folder: the folder; created if it doesn't exist.
@@ -57,7 +57,7 @@ class RunLog(Callback):
         self._events: Any = None
 
     def open(self, step: int) -> None:
-        """Open the files, and drop what they have behind `step`.
+        """Open the files, and drop their entries after `step`.
 
         Raises:
             SaveError: the folder can't be written.

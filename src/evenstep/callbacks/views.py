@@ -49,7 +49,8 @@ class LiveCurve(Callback):
     """Draws the loss over the steps while a notebook's cell runs, in one picture.
 
     Args:
-        redraws_per_s: the most pictures a second. Drawing takes at most a tenth of the time.
+        redraws_per_s: the largest number of redraws a second. There are fewer if drawing would
+            take more than a tenth of the time.
     """
 
     def __init__(self, redraws_per_s: float = 2.0) -> None:

@@ -184,9 +184,10 @@ class GeneratorStates:
         trainer = evenstep.Trainer(..., state={"random": evenstep.data.GeneratorStates()})
 
     They are those of torch's default generators (CPU and GPUs), of `random` and of `numpy.random`.
-    Code of your own that draws from them, such as augmentation in the training loop, goes on after
-    `Trainer.load` with the numbers that would have come. (Dropout and other random layers, and the
-    order of `Trainer.epoch`, need none of this: evenstep seeds them for each step and epoch.)
+    After `Trainer.load`, code of your own that draws from them, such as augmentation in the
+    training loop, continues the sequence of numbers where it was saved. (Dropout and other random
+    layers, and the order of `Trainer.epoch`, don't need this: evenstep seeds them for each step and
+    epoch.)
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -196,7 +197,7 @@ class GeneratorStates:
         return {"torch": torch_state, "python": python, "numpy": numpy, "cuda": cuda}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Set the states. Those of GPUs that are not here are left out."""
+        """Set the states; skip those of GPUs that this machine does not have."""
         states = [_from_plain(state_dict[name]) for name in ("torch", "python", "numpy")]
         for generator, state in zip(DEFAULTS, states, strict=True):
             generator.write(state)

@@ -73,14 +73,14 @@ class Loader:
             workers: number of processes that fetch examples; 0: the calling thread fetches them.
                 Not used for a `TensorDataset`, which computes nothing. At most 12 for each process
                 when several processes train together.
-            collate: makes a batch of a list of examples; it may lay them along another dimension
-                than the first (`batch_dim`), and mark tensors as `evenstep.shared`. None: as
-                torch's `DataLoader` does. With several processes it gets a part of a batch.
+            collate: makes a batch from a list of examples; it may stack them along a dimension
+                other than the first (`batch_dim`), and mark tensors with `evenstep.shared`. None:
+                as torch's `DataLoader` does. With several processes it gets a part of a batch.
             num_workers: torch's name for `workers`.
             collate_fn: torch's name for `collate`.
-            sampler: gives the numbers of the examples of an epoch, in its order, instead of
-                `shuffle`; it has a length. Whatever it draws from is seeded by (seed, epoch), as in
-                `Trainer.epoch`. An example that it gives twice is augmented in the same way.
+            sampler: yields the indices of an epoch's examples, instead of `shuffle`; it needs a
+                length. The generators that it draws from are seeded by (seed, epoch), as in
+                `Trainer.epoch`. An example that it yields twice is augmented identically.
 
         Raises:
             DataError: the data set has no length, or no examples.

@@ -68,9 +68,9 @@ class Engine:
         scheduler: assigns tasks to lanes; its state may be read at any time.
         lanes: the lanes of an open engine, also for work that needs no order.
         lost_lanes: the computing lanes of lost devices.
-        given_up: those of them that were still at work when Ctrl-C was pressed twice.
-        patience_s: the seconds after a first Ctrl-C from which on another one gives up what is
-            still at work.
+        given_up: the lost lanes that were still at work when Ctrl-C was pressed twice.
+        patience_s: seconds after the first Ctrl-C; a second one pressed later than this gives up
+            the devices that are still at work.
 
     Raises:
         InputError: (or its subclass DeviceError) an argument is invalid.
@@ -208,11 +208,11 @@ class Engine:
 
         Args:
             function: called with the caller's grad mode, autocast and context variables.
-            arguments: handles and Vars among them (in lists, tuples and dicts, too) arrive as their
-                values.
+            arguments: passed to the function; handles and Vars among them, also in lists, tuples
+                and dicts, are replaced by their values.
             device: the device to run on; None: the first one that is free.
             reads: Vars that the function reads, besides those among the arguments.
-            writes: Vars that it changes.
+            writes: Vars that the function changes.
             name: the task's name in errors and in the trace; None: the function's name.
             story: further facts for errors and the trace, such as {"step": 3}.
 

@@ -107,8 +107,8 @@ def export(net: nn.Module, example: Inputs, path: str | os.PathLike[str]) -> Pat
 
     Args:
         net: the model; it is not changed.
-        example: its input: a tensor or a tuple of tensors, with the batch as first dimension. The
-            values and the batch size do not matter.
+        example: an input of the model: a tensor or a tuple of tensors, with the batch as the first
+            dimension. The values and the batch size do not matter.
         path: the file: `.pt2` for `load_exported`, or `.onnx` for other programs. ONNX requires
             `pip install evenstep[onnx]`; the model is run by onnxruntime before it is written.
 
@@ -141,18 +141,18 @@ def load_exported(path: str | os.PathLike[str], *, sha256: str | None = None) ->
     """Load a model that `export` has written, without its Python source.
 
     The file contains a SHA-256 of its content, which is checked before torch reads anything. That
-    finds damage. It does not find malice: whoever can write the file can write a digest that fits,
-    and a program that runs as you. Against that, give the digest that you got from someone you
-    trust, by another way than the file.
+    detects damage, but not an attack: anyone who can write the file can write a matching digest,
+    and a program that runs with your permissions. To detect that too, give `sha256`, a digest that
+    you got from someone you trust, and not together with the file.
 
     Args:
         path: the file.
         sha256: the SHA-256 of the whole file, 64 hexadecimal digits, as `evenstep export` and
-            `sha256sum` print it; a file with any other is refused.
+            `sha256sum` print it; a file with another digest is refused.
 
     Raises:
-        ExportError: the file is missing, damaged, was not written by `export`, or is not the one
-            with the digest that was given.
+        ExportError: the file is missing or damaged, was not written by `export`, or does not have
+            the digest `sha256`.
     """
     path = Path(path)
     try:

@@ -90,7 +90,7 @@ def hybridize(net: nn.Module, example: Inputs) -> Hybrid:
 
     Args:
         net: the model; it is not changed.
-        example: its input, a tensor or a tuple of tensors.
+        example: an input of the model, a tensor or a tuple of tensors.
 
     Returns:
         A callable that takes the model's inputs and returns its outputs, without gradients.

@@ -47,17 +47,17 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
     the gradients of a batch are evenstep's: the same bits on any devices. `training_step` is called
     once for each shard, with a part of the batch, on the module or a copy of it. It returns the
     mean loss over its examples, or a dict with this "loss". If the loss is a mean over something
-    else, such as the tokens that count, the dict has their number as "count". Its other values are
-    numbers, whose mean over the examples `on_train_batch_end` gets, and tensors with a row for each
-    example.
+    else, such as the tokens that are not padding, the dict also has their number as "count". Other
+    values in the dict are numbers or tensors with a row for each example; `on_train_batch_end` gets
+    the mean of the numbers over the examples, and the rows of the whole batch.
 
     `self.log` takes numbers. Those of the shards are merged before Lightning gets them: by
     `reduce_fx`, a mean weighted with `batch_size` (by default the shard's examples). Validation,
     test and prediction run on the first device.
 
-    A checkpoint also has what the random layers of the next step follow from, and the states of
-    the default generators. So `ckpt_path` resumes with the bits of an undisturbed training, on
-    other devices too: at the end of an epoch, or in its middle with a loader that has a state.
+    A checkpoint also contains what the next step's random layers are seeded from, and the states of
+    the default generators. So `ckpt_path` resumes with the bits of an uninterrupted training, on
+    other devices too: at the end of an epoch, or within one if the loader has a state.
 
     Args:
         devices: as for `evenstep.Trainer`. Leave out Lightning's `devices` and `accelerator`.

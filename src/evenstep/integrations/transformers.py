@@ -64,8 +64,8 @@ class EvenTrainer(transformers.Trainer):
     batch is cut into `shards`. A batch has `per_device_train_batch_size` examples, however many
     devices there are.
 
-    Random layers draw from numbers that follow from `args.seed`, the step and the shard, so that
-    `resume_from_checkpoint` gives the bits of the undisturbed training, on other devices too.
+    Random layers are seeded from `args.seed`, the step and the shard. So `resume_from_checkpoint`
+    continues with the bits of an uninterrupted training, on other devices too.
 
     Args:
         args: as for `transformers.Trainer`, in its order.

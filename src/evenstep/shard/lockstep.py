@@ -194,8 +194,8 @@ None outside of steps, and for a shard that is the whole batch."""
 def all_gather(tensor: torch.Tensor) -> torch.Tensor:
     """Return the rows of `tensor` of all shards of the step, in the order of the batch.
 
-    Call it in an objective, a metric or a model's `forward`, where a loss needs the whole batch: as
-    keys of a contrastive loss, of which each shard computes the terms of its own examples.
+    Call it in an objective, a metric or a model's `forward`, where a loss needs the whole batch. In
+    a contrastive loss, for example, each shard compares its own examples with those of all shards.
 
         def objective(model, images, texts, index):
             image, text = model(images, texts)
@@ -217,8 +217,8 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
         A tensor of shape (rows of all shards, ...).
 
     Raises:
-        ContractError: the shards are not computed side by side, or they bring tensors of different
-            shapes or dtypes.
+        ContractError: the shards are not computed side by side, or their tensors differ in dtype or
+            in the shape of a row.
     """
     if torch.compiler.is_compiling():
         raise ContractError("evenstep.all_gather can't be compiled")

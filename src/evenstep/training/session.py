@@ -145,7 +145,7 @@ class Session:
 
     @property
     def shall_stop(self) -> bool:
-        """Whether no further step shall be taken."""
+        """Whether the training should stop."""
         steps_done = self._parts.progress.position.steps_done
         return self._parts.executor.group.shall_stop(steps_done, self._layout.max_in_flight)
 

@@ -77,9 +77,9 @@ class Trainer(Habits):
     """Trains a model on many devices, with a result that does not depend on how many there are.
 
     Use it with `with` (or `open`), which starts and stops a worker thread for each device. In a
-    script that torchrun starts several times it also finds the other processes: they train one
-    model together, each with devices of its own. The module and the optimizer stay the user's own:
-    read them, change them and save them between steps, and step any scheduler after `step`.
+    script that torchrun starts several times, `with` also finds the other processes: they train
+    one model together, each on its own devices. The module and the optimizer remain ordinary torch
+    objects: read, change and save them between steps, and step any scheduler after `step`.
     Gradient hooks (`parameter.register_hook`) are called once for each step, with the batch's mean
     gradient.
 
@@ -88,30 +88,33 @@ class Trainer(Habits):
         optimizer: any `torch.optim` optimizer over parameters of `model`.
         loss: a mean-reduced `loss(output, *targets)`, for batches `(input, *targets)`.
         objective: instead of `loss`, for everything else: `objective(model, *batch) ->
-            (total, count)`, which must call the `model` that it is given. A single scalar is the
-            mean over the examples; a dict of outputs may follow.
+            (total, count)`, which must call the `model` that it is given. It may also return one
+            scalar, the mean over the examples. A dict of further outputs may follow either.
         devices: "auto", a number, a name such as "cpu:1", or a list of names (see `find_devices`).
         experiment: all choices that the result depends on, as one value, instead of the keywords
             from `shards` to `clip_norm`.
         shards: V, the number of shards that every minibatch is cut into; at most 65,536.
         seed: the seed of the random ops in the model.
         precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
-        memory_format: of images and convolution weights: "auto" (a fixed rule), "contiguous" or
-            "channels_last". A state dict, and the closed trainer's model and optimizer, have the
-            layout that they came with.
+        memory_format: memory format of images and convolution weights: "auto" (a fixed rule),
+            "contiguous" or "channels_last". State dicts, and the model and the optimizer after
+            the trainer is closed, have their original layout.
         threads: intra-op threads of each device; at most 1,024.
-        compile: whether to compile a shard's forward and backward pass, on CPUs. A line in the log
-            says what that gains, or why shards are computed eagerly; `hybridized` has the figures.
+        compile: whether to compile a shard's forward and backward pass, on CPUs. A log line says
+            how much time this saves, or why shards are computed eagerly; `hybridized` has the
+            figures.
         hybridize: the book's name for `compile`.
-        batch_norm: "shard" normalises in training with the statistics of each shard; "sync" with
-            those of the whole batch, on the CPU devices of one process: then all activations of a
-            batch are in memory at once, and every device computes the same number of shards.
+        batch_norm: in training, "shard" normalises with the statistics of each shard, and "sync"
+            with those of the whole batch. "sync" runs on the CPU devices of one process: all
+            activations of a batch are in memory at once, and every device computes the same number
+            of shards.
         separable: whether the objective must add up over shards, as every mean over examples does.
-            Otherwise training is refused. With False it need not, and V changes what is trained.
-        buffers: for buffers that shards write, by name (or a pattern such as "*.queue"), how the
-            shards' values become the one after the step: their "mean" over the examples, the value
-            after the "first" shard, the "sum" of all changes, or "refuse". Without a rule, floating
-            point buffers are averaged if every shard writes all of them; others are refused.
+            True refuses to train an objective that does not. False accepts it, and then the result
+            depends on V.
+        buffers: how to combine the values that shards write to a buffer, by the buffer's name (or
+            a pattern such as "*.queue"): their "mean" over the examples, the value after the
+            "first" shard, the "sum" of all changes, or "refuse". Without a rule, floating-point
+            buffers are averaged if every shard writes all of them; others are refused.
         batch_dim: the dimension that the examples of a batch lie along: 1 for batches of shape
             (time, batch, features). A tensor that has no such dimension (labels of shape (batch,))
             is cut along its first.
@@ -120,50 +123,52 @@ class Trainer(Habits):
             `step(...).outputs["grad_norm"]`.
         side_by_side: compute all shards of a batch at the same time, so that they can call
             `evenstep.all_gather`, on the CPU devices of one process, as with `batch_norm="sync"`.
-            It changes no result.
+            It has no effect on the result.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         after_update: called with the module after the optimizer's step and before the next step's
             shards begin: the place for an average of the parameters (EMA) or a momentum encoder,
-            right with any number of steps in flight. It runs in a worker thread, in every process.
+            with any number of steps in flight. It runs in a worker thread, in every process.
             What it writes into the module (also parameters with `requires_grad=False`) reaches all
-            devices and the checkpoint; what it writes elsewhere (an `AveragedModel`) is for the
-            user to save, after `waitall`. An error in it leaves the update made.
-        scheduler: a scheduler that is saved and resumed with the rest; the user steps it.
-        state: objects of your own, by name, that are saved and resumed with the rest, such as
-            `{"ema": ema, "random": evenstep.data.GeneratorStates()}`. Anything with `state_dict`
-            and `load_state_dict` will do, if its state is made of tensors and plain values. With
-            several processes, the first one's states are saved, and all get them back.
+            devices and the checkpoint; what it writes elsewhere (an `AveragedModel`) is yours to
+            save, after `waitall`. If it raises, the optimizer's update has already been made.
+        scheduler: a learning-rate scheduler, which is saved in checkpoints and restored from them.
+            The trainer never steps it: call its `step` yourself.
+        state: objects of your own, by name, that are saved in checkpoints and restored from them,
+            such as `{"ema": ema, "random": evenstep.data.GeneratorStates()}`. Each needs
+            `state_dict` and `load_state_dict`, and a state made of tensors and plain values. With
+            several processes, the states of the first one are saved, and restored in all.
         callbacks: objects that are called after steps, epochs and checkpoints, to log or to show
             them (see `evenstep.callbacks.Callback`). They have no effect on the result.
         max_in_flight: the number of steps that may be unfinished at once, at most 1,000. With 1, a
             step is finished when `step` returns. With 2, `step` returns at once, and the next batch
             is loaded and copied meanwhile; call `waitall` before you read or change the model.
-            Schedulers and changes of the optimizer's groups take effect at the right step all the
-            same; an optimizer inside another one is refused.
-        lost_after_s: seconds after which a device that is still at one shard, while another one
-            has none, is given up and its shards are computed by others. At least twenty times the
-            device's usual time for a shard pass first.
+            Schedulers and changes of the optimizer's groups still take effect at the right step.
+            An optimizer that contains another one is refused.
+        lost_after_s: seconds that a device may spend on one shard while another device is idle.
+            Then the device is given up, and the others compute its shards; but not before twenty
+            times the slowest device's usual time for a shard.
         peer_timeout_s: with several processes, seconds to wait for another one; at most a year.
         allow_rounding: with several processes, train although their processors, libraries or
             settings round differently, which is refused otherwise. Results are then equal within
-            rounding, not bit for bit: `within_rounding` is true, and all processes take the first
-            one's state whenever states are compared.
+            rounding, not bit for bit: `within_rounding` is true, and whenever states are compared,
+            all processes copy that of the first one.
         check: when to check, on one or two shards, that the code keeps the contract of a step:
             "first", in the first step (also after a resume, or a change of the model's layers),
             "every 100" steps, or "off". It has no effect on the result; `contract` has its report.
-        check_every: with several processes, the number of steps after which states are compared,
-            and the batches that `step` is given. States are also compared after the first step,
-            by `save`, `evaluate` and `predict`, and at the end of the `with`.
+        check_every: with several processes, the interval in steps at which training states and
+            the batches given to `step` are compared. States are also compared after the first
+            step, by `save`, `evaluate` and `predict`, and at the end of the `with`.
         tune_malloc: whether the C library's allocator keeps freed memory for the next step while
             the trainer is open.
-        lanes: makes what runs the work; `InlineLanes` runs it in the calling thread.
+        lanes: the class that runs the work: `ThreadLanes` starts threads for each device,
+            `InlineLanes` runs everything in the calling thread.
 
     Attributes:
         notes: lines about devices and choices for the user, logged when the trainer is opened.
-        on_shard: for debugging: called in the worker threads as `on_shard(shard, value)` with
-            every shard's own gradients and buffers, before anything is added to them. While it is
-            set, each device computes its own shards, as many as the others, and steals none.
+        on_shard: for debugging: called in the worker threads as `on_shard(shard, value)` with the
+            gradients and buffers of each shard, before they are summed. While it is set, shards
+            are divided equally among the devices, and no device takes over another one's shards.
 
     Raises:
         InputError: the model, the optimizer or an option can't be used; nothing was changed.
@@ -308,9 +313,9 @@ class Trainer(Habits):
 
             trainer = evenstep.Trainer(model, optimizer, loss).open()
 
-        For scripts whose loop shall not be indented. `close` closes the trainer, and so does the
-        end of the program. With steps in flight, call `close`: an error that is noticed only at
-        the end of the program is printed, but does not change the exit status.
+        For notebooks, and scripts without an indented block. `close` closes the trainer, and so
+        does the end of the program. With steps in flight, call `close`: an error that appears
+        only at the end of the program is printed, but does not change the exit status.
         """
         self.__enter__()
         atexit.register(self._session.close_with_program)
@@ -319,7 +324,7 @@ class Trainer(Habits):
     def close(self) -> None:
         """Finish the steps in flight and stop the threads, as the end of `with` does.
 
-        The model stays usable. On a closed trainer nothing happens.
+        The model stays usable. Calling `close` again has no effect.
         """
         self._session.refuse_fork()
         if self._session.is_open:
@@ -329,9 +334,9 @@ class Trainer(Habits):
     def cursor(self) -> Cursor:
         """The place in the data: batch number `step` of `epoch` is the next to train on.
 
-        It counts the batches that `Trainer.epoch` has yielded. The last one counts as soon as a
-        step is taken on it or the next one is drawn, so a loop may save or stop before its step.
-        For a loader of your own, it counts the steps.
+        It counts the batches that `Trainer.epoch` has yielded. The latest one counts only once a
+        step is taken on it or the next batch is drawn, so a loop may save or stop before that step.
+        If you iterate a loader yourself, it counts the steps.
         """
         return self._progress.position.cursor
 
@@ -354,7 +359,7 @@ class Trainer(Habits):
 
     @property
     def steps_done(self) -> int:
-        """The steps since the start of the training, over all epochs and resumes."""
+        """The number of steps since the start of training, over all epochs and resumes."""
         return self._progress.position.steps_done
 
     def step(self, *batch: Batch, **named: Batch) -> StepLoss:
@@ -376,12 +381,12 @@ class Trainer(Habits):
         Raises:
             BatchError: the batch can't be cut into shards.
             ContractError: the code breaks the contract of a step; the message names what does.
-            NonFiniteLossError: a shard's loss is NaN or infinite. As after every error before the
-                update, and Ctrl-C, the model is as the step found it. With `max_in_flight` above 1
-                a step's error is raised where somebody waits for it: by its handle, a later
-                `step`, or `waitall`; the steps after it were not taken.
-            KeyboardInterrupt: Ctrl-C was pressed. Steps whose update had not begun were not taken;
-                one whose update had begun was finished and stays. `steps_done` and `cursor` tell.
+            NonFiniteLossError: a shard's loss is NaN or infinite. As after Ctrl-C and every other
+                error before the update, the model is as it was before the step. With
+                `max_in_flight` above 1, a step's error is raised when you wait for it: by its
+                handle, a later `step`, or `waitall`; the steps after it were not taken.
+            KeyboardInterrupt: Ctrl-C was pressed. A step whose update had begun was finished; the
+                others in flight were not taken. `steps_done` and `cursor` count accordingly.
         """
         owner = self._session.owner
         if owner is not None and owner.pid != os.getpid():
@@ -421,26 +426,26 @@ class Trainer(Habits):
             optimizer.step()
 
         Afterwards every `parameter.grad` holds the batch's mean gradient (None where the loss does
-        not depend on the parameter), with the same bits on any devices and in every process. Any
-        optimizer may be stepped then, in every process alike: the trainer's own too, also by a
-        closure that calls this method. `before_update` and `after_update` are not called. A call
-        counts as a step: its random numbers are its own, and `steps_done` counts it. It waits for
-        the steps in flight, and for its own end.
+        not depend on the parameter), with the same bits on any devices and in every process. Then
+        step any optimizer, the trainer's or another one, in the same way in every process. A
+        closure given to `optimizer.step` may call this method. `before_update` and `after_update`
+        are not called. Each call counts as a step: it draws new random numbers and raises
+        `steps_done` by one. It waits for the steps in flight, and until the gradients are computed.
 
         Args:
             batch: as for `step`.
             named: as for `step`.
-            objective: computes the loss instead of the trainer's own, as for `Trainer`: of a second
-                network, say, or with a penalty. It is checked as the first one is, when its code is
-                used for the first time, and is never compiled.
-            accumulate: whether to add the mean gradient to what `parameter.grad` holds, as torch's
-                `backward` does, instead of replacing it.
+            objective: as for `Trainer`, used instead of the trainer's own in this call, for example
+                the loss of a second network. Its code is checked when it is used for the first
+                time, as the trainer's is, and is never compiled.
+            accumulate: whether to add the mean gradient to `parameter.grad`, as torch's `backward`
+                does, instead of replacing it.
 
         Returns:
             A handle of the batch's mean loss.
 
         Raises:
-            EvenstepError: as for `step`. The parameters have the gradients that they had before.
+            EvenstepError: as for `step`. The gradients are as they were before the call.
         """
         owner = self._session.owner
         if owner is not None and owner.pid != os.getpid():
@@ -485,31 +490,32 @@ class Trainer(Habits):
     def epoch(self, loader: Batches, *, whole: bool = False) -> Iterator[Batch]:
         """Yield the remaining batches of the current epoch; then the next epoch begins.
 
-        A loop may take no step on a batch, or several: what was drawn is not yielded again, even
-        after a resume. After a `break`, a new call yields the rest of the same epoch, which the log
-        says once: `while trainer.cursor.epoch < epochs` counts whole epochs.
+        A loop may take no step on a batch, or several: a batch is not yielded again, even after
+        a resume. After a `break`, a new call yields the rest of the same epoch, and a log line says
+        so once: write `while trainer.cursor.epoch < epochs` to count whole epochs.
 
-        The order follows from the trainer's seed and the epoch alone. While a loader that is not
-        evenstep's is iterated, torch's, Python's and numpy's default generators, and generators
-        that the loader, its samplers and its data set hold, are seeded from these two; afterwards
-        they are as they were. `set_epoch` is called where a loader, data set or sampler has it.
+        The order depends only on the trainer's seed and the epoch. While another library's loader
+        is iterated, the default generators of torch, Python and numpy, and those that the loader,
+        its samplers and its data set hold, are seeded from these two; afterwards their states are
+        restored. `set_epoch` is called on every loader, data set and sampler that has it.
 
         Args:
             loader: an `evenstep.data.Loader`, a `torch.utils.data.DataLoader` with any data set,
                 samplers and workers, or any other iterable of batches: torchdata's
-                `StatefulDataLoader`, a stream, a list. Of a map-style `DataLoader` with torch's own
-                `collate_fn` each of several processes fetches its part of a batch; otherwise each
-                fetches all of it. The batches of an `IterableDataset` depend on its number of
-                workers.
-            whole: with several processes, yield every whole batch in each of them, for a loop that
-                draws random numbers for the examples of a batch: of a part it would draw others.
+                `StatefulDataLoader`, a stream, a list. With several processes, each fetches only
+                its part of a batch from a map-style `DataLoader` with torch's own `collate_fn`, and
+                whole batches from all others. The batches of an `IterableDataset` depend on its
+                number of workers.
+            whole: with several processes, yield whole batches in each of them. A loop that draws
+                random numbers for the examples of a batch needs this: it would draw other numbers
+                for a part.
 
         Raises:
             BatchError: the epoch's last batch can't be trained on; raised before its first.
-            InputError: the loader gives no batch, or an order that can't be repeated, or it was cut
-                for several processes already (`DistributedSampler`).
-            CheckpointError: the loader did not take back the state that a checkpoint has of it, or
-                its data have changed.
+            InputError: the loader gives no batch, or an order that can't be repeated, or it already
+                divides the data among processes (`DistributedSampler`).
+            CheckpointError: the loader could not restore its state from a checkpoint, or its data
+                have changed.
         """
         self._session.refuse_fork()
         check_flags(whole=whole)
@@ -535,16 +541,17 @@ class Trainer(Habits):
         """Return each metric over all `batches`, computed on every device in evaluation mode.
 
         Args:
-            batches: each what `step` takes: a tuple or list of its arguments, or its one argument.
+            batches: an iterable of batches, each a tuple or list of the arguments of `step`, or its
+                one argument.
             metrics: name to `metric(output, *targets) -> (total, count)`; a trainer with an
                 objective calls `metric(model, *batch)`. Or name to an object of torchmetrics, of
                 which each shard updates a copy; their states are merged in the shards' order, and
-                the object itself stays as it is. A `MetricCollection` will do, too.
-            model: another module with the structure of the trainer's model, to evaluate instead of
-                it, such as an average of its weights.
+                the object itself is not changed. A `MetricCollection` is accepted, too.
+            model: another module with the structure of the trainer's model, such as an average of
+                its weights, to evaluate instead.
 
         Returns:
-            A number for each metric; what an object's `compute` returns, if that is no number.
+            The value of each metric: a number, or whatever the `compute` of an object returns.
 
         Raises:
             BatchError: there is no batch, or none that counts.
@@ -630,8 +637,8 @@ class Trainer(Habits):
                 `step` or `save`, by `wait_for_save`, or when the trainer is closed.
 
         Raises:
-            SaveError: it can't be written; the checkpoints before it are whole.
-            ModelError: the optimizer holds parameters that are not the model's any more.
+            SaveError: the checkpoint can't be written; earlier ones are unchanged.
+            ModelError: the optimizer holds parameters that no longer belong to the model.
         """
         self._session.refuse_fork()
         return self._saver.save(Path(folder), self.scheduler, keep, aside=aside)
@@ -640,7 +647,7 @@ class Trainer(Habits):
         """Wait until the checkpoint that `save(aside=True)` has begun is on the disk.
 
         Raises:
-            SaveError: it could not be written; the checkpoints before it are whole.
+            SaveError: the checkpoint could not be written; earlier ones are unchanged.
         """
         self._session.refuse_fork()
         self._saver.writer.wait()
@@ -659,15 +666,15 @@ class Trainer(Habits):
 
         Args:
             folder: a folder of checkpoints, of which the newest is loaded, or one checkpoint.
-            model: a model built as the saved one was; its values are overwritten.
-            optimizer: an optimizer built as the saved one was; its state is overwritten.
+            model: a model built like the saved one; its values are overwritten.
+            optimizer: an optimizer built like the saved one; its state is overwritten.
             loss: as for `Trainer`.
-            options: as for `Trainer`. The experiment is the checkpoint's: choices that differ from
-                it are refused, devices and all other options may differ.
+            options: as for `Trainer`. The choices of the experiment come from the checkpoint, and
+                different ones are refused; devices and all other options may differ.
 
         Raises:
-            CheckpointError: missing, damaged, or of another model, optimizer or experiment; model,
-                optimizer and scheduler are as they were.
+            CheckpointError: the checkpoint is missing, damaged, or of another model, optimizer or
+                experiment; model, optimizer and scheduler are unchanged.
         """
         saved = read_training_state(Path(folder))
         if "hybridize" in options:
@@ -679,19 +686,19 @@ class Trainer(Habits):
         return trainer
 
     def ask_to_stop(self) -> None:
-        """Make `shall_stop` true, in all processes before the same step."""
+        """Ask the training to stop: `shall_stop` becomes true in all processes before one step."""
         self._session.refuse_fork()
         self._executor.group.ask_to_stop()
 
     @property
     def shall_stop(self) -> bool:
-        """Whether no further step shall be taken, because `ask_to_stop` was called."""
+        """Whether the training should stop, because `ask_to_stop` was called."""
         self._session.refuse_fork()
         return self._session.shall_stop
 
     @property
     def contract(self) -> ContractReport | None:
-        """What the last check of the contract has found out; None before it."""
+        """The report of the last check of the contract; None before the first."""
         return self._self_check.report
 
     @property
@@ -703,13 +710,13 @@ class Trainer(Habits):
 
     @property
     def hybridized(self) -> Hybridized | None:
-        """The result of compiling shards, from the first step on; None without `compile`."""
+        """The result of compiling shards, known after the first step; None without `compile`."""
         programs = self._executor.programs
         return programs.result if programs is not None else None
 
     @property
     def compile_s(self) -> float:
-        """The seconds spent on compiling so far; they are no part of any step's time."""
+        """The seconds spent on compiling so far, which no step's time includes."""
         return self.hybridized.compile_s if self.hybridized is not None else 0.0
 
     @INTERRUPTS.uninterrupted
