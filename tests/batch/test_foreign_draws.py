@@ -137,10 +137,10 @@ def test_a_foreign_draw_is_named_with_its_place(name):
     assert {draw.file for draw in draws} == {__file__}
     lines, start = inspect.getsourcelines(Layer if "layer" in name else function)
     assert {draw.line for draw in draws} <= set(range(start, start + len(lines)))
-    with pytest.raises(ContractError, match="while a shard is computed") as caught:
+    with pytest.raises(ContractError, match="a shard draws from") as caught:
         refuse_foreign_draws(first, second)
     assert str(caught.value).startswith(
-        f"{what} is drawn from in {__file__}, line {draws[0].line} (in {draws[0].function})"
+        f"a shard draws from {what} in {__file__}, line {draws[0].line} (in {draws[0].function})"
     )
 
 

@@ -161,12 +161,12 @@ ROW = (torch.zeros(2, 4), torch.zeros(2).long())
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Shards([]), "got no list of micro-batches"),
-        (lambda: Shards(torch.zeros(3)), "got no list of micro-batches"),
+        (lambda: Shards([]), "needs a list of micro-batches, with at least one"),
+        (lambda: Shards(torch.zeros(3)), "needs a list of micro-batches, with at least one"),
         (lambda: Shards([ROW, ()]), "micro-batch 1 of evenstep.Shards has no tensor"),
         (lambda: Shards([ROW, object()]), "micro-batch 1 .* of type object"),
         (lambda: Shards([ROW], [1, 2]), r"examples=\[1, 2\] for 1 micro-batches"),
-        (lambda: Shards([ROW], [0]), "at least 1 for each"),
+        (lambda: Shards([ROW], [0]), "give one number for each micro-batch, at least 1"),
     ],
     ids=["empty", "tensor", "no tensor", "object", "too many numbers", "zero"],
 )
@@ -179,7 +179,7 @@ def test_wrong_micro_batches_are_named(make, said):
     ("arguments", "said"),
     [
         ((Shards([ROW] * 9),), r"9 micro-batches, .* at most 8 shards: use Trainer\(shards=9\)"),
-        ((Shards([ROW]), ROW[1]), "Shards beside other arguments"),
+        ((Shards([ROW]), ROW[1]), "Shards and other arguments"),
     ],
     ids=["more than V", "beside others"],
 )

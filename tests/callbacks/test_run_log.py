@@ -152,7 +152,7 @@ def test_two_trainers_have_a_log_each(tmp_path):
     log = RunLog(tmp_path)
     with open_trainer(build("convolution"), callbacks=[log]) as first:
         second = open_trainer(build("convolution"), callbacks=[log])
-        with pytest.raises(InputError, match="is open already: give each trainer its own"):
+        with pytest.raises(InputError, match="is open already: give each trainer a RunLog"):
             second.__enter__()
         run_steps(first, 2)
     assert len(rows(tmp_path)) == 2
@@ -221,7 +221,7 @@ def test_a_disk_that_fills_up_costs_the_log_only(tmp_path, caplog):
 @pytest.mark.parametrize("text", ["", "time,loss\n1,2\n", "step,loss\nx,1\n", "step\n\udcff\n"])
 def test_a_foreign_table_is_refused(text, tmp_path):
     Path(tmp_path, "log.csv").write_bytes(text.encode(errors="surrogateescape"))
-    with pytest.raises(InputError, match=r"log\.csv is not a log of evenstep"):
+    with pytest.raises(InputError, match=r"log\.csv was not written by evenstep"):
         logged(tmp_path)
     assert Path(tmp_path, "log.csv").read_bytes() == text.encode(errors="surrogateescape")
 

@@ -86,7 +86,9 @@ def test_a_model_without_the_extra_state_is_another_one(warmed):
 def test_a_model_with_more_extra_state_is_another_one(warmed):
     model, _ = warming()
     model[0] = nn.Sequential(nn.Flatten(), Warm())
-    assert "another model: extra state of 0.1 is not in it" in refused_extra(warmed, model)
+    assert "another model: extra state of 0.1 is not in the checkpoint" in refused_extra(
+        warmed, model
+    )
 
 
 class Forgets(Warm):

@@ -111,7 +111,8 @@ def test_settings_that_the_checkpoint_of_another_optimizer_lacks(tree, tmp_path)
     """Loaded without complaint, and failed in the first step."""
     line = refused(tmp_path, without_kinds(tree), *parts(torch.optim.LBFGS, seed=9))
     assert line.startswith(
-        "the checkpoint is of another optimizer than LBFGS: its parameter groups have no max_iter, "
+        "the checkpoint is of another optimizer than LBFGS: the saved parameter groups have no "
+        "max_iter, "
     )
 
 

@@ -189,7 +189,7 @@ def test_stolen_shards():
 
 def test_gpus_come_with_a_word_on_their_times():
     texts = said(trace_of("cuda:0", "cuda:1", shards=([0.1], [0.3]), update=2))
-    assert "the times of cuda:0 and cuda:1 are those of the threads" in texts["gpu"]
+    assert "the times of cuda:0 and cuda:1 were measured in the threads" in texts["gpu"]
     assert "kernels of the shards" in texts["update"]
     assert "short" not in texts  # a launch says nothing of how long the kernels take
 

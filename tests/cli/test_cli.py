@@ -243,7 +243,7 @@ def test_verify_trains_twenty_steps_on_one_two_and_three_devices():
 
 def test_verify_names_what_breaks_the_promise():
     line = complaint("verify", "--model", "cli_models:DrawsFromRandom", "--steps", 2, code=2)
-    assert "Python's random module is drawn from in" in line
+    assert "a shard draws from Python's random module in" in line
     assert "cli_models.py, line" in line
 
 

@@ -124,7 +124,7 @@ def test_a_checkpoint_of_a_changed_model_names_the_tensors(folder):
     (folder / "kept" / "run.json").write_text(json.dumps({**saved, "model": "mlp"}))
     line = complaint("train", "--resume", "--checkpoint-dir", "kept", code=2)
     assert "another model" in line
-    assert "parameter 1.weight is not in it" in line
+    assert "parameter 1.weight is not in the checkpoint" in line
 
 
 def truncate(folder):

@@ -52,7 +52,7 @@ def test_on_a_healthy_machine_nothing_is_found():
     assert not any(state.missing for state in feature_states(HEALTHY))
     lines = [line.plain for line in report(HEALTHY)]
     assert lines.count("  nothing found") == 2
-    assert not any("mend" in line for line in lines)
+    assert not any("fix:" in line for line in lines)
 
 
 def test_what_is_unknown_is_no_finding():
@@ -81,7 +81,12 @@ CASES = [
         {"environment": {"OMP_PROC_BIND": "TRUE"}},
         *("speed", "OMP_PROC_BIND=TRUE binds threads", "unset OMP_PROC_BIND"),
     ),
-    ({"environment": {"OMP_WAIT_POLICY": "active"}}, "speed", "keep their core", "unset OMP_WAIT"),
+    (
+        {"environment": {"OMP_WAIT_POLICY": "active"}},
+        "speed",
+        "keeps a core busy",
+        "unset OMP_WAIT",
+    ),
     ({"cores": 1}, "speed", "one core", "more cores"),
     ({"cores_used_by_others": 1.26}, "speed", r"use 1\.3 of 8 cores", "--devices"),
     ({"governors": (("acpi-cpufreq", "powersave"),)}, "speed", "lowest clock", "performance"),
@@ -98,7 +103,7 @@ def test_each_check_finds_one_thing_and_names_the_mend(changes, kind, text, mend
     assert re.search(text, found.text)
     assert mend in found.mend
     lines = [line.plain for line in report(machine(**changes))]
-    assert lines[lines.index(f"  {found.text}") + 1] == f"    mend: {found.mend}"
+    assert lines[lines.index(f"  {found.text}") + 1] == f"    fix: {found.mend}"
 
 
 def test_threads_bound_to_one_core_are_no_reason_to_ask_for_more_cores():
@@ -175,7 +180,7 @@ def test_the_command_prints_each_feature_and_each_heading(monkeypatch):
     for part in (
         "Features",
         "Would change results",
-        "Would slow trainings down",
+        "Would slow training down",
         torch.__version__,
     ):
         assert part in output

@@ -68,12 +68,12 @@ CASES = {
     "numpy.random": (
         Net(lambda module, x: float(np.random.rand())),
         summed,
-        r"numpy\.random is drawn from",
+        r"draws from numpy\.random",
     ),
     "a generator": (
         Net(lambda module, x: torch.rand(3, generator=GENERATOR)),
         summed,
-        r"a torch\.Generator is drawn from",
+        r"draws from a torch\.Generator",
     ),
     "a contrastive loss": (Net(), contrast, r"evenstep\.all_gather"),
     "a mean and one": (

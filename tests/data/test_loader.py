@@ -256,8 +256,8 @@ def test_the_arguments_have_torchs_names_too():
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ({"workers": 1, "num_workers": 2}, "got workers=1 and num_workers=2, which are one"),
-        ({"collate": len, "collate_fn": list}, "got collate=.* and collate_fn=.*, which are one"),
+        ({"workers": 1, "num_workers": 2}, "got workers=1 and num_workers=2, two names"),
+        ({"collate": len, "collate_fn": list}, "got collate=.* and collate_fn=.*, two names"),
         ({"num_workers": -1}, "num_workers=-1: give an integer from 0"),
         ({"sampler": 3}, "got sampler=3: give an iterable of numbers that has a length"),
         ({"sampler": iter([1])}, "got sampler=.*: give an iterable of numbers that has a length"),

@@ -40,7 +40,7 @@ def test_a_setting_that_differs_is_named_before_the_tensors(call):
     ((text, rank),) = {*on_each(connect(3), compare)}
     assert rank == 2
     assert text.startswith(
-        "rank 2 (on host2) is in another state than the others after step 4: lr of parameter group "
+        "rank 2 (on host2) differs from the other processes after step 4: lr of parameter group "
         "0 is 0.5 instead of 0.1. "
     )
 
@@ -88,6 +88,6 @@ def test_a_tensor_that_rounding_does_not_explain_is_named_in_all(name):
 
     (text,) = {*on_each(connect(2), follow)}
     assert text.startswith(
-        f"rank 1 (on host1) is in another state than rank 0 after step 4, further from it than "
-        f"rounding explains: the first tensor that differs is {name}. "
+        f"rank 1 (on host1) differs from rank 0 after step 4, by more than rounding explains: the "
+        f"first tensor that differs is {name}. "
     )

@@ -80,15 +80,15 @@ def test_another_setting_in_one_process_is_refused_by_all(tmp_path):
             assert end[kind]["steps"] == 0
         for kind in ("hidden", "hidden, in flight"):
             assert re.match(
-                r"DivergedError: rank 1 \(on .*\) is in another state than the others after step "
-                r"1: the first tensor that differs is ",
+                r"DivergedError: rank 1 \(on .*\) differs from the other processes after step 1: "
+                r"the first tensor that differs is ",
                 end[kind]["error"],
             )
             assert end[kind]["steps"] == 1
         for kind in LATE:
             assert re.match(
-                r"DivergedError: rank 1 \(on .*\) is in another state than the others after step "
-                r"4: lr of parameter group 0 is 0\.05 instead of 0\.1\. ",
+                r"DivergedError: rank 1 \(on .*\) differs from the other processes after step 4: "
+                r"lr of parameter group 0 is 0\.05 instead of 0\.1\. ",
                 end[kind]["error"],
             )
             assert end[kind]["reached"] == ("passed" if "end" in kind else "nothing")

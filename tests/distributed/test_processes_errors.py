@@ -83,7 +83,7 @@ def test_an_error_while_gradients_are_in_flight_reaches_the_others(tmp_path, how
         ),
         slow(
             "flipped bit",
-            r"DivergedError: rank 1 .* is in another state than the others after step 5: the first "
+            r"DivergedError: rank 1 .* differs from the other processes after step 5: the first "
             r"tensor that differs is parameter/0\.weight",
         ),
         slow(

@@ -270,7 +270,7 @@ def waiting_calls(engine):
 @pytest.mark.parametrize("call", ["result", "print", "float", "a var", "waitall", "close"])
 def test_a_task_that_submits_and_waits_is_refused(lanes, call):
     def wait_inside():
-        with pytest.raises(DeadlockError, match=r"its lane is blocked meanwhile.*argument instead"):
+        with pytest.raises(DeadlockError, match=r"would block its worker thread.*argument instead"):
             waiting_calls(engine)[call]()
         return "refused"
 

@@ -93,7 +93,7 @@ def test_a_model_that_is_no_program_stays_as_it_is_and_says_why(caplog):
     assert all(
         "can't be exported" in other.why_not and math.isnan(other.call_us) for other in others
     )
-    assert "BranchesOnValues is called eager" in caplog.text
+    assert "BranchesOnValues: eager calls are used" in caplog.text
 
 
 def test_a_method_that_gives_other_outputs_is_not_taken(monkeypatch):

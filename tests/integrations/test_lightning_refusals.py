@@ -179,13 +179,13 @@ def test_modules_that_do_not_fit_are_refused(cases):
     manual.automatic_optimization = False
     with pytest.raises(InputError, match="automatic_optimization=False: use evenstep.Trainer"):
         cases.trained(cases.even(), manual)
-    with pytest.raises(InputError, match=r"training_step\(dataloader_iter\): let it take"):
+    with pytest.raises(InputError, match=r"training_step\(dataloader_iter\): write training_step"):
         cases.trained(cases.even(), Fetches())
 
 
 @pytest.mark.slow
 def test_compiled_modules_are_refused(cases):
-    with pytest.raises(InputError, match="torch.compile: give the module as it was before"):
+    with pytest.raises(InputError, match="torch.compile: give the module itself"):
         cases.trained(cases.even(), torch.compile(cases.Classifier()))
     module = cases.Classifier()
     module.net.compile()

@@ -58,7 +58,7 @@ def test_a_plain_checkpoint_is_resumed(cases, tmp_path, caplog):
         cases.trained(run, cases.Classifier(dropout=0.3), resume=tmp_path / "plain.ckpt")
     assert one.strategy._batches_done == 6
     assert_same_bits(cases.state_of(two), cases.state_of(one))
-    assert "not of EvenStrategy: training goes on from its state" in caplog.text
+    assert "not saved by EvenStrategy: training resumes from it" in caplog.text
 
 
 def test_a_checkpoint_of_another_experiment_is_refused(cases, tmp_path):
@@ -66,7 +66,7 @@ def test_a_checkpoint_of_another_experiment_is_refused(cases, tmp_path):
     cases.trained(saved)
     saved.save_checkpoint(tmp_path / "saved.ckpt")
     other = cases.even(shards=2, max_epochs=2)
-    with pytest.raises(InputError, match="trained with shards=4, and EvenStrategy has shards=2"):
+    with pytest.raises(InputError, match="trained with shards=4, but EvenStrategy has shards=2"):
         cases.trained(other, resume=tmp_path / "saved.ckpt")
 
 

@@ -338,7 +338,7 @@ def test_what_does_not_fit_is_refused(tmp_path, changed, options, line):
 
 def test_devices_of_another_kind_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(integration, "find_devices", lambda *args, **named: (Device("cuda", 0),))
-    with pytest.raises(InputError, match="cuda:0 first, and its training arguments on cpu"):
+    with pytest.raises(InputError, match="is cuda:0, but that of its training arguments is cpu"):
         EvenTrainer(model=make_model("classes"), args=settings(tmp_path))
 
 
@@ -363,7 +363,7 @@ def test_a_checkpoint_of_another_experiment_is_refused(tmp_path):
     saved = str(tmp_path / "a" / "checkpoint-1")
     longer = settings(tmp_path / "b", max_steps=2)
     with pytest.raises(
-        InputError, match=r"checkpoint-1 was trained with shards=4, and EvenTrainer has shards=2: "
+        InputError, match=r"checkpoint-1 was trained with shards=4, but EvenTrainer has shards=2: "
     ):
         trained(EvenTrainer, longer, resume=saved, shards=2, devices="cpu:0")
     resumed = trained(EvenTrainer, longer, resume=saved, shards=4, devices="cpu:0")

@@ -78,7 +78,7 @@ def test_a_program_that_leaves_a_trainer_open_ends_cleanly_with_one_line(end, ma
     lines = [line for line in ended.stderr.splitlines() if "was still open" in line]
     what = {"an engine": ["an engine"], "closed": []}.get(end, ["a trainer"])
     assert lines == [
-        f"{one} was still open when the program ended, so what was unfinished was dropped: use it "
+        f"{one} was still open when the program ended, so unfinished work was dropped: use it "
         f"inside `with`"
         for one in what
     ]

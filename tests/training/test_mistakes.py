@@ -319,12 +319,12 @@ MISTAKES = {
     ),
     "one batch to evaluate": (
         evaluate({"accuracy": evenstep.metrics.accuracy}, (X, y)),
-        "got a tuple of 2 tensors as batches, each of which is taken for a batch: give a list of "
+        "got a tuple of 2 tensors as batches, so each of them would be a batch: give a list of "
         "batches, such as [(X, y)]",
     ),
     "one tensor to predict": (
         inside(lambda trainer: trainer.predict(X)),
-        "got a tensor as batches, each row of which is taken for a batch: give a list of batches, "
+        "got a tensor as batches, so each of its rows would be a batch: give a list of batches, "
         "such as [X]",
     ),
 }
@@ -355,9 +355,9 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
     with pytest.raises(EvenstepError) as caught:
         evenstep.Trainer.load(tmp_path, model, sgd(model), nn.CrossEntropyLoss())
     assert answers(caught.value) == [
-        "the checkpoint is of another model: parameter 1.weight is not in it; parameter 1.bias is "
-        "not in it; its parameter 0.weight is not in the model; and 3 more: build the model that "
-        "was trained, or train from the start in a new folder"
+        "the checkpoint is of another model: parameter 1.weight is not in the checkpoint; "
+        "parameter 1.bias is not in the checkpoint; its parameter 0.weight is not in the model; "
+        "and 3 more: build the model that was trained, or train from the start in a new folder"
     ]
 
 

@@ -180,11 +180,10 @@ def refuse_foreign_draws(first: ForeignDraws, second: ForeignDraws) -> None:
     """
     for draw in outliving(first, second):
         raise ContractError(
-            f"{draw.what} is drawn from in {draw.file}, line {draw.line} (in {draw.function}), "
-            f"while a shard is computed, so that the result depends on what other shards and "
-            f"threads have drawn before: draw with functions of torch without generator=, to which "
-            f"evenstep gives each shard's own numbers, or draw in the data loader and pass the "
-            f"result in the batch"
+            f"a shard draws from {draw.what} in {draw.file}, line {draw.line} (in "
+            f"{draw.function}), so its result depends on what other shards and threads have drawn "
+            f"before: draw with functions of torch without generator=, which evenstep seeds for "
+            f"each shard, or draw in the data loader and pass the numbers in the batch"
         )
 
 

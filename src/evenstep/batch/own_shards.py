@@ -47,7 +47,7 @@ class Shards(Precut):
 
     def __init__(self, batches: Sequence[Batch], examples: Sequence[int] | None = None) -> None:
         if not isinstance(batches, list | tuple) or not batches:
-            raise BatchError("evenstep.Shards got no list of micro-batches: give at least one")
+            raise BatchError("evenstep.Shards needs a list of micro-batches, with at least one")
         arguments = (one if isinstance(one, tuple | list) else (one,) for one in batches)
         self.batches = [nest(tuple(one)) for one in arguments]
         for number, batch in enumerate(self.batches):
@@ -56,7 +56,7 @@ class Shards(Precut):
         if len(self.examples) != len(self.batches) or min(self.examples) < 1:
             raise BatchError(
                 f"evenstep.Shards got examples={self.examples} for {len(self.batches)} "
-                f"micro-batches: give a number of at least 1 for each"
+                f"micro-batches: give one number for each micro-batch, at least 1"
             )
 
     def __len__(self) -> int:
@@ -158,7 +158,9 @@ def cut_own_shards(batch: Shards, shards: int, part: Part | None = None) -> Cut:
 def only(batch: tuple[Batch, ...]) -> Shards:
     """Return the micro-batches that a step is given. Raises BatchError if it is given more."""
     if len(batch) > 1:
-        raise BatchError("got evenstep.Shards beside other arguments: put these into each of them")
+        raise BatchError(
+            "got evenstep.Shards and other arguments: put the others into each micro-batch"
+        )
     shards: Shards = batch[0]
     return shards
 

@@ -65,7 +65,7 @@ class RunLog(Callback):
         """
         if self._table is not None:
             raise InputError(
-                f"the log in {self._folder} is open already: give each trainer its own"
+                f"the log in {self._folder} is open already: give each trainer a RunLog of its own"
             )
         try:
             self._open(step)

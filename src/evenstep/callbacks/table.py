@@ -136,8 +136,8 @@ class Table:
 
     def _foreign(self, line: int) -> InputError:
         return InputError(
-            f"{self._path} is not a log of evenstep (line {line} is no row of it): move it away, "
-            f"or log to another folder"
+            f"{self._path} was not written by evenstep (line {line} is not a row of its log): move "
+            f"it away, or log to another folder"
         )
 
 

@@ -312,7 +312,7 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
         raise _unusable(folder / _MANIFEST, f"is not the manifest of an {_FORMAT}")
     if not _is_sealed(text):
-        raise _unusable(folder / _MANIFEST, "is damaged (its SHA-256 does not fit)")
+        raise _unusable(folder / _MANIFEST, "is damaged (its SHA-256 does not match)")
     if manifest["version"] != _VERSION:
         raise CheckpointError(
             f"{folder / _MANIFEST} is of version {manifest['version']}, but this evenstep reads "
@@ -327,7 +327,7 @@ def _check_tensor_file(folder: Path, manifest: dict[str, Any]) -> None:
     if nbytes != needed["nbytes"]:
         raise _unusable(path, f"has {nbytes} bytes, but {needed['nbytes']} were written")
     if _describe(path) != needed:
-        raise _unusable(path, "is damaged (its SHA-256 does not fit)")
+        raise _unusable(path, "is damaged (its SHA-256 does not match)")
 
 
 def _decode_files(folder: Path, manifest: dict[str, Any]) -> Tree:

@@ -58,8 +58,8 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
         names[parameter] = name
         if parameter.is_meta:
             raise ModelError(
-                f"the parameter {name} has no data (it is on torch's meta device): the model was "
-                f"moved there, and its values are lost"
+                f"the parameter {name} has no data (it is on torch's meta device): moving a model "
+                f"there discards its values, so leave it where it was"
             )
         yield f"parameter/{name}", parameter.detach()
     for name, buffer in model.named_buffers():

@@ -254,8 +254,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
     states = saved.get(_INNER, {})
     if inner.keys() != states.keys():
         raise CheckpointError(
-            f"the checkpoint is of another optimizer than {type(optimizer).__name__}: there are "
-            f"{len(states)} optimizers inside it, and here {len(inner)}"
+            f"the checkpoint is of another optimizer than {type(optimizer).__name__}: the saved "
+            f"one has {len(states)} optimizers inside it, this one has {len(inner)}"
         )
     shared = [one for one in inner.values() if one.param_groups is optimizer.param_groups]
     _restore_one(optimizer, {key: value for key, value in saved.items() if key != _INNER})
@@ -296,8 +296,8 @@ def _refuse_lost_settings(
         lost = [name for name in names if name not in group]
         if lost:
             raise CheckpointError(
-                f"the checkpoint is of another optimizer than {type(optimizer).__name__}: its "
-                f"parameter groups have no {', '.join(lost)}"
+                f"the checkpoint is of another optimizer than {type(optimizer).__name__}: the "
+                f"saved parameter groups have no {', '.join(lost)}"
             )
 
 
@@ -414,7 +414,7 @@ def _read_fields(kind: Any, value: Any, key: str) -> Any:
 
 def _differences(present: Tensors, saved: Mapping[str, torch.Tensor], kind: str) -> list[str]:
     other = [
-        f"{kind} {name} is {_spell(saved[name])} in it, {_spell(tensor)} in the model"
+        f"{kind} {name} is {_spell(saved[name])} in the checkpoint, {_spell(tensor)} in the model"
         for name, tensor in present.items()
         if name in saved and _spell(saved[name]) != _spell(tensor)
     ]
@@ -422,7 +422,7 @@ def _differences(present: Tensors, saved: Mapping[str, torch.Tensor], kind: str)
 
 
 def _missing(present: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> list[str]:
-    missing = [f"{kind} {name} is not in it" for name in present if name not in saved]
+    missing = [f"{kind} {name} is not in the checkpoint" for name in present if name not in saved]
     unknown = [f"its {kind} {name} is not in the model" for name in saved if name not in present]
     return missing + unknown
 

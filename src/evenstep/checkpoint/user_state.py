@@ -98,16 +98,16 @@ class UserState:
         for name, one in self._objects.items():
             if name not in saved:
                 logger.warning(
-                    'the checkpoint has no state of "%s": it stays as it was given', name
+                    'the checkpoint has no state for state["%s"]: the object is not changed', name
                 )
                 continue
             try:
                 _restore(one, saved[name])
             except Exception as error:
                 raise CheckpointError(
-                    f'the object state["{name}"] of type {type(one).__name__} did not take its '
-                    f"state back ({type(error).__name__}: {text_of(error)}): build it as the saved "
-                    f"one was"
+                    f'the object state["{name}"] of type {type(one).__name__} could not load its '
+                    f"saved state ({type(error).__name__}: {text_of(error)}): build it like the "
+                    f"one that was saved"
                 ) from error
 
     def _refuse_one_twice(self) -> None:

@@ -232,8 +232,8 @@ def _gpu(account: TraceAccount) -> Iterable[Finding]:
     if gpus := _gpus(account):
         yield _remark(
             "gpu",
-            f"the times of {_list(gpus)} are those of the threads that launch kernels: kernels "
-            f"that still run when a shard's task ends count where they are waited for",
+            f"the times of {_list(gpus)} were measured in the threads that launch kernels: a "
+            f"kernel that outlasts its shard's task counts as part of the task that waits for it",
         )
 
 

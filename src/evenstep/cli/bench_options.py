@@ -33,19 +33,19 @@ class Plan(OptionTable):
         "lenet", f"{', '.join(_NETWORKS)}, or package.module:factory.", Suggested(_NETWORKS)
     )
     data: Literal["noise", "digits", "fashion-mnist"] = _of_work(
-        "noise", "Images in the batches; they do not affect the time."
+        "noise", "Data set to train on; the values do not affect the time."
     )
     data_dir: str | None = _of_work(
         None, "Folder with the files of fashion-mnist.", click.Path(), metavar="DIR"
     )
-    shape: str = _of_work("1,28,28", "Shape of an example of noise.", metavar="N,N,...")
-    classes: int = _of_work(10, "Number of classes of noise.", click.IntRange(1, 2**31 - 1))
+    shape: str = _of_work("1,28,28", "With noise: shape of an example.", metavar="N,N,...")
+    classes: int = _of_work(10, "With noise: number of classes.", click.IntRange(1, 2**31 - 1))
     batch_size: int = _of_work(256, "Examples in a batch.", click.IntRange(1, MOST_EXAMPLES))
     shards: int = _of_work(8, "Number of shards, for evenstep.", click.IntRange(1, MOST_SHARDS))
-    rounds: int = _of_measurement(5, "Number of measurements of each, every one in a new process.")
+    rounds: int = _of_measurement(5, "Measurements of each contender, each in a new process.")
     seconds: float = _of_measurement(
         3.0,
-        "Approximate length of a measurement of evenstep; the others do as many steps.",
+        "Approximate length of a measurement of evenstep; the others train for as many steps.",
         Finite(min=0, min_open=True, max=MOST_SECONDS),
     )
     steps: int | None = _of_measurement(None, "Number of steps, instead of --seconds.")

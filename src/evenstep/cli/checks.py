@@ -164,7 +164,7 @@ def _check_torch(facts: MachineFacts) -> Iterator[Finding]:
     if version < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         yield _results(
-            f"torch {facts.torch} is older than {oldest}, with which evenstep is tested",
+            f"torch {facts.torch} is older than {oldest}, the oldest that evenstep is tested with",
             f"pip install --upgrade 'torch>={oldest}'",
         )
 
@@ -191,7 +191,7 @@ def _check_gpus(facts: MachineFacts) -> Iterator[Finding]:
     if facts.gpus and _CUBLAS not in facts.environment:
         yield _results(
             f"{_CUBLAS} is not set, so matrix products on GPUs are not deterministic, "
-            "and torch refuses them. The command evenstep sets it; scripts of your own don't",
+            "and torch refuses them. The command evenstep sets it; your own scripts need it",
             f"export {_CUBLAS}=:4096:8",
         )
     if len(set(facts.gpus)) > 1:
@@ -210,8 +210,8 @@ def _check_gpus(facts: MachineFacts) -> Iterator[Finding]:
 def _check_pinning(facts: MachineFacts) -> Iterator[Finding]:
     for name, value in _pinning(facts).items():
         yield _speed(
-            f"{name}={value} binds threads to cores: the devices' threads inherit the first core, "
-            f"and share it",
+            f"{name}={value} binds threads to cores: the threads of all devices then share the "
+            f"first core",
             f"unset {name}",
         )
 
@@ -219,7 +219,7 @@ def _check_pinning(facts: MachineFacts) -> Iterator[Finding]:
 def _check_spinning(facts: MachineFacts) -> Iterator[Finding]:
     if facts.environment.get("OMP_WAIT_POLICY", "").lower() == "active":
         yield _speed(
-            "OMP_WAIT_POLICY=active lets threads that wait keep their core",
+            "OMP_WAIT_POLICY=active keeps a core busy for every thread that waits",
             "unset OMP_WAIT_POLICY",
         )
 
@@ -252,7 +252,8 @@ def _check_power(facts: MachineFacts) -> Iterator[Finding]:
 def _check_memory(facts: MachineFacts) -> Iterator[Finding]:
     if facts.free_bytes is not None and facts.free_bytes < _LEAST_FREE_BYTES:
         yield _speed(
-            f"{facts.free_bytes / _GIB:.1f} GiB of memory are free, and more comes from a disk",
+            f"only {facts.free_bytes / _GIB:.1f} GiB of memory are free: a training that needs "
+            f"more will swap to disk",
             "end other programs, or use a smaller model or batch",
         )
     if facts.shared_bytes is not None and facts.shared_bytes < _LEAST_SHARED_BYTES:

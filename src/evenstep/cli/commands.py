@@ -136,7 +136,7 @@ def doctor(environment: Mapping[str, str], as_json: bool) -> None:
     "--only",
     metavar="NAME,...",
     type=SuggestedList(BOOK_EXPERIMENTS),
-    help=f"Run only these: some of {', '.join(BOOK_EXPERIMENTS)}.",
+    help=f"Run only these experiments, of {', '.join(BOOK_EXPERIMENTS)}.",
 )
 @click.option("--quick", is_flag=True, help="Run short versions, in less than five minutes.")
 @click.option(
@@ -151,7 +151,7 @@ def doctor(environment: Mapping[str, str], as_json: bool) -> None:
     show_default=True,
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Folder for report.html and figures.json. Measurements that it already has are not "
+    help="Folder for report.html and figures.json. Measurements that it already contains are not "
     "repeated, so the command can be interrupted and run again.",
 )
 def reproduce(only: str | None, quick: bool, data_dir: str | None, out: Path) -> None:

@@ -16,7 +16,7 @@ from evenstep.cli.checks import MachineFacts, feature_states, findings
 from evenstep.cli.machine_facts import read_facts
 from evenstep.cli.output import print_line
 
-_HEADINGS = {"results": "Would change results", "speed": "Would slow trainings down"}
+_HEADINGS = {"results": "Would change results", "speed": "Would slow training down"}
 
 
 def doctor(environment: Mapping[str, str], *, as_json: bool) -> None:
@@ -46,7 +46,7 @@ def report(facts: MachineFacts) -> Iterator[Text]:
         some = [finding for finding in found if finding.kind == kind]
         for finding in some:
             yield Text(f"  {finding.text}")
-            yield Text(f"    mend: {finding.mend}", "green")
+            yield Text(f"    fix: {finding.mend}", "green")
         if not some:
             yield Text("  nothing found")
 
@@ -58,7 +58,7 @@ def _features(facts: MachineFacts) -> Iterator[Text]:
         missing = " and ".join(state.missing)
         yield Text(f"  {state.name}: {f'needs {missing}' if missing else 'ready'}")
         if missing:
-            yield Text(f"    mend: {state.mend}", "green")
+            yield Text(f"    fix: {state.mend}", "green")
 
 
 def _as_json(facts: MachineFacts) -> dict[str, Any]:

@@ -151,8 +151,8 @@ class LayoutOptions(OptionTable):
 
     devices: str = option(
         "auto",
-        "auto: all GPUs, or without one a CPU device for each core; N: a number of devices; LIST: "
-        "names, such as cpu:0,cpu:1.",
+        "auto: all GPUs, or if there is none, a CPU device for each core; N: a number of devices; "
+        "LIST: names, such as cpu:0,cpu:1.",
         SuggestedList(("auto", "1", "2", "4", "cpu:0", "cpu:1", "cuda:0", "cuda:1")),
         argument="devices",
         metavar="auto|N|LIST",
@@ -166,7 +166,7 @@ class LayoutOptions(OptionTable):
     )
     checkpoint_every: int | None = option(
         None,
-        "Save every so many steps instead of after every epoch.",
+        "Save after every this many steps, instead of after every epoch.",
         metavar="STEPS",
         group=_CHECKPOINTS,
     )
@@ -196,7 +196,7 @@ class LayoutOptions(OptionTable):
     )
     max_restarts: int = option(
         0,
-        "With --processes: how often to restart from the last checkpoint after a process failed.",
+        "With --processes: how many times to restart from the last checkpoint if a process fails.",
         click.IntRange(min=0, max=_MOST_RESTARTS),
         metavar="N",
         group=_DEVICES,
@@ -226,8 +226,8 @@ class LayoutOptions(OptionTable):
     resume: bool = option(False, "Resume from the newest checkpoint in DIR.", group=_CHECKPOINTS)
     auto_resume: bool = option(
         False,
-        "Resume from the newest undamaged checkpoint in DIR if there is one, else start: for jobs "
-        "that a cluster restarts.",
+        "Resume from the newest undamaged checkpoint in DIR, or start anew if there is none: for "
+        "jobs that a cluster restarts.",
         group=_CHECKPOINTS,
     )
     json_file: str | None = option(

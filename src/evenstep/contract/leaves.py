@@ -43,9 +43,9 @@ def refuse_strange_leaves(
     names = _names_of(strangers, objective)
     shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     raise ContractError(
-        f"the loss depends on {shown}, which requires a gradient but is no parameter of the model: "
-        f"its gradient would be a sum of some shards, never the batch's mean. Make it a part of "
-        f"the model (an nn.Module that holds both), or compute with it under torch.no_grad()"
+        f"the loss depends on {shown}, which requires a gradient but is not a parameter of the "
+        f"model: its gradient would be a sum over some shards, not the batch's mean. Make it part "
+        f"of the model (an nn.Module that holds both), or compute with it under torch.no_grad()"
     )
 
 

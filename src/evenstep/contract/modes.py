@@ -28,6 +28,6 @@ def refuse_modes(device: torch.device) -> None:
     if names:
         raise ContractError(
             f"{names[0]} is active around a step, but torch applies it to the calling thread only, "
-            f"and shards are computed in the devices' own: enter it inside the objective or the "
+            f"and shards are computed in worker threads: enter it inside the objective or the "
             f"model's forward"
         )

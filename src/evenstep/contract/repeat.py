@@ -139,7 +139,7 @@ def _first_difference(replica: Replica, first: ShardResult, second: ShardResult)
     theirs_all = [*second.value.gradients, *second.value.buffers]
     for name, mine, its in zip(names, ours_all, theirs_all, strict=False):
         if not _are_alike(mine, its):
-            return f"{name} has other bits the second time"
+            return f"{name} differs the second time"
     return ""
 
 
@@ -159,12 +159,12 @@ def _explain(differing: str, changed: list[str]) -> str:
     if changed:
         shown = ", ".join(f"model.{name}" for name in changed[:3])
         return text + (
-            f"The shard has changed {shown}: state that goes from one shard to the next depends on "
-            f"which device computes what. Give it to the objective as a part of the batch, or keep "
-            f"it in a buffer"
+            f"The shard has changed {shown}: state that is passed from one shard to the next "
+            f"depends on which device computes which shard. Give it to the objective as part of "
+            f"the batch, or keep it in a buffer"
         )
     return text + (
-        "It reads something that it changes, or that changes by itself: an object outside the "
-        "model (a list, a memory bank), a random generator of its own, the clock. Give what it "
-        "needs as a part of the batch, and draw random numbers by torch functions"
+        "Its code reads something that it changes, or that changes by itself: an object outside "
+        "the model (a list, a memory bank), a random generator of its own, the clock. Pass what it "
+        "needs in the batch, and draw random numbers with functions of torch"
     )

@@ -122,7 +122,7 @@ class SelfCheck:
     def _say_what_is_unjudged(self) -> None:
         if self.report is not None and self.report.unjudged and self._experiment.separable:
             logger.info(
-                f"whether the loss adds up over shards is not known: {self.report.unjudged}"
+                f"could not check whether the loss adds up over shards: {self.report.unjudged}"
             )
 
     def _run_in_lane(

@@ -298,7 +298,8 @@ def _either(name: str, value: T, other_name: str, other: T) -> T:
     """Return the value of an argument that has two names."""
     if value and other:
         raise InputError(
-            f"got {name}={shown(value)} and {other_name}={shown(other)}, which are one: give one"
+            f"got {name}={shown(value)} and {other_name}={shown(other)}, two names of the same "
+            f"argument: give only one"
         )
     return value or other
 

@@ -90,7 +90,7 @@ def refuse_divergence(
     named = peers.gather(message, _exchange(call, "the digests of its tensors", step))
     different = _first_difference(json.loads(named[rank]), json.loads(named[states.index(usual)]))
     raise DivergedError(
-        f"rank {rank} (on {peers.hosts[rank]}) is in another state than the others after step "
+        f"rank {rank} (on {peers.hosts[rank]}) differs from the other processes after step "
         f"{step}: {different}",
         rank,
     )
@@ -123,8 +123,8 @@ def follow_the_first(
     for rank, named in enumerate(peers.gather(far.encode(), exchange)):
         if named:
             raise DivergedError(
-                f"rank {rank} (on {peers.hosts[rank]}) is in another state than rank 0 after step "
-                f"{step}, further from it than rounding explains: {_of_tensor(named.decode())}",
+                f"rank {rank} (on {peers.hosts[rank]}) differs from rank 0 after step {step}, by "
+                f"more than rounding explains: {_of_tensor(named.decode())}",
                 rank,
             )
     with torch.no_grad():
@@ -148,15 +148,16 @@ def _first_difference(theirs: list[dict[str, str]], usual: list[dict[str, str]])
         name = settings[0]
         return (
             f"{name} is {theirs[0].get(name)} instead of {usual[0].get(name)}. Every process must "
-            f"give its optimizer the same settings, and step its scheduler by the same numbers"
+            f"give its optimizer the same settings, and step its scheduler in the same way"
         )
     return _of_tensor(tensors[0])
 
 
 def _of_tensor(name: str) -> str:
     return (
-        f"the first tensor that differs is {name}. The memory or processor of that process may be "
-        f"faulty, or its script changes the model: resume from the last checkpoint without it"
+        f"the first tensor that differs is {name}. Either the script changes the model in that "
+        f"process only, or its machine's memory or processor is faulty: resume from the last "
+        f"checkpoint without it"
     )
 
 

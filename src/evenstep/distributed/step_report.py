@@ -191,8 +191,8 @@ def _refuse_mixed(reports: Sequence[Report], peers: Peers) -> None:
     if Kind.EAGER in kinds and Kind.COMPILED in kinds:
         rank = kinds[Kind.EAGER]
         raise PeerError(
-            f"rank {rank} (on {peers.hosts[rank]}) can't compile its shards, though others can, "
-            f"and says why: make it compile, or leave out compile=True",
+            f"rank {rank} (on {peers.hosts[rank]}) can't compile its shards, though others can: "
+            f"its log says why; make them compile there too, or leave out compile=True",
             rank,
         )
 

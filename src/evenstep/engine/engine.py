@@ -316,7 +316,7 @@ class Engine:
     def give_up(self, lane: int) -> None:
         """Give up a device that is still at work when Ctrl-C was pressed twice."""
         logger.warning(
-            f"{self.devices[lane]} is given up: Ctrl-C was pressed again, and it was still at work"
+            f"{self.devices[lane]} is given up: it was still busy when Ctrl-C was pressed again"
         )
         self.given_up |= {lane}
         self.lose(lane)
@@ -374,7 +374,7 @@ class Engine:
         """The computing lanes of devices whose threads have ended."""
         return self._deaths.keys()
 
-    def lost_error(self, lane: int, consequence: str = "it is out of use now") -> DeviceLostError:
+    def lost_error(self, lane: int, consequence: str = "it is no longer used") -> DeviceLostError:
         """Return the error that says that a device was lost, and why if that is known."""
         death = self._deaths.get(lane)
         how = "" if death is None else f" (its thread ended with {type(death).__name__})"
@@ -471,13 +471,13 @@ class Engine:
             self._owner.refuse_elsewhere()
         if self._lanes is not None and self._lanes.inside:
             raise DeadlockError(
-                f"a task can't {what}: its lane is blocked meanwhile, possibly forever. Pass the "
-                f"handle to another task as an argument instead"
+                f"a task can't {what}: it would block its worker thread, possibly forever. Pass "
+                f"the handle to another task as an argument instead"
             )
         if self._lock.owner == threading.get_ident():
             raise DeadlockError(
-                f"a destructor or a signal handler can't {what} in the middle of a change of the "
-                f"engine's: submit a task instead, or keep the waiting out of it"
+                f"a destructor or a signal handler can't {what} while the engine is changing its "
+                f"own state: submit a task instead, or wait elsewhere"
             )
 
     def _raise_unseen(self) -> None:

@@ -63,7 +63,7 @@ def _close_left_open(what: str, pid: int, method: weakref.WeakMethod[Callable[[]
     close = method()
     if close is not None and os.getpid() == pid:
         logger.warning(
-            f"a{'n' * (what[0] in 'aeiou')} {what} was still open when the program ended, so what "
-            f"was unfinished was dropped: use it inside `with`"
+            f"a{'n' * (what[0] in 'aeiou')} {what} was still open when the program ended, so "
+            f"unfinished work was dropped: use it inside `with`"
         )
         close()

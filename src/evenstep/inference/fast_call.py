@@ -121,7 +121,7 @@ def hybridize(net: nn.Module, example: Inputs) -> Hybrid:
     methods += [Method(name, float("nan"), why_not=reason) for name, reason in why_not.items()]
     usable = ", ".join(f"{name} {times[name]:.1f} us" for name in fastest)
     refused = "".join(f"; {name}: {reason}" for name, reason in why_not.items())
-    logger.info(f"{type(net).__name__} is called {fastest[0]} ({usable}{refused})")
+    logger.info(f"{type(net).__name__}: {fastest[0]} calls are used ({usable}{refused})")
     return Hybrid(net, inputs, methods, calls[fastest[0]])
 
 

@@ -128,8 +128,8 @@ class ShardSteps:
             key = f"self.log({logged.name!r})"
             if key in outputs or self._logged.setdefault(key, logged) != logged:
                 raise ModelError(
-                    f"training_step calls {key} twice, or with other arguments in some shards: "
-                    f"give each value a name of its own"
+                    f"training_step calls {key} twice, or with different arguments for different "
+                    f"parts of the batch: log each value under its own name"
                 )
             weight = examples if batch_size is None else batch_size
             rows = value.expand(examples)
@@ -151,9 +151,9 @@ class ShardSteps:
                 continue
             if (id(module), name) in self._grown:  # the first time may have filled a cache
                 raise ContractError(
-                    f"training_step adds to {type(module).__name__}.{name}, of which every device "
-                    f"has its own: return the values in a dict beside 'loss', as numbers or rows, "
-                    f"and add them in on_train_batch_end"
+                    f"training_step adds to {type(module).__name__}.{name}, but every device has "
+                    f"its own copy of it: return the values in a dict beside 'loss', as numbers or "
+                    f"rows, and add them in on_train_batch_end"
                 )
             self._grown.add((id(module), name))
 

@@ -169,7 +169,7 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
         super().load_optimizer_state_dict(checkpoint)
         saved = checkpoint.get(_SAVED)
         if saved is None:
-            logger.warning("the checkpoint is not of EvenStrategy: training goes on from its state")
+            logger.warning("the checkpoint was not saved by EvenStrategy: training resumes from it")
             self._batches_done = checkpoint["global_step"]
             return
         self._batches_done, self._experiment = saved["batches_done"], saved["experiment"]
@@ -196,9 +196,8 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
         for name, value in self._experiment.items():
             if here.get(name, value) != value:
                 raise InputError(
-                    f"the checkpoint was trained with {name}={value!r}, and EvenStrategy has "
-                    f"{name}={here[name]!r}: the result would be that of neither; give "
-                    f"the saved value"
+                    f"the checkpoint was trained with {name}={value!r}, but EvenStrategy has "
+                    f"{name}={here[name]!r}: the result would match neither; give the saved value"
                 )
         self._experiment = here
         self._even = self._opened.enter_context(even)
@@ -217,11 +216,11 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
             ),
             "a module compiled by torch.compile": (
                 module._compiler_ctx is not None,
-                "give the module as it was before",
+                "give the module itself, without torch.compile",
             ),
             "a training_step(dataloader_iter)": (
                 "dataloader_iter" in inspect.signature(module.training_step).parameters,
-                "let it take the batch",
+                "write training_step(batch, batch_idx)",
             ),
             f"devices={asked}": (
                 asked not in (1, [0], [self.root_device.index], all_here),
@@ -230,7 +229,7 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
             f"num_nodes={self.num_nodes}": (self.num_nodes > 1, "leave it out"),
             "several processes": (
                 self.cluster_environment.world_size() > 1,
-                "start one, which uses all its devices",
+                "start one process, which uses all devices",
             ),
             f"precision={precision!r}": (
                 precision not in _PRECISIONS,

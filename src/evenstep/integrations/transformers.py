@@ -271,7 +271,7 @@ class EvenTrainer(transformers.Trainer):
         args = self.args
         optimizer = str(getattr(args.optim, "value", args.optim))
         refused = {
-            "several processes": (args.world_size > 1, "start one, which uses all its devices"),
+            "several processes": (args.world_size > 1, "start one, which uses all devices"),
             "fp16, bf16 or mixed_precision": (
                 args.fp16 or args.bf16 or self.accelerator.mixed_precision != "no",
                 "use EvenTrainer(options={'precision': 'bf16'})",
@@ -300,9 +300,9 @@ class EvenTrainer(transformers.Trainer):
         first, theirs = self._devices[0].torch_device, self.args.device
         if first.type != theirs.type or (first.type == "cuda" and first.index != theirs.index):
             raise InputError(
-                f"EvenTrainer computes on {self._devices[0]} first, and its training arguments on "
-                f"{theirs}: use TrainingArguments(use_cpu=True) for CPUs, or devices= that begin "
-                f"with {theirs}"
+                f"the first device of EvenTrainer is {self._devices[0]}, but that of its training "
+                f"arguments is {theirs}: use TrainingArguments(use_cpu=True) for CPUs, or let "
+                f"devices= begin with {theirs}"
             )
 
 
@@ -314,9 +314,7 @@ def _refuse_other_experiment(here: Experiment, checkpoint: Path) -> None:
     """
     file = checkpoint / _EXPERIMENT
     if not file.exists():
-        logger.warning(
-            f"{checkpoint} was not saved by EvenTrainer: training goes on from its state"
-        )
+        logger.warning(f"{checkpoint} was not saved by EvenTrainer: training resumes from it")
         return
     try:
         saved = dict(json.loads(file.read_text(encoding="utf-8")))
@@ -327,8 +325,8 @@ def _refuse_other_experiment(here: Experiment, checkpoint: Path) -> None:
     for name, value in dataclasses.asdict(here).items():
         if name in saved and saved[name] != value:
             raise InputError(
-                f"{checkpoint} was trained with {name}={saved[name]!r}, and EvenTrainer has "
-                f"{name}={value!r}: the result would be that of neither; give the saved value"
+                f"{checkpoint} was trained with {name}={saved[name]!r}, but EvenTrainer has "
+                f"{name}={value!r}: the result would match neither; give the saved value"
             )
 
 

@@ -77,8 +77,8 @@ def _refuse_compiled(model: nn.Module) -> None:
         if module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable"):
             raise ContractError(
                 f"{f'the layer {name}' if name else 'the model'} was compiled by torch.compile, so "
-                f"its rounding depends on which shards were computed first: give the module as it "
-                f"was before, and Trainer(compile=True), which compiles every size of shard once"
+                f"its rounding depends on which shards were computed first: give the module itself "
+                f"and use Trainer(compile=True), which compiles each size of shard once"
             )
 
 
@@ -87,9 +87,9 @@ def refuse_hooks_on_sums(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:
             raise ContractError(
-                f"the parameter {name} has a hook on its accumulated gradient, which would see "
-                f"sums of some shards: work on the mean gradient in before_update=..., or use "
-                f"register_hook, whose hooks get the mean gradient"
+                f"the parameter {name} has a hook on its accumulated gradient, which would get "
+                f"sums over only some shards: change the mean gradient in before_update=..., or "
+                f"use register_hook, whose hooks get the mean gradient"
             )
 
 

@@ -302,7 +302,10 @@ def _contribution(
             f"one shape; keep such a cache in a plain attribute"
         )
     if rule == "refuse":
-        raise ContractError(f"a shard has written the buffer {name}, which buffers= refuses")
+        raise ContractError(
+            f"a shard has written the buffer {name}, which buffers= refuses: don't write it in "
+            f"forward, or give it the rule 'mean', 'first' or 'sum'"
+        )
     if work.alone:
         return buffer.clone()
     if rule == "sum":

@@ -227,8 +227,8 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     if isinstance(shard, str):
         raise ContractError(
-            "evenstep.all_gather was called in one of several shards of a batch that are not "
-            "computed side by side: give the trainer side_by_side=True"
+            "evenstep.all_gather needs the other shards of the batch, which are not computed side "
+            "by side: use Trainer(side_by_side=True)"
         )
     return shard.gather(tensor)
 

@@ -133,10 +133,9 @@ def _add_buffer(
 def unjudged_error(name: str, found: str) -> ContractError:
     """Return the error for a buffer whose value after the step can't be known."""
     return ContractError(
-        f"the buffer {name} is {found}, so its mean over the shards may make no sense: tell what "
-        f"its value after a step is to be by Trainer(buffers={{{name!r}: ...}}), with 'mean', "
-        f"'first' (as after the first shard) or 'sum' (of all changes), or write it in "
-        f"after_update=..."
+        f"the buffer {name} is {found}, so its mean over the shards may make no sense: choose its "
+        f"value after a step with Trainer(buffers={{{name!r}: ...}}), as 'mean', 'first' (the "
+        f"value after the first shard) or 'sum' (of all changes), or write it in after_update=..."
     )
 
 

@@ -310,7 +310,7 @@ class LockstepExecutor(IndependentExecutor):
         if lost:
             raise DeviceLostError(
                 f"{lost} was lost, and with {lockstep_option(self.experiment)} the others would "
-                f"wait for it: save, and go on with Trainer.load on other devices"
+                f"wait for it: save, and resume with Trainer.load on other devices"
             )
         return self._assign_side_by_side(attempt)
 

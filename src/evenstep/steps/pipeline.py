@@ -132,8 +132,8 @@ class Pipeline(abc.ABC):
         if self._left_an_update or not may_go_on:
             lost = ", ".join(str(engine.devices[lane]) for lane in sorted(engine.given_up))
             raise DeviceLostError(
-                f"Ctrl-C was pressed again while {lost} was at work on the model, and was not "
-                f"waited for: load the last checkpoint in a new process"
+                f"Ctrl-C was pressed again while {lost} was still busy with the model, and "
+                f"evenstep did not wait for it: load the last checkpoint in a new process"
             )
 
     # ---- steps, begun and waited for

@@ -196,8 +196,8 @@ class Update:
             return
         if "grad_norm" in step.outputs:
             raise ModelError(
-                "the objective returns an output 'grad_norm', which clip_norm= gives too: name it "
-                "otherwise"
+                "the objective returns an output 'grad_norm', a name that clip_norm= uses: give it "
+                "another name"
             )
         norm = nn.utils.clip_grad_norm_(holders, self._clip_norm)
         step.outputs = {**step.outputs, "grad_norm": float(norm)}
@@ -346,13 +346,13 @@ def _refuse_count(step: Step, leaves: Sequence[Leaf | None], count: float) -> No
     _refuse_non_finite(step, "count", counts, mend)
     if count < 0:
         raise ModelError(
-            f"the counts add up to {count} in step {step.number}: at least 0 is needed, since the "
-            f"total would be maximised. The objective must return (total, count), such as a sum "
-            f"over examples and their number"
+            f"the counts add up to {count} in step {step.number}: at least 0 is needed, because a "
+            f"negative count would maximise the total. The objective must return (total, count), "
+            f"such as a sum over examples and their number"
         )
     raise NonFiniteLossError(
         f"step {step.number} counts nothing (is every target ignored?), so its mean loss is 0/0: "
-        f"the step was not taken"
+        f"the step was not taken; leave out such batches"
     )
 
 

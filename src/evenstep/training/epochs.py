@@ -85,8 +85,8 @@ class Epochs:
         """Refuse a call of the loader's own, while it draws a batch beside steps in flight."""
         if self._overlaps and self.sources.draws_in == threading.get_ident():
             raise InputError(
-                "the loader that trainer.epoch iterates calls the trainer while it draws a batch, "
-                "beside steps in flight: call it in the loop, or use max_in_flight=1"
+                "the loader calls the trainer while it draws a batch for trainer.epoch, with steps "
+                "in flight: call the trainer in the loop instead, or use max_in_flight=1"
             )
 
     def _new_sources(self) -> Sources:

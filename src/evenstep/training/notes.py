@@ -23,8 +23,7 @@ class Notes:
         self.within_rounding = bool(rounding_notes(devices))
         if experiment.shards > 1 and not experiment.separable:
             self.lines.append(
-                f"separable=False: the number of shards, {experiment.shards}, is a part of what is "
-                f"trained"
+                f"separable=False: the result depends on the number of shards, {experiment.shards}"
             )
 
     def note_rounding(self, reason: str) -> str:

@@ -97,7 +97,7 @@ class Reporter:
         except Exception as failure:
             if error is None:
                 raise
-            add_note(error, f"besides, a callback failed: {failure!r}")
+            add_note(error, f"a callback failed as well: {failure!r}")
         finally:
             self._active = []
             self._events.clear()

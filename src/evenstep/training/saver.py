@@ -88,7 +88,7 @@ class Saver:
         self._progress.resume(position, drawn=saved.cursor)
         self._sources.restore(saved.data)
         if saved.within_rounding and not self._notes.within_rounding:
-            self._notes.note_rounding("the checkpoint is of devices, or processes, of other kinds")
+            self._notes.note_rounding("the checkpoint is from devices or processes of mixed kinds")
         if self._executor.programs:
             self._executor.programs.compiles = saved.compiles
         saved.check_fingerprint(fingerprints.fingerprint(self._model, self._optimizer))
@@ -139,12 +139,12 @@ class Saver:
         lacks = []
         if not self._user_state.has_loader:
             lacks.append(
-                "the place in a data loader of your own (it does with trainer.epoch(loader)): "
-                "after resuming, go on with batch number trainer.cursor.step"
+                "the position in a loader that you iterate yourself (use trainer.epoch(loader), or "
+                "after resuming, continue with batch number trainer.cursor.step)"
             )
         if not self._user_state.has_generators:
             lacks.append(
-                "the states of random, numpy.random and torch's default generator (it does with "
+                "the states of random, numpy.random and torch's default generator (use "
                 "Trainer(state={'random': evenstep.data.GeneratorStates()}))"
             )
         if lacks:

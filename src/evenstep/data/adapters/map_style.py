@@ -164,15 +164,15 @@ class MapStyle:
         if skipped < cursor.step:
             raise InputError(
                 f"{type(self.loader).__name__} has {skipped} batches in epoch {cursor.epoch}, but "
-                f"training is at batch {cursor.step}: give the loader and the data set that it "
-                f"was begun with"
+                f"training is at batch {cursor.step}: give the loader and the data set that "
+                f"training started with"
             )
         then = None if saved is None else saved.digest
         if then is not None and then != self._digests[cursor.step]:
             raise CheckpointError(
                 f"the sampler of the {type(self.loader).__name__} gives other batches in epoch "
                 f"{cursor.epoch} than in the training that was saved: give the loader, the data "
-                f"set and the seed that it was begun with"
+                f"set and the seed that training started with"
             )
         return f"{skipped} batches drawn from the sampler, and not fetched"
 
@@ -232,10 +232,10 @@ class MapStyle:
             names = " in ".join(type(one).__name__ for one in reversed(self._samplers))
             raise InputError(
                 f"the sampler of the {type(self.loader).__name__}, {names}, gave two orders for "
-                f"epoch {epoch}: it draws from a generator that evenstep can't seed, or counts the "
-                f"times that it was asked, so the order could not be repeated after a resume. Let "
-                f"it draw from torch's default generator, from one in an attribute `generator`, or "
-                f"by `set_epoch(epoch)`"
+                f"epoch {epoch}: it draws from a generator that evenstep can't seed, or changes "
+                f"its order each time it is iterated, so the order could not be repeated after a "
+                f"resume. Let it draw from torch's default generator or from one in an attribute "
+                f"`generator`, or let the order depend on `set_epoch(epoch)`"
             )
         self._is_repeatable = True
 

@@ -189,9 +189,9 @@ class Adapted:
             )
         if self._length not in (None, self._step):
             logger.warning(
-                "%s gave %d batches in epoch %d, and %d in the epoch before: schedulers and plans "
-                "that count batches are off; a sampler or a stream that decides it should follow "
-                "from the epoch",
+                "%s gave %d batches in epoch %d, and %d in the epoch before: a learning-rate "
+                "schedule that counts batches no longer fits, and a resume needs the same number "
+                "again, so it should depend on nothing but the epoch",
                 self.name,
                 self._step,
                 self._epoch,
@@ -286,9 +286,9 @@ def _check(loader: object) -> None:
         if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
             raise InputError(
                 f"{name} has a {type(sampler).__name__} for {sampler.num_replicas} processes: "
-                f"evenstep cuts each batch for the processes itself, so give the same loader of "
-                f"all examples everywhere: shuffle={sampler.shuffle} instead of the sampler, and "
-                f"the batch size of all processes together"
+                f"evenstep cuts each batch for the processes itself, so give every process the "
+                f"same loader over all examples, with shuffle={sampler.shuffle} instead of the "
+                f"sampler, and the batch size of all processes together"
             )
     for part in (loader, getattr(loader, "dataset", None)):
         cut = getattr(getattr(part, "_distributed", None), "world_size", 1)

@@ -206,7 +206,7 @@ class Stream:
                 self._numbers.load_state_dict(snapshot.numbers)
         except Exception as error:
             raise CheckpointError(
-                f"the {type(loader).__name__} did not take the state back that its state_dict "
+                f"the {type(loader).__name__} could not load the state that its state_dict "
                 f"returned ({type(error).__name__}: {text_of(error)}): give the loader that was "
                 f"saved, with the same data set and the same number of workers"
             ) from error
@@ -229,7 +229,7 @@ class Stream:
                 raise InputError(
                     f"{type(self._loader).__name__} gave {self._step} batches in epoch "
                     f"{cursor.epoch}, but training is at batch {cursor.step}: give the loader and "
-                    f"the data set that it was begun with"
+                    f"the data set that training started with"
                 )
 
     def _refuse_others(self, saved: LoaderPlace | None) -> None:

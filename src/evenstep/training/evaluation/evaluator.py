@@ -139,13 +139,13 @@ def _explained(batches: object) -> Iterator[None]:
         if isinstance(batches, torch.Tensor):
             add_note(
                 error,
-                "got a tensor as batches, each row of which is taken for a batch: give a list of "
+                "got a tensor as batches, so each of its rows would be a batch: give a list of "
                 "batches, such as [X]",
             )
         elif isinstance(batches, tuple) and _TENSOR.issuperset(map(type, batches)):
             add_note(
                 error,
-                f"got a tuple of {len(batches)} tensors as batches, each of which is taken for a "
+                f"got a tuple of {len(batches)} tensors as batches, so each of them would be a "
                 f"batch: give a list of batches, such as [(X, y)]",
             )
         raise
