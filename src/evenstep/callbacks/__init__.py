@@ -1,4 +1,4 @@
-"""What a trainer calls during a training: the interface, a log on disk, and views in notebooks."""
+"""Callbacks of a trainer: their interface, a log on disk, and views in notebooks."""
 
 from evenstep.callbacks.callback import Callback, EpochRecord, SaveRecord, StepRecord
 from evenstep.callbacks.run_log import RunLog

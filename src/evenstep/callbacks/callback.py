@@ -1,4 +1,4 @@
-"""What a trainer tells a user's code during a training: a method for each event, and its record."""
+"""The interface of callbacks: a method for each event of a training, and its record."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ _ERASED_LINE = "\r\x1b[K"
 
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Inside `with`, a terminal shows "loading ..."; afterwards the line is gone."""
+    """Inside `with`, a terminal shows "loading ..."; afterwards the line is erased."""
     is_shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     if is_shown:
         print(f"loading {what} ...", end="", file=sys.stderr, flush=True)

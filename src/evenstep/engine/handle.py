@@ -1,4 +1,4 @@
-"""What users of the engine hold: results that are not computed yet, and state that tasks share.
+"""Handles of results that are not computed yet, and `Var`, mutable state that tasks share.
 
 `result`, `item`, `numpy`, `float` and `print` wait for the value: they are the synchronising
 functions of Dive into Deep Learning, "Asynchronous Computation".

@@ -1,4 +1,4 @@
-"""Measures where the devices' time goes: noted while a step runs, added up when somebody looks."""
+"""Measures where the devices' time goes: noted while a step runs, added up when they are read."""
 
 from __future__ import annotations
 

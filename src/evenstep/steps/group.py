@@ -101,7 +101,7 @@ class Group:
             cursor: the first batch.
             steps_done: returns the number of the step that trains on the next batch.
             call: the trainer's method that they are for.
-            whole: whether each process shall have whole batches.
+            whole: whether each process gets whole batches.
         """
         return source.epoch(cursor)
 

@@ -1,4 +1,4 @@
-"""What a trainer tells the user about devices, and about how exact its results are."""
+"""Notes for the user about the devices of a trainer, and about how exact its results are."""
 
 from __future__ import annotations
 
