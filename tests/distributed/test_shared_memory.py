@@ -1,6 +1,7 @@
 """Memory that processes share only if each has read what the others wrote there."""
 
 import contextlib
+import gc
 import mmap
 import os
 import re
@@ -30,6 +31,7 @@ def open_files():
 
 @pytest.mark.parametrize("size", [2, 5])
 def test_what_one_process_writes_all_read(size):
+    gc.collect()  # may close files of earlier tests
     before = open_files()
     found = memories(size)
     for rank, memory in enumerate(found):

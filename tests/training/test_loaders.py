@@ -375,7 +375,7 @@ def test_a_state_that_the_loader_does_not_take_is_named(tmp_path):
             raise KeyError("place")
 
     resumed = broken_off(tmp_path, Forgetful())
-    with pytest.raises(CheckpointError, match=r"Forgetful did not take the state.*KeyError: 'pl"):
+    with pytest.raises(CheckpointError, match=r"Forgetful could not load the state.*KeyError: 'pl"):
         train(resumed, Forgetful())
     assert resumed.cursor == Cursor(0, 5)
 

@@ -111,7 +111,7 @@ FEATURES = (
     Feature(
         name="the notebooks",
         extra="notebooks",
-        packages=("ipykernel", "jupytext", "matplotlib", "nbclient"),
+        packages=("ipykernel", "jupyterlab", "matplotlib"),
     ),
 )
 
