@@ -36,8 +36,8 @@ def test_a_signal_saves_and_a_resume_ends_with_the_unbroken_fingerprint(tmp_path
         assert process.stdout.readline().startswith("epoch ")
         process.send_signal(number)
         output, errors = process.communicate()
+    assert process.returncode == 128 + number, errors
     assert output.count("stopping after this step") == 1
-    assert process.returncode == 128 + number
     step = int(re.search(r"stopped after step (\d+) of", the_line(errors))[1])
     assert steps_kept(folder) == [step]
     resumed = trained("--resume", "--checkpoint-dir", folder, "--steps", step + 2, "--devices", 1)
