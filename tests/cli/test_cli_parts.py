@@ -11,7 +11,7 @@ import warnings
 import pytest
 from rich.console import Console
 
-from evenstep.cli.display import LiveDisplay, broken_rows, draw
+from evenstep.cli.display import Display, LiveDisplay, broken_rows, draw
 from evenstep.cli.loading import loading
 from evenstep.cli.notes import notes_on_stderr
 from evenstep.cli.options import spell_options
@@ -257,3 +257,33 @@ def test_notes_and_warnings_are_lines_printed_once(capsys, caplog):
             warnings.warn("could not be removed", stacklevel=1)
     assert capsys.readouterr().err == ("note: two devices, one core\nnote: could not be removed\n")
     assert caplog.records == []  # or whoever listens to the root logger would print them again
+
+
+class SignalledFile(io.StringIO):
+    """A file in whose first write a signal is handled, as in that of a real file."""
+
+    def __init__(self):
+        super().__init__()
+        self.handler, self._is_writing = None, False
+
+    def write(self, text):
+        if self._is_writing:
+            raise RuntimeError("reentrant call")  # as io.BufferedWriter
+        self._is_writing = True
+        handler, self.handler = self.handler, None
+        if handler is not None:
+            handler()
+        self._is_writing = False
+        return super().write(text)
+
+
+@pytest.mark.parametrize("kind", [Display, LiveDisplay])
+def test_a_signal_in_the_middle_of_a_line_is_answered_once_after_it(kind):
+    file = SignalledFile()
+    with kind(Console(file=file, force_terminal=False, width=80)) as display:
+        file.handler = display.say_stopping
+        display.say("epoch 1")
+        display.say("epoch 2")
+    first, second, third = file.getvalue().splitlines()[:3]
+    assert (first, third) == ("epoch 1", "epoch 2")
+    assert second.startswith("stopping after this step")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 from rich.console import Console, Group, RenderableType
@@ -22,6 +22,7 @@ from evenstep.cli.progress import Progress
 _LINE_EVERY_S = 10.0
 _REDRAW_EVERY_S = 0.1
 _SHOWN_DEVICES = 8
+_STOPPING = "stopping after this step (press Ctrl-C again to stop at once)"
 
 
 def open_display(console: Console) -> Display:
@@ -37,6 +38,7 @@ class Display:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._printed_at = time.monotonic()
+        self._is_writing = self._says_stopping_next = False
 
     def __enter__(self) -> Display:
         return self
@@ -55,16 +57,30 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print a line."""
-        print_line(self._console, text)
+        with self._writing():
+            print_line(self._console, text)
 
     def say_what_runs(self, text: str) -> None:
         """Say what is done now, before the next step."""
         self.say(text)
 
     def say_stopping(self) -> None:
-        """Say that a signal was received; its handler may call this in the middle of a write."""
-        with contextlib.suppress(RuntimeError):  # a write inside a write: the line is left out
-            self.say("stopping after this step (press Ctrl-C again to stop at once)")
+        """Say that a signal was received: at once, or after the write that it interrupts."""
+        if self._is_writing:
+            self._says_stopping_next = True
+        else:
+            self.say(_STOPPING)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        self._is_writing = True
+        try:
+            yield
+        finally:
+            self._is_writing = False
+        if self._says_stopping_next:
+            self._says_stopping_next = False
+            self.say(_STOPPING)
 
     def _print(self, progress: Progress) -> None:
         self._printed_at = time.monotonic()
@@ -86,12 +102,14 @@ class LiveDisplay(Display):
         self._width = console.width
 
     def __enter__(self) -> LiveDisplay:
-        self._live.start()
+        with self._writing():
+            self._live.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         """Remove the view; printed lines stay."""
-        self._live.stop()
+        with self._writing():
+            self._live.stop()
 
     def show(self, progress: Progress) -> None:
         """Redraw the view, at most ten times a second."""
@@ -106,17 +124,19 @@ class LiveDisplay(Display):
 
     def say(self, text: str) -> None:
         """Print a line above the view."""
-        self._follow_width()
-        super().say(text)
+        with self._writing():
+            self._follow_width()
+            print_line(self._console, text)
 
     def say_what_runs(self, text: str) -> None:
         """Show it in the place of the view."""
         self._redraw(Text(text, no_wrap=True))
 
     def _redraw(self, view: RenderableType) -> None:
-        self._follow_width()
-        self._view = view
-        self._live.update(view, refresh=True)
+        with self._writing():
+            self._follow_width()
+            self._view = view
+            self._live.update(view, refresh=True)
 
     def _follow_width(self) -> None:
         """After the terminal became narrower, erase the rows into which it broke the view's lines.
