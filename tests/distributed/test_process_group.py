@@ -49,6 +49,16 @@ def test_messages_go_over_gloo():
         assert gathered == [[bytes([rank]) * n * (rank + 1) for rank in range(3)] for n in SIZES]
 
 
+@pytest.mark.parametrize("interface", ["lo", "nosuch0", None])
+def test_a_process_that_cannot_connect_says_through_what(interface):
+    """The other one has ended before it connected, or there is no such interface."""
+    store = dist.HashStore()
+    store.set_timeout(datetime.timedelta(seconds=0.2))
+    through = interface or "the network interface of this host name"
+    with pytest.raises(PeerError, match=f"^rank 0 can't connect .* through {through} \\(gloo: "):
+        GlooTransport(store, 0, 2, interface, 0.2)
+
+
 def test_over_gloo_too_a_late_process_is_named():
     make = gloo_transports(2, timeout_s=0.2)
 

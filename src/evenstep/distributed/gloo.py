@@ -25,6 +25,9 @@ class GlooTransport:
         interface: the network interface to listen on, such as "lo"; None for the one that
             GLOO_SOCKET_IFNAME names, or else the one of the host's name.
         timeout_s: the maximum time that a wait may take.
+
+    Raises:
+        PeerError: the processes can't connect, because one has ended or can't be reached.
     """
 
     def __init__(
@@ -33,14 +36,23 @@ class GlooTransport:
         self.rank = rank
         self.size = size
         self._timeout = datetime.timedelta(seconds=timeout_s)
+        try:
+            self._group = self._connected(store, interface)
+        except RuntimeError as error:
+            raise PeerError(
+                f"rank {rank} can't connect to the other processes: one of them has ended, or "
+                f"can't be reached through {interface or 'the network interface of this host name'}"
+                f" (gloo: {str(error).splitlines()[0]})"
+            ) from error
+
+    def _connected(self, store: Store, interface: str | None) -> Any:
         make: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
         if interface is None:
-            self._group = make(store, rank, size, self._timeout)
-        else:
-            options = make._Options()
-            options._timeout = self._timeout
-            options._devices = [make.create_device(interface=interface)]
-            self._group = make(store, rank, size, options)
+            return make(store, self.rank, self.size, self._timeout)
+        options = make._Options()
+        options._timeout = self._timeout
+        options._devices = [make.create_device(interface=interface)]
+        return make(store, self.rank, self.size, options)
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Transfer:
         """Start sending `tensor`."""
