@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from evenstep.batch.foreign_draws import ForeignDraws, outliving, refuse_foreign_draws
-from evenstep.batch.rng import CALLERS_GENERATORS, ShardRandomness
+from evenstep.batch.rng import ShardRandomness, callers_generators
 from evenstep.errors import ContractError
 
 
@@ -234,7 +234,7 @@ def test_harmless_draws_are_not_refused(name, randomness):
             with randomness(3):
                 HARMLESS[name]()
 
-    with CALLERS_GENERATORS.installed():
+    with callers_generators():
         first, second = twice(shard)
     assert outliving(first, second) == []
     refuse_foreign_draws(first, second)

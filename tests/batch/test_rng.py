@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import evenstep
 from evenstep.batch.rng import (
     _CALLERS,
-    CALLERS_GENERATORS,
     ShardRandomness,
+    callers_generators,
     derive_seed,
     shard_seed,
 )
@@ -153,7 +153,7 @@ OPS = {
 @pytest.fixture(autouse=True)
 def _callers_generators():
     """As while a trainer is open."""
-    with CALLERS_GENERATORS.installed():
+    with callers_generators():
         yield
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch._C import DispatchKey
 
+from evenstep.devices import process_wide
 from evenstep.errors import ModelError
 
 
@@ -44,7 +45,7 @@ class ShardRandomness:
     On a CPU, autograd computes a backward pass in the thread that calls it. A GPU has a thread of
     autograd's own. A generator that the model passes is used.
 
-    While `CALLERS_GENERATORS` are installed, `torch.manual_seed`, `torch.get_rng_state`,
+    Inside `callers_generators`, `torch.manual_seed`, `torch.get_rng_state`,
     `torch.random.fork_rng` and their like use the shard's generators too. So a shard may seed its
     numbers anew, and `torch.utils.checkpoint` recomputes with the numbers of the forward pass.
     """
@@ -147,38 +148,23 @@ _TORCH_RANDOM: Any = torch.random
 _TORCH_CUDA: Any = torch.cuda
 
 
-class _CallersGenerators:
-    """Makes torch's functions for random states work on the calling shard's generators.
+@process_wide
+@contextmanager
+def callers_generators() -> Iterator[None]:
+    """Inside `with`, torch's functions for random states use the calling shard's generators.
 
     These functions look up the default generators under two names in torch's modules; the names are
     replaced while a trainer is open. Outside of shards the process-wide generators are used.
     """
-
-    def __init__(self) -> None:
-        self._users = 0
-        self._lock = threading.RLock()  # the collector's destructors may open a trainer
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        """Inside `with`, torch's functions look up the calling thread's generators."""
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                _TORCH_RANDOM.default_generator = _OfCPU()
-                if torch.cuda.is_initialized():
-                    _TORCH_CUDA.default_generators = _OfGPUs(torch.cuda.default_generators)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if not self._users:
-                    _TORCH_RANDOM.default_generator = torch.default_generator
-                    if isinstance(_TORCH_CUDA.default_generators, _OfGPUs):
-                        _TORCH_CUDA.default_generators = _TORCH_CUDA.default_generators.process_wide
-
-
-CALLERS_GENERATORS = _CallersGenerators()
+    _TORCH_RANDOM.default_generator = _OfCPU()
+    if torch.cuda.is_initialized():
+        _TORCH_CUDA.default_generators = _OfGPUs(torch.cuda.default_generators)
+    try:
+        yield
+    finally:
+        _TORCH_RANDOM.default_generator = torch.default_generator
+        if isinstance(_TORCH_CUDA.default_generators, _OfGPUs):
+            _TORCH_CUDA.default_generators = _TORCH_CUDA.default_generators.process_wide
 
 
 class _OfCPU:

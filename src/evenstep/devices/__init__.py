@@ -15,6 +15,8 @@ from evenstep.devices.discovery import (
 )
 from evenstep.devices.malloc import kept_memory
 from evenstep.devices.placement import carry, deterministic_kernels, intra_op_threads
+from evenstep.devices.process_wide import process_wide
+from evenstep.devices.switch_interval import short_switch_interval
 
 __all__ = [
     "Device",
@@ -31,7 +33,9 @@ __all__ = [
     "known_results",
     "layout_notes",
     "parse_device",
+    "process_wide",
     "rounding_notes",
+    "short_switch_interval",
     "try_all_gpus",
     "try_gpu",
     "usable_cores",

@@ -11,9 +11,10 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from evenstep.devices.process_wide import process_wide
 
 # mallopt(3), and malloc.h of the GNU C library.
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -2, -3, -8
@@ -31,34 +32,8 @@ _AFTERWARDS = {
 }
 
 
-class _Heap:
-    """The process's heap, and the number of `kept_memory` contexts that are open."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()  # the collector's destructors may open a trainer
-        self._users = 0
-
-    def use(self, libc: ctypes.CDLL) -> None:
-        with self._lock:
-            self._users += 1
-            if self._users == 1:
-                _apply(libc, _WHILE_OPEN)
-
-    def leave(self, libc: ctypes.CDLL) -> None:
-        with self._lock:
-            self._users -= 1
-            if not self._users:
-                _apply(libc, _AFTERWARDS)
-                libc.malloc_trim(0)
-
-
-# Module-level state, because malloc has one set of parameters for the whole process.
-_HEAP = _Heap()
-
-
-@contextmanager
-def kept_memory(enabled: bool = True) -> Iterator[None]:
-    """Keep freed memory in the process while the context is open; afterwards, return it.
+def kept_memory(enabled: bool = True) -> AbstractContextManager[None]:
+    """Return a context that keeps freed memory in the process, and returns it at the end.
 
     Threads that start meanwhile share one arena, so that one lane can reuse what another has freed.
     Contexts may be nested and may overlap in several threads: the first one to open changes the
@@ -74,15 +49,22 @@ def kept_memory(enabled: bool = True) -> Iterator[None]:
 
     Does nothing if `enabled` is false, or if malloc is not glibc's.
     """
-    libc = _glibc() if enabled else None
+    return _kept_memory() if enabled else nullcontext()
+
+
+@process_wide
+@contextmanager
+def _kept_memory() -> Iterator[None]:
+    libc = _glibc()
     if libc is None:
         yield
         return
-    _HEAP.use(libc)
+    _apply(libc, _WHILE_OPEN)
     try:
         yield
     finally:
-        _HEAP.leave(libc)
+        _apply(libc, _AFTERWARDS)
+        libc.malloc_trim(0)
 
 
 def _apply(libc: ctypes.CDLL, parameters: dict[int, int]) -> None:

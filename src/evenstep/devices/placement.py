@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 from evenstep.devices.device import Device
+from evenstep.devices.process_wide import process_wide
 
 
 def carry(
@@ -37,16 +38,19 @@ def intra_op_threads(threads: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@contextmanager
-def deterministic_kernels(devices: Sequence[Device]) -> Iterator[None]:
-    """Use deterministic CUDA kernels while the context is open; no effect without a CUDA device.
+def deterministic_kernels(devices: Sequence[Device]) -> AbstractContextManager[None]:
+    """Return a context that uses deterministic CUDA kernels; no effect without a CUDA device.
 
     Turns off cuDNN's autotuning, which picks kernels by timing, and turns on torch's deterministic
     algorithms; restores both at the end.
     """
-    if all(device.kind == "cpu" for device in devices):
-        yield
-        return
+    has_gpu = any(device.kind == "cuda" for device in devices)
+    return _deterministic_kernels() if has_gpu else nullcontext()
+
+
+@process_wide
+@contextmanager
+def _deterministic_kernels() -> Iterator[None]:
     benchmark = torch.backends.cudnn.benchmark
     algorithms = torch.are_deterministic_algorithms_enabled()
     torch.backends.cudnn.benchmark = False

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from evenstep.devices import Device, Devices, as_device, find_devices
+from evenstep.devices import Device, Devices, as_device, find_devices, short_switch_interval
 from evenstep.engine import handle as handles
 from evenstep.engine import streams
 from evenstep.engine.exclusive import Exclusive
@@ -118,6 +118,7 @@ class Engine:
         self._deaths.clear()
         with contextlib.ExitStack() as opened:
             opened.enter_context(INTERRUPTS.handled())
+            opened.enter_context(short_switch_interval())
             lanes = self._make_lanes(self.devices)
             lanes.died = self._lane_died
             lanes.open()

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import torch
 
-from evenstep.batch.rng import CALLERS_GENERATORS
+from evenstep.batch.rng import callers_generators
 from evenstep.devices import deterministic_kernels, kept_memory
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
@@ -101,7 +101,7 @@ class Session:
             opened.enter_context(parts.reporter.opened(steps_done, is_first=group.is_first))
             opened.enter_context(kept_memory(self._layout.tune_malloc))
             opened.enter_context(deterministic_kernels(parts.engine.devices))
-            opened.enter_context(CALLERS_GENERATORS.installed())
+            opened.enter_context(callers_generators())
             opened.enter_context(parts.engine)
             if parts.executor.side_by_side:
                 refuse_lockstep_apart(
