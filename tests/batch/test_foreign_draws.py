@@ -247,7 +247,7 @@ def test_a_helper_of_pythons_library_is_named_where_it_draws():
 
 def test_draws_inside_a_shards_randomness_are_found():
     def shard():
-        with ShardRandomness(3):
+        with ShardRandomness(lambda: 3):
             torch.rand(3)
             torch.rand(3, generator=Own.torch)
 

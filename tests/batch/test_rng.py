@@ -177,7 +177,7 @@ def test_draws_are_those_of_manual_seed(name, mode):
     with mode():
         expected = alone(OPS[name])
         before = torch.get_rng_state()
-        with ShardRandomness(SEED):
+        with ShardRandomness(lambda: SEED):
             drawn = [OPS[name](), OPS[name]()]
         assert same(drawn, expected)
         assert torch.equal(torch.get_rng_state(), before)
@@ -189,7 +189,7 @@ def test_all_draws_of_a_shard_come_from_one_stream():
     def draw_all():
         return torch.cat([op().flatten().double() for op in OPS.values()])
 
-    with ShardRandomness(SEED):
+    with ShardRandomness(lambda: SEED):
         drawn = draw_all()
     assert torch.equal(drawn, alone(draw_all, times=1)[0])
 
@@ -197,14 +197,14 @@ def test_all_draws_of_a_shard_come_from_one_stream():
 def test_randomness_ends_with_its_context():
     expected = alone(lambda: torch.rand(5), seed=3, times=1)[0]
     torch.manual_seed(3)
-    with ShardRandomness(SEED):
+    with ShardRandomness(lambda: SEED):
         torch.rand(5)
     assert torch.equal(torch.rand(5), expected)
 
 
 def test_a_thread_of_a_cpu_keeps_nothing_that_torch_would_free_after_its_end():
     """Torch would need Python for it, and aborts a process in which Python is ending."""
-    with ShardRandomness(SEED):
+    with ShardRandomness(lambda: SEED):
         assert not torch._C._is_key_in_tls(_CALLERS)
 
 
@@ -222,7 +222,7 @@ def test_a_thread_of_a_cpu_keeps_nothing_that_torch_would_free_after_its_end():
 def test_a_generator_that_the_user_passes_is_used(op):
     expected = op(generator=torch.Generator().manual_seed(8))
     plain = alone(lambda: torch.rand(5), times=1)[0]
-    with ShardRandomness(SEED):
+    with ShardRandomness(lambda: SEED):
         given = op(generator=torch.Generator().manual_seed(8))
         assert torch.equal(torch.rand(5), plain)  # the shard's own stream has not moved
     assert torch.equal(given, expected)
@@ -235,7 +235,7 @@ def test_threads_side_by_side_draw_as_if_alone():
 
     def draw(seed):
         torch.set_num_threads(1)
-        with ShardRandomness(seed):
+        with ShardRandomness(lambda: seed):
             results = []
             for name in names:
                 barrier.wait(30)  # the two take turns, or meet, in every op
@@ -277,7 +277,7 @@ def test_the_default_generator_of_the_cpu_is_never_used(name, mode):
     watcher = threading.Thread(target=watch)
     watcher.start()
     try:
-        with mode(), ShardRandomness(SEED):
+        with mode(), ShardRandomness(lambda: SEED):
             for _ in range(30):  # long enough for the watcher to look in
                 op()
     finally:

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import operator
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,11 +50,11 @@ class ShardRandomness:
     numbers anew, and `torch.utils.checkpoint` recomputes with the numbers of the forward pass.
     """
 
-    def __init__(self, seed: int, *, follows_autograd: bool = False) -> None:
+    def __init__(self, seed: Callable[[], int], *, follows_autograd: bool = False) -> None:
         """Create generators, when they are needed.
 
         Args:
-            seed: the seed of every generator.
+            seed: returns the seed of every generator; not called for a shard that draws none.
             follows_autograd: whether they are also those of autograd's threads, in a backward pass
                 that begins inside `with`.
         """
@@ -83,7 +83,7 @@ class ShardRandomness:
         elif device.type == "cpu":
             device = _CPU
         if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed())
         return self._generators[device]
 
 

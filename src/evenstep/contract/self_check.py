@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import re
@@ -99,7 +100,7 @@ class SelfCheck:
             self.begin_again(step)
         if self._every is None or not shards or (self._is_half_done and not is_whole):
             return
-        error = self._run_in_lane(cut, shards, seed(shards[0]), objective)
+        error = self._run_in_lane(cut, shards, functools.partial(seed, shards[0]), objective)
         if isinstance(error, ContractError):
             self.structure = None
             raise error
@@ -126,7 +127,11 @@ class SelfCheck:
             )
 
     def _run_in_lane(
-        self, cut: Cut, shards: Sequence[int], seed: int, objective: ShardObjective
+        self,
+        cut: Cut,
+        shards: Sequence[int],
+        seed: Callable[[], int],
+        objective: ShardObjective,
     ) -> BaseException | None:
         """Check in the lane of the first device; return the error."""
         task = Task(
@@ -146,7 +151,13 @@ class SelfCheck:
             raise
         return task.error
 
-    def _check(self, cut: Cut, shards: Sequence[int], seed: int, objective: ShardObjective) -> None:
+    def _check(
+        self,
+        cut: Cut,
+        shards: Sequence[int],
+        seed: Callable[[], int],
+        objective: ShardObjective,
+    ) -> None:
         self._replicas.open_step()
         replica = self._replicas.all[self._engine.lane_here]
         place = self._experiment.placement(replica.device)

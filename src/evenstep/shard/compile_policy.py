@@ -156,11 +156,11 @@ class ShardPrograms:
             return compiler.eager(example, examples=examples)
 
         with intra_op_threads(self._experiment.threads):
-            with ShardRandomness(0):
+            with ShardRandomness(lambda: 0):
                 ours = compiled()
-            with ShardRandomness(0):
+            with ShardRandomness(lambda: 0):
                 theirs = eager()
-            with ShardRandomness(0):
+            with ShardRandomness(lambda: 0):
                 shard_s, eager_s = _timed(compiled, eager)
         return Hybridized(
             shard_ms=1e3 * shard_s, eager_ms=1e3 * eager_s, max_difference=_difference(ours, theirs)

@@ -203,7 +203,7 @@ class ShardCompiler:
 
         def found(*arguments: Any) -> Sequence[Any]:
             if not compiled.places:
-                with ShardRandomness(0):
+                with ShardRandomness(lambda: 0):
                     compiled.outputs = list(compiled.call(*arguments))
             self._found = compiled, arguments
             return compiled.outputs

@@ -43,7 +43,7 @@ class ShardWork(NamedTuple):
         shard: the shard's number.
         batch: the shard's examples, in the replica's memory.
         examples: the number of examples; None for a shard that is the whole batch.
-        random_seed: the seed of the shard's random numbers.
+        random_seed: returns the seed of the shard's random numbers.
         precision: the dtype that autocast computes in; None for the parameters' own.
         program: the compiled shard; None to compute it eagerly.
     """
@@ -51,7 +51,7 @@ class ShardWork(NamedTuple):
     shard: int
     batch: Batch
     examples: int | None
-    random_seed: int
+    random_seed: Callable[[], int]
     precision: torch.dtype | None
     program: Program | None = None
 

@@ -280,7 +280,7 @@ class IndependentExecutor:
             shard,
             batch,
             None if cut.filled == 1 else hi - lo,
-            attempt.seed(shard),
+            functools.partial(attempt.seed, shard),
             self._autocast_dtype,
             attempt.programs.get(hi - lo) if attempt.programs else None,
         )
