@@ -54,6 +54,7 @@ class Engine:
 
     `with` starts two lanes (threads) for each device, one that computes and one that copies. At its
     end it waits for all tasks, stops the lanes, and raises the first error that was not raised yet.
+    Meanwhile Python's threads take turns after 0.1 ms (`sys.setswitchinterval`).
 
     Args:
         devices: "auto", a number, a device or a list of devices (see `find_devices`).
