@@ -57,16 +57,22 @@ class Gates:
 
 
 class HeldCopies(ThreadLanes):
-    """Lanes that copy only while `let_copy` is set."""
+    """Lanes that copy only while `let_copy` is set.
+
+    Attributes:
+        copied: for each copy that was made, its lane.
+    """
 
     def __init__(self, devices, let_copy):
         super().__init__(devices)
+        self.copied = []
         self._let_copy = let_copy
 
     def put(self, lane, work):
         def held(lane):
             wait(self._let_copy)
             work(lane)
+            self.copied.append(lane)
 
         super().put(lane, held if lane >= len(self.devices) else work)
 

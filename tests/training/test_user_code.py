@@ -12,7 +12,7 @@ import evenstep
 from evenstep.errors import ContractError, InputError, ModelError
 from in_flight import HeldCopies, numbered, opened
 from layouts import own
-from patience import wait
+from patience import wait, wait_until
 from reference import assert_same_bits, bits_of
 from trainers import LAYOUTS, open_trainer, sgd
 from zoo import Momentum, follow, make_batches
@@ -559,9 +559,18 @@ def test_state_of_the_optimizer_written_with_a_step_in_flight_is_refused(change)
 
 
 def test_a_numpy_buffer_behind_the_batch_may_be_reused():
-    let_copy = threading.Event()
+    let_copy, lanes = threading.Event(), []
     let_copy.set()
     batches = [(X.numpy(), y) for X, y in make_batches((16,) * 3)]
+
+    def make_lanes(devices):
+        lanes.append(HeldCopies(devices, let_copy))
+        return lanes[0]
+
+    def hold_copies_after(steps):
+        """Hold the copies of further steps; a step may wait for those of earlier ones."""
+        wait_until(lambda: len(lanes[0].copied) == steps * len(lanes[0].devices))
+        let_copy.clear()
 
     def run(max_in_flight, **options):
         buffer = np.empty((16, 1, 6, 6), dtype=np.float32)
@@ -569,10 +578,10 @@ def test_a_numpy_buffer_behind_the_batch_may_be_reused():
             for number, (X, y) in enumerate(batches):
                 buffer[:] = X
                 if number and max_in_flight > 1:
-                    let_copy.clear()
+                    hold_copies_after(number)
                 trainer.step(torch.from_numpy(buffer), y)
                 buffer[:] = 7
                 let_copy.set()
             return trainer.fingerprint()
 
-    assert run(2, lanes=lambda found: HeldCopies(found, let_copy)) == run(1)
+    assert run(2, lanes=make_lanes) == run(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -19,6 +20,7 @@ def process_wide(
     entered = ExitStack()
     users = 0
 
+    @functools.wraps(change)
     @contextmanager
     def opened() -> Iterator[None]:
         nonlocal users
