@@ -1,6 +1,6 @@
 """What saving costs a training: ResNet-18 with momentum, on two devices.
 
-`"save"` is "never", "waiting" (training waits until the checkpoint is on the disk) or "aside".
+`"save"` is "never", "waiting" (training waits until the checkpoint is on the disk) or "background".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
             trainer.step(images, labels)
             if job["save"] != "never" and step % job["every"] == 0:
                 saving = time.perf_counter()
-                trainer.save(folder, aside=job["save"] == "aside")
+                trainer.save(folder, background=job["save"] == "background")
                 saves_ms.append(1e3 * (time.perf_counter() - saving))
         trainer.wait_for_save()
         seconds = time.perf_counter() - began
@@ -50,7 +50,7 @@ SETTINGS = {"batch": 64, "warmup_steps": 2, "steps": 12, "every": 4}
 LABELS = {
     "never": "without saving",
     "waiting": "`save(folder)`: on the disk when it returns",
-    "aside": "`save(folder, aside=True)`: written while training continues",
+    "background": "`save(folder, background=True)`: written while training continues",
 }
 
 

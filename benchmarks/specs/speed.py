@@ -15,7 +15,7 @@ from evenstep.bench.tables import NOTHING, Table, cells, number, spread, verdict
 from evenstep.profiling.accounting import PARTS, whole_percents
 
 NETWORKS = ("lenet", "resnet18")
-LAYOUTS = ("contiguous", "channels_last")
+MEMORY_FORMATS = ("contiguous", "channels_last")
 HEAD = ("contender", "batch", "examples/s", "spread", "page faults a step", "kernel", "busy")
 RATIO_HEAD = ("ratio", "target", "median", "spread", "verdict")
 GAIN_HEAD = ("what it brings", "target", "median", "spread", "verdict", "bits")
@@ -39,7 +39,11 @@ def lineup() -> list[Contender]:
         for network, examples in (("lenet", 256), ("resnet18", 64), ("resnet18", 128))
     )
     return [
-        *(plain(lenet, threads, layout) for threads in (1, 2) for layout in LAYOUTS),
+        *(
+            plain(lenet, threads, memory_format)
+            for threads in (1, 2)
+            for memory_format in MEMORY_FORMATS
+        ),
         *peers(lenet, 2),
         *(devices(lenet, count) for count in (1, 2)),
         devices(lenet, 2, max_in_flight=2),

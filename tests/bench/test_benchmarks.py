@@ -218,7 +218,7 @@ def test_the_page_on_reliability_says_how_long_saving_blocks(tmp_path):
         "settings": {"batch": 4, "every": 2, "steps": 6},
         "runs": [
             {"variant": "never", "step_ms": 10.0, "saves_ms": []},
-            {"variant": "aside", "step_ms": 12.0, "saves_ms": [1.0, 3.0, 2.0]},
+            {"variant": "background", "step_ms": 12.0, "saves_ms": [1.0, 3.0, 2.0]},
         ],
     }
     (tmp_path / "checkpoints.json").write_text(json.dumps(document))

@@ -460,7 +460,7 @@ def test_only_measures_what_is_asked_for_and_writes_the_report(tmp_path, monkeyp
 
 def test_a_quick_run_trains_little_and_a_full_one_as_the_book_does():
     quick = {part.key: part for one in experiments("quick") for part in one.parts}
-    for key in ("lenet.book.1", "resnet18.mended.2", "sixteen.root"):
+    for key in ("lenet.book.1", "resnet18.improved.2", "sixteen.root"):
         training = quick[key].measure.args[1]
         assert training.epochs == 2
         assert training.examples == {"lenet": 10_240, "resnet18": 1024}[training.network]

@@ -230,13 +230,13 @@ def test_an_epoch_is_told_after_its_steps(in_flight):
     assert (second.epoch, second.step, second.steps) == (1, 6, 3)
 
 
-@pytest.mark.parametrize("aside", [False, True])
-def test_a_checkpoint_is_told_when_it_is_on_the_disk(aside, tmp_path):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_checkpoint_is_told_when_it_is_on_the_disk(background, tmp_path):
     callback = Heard()
     with open_trainer(build("convolution"), callbacks=[callback], max_in_flight=2) as trainer:
         trainer.step(*BATCHES[0])
         trainer.step(*BATCHES[1])
-        path = trainer.save(tmp_path, aside=aside)
+        path = trainer.save(tmp_path, background=background)
     assert [call for call in callback.calls if call[0] != "epoch"] == [
         ("open", 0), ("step", 1), ("step", 2), ("save", 2, path.name), ("close",)
     ]  # fmt: skip

@@ -45,12 +45,12 @@ def warm_up(trainer, model, until):
 
 
 @pytest.mark.parametrize("devices", [1, own(2)], ids=str)
-@pytest.mark.parametrize("aside", [False, True])
-def test_the_extra_state_of_modules_is_saved_and_restored(tmp_path, devices, aside):
+@pytest.mark.parametrize("background", [False, True])
+def test_the_extra_state_of_modules_is_saved_and_restored(tmp_path, devices, background):
     model, optimizer = warming()
     with evenstep.Trainer(model, optimizer, LOSS, devices=devices) as trainer:
         warm_up(trainer, model, 2)
-        trainer.save(tmp_path, aside=aside)
+        trainer.save(tmp_path, background=background)
         warm_up(trainer, model, 4)
     again, optimizer = warming(seed=9)
     with evenstep.Trainer.load(tmp_path, again, optimizer, LOSS, devices=devices) as resumed:

@@ -230,14 +230,14 @@ def test_the_state_of_another_scheduler_is_refused():
         restore_scheduler(scheduler, {"step_size": 2})
 
 
-@pytest.mark.parametrize("aside", [False, True])
-def test_a_state_is_encoded_once(tmp_path, monkeypatch, aside):
+@pytest.mark.parametrize("background", [False, True])
+def test_a_state_is_encoded_once(tmp_path, monkeypatch, background):
     calls = []
     really = async_writer.encode
     monkeypatch.setattr(async_writer, "encode", lambda *given: calls.append(1) or really(*given))
     with evenstep.Trainer(*parts(), LOSS, devices=1) as trainer:
         trainer.step(*make_batches((20,))[0])
-        trainer.save(tmp_path, aside=aside)
+        trainer.save(tmp_path, background=background)
         expected = trainer.fingerprint()
     assert calls == [1]
     assert read_training_state(tmp_path).fingerprint == expected

@@ -96,14 +96,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "kind", "text", "mend"), CASES)
-def test_each_check_finds_one_thing_and_names_the_mend(changes, kind, text, mend):
+@pytest.mark.parametrize(("changes", "kind", "text", "fix"), CASES)
+def test_each_check_finds_one_thing_and_names_the_fix(changes, kind, text, fix):
     (found,) = findings(machine(**changes))
     assert found.kind == kind
     assert re.search(text, found.text)
-    assert mend in found.mend
+    assert fix in found.fix
     lines = [line.plain for line in report(machine(**changes))]
-    assert lines[lines.index(f"  {found.text}") + 1] == f"    fix: {found.mend}"
+    assert lines[lines.index(f"  {found.text}") + 1] == f"    fix: {found.fix}"
 
 
 def test_threads_bound_to_one_core_are_no_reason_to_ask_for_more_cores():
@@ -140,7 +140,7 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it():
     kept = {name: "1.0" for name in HEALTHY.packages if name != "onnxruntime"}
     states = {one.name: one for one in feature_states(machine(packages=kept, has_compiler=False))}
     assert states["export to ONNX"].missing == ("onnxruntime",)
-    assert states["export to ONNX"].mend == "pip install 'evenstep[onnx]'"
+    assert states["export to ONNX"].fix == "pip install 'evenstep[onnx]'"
     assert states["compiled shards (train --compile)"].missing == ("a C++ compiler",)
     assert sum(bool(one.missing) for one in states.values()) == 2
 

@@ -65,7 +65,7 @@ STARTS = {
     "class weights": r"the digest of loss weight is \w+ on rank 1 .* but \w+ on rank 0",
 }
 LATE = (
-    *("late, save", "late, save aside", "late, evaluate", "late, predict", "late, end"),
+    *("late, save", "late, save in background", "late, evaluate", "late, predict", "late, end"),
     "late, in flight, end",
 )
 
@@ -106,7 +106,7 @@ ROUNDING = "results are equal within rounding, not bit for bit"
 
 @pytest.mark.slow
 def test_another_processor_is_refused_or_followed_within_rounding(one_process, tmp_path):
-    kinds = ("allowed, evaluate", "allowed, in flight, save", "allowed, save aside")
+    kinds = ("allowed, evaluate", "allowed, in flight, save", "allowed, save in background")
     variables = [{}, {"ATEN_CPU_CAPABILITY": "default"}]
     ends = found(
         tmp_path, "plain", *kinds, "allowed, late, end", "allowed, hidden", variables=variables

@@ -300,6 +300,19 @@ def test_a_model_that_is_no_program_says_why(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+class SaysThatItBranches(BranchesOnValues):
+    def forward(self, x):
+        print("branching", file=sys.stderr)
+        return super().forward(x)
+
+
+def test_what_torch_has_recorded_until_then_is_not_printed(tmp_path, capfd):
+    for model in (BranchesOnValues(), SaysThatItBranches()):
+        with pytest.raises(ExportError):
+            evenstep.export(model, torch.ones(2, 3), tmp_path / "it.pt2")
+    assert capfd.readouterr() == ("", "branching\n")
+
+
 @pytest.mark.parametrize(
     ("example", "part"),
     [

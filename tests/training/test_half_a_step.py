@@ -278,7 +278,7 @@ def test_a_step_that_cannot_begin_does_not_hide_the_ones_before_it(monkeypatch):
         step(trainer, INPUTS)
 
 
-# ---- checkpoints written aside
+# ---- checkpoints written in the background
 
 
 def test_ctrl_c_while_a_checkpoint_is_awaited_does_not_forget_it(tmp_path, monkeypatch, request):
@@ -289,7 +289,7 @@ def test_ctrl_c_while_a_checkpoint_is_awaited_does_not_forget_it(tmp_path, monke
     )
     with open_trainer(Assigning(), shards=4, check="off") as trainer:
         step(trainer, INPUTS)
-        trainer.save(tmp_path, aside=True)
+        trainer.save(tmp_path, background=True)
         pressed = press_ctrl_c_when("wait_for_save")
         with pytest.raises(KeyboardInterrupt):
             trainer.wait_for_save()

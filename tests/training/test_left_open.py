@@ -165,7 +165,7 @@ CALLS = {
     "epoch": lambda trainer: next(trainer.epoch(Loader(TensorDataset(*BATCHES[0]), 8))),
     "batches": lambda trainer: next(trainer.batches(Loader(TensorDataset(*BATCHES[0]), 8))),
     "ask_to_stop": lambda trainer: trainer.ask_to_stop(),
-    "shall_stop": lambda trainer: trainer.shall_stop,
+    "should_stop": lambda trainer: trainer.should_stop,
     "trace": lambda trainer: trainer.trace,
     "shares": lambda trainer: trainer.shares(),
     "busy_s": lambda trainer: trainer.busy_s,

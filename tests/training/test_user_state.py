@@ -58,8 +58,8 @@ def batches(number):
     ]
 
 
-@pytest.mark.parametrize("aside", [False, True])
-def test_an_average_and_a_second_optimizer_are_resumed(tmp_path, aside):
+@pytest.mark.parametrize("background", [False, True])
+def test_an_average_and_a_second_optimizer_are_resumed(tmp_path, background):
     class Training:
         def __init__(self):
             self.model = model()
@@ -78,7 +78,7 @@ def test_an_average_and_a_second_optimizer_are_resumed(tmp_path, aside):
                     self.second.step()
                     self.second.zero_grad()
                     if number == 4 and folder is not None:
-                        trainer.save(folder, aside=aside)
+                        trainer.save(folder, background=background)
             return [*self.ema.state_dict().values(), self.other.weight]
 
     whole = Training()

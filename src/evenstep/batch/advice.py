@@ -87,9 +87,9 @@ def _on_channels(first: torch.Tensor, cut: Cut, model: nn.Module) -> str | None:
         shape[dim] = cut.part.examples
     channels = convolutions[0].in_channels
     if len(shape) == 3 and channels == 1:
-        found, mend = "without a dimension for channels", "unsqueeze(1)"
+        found, fix = "without a dimension for channels", "unsqueeze(1)"
     elif len(shape) == 4 and shape[-1] == channels:
-        found, mend = "with the channels last", "permute(0, 3, 1, 2)"
+        found, fix = "with the channels last", "permute(0, 3, 1, 2)"
     else:
         return None
-    return f"batch[0] is of shape {tuple(shape)}, {found}: {_CONV2D}{mend}"
+    return f"batch[0] is of shape {tuple(shape)}, {found}: {_CONV2D}{fix}"

@@ -45,9 +45,9 @@ def scaling(job: Mapping[str, Any], counts: Sequence[int]) -> list[Contender]:
 
 def peers(job: Mapping[str, Any], workers: int) -> list[Contender]:
     """Return DDP, with both memory formats for images, Accelerate, and Fabric."""
-    layouts = ("contiguous",) if job["network"] in TEXT else ("contiguous", "channels_last")
+    memory_formats = ("contiguous",) if job["network"] in TEXT else ("contiguous", "channels_last")
     return [
-        *(ddp(job, workers, layout) for layout in layouts),
+        *(ddp(job, workers, memory_format) for memory_format in memory_formats),
         accelerate(job, workers),
         _peer(job, workers, "fabric", "Lightning Fabric", needs="lightning_fabric"),
     ]
@@ -91,19 +91,21 @@ def trainers(job: Mapping[str, Any], workers: int) -> list[Contender]:
     ]
 
 
-def plain(job: Mapping[str, Any], threads: int, layout: str = "contiguous") -> Contender:
+def plain(job: Mapping[str, Any], threads: int, memory_format: str = "contiguous") -> Contender:
     """Return a plain loop in one process with `threads` intra-op threads."""
-    job = {**job, "threads": threads, "memory_format": layout}
-    key, label = f"plain.{threads}.{layout}", f"plain loop, {counted(threads, 'thread')}"
-    return _contender("plain", key, f"{label}, {spelled(layout)}", job, threads=threads)
+    job = {**job, "threads": threads, "memory_format": memory_format}
+    key, label = f"plain.{threads}.{memory_format}", f"plain loop, {counted(threads, 'thread')}"
+    return _contender("plain", key, f"{label}, {spelled(memory_format)}", job, threads=threads)
 
 
-def ddp(job: Mapping[str, Any], workers: int, layout: str = "contiguous") -> Contender:
+def ddp(job: Mapping[str, Any], workers: int, memory_format: str = "contiguous") -> Contender:
     """Return DistributedDataParallel."""
-    job = {**job, "workers": workers, "memory_format": layout}
-    key, label = f"ddp.{workers}.{layout}", f"DDP, {counted(workers, 'process')}"
+    job = {**job, "workers": workers, "memory_format": memory_format}
+    key, label = f"ddp.{workers}.{memory_format}", f"DDP, {counted(workers, 'process')}"
     launcher = torchrun(workers)
-    return _contender("ddp", key, f"{label}, {spelled(layout)}", job, launcher=launcher, threads=1)
+    return _contender(
+        "ddp", key, f"{label}, {spelled(memory_format)}", job, launcher=launcher, threads=1
+    )
 
 
 def devices(job: Mapping[str, Any], count: int, **choices: Any) -> Contender:
@@ -151,9 +153,9 @@ def counted(number: int, thing: str) -> str:
     return f"{number} {thing if number == 1 else plural}"
 
 
-def spelled(layout: str) -> str:
+def spelled(memory_format: str) -> str:
     """Return a memory format as tables spell it."""
-    return layout.replace("_", "-")
+    return memory_format.replace("_", "-")
 
 
 def _peer(job: Mapping[str, Any], workers: int, name: str, title: str, **more: Any) -> Contender:
@@ -181,10 +183,10 @@ def _contender(
 
 def _unusual_choices(job: Mapping[str, Any]) -> dict[str, str]:
     """Return the choices that differ from the defaults: their forms in a key and in a label."""
-    layout, precision = job["memory_format"], job.get("precision", "fp32")
+    memory_format, precision = job["memory_format"], job.get("precision", "fp32")
     flight = job.get("max_in_flight", 1)
     choices = {
-        layout: spelled(layout) if layout != "auto" else "",
+        memory_format: spelled(memory_format) if memory_format != "auto" else "",
         precision: precision if precision != "fp32" else "",
         f"flight{flight}": f"{flight} steps in flight" if flight != 1 else "",
         "hybridized": "hybridized" if job.get("hybridize") else "",

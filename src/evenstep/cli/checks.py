@@ -1,6 +1,6 @@
 """What `evenstep doctor` finds: pure functions from facts about a machine to findings.
 
-A finding says what is the matter, what follows from it, and how to mend it.
+A finding says what is the matter, what follows from it, and how to fix it.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ class MachineFacts:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that would change results or slow trainings down, and how to mend it."""
+    """Something that would change results or slow trainings down, and how to fix it."""
 
     kind: Kind
     text: str
-    mend: str
+    fix: str
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,7 +122,7 @@ class FeatureState:
 
     name: str
     missing: tuple[str, ...]
-    mend: str
+    fix: str
 
 
 def feature_states(facts: MachineFacts) -> list[FeatureState]:
@@ -130,13 +130,13 @@ def feature_states(facts: MachineFacts) -> list[FeatureState]:
     compiler = FeatureState(
         name="compiled shards (train --compile)",
         missing=() if facts.has_compiler else ("a C++ compiler",),
-        mend="install one, such as Debian's package g++",
+        fix="install one, such as Debian's package g++",
     )
     packaged = [
         FeatureState(
             name=feature.name,
             missing=tuple(name for name in feature.packages if name not in facts.packages),
-            mend=install_line(feature.extra, is_installed=facts.evenstep is not None),
+            fix=install_line(feature.extra, is_installed=facts.evenstep is not None),
         )
         for feature in FEATURES
     ]
@@ -270,12 +270,12 @@ def _pinning(facts: MachineFacts) -> dict[str, str]:
     return {name: value for name, value in values.items() if value.lower() not in _UNBOUND}
 
 
-def _results(text: str, mend: str) -> Finding:
-    return Finding(kind="results", text=text, mend=mend)
+def _results(text: str, fix: str) -> Finding:
+    return Finding(kind="results", text=text, fix=fix)
 
 
-def _speed(text: str, mend: str) -> Finding:
-    return Finding(kind="speed", text=text, mend=mend)
+def _speed(text: str, fix: str) -> Finding:
+    return Finding(kind="speed", text=text, fix=fix)
 
 
 _CHECKS: tuple[Callable[[MachineFacts], Iterator[Finding]], ...] = (

@@ -124,7 +124,7 @@ def devices() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.pass_obj
 def doctor(environment: Mapping[str, str], as_json: bool) -> None:
-    """Say what is missing, what would change results or slow trainings down, and how to mend it."""
+    """Say what is missing, what would change results or slow trainings down, and how to fix it."""
     with loading("torch"):
         from evenstep.cli.doctor import doctor
 

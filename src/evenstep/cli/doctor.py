@@ -46,7 +46,7 @@ def report(facts: MachineFacts) -> Iterator[Text]:
         some = [finding for finding in found if finding.kind == kind]
         for finding in some:
             yield Text(f"  {finding.text}")
-            yield Text(f"    fix: {finding.mend}", "green")
+            yield Text(f"    fix: {finding.fix}", "green")
         if not some:
             yield Text("  nothing found")
 
@@ -58,7 +58,7 @@ def _features(facts: MachineFacts) -> Iterator[Text]:
         missing = " and ".join(state.missing)
         yield Text(f"  {state.name}: {f'needs {missing}' if missing else 'ready'}")
         if missing:
-            yield Text(f"    fix: {state.mend}", "green")
+            yield Text(f"    fix: {state.fix}", "green")
 
 
 def _as_json(facts: MachineFacts) -> dict[str, Any]:

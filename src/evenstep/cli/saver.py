@@ -28,16 +28,16 @@ class Saver:
         """Whether a checkpoint is due after the last step."""
         return self._trainer.steps_done % self._every == 0
 
-    def save(self, *, aside: bool = False) -> None:
+    def save(self, *, background: bool = False) -> None:
         """Save, unless there is no folder or this step has been saved.
 
-        With `aside` the checkpoint is written while training continues; otherwise it is on disk
+        With `background` the checkpoint is written while training continues; otherwise it is on disk
         when `save` returns.
         """
         if self._folder is not None and self._saved_step != self._trainer.steps_done:
-            self._trainer.save(self._folder, aside=aside)
+            self._trainer.save(self._folder, background=background)
             self._saved_step = self._trainer.steps_done
-        if not aside:
+        if not background:
             self._trainer.wait_for_save()
 
     def summary(self) -> str:

@@ -90,7 +90,7 @@ def _train(training: Training, progress: Progress, display: Display, stop: StopR
     while trainer.steps_done < goal.steps:
         if stop.requested:
             trainer.ask_to_stop()
-        if trainer.shall_stop:
+        if trainer.should_stop:
             raise KeyboardInterrupt
         batch = next(batches)
         with blamed_on_model(training.options.model, lambda: f"in step {trainer.steps_done}"):
@@ -105,7 +105,7 @@ def _train(training: Training, progress: Progress, display: Display, stop: StopR
                 display.show_epoch(progress)
             steps.restart_clock()
         if training.saver.is_due:
-            training.saver.save(aside=True)
+            training.saver.save(background=True)
             steps.restart_clock()
 
 

@@ -10,14 +10,17 @@ everything before it. It contains a program: load only files that you trust.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 import json
 import os
 import re
+import sys
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -212,7 +215,12 @@ def recorded(
     batch = torch.export.Dim("batch", min=1)
     shapes = tuple({0: batch} for _ in inputs) if dynamic else None
     try:
-        with evaluation_mode(net), torch.no_grad(), warnings.catch_warnings():
+        with (
+            evaluation_mode(net),
+            torch.no_grad(),
+            warnings.catch_warnings(),
+            _without_partial_program(),
+        ):
             warnings.simplefilter("ignore")
             return torch.export.export(net, inputs, dynamic_shapes=shapes)
     except Exception as error:
@@ -221,6 +229,23 @@ def recorded(
             f"Python: branches and loops may depend on shapes, not on values, and everything must "
             f"be computed by torch"
         ) from error
+
+
+@contextlib.contextmanager
+def _without_partial_program() -> Iterator[None]:
+    """Leave out of stderr what torch prints there of a program that it could not record.
+
+    What the model itself writes to stderr appears after the recording.
+    """
+    written, program = io.StringIO(), ""
+    try:
+        with contextlib.redirect_stderr(written):
+            yield
+    except Exception as error:
+        program = f"{getattr(error, 'partial_fx_graph', '')}\n"
+        raise
+    finally:
+        sys.stderr.write(written.getvalue().removesuffix(program))
 
 
 def _reason(error: Exception) -> str:

@@ -118,7 +118,7 @@ def dim_of_rows(
     examples: Sequence[int],
     dims: Sequence[int],
     what: str,
-    mend: str = "tell predict which by dim={} or dim={}",
+    fix: str = "tell predict which by dim={} or dim={}",
 ) -> int:
     """Return the dimension along which outputs of shards have a row for each example.
 
@@ -127,7 +127,7 @@ def dim_of_rows(
         examples: the number of examples of each shard.
         dims: the dimensions that the examples may lie along.
         what: the output, in words.
-        mend: what to do if there are two such dimensions.
+        fix: what to do if there are two such dimensions.
 
     Raises:
         ModelError: there is no such dimension, or there are several.
@@ -145,7 +145,7 @@ def dim_of_rows(
     if len(fitting) > 1:
         raise ModelError(
             f"the examples of {what}, of shape {tuple(rows[0].shape)}, may lie along dimension "
-            f"{fitting[0]} or {fitting[1]}: {mend.format(*fitting)}"
+            f"{fitting[0]} or {fitting[1]}: {fix.format(*fitting)}"
         )
     return fitting[0]
 

@@ -167,7 +167,7 @@ class Group:
         """Stop all processes before the same step."""
         self._stop_asked = True
 
-    def shall_stop(self, steps_done: int, max_in_flight: int) -> bool:
+    def should_stop(self, steps_done: int, max_in_flight: int) -> bool:
         """Return whether step `steps_done` must not be taken."""
         return self._stop_asked
 
@@ -355,7 +355,7 @@ class LinkedGroup(Group):
         super().ask_to_stop()
         self._reducer.stop_asked = True
 
-    def shall_stop(self, steps_done: int, max_in_flight: int) -> bool:
+    def should_stop(self, steps_done: int, max_in_flight: int) -> bool:
         """Return whether step `steps_done` must not be taken."""
         # The first process to learn of it has at most `max_in_flight` further steps in flight.
         seen = self._reducer.stop_seen

@@ -327,11 +327,11 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
         _refuse_count(step, leaves, count)
     mean = sum_floats(totals) / count
     if not math.isfinite(mean):
-        mend = (
+        fix = (
             "Try a lower learning rate, clip gradients in before_update, or look at those examples"
         )
         values = [None if total is None else float(total) for total in totals]
-        _refuse_non_finite(step, "loss", values, mend)
+        _refuse_non_finite(step, "loss", values, fix)
     if len(leaves[0] or ()) > 2:
         part = step.part
         examples = [hi - lo for lo, hi in part.bounds]
@@ -342,8 +342,8 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
 def _refuse_count(step: Step, leaves: Sequence[Leaf | None], count: float) -> NoReturn:
     """Raise the error for counts that nothing can be divided by."""
     counts = [None if leaf is None else float(leaf[1]) for leaf in leaves]
-    mend = "The objective must return a finite number that its total can be divided by"
-    _refuse_non_finite(step, "count", counts, mend)
+    fix = "The objective must return a finite number that its total can be divided by"
+    _refuse_non_finite(step, "count", counts, fix)
     if count < 0:
         raise ModelError(
             f"the counts add up to {count} in step {step.number}: at least 0 is needed, because a "
@@ -356,7 +356,7 @@ def _refuse_count(step: Step, leaves: Sequence[Leaf | None], count: float) -> No
     )
 
 
-def _refuse_non_finite(step: Step, what: str, values: Sequence[float | None], mend: str) -> None:
+def _refuse_non_finite(step: Step, what: str, values: Sequence[float | None], fix: str) -> None:
     for shard, value in enumerate(values):
         if value is not None and not math.isfinite(value):
             lo, hi = step.part.bounds[shard]
@@ -364,7 +364,7 @@ def _refuse_non_finite(step: Step, what: str, values: Sequence[float | None], me
             raise NonFiniteLossError(
                 f"the {what} of shard {shard} (examples {lo} to {hi - 1} of the batch) in step "
                 f"{step.number} (epoch {place.epoch}, batch {place.step}) is {value}: the step was "
-                f"not taken. {mend}"
+                f"not taken. {fix}"
             )
 
 

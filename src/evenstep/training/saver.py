@@ -40,7 +40,7 @@ class Saver:
         notes: says whether results are equal within rounding only.
 
     Attributes:
-        writer: writes checkpoints aside.
+        writer: writes checkpoints in the background.
     """
 
     def __init__(
@@ -66,14 +66,16 @@ class Saver:
         self._notes = notes
         self._was_saved = False
 
-    def save(self, folder: Path, scheduler: Scheduler | None, keep: int, *, aside: bool) -> Path:
+    def save(
+        self, folder: Path, scheduler: Scheduler | None, keep: int, *, background: bool
+    ) -> Path:
         """Save everything that training resumes from (see `Trainer.save`)."""
         self._pipeline.finish()
         try:
             self._reporter.tell()  # before a checkpoint that has these steps
         finally:
-            path = self._save(folder, scheduler, keep, aside=aside)
-        written: Future[Path] | None = self.writer.pending if aside else None
+            path = self._save(folder, scheduler, keep, background=background)
+        written: Future[Path] | None = self.writer.pending if background else None
         self._reporter.saved(path, self._progress.position.steps_done, written)
         return path
 
@@ -94,7 +96,9 @@ class Saver:
         saved.check_fingerprint(fingerprints.fingerprint(self._model, self._optimizer))
         self._user_state.restore(saved.user_state)
 
-    def _save(self, folder: Path, scheduler: Scheduler | None, keep: int, *, aside: bool) -> Path:
+    def _save(
+        self, folder: Path, scheduler: Scheduler | None, keep: int, *, background: bool
+    ) -> Path:
         self._say_what_is_not_saved()
         refuse_strangers(self._model, self._optimizer)
         lost = self._agreement.compare_to_save()
@@ -102,7 +106,7 @@ class Saver:
         entries = fingerprints.named_state(self._model, self._optimizer)
         given = folder, state, entries, keep
         group = self._executor.group
-        if aside and self.writer.is_open and lost is None:
+        if background and self.writer.is_open and lost is None:
             if group.is_first:
                 self.writer.start(*given)
             return checkpoint_of(folder, state.steps_done)

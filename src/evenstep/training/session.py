@@ -134,7 +134,7 @@ class Session:
                 allow_rounding=layout.allow_rounding,
             ),
         )
-        if self.shall_stop:
+        if self.should_stop:
             group.ask_to_stop()
         executor.group = group
         if group.differences:
@@ -144,10 +144,10 @@ class Session:
         return group
 
     @property
-    def shall_stop(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether the training should stop."""
         steps_done = self._parts.progress.position.steps_done
-        return self._parts.executor.group.shall_stop(steps_done, self._layout.max_in_flight)
+        return self._parts.executor.group.should_stop(steps_done, self._layout.max_in_flight)
 
     # ---- closing
 

@@ -98,7 +98,7 @@ class Trainer(Habits):
         precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
         memory_format: memory format of images and convolution weights: "auto" (a fixed rule),
             "contiguous" or "channels_last". State dicts, and the model and the optimizer after
-            the trainer is closed, have their original layout.
+            the trainer is closed, have their original memory format.
         threads: intra-op threads of each device; at most 1,024.
         compile: whether to compile a shard's forward and backward pass, on CPUs. A log line says
             how much time this saves, or why shards are computed eagerly; `hybridized` has the
@@ -624,7 +624,7 @@ class Trainer(Habits):
         return compute(self.model, self.optimizer)
 
     @hides_own_frames
-    def save(self, folder: str | Path, *, keep: int = 3, aside: bool = False) -> Path:
+    def save(self, folder: str | Path, *, keep: int = 3, background: bool = False) -> Path:
         """Save everything that training resumes from, in a new folder `step-…` in `folder`.
 
         With several processes, each must call this; the first one writes.
@@ -632,7 +632,7 @@ class Trainer(Habits):
         Args:
             folder: the folder of this training's checkpoints; created if it doesn't exist.
             keep: the number of checkpoints that are kept, the newest ones.
-            aside: return as soon as the state is copied, and write the copy while training
+            background: return as soon as the state is copied, and write the copy while training
                 continues. The copy takes as much memory again. An error is raised by a later
                 `step` or `save`, by `wait_for_save`, or when the trainer is closed.
 
@@ -641,10 +641,10 @@ class Trainer(Habits):
             ModelError: the optimizer holds parameters that no longer belong to the model.
         """
         self._session.refuse_fork()
-        return self._saver.save(Path(folder), self.scheduler, keep, aside=aside)
+        return self._saver.save(Path(folder), self.scheduler, keep, background=background)
 
     def wait_for_save(self) -> None:
-        """Wait until the checkpoint that `save(aside=True)` has begun is on the disk.
+        """Wait until the checkpoint that `save(background=True)` has begun is on the disk.
 
         Raises:
             SaveError: the checkpoint could not be written; earlier ones are unchanged.
@@ -686,15 +686,15 @@ class Trainer(Habits):
         return trainer
 
     def ask_to_stop(self) -> None:
-        """Ask the training to stop: `shall_stop` becomes true in all processes before one step."""
+        """Ask the training to stop: `should_stop` becomes true in all processes before one step."""
         self._session.refuse_fork()
         self._executor.group.ask_to_stop()
 
     @property
-    def shall_stop(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether the training should stop, because `ask_to_stop` was called."""
         self._session.refuse_fork()
-        return self._session.shall_stop
+        return self._session.should_stop
 
     @property
     def contract(self) -> ContractReport | None:

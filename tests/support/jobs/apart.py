@@ -58,8 +58,8 @@ def train(kind, trainer):
             trainer.optimizer.param_groups[0]["lr"] *= 0.5
     if kind.endswith(" save"):
         trainer.save(Path(sys.argv[1]) / "saved")
-    if kind.endswith("save aside"):
-        trainer.save(Path(sys.argv[1]) / "saved", aside=True)
+    if kind.endswith("save in background"):
+        trainer.save(Path(sys.argv[1]) / "saved", background=True)
     if kind.endswith("evaluate"):
         trainer.evaluate(BATCHES, {"accuracy": accuracy})
     if kind.endswith("predict"):

@@ -35,7 +35,7 @@ def test_training_continues_while_a_checkpoint_is_written(tmp_path, monkeypatch,
     options["max_in_flight"] = max_in_flight
     with evenstep.Trainer(model, optimizer, LOSS, devices=2, **options) as trainer:
         run(trainer, 3)
-        place = trainer.save(tmp_path, aside=True)
+        place = trainer.save(tmp_path, background=True)
         wait(disk.asked)
         run(trainer, 5)
         trainer.waitall()
@@ -55,7 +55,7 @@ def test_closing_waits_for_the_disk(tmp_path, monkeypatch):
     model, optimizer, _ = parts("convolution")
     with evenstep.Trainer(model, optimizer, LOSS, devices=1) as trainer:
         run(trainer, 2)
-        trainer.save(tmp_path, aside=True)
+        trainer.save(tmp_path, background=True)
         wait(disk.asked)
         threading.Timer(0.2, disk.free.set).start()
     assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000002"]
@@ -72,7 +72,7 @@ def trainer_with_a_file_in_the_way(folder):
     "use",
     [
         lambda trainer, folder: trainer.save(folder),
-        lambda trainer, folder: trainer.save(folder, aside=True),
+        lambda trainer, folder: trainer.save(folder, background=True),
         lambda trainer, folder: trainer.wait_for_save(),
         lambda trainer, folder: trainer.__exit__(None, None, None),
     ],
@@ -81,7 +81,7 @@ def test_an_error_of_the_writer_is_raised_by_the_next_call(tmp_path, use):
     trainer = trainer_with_a_file_in_the_way(tmp_path)
     with trainer:
         run(trainer, 1)
-        trainer.save(tmp_path / "file", aside=True)
+        trainer.save(tmp_path / "file", background=True)
         with pytest.raises(SaveError, match="in the way"):
             use(trainer, tmp_path / "good")
         if trainer._session.is_open:
@@ -92,7 +92,7 @@ def test_a_step_raises_an_error_of_the_writer_and_is_not_taken(tmp_path):
     trainer = trainer_with_a_file_in_the_way(tmp_path)
     with trainer:
         run(trainer, 1)
-        trainer.save(tmp_path / "file", aside=True)
+        trainer.save(tmp_path / "file", background=True)
         with contextlib.suppress(SaveError):
             trainer._saver.writer.pending.result()
         with pytest.raises(SaveError, match="in the way"):
@@ -105,7 +105,7 @@ def test_an_error_has_the_writers_error_as_a_note(tmp_path):
     def fail(trainer):
         with trainer:
             run(trainer, 1)
-            trainer.save(tmp_path / "file", aside=True)
+            trainer.save(tmp_path / "file", background=True)
             raise KeyError("of the user's")
 
     with pytest.raises(KeyError) as caught:
@@ -119,4 +119,4 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once(tmp_path):
         run(trainer, 1)
         optimizer.state[next(model.parameters())]["a function"] = len
         with pytest.raises(CheckpointError, match="a function"):
-            trainer.save(tmp_path, aside=True)
+            trainer.save(tmp_path, background=True)
