@@ -23,9 +23,12 @@ A message says what was got, what is needed, and how to fix it.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
+import inspect
 import logging
 import reprlib
+import traceback
 import types
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
@@ -132,8 +135,8 @@ def text_of(error: BaseException, spell: Callable[[object], str] = str) -> str:
 
 
 def shown(value: object) -> str:
-    """Return a value for a message: its `repr`, shortened where it is long."""
-    return _SHORT.repr(value)
+    """Return a value for a message: its `repr` on one line, shortened where it is long."""
+    return " ".join(_SHORT.repr(value).split())
 
 
 _SHORT = reprlib.Repr()
@@ -142,17 +145,34 @@ _SHORT.maxlong = 40
 
 
 def hides_own_frames(call: Callable[P, R]) -> Callable[P, R]:
-    """Call `hide_own_frames` for every error that leaves `call`."""
+    """Call `hide_own_frames` for every error that leaves `call`.
+
+    An error of Python's for arguments that `call` does not take gets a note with the name of the
+    argument that was meant.
+    """
+    code = inspect.unwrap(call).__code__
+    known = inspect.signature(call).parameters.keys()
 
     @functools.wraps(call)
     def outermost(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             return call(*args, **kwargs)
         except Exception as error:
-            hide_own_frames(error)
+            if not isinstance(error, TypeError) or was_entered(code, error):
+                hide_own_frames(error)
+            else:
+                error.__traceback__ = None
+                for name in kwargs.keys() - known:
+                    for meant in difflib.get_close_matches(name, known - kwargs.keys(), 1, 0.75):
+                        add_note(error, f"got {name}=: write {meant}=")
             raise
 
     return outermost
+
+
+def was_entered(code: types.CodeType, error: BaseException) -> bool:
+    """Whether an error was raised inside a function, and not by Python when it was called."""
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def hide_own_frames(error: Exception) -> None:

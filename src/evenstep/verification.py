@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias
 
 import torch
+from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.checkpoint.fingerprint import digests, tensor_digest
 from evenstep.data import Loader
-from evenstep.devices import Devices
-from evenstep.errors import InputError
+from evenstep.devices import Devices, find_devices
+from evenstep.distributed import local_share
+from evenstep.errors import InputError, hides_own_frames, shown
 from evenstep.shard.partial_sum import PartialSum
+from evenstep.shard.targets import call_with
 from evenstep.training.trainer import Trainer
 
 MakeTrainer: TypeAlias = Callable[[Devices], Trainer]
@@ -111,6 +115,7 @@ class Verdict:
         return " and ".join(f"({', '.join(self.results[n].devices)})" for n in layouts)
 
 
+@hides_own_frames
 def verify(
     make_trainer: MakeTrainer,
     batches: Batches,
@@ -148,11 +153,23 @@ def verify(
         InputError: fewer than two sets of devices, no step, or too few batches. Errors of
             `make_trainer` and of the training are raised as they are.
     """
+    if isinstance(make_trainer, Trainer | nn.Module) or not callable(make_trainer):
+        kind = type(make_trainer).__name__
+        raise InputError(
+            f"got a {kind} as make_trainer: give a function that takes devices and returns a new "
+            f"trainer, such as the one in the help of evenstep.verify"
+        )
+    if not isinstance(devices, Sequence) or isinstance(devices, str):
+        raise InputError(
+            f"got devices={shown(devices)}: give a list of the sets of devices to compare, such as "
+            f"[1, 2]"
+        )
     if len(devices) < 2 or steps < 1:
         raise InputError(
             f"got {len(devices)} sets of devices and steps={steps}: give at least 2 sets to "
             f"compare, and at least 1 step"
         )
+    make_trainer = _Maker(make_trainer)
     results: list[LayoutResult] = []
     for layout in devices:
         results.append(_train(make_trainer, batches, layout, steps))
@@ -160,6 +177,35 @@ def verify(
             on_result(results[-1])
     replay = functools.partial(_replay, make_trainer, batches)
     return Verdict(results=tuple(results), difference=_find_difference(replay, devices, results))
+
+
+class _Maker:
+    """The user's `make_trainer`, refused if it does not make a new trainer on the given devices."""
+
+    def __init__(self, make_trainer: MakeTrainer) -> None:
+        self._make_trainer = make_trainer
+        self._last: weakref.ref[nn.Module] | None = None
+
+    def __call__(self, devices: Devices) -> Trainer:
+        trainer = call_with(lambda: "make_trainer(devices)", self._make_trainer, devices)
+        if not isinstance(trainer, Trainer):
+            raise InputError(
+                f"make_trainer returned {shown(trainer)}: it must return an evenstep.Trainer"
+            )
+        wanted, found = find_devices(devices, share=local_share()), trainer.devices
+        names = [", ".join(device.name for device in some) for some in (wanted, found)]
+        if names[0] != names[1]:
+            raise InputError(
+                f"make_trainer returned a trainer on {names[1]} instead of {names[0]}: give the "
+                f"trainer what make_trainer is given, devices=devices"
+            )
+        if self._last is not None and self._last() is trainer.model:
+            raise InputError(
+                "make_trainer returned a trainer of the same model again, which is trained by now: "
+                "make model, optimizer and trainer inside make_trainer"
+            )
+        self._last = weakref.ref(trainer.model)
+        return trainer
 
 
 @dataclasses.dataclass(frozen=True)

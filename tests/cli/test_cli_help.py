@@ -81,8 +81,9 @@ def headings(*path):
     for line in run(*path, "--help").stdout.splitlines():
         if line.endswith(":") and not line.startswith(" "):
             heading = line.removesuffix(":")
-        elif line.startswith("  --"):
-            found.setdefault(heading, []).append(line.split()[0])
+        elif line.startswith("  -"):
+            flag = next(word for word in line.split() if word.startswith("--"))
+            found.setdefault(heading, []).append(flag)
     return found
 
 

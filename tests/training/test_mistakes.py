@@ -4,6 +4,7 @@ import copy
 import io
 import logging
 import pickle
+import traceback
 
 import pytest
 import torch
@@ -87,6 +88,68 @@ def a_mean(output, y):
     return (output.argmax(1) == y).float().mean()
 
 
+def frozen():
+    return net().requires_grad_(False)
+
+
+def one_column():
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 1))
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(36, 5)
+
+    def forward(self, X):
+        return self.layer(X.flatten(1)), X
+
+
+class Named(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return {"image": X[i], "label": y[i], "name": f"image {i}"}
+
+
+NAMED = torch.utils.data.DataLoader(Named(), batch_size=4)
+
+
+def trained(loader):
+    def use(trainer):
+        for batch in trainer.epoch(loader):
+            trainer.step(*batch)
+
+    return inside(use)
+
+
+def one_step(labels=y, **options):
+    def call():
+        with trainer_of(**options) as trainer:
+            trainer.step(X, labels)
+
+    return call
+
+
+def with_objective(objective):
+    def call():
+        model = net()
+        with evenstep.Trainer(model, sgd(model), objective=objective, devices=1) as trainer:
+            trainer.step(X, y)
+
+    return call
+
+
+def verified(make_trainer, devices=(1, 2)):
+    return lambda: evenstep.verify(make_trainer, LOADER, devices=devices, steps=1)
+
+
+def of_one_model():
+    model = net()
+    return lambda devices: trainer_of(model, devices=devices)
+
+
 def swapped():
     model = net()
     evenstep.Trainer(model, nn.CrossEntropyLoss(), sgd(model))
@@ -118,6 +181,15 @@ PICKLED = (
 LOOP = "write `for X, y in trainer.epoch(loader): trainer.step(X, y)`"
 OPTIMIZER = "give an optimizer object, such as torch.optim.SGD(model.parameters(), lr=0.1)"
 METRICS = 'give a dict, such as {"accuracy": evenstep.metrics.accuracy}'
+NO_GRADIENT = "no parameter of the model has got a gradient in step 0, since "
+DETACHED = (
+    f"{NO_GRADIENT}the loss does not depend on them (look for detach(), item() or "
+    f"torch.no_grad()); the step was not taken"
+)
+MAKER = (
+    "give a function that takes devices and returns a new trainer, such as the one in the help of "
+    "evenstep.verify"
+)
 PAIR = (
     "return the pair (total, count) over the examples that the metric is given, such as "
     "((output.argmax(1) == y).sum(), len(y)), from which the mean over all batches follows"
@@ -305,6 +377,136 @@ MISTAKES = {
         "a label is -1, but the model gives 5 classes, 0 to 4: number the labels from 0, or give "
         "the model a larger last layer",
     ),
+    # ---- what would train nothing, or something else
+    "a frozen model": (
+        one_step(model=frozen()),
+        f"{NO_GRADIENT}none requires a gradient: call requires_grad_() on those that are to be "
+        f"trained; the step was not taken",
+    ),
+    "a detached loss": (one_step(loss=lambda output, y: output.detach().mean()), DETACHED),
+    "an objective under no_grad": (
+        with_objective(torch.no_grad()(lambda model, X, y: F.cross_entropy(model(X), y))),
+        DETACHED,
+    ),
+    "labels that broadcast": (
+        one_step(y.float(), model=one_column(), loss=nn.MSELoss()),
+        "the labels are of shape (examples,), but the model gives (examples, 1), so MSELoss would "
+        "compare every example with all others: give y.unsqueeze(-1)",
+    ),
+    "outputs that broadcast": (
+        one_step(y[:, None], model=nn.Sequential(one_column(), nn.Flatten(0)), loss=F.l1_loss),
+        "the labels are of shape (examples, 1), but the model gives (examples,), so F.l1_loss "
+        "would compare every example with all others: give y.squeeze(-1)",
+    ),
+    "binary labels of another shape": (
+        one_step((y > 2).float(), model=one_column(), loss=nn.BCEWithLogitsLoss()),
+        "the labels are of shape (examples,), but the model gives (examples, 1): give "
+        "y.unsqueeze(-1)",
+    ),
+    "binary labels as numbers of classes": (
+        one_step((y[:, None] > 2).long(), model=one_column(), loss=nn.BCEWithLogitsLoss()),
+        "the labels are torch.int64: BCEWithLogitsLoss takes floats, so give y.float()",
+    ),
+    "DataParallel": (
+        made(nn.DataParallel(net())),
+        "the model is a DataParallel: give the module inside it, model.module, because the trainer "
+        "itself divides each batch among the devices",
+    ),
+    # ---- functions that take other arguments
+    "a model with two outputs": (
+        one_step(model=TwoOutputs()),
+        "the model returned a tuple, but CrossEntropyLoss takes a tensor: give objective=lambda "
+        "model, X, y: loss(model(X)[0], y) instead of loss=..., or let forward return the tensor "
+        "alone",
+    ),
+    "an objective as loss": (
+        one_step(loss=lambda model, X, y: F.cross_entropy(model(X), y)),
+        "called the loss as loss(output, *targets), with 1 target (what takes (model, *batch) is "
+        "given as objective=...): <lambda>() missing 1 required positional argument: 'y'",
+    ),
+    "an objective that takes the batch in one piece": (
+        with_objective(lambda model, batch: None),
+        "called the objective as objective(model, *batch), with 2 parts of a batch: <lambda>() "
+        "takes 2 positional arguments but 3 were given",
+    ),
+    "a metric without targets": (
+        evaluate({"accuracy": evenstep.metrics.accuracy}, [X]),
+        'called the metric "accuracy" as metric(output, *targets), with 0 targets: accuracy() '
+        "missing 1 required positional argument: 'target'",
+    ),
+    "a misspelt argument": (
+        lambda: evenstep.Trainer(net(), None, device="cpu"),
+        "got device=: write devices=",
+    ),
+    "a list of optimizers": (
+        made(optimizer=[sgd(net())]),
+        "got optimizer=[SGD ( Parameter Group 0 dampening:... nesterov: False weight_decay: 0 )]: "
+        f"{OPTIMIZER}",
+    ),
+    # ---- loaders
+    "a tensor as a loader": (
+        trained(X),
+        "got a tensor as a loader, so each of its rows would be a batch: give an iterable of "
+        "batches, such as torch.utils.data.DataLoader(...) or a list, [(X, y)]",
+    ),
+    "one batch as a loader": (
+        trained((X, y)),
+        "got a tuple of 2 tensors as a loader, so each of them would be a batch: give an iterable "
+        "of batches, such as torch.utils.data.DataLoader(...) or a list, [(X, y)]",
+    ),
+    "the names in a batch": (
+        trained(NAMED),
+        "got the strings 'image', 'label', 'name' and no tensor: if they are the names in a batch "
+        "that is a dict, write trainer.step(**batch)",
+    ),
+    "strings in a batch": (
+        inside(lambda trainer: trainer.step(**next(iter(NAMED)))),
+        "batch[0]['name'] is a list of 4 values of type str in a batch of 4 examples: give a "
+        "tensor, of which every shard gets its own rows, or leave it out",
+    ),
+    "images as lists": (
+        step(X.tolist(), y),
+        "batch[0] is a list of 16 values of type list in a batch of 16 examples: give a tensor, of "
+        "which every shard gets its own rows, or leave it out",
+    ),
+    "a loss as a batch": (
+        inside(lambda trainer: trainer.step(F.cross_entropy(trainer.model(X), y))),
+        "batch[0] is a loss: give the batch, trainer.step(X, y), which computes the loss and its "
+        "gradients on all devices",
+    ),
+    "tensors as a data set": (
+        lambda: evenstep.data.Loader((X, y), 8),
+        "got a tuple of 2 tensors as a data set, so each of them would be an example: give "
+        "torch.utils.data.TensorDataset(X, y)",
+    ),
+    # ---- evenstep.verify
+    "verify: a trainer": (
+        lambda: evenstep.verify(trainer_of(), LOADER),
+        f"got a Trainer as make_trainer: {MAKER}",
+    ),
+    "verify: a model": (verified(net()), f"got a Sequential as make_trainer: {MAKER}"),
+    "verify: a number of devices": (
+        verified(lambda devices: trainer_of(devices=devices), devices=2),
+        "got devices=2: give a list of the sets of devices to compare, such as [1, 2]",
+    ),
+    "verify: a function without argument": (
+        verified(lambda: trainer_of()),
+        "called make_trainer(devices): <lambda>() takes 0 positional arguments but 1 was given",
+    ),
+    "verify: a function that returns nothing": (
+        verified(lambda devices: None),
+        "make_trainer returned None: it must return an evenstep.Trainer",
+    ),
+    "verify: always the same devices": (
+        verified(lambda devices: trainer_of(devices=1)),
+        "make_trainer returned a trainer on cpu:0 instead of cpu:0, cpu:1: give the trainer what "
+        "make_trainer is given, devices=devices",
+    ),
+    "verify: always the same model": (
+        verified(of_one_model()),
+        "make_trainer returned a trainer of the same model again, which is trained by now: make "
+        "model, optimizer and trainer inside make_trainer",
+    ),
     # ---- evaluation
     "a metric that returns a mean": (
         evaluate({"accuracy": a_mean}),
@@ -321,6 +523,11 @@ MISTAKES = {
         evaluate({"accuracy": evenstep.metrics.accuracy}, (X, y)),
         "got a tuple of 2 tensors as batches, so each of them would be a batch: give a list of "
         "batches, such as [(X, y)]",
+    ),
+    "nothing to predict": (
+        inside(lambda trainer: trainer.predict(None)),
+        "got None as batches: give an iterable of batches, such as a DataLoader or a list, "
+        "[(X, y)]",
     ),
     "one tensor to predict": (
         inside(lambda trainer: trainer.predict(X)),
@@ -342,6 +549,14 @@ def test_a_mistake_is_answered_in_one_line(name):
     with pytest.raises(Exception) as caught:  # noqa: PT011 - the line tells
         make()
     assert line in answers(caught.value)
+    if type(caught.value) not in (AttributeError, TypeError):  # raised as Python does
+        assert "evenstep" not in packages_of(caught.value)
+
+
+def packages_of(error):
+    """Return the packages whose frames a traceback shows."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return {frame.f_globals["__name__"].partition(".")[0] for frame in frames}
 
 
 def test_there_are_many():
@@ -366,6 +581,30 @@ def test_more_devices_than_cores_are_answered_by_a_note(monkeypatch):
     assert trainer_of(devices=3, shards=3).notes == [
         "3 threads of CPU devices share 2 cores: the result is the same, but no faster than with 2"
     ]
+
+
+# ---- a model in evaluation mode
+
+
+def messages_of_two_steps(model, caplog):
+    with trainer_of(model) as trainer:
+        trainer.step(X, y)
+        trainer.step(X, y)
+    return caplog.messages
+
+
+def test_a_model_that_is_trained_in_evaluation_mode_is_named_once(caplog):
+    model = nn.Sequential(net(), nn.Dropout(), nn.BatchNorm1d(5), nn.Dropout()).eval()
+    assert messages_of_two_steps(model, caplog) == [
+        "the model is in evaluation mode, which changes what Dropout and BatchNorm1d compute: call "
+        "model.train() before the first step"
+    ]
+
+
+def test_nothing_is_said_where_the_mode_makes_no_difference(caplog):
+    assert not messages_of_two_steps(net().eval(), caplog)
+    frozen_norm = nn.Sequential(net(), nn.BatchNorm1d(5).eval())
+    assert not messages_of_two_steps(frozen_norm, caplog)
 
 
 # ---- errors inside a shard

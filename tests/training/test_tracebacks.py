@@ -66,6 +66,47 @@ def test_an_error_that_evenstep_raises_on_purpose_points_at_the_users_line():
     assert modules_of(caught.value) == [__name__]
 
 
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda: evenstep.Trainer(nn.Linear(4, 4), None, device=1), "unexpected keyword argument"),
+        (lambda: evenstep.verify(), "missing 2 required positional arguments"),
+        (lambda: evenstep.data.digits(True, False), "takes from 0 to 1 positional arguments"),
+    ],
+)
+def test_arguments_that_a_function_does_not_take_are_python_s_error_alone(call, line):
+    with pytest.raises(TypeError, match=line) as caught:
+        call()
+    assert modules_of(caught.value) == [__name__] * 2
+
+
+def test_an_error_inside_a_call_that_looks_like_one_of_its_arguments_keeps_its_frames(monkeypatch):
+    def fail(*_, **__):
+        raise TypeError("a fault of ours")
+
+    with open_trainer(nn.Linear(4, 4)) as trainer:
+        monkeypatch.setattr(trainer._agreement, "compare", own(fail))
+        with pytest.raises(TypeError, match="a fault of ours") as caught:
+            trainer.evaluate([], {})
+    assert modules_of(caught.value).count("evenstep") >= 2
+
+
+def test_errors_outside_a_trainer_point_at_the_users_line(tmp_path):
+    calls = [
+        lambda: evenstep.verify(None, []),
+        lambda: evenstep.export(nn.Linear(4, 4), torch.ones(2, 4), "it.pt"),
+        lambda: evenstep.load_exported(tmp_path / "missing.pt2"),
+        lambda: evenstep.find_devices(0),
+        lambda: evenstep.shared(1),
+        lambda: evenstep.data.Loader([], 0),
+        lambda: evenstep.data.fashion_mnist(data_dir=tmp_path),
+    ]
+    for call in calls:
+        with pytest.raises(evenstep.errors.EvenstepError) as caught:
+            call()
+        assert modules_of(caught.value) == [__name__] * 2
+
+
 def test_if_evenstep_itself_fails_all_frames_stay(monkeypatch):
     def fail(*_, **__):
         raise AttributeError("a fault of ours")

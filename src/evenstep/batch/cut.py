@@ -19,7 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from evenstep.devices import Device
-from evenstep.errors import BatchError, ContractError
+from evenstep.errors import BatchError, ContractError, hides_own_frames
 
 Batch: TypeAlias = Any
 """Any nesting of tuples, lists and dicts of tensors with the same number of examples, and of
@@ -43,6 +43,7 @@ class Shared:
             raise BatchError(f"evenstep.shared got {_kind_of(self.tensor)}")
 
 
+@hides_own_frames
 def shared(tensor: torch.Tensor) -> Shared:
     """Mark a tensor of a batch that every shard gets whole, instead of its own rows.
 
@@ -422,6 +423,11 @@ def _refuse(batch: Batch, dim: int) -> NoReturn:
             raise BatchError(f"{name} is {_instead_of(leaf)}")
         if not _is_plain(leaf):
             raise BatchError(f"{name} is {_kind_of(leaf)}")
+        if leaf.ndim == 0 and leaf.requires_grad:
+            raise BatchError(
+                f"{name} is a loss: give the batch, trainer.step(X, y), which computes the loss "
+                f"and its gradients on all devices"
+            )
         if leaf.ndim == 0:
             raise BatchError(
                 f"{name} is a single number: give tensors, examples first, or "

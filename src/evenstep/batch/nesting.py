@@ -47,6 +47,11 @@ def nest(batch: Batch, dim: int = 0) -> Batch:
     Raises:
         BatchError: a list has as many constants as the batch has examples.
     """
+    if isinstance(batch, tuple) and batch and all(isinstance(one, str) for one in batch):
+        raise BatchError(
+            f"got the strings {', '.join(map(repr, batch))} and no tensor: if they are the names "
+            f"in a batch that is a dict, write trainer.step(**batch)"
+        )
     try:
         leaves = optree.tree_leaves(nested := optree.tree_map(_nested, batch, is_leaf=_is_constant))
     except RecursionError:
@@ -80,19 +85,26 @@ def _has_rows(leaf: object) -> bool:
 
 def _refuse_constants_of_examples(batch: Batch, examples: int) -> None:
     """Refuse lists that seem to hold something of each example, since lists are not cut."""
-    stack = [batch]
+    stack = [("batch", batch)]
     while stack:
-        part = stack.pop()
+        name, part = stack.pop()
         if isinstance(part, Mapping):
-            stack += part.values()
+            stack += [(f"{name}[{key!r}]", value) for key, value in part.items()]
         elif isinstance(part, list | tuple):
-            if len(part) == examples > 1 and all(isinstance(one, _CONSTANTS) for one in part):
+            if len(part) == examples > 1 and all(map(_is_plain, part)):
                 raise BatchError(
-                    f"got a {type(part).__name__} of {examples} values of type "
+                    f"{name} is a {type(part).__name__} of {examples} values of type "
                     f"{type(part[0]).__name__} in a batch of {examples} examples: give a tensor, "
                     f"of which every shard gets its own rows, or leave it out"
                 )
-            stack += part
+            stack += [(f"{name}[{number}]", value) for number, value in enumerate(part)]
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether a value is a constant, or a list of nothing but constants."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, _CONSTANTS)
 
 
 def _register(kind: type[Any]) -> None:

@@ -8,11 +8,12 @@ from typing import Literal, TypeAlias
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
-from evenstep.errors import InputError
+from evenstep.errors import InputError, hides_own_frames
 
 Rule: TypeAlias = Literal["linear", "sqrt"]
 
 
+@hides_own_frames
 def scale_lr(
     optimizer: torch.optim.Optimizer,
     *,

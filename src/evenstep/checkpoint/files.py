@@ -137,7 +137,7 @@ def latest_checkpoint(folder: _StrPath) -> Path:
         found = f"it holds {', '.join(names[:4]) or 'nothing'}" + ", ..." * (len(names) > 4)
     raise CheckpointError(
         f"no checkpoint in {folder}: looked for a folder named step-00000000 or so, but {found}; "
-        f"give the folder that a run saved to"
+        f"give the folder that the training was saved to"
     )
 
 

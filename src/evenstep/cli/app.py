@@ -6,6 +6,7 @@ Exit codes: 0 done; 1 failed or not identical; 2 bad input; 130 stopped by Ctrl-
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 from typing import Any, NoReturn
@@ -45,6 +46,9 @@ class Program(click.Group):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except click.exceptions.NoArgsIsHelpError as error:
+            click.echo(error.format_message())
+            sys.exit(0)
         except click.ClickException as error:
             _fail(_spell(error), error.exit_code)
         except click.Abort:
@@ -73,7 +77,10 @@ def _current_name(name: str) -> str:
 @click.group(
     cls=Program,
     invoke_without_command=True,
-    context_settings={"token_normalize_func": _current_name},
+    context_settings={
+        "token_normalize_func": _current_name,
+        "help_option_names": ["-h", "--help"],
+    },
 )
 @click.version_option(package_name="evenstep", message="%(prog)s %(version)s")
 @click.pass_context
@@ -91,7 +98,17 @@ for _commands in _COMMANDS.values():
 def _spell(error: click.ClickException) -> str:
     context = error.ctx if isinstance(error, click.UsageError) else None
     hint = f" (see {context.command_path} --help)" if context else ""
-    return error.format_message() + hint
+    return in_plain_words(error.format_message()) + hint
+
+
+def in_plain_words(message: str) -> str:
+    """Return a message of click's without its names of types, and limits that are none."""
+    for name, kind in (("integer", "an integer"), ("float", "a number")):
+        message = message.replace(f"is not a valid {name} range", f"is not {kind}")
+        message = message.replace(f"is not a valid {name}.", f"is not {kind}.")
+    return re.sub(
+        r"is not in the range (\S+?)<=x<=9223372036854775807", r"is less than \1", message
+    )
 
 
 def _fail(message: str, code: int, *, follows: bool = False, reported: bool = False) -> NoReturn:

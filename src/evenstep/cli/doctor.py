@@ -55,7 +55,8 @@ def _features(facts: MachineFacts) -> Iterator[Text]:
     yield Text("")
     yield Text("Features", "bold")
     for state in feature_states(facts):
-        missing = " and ".join(state.missing)
+        *others, last = state.missing or ("",)
+        missing = f"{', '.join(others)} and {last}" if others else last
         yield Text(f"  {state.name}: {f'needs {missing}' if missing else 'ready'}")
         if missing:
             yield Text(f"    fix: {state.fix}", "green")

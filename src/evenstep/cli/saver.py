@@ -31,8 +31,8 @@ class Saver:
     def save(self, *, background: bool = False) -> None:
         """Save, unless there is no folder or this step has been saved.
 
-        With `background` the checkpoint is written while training continues; otherwise it is on disk
-        when `save` returns.
+        With `background` the checkpoint is written while training continues; otherwise it is on
+        disk when `save` returns.
         """
         if self._folder is not None and self._saved_step != self._trainer.steps_done:
             self._trainer.save(self._folder, background=background)

@@ -11,13 +11,14 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import TensorDataset
 
-from evenstep.errors import DataError
+from evenstep.errors import DataError, hides_own_frames
 
 SMALL, LARGE = 8, 28
 SHADES = 16
 TEST_EVERY = 5
 
 
+@hides_own_frames
 def digits(train: bool = True) -> TensorDataset:
     """Return the digits, enlarged to 28x28 pixels: 1,438 training or 359 test examples.
 

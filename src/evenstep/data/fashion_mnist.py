@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from evenstep.data.download import download
 from evenstep.data.idx import MOST_NBYTES, gunzip_idx, parse_idx
-from evenstep.errors import DataError
+from evenstep.errors import DataError, hides_own_frames
 from evenstep.files import read_file
 
 TRAIN_FILES = ("train-images-idx3-ubyte.gz", "train-labels-idx1-ubyte.gz")
@@ -41,6 +41,7 @@ IMAGE_SIZE = 28
 CLASSES = 10
 
 
+@hides_own_frames
 def fashion_mnist(
     train: bool = True, data_dir: str | os.PathLike[str] | None = None, progress: bool = True
 ) -> TensorDataset:

@@ -18,7 +18,7 @@ from evenstep.data.order import Cursor, epoch_order
 from evenstep.data.seeded import SeededExamples
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
-from evenstep.errors import DataError, InputError, shown
+from evenstep.errors import DataError, InputError, hides_own_frames, shown
 from evenstep.limits import MOST_EXAMPLES
 
 PartOf: TypeAlias = "Callable[[int, int], Part]"
@@ -47,6 +47,7 @@ class Loader:
     whole_because = ""
     name = "Loader"
 
+    @hides_own_frames
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -267,6 +268,11 @@ def _rows(tensors: Sequence[torch.Tensor], index: torch.Tensor) -> Batch:
 
 
 def _count(dataset: Dataset[Any]) -> int:
+    if isinstance(dataset, tuple | list) and {torch.Tensor}.issuperset(map(type, dataset)):
+        raise DataError(
+            f"got a {type(dataset).__name__} of {len(dataset)} tensors as a data set, so each of "
+            f"them would be an example: give torch.utils.data.TensorDataset(X, y)"
+        )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
         raise DataError(
             f"{type(dataset).__name__} is not a map-style data set (one with a length and an "

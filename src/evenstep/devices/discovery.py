@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from evenstep.devices.device import Device, as_device
-from evenstep.errors import DeviceError, shown
+from evenstep.errors import DeviceError, hides_own_frames, shown
 from evenstep.limits import MOST_DEVICES, MOST_THREADS
 
 Devices: TypeAlias = "int | str | torch.device | Device | Sequence[str | torch.device | Device]"
@@ -23,6 +23,7 @@ WITHIN_ROUNDING = "results are equal within rounding, not bit for bit"
 """What is said of results that devices or processes of different kinds have a part in."""
 
 
+@hides_own_frames
 def find_devices(
     wanted: Devices = "auto", *, threads: int = 1, share: tuple[int, int] = (0, 1)
 ) -> tuple[Device, ...]:

@@ -15,6 +15,7 @@ import dataclasses
 import hashlib
 import io
 import json
+import logging
 import os
 import re
 import sys
@@ -27,7 +28,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from evenstep.errors import BatchError, ExportError, SaveError
+from evenstep.errors import BatchError, ExportError, SaveError, hides_own_frames
 from evenstep.files import read_file, write_file
 from evenstep.inference.onnx_export import as_onnx
 from evenstep.shard.evaluation import evaluation_mode
@@ -105,6 +106,7 @@ class Exported:
             )
 
 
+@hides_own_frames
 def export(net: nn.Module, example: Inputs, path: str | os.PathLike[str]) -> Path:
     """Write a model's program and weights, in evaluation mode, to one file.
 
@@ -140,6 +142,7 @@ def export(net: nn.Module, example: Inputs, path: str | os.PathLike[str]) -> Pat
     return path
 
 
+@hides_own_frames
 def load_exported(path: str | os.PathLike[str], *, sha256: str | None = None) -> Exported:
     """Load a model that `export` has written, without its Python source.
 
@@ -238,14 +241,21 @@ def _without_partial_program() -> Iterator[None]:
     What the model itself writes to stderr appears after the recording.
     """
     written, program = io.StringIO(), ""
+    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level = logger.level
+    if logger.getEffectiveLevel() == logging.WARNING:  # not where the user has chosen another
+        logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stderr(written):
             yield
     except Exception as error:
-        program = f"{getattr(error, 'partial_fx_graph', '')}\n"
+        if hasattr(error, "partial_fx_graph"):
+            program = f"{error.partial_fx_graph}\n"
         raise
     finally:
-        sys.stderr.write(written.getvalue().removesuffix(program))
+        logger.setLevel(level)
+        text = written.getvalue()
+        sys.stderr.write(text.replace(program, "") if program else text)
 
 
 def _reason(error: Exception) -> str:

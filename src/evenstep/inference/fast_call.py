@@ -22,7 +22,7 @@ import optree
 import torch
 from torch import nn
 
-from evenstep.errors import EvenstepError, ModelError
+from evenstep.errors import EvenstepError, ModelError, hides_own_frames
 from evenstep.inference.export import Inputs, as_inputs, recorded
 from evenstep.shard.evaluation import evaluation_mode
 
@@ -83,6 +83,7 @@ def _kind(x: torch.Tensor) -> tuple[object, ...]:
     return x.shape, x.stride(), x.dtype, x.device
 
 
+@hides_own_frames
 def hybridize(net: nn.Module, example: Inputs) -> Hybrid:
     """Find the fastest method of calling a model repeatedly with inputs like `example`.
 

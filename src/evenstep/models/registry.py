@@ -31,8 +31,10 @@ def find_factory(name: str) -> Callable[[], nn.Module]:
         return BUILT_IN[name]
     module_name, colon, attribute = name.partition(":")
     if not (colon and module_name and attribute):
+        hint = f", such as {name.removesuffix('.py')}:Net" if name.endswith(".py") else ""
         raise ModelError(
-            f"got model {name!r}: choose {', '.join(BUILT_IN)}, or write package.module:factory"
+            f"got model {name!r}: choose {', '.join(BUILT_IN)}, or write "
+            f"package.module:factory{hint}"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -19,6 +19,7 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         ModelError: the model has lazy parameters or hooks on accumulated gradients, or the
             optimizer holds parameters that are not the model's.
     """
+    _refuse_wrapped(model)
     _refuse_scripted(model)
     refuse_hooks_on_sums(model)
     _refuse_compiled(model)
@@ -41,6 +42,17 @@ def refuse_strangers(model: nn.Module, optimizer: torch.optim.Optimizer) -> None
             f"the optimizer holds {strangers} of {len(held)} parameters that are not the model's: "
             f"make it from model.parameters(), after the last change to the model"
         )
+
+
+def _refuse_wrapped(model: nn.Module) -> None:
+    wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
+    for name, module in model.named_modules():
+        if isinstance(module, wrappers):
+            raise ModelError(
+                f"{f'the layer {name}' if name else 'the model'} is a {type(module).__name__}: "
+                f"give the module inside it, model.module, because the trainer itself divides each "
+                f"batch among the devices"
+            )
 
 
 def _refuse_scripted(model: nn.Module) -> None:

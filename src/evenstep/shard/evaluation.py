@@ -18,6 +18,7 @@ from evenstep.experiment import autocast
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import Number, split_batch
+from evenstep.shard.targets import call_with, counted
 
 Metric: TypeAlias = Callable[..., "tuple[Number, Number]"]
 """`metric(output, *targets) -> (total, count)`; with an objective, `metric(model, *batch)`."""
@@ -34,13 +35,29 @@ def measure_output(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]
     """Call every metric with the output of one forward pass, and the targets."""
     inputs, targets, named = split_batch(batch)
     output = model(*inputs, **named)
-    return {name: _pair(name, metric(output, *targets)) for name, metric in metrics.items()}
+    return {
+        name: _pair(name, _call(name, metric, output, "output", targets, "target"))
+        for name, metric in metrics.items()
+    }
 
 
 @INTERRUPTS.interruptible
 def measure_model(model: nn.Module, batch: Batch, metrics: Mapping[str, Metric]) -> Pairs:
     """Call every metric with the model and the batch, as an objective is called."""
-    return {name: _pair(name, metric(model, *batch)) for name, metric in metrics.items()}
+    return {
+        name: _pair(name, _call(name, metric, model, "model", batch, "part"))
+        for name, metric in metrics.items()
+    }
+
+
+def _call(name: str, metric: Metric, first: Any, what: str, others: Batch, kind: str) -> Any:
+    """Return what a metric returns for an output and targets, or for a model and a batch."""
+
+    def how() -> str:
+        rest = "targets" if kind == "target" else "batch"
+        return f'the metric "{name}" as metric({what}, *{rest}), with {counted(len(others), kind)}'
+
+    return call_with(how, metric, first, *others)
 
 
 def _pair(name: str, value: Any) -> tuple[Number, Number]:

@@ -23,6 +23,7 @@ from evenstep.batch.cut import tensors_of
 from evenstep.batch.nesting import Keywords
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import ModelError, add_note, shown
+from evenstep.shard.targets import advice_on_targets, call_with, counted, refuse_unfit_output
 
 Number: TypeAlias = "torch.Tensor | float"
 Outputs: TypeAlias = "Mapping[str, Any]"
@@ -133,10 +134,14 @@ class _PlacedLoss:
 def _user_objective(
     objective: UserObjective, model: nn.Module, batch: Batch, examples: int | None
 ) -> ShardLoss:
-    if isinstance(batch[-1], Keywords):
-        result = objective(model, *batch[:-1], **batch[-1])
-    else:
-        result = objective(model, *batch)
+    unnamed, named = (batch[:-1], batch[-1]) if isinstance(batch[-1], Keywords) else (batch, {})
+
+    def how() -> str:
+        names = f" and {', '.join(named)} by name" if named else ""
+        parts = counted(len(unnamed), "part")
+        return f"the objective as objective(model, *batch), with {parts} of a batch{names}"
+
+    result = call_with(how, objective, model, *unnamed, **named)
     match result:
         case torch.Tensor() as mean:
             return _of_mean(mean, "the objective's mean", examples)
@@ -197,7 +202,23 @@ def _mean_objective(
 ) -> tuple[torch.Tensor, Number]:
     inputs, targets, named = split_batch(batch)
     output = model(*inputs, **named)
-    mean = loss.on(tensors_of(batch)[0].device)(output, *targets)
+    placed = loss.on(tensors_of(batch)[0].device)
+    refuse_unfit_output(placed, output, targets)
+
+    def how() -> str:
+        count = counted(len(targets), "target")
+        return (
+            f"the loss as loss(output, *targets), with {count} (what takes (model, *batch) is "
+            f"given as objective=...)"
+        )
+
+    try:
+        mean = call_with(how, placed, output, *targets)
+    except (RuntimeError, ValueError) as error:
+        with contextlib.suppress(Exception):  # the error is what matters
+            if (advice := advice_on_targets(placed, output, targets)) is not None:
+                add_note(error, advice)
+        raise
     return _of_mean(mean, "the loss", examples)
 
 
@@ -221,6 +242,7 @@ def _class_objective(
         )
     target = targets[0]
     output = model(*inputs, **named)
+    refuse_unfit_output(mean_loss.on(target.device), output, targets)
     try:
         if examples is None:
             return mean_loss.on(output.device)(output, target), 1
@@ -314,7 +336,7 @@ def _refuse_unfit(loss: Loss) -> None:
 
 def _check_scalar(value: object, what: str) -> None:
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
-        got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        got = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
         raise ModelError(
             f"{what} is {got}, but a scalar tensor is needed: loss= takes a mean over the "
             f"examples, objective= returns (total, count)"

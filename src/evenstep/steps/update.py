@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from evenstep.collectives import tree_sum
-from evenstep.errors import ContractError, ModelError, NonFiniteLossError
+from evenstep.errors import ContractError, ModelError, NonFiniteLossError, hides_own_frames
 from evenstep.replicas import OptimizerProxy, Replicas, check_followed
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
@@ -64,6 +64,7 @@ class Update:
     def __call__(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
         """Settle the loss and update the model; called in a lane."""
         step.loss, count = settle(step, leaves)
+        _refuse_no_gradient(step, root, self._replicas.home.parameters)
         self._close_buffers(root)
         with _no_compiling():
             self._update(step, count, root)
@@ -76,6 +77,7 @@ class Update:
         They get the memory layout of their parameters, as in torch's own backward pass.
         """
         step.loss, count = settle(step, leaves)
+        _refuse_no_gradient(step, root, self._replicas.home.parameters)
         self._close_buffers(root)
         self._divide(root, count)
         home = self._replicas.home.parameters
@@ -125,6 +127,7 @@ class Update:
         self._replicas.write_buffers(closing_buffers(root))
         self._close()
 
+    @hides_own_frames
     def refuse_foreign_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -337,6 +340,19 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
         examples = [hi - lo for lo, hi in part.bounds]
         step.outputs = join_step_outputs(leaves, examples, [*dict.fromkeys((part.dim, 0))])
     return mean, count
+
+
+def _refuse_no_gradient(step: Step, root: PartialSum, parameters: Sequence[nn.Parameter]) -> None:
+    """Refuse a step in which no parameter has got a gradient, as torch's `backward` does."""
+    if any(gradient is not None for gradient in root.gradients):
+        return
+    why = "the loss does not depend on them (look for detach(), item() or torch.no_grad())"
+    if not any(parameter.requires_grad for parameter in parameters):
+        why = "none requires a gradient: call requires_grad_() on those that are to be trained"
+    raise ModelError(
+        f"no parameter of the model has got a gradient in step {step.number}, since {why}; the "
+        f"step was not taken"
+    )
 
 
 def _refuse_count(step: Step, leaves: Sequence[Leaf | None], count: float) -> NoReturn:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 from evenstep.devices import Device, layout_notes, rounding_notes
 from evenstep.devices.discovery import WITHIN_ROUNDING
 from evenstep.experiment import Experiment
+
+logger = logging.getLogger("evenstep")
+
+_MODAL = _BatchNorm, _DropoutNd
+"""Layers that compute something else in evaluation mode."""
 
 
 class Notes:
@@ -19,11 +29,25 @@ class Notes:
     """
 
     def __init__(self, devices: Sequence[Device], experiment: Experiment) -> None:
+        self._has_said_mode = False
         self.lines = layout_notes(devices, experiment.shards)
         self.within_rounding = bool(rounding_notes(devices))
         if experiment.shards > 1 and not experiment.separable:
             self.lines.append(
                 f"separable=False: the result depends on the number of shards, {experiment.shards}"
+            )
+
+    def say_mode(self, model: nn.Module) -> None:
+        """Log once that a model is trained in evaluation mode, if that makes a difference."""
+        if model.training or self._has_said_mode:
+            return
+        kinds = {type(one).__name__: None for one in model.modules() if isinstance(one, _MODAL)}
+        if kinds:
+            self._has_said_mode = True
+            logger.warning(
+                "the model is in evaluation mode, which changes what %s compute: call "
+                "model.train() before the first step",
+                " and ".join(kinds),
             )
 
     def note_rounding(self, reason: str) -> str:

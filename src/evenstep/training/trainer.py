@@ -519,7 +519,11 @@ class Trainer(Habits):
         """
         self._session.refuse_fork()
         check_flags(whole=whole)
-        yield from self._epochs.epoch(loader, whole=whole)
+        try:
+            yield from self._epochs.epoch(loader, whole=whole)
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
     def batches(self, loader: Batches) -> Iterator[Batch]:
         """Yield the batches of the loader's epoch 0, to be given to `evaluate`.
@@ -527,7 +531,11 @@ class Trainer(Habits):
         With several processes, each loads and yields its own part of every batch, as in `epoch`.
         """
         self._session.refuse_fork()
-        yield from self._epochs.batches(loader)
+        try:
+            yield from self._epochs.batches(loader)
+        except Exception as error:
+            hide_own_frames(error)
+            raise
 
     @hides_own_frames
     @INTERRUPTS.uninterrupted
@@ -776,6 +784,7 @@ class Trainer(Habits):
         """Check the code on the batch of a step that has not begun."""
         self._pipeline.wait()
         self._pipeline.follow_user()
+        self._notes.say_mode(self.model)
         attempt = step.attempt
         self._self_check.run(step.number, attempt.cut, attempt.seed, step.objective)
         self._timekeeper.rest()

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, TypeAlias
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -266,6 +267,17 @@ def _length(loader: object) -> int | None:
 def _check(loader: object) -> None:
     """Refuse what is not an iterable of batches, in words that say what to give."""
     name = type(loader).__name__
+    if isinstance(loader, torch.Tensor):
+        raise InputError(
+            "got a tensor as a loader, so each of its rows would be a batch: give an iterable of "
+            "batches, such as torch.utils.data.DataLoader(...) or a list, [(X, y)]"
+        )
+    if isinstance(loader, tuple) and loader and {torch.Tensor}.issuperset(map(type, loader)):
+        raise InputError(
+            f"got a tuple of {len(loader)} tensors as a loader, so each of them would be a batch: "
+            f"give an iterable of batches, such as torch.utils.data.DataLoader(...) or a list, "
+            f"[(X, y)]"
+        )
     if callable(loader) and not hasattr(type(loader), "__iter__"):
         raise InputError(
             f"got {shown(loader)} as a loader: call it, and give the batches that it returns"

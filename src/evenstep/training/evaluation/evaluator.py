@@ -17,7 +17,7 @@ from evenstep.batch.rng import derive_seed
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
 from evenstep.engine.interrupts import interruptible
-from evenstep.errors import BatchError, add_note
+from evenstep.errors import BatchError, InputError, add_note, shown
 from evenstep.shard.evaluation import (
     Forward,
     Measure,
@@ -132,27 +132,35 @@ class Evaluator:
 
 @contextlib.contextmanager
 def _explained(batches: object) -> Iterator[None]:
-    """Inside `with`, note on errors that one batch was given instead of a list of batches."""
+    """Inside `with`, say of errors that one batch was given instead of a list of batches."""
     try:
         yield
     except Exception as error:
         if isinstance(batches, torch.Tensor):
-            add_note(
-                error,
+            advice = (
                 "got a tensor as batches, so each of its rows would be a batch: give a list of "
-                "batches, such as [X]",
+                "batches, such as [X]"
             )
         elif isinstance(batches, tuple) and _TENSOR.issuperset(map(type, batches)):
-            add_note(
-                error,
+            advice = (
                 f"got a tuple of {len(batches)} tensors as batches, so each of them would be a "
-                f"batch: give a list of batches, such as [(X, y)]",
+                f"batch: give a list of batches, such as [(X, y)]"
             )
+        else:
+            raise
+        if isinstance(error, InputError):
+            raise InputError(advice) from error
+        add_note(error, advice)
         raise
 
 
 def _each(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Yield each batch; Ctrl-C may interrupt the user's code that makes it."""
+    if not hasattr(type(batches), "__iter__") and not hasattr(type(batches), "__getitem__"):
+        raise InputError(
+            f"got {shown(batches)} as batches: give an iterable of batches, such as a DataLoader "
+            f"or a list, [(X, y)]"
+        )
     iterator, end = interruptible(iter, batches), object()
     while (batch := interruptible(next, iterator, end)) is not end:
         yield batch
