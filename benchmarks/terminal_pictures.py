@@ -1,9 +1,11 @@
 """Records what `evenstep train` and `evenstep verify` show on a terminal, as docs/images/*.svg.
 
-    python benchmarks/terminal_pictures.py
+    python benchmarks/terminal_pictures.py           # all
+    python benchmarks/terminal_pictures.py terminal_verify
 
-Each command runs in a terminal of its own; the picture shows what stands there at its end. The
-model that `evenstep verify` finds fault with is that of docs/debugging.md.
+Each command runs in a terminal of its own; the picture shows what stands there at its end. It is as
+wide as its longest line, so that letters are as large as possible on a small screen. The model that
+`evenstep verify` finds fault with is that of docs/debugging.md.
 """
 
 from __future__ import annotations
@@ -38,10 +40,11 @@ PICTURES = {
 
 
 def main() -> None:
-    """Record each command."""
+    """Record each command, or those named on the command line."""
     page = (DOCS / "debugging.md").read_text(encoding="utf-8")
     noisy = PROGRAM.findall(page)[0]
-    for name, command in PICTURES.items():
+    for name in sys.argv[1:] or PICTURES:
+        command = PICTURES[name]
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "noisy.py").write_text(noisy, encoding="utf-8")
             lines = final_lines(run(command, Path(folder)))
@@ -100,10 +103,11 @@ def final_lines(written: str) -> list[str]:
 
 def picture(name: str, command: str, lines: list[str]) -> str:
     """Return a terminal with a command and its output, as SVG that loads nothing."""
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
-    console.print(Text.assemble(("$ ", "green"), (command, "bold")))
-    for line in lines:
-        console.print(Text.from_ansi(line))
+    shown = [Text.assemble(("$ ", "green"), (command, "bold")), *map(Text.from_ansi, lines)]
+    width = max(line.cell_len for line in shown)
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
+    for line in shown:
+        console.print(line)
     svg = console.export_svg(title="evenstep", theme=MONOKAI, unique_id=name)
     return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
 

@@ -18,6 +18,33 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+# --- what is typed wrongly
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ("train --lr abc", "Invalid value for '--lr': 'abc' is not a number."),
+        ("train --epochs five", "Invalid value for '--epochs': 'five' is not an integer."),
+        ("train --steps 1.5", "Invalid value for '--steps': '1.5' is not an integer."),
+        ("train --epochs 0", "Invalid value for '--epochs': 0 is less than 1."),
+        ("train --shards 0", "Invalid value for '--shards': 0 is not in the range 1<=x<=65536."),
+    ],
+)
+def test_numbers_are_refused_in_plain_words(words, line):
+    expected = f"evenstep: {line} (see evenstep train --help)".replace(
+        "evenstep train", "main train"
+    )
+    assert complaint(*words.split(), code=2) == expected
+
+
+def test_a_file_as_model_is_answered_with_the_name_of_its_module():
+    assert complaint("train", "--model", "net.py", code=2) == (
+        "evenstep: got model 'net.py': choose lenet, resnet18, mlp, or write "
+        "package.module:factory, such as net:Net"
+    )
+
+
 # --- stopped, and failed
 
 

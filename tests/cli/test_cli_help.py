@@ -68,6 +68,16 @@ def test_the_programs_help_shows_every_command_once():
     assert sorted(shown) == sorted(main.commands)
 
 
+@pytest.mark.parametrize("path", [(), ("bench",)])
+def test_a_group_without_a_command_prints_its_help(path):
+    assert run(*path).stdout == run(*path, "--help").stdout
+
+
+@pytest.mark.parametrize("path", [(), *COMMANDS])
+def test_h_is_short_for_help(path):
+    assert run(*path, "-h").stdout == run(*path, "--help").stdout
+
+
 def test_long_commands_say_how_long():
     output = " ".join(run("--help").stdout.split())
     for name, duration in (("train", "seconds"), ("bench", "minutes"), ("reproduce", "hours")):

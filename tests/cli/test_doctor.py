@@ -145,6 +145,12 @@ def test_what_is_missing_is_named_with_the_line_that_installs_it():
     assert sum(bool(one.missing) for one in states.values()) == 2
 
 
+def test_several_missing_packages_are_listed():
+    lines = [line.plain for line in report(machine(packages={}))]
+    assert "  export to ONNX: needs onnx, onnxscript and onnxruntime" in lines
+    assert "  Lightning's Trainer: needs lightning" in lines
+
+
 def test_without_an_installed_evenstep_the_folder_is_installed():
     assert install_line("onnx", is_installed=False).startswith(
         "pip install '.[onnx]' in the folder"
