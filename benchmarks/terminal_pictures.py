@@ -104,7 +104,7 @@ def final_lines(written: str) -> list[str]:
 def picture(name: str, command: str, lines: list[str]) -> str:
     """Return a terminal with a command and its output, as SVG that loads nothing."""
     shown = [Text.assemble(("$ ", "green"), (command, "bold")), *map(Text.from_ansi, lines)]
-    width = max(line.cell_len for line in shown)
+    width = min(COLUMNS, max(line.cell_len for line in shown))
     console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True)
     for line in shown:
         console.print(line)
