@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from evenstep.batch import Batch
-from evenstep.checkpoint.fingerprint import digests, tensor_digest
+from evenstep.checkpoint.fingerprint import digests, fingerprint, tensor_digest
 from evenstep.data import Loader
 from evenstep.devices import Devices, find_devices
 from evenstep.distributed import local_share
@@ -185,6 +185,7 @@ class _Maker:
     def __init__(self, make_trainer: MakeTrainer) -> None:
         self._make_trainer = make_trainer
         self._last: weakref.ref[nn.Module] | None = None
+        self._opening = ""  # the fingerprint of the first trainer
 
     def __call__(self, devices: Devices) -> Trainer:
         trainer = call_with(lambda: "make_trainer(devices)", self._make_trainer, devices)
@@ -199,7 +200,10 @@ class _Maker:
                 f"make_trainer returned a trainer on {names[1]} instead of {names[0]}: give the "
                 f"trainer what make_trainer is given, devices=devices"
             )
-        if self._last is not None and self._last() is trainer.model:
+        opening = fingerprint(trainer.model, trainer.optimizer)
+        self._opening = self._opening or opening
+        is_the_same = self._last is not None and self._last() is trainer.model
+        if is_the_same and opening != self._opening:
             raise InputError(
                 "make_trainer returned a trainer of the same model again, which is trained by now: "
                 "make model, optimizer and trainer inside make_trainer"

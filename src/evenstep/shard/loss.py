@@ -242,7 +242,8 @@ def _class_objective(
         )
     target = targets[0]
     output = model(*inputs, **named)
-    refuse_unfit_output(mean_loss.on(target.device), output, targets)
+    if not isinstance(output, torch.Tensor):
+        refuse_unfit_output(mean_loss.on(target.device), output, targets)
     try:
         if examples is None:
             return mean_loss.on(output.device)(output, target), 1

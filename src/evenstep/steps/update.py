@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from evenstep.collectives import tree_sum
-from evenstep.errors import ContractError, ModelError, NonFiniteLossError, hides_own_frames
+from evenstep.errors import ContractError, ModelError, NonFiniteLossError
 from evenstep.replicas import OptimizerProxy, Replicas, check_followed
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
@@ -64,7 +64,8 @@ class Update:
     def __call__(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
         """Settle the loss and update the model; called in a lane."""
         step.loss, count = settle(step, leaves)
-        _refuse_no_gradient(step, root, self._replicas.home.parameters)
+        if root.gradients and root.gradients[0] is None:
+            _refuse_no_gradient(step, root, self._replicas.home.parameters)
         self._close_buffers(root)
         with _no_compiling():
             self._update(step, count, root)
@@ -77,7 +78,8 @@ class Update:
         They get the memory layout of their parameters, as in torch's own backward pass.
         """
         step.loss, count = settle(step, leaves)
-        _refuse_no_gradient(step, root, self._replicas.home.parameters)
+        if root.gradients and root.gradients[0] is None:
+            _refuse_no_gradient(step, root, self._replicas.home.parameters)
         self._close_buffers(root)
         self._divide(root, count)
         home = self._replicas.home.parameters
@@ -127,7 +129,6 @@ class Update:
         self._replicas.write_buffers(closing_buffers(root))
         self._close()
 
-    @hides_own_frames
     def refuse_foreign_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
