@@ -106,9 +106,10 @@ def in_plain_words(message: str) -> str:
     for name, kind in (("integer", "an integer"), ("float", "a number")):
         message = message.replace(f"is not a valid {name} range", f"is not {kind}")
         message = message.replace(f"is not a valid {name}.", f"is not {kind}.")
-    return re.sub(
-        r"is not in the range (\S+?)<=x<=9223372036854775807", r"is less than \1", message
-    )
+    unlimited = re.fullmatch(r"(.* )(-?\d+) is not in the range (\d+)<=x<=(\d{19})\.", message)
+    if unlimited is None or int(unlimited[2]) > int(unlimited[4]):
+        return message
+    return f"{unlimited[1]}{unlimited[2]} is less than {unlimited[3]}."
 
 
 def _fail(message: str, code: int, *, follows: bool = False, reported: bool = False) -> NoReturn:
