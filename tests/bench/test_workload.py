@@ -58,6 +58,7 @@ def test_a_stopwatch_measures_the_time_since_its_making():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # about ten programs, one after the other
 @pytest.mark.parametrize("network", TEXT)
 def test_all_contenders_of_text_move_the_weights_alike(network):
     if network == "chargpt":

@@ -18,6 +18,7 @@ _COMPILING_S = 60  # C++ is compiled, once for each shape
 _BOUNDS = {"steps": "1", "rounds": "1", "seconds": "0.01"}
 _SMALL = {"model": "mlp", "devices": "1", "batch_size": "64"}
 _NEVER_IN_RANGE = {"processes", "workers"}
+_FAR_TOO_LONG = {str(10**6), "40000", "100000"}  # as numbers of steps
 
 _TEXTS = [
     *("", " ", "-", "--", ".", "..", "x", "x" * 300, "x" * 5000, "é", "\udcff", "%s", "{}"),
@@ -50,7 +51,11 @@ def values_of(parameter):
             near = {value for value in near if not kind.min <= value <= kind.max}
         if parameter.name == "threads":
             near -= {kind.max}  # takes as much memory as there are threads
-        return st.sampled_from([*map(str, sorted(near)), *_NUMBERS])
+        numbers = [*map(str, sorted(near)), *_NUMBERS]
+        if parameter.name == "steps":
+            far = {str(value) for value in near if value > 1} | _FAR_TOO_LONG
+            numbers = [number for number in numbers if number not in far]
+        return st.sampled_from(numbers)
     return st.sampled_from(_TEXTS)
 
 
@@ -79,8 +84,6 @@ def command_lines(draw):
     for name, value in _BOUNDS.items():
         if name in known and name not in chosen:
             line += [known[name].opts[0], value]
-    if "steps" in chosen and draw(st.booleans()) is False:
-        line += ["--steps", "1"]
     line += draw(st.lists(st.sampled_from(["extra", "--what", "-x", "--help"]), max_size=1))
     return line
 

@@ -121,7 +121,7 @@ def test_another_processor_is_refused_or_followed_within_rounding(one_process, t
             assert re.match(OTHER, note)
             assert note.endswith(ROUNDING)
         assert "DivergedError: rank 1" in end["allowed, late, end"]["error"]
-        assert "further from it than rounding explains" in end["allowed, hidden"]["error"]
+        assert "by more than rounding explains" in end["allowed, hidden"]["error"]
     for kind in kinds:  # the processes end as one training
         assert ends[0][kind]["fingerprint"] == ends[1][kind]["fingerprint"]
     assert read_training_state(tmp_path / "saved").within_rounding
@@ -174,5 +174,5 @@ def test_the_command_line_says_that_a_result_is_equal_within_rounding(tmp_path):
     assert json.loads(record.read_text())["within_rounding"]
     resumed = run("train", "--resume", "--checkpoint-dir", kept, "--steps", 9, "--json", record)
     assert ROUNDING in " ".join(resumed.stdout.split())
-    assert f"other kinds: {ROUNDING}" in resumed.stderr
+    assert f"mixed kinds: {ROUNDING}" in resumed.stderr
     assert json.loads(record.read_text())["within_rounding"]

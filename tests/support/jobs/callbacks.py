@@ -31,4 +31,6 @@ with evenstep.Trainer(
     for batch in make_batches((24, 17, 24)):
         trainer.step(*batch)
 rank = os.environ["RANK"]
-print(f"rank {rank} first {first.steps}\nrank {rank} each {each.steps}", flush=True)
+# One write, so that no line of the other process comes between.
+sys.stdout.write(f"rank {rank} first {first.steps}\nrank {rank} each {each.steps}\n")
+sys.stdout.flush()
