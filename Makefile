@@ -40,7 +40,7 @@ test: install ## the tests (under 8 minutes on two cores)
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup
 
 slow: install ## the long tests too
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: install ## format and lint, as CI wants them
 	$(BIN)/ruff format --check .
