@@ -190,6 +190,49 @@ EXPORTS = {
     "evenstep.inference": [],
     "evenstep.integrations": [],
     "evenstep.models": ["gpt", "lenet", "mlp", "resnet18"],
+    "evenstep.mxnet": [
+        "Context",
+        "MXNetError",
+        "autograd",
+        "close",
+        "cpu",
+        "current_context",
+        "gluon",
+        "gpu",
+        "init",
+        "metric",
+        "nd",
+        "np",
+        "npx",
+        "num_gpus",
+        "optimizer",
+        "random",
+        "sym",
+        "waitall",
+    ],
+    "evenstep.mxnet.core": [],
+    "evenstep.mxnet.gluon": [
+        "Block",
+        "Constant",
+        "HybridBlock",
+        "Parameter",
+        "ParameterDict",
+        "Trainer",
+        "data",
+        "loss",
+        "nn",
+        "utils",
+    ],
+    "evenstep.mxnet.gluon.data": [
+        "ArrayDataset",
+        "DataLoader",
+        "Dataset",
+        "SimpleDataset",
+        "transforms",
+        "vision",
+    ],
+    "evenstep.mxnet.ops": [],
+    "evenstep.mxnet.symbols": [],
     "evenstep.profiling": [],
     "evenstep.replicas": [
         "JUDGE",
@@ -315,7 +358,7 @@ def test_importing_evenstep_loads_no_command_line():
     """And none of what is slow to import and seldom needed."""
     modules = loaded_by("from evenstep import *")
     assert "evenstep.training.trainer" in modules
-    assert not modules & {"evenstep.cli", "evenstep.book", "evenstep.bench"}
+    assert not modules & {"evenstep.cli", "evenstep.book", "evenstep.bench", "evenstep.mxnet"}
     assert not modules & {"click", "rich", "pooch", "requests", "sklearn"}
     assert not modules & {"tensorboard", "torchmetrics", "matplotlib", "IPython"}
 

@@ -14,6 +14,8 @@
     ├── DeviceLostError                  a device failed or stopped responding
     ├── PeerError                        another process failed, ended, or did not respond in time
     │   └── DivergedError                a process's training state differs from the others'
+    ├── MXNetError (also a RuntimeError) a call of evenstep.mxnet failed, at once or when it ran
+    │   └── DeferredInitializationError  a parameter's shape is not known yet
     ├── DeadlockError                    a task waits inside a lane, possibly forever
     └── ClosedError                      used before `with` opened it, or after `with` closed it
 
@@ -105,6 +107,14 @@ class PeerError(EvenstepError):
 
 class DivergedError(PeerError):
     """A process's training state differs from that of the others."""
+
+
+class MXNetError(EvenstepError, RuntimeError):
+    """A call of `evenstep.mxnet` failed: at once, or when the queued operation ran."""
+
+
+class DeferredInitializationError(MXNetError):
+    """A parameter's shape is not known before the first forward pass."""
 
 
 class DeadlockError(EvenstepError):

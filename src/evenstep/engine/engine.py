@@ -256,7 +256,7 @@ class Engine:
     def Var(self, value: Any, name: str | None = None) -> handles.Var:  # noqa: N802 - it makes a Var
         """Return mutable state that tasks read and write in the order of submission."""
         self._vars += 1
-        return handles.Var(value, name or f"Var {self._vars}", self._wait_for_var)
+        return handles.Var(value, name or f"Var {self._vars}", self.wait_for_var)
 
     @INTERRUPTS.uninterrupted
     def waitall(self) -> None:
@@ -395,6 +395,19 @@ class Engine:
             task.fence.synchronize()
         return True
 
+    @INTERRUPTS.uninterrupted
+    def wait_for_var(self, var: handles.Var) -> None:
+        """Wait until every task submitted so far that writes `var` has ended; raise its error."""
+        writer, cause = var.writer, var.cause
+        if writer is not None:
+            assert isinstance(writer, Task)
+            self._wait_for(writer)
+        elif cause is not None:
+            raise self._error_of(cause)
+        for fence in var.fences:
+            if fence is not None:
+                fence.synchronize()
+
     # ---- in the submitting thread
 
     def _lane(self, device: str | torch.device | Device) -> int:
@@ -412,18 +425,6 @@ class Engine:
         self.wait_for(task)
         if task.cause is not None:
             raise self._error_of(task.cause)
-
-    @INTERRUPTS.uninterrupted
-    def _wait_for_var(self, var: handles.Var) -> None:
-        writer, cause = var.writer, var.cause
-        if writer is not None:
-            assert isinstance(writer, Task)
-            self._wait_for(writer)
-        elif cause is not None:
-            raise self._error_of(cause)
-        for fence in var.fences:
-            if fence is not None:
-                fence.synchronize()
 
     def _wait_until(self, unfinished: int) -> None:
         """Wait until at most `unfinished` tasks are unfinished."""

@@ -1,0 +1,27 @@
+"""The names of MXNet over torch and the engine: code of the book's MXNet editions runs again."""
+
+from evenstep.errors import MXNetError
+from evenstep.mxnet import autograd, gluon, init, metric, nd, np, npx, optimizer, random, sym
+from evenstep.mxnet.core.context import Context, cpu, current_context, gpu, num_gpus
+from evenstep.mxnet.core.runtime import close, waitall
+
+__all__ = [
+    "Context",
+    "MXNetError",
+    "autograd",
+    "close",
+    "cpu",
+    "current_context",
+    "gluon",
+    "gpu",
+    "init",
+    "metric",
+    "nd",
+    "np",
+    "npx",
+    "num_gpus",
+    "optimizer",
+    "random",
+    "sym",
+    "waitall",
+]

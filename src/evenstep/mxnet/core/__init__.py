@@ -1,0 +1,1 @@
+"""Arrays whose operations run on the engine: contexts, memory, recording, and symbols."""

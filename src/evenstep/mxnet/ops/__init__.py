@@ -1,0 +1,1 @@
+"""The functions of `nd`, `np` and `npx` as tables of plain functions of torch tensors."""

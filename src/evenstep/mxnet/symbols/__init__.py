@@ -1,0 +1,1 @@
+"""Symbols: what a network computes, recorded as a program without computing it."""

@@ -1,0 +1,26 @@
+"""Every test of `evenstep.mxnet` starts and ends without worker threads."""
+
+import logging
+
+import pytest
+
+from evenstep import mxnet as mx
+from evenstep.mxnet import npx
+from evenstep.mxnet.core.context import _note_stand_in
+
+
+@pytest.fixture(autouse=True)
+def own_engine():
+    """Close the process's engine, also after a test whose queued operation failed."""
+    logging.getLogger("evenstep").setLevel(logging.ERROR)  # the note on stand-ins
+    mx.random.seed(0)
+    yield
+    logging.getLogger("evenstep").setLevel(logging.NOTSET)
+    _note_stand_in.cache_clear()
+    npx.reset_np()
+    try:
+        mx.waitall()
+    except mx.MXNetError:
+        mx.close()
+        raise
+    mx.close()

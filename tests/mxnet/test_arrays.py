@@ -1,0 +1,281 @@
+"""Arrays: operations are queued, shapes are known at once, and reads and writes keep their order."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from evenstep import mxnet as mx
+from evenstep.mxnet import nd
+from evenstep.mxnet import np as mnp
+from evenstep.mxnet.core.invoke import run
+
+
+def held(context, *, reads=(), writes=()):
+    """Queue a task that runs until the returned event is set."""
+    event = threading.Event()
+    run("held", context, lambda: event.wait(30), reads, writes=writes)
+    return event
+
+
+def test_the_books_first_lines():
+    a = nd.ones((1, 2))
+    b = nd.ones((1, 2))
+    c = a * b + 2
+    assert repr(c) == "\n[[3. 3.]]\n<NDArray 1x2 @cpu(0)>"
+
+
+def test_an_operation_returns_before_it_has_run():
+    event = held(mx.cpu())
+    y = nd.dot(nd.ones((2, 3)), nd.ones((3, 4))).sum()
+    z = y + 1
+    assert z.shape == (1,)
+    assert z.dtype == np.float32
+    assert not y.chunk.writer.ended
+    event.set()
+    assert z.asscalar() == 25
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.wait_to_read(),
+        lambda x: x.asnumpy(),
+        lambda x: x.asscalar(),
+        lambda x: float(x),
+        lambda x: int(x),
+        lambda x: bool(x),
+        lambda x: str(x),
+        lambda x: f"{x:.1f}",
+        lambda x: mx.waitall(),
+        lambda x: np.asarray(x),
+    ],
+)
+def test_what_reads_a_value_waits_for_it(read):
+    event = held(mx.cpu())
+    x = nd.ones((1,)) * 3
+    threading.Timer(0.05, event.set).start()
+    read(x)
+    assert event.is_set()
+    assert x.chunk.writer is None
+
+
+def test_contexts_work_side_by_side():
+    event = held(mx.gpu(0))
+    slow, fast = nd.ones((2,), ctx=mx.gpu(0)) + 1, nd.ones((2,), ctx=mx.gpu(1)) + 1
+    assert fast.asnumpy().tolist() == [2, 2]  # while gpu(0) is busy
+    assert not slow.chunk.writer.ended
+    event.set()
+    assert slow.asnumpy().tolist() == [2, 2]
+
+
+def test_a_slice_that_is_written_changes_its_array():
+    x = nd.zeros((2, 3))
+    x[1, :2] = nd.array([5, 6])
+    x[0] += 1
+    x[:, 2] *= 4
+    x[1][0] = 7
+    assert x.asnumpy().tolist() == [[1, 1, 4], [7, 6, 0]]
+
+
+def test_the_books_allreduce():
+    data = [nd.ones((1, 2), ctx=mx.gpu(i)) * (i + 1) for i in range(2)]
+    data[0][:] += data[1].copyto(data[0].context)
+    data[0].copyto(data[1])
+    assert [one.asnumpy().tolist() for one in data] == [[[3, 3]], [[3, 3]]]
+    assert [str(one.context) for one in data] == ["gpu(0)", "gpu(1)"]
+
+
+def test_a_write_waits_for_earlier_reads():
+    x = nd.ones((3,))
+    x.wait_to_read()
+    event = held(mx.gpu(0), reads=[x.chunk])
+    before = x.copyto(mx.gpu(0))
+    x[:] = 5
+    y = x + 1
+    assert not x.chunk.writer.ended
+    event.set()
+    assert y.asnumpy().tolist() == [6, 6, 6]
+    assert before.asnumpy().tolist() == [1, 1, 1]
+
+
+def test_a_read_waits_for_earlier_writes():
+    x = nd.ones((3,), ctx=mx.gpu(1))
+    event = held(mx.gpu(1))
+    x[:] = 5
+    y = x.copyto(mx.cpu())
+    assert not y.chunk.writer.ended
+    event.set()
+    assert y.asnumpy().tolist() == [5, 5, 5]
+
+
+def test_a_view_sees_later_writes_and_a_copy_does_not():
+    x = nd.arange(6).reshape((2, 3))
+    row, copy, turned = x[1], x[1].copy(), x.T
+    x += 10
+    assert row.asnumpy().tolist() == [13, 14, 15]
+    assert copy.asnumpy().tolist() == [3, 4, 5]
+    assert turned.asnumpy().tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x.flatten(),
+        lambda x: x.transpose(),
+        lambda x: nd.squeeze(x),
+        lambda x: nd.expand_dims(x, 0),
+        lambda x: x.astype("float32"),
+        lambda x: nd.stop_gradient(x),
+        lambda x: nd.identity(x),
+        lambda x: x.copyto(mx.cpu()),
+        lambda x: nd.slice_axis(x, axis=0, begin=0, end=1),
+        lambda x: nd.broadcast_to(x, (2, 2)),
+    ],
+)
+def test_a_result_has_memory_of_its_own(make):
+    x = nd.ones((2, 2))
+    y = make(x)
+    x[:] = 9
+    assert set(y.asnumpy().flatten()) == {1}
+
+
+def test_reshape_is_a_view_and_can_be_written_to():
+    x = nd.zeros((2, 3))
+    y = x.reshape((3, -1))
+    y[2, 1] = 4
+    assert x[1, 2].asscalar() == 4
+    assert x.reshape((0, 3, 1)).shape == (2, 3, 1)
+    assert nd.ones((2, 3)).reshape(3, 2).shape == (3, 2)
+
+
+def test_indices_and_conditions_select_copies():
+    x = mnp.arange(5)
+    chosen = x[x > 2]
+    assert chosen.asnumpy().tolist() == [3, 4]
+    assert x[mnp.array([0, 3])].asnumpy().tolist() == [0, 3]
+    x[x > 2] = 0
+    assert x.asnumpy().tolist() == [0, 1, 2, 0, 0]
+
+
+def test_values_of_the_program_are_copied():
+    given = np.arange(3.0)
+    x = nd.array(given)
+    given[0] = 7
+    assert x.asnumpy().tolist() == [0, 1, 2]
+    assert x.dtype == np.float64
+    assert nd.array([1, 2]).dtype == np.float32
+    assert (x + np.ones(3)).asnumpy().tolist() == [1, 2, 3]
+    read = x.asnumpy()
+    read[:] = 9
+    assert x.asnumpy().tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (lambda x: 2 - x, [2, 1, 0]),
+        (lambda x: 2 / (x + 1), [2, 1, 2 / 3]),
+        (lambda x: 2**x, [1, 2, 4]),
+        (lambda x: -x, [0, -1, -2]),
+        (lambda x: x > 1, [0, 0, 1]),
+        (lambda x: x == 1, [0, 1, 0]),
+        (lambda x: nd.maximum(x, 1), [1, 1, 2]),
+        (lambda x: x.clip(0.5, 1.5), [0.5, 1, 1.5]),
+        (lambda x: nd.concat(x, x, dim=0), [0, 1, 2, 0, 1, 2]),
+        (lambda x: nd.stack(x, x)[0], [0, 1, 2]),
+        (lambda x: nd.one_hot(x, 3)[1], [0, 1, 0]),
+        (lambda x: nd.pick(nd.stack(x, x), nd.array([0, 9])), [0, 2]),
+        (lambda x: nd.take(x, nd.array([2, 0])), [2, 0]),
+        (lambda x: x.sum(), [3]),
+        (lambda x: x.mean(), [1]),
+        (lambda x: x.max(), [2]),
+        (lambda x: x.argmax(axis=0), [2]),
+        (lambda x: (x * x).norm(), [17**0.5]),
+        (lambda x: nd.dot(x, x), [5]),
+        (lambda x: nd.where(x > 1, x, x + 7), [7, 8, 2]),
+        (lambda x: nd.sum(nd.stack(x, x), axis=0, exclude=True), [3, 3]),
+        (lambda x: nd.split(x, 3, axis=0)[2], [2]),
+        (lambda x: x.expand_dims(axis=0).reshape(-1), [0, 1, 2]),
+    ],
+)
+def test_functions_of_nd(compute, expected):
+    found = compute(nd.arange(3))
+    assert found.dtype == np.float32
+    assert isinstance(found, nd.NDArray)
+    values = found.asnumpy()
+    assert values.shape == found.shape
+    np.testing.assert_allclose(values, np.asarray(expected, dtype=np.float32), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("compute", "expected"),
+    [
+        (lambda x: x.sum(), 3),
+        (lambda x: x > 1, [False, False, True]),
+        (lambda x: x.argmax(), 2),
+        (lambda x: mnp.dot(x, x), 5),
+        (lambda x: mnp.concatenate([x, x]), [0, 1, 2, 0, 1, 2]),
+        (lambda x: mnp.stack([x, x], axis=1)[0], [0, 0]),
+        (lambda x: x.std(), (2 / 3) ** 0.5),
+        (lambda x: mnp.exp(x)[0], 1),
+        (lambda x: mx.npx.softmax(x - x), [1 / 3] * 3),
+        (lambda x: mx.npx.relu(x - 1), [0, 0, 1]),
+        (lambda x: x.reshape(1, 3).T.flatten(), [0, 1, 2]),
+    ],
+)
+def test_functions_of_np(compute, expected):
+    found = compute(mnp.arange(3))
+    assert isinstance(found, mnp.ndarray)
+    assert found.shape == np.shape(expected)
+    np.testing.assert_allclose(found.asnumpy(), expected, rtol=1e-6)
+
+
+def test_random_numbers_depend_on_the_context_s_own_order():
+    mx.random.seed(3)
+    one = [nd.random.normal(shape=(4,), ctx=mx.gpu(i)).asnumpy() for i in (0, 1)]
+    mx.random.seed(3)
+    other = [nd.random.normal(shape=(4,), ctx=mx.gpu(i)).asnumpy() for i in (1, 0)]
+    assert (one[0] == other[1]).all()
+    assert (one[1] == other[0]).all()
+    uniform = mnp.random.uniform(2, 3, size=(100,)).asnumpy()
+    assert 2 <= uniform.min() < uniform.max() < 3
+    assert set(nd.random.randint(0, 3, shape=(50,)).asnumpy()) == {0, 1, 2}
+
+
+def test_a_context_in_with_is_the_default():
+    with mx.gpu(1):
+        x = nd.ones((2,))
+    assert x.context == mx.gpu(1)
+    assert nd.ones((2,)).context == mx.cpu(0)
+    assert x.as_in_context(mx.gpu(1)) is x
+    assert x.as_in_ctx(mx.cpu()).context == mx.cpu()
+
+
+def test_arrays_survive_the_start_of_another_context():
+    x = nd.ones((2,)) + 1
+    y = x + nd.ones((2,), ctx=mx.gpu(3)).copyto(mx.cpu())
+    assert y.asnumpy().tolist() == [3, 3]
+    x += 1
+    mx.close()
+    assert x.asnumpy().tolist() == [3, 3]
+    assert (x + 1).asnumpy().tolist() == [4, 4]
+
+
+def test_saved_arrays_are_loaded(tmp_path):
+    file = str(tmp_path / "x")
+    nd.save(file, [nd.ones((2,)), nd.zeros((1, 3))])
+    one, two = nd.load(file)
+    assert (one.shape, two.shape) == ((2,), (1, 3))
+    nd.save(file, {"w": nd.ones((2,))})
+    assert nd.load(file)["w"].asnumpy().tolist() == [1, 1]
+
+
+def test_print_waits_and_shows_the_value(capsys):
+
+    x = nd.random.uniform(shape=(20, 20))
+    y = nd.dot(x, x).sum()
+    print("sum =", y)
+    shown = capsys.readouterr().out
+    assert shown.startswith("sum = \n[")
+    assert shown.endswith("<NDArray 1 @cpu(0)>\n")
