@@ -15,12 +15,10 @@ def own_engine():
     logging.getLogger("evenstep").setLevel(logging.ERROR)  # the note on stand-ins
     mx.random.seed(0)
     yield
-    logging.getLogger("evenstep").setLevel(logging.NOTSET)
-    _note_stand_in.cache_clear()
     npx.reset_np()
     try:
         mx.waitall()
-    except mx.MXNetError:
+    finally:
         mx.close()
-        raise
-    mx.close()
+        _note_stand_in.cache_clear()
+        logging.getLogger("evenstep").setLevel(logging.NOTSET)

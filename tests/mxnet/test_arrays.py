@@ -1,4 +1,4 @@
-"""Arrays: operations are queued, shapes are known at once, and reads and writes keep their order."""
+"""Arrays: operations are queued, shapes known at once, reads and writes keep their order."""
 
 import threading
 

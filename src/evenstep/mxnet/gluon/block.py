@@ -167,9 +167,7 @@ class Block:
                 f"allow_missing=True or ignore_extra=True"
             )
         for name in mine.keys() & found.keys():
-            mine[name].shape = found[name].shape
-            mine[name].initialize(ctx=ctx)
-            mine[name].set_data(found[name])
+            mine[name].load(found[name], ctx)
 
     save_params, load_params = save_parameters, load_parameters
 

@@ -191,6 +191,15 @@ class Parameter:
         for context, array in self._data.items():
             array.detach()[:] = data.as_in_context(context).as_nd_ndarray()
 
+    def load(self, data: Any, ctx: Context | Sequence[Context] | None) -> None:
+        """Set the values; with `ctx`, move it to these contexts."""
+        self.shape = data.shape
+        if not self._data:
+            self.initialize(ctx=ctx)
+        elif ctx is not None:
+            self.reset_ctx(ctx)
+        self.set_data(data)
+
     def zero_grad(self) -> None:
         """Set the gradients to 0."""
         for array in self._data.values():

@@ -38,11 +38,11 @@ class Program:
 
     def mutated(self) -> list[int]:
         """Return which arguments the program changes during training."""
-        found = set()
+        found, places = set(), {variable: i for i, variable in enumerate(self.variables)}
         for step in self.steps:
             assert step.op is not None
             named = dict(zip(step.op.parameters, step.arguments, strict=False)) | step.options
-            found |= {self.variables.index(named[one]) for one in step.op.mutates}
+            found |= {places[named[one]] for one in step.op.mutates}
         return sorted(found)
 
     def __call__(
