@@ -8,14 +8,7 @@ import pytest
 from evenstep import mxnet as mx
 from evenstep.mxnet import nd
 from evenstep.mxnet import np as mnp
-from evenstep.mxnet.core.invoke import run
-
-
-def held(context, *, reads=(), writes=()):
-    """Queue a task that runs until the returned event is set."""
-    event = threading.Event()
-    run("held", context, lambda: event.wait(30), reads, writes=writes)
-    return event
+from queued import held
 
 
 def test_the_books_first_lines():

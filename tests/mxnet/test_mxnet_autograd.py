@@ -4,11 +4,11 @@ import threading
 
 import numpy as np
 import pytest
-from test_arrays import held
 
 from evenstep import mxnet as mx
 from evenstep.mxnet import autograd, nd
 from evenstep.mxnet import np as mnp
+from queued import held
 
 
 def leaf(*values, grad_req="write", ctx=None):
