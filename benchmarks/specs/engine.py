@@ -65,7 +65,11 @@ COSTS = (
     ("the engine over `ThreadPoolExecutor(2)`", "cost.engine:task_us", "cost.pool:task_us", None),
 )
 FINDINGS: Mapping[str, Sequence[Finding]] = {
-    **{name: rows for name, rows in read_findings().items() if name != "hybridize"},
+    **{
+        name: rows
+        for name, rows in read_findings().items()
+        if name != "hybridize" and not name.startswith("mxnet.")
+    },
     "cost": [
         Finding(text=text, figure=figure, over=over, unit="×" if over else "µs", at_most=at_most)
         for text, figure, over, at_most in COSTS

@@ -43,6 +43,6 @@ TEXT_NETWORKS = ("chargpt", "chargpt-small", "bert")
 
 BOOK_EXPERIMENTS = (
     *("hybridize", "queued", "waiting", "memory", "together", "copies"),
-    *("lenet", "resnet18", "sixteen"),
+    *("lenet", "resnet18", "sixteen", "mxnet"),
 )
 """The names of the experiments that `evenstep reproduce` runs."""

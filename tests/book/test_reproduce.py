@@ -281,6 +281,7 @@ def _made_up(key):
     if ".round" in key:
         fields = ("seconds", "queued_s", "finished_s", "compute_s", "copy_s", "most_gain")
         more = ("peak_growth_bytes", "end_growth_bytes", "made_s")
+        more += ("eager_us", "hybrid_us", "examples_per_s")
         number = int(key.rpartition("round")[2])
         return {"round": number, "key": key.rpartition(".")[0], **dict.fromkeys(fields + more, 2.0)}
     if key == "hybridize":

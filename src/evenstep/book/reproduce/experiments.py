@@ -10,7 +10,7 @@ from typing import Any
 from evenstep.bench import Contender, running
 from evenstep.bench.lineup import counted
 from evenstep.book.reproduce import rows
-from evenstep.book.reproduce.lineup import descriptions, jobs, measurements
+from evenstep.book.reproduce.lineup import descriptions, jobs, measurements, mxnet_measurements
 from evenstep.book.reproduce.plan import Experiment, Figures, Part, Row, Size, Workplace
 from evenstep.book.reproduce.training import Training, first_steps, train
 
@@ -62,7 +62,7 @@ def _with_fresh_processes(name: str, description: Description, size: Size) -> Ex
                 measure=functools.partial(_run, one, {"round": number, **one.marks}),
             )
             for number in range(rounds)
-            for one in measurements(jobs(size))
+            for one in [*measurements(jobs(size)), *mxnet_measurements(jobs(size))]
             if one.key.split(".")[0] == name
             and not (size == "quick" and one.job.get("contender") == "bare")
         ]

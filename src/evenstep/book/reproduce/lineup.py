@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from evenstep.bench import Contender, results
 from evenstep.book.reproduce.plan import Size
@@ -13,7 +13,22 @@ from evenstep.book.reproduce.plan import Size
 Jobs = Mapping[str, Mapping[str, Any]]
 """The fields of the jobs, by experiment."""
 
+Choices: TypeAlias = Sequence[Mapping[str, Any]]
+"""What is added to a job, for each of its measurements."""
+
 _WAITING = ("waiting.add", "waiting.mm")
+_EACH_OR_END: Choices = ({"waits": "each"}, {"waits": "end"})
+_ONE_OR_TWO: Choices = ({"devices": 1}, {"devices": 2})
+_MXNET: Mapping[str, tuple[str, Choices]] = {
+    "queued": ("operations", ({},)),
+    "add": ("operations", _EACH_OR_END),
+    "mm": ("operations", _EACH_OR_END),
+    "together": ("operations", ({"way": "apart"}, {"way": "together"})),
+    "memory": ("networks", ({"bound": "asscalar"}, {"bound": "none"})),
+    "calls": ("networks", ({},)),
+    "lenet": ("training", _ONE_OR_TWO),
+    "resnet18": ("training", _ONE_OR_TWO),
+}
 _PARALLEL = ("together", "copies.square", "copies.thin")
 
 
@@ -44,6 +59,23 @@ def measurements(jobs: Jobs) -> list[Contender]:
         bounds = ("waits", "none", "two")
         found += [_measurement("memory", jobs, maker=maker, bound=one) for one in bounds]
     return found
+
+
+def mxnet_measurements(jobs: Jobs) -> list[Contender]:
+    """Return every measurement of the seeds' programs on `evenstep.mxnet`.
+
+    A key consists of the experiment and its choice, such as "mxnet.lenet.2".
+    """
+    return [
+        Contender(
+            key=(key := ".".join([f"mxnet.{one}", *map(str, choice.values())])),
+            module=f"evenstep.mxnet.measures.{module}",
+            job={**jobs[f"mxnet.{one}"], "measure": one, **choice},
+            names={"key": key},
+        )
+        for one, (module, choices) in _MXNET.items()
+        for choice in choices
+    ]
 
 
 def _measurement(experiment: str, jobs: Jobs, **choices: str) -> Contender:

@@ -1,0 +1,1 @@
+"""Measurements of the seeds' programs, which `evenstep reproduce --only mxnet` runs."""
