@@ -6,7 +6,7 @@ import pytest
 
 from evenstep import mxnet as mx
 from evenstep.mxnet import npx
-from evenstep.mxnet.core.context import _note_stand_in
+from evenstep.mxnet.core.context import _gpu_device, _note_stand_in
 
 
 @pytest.fixture(autouse=True)
@@ -21,4 +21,5 @@ def own_engine():
     finally:
         mx.close()
         _note_stand_in.cache_clear()
+        _gpu_device.cache_clear()
         logging.getLogger("evenstep").setLevel(logging.NOTSET)

@@ -43,17 +43,8 @@ class Context:
             DeviceError: this machine has GPUs, but not this one.
         """
         if self.device_type != "gpu":
-            return Device("cpu", self.device_id)
-        gpus = gpu_count()
-        if self.device_id < gpus:
-            return Device("cuda", self.device_id)
-        if gpus:
-            there = "gpu(0)" if gpus == 1 else f"gpu(0) to gpu({gpus - 1})"
-            raise DeviceError(
-                f"got {self}, but this machine has {there}: use one of these, or cpu()"
-            )
-        _note_stand_in()
-        return Device("cpu", self.device_id, own_memory=True)
+            return _cpu_device(self.device_id)
+        return _gpu_device(self.device_id, gpu_count())
 
     def empty_cache(self) -> None:
         """Do nothing: torch and the C library decide what memory they keep."""
@@ -95,6 +86,24 @@ def current_context() -> Context:
     """Return the default context: that of the innermost `with`, otherwise `cpu(0)`."""
     entered = _ENTERED.get()
     return entered[-1] if entered else cpu()
+
+
+@functools.cache
+def _cpu_device(number: int) -> Device:
+    return Device("cpu", number)
+
+
+@functools.cache
+def _gpu_device(number: int, gpus: int) -> Device:
+    if number < gpus:
+        return Device("cuda", number)
+    if gpus:
+        there = "gpu(0)" if gpus == 1 else f"gpu(0) to gpu({gpus - 1})"
+        raise DeviceError(
+            f"got gpu({number}), but this machine has {there}: use one of these, or cpu()"
+        )
+    _note_stand_in()
+    return Device("cpu", number, own_memory=True)
 
 
 @functools.cache

@@ -74,6 +74,7 @@ class Runtime:
         self._engine: Engine | None = None
         self._is_open = False
         self._devices = first_devices()
+        self._lanes = {device.name: lane for lane, device in enumerate(self._devices)}
         self._generators: dict[Device, Chunk] = {}
         self._memory = kept_memory()
         self.current_seed = 0
@@ -102,7 +103,7 @@ class Runtime:
             place: the line of the program that queued it; None to look for it.
         """
         engine = self._engine_with(device)
-        lane = self._devices.index(device)
+        lane = self._lanes[device.name]
         task = Task(
             call,
             lane=engine.copy_lane(lane) if copies else lane,
@@ -156,9 +157,10 @@ class Runtime:
 
     def _engine_with(self, device: Device) -> Engine:
         """Return the engine; a device that it does not have makes it finish and start anew."""
-        if self._engine is None or not self._is_open or device not in self._devices:
+        if self._engine is None or not self._is_open or device.name not in self._lanes:
             self.close()
-            if device not in self._devices:
+            if device.name not in self._lanes:
+                self._lanes[device.name] = len(self._devices)
                 self._devices = (*self._devices, device)
             self._memory = kept_memory()
             self._memory.__enter__()
