@@ -4,6 +4,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 
 from evenstep import mxnet as mx
 from evenstep.mxnet import autograd, nd
@@ -255,6 +256,19 @@ def test_the_memory_of_a_graph_is_freed_after_its_backward_pass():
     del h
     gc.collect()
     assert chunk() is None
+
+
+def test_any_function_of_torch_can_be_an_operation():
+    x = leaf(0.5, 1)
+    with autograd.record():
+        y = mx.operation(torch.erfc)(x)
+    y.backward()
+    expected = torch.erfc(torch.tensor([0.5, 1]))
+    assert (y.asnumpy() == expected.numpy()).all()
+    slope = -2 / np.pi**0.5 * np.exp(-(x.asnumpy() ** 2))
+    np.testing.assert_allclose(x.grad.asnumpy(), slope, rtol=1e-6)
+    u, s, v = mx.operation(torch.linalg.svd)(nd.ones((2, 3)))
+    assert [one.shape for one in (u, s, v)] == [(2, 2), (2,), (3, 3)]
 
 
 def test_threads_have_modes_of_their_own():

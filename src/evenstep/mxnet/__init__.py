@@ -3,6 +3,7 @@
 from evenstep.errors import MXNetError
 from evenstep.mxnet import autograd, gluon, init, metric, nd, np, npx, optimizer, random, sym
 from evenstep.mxnet.core.context import Context, cpu, current_context, gpu, num_gpus
+from evenstep.mxnet.core.operand import operation
 from evenstep.mxnet.core.runtime import close, waitall
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "np",
     "npx",
     "num_gpus",
+    "operation",
     "optimizer",
     "random",
     "sym",

@@ -81,6 +81,16 @@ def operator(table: str, name: str) -> Operator:
     return Operator(f"{table}.{name}", functions[name])
 
 
+@functools.cache
+def operation(function: Callable[..., Any]) -> Operator:
+    """Return a function of torch tensors as an operation on arrays: `mx.operation(torch.erfc)(x)`.
+
+    Its calls are queued, recorded and differentiated as those of the tables are. Its arguments are
+    arrays and plain values; it returns a tensor, or a list or tuple of tensors, and changes none.
+    """
+    return Operator(getattr(function, "__name__", type(function).__name__), function)
+
+
 class Operand:
     """An array or a symbol."""
 

@@ -23,5 +23,5 @@ def missing(module: str, name: str, there: list[str]) -> str:
     hint = f"close to it: {', '.join(close)}; " if close else ""
     return (
         f"evenstep.mxnet.{module} has no {name!r}: {hint}`dir({module})` lists all "
-        f"{len(there)} names, and docs/mxnet.md says how to write the rest with torch"
+        f"{len(there)} names, and mx.operation(torch.erfc) makes any function of torch one"
     )
