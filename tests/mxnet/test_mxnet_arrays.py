@@ -71,6 +71,16 @@ def test_a_slice_that_is_written_changes_its_array():
     assert x.asnumpy().tolist() == [[1, 1, 4], [7, 6, 0]]
 
 
+def test_a_part_can_be_written_from_another_part_of_the_same_array():
+    x = nd.arange(6)
+    x[:3] = x[3:]
+    x[4:] = x[:2]
+    assert x.asnumpy().tolist() == [3, 4, 5, 3, 3, 4]
+    y = nd.arange(1000)
+    y[1:] = y[:-1]
+    assert y.asnumpy().tolist() == [0, *range(999)]
+
+
 def test_the_books_allreduce():
     data = [nd.ones((1, 2), ctx=mx.gpu(i)) * (i + 1) for i in range(2)]
     data[0][:] += data[1].copyto(data[0].context)

@@ -258,6 +258,23 @@ def test_the_memory_of_a_graph_is_freed_after_its_backward_pass():
     assert chunk() is None
 
 
+def test_the_tape_keeps_no_memory_that_torch_does_not_need():
+    import gc
+    import weakref
+
+    x = leaf(1, 2)
+    with autograd.record():
+        h = x + 1
+        y = h + 1
+    chunk = weakref.ref(h.chunk)
+    mx.waitall()
+    del h
+    gc.collect()
+    assert chunk() is None
+    y.backward()
+    assert x.grad.asnumpy().tolist() == [1, 1]
+
+
 def test_any_function_of_torch_can_be_an_operation():
     x = leaf(0.5, 1)
     with autograd.record():

@@ -232,7 +232,10 @@ class NDArray(Base):
     def _change(self, write: Any, other: Any) -> None:
         with torch.no_grad():
             memory, target = self.chunk.value_in_task(), self.value()
-            write(target, other.value() if isinstance(other, Base) else other)
+            if isinstance(other, Base):
+                overlaps = other.chunk is self.chunk
+                other = other.value().clone() if overlaps else other.value()
+            write(target, other)
             if target.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
                 raise MXNetError("this reshaped part is a copy, so it can't be written to")
 
