@@ -163,6 +163,7 @@ def make_experiment(measured, name="first", fails=()):
         title=name.title(),
         section="8",
         question="Why < so?",
+        lesson="That < is a sign.",
         parts=parts,
         rows=lambda figures: [Row(text="`x`", here=str(figures[f"{name}.b"]["figure"]), why="&")],
     )
@@ -264,6 +265,7 @@ def test_a_page_has_what_was_measured_and_names_the_rest():
     assert parsed.cells == ["x", "–", "7", "&"]
     assert "Not measured yet: Second." in found
     assert "Why &lt; so?" in found
+    assert "What you learn:</strong> That &lt; is a sign." in found
     assert [link.removeprefix("#") for link in parsed.links] == ["first"]
     assert parsed.names == {"first"}
 

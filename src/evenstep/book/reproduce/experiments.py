@@ -38,6 +38,7 @@ def _experiment(
         title=description["title"],
         section=description["section"],
         question=description["question"],
+        lesson=description["lesson"],
         parts=parts,
         rows=table,
         pictures=tuple(description.get("pictures", ())),

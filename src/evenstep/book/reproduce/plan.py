@@ -57,6 +57,7 @@ class Experiment:
     title: str  # heading in the report
     section: str  # section of the book
     question: str  # what the experiment asks
+    lesson: str  # what a reader learns, in one sentence
     parts: Sequence[Part]  # the parts, in the order in which they are measured
     rows: Callable[[Figures], list[Row]]  # returns the table
     pictures: Sequence[str] = ()  # names of its pictures in `pictures.py`
