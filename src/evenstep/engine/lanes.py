@@ -5,11 +5,12 @@ A lane makes the calls that `put` queues, in that order. The scheduler makes all
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
@@ -142,6 +143,7 @@ class ThreadLanes:
         """Make the calling thread compute as the lane's own thread does."""
         self._here.lane = lane
         _fix_threads(self.devices[lane].threads)
+        _fix_modes()
 
     def _run(self, lane: int, device: Device, outcomes: _Outcomes) -> None:
         """Work as a lane; report the outcome of its start, and the error that ends it."""
@@ -161,6 +163,7 @@ class ThreadLanes:
         self.threads.add(threading.get_ident())
         self._here.lane = lane
         _fix_threads(device.threads)
+        _fix_modes()
         if device.kind == "cuda":
             torch.cuda.set_device(device.index)
             torch.cuda.set_stream(torch.cuda.Stream(device.index))
@@ -217,7 +220,8 @@ class InlineLanes:
         self.threads = {threading.get_ident()}
         before = torch.get_num_threads()
         try:
-            with in_modes(PLAIN):  # as in a new thread; undoes what a task leaves behind, too
+            # As in a thread of its own; undoes what a task leaves behind, too.
+            with in_modes(PLAIN), _fixed_modes():
                 while self._queue:
                     lane, work = self._queue.popleft()
                     self.here = lane
@@ -258,3 +262,26 @@ def _fix_threads(threads: int) -> None:
     """
     torch.get_num_threads()
     torch.set_num_threads(threads)
+
+
+def _fix_modes() -> None:
+    """Switch off, in this thread, what would make bits depend on earlier calls or other threads.
+
+    Autocast's cache of cast weights is shared by the process: a weight that is used twice would be
+    cast once or twice, and its gradient rounded accordingly. Functions made by `torch.jit.script`
+    are compiled, and then round differently, after a number of calls.
+    """
+    torch.set_autocast_cache_enabled(False)
+    torch._C._set_graph_executor_optimize(False)
+
+
+@contextlib.contextmanager
+def _fixed_modes() -> Iterator[None]:
+    """Inside `with`, the calling thread has the modes that `_fix_modes` sets."""
+    caches, optimizes = torch.is_autocast_cache_enabled(), torch._C._get_graph_executor_optimize()
+    _fix_modes()
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(caches)
+        torch._C._set_graph_executor_optimize(optimizes)
