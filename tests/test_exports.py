@@ -155,6 +155,7 @@ EXPORTS = {
         "process_wide",
         "rounding_notes",
         "short_switch_interval",
+        "torch_settings",
         "try_all_gpus",
         "try_gpu",
         "usable_cores",

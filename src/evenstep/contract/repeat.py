@@ -20,6 +20,7 @@ from evenstep.contract.module_state import (
     changed_attributes,
     parameter_marks,
 )
+from evenstep.contract.process_settings import ProcessSettings
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica, written_error
 from evenstep.replicas.replica import same_bits
@@ -53,14 +54,16 @@ def compute_twice(
         Both results.
 
     Raises:
-        ContractError: the results differ, a parameter was written, or numbers were drawn from a
-            generator that lives on from shard to shard.
+        ContractError: the results differ, a parameter was written, a setting of the process was
+            changed, or numbers were drawn from a generator that lives on from shard to shard.
     """
     module = replica.module
     marks, attributes = parameter_marks(module), attributes_of(module)
     compute = functools.partial(_compute, replica, work, objective)
-    with ForeignDraws() as first_draws:
+    settings = ProcessSettings()
+    with ForeignDraws() as first_draws, settings:
         first = compute()
+    settings.refuse_changed()
     _refuse_written(marks, parameter_marks(module))
     changed = changed_attributes(attributes, attributes_of(module))
     with ForeignDraws() as second_draws:

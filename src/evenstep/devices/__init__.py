@@ -1,6 +1,6 @@
 """Devices: finding them, naming them, and moving tensors to them."""
 
-from evenstep.devices.arithmetic import arithmetic_facts, known_results
+from evenstep.devices.arithmetic import arithmetic_facts, known_results, torch_settings
 from evenstep.devices.device import Device, as_device, parse_device
 from evenstep.devices.discovery import (
     Devices,
@@ -36,6 +36,7 @@ __all__ = [
     "process_wide",
     "rounding_notes",
     "short_switch_interval",
+    "torch_settings",
     "try_all_gpus",
     "try_gpu",
     "usable_cores",

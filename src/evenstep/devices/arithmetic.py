@@ -117,22 +117,41 @@ def _gpu_facts() -> dict[str, str]:
     }
 
 
-def _flags() -> dict[str, str]:
+def torch_settings() -> dict[str, str]:
     """Return settings of torch that change which kernels it uses, or how these compute."""
-    backends = torch.backends
-    found: dict[str, Callable[[], object]] = {
-        "the default dtype": torch.get_default_dtype,
-        "the float32 matmul precision": torch.get_float32_matmul_precision,
-        "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
-        "torch.backends.mkldnn.enabled": lambda: backends.mkldnn.enabled,
-        "torch.backends.mkldnn.deterministic": lambda: backends.mkldnn.deterministic,
-        "torch.backends.nnpack": torch._C._get_nnpack_enabled,
-        "torch.backends.opt_einsum": lambda: (
-            backends.opt_einsum.enabled,
-            backends.opt_einsum.strategy,
-        ),
+    return {name: _value_of(get) for name, get in _SETTINGS.items()}
+
+
+def _attention_kernels() -> str:
+    """Return the kernels that `scaled_dot_product_attention` may choose from."""
+    backends = torch.backends.cuda  # of the CPU, too
+    allowed = {
+        "flash": backends.flash_sdp_enabled(),
+        "efficient": backends.mem_efficient_sdp_enabled(),
+        "math": backends.math_sdp_enabled(),
+        "cudnn": backends.cudnn_sdp_enabled(),
     }
-    flags = {name: _value_of(get) for name, get in found.items()}
+    return ", ".join(name for name, is_allowed in allowed.items() if is_allowed)
+
+
+_SETTINGS: dict[str, Callable[[], object]] = {
+    "the default dtype": torch.get_default_dtype,
+    "the float32 matmul precision": torch.get_float32_matmul_precision,
+    "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
+    "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.enabled,
+    "torch.backends.mkldnn.deterministic": lambda: torch.backends.mkldnn.deterministic,
+    "torch.backends.nnpack": torch._C._get_nnpack_enabled,
+    "torch.backends.opt_einsum": lambda: (
+        torch.backends.opt_einsum.enabled,
+        torch.backends.opt_einsum.strategy,
+    ),
+    "the kernels of scaled_dot_product_attention": _attention_kernels,
+}
+
+
+def _flags() -> dict[str, str]:
+    """Return the settings of torch, and how the processor treats denormal numbers."""
+    flags = torch_settings()
     smallest = torch.tensor([1], dtype=torch.int32, device="cpu").view(
         torch.float32
     )  # a denormal number

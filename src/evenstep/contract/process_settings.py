@@ -1,0 +1,93 @@
+"""Finds settings of the whole process that a shard changes: other lanes would compute with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from evenstep.devices import torch_settings
+from evenstep.errors import ContractError
+
+_THREADS = "the number of intra-op threads"
+_CASTS = "autocast's cache of cast weights"
+_PARAMETRIZED = "the cache of torch.nn.utils.parametrize.cached()"
+
+_ADVICE = {
+    _THREADS: "give Trainer(threads=...)",
+    _CASTS: "create torch.autocast(..., cache_enabled=False) in forward or in the objective",
+    _PARAMETRIZED: "keep the weight in a variable of forward instead",
+}
+_SET_ONCE = "set it once in the program, before the trainer is opened"
+
+
+class ProcessSettings(TorchDispatchMode):
+    """Inside `with`, notes the first setting of the process that is changed while an op runs.
+
+    A context manager such as `torch.nn.attention.sdpa_kernel` changes it for all threads. So which
+    kernels another lane's shard uses would depend on timing, and two that overlap may leave the
+    setting changed for good.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before = _settings()
+        self._changed = ""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether functions that the user has compiled stay compiled inside the mode: yes."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one op, and look at the settings that it runs with."""
+        self._look()
+        return func(*args, **(kwargs or {}))
+
+    def refuse_changed(self) -> None:
+        """Refuse the shard if it has changed a setting, for an op or for good.
+
+        Raises:
+            ContractError: names the setting.
+        """
+        self._look()
+        if self._changed:
+            now, before = _settings()[self._changed], self._before[self._changed]
+            if now != before and self._changed == _THREADS:  # this lane's own
+                torch.set_num_threads(int(before))
+            left = f" and left it at {now} instead of {before}" if now != before else ""
+            raise ContractError(
+                f"forward or the objective changes {self._changed}{left}, but shards that other "
+                f"threads compute at the same time use it too: "
+                f"{_ADVICE.get(self._changed, _SET_ONCE)}"
+            )
+
+    def _look(self) -> None:
+        if not self._changed:
+            now = _settings()
+            self._changed = next((name for name in now if now[name] != self._before[name]), "")
+
+
+def _settings() -> dict[str, str]:
+    return {
+        **torch_settings(),
+        "torch.backends.cudnn": str(
+            (
+                torch.backends.cudnn.enabled,
+                torch.backends.cudnn.benchmark,
+                torch.backends.cudnn.deterministic,
+            )
+        ),
+        _THREADS: str(torch.get_num_threads()),
+        _CASTS: str(_casts_are_cached()),
+        _PARAMETRIZED: str(bool(parametrize._cache_enabled)),
+    }
+
+
+def _casts_are_cached() -> bool:
+    casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    return casts and torch.is_autocast_cache_enabled()
