@@ -15,7 +15,7 @@ from evenstep.shard.partial_sum import PartialSum
 from evenstep.steps.executor import IndependentExecutor
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.step import Progress, Step, StepLoss
-from evenstep.steps.update import Update, settle
+from evenstep.steps.update import Update, refuse_no_gradient, settle
 
 
 def minimises(optimizer: torch.optim.Optimizer) -> bool:
@@ -105,6 +105,7 @@ class _Closure:
 
     def _install(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
         step.loss, count = settle(step, leaves)
+        refuse_no_gradient(step, root, self._replicas.home.parameters)
         root.gradients = [g if g is None else g.contiguous() for g in root.gradients]
         self._replicas.restore_opening()
         self._update.install(step, count, root)

@@ -65,7 +65,7 @@ class Update:
         """Settle the loss and update the model; called in a lane."""
         step.loss, count = settle(step, leaves)
         if root.gradients and root.gradients[0] is None:
-            _refuse_no_gradient(step, root, self._replicas.home.parameters)
+            refuse_no_gradient(step, root, self._replicas.home.parameters)
         self._close_buffers(root)
         with _no_compiling():
             self._update(step, count, root)
@@ -79,7 +79,7 @@ class Update:
         """
         step.loss, count = settle(step, leaves)
         if root.gradients and root.gradients[0] is None:
-            _refuse_no_gradient(step, root, self._replicas.home.parameters)
+            refuse_no_gradient(step, root, self._replicas.home.parameters)
         self._close_buffers(root)
         self._divide(root, count)
         home = self._replicas.home.parameters
@@ -343,7 +343,7 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
     return mean, count
 
 
-def _refuse_no_gradient(step: Step, root: PartialSum, parameters: Sequence[nn.Parameter]) -> None:
+def refuse_no_gradient(step: Step, root: PartialSum, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse a step in which no parameter has got a gradient, as torch's `backward` does."""
     if any(gradient is not None for gradient in root.gradients):
         return
