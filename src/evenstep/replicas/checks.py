@@ -105,6 +105,30 @@ def refuse_hooks_on_sums(model: nn.Module) -> None:
             )
 
 
+def refuse_unwritable(model: nn.Module) -> None:
+    """Refuse parameters and buffers that can't be written in place, or compared bit by bit."""
+    for name, value in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if nn.parameter.is_lazy(value) or value.is_meta:
+            continue
+        kind = "parameter" if isinstance(value, nn.Parameter) else "buffer"
+        if value.layout is not torch.strided or value.is_quantized or value.is_nested:
+            layout = "quantized" if value.is_quantized else f"sparse ({value.layout})"
+            raise ModelError(
+                f"the {kind} {name} is {layout}, which can't be written in place and compared bit "
+                f"by bit: register a dense tensor, or keep a constant in a plain attribute"
+            )
+        if value.is_inference():
+            raise ModelError(
+                f"the {kind} {name} was made in torch.inference_mode, so it can't be written: "
+                f"register {name}.clone(), outside of that mode"
+            )
+        if any(size > 1 and not stride for size, stride in zip(value.shape, value.stride())):  # noqa: B905
+            raise ModelError(
+                f"the {kind} {name} of shape {tuple(value.shape)} is expanded (several elements "
+                f"are one number in memory), so it can't be written: register {name}.contiguous()"
+            )
+
+
 def refuse_aliases(model: nn.Module) -> None:
     """Refuse a buffer that a shard's forward pass could not have of its own."""
     places = {_memory(parameter): name for name, parameter in model.named_parameters()}

@@ -25,8 +25,14 @@ def move_home(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device
 
 
 def copy_parameter(parameter: nn.Parameter, device: Device, *, share: bool) -> nn.Parameter:
-    """Return a replica's parameter, which has or shares the values of another one."""
+    """Return a replica's parameter, which has or shares the values of another one, and its strides.
+
+    Kernels may round differently for other strides, even where these leave gaps in memory.
+    """
     data = parameter.detach() if share else carry(parameter, device)
+    if data.stride() != parameter.stride():
+        empty = data.new_empty_strided(parameter.shape, parameter.stride())
+        data = empty.copy_(data)
     replica = nn.Parameter(data, requires_grad=parameter.requires_grad)
     replica.__dict__.update(parameter.__dict__)
     return replica

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import ContractError, InputError
+from evenstep.replicas.replica import forms_of
 
 _ATTRIBUTES = -1  # the "group" of the optimizer's own attributes
 _SHARED = {"param_groups", "state", "step", "_opt_called"}  # attributes that are handled otherwise
@@ -77,6 +78,7 @@ class OptimizerProxy:
             and self._step is self._optimizer.__dict__.get("step")
             and self._references == _references(self._optimizer)
             and _parameter_ids(self._optimizer.param_groups) == self._held
+            and forms_of(self._originals) == forms_of(self._originals.values())
             and all(
                 parameter.data_ptr() == original.data_ptr()
                 for parameter, original in self._originals.items()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +98,16 @@ def _changed(value: object, opening: torch.Tensor, name: str) -> torch.Tensor | 
     return None if same_bits(now, opening) else now
 
 
+def forms_of(parameters: Iterable[torch.Tensor]) -> list[object]:
+    """Return what copies must have in common with parameters: dtypes, shapes and layouts."""
+    parameters = [*parameters]
+    return [*map(_DTYPE_AND_SHAPE, parameters), *map(_STRIDES, parameters)]
+
+
+_DTYPE_AND_SHAPE = operator.attrgetter("dtype", "shape")
+_STRIDES = operator.methodcaller("stride")
+
+
 def broadcast(home: Replica, replica: Replica) -> None:
     """Copy the parameters of `home` into a replica with memory of its own."""
     with torch.no_grad():
@@ -133,6 +144,8 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
         return bits.sum() + (bits >> 20).sum()
     order = sorted(range(bits.dim()), key=bits.stride, reverse=True)
     flat = bits.permute(order).reshape(-1)
+    if flat.stride() != (1,):
+        flat = flat.clone(memory_format=torch.contiguous_format)
     per_word = 8 // bits.itemsize
     if flat.storage_offset() % per_word:
         return flat.sum(dtype=torch.int64)

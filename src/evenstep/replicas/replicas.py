@@ -21,10 +21,15 @@ from torch import nn
 from evenstep.devices import Device, carry
 from evenstep.errors import ContractError, InputError
 from evenstep.replicas.buffer_rules import buffer_rules
-from evenstep.replicas.checks import refuse_aliases, refuse_hooks_on_sums, written_error
+from evenstep.replicas.checks import (
+    refuse_aliases,
+    refuse_hooks_on_sums,
+    refuse_unwritable,
+    written_error,
+)
 from evenstep.replicas.copying import copy_module, copy_parameter
 from evenstep.replicas.module_sync import Difference, ModuleWatch
-from evenstep.replicas.replica import Replica, broadcast, sum_of_bits
+from evenstep.replicas.replica import Replica, broadcast, forms_of, sum_of_bits
 
 _VERSION = operator.attrgetter("_version")
 
@@ -79,6 +84,7 @@ class Replicas:
     def _build(self) -> None:
         model = self._model
         refuse_hooks_on_sums(model)
+        refuse_unwritable(model)
         refuse_aliases(model)
         named = enumerate(model.named_parameters())
         self.hooked = [(number, name) for number, (name, one) in named if one._backward_hooks]
@@ -95,6 +101,7 @@ class Replicas:
         self._find_copies()
         self._home_modules = list(model.modules())
         self.structure = _structure(self._home_modules, self.home.parameters)
+        self._forms = forms_of(self.home.parameters)
         self._watch = (
             ModuleWatch(model, keeps_results=self._home_computes) if self._others else None
         )
@@ -122,7 +129,8 @@ class Replicas:
 
         Storage that was swapped is shared again, `requires_grad` and attributes with plain values
         or tensors (a training flag, a dropout rate, a function, a mask) are copied; after every
-        other change (of layers, hooks, objects, classes) all replicas are made again.
+        other change (of layers, hooks, objects, classes, of a parameter's dtype, shape or strides)
+        all replicas are made again.
 
         Returns:
             Whether the copies are stale, because the parameters were written since
@@ -154,7 +162,8 @@ class Replicas:
     def _difference(self) -> Difference | None:
         """Return what the user has changed in the module since `refresh`."""
         now = _structure(self._home_modules, self.home.parameters)
-        if len(now) != len(self.structure) or not all(map(operator.is_, now, self.structure)):
+        is_same = len(now) == len(self.structure) and all(map(operator.is_, now, self.structure))
+        if not is_same or self._forms != forms_of(self.home.parameters):
             return Difference(needs_rebuild=True)
         return None if self._watch is None else self._watch.difference()
 
