@@ -1,8 +1,9 @@
 """The fingerprint of a training state: one SHA-256 over everything that training changes.
 
 Version 1 covers parameters, buffers and the optimizer's state of each parameter. Version 2 covers
-everything that decides the next step: also the settings of the optimizer's groups, its state that
-belongs to no parameter, and the extra state of modules. Old figures are compared by version 1.
+what decides the next step: also the settings of the optimizer's groups, its state that
+belongs to no parameter, and the extra state of modules. Which parameters are frozen is in neither
+(a checkpoint holds it). Old figures are compared by version 1.
 """
 
 from __future__ import annotations
@@ -99,6 +100,15 @@ def extra_states(model: nn.Module) -> dict[str, Any]:
         for name, module in model.named_modules()
         if type(module).get_extra_state is not nn.Module.get_extra_state
     }
+
+
+def frozen_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the parameters that require no gradient, though their dtype has them."""
+    return [
+        name
+        for name, one in model.named_parameters()
+        if not one.requires_grad and (one.is_floating_point() or one.is_complex())
+    ]
 
 
 def digests(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, str]:

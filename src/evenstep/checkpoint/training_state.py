@@ -16,7 +16,7 @@ from torch import nn
 
 from evenstep.checkpoint.codec import Encoded, Tree
 from evenstep.checkpoint.files import read_checkpoint
-from evenstep.checkpoint.fingerprint import extra_states, tree_digest
+from evenstep.checkpoint.fingerprint import extra_states, frozen_parameters, tree_digest
 from evenstep.checkpoint.optimizer_kind import OptimizerKind, refuse_another_optimizer
 from evenstep.data import Cursor
 from evenstep.data.order import LoaderPlace
@@ -45,11 +45,14 @@ class ModelState:
         buffers: all buffers, those that a module's `state_dict` leaves out included.
         extra: what `get_extra_state` of modules returned, by their names; None in a checkpoint of
             version 0.1.0, which did not ask for it.
+        frozen: the names of the parameters that require no gradient; None in a checkpoint of
+            version 0.1.0, which did not hold them.
     """
 
     parameters: Tensors
     buffers: Tensors
     extra: dict[str, Any] | None = dataclasses.field(default=None, metadata=LATER)
+    frozen: list[str] | None = dataclasses.field(default=None, metadata=LATER)
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
@@ -58,6 +61,7 @@ class ModelState:
             parameters={name: value.detach() for name, value in model.named_parameters()},
             buffers=dict(model.named_buffers()),
             extra=extra_states(model),
+            frozen=frozen_parameters(model),
         )
 
 
@@ -134,6 +138,7 @@ class TrainingState:
             CheckpointError: one of them is of another kind than the saved one.
         """
         refuse_another_optimizer(self.optimizers, optimizer)
+        _refuse_otherwise_frozen(model, self.model)
         settings = [group.keys() for group in optimizer.param_groups]
         restore_model(model, self.model)
         restore_optimizer(optimizer, self.optimizer)
@@ -218,6 +223,33 @@ def restore_model(model: nn.Module, saved: ModelState) -> None:
             tensor.copy_(saved.parameters[name])
         for name, tensor in present.buffers.items():
             tensor.copy_(saved.buffers[name])
+
+
+def _refuse_otherwise_frozen(model: nn.Module, saved: ModelState) -> None:
+    """Refuse a model in which other parameters are frozen: they decide what the next steps train.
+
+    Raises:
+        CheckpointError: names the parameters, and nothing is written.
+    """
+    if saved.frozen is None:
+        return
+    now, then = frozen_parameters(model), saved.frozen
+    thawed, frozen = (
+        [one for one in then if one not in now],
+        [one for one in now if one not in then],
+    )
+    known = [one for one in frozen if one in saved.parameters]  # others are of another model
+    if thawed or known:
+        names, calls, was = (
+            (thawed, "requires_grad_(False)", "frozen")
+            if thawed
+            else (known, "requires_grad_(True)", "not frozen")
+        )
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise CheckpointError(
+            f"{', '.join(names[:3])}{more} was {was} when the checkpoint was saved: call {calls} "
+            f"of the model's parameters as before, and change it after Trainer.load"
+        )
 
 
 def _restore_extra(model: nn.Module, saved: Mapping[str, Any]) -> None:

@@ -113,6 +113,7 @@ class Agreement:
             **layer_settings("layer", self._model),
             **self._loss_facts(),
             **optimizer_settings(self._optimizer),
+            **self._frozen(),
             FINGERPRINT: fingerprints.fingerprint(self._model, self._optimizer),
             "the steps done": position.steps_done,
             "the place in the data": dataclasses.astuple(position.cursor),
@@ -131,7 +132,11 @@ class Agreement:
     def _state(self) -> tuple[dict[str, object], dict[str, str]]:
         """Return tensors by name, and settings by name."""
         tensors = dict(fingerprints.whole_state(self._model, self._optimizer))
-        return tensors, optimizer_settings(self._optimizer)
+        return tensors, {**optimizer_settings(self._optimizer), **self._frozen()}
+
+    def _frozen(self) -> dict[str, str]:
+        names = fingerprints.frozen_parameters(self._model)
+        return {f"requires_grad of {name}": "False" for name in names}
 
     def _loss_facts(self) -> dict[str, str]:
         """Return the settings and the class weights of a loss that is a module."""

@@ -622,8 +622,8 @@ class Trainer(Habits):
         Waits for the steps in flight.
 
         Args:
-            version: 2 covers everything that decides the next step: also the learning rates and
-                other settings of the optimizer's groups, and the extra state of modules.
+            version: 2 covers also the learning rates and other settings of the optimizer's groups,
+                and the extra state of modules. Neither tells which parameters are frozen.
         """
         if version not in (1, 2):
             raise InputError(f"got version={version!r}: there are versions 1 and 2")
