@@ -167,3 +167,23 @@ def test_what_cannot_be_judged_is_said():
         return summed(model, X * torch.poisson(torch.ones(len(X), 1)), y)
 
     assert "random numbers by poisson" in train(net(), counting)[1].unjudged
+
+
+def test_gradients_that_are_divided_by_frequencies_are_refused():
+    model = nn.Sequential(
+        nn.Embedding(9, 4, scale_grad_by_freq=True), nn.Flatten(), nn.Linear(24, 4)
+    )
+    indices = X.abs().long()
+    with pytest.raises(ContractError, match="gradients of 0 don't add up"):
+        train(model, batches=[(indices, Y)])
+    train(model, batches=[(indices, Y)], shards=1)
+    train(model, batches=[(indices, Y)], separable=False)
+
+
+def test_indices_drawn_into_a_given_tensor_are_judged():
+    def drawn(model, X, y):
+        order = torch.empty(len(X), 6, dtype=torch.int64)
+        torch.multinomial(F.softmax(X, 1), 6, out=order)
+        return summed(model, X.gather(1, order), y)
+
+    assert train(net(), drawn)[1].unjudged == ""

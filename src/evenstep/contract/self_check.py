@@ -12,6 +12,7 @@ from typing import Any
 from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
 from evenstep.contract.check import ContractReport, check_contract
+from evenstep.contract.outer_module import refuse_outer_module
 from evenstep.engine import Engine, Task
 from evenstep.engine.task import PLAIN
 from evenstep.errors import ContractError, InputError, shown, text_of
@@ -177,6 +178,7 @@ class SelfCheck:
         meets_others = self._side_by_side or work.alone
         outside = shard_here.set(None if meets_others else "apart")
         try:
+            refuse_outer_module(self._replicas, work, objective)
             self.report = check_contract(
                 replica,
                 work,

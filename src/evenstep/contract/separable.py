@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.batch import Batch
@@ -51,6 +52,7 @@ def judge_separability(
     Raises:
         ContractError: the objective doesn't add up over the shards.
     """
+    _refuse_scaled_by_frequency(replica.module)
     numbers, autocasting = ConstantNumbers(), autocast(replica.device.kind, work.precision)
     randomness = ShardRandomness(work.random_seed)
 
@@ -79,6 +81,18 @@ def judge_separability(
     if not _adds_up(together, apart, tolerance):
         raise ContractError(_explain(together, apart, pair[0][1]))
     return ""
+
+
+def _refuse_scaled_by_frequency(module: nn.Module) -> None:
+    """Refuse gradients that are divided by how often an index occurs in a shard, not the batch."""
+    for name, child in module.named_modules():
+        if getattr(child, "scale_grad_by_freq", False):
+            raise ContractError(
+                f"the gradients of {name or type(child).__name__} don't add up over the shards, "
+                f"since scale_grad_by_freq=True divides them by the frequencies in each shard: "
+                f"leave it out. If training is to depend on the number of shards: "
+                f"Trainer(separable=False)"
+            )
 
 
 @contextmanager
