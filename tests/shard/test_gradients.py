@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import evenstep
 from evenstep.collectives import tree_plan, tree_sum
 from evenstep.distributed.flat_buffers import FlatSpace
 from evenstep.distributed.gradient_reduce import GradientReduction
@@ -11,7 +12,7 @@ from evenstep.errors import ModelError
 from evenstep.replicas import Replica
 from evenstep.shard.gradients import AccumulatedTwiceError, GradientStream
 from evenstep.shard.partial_sum import add_gradients
-from layouts import TWO
+from layouts import TWO, own
 from reference import assert_same_bits
 
 
@@ -144,3 +145,27 @@ def test_a_sparse_gradient_is_refused_by_name():
 
     with pytest.raises(ModelError, match=r"0\.weight got a sparse gradient"):
         stream_shard(stream, replica, 0, 0, loss, accumulates=False)
+
+
+def test_with_one_shard_a_sparse_update_is_the_plain_one():
+    """A plain update adds the gradients of a repeated row one after the other."""
+    indices = torch.randint(7, (24, 9), generator=torch.Generator().manual_seed(0))
+    labels = torch.arange(24) % 5
+
+    def parts():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(7, 12, sparse=True), nn.Linear(12, 5))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    plain, optimizer = parts()
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(indices), labels).backward()
+        optimizer.step()
+    for devices in (1, own(2)):
+        model, optimizer = parts()
+        options = {"shards": 1, "devices": devices}
+        with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+            for _ in range(3):
+                trainer.step(indices, labels)
+        assert_same_bits(model.state_dict(), plain.state_dict())

@@ -269,7 +269,7 @@ def _collect(replica: Replica, work: ShardWork) -> PartialSum:
     for parameter in replica.parameters:
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and gradient.is_sparse:
-            gradient, is_dense = gradient.coalesce(), False
+            gradient, is_dense = gradient if work.alone else gradient.coalesce(), False
         gradients.append(gradient)
     changed = replica.changed_buffers() if replica.buffers else []
     value = _value(replica, work, gradients, changed)
