@@ -13,7 +13,7 @@ from torch import nn
 
 import evenstep
 from evenstep.data import Cursor
-from evenstep.errors import EvenstepError
+from evenstep.errors import EvenstepError, InputError
 from evenstep.steps.step import StepLoss
 
 torch.manual_seed(0)
@@ -691,6 +691,15 @@ def test_an_attribute_error_inside_a_property_is_not_hidden(monkeypatch):
     monkeypatch.delattr(trainer._self_check, "report")
     with pytest.raises(AttributeError, match="'SelfCheck' object has no attribute 'report'"):
         trainer.contract  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["model", "optimizer", "experiment", "devices"])
+def test_what_a_trainer_was_made_from_cant_be_replaced(name):
+    with trainer_of() as trainer:
+        before = getattr(trainer, name)
+        with pytest.raises(InputError, match=rf"trainer\.{name} can't be replaced.*new trainer"):
+            setattr(trainer, name, None)
+        assert getattr(trainer, name) is before
 
 
 # ---- `break` out of an epoch

@@ -7,7 +7,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn
 
 from evenstep.engine.handle import Instead
+from evenstep.errors import InputError
 
+_MADE_FROM = {"model", "optimizer", "experiment", "devices"}
 _LOOP = "write the loop, `for X, y in trainer.epoch(loader): trainer.step(X, y)`"
 _LOAD = "write evenstep.Trainer.load(folder, model, optimizer, loss)"
 
@@ -35,6 +37,15 @@ class Habits:
                 "a trainer can't be called: use trainer.predict([X]), which computes on all "
                 "devices, or model(X)"
             )
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse to replace what a trainer was made from, which would have no effect."""
+        if name in _MADE_FROM and name in self.__dict__:
+            raise InputError(
+                f"trainer.{name} can't be replaced, since the trainer would not use it: save, and "
+                f"make a new trainer, evenstep.Trainer(...)"
+            )
+        super().__setattr__(name, value)
 
     def __dir__(self) -> Iterable[str]:
         kind = type(self)
