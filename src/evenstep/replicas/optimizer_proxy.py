@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import ContractError, InputError
-from evenstep.replicas.replica import forms_of
+from evenstep.replicas.replicas import forms_of
 
 _ATTRIBUTES = -1  # the "group" of the optimizer's own attributes
 _SHARED = {"param_groups", "state", "step", "_opt_called"}  # attributes that are handled otherwise

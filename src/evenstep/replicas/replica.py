@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,16 +95,6 @@ def _changed(value: object, opening: torch.Tensor, name: str) -> torch.Tensor | 
         )
     now = value.detach()
     return None if same_bits(now, opening) else now
-
-
-def forms_of(parameters: Iterable[torch.Tensor]) -> list[object]:
-    """Return what copies must have in common with parameters: dtypes, shapes and layouts."""
-    parameters = [*parameters]
-    return [*map(_DTYPE_AND_SHAPE, parameters), *map(_STRIDES, parameters)]
-
-
-_DTYPE_AND_SHAPE = operator.attrgetter("dtype", "shape")
-_STRIDES = operator.methodcaller("stride")
 
 
 def broadcast(home: Replica, replica: Replica) -> None:

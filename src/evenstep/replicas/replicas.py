@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from evenstep.replicas.checks import (
 )
 from evenstep.replicas.copying import copy_module, copy_parameter
 from evenstep.replicas.module_sync import Difference, ModuleWatch
-from evenstep.replicas.replica import Replica, broadcast, forms_of, sum_of_bits
+from evenstep.replicas.replica import Replica, broadcast, sum_of_bits
 
 _VERSION = operator.attrgetter("_version")
 
@@ -360,6 +360,16 @@ class Replicas:
     def _home_versions(self) -> list[tuple[int, int]]:
         buffers = () if self._home_computes else self.home.buffers
         return [(one._version, one.data_ptr()) for one in (*self.home.parameters, *buffers)]
+
+
+def forms_of(parameters: Iterable[torch.Tensor]) -> list[object]:
+    """Return what copies must have in common with parameters: dtypes, shapes and layouts."""
+    parameters = [*parameters]
+    return [*map(_DTYPE_AND_SHAPE, parameters), *map(_STRIDES, parameters)]
+
+
+_DTYPE_AND_SHAPE = operator.attrgetter("dtype", "shape")
+_STRIDES = operator.methodcaller("stride")
 
 
 def _structure(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> list[object]:
