@@ -231,7 +231,7 @@ def test_harmless_draws_are_not_refused(name, randomness):
         if randomness is None:
             HARMLESS[name]()
         else:
-            with randomness(3):
+            with randomness(lambda: 3):
                 HARMLESS[name]()
 
     with callers_generators():
