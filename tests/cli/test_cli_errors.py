@@ -226,6 +226,7 @@ def test_a_damaged_run_is_not_resumed(folder, damage, part):
         ("verify --model vgg", "lenet, resnet18, mlp"),
         ("verify --model cli_models:unfit --steps 1", "RuntimeError"),
         ("verify --resume", "--resume"),
+        (f"reproduce --out {'x' * 300}", "File name too long"),
         ("fly", "No such command"),
     ],
 )

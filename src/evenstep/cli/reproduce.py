@@ -33,7 +33,6 @@ def reproduce(only: str | None, *, quick: bool, data_dir: str | None, out: Path)
     began_s = time.perf_counter()
     size: Size = "quick" if quick else "full"
     chosen = _chosen(only, experiments(size))
-    kept = Kept(out / "figures.json", size)
     report = out / "report.html"
 
     @functools.cache
@@ -48,6 +47,7 @@ def reproduce(only: str | None, *, quick: bool, data_dir: str | None, out: Path)
 
     place = Workplace(data=data, folder=out / "unfinished", say=say)
     try:
+        kept = Kept(out / "figures.json", size)
         out.mkdir(parents=True, exist_ok=True)
         if any(one.needs_data for one in chosen):
             data()
