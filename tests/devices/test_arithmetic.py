@@ -23,6 +23,7 @@ def torch_as_it_was():
     torch.set_flush_denormal(False)
     torch.use_deterministic_algorithms(False)
     torch.backends.mkldnn.deterministic = False
+    torch.backends.cuda.enable_flash_sdp(True)
 
 
 CHANGES = {
@@ -32,6 +33,9 @@ CHANGES = {
     "torch.use_deterministic_algorithms": lambda: torch.use_deterministic_algorithms(True),
     "torch.backends.mkldnn.deterministic": lambda: setattr(
         torch.backends.mkldnn, "deterministic", True
+    ),
+    "the kernels of scaled_dot_product_attention": lambda: torch.backends.cuda.enable_flash_sdp(
+        False
     ),
 }
 

@@ -115,7 +115,7 @@ def refuse_unwritable(model: nn.Module) -> None:
             layout = "quantized" if value.is_quantized else f"sparse ({value.layout})"
             raise ModelError(
                 f"the {kind} {name} is {layout}, which can't be written in place and compared bit "
-                f"by bit: register a dense tensor, or keep a constant in a plain attribute"
+                f"by bit: register a dense tensor"
             )
         if value.is_inference():
             raise ModelError(
