@@ -71,6 +71,12 @@ def use_closed():
     trainer.step(X, y)
 
 
+def share_an_optimizer():
+    first = trainer_of()
+    with first, evenstep.Trainer(first.model, first.optimizer, nn.CrossEntropyLoss()):
+        pass
+
+
 def open_twice():
     with trainer_of() as trainer, trainer:
         pass
@@ -297,6 +303,11 @@ MISTAKES = {
         use_closed,
         "the trainer was closed, at the end of its `with` or by `close`: indent the call into the "
         "`with`, or open the trainer again by `with trainer:`",
+    ),
+    "two trainers of one optimizer": (
+        share_an_optimizer,
+        "another trainer with this optimizer is open: close that one first (end its `with`, or "
+        "call its `close`), or give each trainer an optimizer of its own",
     ),
     "with, twice": (open_twice, "the trainer is open already: remove the second `with` or `open`"),
     # ---- batches

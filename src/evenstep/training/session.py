@@ -14,9 +14,10 @@ from evenstep.batch.rng import callers_generators
 from evenstep.devices import deterministic_kernels, kept_memory
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
-from evenstep.errors import ClosedError
+from evenstep.errors import ClosedError, InputError
 from evenstep.replicas import channels_last_weights
 from evenstep.steps.group import OPEN, Group, joined
+from evenstep.steps.update import Update
 from evenstep.training.agreement import Agreement
 from evenstep.training.arguments import Layout, refuse_lockstep_apart
 from evenstep.training.notes import Notes
@@ -86,6 +87,7 @@ class Session:
         self.refuse_fork()
         if self.is_open:
             raise ClosedError("the trainer is open already: remove the second `with` or `open`")
+        self._refuse_shared_optimizer()
         for note in self._notes.lines:
             logger.warning(note)
         self._agreement.begin()
@@ -118,6 +120,15 @@ class Session:
             self._opened = opened.pop_all()
         self.is_open = True
         self.owner = Ownership("trainer", self._close_at_exit)
+
+    def _refuse_shared_optimizer(self) -> None:
+        """Refuse an optimizer that another open trainer steps: each would undo the other's steps."""
+        hooks = self._optimizer._optimizer_step_pre_hooks.values()
+        if any(getattr(hook, "__func__", None) is Update.refuse_foreign_step for hook in hooks):
+            raise InputError(
+                "another trainer with this optimizer is open: close that one first (end its "
+                "`with`, or call its `close`), or give each trainer an optimizer of its own"
+            )
 
     def _join(self, opened: contextlib.ExitStack) -> Group:
         """Join the other processes, until `opened` is closed, and make sure that all agree."""
