@@ -175,6 +175,25 @@ def test_a_killed_launcher_leaves_no_process_and_the_run_is_saved(tmp_path):
 
 
 @pytest.mark.slow
+def test_a_process_that_is_stopped_before_it_has_met_the_other_one(tmp_path):
+    """The other one gives up; then both are started again, and train to the end."""
+    folder, file = tmp_path / "kept", tmp_path / "record.json"
+    options = ("--processes", 2, "--devices", 1, "--steps", 60, "--checkpoint-every", 20)
+    faults = ("--max-restarts", 5, "--timeout", 5, "--json", file, "--checkpoint-dir", folder)
+    launcher = start("train", *MLP, *options, *faults)
+    early = other, stopped = sorted(wait_for_workers(launcher, 2))
+    os.kill(stopped, signal.SIGSTOP)
+    wait_until(lambda: not is_alive(other))
+    os.kill(stopped, signal.SIGCONT)
+    wait_until(lambda: not {*early} & {*children_of(launcher.pid)} or launcher.poll() is not None)
+    _, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 0, errors
+    assert max(steps_kept(folder)) == 60
+    expected = trained(*MLP, "--steps", 60).fingerprint
+    assert TrainRecord.from_json(file.read_text()).fingerprint == expected
+
+
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_is_used(tmp_path):
     folder = tmp_path / "kept"
     trained(*MLP, "--steps", 20, "--checkpoint-every", 10, "--checkpoint-dir", folder)

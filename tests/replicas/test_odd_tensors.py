@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import evenstep
-from evenstep.errors import ModelError
+from evenstep.errors import ContractError, ModelError
 from layouts import own
 from reference import assert_same_bits
 from trainers import sgd, state_of
@@ -100,3 +100,70 @@ def test_every_device_follows_parameters_with_data_of_another_form(change):
         assert_same_bits(trained(change, devices=devices), alone)
     for devices in (1, own(2)):
         assert_same_bits(trained(change, devices=devices, max_in_flight=2), alone)
+
+
+def compressed(layout):
+    """Return what makes a sparse tensor of a dense one in this layout."""
+    blocks = {torch.sparse_bsr: {"blocksize": (2, 2)}, torch.sparse_bsc: {"blocksize": (2, 2)}}
+    return lambda dense: dense.to_sparse(layout=layout, **blocks.get(layout, {}))
+
+
+SPARSE = [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr]
+
+
+class Graph(nn.Module):
+    """Averages over the neighbours in a graph, whose sparse matrix is a plain attribute."""
+
+    def __init__(self, layout):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(12, 5)
+        self.neighbours = compressed(layout)(torch.eye(12).roll(1, 0))
+
+    def forward(self, x):
+        return self.layer((self.neighbours @ x.T).T)
+
+
+def set_neighbours(model):
+    model.neighbours = compressed(model.neighbours.layout)(model.neighbours.to_dense() * 2)
+
+
+def write_neighbours(model):
+    values = model.neighbours._values if model.neighbours.is_sparse else model.neighbours.values
+    values().mul_(2)
+
+
+def leave(model):
+    """Change nothing."""
+
+
+@pytest.mark.parametrize("change", [leave, set_neighbours, write_neighbours])
+@pytest.mark.parametrize("layout", SPARSE, ids=str)
+def test_a_sparse_matrix_in_a_plain_attribute(layout, change, caplog):
+    def run(devices):
+        model = Graph(layout)
+        with evenstep.Trainer(model, sgd(model), F.cross_entropy, devices=devices) as trainer:
+            for number in range(3):
+                if number == 1:
+                    change(model)
+                trainer.step(X, Y)
+            return trainer.fingerprint()
+
+    assert len({run(devices) for devices in (1, 2, own(2))}) == 1
+    assert "could not be checked" not in caplog.text
+
+
+@pytest.mark.parametrize("layout", SPARSE, ids=str)
+def test_a_sparse_matrix_that_forward_changes_is_noticed(layout):
+    class Restless(Graph):
+        def forward(self, x):
+            output = super().forward(x)
+            self.neighbours = compressed(self.neighbours.layout)(self.neighbours.to_dense() * 0.5)
+            return output
+
+    model = Restless(layout)
+    with (
+        evenstep.Trainer(model, sgd(model), F.cross_entropy, devices=1) as trainer,
+        pytest.raises(ContractError, match=r"has changed model\.neighbours"),
+    ):
+        trainer.step(X, Y)

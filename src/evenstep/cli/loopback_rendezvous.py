@@ -26,21 +26,26 @@ class _LoopbackRendezvous(RendezvousHandler):
 
     def __init__(self, run_id: str) -> None:
         self._run_id = run_id
+        self._store: Store | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Make a store for the processes that are about to be started, or started again.
+
+        What processes before them have written is gone, also what only some of them have written.
+        """
         with socket.socket() as listener:
             listener.bind((_LOOPBACK, 0))
             listener.listen()
-            self._port: int = listener.getsockname()[1]
-            self._store: Store = TCPStore(
+            port: int = listener.getsockname()[1]
+            self._store = TCPStore(
                 _LOOPBACK,
-                self._port,
+                port,
                 is_master=True,
                 wait_for_workers=False,
                 multi_tenant=True,
                 master_listen_fd=listener.detach(),
             )
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        place = RendezvousStoreInfo(_LOOPBACK, self._port)
+        place = RendezvousStoreInfo(_LOOPBACK, port)
         return RendezvousInfo(PrefixStore(self._run_id, self._store), 0, 1, place)
 
     @property

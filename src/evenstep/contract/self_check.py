@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import re
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from evenstep.shard.loss import ShardObjective
 logger = logging.getLogger("evenstep")
 
 _TRIES = 3  # steps in which a check may fail to run before it is given up
+_SHOWN = 300  # characters of an error of torch's, which may name every backend that it has
 
 
 class SelfCheck:
@@ -113,7 +115,7 @@ class SelfCheck:
             logger.warning(
                 f"the contract of a step could not be checked in {_TRIES} steps, so code that "
                 f"breaks it would not be noticed: {type(error).__name__}: "
-                f"{error and text_of(error)}"
+                f"{error and textwrap.shorten(text_of(error), _SHOWN, placeholder=' ...')}"
             )
         self._is_half_done = error is None
         if has_given_up or (error is None and is_whole):

@@ -50,7 +50,7 @@ def copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Mo
         ContractError: the copy has layers in common with the module.
     """
     try:
-        copied = copy.deepcopy(module, {**_kept_results(module), **parameters})
+        copied = copy.deepcopy(module, {**_copied_tensors(module), **parameters})
     except Exception as error:
         raise ModelError(
             f"the model {type(module).__name__} can't be copied for a second device: "
@@ -74,12 +74,17 @@ def _refuse_shared(module: nn.Module, copied: nn.Module) -> None:
             )
 
 
-def _kept_results(module: nn.Module) -> dict[int, torch.Tensor]:
-    """Return the results of a forward pass that layers keep in attributes, detached, by their `id`.
+def _copied_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
+    """Return copies, by the `id` of the original, of tensors that `copy.deepcopy` refuses.
 
-    `copy.deepcopy` refuses tensors that have a graph.
+    These are results of a forward pass that layers keep in attributes, which have a graph, and
+    sparse tensors in compressed layouts.
     """
     attributes: Any = [vars(child) for child in module.modules()]
     leaves: list[Any] = optree.tree_leaves(attributes)
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return {id(one): one.detach().clone() for one in tensors if one.grad_fn is not None}
+    return {
+        id(one): one.detach().clone()
+        for one in tensors
+        if one.grad_fn is not None or one.layout not in (torch.strided, torch.sparse_coo)
+    }

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
-from evenstep.replicas.replica import same_bits
+from evenstep.replicas.replica import same_bits, strided_parts
 
 Contents: TypeAlias = "tuple[Any, ...]"
 
@@ -183,8 +183,12 @@ def _nothing(value: Any) -> Contents:
 def _read_tensor(tensor: torch.Tensor) -> Contents:
     if tensor.grad_fn is not None or tensor.is_inference():
         return ()
-    place = (tensor._version, tensor.data_ptr()) if tensor.layout is torch.strided else ()
-    return (*place, tensor.detach()) if place and tensor.numel() <= _LARGE else place
+    if tensor.layout is not torch.strided:
+        parts = strided_parts(tensor)
+        small = (part for part in parts if part.numel() <= _LARGE)
+        return tensor._version, tuple(part.data_ptr() for part in parts), *small
+    place = tensor._version, tensor.data_ptr()
+    return (*place, tensor.detach()) if tensor.numel() <= _LARGE else place
 
 
 def _read_array(array: np.ndarray[Any, Any]) -> Contents:

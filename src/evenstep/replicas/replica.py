@@ -105,11 +105,25 @@ def broadcast(home: Replica, replica: Replica) -> None:
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return whether two tensors have the same bits: NaN is NaN, and 0.0 is not -0.0."""
-    if one.shape != other.shape or one.dtype != other.dtype:
+    if one.shape != other.shape or one.dtype != other.dtype or one.layout != other.layout:
         return False
-    if one.layout is torch.strided and (one.is_floating_point() or one.is_complex()):
+    if one.layout is not torch.strided:
+        return all(map(same_bits, strided_parts(one), strided_parts(other)))
+    if one.is_floating_point() or one.is_complex():
         one, other = as_integers(one), as_integers(other.to(one.device))
     return torch.equal(one, other.to(one.device))
+
+
+def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the dense tensors that a sparse tensor consists of: its indices, and its values."""
+    tensor = tensor.detach()
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -122,7 +122,7 @@ class Session:
         self.owner = Ownership("trainer", self._close_at_exit)
 
     def _refuse_shared_optimizer(self) -> None:
-        """Refuse an optimizer that another open trainer steps: each would undo the other's steps."""
+        """Refuse an optimizer that another open trainer steps."""
         hooks = self._optimizer._optimizer_step_pre_hooks.values()
         if any(getattr(hook, "__func__", None) is Update.refuse_foreign_step for hook in hooks):
             raise InputError(
