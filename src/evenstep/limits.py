@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias
 Precision: TypeAlias = Literal["fp32", "bf16"]
 MemoryFormat: TypeAlias = Literal["auto", "contiguous", "channels_last"]
 BatchNorm: TypeAlias = Literal["shard", "sync"]
+PartitionOf: TypeAlias = Literal["optimizer"]
 
 BufferRule: TypeAlias = Literal["mean", "first", "sum", "refuse"]
 """A rule that the user can give for a buffer that shards change.

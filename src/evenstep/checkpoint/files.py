@@ -3,8 +3,9 @@
     folder/
         step-00000020/          an earlier checkpoint
         step-00000040/
-            tensors.safetensors every tensor of the state
-            manifest.json       everything else, with the size and SHA-256 of the other file,
+            tensors.safetensors every tensor of the state (those that other processes own are in
+                                files of their own, see `owner_files`)
+            manifest.json       everything else, with the size and SHA-256 of the other files,
                                 and last a SHA-256 of everything before it
 
 A checkpoint is written to a hidden folder beside its place, flushed to the disk and then renamed.
@@ -26,7 +27,7 @@ import secrets
 import shutil
 import stat
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,16 +35,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from evenstep.checkpoint.codec import Encoded, Tree, decode
+from evenstep.checkpoint.codec import Encoded, Plain, Tree, decode
 from evenstep.errors import CheckpointError, InputError, SaveError
 from evenstep.files import flush, read_file, sha256_of
 
 _StrPath: TypeAlias = "str | os.PathLike[str]"
 
+Description: TypeAlias = "dict[str, int | str]"
+"""The size and the SHA-256 of a file."""
+
+Others: TypeAlias = "Callable[[Path], Callable[[Plain], tuple[Plain, Mapping[str, Description]]]]"
+"""Called with the folder that other processes shall write into; the result waits for them, and
+turns the state into one that refers to their files, too."""
+
 _FORMAT = "evenstep checkpoint"
-_VERSION = 1
+_VERSIONS = (1, 2)  # with one file of tensors, and with several
 _MANIFEST = "manifest.json"
 _TENSORS = "tensors.safetensors"
+_OWNERS = re.compile(r"owner-\d{5,}\.safetensors")
 _MOST_NBYTES = 1 << 28  # of a manifest, which has some hundred bytes for each tensor
 
 # `.old` is a checkpoint that another of the same step replaces: it counts until the other is there.
@@ -65,14 +74,16 @@ _SAVE_ADVICE = {
 }
 
 
-def write_checkpoint(folder: _StrPath, state: Encoded, *, step: int, keep: int = 3) -> Path:
+def write_checkpoint(
+    folder: _StrPath, state: Encoded, *, step: int, keep: int = 3, others: Others | None = None
+) -> Path:
     """Write the state after `step` steps, and return its folder `step-...` inside `folder`.
 
     `folder` is created if it is missing; a checkpoint of the same step is replaced. Once the new
     checkpoint is on the disk, checkpoints of smaller steps are removed until `keep` are left, the
     new one included. Half-written checkpoints of processes of this machine that have ended are
     removed too. A warning names what could not be removed. Only one process at a time may write to
-    a folder.
+    a folder, but for those that `others` lets write files of their own into the new checkpoint.
 
     Raises:
         InputError: `step` is negative, or `keep` less than 1.
@@ -86,7 +97,7 @@ def write_checkpoint(folder: _StrPath, state: Encoded, *, step: int, keep: int =
         _make_folder(folder)
         _remove_leftovers(folder)
         with _hidden_folder(final) as hidden:
-            _write_files(hidden, state, step)
+            _write_files(hidden, state, step, others)
             _move_into_place(hidden, final)
     except OSError as error:
         nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
@@ -157,7 +168,7 @@ def read_checkpoint(folder: _StrPath) -> Tree:
         if not (_CHECKPOINT.fullmatch(folder.name) or (folder / _MANIFEST).exists()):
             folder = latest_checkpoint(folder)
         manifest = _read_manifest(folder)
-        _check_tensor_file(folder, manifest)
+        _check_tensor_files(folder, manifest)
         return _decode_files(folder, manifest)
     except FileNotFoundError as error:
         lack = f"lacks {Path(error.filename).name}" if folder.is_dir() else "is not there"
@@ -168,19 +179,40 @@ def read_checkpoint(folder: _StrPath) -> Tree:
         raise _unusable(folder / _MANIFEST, f"lacks a field ({error!r})") from error
 
 
-def _write_files(folder: Path, state: Encoded, step: int) -> None:
+def write_owner_file(folder: Path, owner: int, own: Encoded) -> tuple[str, Description]:
+    """Write the tensors that a process owns into a checkpoint that another process makes.
+
+    Returns:
+        The file's name, and its size and SHA-256.
+    """
+    path = folder / f"owner-{owner:05d}.safetensors"
+    _save_tensors(own.tensors, path)
+    flush(path)
+    return path.name, _describe(path)
+
+
+def _write_files(folder: Path, state: Encoded, step: int, others: Others | None) -> None:
+    wait = None if others is None else others(folder)
     _save_tensors(state.tensors, folder / _TENSORS)
+    plain, files = (state.plain, {}) if wait is None else wait(state.plain)
+    for name, about in files.items():
+        if not (folder / name).is_file() or (folder / name).stat().st_size != about["nbytes"]:
+            raise SaveError(
+                f"{name}, which another process has written, is not in {folder}: give all "
+                f"processes the same folder, on a file system that they share"
+            )
     manifest = {
         "format": _FORMAT,
-        "version": _VERSION,
+        "version": 2 if files else 1,
         "evenstep": _own_version(),
         "torch": torch.__version__,
         "step": int(step),
-        "files": {_TENSORS: _describe(folder / _TENSORS)},
-        "state": state.plain,
+        "files": {_TENSORS: _describe(folder / _TENSORS), **files},
+        "state": plain,
     }
     (folder / _MANIFEST).write_bytes(_seal(_spell_fields(manifest)))
-    shutil.copymode(folder / _MANIFEST, folder / _TENSORS)  # safetensors makes it private
+    for name in (_TENSORS, *files):
+        shutil.copymode(folder / _MANIFEST, folder / name)  # safetensors makes it private
     _admit_others(folder, stat.S_IMODE((folder / _MANIFEST).stat().st_mode))
     for path in (folder / _TENSORS, folder / _MANIFEST, folder):
         flush(path)
@@ -313,28 +345,37 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
         raise _unusable(folder / _MANIFEST, f"is not the manifest of an {_FORMAT}")
     if not _is_sealed(text):
         raise _unusable(folder / _MANIFEST, "is damaged (its SHA-256 does not match)")
-    if manifest["version"] != _VERSION:
+    if manifest["version"] not in _VERSIONS:
         raise CheckpointError(
             f"{folder / _MANIFEST} is of version {manifest['version']}, but this evenstep reads "
-            f"version {_VERSION}: read it with evenstep {manifest.get('evenstep')}"
+            f"versions up to {_VERSIONS[-1]}: read it with evenstep {manifest.get('evenstep')}"
         )
     return manifest
 
 
-def _check_tensor_file(folder: Path, manifest: dict[str, Any]) -> None:
-    path, needed = folder / _TENSORS, manifest["files"][_TENSORS]
-    nbytes = path.stat().st_size
-    if nbytes != needed["nbytes"]:
-        raise _unusable(path, f"has {nbytes} bytes, but {needed['nbytes']} were written")
-    if _describe(path) != needed:
-        raise _unusable(path, "is damaged (its SHA-256 does not match)")
+def _check_tensor_files(folder: Path, manifest: dict[str, Any]) -> None:
+    _ = manifest["files"][_TENSORS]
+    for name, needed in manifest["files"].items():
+        if name != _TENSORS and not _OWNERS.fullmatch(name):
+            raise _unusable(folder / _MANIFEST, f"names a file that is none of a checkpoint: {name}")
+        path = folder / name
+        nbytes = path.stat().st_size
+        if nbytes != needed["nbytes"]:
+            raise _unusable(path, f"has {nbytes} bytes, but {needed['nbytes']} were written")
+        if _describe(path) != needed:
+            raise _unusable(path, "is damaged (its SHA-256 does not match)")
 
 
 def _decode_files(folder: Path, manifest: dict[str, Any]) -> Tree:
     plain = manifest["state"]
     try:
-        with safe_open(folder / _TENSORS, framework="pt") as file:
-            return decode(plain, file.get_tensor)
+        with contextlib.ExitStack() as opened:
+            files = [
+                opened.enter_context(safe_open(folder / name, framework="pt"))
+                for name in manifest["files"]
+            ]
+            places = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+            return decode(plain, lambda name: places[name].get_tensor(name))
     except (CheckpointError, SafetensorError) as error:
         raise _unusable(folder, f"was not written by evenstep ({error})") from error
 

@@ -75,6 +75,19 @@ def named_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[
                 yield f"optimizer{place}/{names[owner]}/{'/'.join(map(str, path))}", leaf
 
 
+def owned_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield those entries of `whole_state` that only a parameter's owner has: optimizer state."""
+    for name, value in named_state(model, optimizer):
+        if name.startswith("optimizer"):
+            yield name, _plain(value)
+
+
+def common_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Yield those entries of `whole_state` that every process has, whoever owns parameters."""
+    own = {name for name, _ in owned_state(model, optimizer)}
+    return (entry for entry in whole_state(model, optimizer) if entry[0] not in own)
+
+
 def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of everything that decides the next step, settings first."""
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -150,10 +163,16 @@ def tree_digest(value: Any) -> str:
     return digest_of(_leaves("", value))
 
 
-def _update(digest: Any, name: str, value: Any) -> None:
+def pieces_of(name: str, value: Any) -> tuple[bytes, torch.Tensor | None]:
+    """Return what the fingerprint covers of an entry: a header, and the tensor behind it if any."""
     if isinstance(value, torch.Tensor):
-        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        digest.update(f"{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode())
+        return f"{name}\0{value.dtype}\0{tuple(value.shape)}\0".encode(), value
+    return f"{name}\0{type(value).__name__}\0{value!r}\0".encode(), None
+
+
+def _update(digest: Any, name: str, value: Any) -> None:
+    header, data = pieces_of(name, value)
+    digest.update(header)
+    if data is not None:
+        flat = data.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         digest.update(flat.view(torch.uint8).numpy().data)
-    else:
-        digest.update(f"{name}\0{type(value).__name__}\0{value!r}\0".encode())

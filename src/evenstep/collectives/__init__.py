@@ -2,6 +2,7 @@
 
 from evenstep.collectives.canonical import CanonicalSum, add_in_order, canonical_sum, start_sum
 from evenstep.collectives.local import LocalTransport, connect
+from evenstep.collectives.owners import SumAtOwner, deal
 from evenstep.collectives.partition import Forest, forest
 from evenstep.collectives.transport import Transfer, Transport, chunk_bounds, wait_all
 from evenstep.collectives.tree import TreePlan, TreeSum, tree_plan, tree_sum
@@ -10,6 +11,7 @@ __all__ = [
     "CanonicalSum",
     "Forest",
     "LocalTransport",
+    "SumAtOwner",
     "Transfer",
     "Transport",
     "TreePlan",
@@ -18,6 +20,7 @@ __all__ = [
     "canonical_sum",
     "chunk_bounds",
     "connect",
+    "deal",
     "forest",
     "start_sum",
     "tree_plan",

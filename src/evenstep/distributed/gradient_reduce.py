@@ -9,13 +9,20 @@ from __future__ import annotations
 import abc
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from evenstep.collectives import CanonicalSum, Forest, add_in_order, chunk_bounds, start_sum
-from evenstep.distributed.flat_buffers import FlatSpace, Gradients
+from evenstep.collectives import (
+    CanonicalSum,
+    Forest,
+    SumAtOwner,
+    add_in_order,
+    chunk_bounds,
+    start_sum,
+)
+from evenstep.distributed.flat_buffers import FlatSpace, Gradients, Vectors
 from evenstep.distributed.process_group import Exchange, Peers
 from evenstep.distributed.shared_memory import shared_bytes
 from evenstep.errors import PeerError
@@ -62,13 +69,27 @@ class GradientReduction(abc.ABC):
         if is_complete:
             self._send(bucket)
 
-    def write_rest(self, partials: Sequence[Gradients]) -> None:
-        """Write everything that was not written yet, given all gradients of the partial sums."""
+    def write_rest(self, partials: Sequence[list[torch.Tensor | None]]) -> None:
+        """Write everything that was not written yet, given all gradients of the partial sums.
+
+        Their places in `partials` become None: a gradient that was written need not be kept.
+        """
         for number, bucket in enumerate(self.buckets):
             for partial in sorted(self._missing[number]):
-                self.write(number, partial, [partials[partial][i] for i in bucket.numbers])
+                left = [partials[partial][i] for i in bucket.numbers]
+                for i in bucket.numbers:
+                    partials[partial][i] = None
+                self.write(number, partial, left)
+                del left
             if not partials:  # a process without shards
                 self._send(number)
+
+    def gradients(self, device: torch.device) -> Iterable[tuple[int, torch.Tensor]]:
+        """Return (number, sum) of the gradients that this process needs, on `device`.
+
+        As for `total`, every process must have written all its partial sums.
+        """
+        return self._flats.views([total.to(device) for total in self.total()])
 
     @abc.abstractmethod
     def total(self) -> list[torch.Tensor]:
@@ -82,7 +103,7 @@ class GradientReduction(abc.ABC):
         """End the reduction without a sum."""
 
     @abc.abstractmethod
-    def _vectors(self, partial: int) -> list[torch.Tensor]:
+    def _vectors(self, partial: int) -> Vectors:
         """Return the flat vectors of a local partial sum."""
 
     @abc.abstractmethod
@@ -102,7 +123,7 @@ class NetworkReducer:
 
     def begin(self, trees: Forest, parameters: int, step: int) -> GradientReduction:
         """Start the reduction of a step's gradients."""
-        return _NetworkReduction(self, trees, parameters)
+        return NetworkReduction(self, trees, parameters)
 
     def reserve(self, trees: Forest, since: int) -> None:
         """Do nothing: no memory is reserved."""
@@ -112,7 +133,9 @@ class NetworkReducer:
         self.thread.shutdown()
 
 
-class _NetworkReduction(GradientReduction):
+class NetworkReduction(GradientReduction):
+    """A reduction through the network: buckets are sent at once, and added up in the thread."""
+
     def __init__(self, reducer: NetworkReducer, trees: Forest, parameters: int) -> None:
         partials = len(trees.partials_of(reducer.peers.rank))
         super().__init__(reducer.flats, partials, parameters, reducer.bucket_bytes)
@@ -121,23 +144,27 @@ class _NetworkReduction(GradientReduction):
         self._own: list[list[torch.Tensor]] = [[] for _ in range(partials)]
         self._totals: list[torch.Tensor] = []
         self._sent: set[int] = set()
-        self._pieces: list[tuple[CanonicalSum, Future[None]]] = []
+        self._pieces: list[tuple[CanonicalSum | SumAtOwner, Future[None]]] = []
         self._failure: PeerError | None = None
 
     def total(self) -> list[torch.Tensor]:
-        pieces, self._pieces = self._pieces, []
-        for _, added in pieces:
-            added.result()
-        for piece, _ in pieces:
-            piece.wait()
+        self._finish()
         return self._totals or self._flats.new()
 
     def drop(self) -> None:
         for bucket in set(range(len(self.buckets))) - self._sent:
             self._send(bucket)
-        self.total()
+        self._finish()
 
-    def _vectors(self, partial: int) -> list[torch.Tensor]:
+    def _finish(self) -> None:
+        """Wait until all buckets were sent and added up."""
+        pieces, self._pieces = self._pieces, []
+        for _, added in pieces:
+            added.result()
+        for piece, _ in pieces:
+            piece.wait()
+
+    def _vectors(self, partial: int) -> Vectors:
         with self._lock:
             self._own[partial] = self._own[partial] or self._flats.new()
             return self._own[partial]
@@ -160,7 +187,7 @@ class _NetworkReduction(GradientReduction):
         submit = self._reducer.thread.submit
         self._pieces += [(piece, submit(self._add_up, piece)) for piece in pieces]
 
-    def _add_up(self, piece: CanonicalSum) -> None:
+    def _add_up(self, piece: CanonicalSum | SumAtOwner) -> None:
         """Add up a piece, unless an earlier one failed: the time limit is waited for only once."""
         if self._failure is not None:
             raise self._failure
@@ -236,7 +263,7 @@ class _SharedMemoryReduction(GradientReduction):
     def drop(self) -> None:
         pass
 
-    def _vectors(self, partial: int) -> list[torch.Tensor]:
+    def _vectors(self, partial: int) -> Vectors:
         return self._shared.partials[self._own[partial]]
 
     def _send(self, bucket: int) -> None:

@@ -12,6 +12,7 @@ from evenstep.replicas.layouts import channels_last_weights
 from evenstep.replicas.optimizer_proxy import OptimizerProxy, inner_optimizers
 from evenstep.replicas.replica import Replica
 from evenstep.replicas.replicas import Replicas
+from evenstep.replicas.separate_updates import refuse_coupled
 from evenstep.replicas.settings import (
     is_plain,
     layer_settings,
@@ -33,6 +34,7 @@ __all__ = [
     "move_home",
     "optimizer_settings",
     "python_number",
+    "refuse_coupled",
     "refuse_strangers",
     "written_error",
 ]

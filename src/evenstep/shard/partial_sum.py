@@ -47,6 +47,8 @@ class PartialSum:
         lo, hi: the node's shards are [lo, hi).
         is_dense: whether no gradient is sparse.
         fence: on a GPU, the event to wait for before the tensors are used.
+        present: of the root of several processes, for each parameter whether it has a gradient;
+            where parameters have owners, `gradients` has only those that this process owns.
     """
 
     gradients: Tensors
@@ -57,6 +59,7 @@ class PartialSum:
     hi: int
     is_dense: bool = True
     fence: Any = None
+    present: Sequence[bool] = ()
 
     @property
     def weight(self) -> int:

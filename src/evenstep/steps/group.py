@@ -377,6 +377,7 @@ def joined(
     in_flight: int,
     *,
     allow_rounding: bool,
+    make_reducer: type[ProcessReducer] = ProcessReducer,
 ) -> Iterator[Group]:
     """Find the other processes, if there are any, and yield the group of all of them.
 
@@ -388,6 +389,7 @@ def joined(
         own_speed: returns how many shards a second this process computes; 0 while unknown.
         in_flight: how many steps may be submitted and not finished.
         allow_rounding: whether the processes may round differently.
+        make_reducer: the class that reduces steps over several processes.
 
     Raises:
         PeerError: the processes are not all there within the time limit.
@@ -414,7 +416,7 @@ def joined(
         own = json.dumps([len(replicas.all), replicas.on_cpus]).encode()
         named = peers.gather(own, Exchange(OPEN, "its number of devices"))
         counts, on_cpus = zip(*map(json.loads, named), strict=True)
-        reducer = ProcessReducer(
+        reducer = make_reducer(
             peers, replicas, counts, own_speed, in_flight, on_cpus=all(on_cpus)
         )
         with contextlib.closing(reducer):

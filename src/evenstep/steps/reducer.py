@@ -18,7 +18,11 @@ from evenstep.batch import ProcessAssignment
 from evenstep.collectives import Forest, TreeSum, tree_plan
 from evenstep.distributed import Exchange, Peers
 from evenstep.distributed.flat_buffers import FlatSpace
-from evenstep.distributed.gradient_reduce import GradientReduction, gradient_reducer
+from evenstep.distributed.gradient_reduce import (
+    GradientReduction,
+    NetworkReducer,
+    gradient_reducer,
+)
 from evenstep.distributed.step_report import (
     AgainError,
     Kind,
@@ -103,9 +107,10 @@ class ProcessReducer(LocalReducer):
         self.stop_asked = False
         self.stop_seen: int | None = None
         self._home = replicas.home
-        self._loose = _loose_parameters(self._home.module)
-        self._flats = _places_of(self._home, self._loose)
-        self._dense = gradient_reducer(peers, self._flats, on_cpus=on_cpus)
+        self._loose = loose_parameters(self._home.module)
+        self._flats: FlatSpace
+        self._dense: NetworkReducer
+        self._lay_out()
 
     @property
     def rank(self) -> int:
@@ -233,8 +238,9 @@ class ProcessReducer(LocalReducer):
         self.assignment.record_speeds(step, [other.speed for other in reports])
         if self.stop_seen is None and any(report.stop for report in reports):
             self.stop_seen = step
+        device = self._home.device.torch_device
         try:
-            totals = sending.total()
+            gradients = sending.gradients(device)
             self._dense.reserve(trees, step + self._in_flight)
         except PeerError as error:
             exchange = Exchange("step", "the gradients", step)
@@ -245,8 +251,8 @@ class ProcessReducer(LocalReducer):
         ]
         root = trees.add_up(parts, add)
         present = torch.cat([report.present for report in reports]).any(0).tolist()
-        device = self._home.device.torch_device
-        for i, gradient in self._flats.views([total.to(device) for total in totals]):
+        root.present = present
+        for i, gradient in gradients:
             root.gradients[i] = gradient if present[i] else None
         leaves = [leaf for report in reports for leaf in _leaves_of(report)]
         return [*leaves, *[None] * (len(attempt.cut.bounds) - len(leaves))], root
@@ -261,14 +267,23 @@ class ProcessReducer(LocalReducer):
         """Stop the thread that sends gradients."""
         self._dense.close()
 
+    def _lay_out(self) -> None:
+        """Choose where gradients lie and how they are reduced."""
+        self._flats = FlatSpace(self._home.parameters, self._dense_numbers())
+        self._dense = gradient_reducer(self.peers, self._flats, on_cpus=self._on_cpus)
+
+    def _dense_numbers(self) -> list[int]:
+        """Order dense gradients roughly as a backward pass makes them final."""
+        return [i for i in reversed(range(len(self._home.parameters))) if i not in self._loose]
+
     def _follow_home(self) -> None:
         """Follow a change of the user's module: its parameters, and which may be sparse."""
-        self._home = home = self._replicas.home
-        self._loose, flats = _loose_parameters(home.module), self._flats
-        self._flats = _places_of(home, self._loose)
-        if not self._flats.is_like(flats):  # a hook may have been added in this process alone
+        self._home = self._replicas.home
+        self._loose = loose_parameters(self._home.module)
+        flats = FlatSpace(self._home.parameters, self._dense_numbers())
+        if not flats.is_like(self._flats):  # a hook may have been added in this process alone
             self._dense.close()
-            self._dense = gradient_reducer(self.peers, self._flats, on_cpus=self._on_cpus)
+            self._lay_out()
 
     def _gather(self, report: Report) -> list[Report]:
         exchange = Exchange("step", "its part", report.facts[0])
@@ -319,7 +334,7 @@ def _spelled_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
 
 
-def _loose_parameters(model: nn.Module) -> frozenset[int]:
+def loose_parameters(model: nn.Module) -> frozenset[int]:
     """Return the numbers of the parameters of layers that may have sparse gradients."""
     numbers = {parameter: i for i, parameter in enumerate(model.parameters())}
     return frozenset(
@@ -328,9 +343,3 @@ def _loose_parameters(model: nn.Module) -> frozenset[int]:
         if getattr(child, "sparse", False)
         for parameter in child.parameters(recurse=False)
     )
-
-
-def _places_of(home: Replica, loose: frozenset[int]) -> FlatSpace:
-    """Lay gradients out roughly in the order in which a backward pass makes them final."""
-    dense = [i for i in reversed(range(len(home.parameters))) if i not in loose]
-    return FlatSpace(home.parameters, dense)

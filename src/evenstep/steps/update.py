@@ -154,8 +154,10 @@ class Update:
 
         return args[:1], {**options, "closure": checked}
 
+    _ready = install
+
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
-        self.install(step, count, root)
+        self._ready(step, count, root)
         self._step()
 
     def _step(self, *closure: Callable[[], float]) -> None:
@@ -198,11 +200,7 @@ class Update:
         if self._clip_norm == math.inf:
             step.outputs = {"grad_norm": _norm_of(holders), **step.outputs}
             return
-        if "grad_norm" in step.outputs:
-            raise ModelError(
-                "the objective returns an output 'grad_norm', a name that clip_norm= uses: give it "
-                "another name"
-            )
+        refuse_other_norm(step)
         norm = nn.utils.clip_grad_norm_(holders, self._clip_norm)
         step.outputs = {**step.outputs, "grad_norm": float(norm)}
 
@@ -285,8 +283,8 @@ class ProxyUpdate(Update):
             self._replicas.update_copies()
             self._proxy.mark()
 
-    def _update(self, step: Step, count: float, root: PartialSum) -> None:
-        """Update with gradients that the user's `zero_grad` can't reach meanwhile.
+    def _ready(self, step: Step, count: float, root: PartialSum) -> None:
+        """Keep the gradients where the user's `zero_grad` can't reach them until the update.
 
         Only a `before_update` needs them in the user's parameters, while it runs.
         """
@@ -299,6 +297,10 @@ class ProxyUpdate(Update):
             self._divide(root, count)
             if self._clip_norm is not None:
                 self._clip(step, [SimpleNamespace(grad=one) for one in root.gradients])
+
+    def _update(self, step: Step, count: float, root: PartialSum) -> None:
+        self._ready(step, count, root)
+        home = self._replicas.home.parameters
         self._proxy.step(step.settings, dict(zip(home, root.gradients, strict=True)))
         self._show(root.gradients)
 
@@ -345,7 +347,7 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
 
 def refuse_no_gradient(step: Step, root: PartialSum, parameters: Sequence[nn.Parameter]) -> None:
     """Refuse a step in which no parameter has got a gradient, as torch's `backward` does."""
-    if any(gradient is not None for gradient in root.gradients):
+    if any(gradient is not None for gradient in root.gradients) or any(root.present):
         return
     why = "the loss does not depend on them (look for detach(), item() or torch.no_grad())"
     if not any(parameter.requires_grad for parameter in parameters):
@@ -383,6 +385,15 @@ def _refuse_non_finite(step: Step, what: str, values: Sequence[float | None], fi
                 f"{step.number} (epoch {place.epoch}, batch {place.step}) is {value}: the step was "
                 f"not taken. {fix}"
             )
+
+
+def refuse_other_norm(step: Step) -> None:
+    """Refuse an objective that returns an output with the name of the gradients' norm."""
+    if "grad_norm" in step.outputs:
+        raise ModelError(
+            "the objective returns an output 'grad_norm', a name that clip_norm= uses: give it "
+            "another name"
+        )
 
 
 def _norm_of(holders: Sequence[Any]) -> float:

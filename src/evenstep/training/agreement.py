@@ -45,6 +45,7 @@ class Agreement:
         self._progress = parts.progress
         self._every = layout.check_every
         self._allow_rounding = layout.allow_rounding
+        self._partition = layout.partition
         self._began_at = self._compared_at = 0  # steps done
 
     def begin(self) -> None:
@@ -110,6 +111,7 @@ class Agreement:
         return {
             **dataclasses.asdict(self._executor.experiment),
             "allow_rounding": self._allow_rounding,
+            "partition": self._partition,
             **layer_settings("layer", self._model),
             **self._loss_facts(),
             **optimizer_settings(self._optimizer),
@@ -130,8 +132,9 @@ class Agreement:
         return self._steps_done % self._every == 0
 
     def _state(self) -> tuple[dict[str, object], dict[str, str]]:
-        """Return tensors by name, and settings by name."""
-        tensors = dict(fingerprints.whole_state(self._model, self._optimizer))
+        """Return tensors by name, and settings by name: what every process has."""
+        read = fingerprints.common_state if self._partition else fingerprints.whole_state
+        tensors = dict(read(self._model, self._optimizer))
         return tensors, {**optimizer_settings(self._optimizer), **self._frozen()}
 
     def _frozen(self) -> dict[str, str]:

@@ -22,6 +22,7 @@ from evenstep.limits import (
     BatchNorm,
     BufferRule,
     MemoryFormat,
+    PartitionOf,
     Precision,
 )
 from evenstep.shard.loss import UserObjective
@@ -55,6 +56,7 @@ class TrainerOptions(TypedDict, total=False):
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
     state: Mapping[str, Stateful] | None
     callbacks: Sequence[Callback]
+    partition: PartitionOf | None
     max_in_flight: int
     lost_after_s: float
     peer_timeout_s: float
@@ -81,8 +83,11 @@ class Layout:
     check_every: int
     tune_malloc: bool
     lanes: Callable[[Sequence[Device]], Lanes]
+    partition: PartitionOf | None = None
 
     def __post_init__(self) -> None:
+        if self.partition not in (None, "optimizer"):
+            raise InputError(f"got partition={shown(self.partition)}: give 'optimizer', or None")
         check_integer("max_in_flight", self.max_in_flight, at_least=1, at_most=MOST_IN_FLIGHT)
         check_integer("check_every", self.check_every, at_least=1, at_most=None)
         check_seconds("peer_timeout_s", self.peer_timeout_s, at_most=MOST_SECONDS)

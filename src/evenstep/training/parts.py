@@ -19,10 +19,12 @@ from evenstep.steps.executor import IndependentExecutor, LockstepExecutor
 from evenstep.steps.group import Group
 from evenstep.steps.minimise import Minimiser, minimises
 from evenstep.steps.overlapped_pipeline import OverlappedPipeline
+from evenstep.steps.owned_update import OwnedProxyUpdate, OwnedUpdate
 from evenstep.steps.pipeline import DirectPipeline, Pipeline
 from evenstep.steps.step import Progress
 from evenstep.steps.update import Hook, ProxyUpdate, Update
 from evenstep.training.arguments import Layout, shards_at_once
+from evenstep.training.partition import Partition
 from evenstep.training.reporting import Reporter, Take
 
 
@@ -40,6 +42,7 @@ class Parts:
         pipeline: the steps in flight.
         reporter: calls the callbacks.
         take: begins a step and reports it.
+        partition: splits the optimizer by owners; None if it is whole everywhere.
     """
 
     progress: Progress
@@ -51,6 +54,7 @@ class Parts:
     pipeline: Pipeline
     reporter: Reporter
     take: Take
+    partition: Partition | None = None
 
 
 def choose_parts(
@@ -98,6 +102,9 @@ def choose_parts(
         max_in_flight=layout.max_in_flight,
         lost_after_s=layout.lost_after_s,
     )
+    partition = None
+    if isinstance(update, OwnedUpdate):
+        partition = Partition(model, optimizer, devices, update, pipeline)
     reporter = Reporter(callbacks, optimizer, pipeline, timekeeper, names)
     take = pipeline.submit
     if minimises(optimizer):
@@ -112,6 +119,7 @@ def choose_parts(
         pipeline=pipeline,
         reporter=reporter,
         take=reporter.watching(take),
+        partition=partition,
     )
 
 
@@ -128,8 +136,10 @@ def _choose_update(
         clip_norm = math.inf  # which only measures it
     if layout.overlaps:
         proxy = OptimizerProxy(optimizer)
-        update = ProxyUpdate(optimizer, replicas, *hooks, clip_norm, proxy)
+        make_proxied = OwnedProxyUpdate if layout.partition else ProxyUpdate
+        update = make_proxied(optimizer, replicas, *hooks, clip_norm, proxy)
         if minimises(optimizer):  # it steps itself, at once
             update.record = tuple
         return update
-    return Update(optimizer, replicas, *hooks, clip_norm)
+    make = OwnedUpdate if layout.partition else Update
+    return make(optimizer, replicas, *hooks, clip_norm)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from concurrent.futures import Future
 from pathlib import Path
@@ -61,6 +62,7 @@ class Saver:
         self._pipeline = parts.pipeline
         self._progress = parts.progress
         self._reporter = parts.reporter
+        self._partition = parts.partition
         self._agreement = agreement
         self._sources = sources
         self._notes = notes
@@ -102,6 +104,11 @@ class Saver:
         self._say_what_is_not_saved()
         refuse_strangers(self._model, self._optimizer)
         lost = self._agreement.compare_to_save()
+        if self._partition is not None and self._partition.is_split:
+            if lost is not None:  # and with it the state that it owned
+                raise lost
+            step, read = self._progress.position.steps_done, functools.partial(self._state, scheduler)
+            return self._partition.save(folder, step, read, keep, background=background)
         state = self._state(scheduler)
         entries = fingerprints.named_state(self._model, self._optimizer)
         given = folder, state, entries, keep

@@ -17,6 +17,8 @@ from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
 from evenstep.replicas import channels_last_weights
 from evenstep.steps.group import OPEN, Group, joined
+from evenstep.steps.owner_reducer import OwnerReducer
+from evenstep.steps.reducer import ProcessReducer
 from evenstep.steps.update import Update
 from evenstep.training.agreement import Agreement
 from evenstep.training.arguments import Layout, refuse_lockstep_apart
@@ -88,6 +90,8 @@ class Session:
         if self.is_open:
             raise ClosedError("the trainer is open already: remove the second `with` or `open`")
         self._refuse_shared_optimizer()
+        if self._parts.partition is not None:
+            self._parts.partition.refuse_again()
         for note in self._notes.lines:
             logger.warning(note)
         self._agreement.begin()
@@ -132,19 +136,23 @@ class Session:
 
     def _join(self, opened: contextlib.ExitStack) -> Group:
         """Join the other processes, until `opened` is closed, and make sure that all agree."""
-        executor, layout = self._parts.executor, self._layout
+        parts, layout = self._parts, self._layout
+        executor = parts.executor
         group = interruptible(
             opened.enter_context,
             joined(
-                self._parts.replicas,
+                parts.replicas,
                 executor.experiment,
                 layout.peer_timeout_s,
                 self._agreement.facts,
                 executor.shards_per_s,
                 layout.max_in_flight,
                 allow_rounding=layout.allow_rounding,
+                make_reducer=ProcessReducer if parts.partition is None else OwnerReducer,
             ),
         )
+        if parts.partition is not None:
+            opened.enter_context(parts.partition.split(group))
         if self.should_stop:
             group.ask_to_stop()
         executor.group = group

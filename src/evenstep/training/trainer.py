@@ -35,7 +35,7 @@ from evenstep.engine import Lanes, ThreadLanes
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError, hide_own_frames, hides_own_frames
 from evenstep.experiment import Experiment
-from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, Precision
+from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Precision
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
 from evenstep.replicas import check_trainable, move_home
@@ -61,6 +61,7 @@ from evenstep.training.epochs import Epochs
 from evenstep.training.evaluation.evaluator import Evaluator
 from evenstep.training.habits import Habits
 from evenstep.training.notes import Notes
+from evenstep.training.partition import refuse_backward
 from evenstep.training.parts import choose_parts
 from evenstep.training.reporting import check_callbacks
 from evenstep.training.saver import Saver
@@ -124,6 +125,13 @@ class Trainer(Habits):
         side_by_side: compute all shards of a batch at the same time, so that they can call
             `evenstep.all_gather`, on the CPU devices of one process, as with `batch_norm="sync"`.
             It has no effect on the result.
+        partition: "optimizer" splits the optimizer's state and its update over the processes: each
+            parameter has one owner, which alone keeps its summed gradient and its state, updates
+            it, and sends the new value to all others (see docs/layouts.md). It has no effect on the
+            result. Optimizers whose update of a tensor reads other tensors are refused, as are
+            layers with sparse gradients. `optimizer.state_dict()` then gathers the state of all:
+            every process must call it, inside the `with`. `before_update` sees the gradients of
+            the process's own parameters only; the others' are None.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         after_update: called with the module after the optimizer's step and before the next step's
@@ -197,6 +205,7 @@ class Trainer(Habits):
         batch_dim: int = 0,
         clip_norm: float | None = None,
         side_by_side: bool = False,
+        partition: PartitionOf | None = None,
         before_update: Hook | None = None,
         after_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
@@ -234,6 +243,7 @@ class Trainer(Habits):
             check_every=check_every,
             tune_malloc=tune_malloc,
             lanes=lanes,
+            partition=partition,
         )
         check_functions(before_update=before_update, after_update=after_update)
         check_kinds(model, optimizer)
@@ -260,7 +270,7 @@ class Trainer(Habits):
         self._progress, self._timekeeper = parts.progress, parts.timekeeper
         self._engine, self._replicas, self._executor = parts.engine, parts.replicas, parts.executor
         self._update, self._pipeline, self._reporter = parts.update, parts.pipeline, parts.reporter
-        self._take = parts.take
+        self._take, self._partition = parts.take, parts.partition
         notes = Notes(self.devices, self.experiment)
         self.notes = notes.lines
         self._notes = notes
@@ -465,6 +475,8 @@ class Trainer(Habits):
         self, batch: tuple[Batch, ...], objective: UserObjective | None, *, accumulate: bool
     ) -> StepLoss:
         check_flags(accumulate=accumulate)
+        if self._partition is not None:
+            refuse_backward()
         self._open_step(leave=0)
         step = self._next_step(batch)
         step.updates, step.finish = False, self._update.leave_gradients
@@ -628,6 +640,8 @@ class Trainer(Habits):
         if version not in (1, 2):
             raise InputError(f"got version={version!r}: there are versions 1 and 2")
         self.waitall()
+        if self._partition is not None:
+            return self._partition.fingerprint(version)
         compute = fingerprints.fingerprint if version == 1 else fingerprints.fingerprint_2
         return compute(self.model, self.optimizer)
 

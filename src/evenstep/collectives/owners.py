@@ -1,0 +1,95 @@
+"""Sums that only one process needs: which process owns what, and a sum that goes to its owner."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from evenstep.collectives.canonical import add_in_order
+from evenstep.collectives.partition import Forest
+from evenstep.collectives.transport import Transport, wait_all
+from evenstep.errors import PeerError
+
+
+def deal(sizes: Sequence[int], owners: int) -> list[int]:
+    """Return the owner of each item: the largest first, each to the owner with the least so far.
+
+    A pure function, so that every process gets the same answer. No owner gets more than the mean
+    and one item besides; for independent items this is Graham's "longest processing time first"
+    ("Bounds on Multiprocessing Timing Anomalies", 1969).
+
+    Args:
+        sizes: the size of each item, at least 0. Equal ones are dealt in their order.
+        owners: the number of owners; of equally loaded ones the first gets the item.
+    """
+    loads = [0] * owners
+    owner_of = [0] * len(sizes)
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        owner_of[item] = owner = loads.index(min(loads))
+        loads[owner] += sizes[item]
+    return owner_of
+
+
+class SumAtOwner:
+    """The canonical sum of a vector at the process that owns it, in progress.
+
+    Creating it sends this process's terms, or starts to receive all others. In all, p processes of
+    one partial sum each send (p - 1) n bytes for a vector of n, half of what a `CanonicalSum` sends:
+    nobody else gets the sum.
+
+    Args:
+        transport: to the other processes, each of which must create the same sum.
+        forest: the partial sums of all processes, and the order in which they are added.
+        partials: this process's partial sums, each of shape (n,).
+        out: shape (n,), receives the sum; None unless this process is the owner.
+        owner: the process that needs the sum.
+        tag: tells apart sums that processes may start in different orders.
+        name: what is summed, for error messages.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        forest: Forest,
+        partials: Sequence[torch.Tensor],
+        out: torch.Tensor | None,
+        owner: int,
+        tag: int,
+        name: str,
+    ) -> None:
+        self._forest, self._name, self._out = forest, name, out
+        self._terms: list[torch.Tensor] = []
+        if out is None:
+            self._transfers = [transport.send(partial, owner, tag) for partial in partials]
+            return
+        own = dict(zip(forest.partials_of(owner), partials, strict=True))
+        self._terms = [
+            own[number] if number in own else torch.empty_like(out)
+            for number in range(len(forest.owners))
+        ]
+        self._transfers = [
+            transport.receive(self._terms[number], source, tag)
+            for number, source in enumerate(forest.owners)
+            if source != owner
+        ]
+
+    def add_up(self) -> None:
+        """At the owner, wait for the terms of all others, and add them up.
+
+        Raises:
+            PeerError: a process did not arrive in time or has left; the message has the name.
+        """
+        if self._out is None:
+            return
+        try:
+            wait_all(self._transfers)
+        except PeerError as error:
+            raise PeerError(f"{error}, in {self._name}", error.rank) from error
+        add_in_order(self._forest, self._terms, self._out)
+        self._terms = []
+
+    def wait(self) -> None:
+        """Wait until this process's terms were sent; at the owner, after `add_up`, return."""
+        if self._out is None:
+            wait_all(self._transfers)

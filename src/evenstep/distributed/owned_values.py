@@ -1,0 +1,61 @@
+"""Values that only their owners have, sent one at a time, so that no process needs memory for all."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from evenstep.collectives import wait_all
+from evenstep.distributed.process_group import Exchange, Peers
+from evenstep.errors import PeerError
+
+
+def listed(peers: Peers, own: Any, exchange: Exchange) -> list[Any]:
+    """Return what every process lists, by rank: a value that JSON can hold. Each must call this."""
+    messages = peers.gather(json.dumps(own).encode(), exchange)
+    return [json.loads(message) for message in messages]
+
+
+def streamed(
+    peers: Peers,
+    order: Iterable[tuple[int, int]],
+    own: Iterator[torch.Tensor],
+    readers: Sequence[int],
+    exchange: Exchange,
+) -> Iterator[torch.Tensor | None]:
+    """Yield tensors of all processes in an order; each process must iterate over all of it.
+
+    Args:
+        peers: the processes.
+        order: the owner of each tensor and its size in bytes, the same everywhere.
+        own: this process's tensors in that order, each uint8 (bytes,), contiguous on the CPU.
+        readers: the ranks that get the tensors; the others get None in their place.
+        exchange: what the tensors are for, for error messages.
+
+    Raises:
+        PeerError: a process is lost.
+    """
+    transport, rank = peers.transport, peers.rank
+    try:
+        for owner, nbytes in order:
+            value: torch.Tensor | None = None
+            if owner == rank:
+                value = next(own)
+                if nbytes:
+                    wait_all([transport.send(value, one) for one in readers if one != rank])
+            elif rank in readers:
+                value = torch.empty(nbytes, dtype=torch.uint8)
+                if nbytes:
+                    transport.receive(value, owner).wait()
+            yield value if rank in readers else None
+    except PeerError as error:
+        raise peers.explained(error, exchange) from error
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in row-major order as uint8 (bytes,), on the CPU."""
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)

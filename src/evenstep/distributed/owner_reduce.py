@@ -1,0 +1,132 @@
+"""The sum of gradients where every parameter has an owner, and its new value from there to all.
+
+Every bucket of gradients belongs to one process, its owner: all others send their partial sums to
+it, and free them. After the update the owner sends the new values of its parameters to all others.
+Together that is as many bytes as for gradients that everybody gets (ZeRO, stages 1 and 2:
+Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC
+2020, arXiv:1910.02054), but no sum is cut: a parameter is dealt whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from evenstep.collectives import Forest, SumAtOwner, Transfer, wait_all
+from evenstep.distributed.flat_buffers import OwnerSpace, Vectors
+from evenstep.distributed.gradient_reduce import (
+    GradientReduction,
+    NetworkReducer,
+    NetworkReduction,
+)
+from evenstep.distributed.process_group import Peers
+
+_AHEAD = 4  # buckets of new values that are received at the same time, which bounds their memory
+
+
+class ReducerToOwners(NetworkReducer):
+    """Sums gradients at their owners, through the network, in a thread of its own.
+
+    Args:
+        peers: the processes.
+        space: the place of each gradient, and the owner of each place.
+    """
+
+    def __init__(self, peers: Peers, space: OwnerSpace) -> None:
+        super().__init__(peers, space, bucket_bytes=0)
+        self.space = space
+
+    def begin(self, trees: Forest, parameters: int, step: int) -> GradientReduction:
+        """Start the reduction of a step's gradients."""
+        return _ReductionToOwners(self, trees, parameters)
+
+    def spread(self, parameters: Sequence[torch.Tensor], changed: Sequence[bool]) -> None:
+        """Give all processes the values of every owner's parameters, in place.
+
+        Every process must call this method after the same step.
+
+        Args:
+            parameters: all parameters, by their numbers.
+            changed: whether each one may have changed, the same in every process.
+
+        Raises:
+            PeerError: another process did not respond in time, or has left.
+        """
+        transport, space = self.peers.transport, self.space
+        buckets = space.buckets()
+        sent: list[Transfer] = []
+        arriving: list[tuple[int, torch.Tensor, Transfer]] = []
+        for flat, (bucket, owner) in enumerate(zip(buckets, space.owners, strict=True)):
+            if not any(changed[i] for i in bucket.numbers):
+                continue
+            tag, vector = 1 + len(buckets) + flat, space.vector(flat)
+            if owner == self.peers.rank:
+                space.write({flat: vector}, bucket, [parameters[i].detach() for i in bucket.numbers])
+                others = [peer for peer in range(self.peers.size) if peer != owner]
+                sent += [transport.send(vector, peer, tag) for peer in others]
+            else:
+                arriving.append((flat, vector, transport.receive(vector, owner, tag)))
+            if len(arriving) > _AHEAD:
+                self._take(parameters, *arriving.pop(0))
+        for arrived in arriving:
+            self._take(parameters, *arrived)
+        wait_all(sent)
+
+    def _take(
+        self, parameters: Sequence[torch.Tensor], flat: int, vector: torch.Tensor, arrival: Transfer
+    ) -> None:
+        arrival.wait()
+        with torch.no_grad():
+            for i, value in self.space.views({flat: vector}):
+                parameters[i].copy_(value)
+
+
+class _ReductionToOwners(NetworkReduction):
+    def __init__(self, reducer: ReducerToOwners, trees: Forest, parameters: int) -> None:
+        super().__init__(reducer, trees, parameters)
+        self._space, self._peers = reducer.space, reducer.peers
+        self._written = [_FreshVectors(self._space) for _ in self._own]
+        self._sums: dict[int, torch.Tensor] = {}
+
+    def gradients(self, device: torch.device) -> Iterable[tuple[int, torch.Tensor]]:
+        """Return (number, sum) of the gradients whose owner this process is, on `device`."""
+        self._finish()
+        sums, self._sums = self._sums, {}
+        return self._space.views({flat: total.to(device) for flat, total in sums.items()})
+
+    def _vectors(self, partial: int) -> Vectors:
+        return self._written[partial]
+
+    def _send(self, bucket: int) -> None:
+        owner = self._space.owners[bucket]
+        out = self._space.vector(bucket) if owner == self._peers.rank else None
+        with self._lock:
+            self._sent.add(bucket)
+            own = [vectors.pop(bucket) for vectors in self._written]
+            if out is not None:
+                self._sums[bucket] = out
+        name = f"bucket {bucket} of the gradients"
+        piece = SumAtOwner(self._peers.transport, self._trees, own, out, owner, 1 + bucket, name)
+        # Only now, after all are sent: messages with one tag arrive in the order of sending.
+        added = self._reducer.thread.submit(self._add_up, piece)
+        with self._lock:
+            self._pieces.append((piece, added))
+
+
+class _FreshVectors(dict[int, torch.Tensor]):
+    """The vectors of a partial sum by their numbers, allocated when they are first used."""
+
+    def __init__(self, space: OwnerSpace) -> None:
+        super().__init__()
+        self._space = space
+
+    def __missing__(self, flat: int) -> torch.Tensor:
+        vector = self[flat] = self._space.vector(flat)
+        return vector
+
+    def pop(self, flat: int, *default: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """Return a vector, which this object forgets; a fresh one if it was never used."""
+        vector = self[flat]
+        del self[flat]
+        return vector

@@ -1,0 +1,183 @@
+"""Checks that an optimizer updates each tensor by itself, so that tensors can have owners.
+
+The optimizer's class says nothing about it, so it is tried out: on copies of a few small
+parameters, with gradients drawn for the purpose, each tensor is updated for some steps alone and
+together with the others. Both must give the same bits, also of the optimizer's state and of the
+settings in its groups, and a tensor without a gradient must stay as it is.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import nn
+
+from evenstep.errors import ModelError
+from evenstep.replicas.optimizer_proxy import inner_optimizers
+from evenstep.replicas.replica import same_bits
+
+_STEPS = 3  # a rule that measures its own progress couples tensors from its second step on
+_GROUPS = 8
+_OWN = {"param_groups", "state", "step"}  # attributes of an optimizer that are not copied as such
+_ASK = "leave partition out, or use another optimizer"
+
+
+def refuse_coupled(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose update of a tensor may read other tensors.
+
+    The optimizer, its parameters and torch's default generator are left as they are.
+
+    Raises:
+        ModelError: the optimizer can't be split by owners; the message says why.
+    """
+    name = type(optimizer).__name__
+    _refuse_by_kind(optimizer, name)
+    chosen = _chosen(optimizer)
+    if not chosen:
+        return
+    try:
+        with torch.random.fork_rng(devices=[]):
+            problem = _problem_of(optimizer, chosen)
+    except Exception as error:
+        raise _error(f"{name} could not be tried out on copies of its parameters: {error!r}") from (
+            error
+        )
+    if problem:
+        raise _error(f"{name} {problem}")
+
+
+def _refuse_by_kind(optimizer: torch.optim.Optimizer, name: str) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise _error(f"{name} takes all parameters as one vector")
+    if any(group.get("fused") for group in optimizer.param_groups):
+        raise _error(
+            f"{name} has fused=True, whose bits may depend on how tensors are divided",
+            "leave fused out, or use foreach=True",
+        )
+    for place in inner_optimizers(optimizer, own_state=False):
+        raise _error(f"{name}{place} is an optimizer inside another one")
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise _error(
+            f"{name} has hooks on its step, which would see the gradients of one owner only",
+            "use before_update and after_update, or leave partition out",
+        )
+    step = optimizer.__dict__.get("step")
+    while getattr(step, "_wrapped_by_lr_sched", False):
+        step = step.__wrapped__  # type: ignore[union-attr]
+    if step is not None and getattr(step, "__func__", step) is not type(optimizer).step:
+        raise _error(f"{name}.step was replaced on the optimizer itself", "override it in a class")
+
+
+def _error(problem: str, ask: str = _ASK) -> ModelError:
+    return ModelError(f"partition='optimizer' can't split this optimizer by owners: {problem}; {ask}")
+
+
+def _chosen(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the two smallest parameters of each of a few groups, in the optimizer's order."""
+    pairs: list[list[nn.Parameter]] = []
+    for group in optimizer.param_groups:
+        trained = [
+            one
+            for one in group["params"]
+            if one.requires_grad and one.numel() and not nn.parameter.is_lazy(one)
+        ]
+        pairs.append(sorted(trained, key=torch.Tensor.numel)[:2])
+    smallest = sorted(range(len(pairs)), key=lambda n: sum(map(torch.Tensor.numel, pairs[n])))
+    return [one for number in sorted(smallest[:_GROUPS]) for one in pairs[number]]
+
+
+def _problem_of(optimizer: torch.optim.Optimizer, chosen: Sequence[nn.Parameter]) -> str:
+    """Return what shows that tensors are coupled; empty if nothing does."""
+    together = _Trial(optimizer, chosen)
+    together.run(range(len(chosen)))
+    for number in range(len(chosen)):
+        alone = _Trial(optimizer, chosen)
+        before = alone.seen(but=number)
+        alone.run([number])
+        if not _same(alone.seen(but=number), before):
+            return "changes parameters that have no gradient, or makes state for them"
+        if not _same(alone.of(number), together.of(number)):
+            return (
+                "updates a tensor with other bits when it is alone than together with others, so "
+                "its update reads more than that tensor"
+            )
+    return ""
+
+
+class _Trial:
+    """A copy of an optimizer over copies of some of its parameters."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, chosen: Sequence[nn.Parameter]) -> None:
+        copies = {one: nn.Parameter(one.detach().clone()) for one in chosen}
+        self.parameters = [*copies.values()]
+        held = [one for group in optimizer.param_groups for one in group["params"]]
+        nothing = nn.Parameter(torch.empty(0))
+        memo: dict[int, Any] = {id(one): copies.get(one, nothing) for one in held}
+        self.optimizer = object.__new__(type(optimizer))
+        for key, value in optimizer.__dict__.items():
+            if key not in _OWN:
+                hooks = isinstance(value, collections.OrderedDict) and key.startswith("_optimizer")
+                self.optimizer.__dict__[key] = type(value)() if hooks else copy.deepcopy(value, memo)
+        self.optimizer.param_groups = [
+            {
+                **{key: copy.deepcopy(one, memo) for key, one in group.items() if key != "params"},
+                "params": [copies[one] for one in group["params"] if one in copies],
+            }
+            for group in optimizer.param_groups
+        ]
+        for group in self.optimizer.param_groups:
+            if isinstance(group.get("lr"), int | float) and not group["lr"]:
+                group["lr"] = 0.01  # a warm-up that begins at 0 would hide every difference
+        self.optimizer.state = collections.defaultdict(dict)
+        for key, value in optimizer.state.items():
+            if key in copies or not isinstance(key, torch.Tensor):
+                self.optimizer.state[copies.get(key, key)] = copy.deepcopy(value, memo)
+
+    def run(self, numbers: Sequence[int]) -> None:
+        """Take some steps in which only these parameters have gradients."""
+        random = torch.Generator().manual_seed(0)
+        for _ in range(_STEPS):
+            for number, one in enumerate(self.parameters):
+                drawn = torch.randn(one.shape, generator=random, dtype=_drawn_dtype(one)) / 100
+                has_one = number in numbers
+                one.grad = torch.empty_like(one).copy_(drawn) if has_one else None
+            self.optimizer.step()
+
+    def of(self, number: int) -> list[Any]:
+        """Return a parameter, its state, and the settings of all groups."""
+        one = self.parameters[number]
+        settings = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.optimizer.param_groups
+        ]
+        return _leaves([one.detach(), self.optimizer.state.get(one, {}), settings])
+
+    def seen(self, *, but: int) -> list[Any]:
+        """Return copies of all other parameters and of their state."""
+        others = [one for number, one in enumerate(self.parameters) if number != but]
+        states = [self.optimizer.state.get(one, {}) for one in others]
+        return copy.deepcopy(_leaves([[one.detach() for one in others], states]))
+
+
+def _drawn_dtype(one: torch.Tensor) -> torch.dtype:
+    return torch.complex64 if one.is_complex() else torch.float32
+
+
+def _leaves(tree: Any) -> list[Any]:
+    leaves, structure = optree.tree_flatten(tree, none_is_leaf=True)
+    return [str(structure), *leaves]
+
+
+def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(_equal, some, others))
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return same_bits(one, other)
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,95 @@
+"""Reduces a step whose parameters have owners among the processes: each gets what it updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from safetensors.torch import load, save
+
+from evenstep.collectives import deal
+from evenstep.distributed import Exchange
+from evenstep.distributed.flat_buffers import OwnerSpace
+from evenstep.distributed.gradient_reduce import BUCKET_BYTES
+from evenstep.distributed.owner_reduce import ReducerToOwners
+from evenstep.errors import ContractError, PeerError, text_of
+from evenstep.steps.reducer import ProcessReducer
+
+_FAILURE = "failure"
+
+
+class OwnerReducer(ProcessReducer):
+    """Sums the gradient of each parameter in one process, its owner, and spreads its new value.
+
+    Attributes:
+        owner_of: the rank of each parameter's owner.
+    """
+
+    def _lay_out(self) -> None:
+        """Deal the parameters by size. Frozen ones count nothing: they have no optimizer state."""
+        parameters = self._home.parameters
+        sizes = [one.nbytes if one.requires_grad else 0 for one in parameters]
+        self.owner_of = deal(sizes, self.peers.size)
+        self._dealt = [*parameters]
+        space = OwnerSpace(parameters, self._dense_numbers(), self.owner_of, BUCKET_BYTES)
+        self._forms = _forms(parameters)
+        self._dense = self._owned = ReducerToOwners(self.peers, space)
+
+    def _follow_home(self) -> None:
+        """Refuse other parameters than those that were dealt; other changes need nothing here."""
+        self._home = self._replicas.home
+        pairs = zip(self._dealt, self._home.parameters)  # noqa: B905
+        same = len(self._dealt) == len(self._home.parameters) and all(a is b for a, b in pairs)
+        if not same or self._forms != _forms(self._dealt):
+            raise ContractError(
+                "the model's parameters were replaced, or changed their shape, dtype or strides, "
+                "while partition='optimizer' has them dealt to processes: save, change the model, "
+                "and open a new trainer with Trainer.load"
+            )
+
+    def exchange(
+        self, step: int, norms: Mapping[int, torch.Tensor], failure: Exception | None = None
+    ) -> dict[int, torch.Tensor]:
+        """Tell all processes that this one is about to update, and return everyone's norms.
+
+        Args:
+            step: the step's number.
+            norms: the norm of each gradient of this process, by its parameter's number.
+            failure: why this process can't update; then no process does.
+
+        Raises:
+            PeerError: another process can't update, or is lost.
+        """
+        text = b"" if failure is None else f"{type(failure).__name__}: {text_of(failure)}".encode()
+        told = {_FAILURE: torch.tensor([*text], dtype=torch.uint8)}
+        message = save({**told, **{str(i): norm.cpu() for i, norm in norms.items()}})
+        exchange = Exchange("step", "its part of the update", step)
+        found: dict[int, torch.Tensor] = {}
+        for rank, answer in enumerate(self.peers.gather(message, exchange)):
+            tensors = load(answer)
+            text = bytes(tensors.pop(_FAILURE).tolist())
+            if text and rank != self.rank:
+                failed = f"rank {rank} (on {self.peers.hosts[rank]}) failed: {text.decode()}"
+                raise PeerError(failed, rank, reported=True)
+            found |= {int(i): norm for i, norm in tensors.items()}
+        return found
+
+    def spread(self, step: int, changed: Sequence[bool]) -> None:
+        """Send the new values of this process's parameters to all others, and receive theirs.
+
+        Args:
+            step: the step's number.
+            changed: whether each parameter had a gradient.
+
+        Raises:
+            PeerError: another process is lost.
+        """
+        try:
+            self._owned.spread(self._home.parameters, changed)
+        except PeerError as error:
+            exchange = Exchange("step", "the new parameters", step)
+            raise self.peers.explained(error, exchange) from error
+
+
+def _forms(parameters: Sequence[torch.Tensor]) -> list[object]:
+    return [(one.shape, one.dtype, one.stride()) for one in parameters]

@@ -1,0 +1,135 @@
+"""Trains models with their optimizer split by owners, and writes what came of it.
+
+    torchrun --nproc-per-node 2 tests/support/jobs/owned.py OUT partition CASE ...
+
+OUT is a folder for each rank's results; `whole` instead of `partition` leaves the optimizer whole.
+The cases are names of functions below.
+"""
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import evenstep
+from evenstep.checkpoint.fingerprint import tree_digest
+from evenstep.distributed import gradient_reduce
+from evenstep.errors import ClosedError
+from evenstep.steps import owner_reducer
+from owned_optimizers import OPTIMIZERS, model_of
+from zoo import ZOO, build, make_batches, options_of
+
+gradient_reduce.BUCKET_BYTES = owner_reducer.BUCKET_BYTES = 200
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+BATCHES = make_batches((33, 16, 24))
+
+
+def trained(model, make, batches=BATCHES, **options):
+    optimizer = make(model.parameters())
+    options = {"devices": 1, **options_of(model), **options}
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = [float(loss) for loss in [trainer.step(X, y) for X, y in batches]]
+        return [trainer.fingerprint(), trainer.fingerprint(2), losses]
+
+
+def optimizers(options):
+    """Every optimizer on a model that it takes."""
+    return {
+        name: trained(model_of(name), make, **options) for name, make in OPTIMIZERS.items()
+    }
+
+
+def models(options):
+    """Every model, with steps in flight too."""
+    return {
+        f"{name}, {flight} in flight": trained(build(name), ADAM, max_in_flight=flight, **options)
+        for name in ZOO
+        for flight in (1, 2)
+    }
+
+
+def clipped(options):
+    """Norms and bits with `clip_norm`, also of parameters of several dtypes."""
+    found = {}
+    for name in ("convolution", "mixed_dtypes"):
+        model = build(name)
+        optimizer = ADAM(model.parameters())
+        given = {"devices": 1, "clip_norm": 0.05, **options_of(model), **options}
+        with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **given) as trainer:
+            losses = [trainer.step(X, y) for X, y in BATCHES]
+            norms = [loss.outputs["grad_norm"] for loss in losses]
+            found[name] = [trainer.fingerprint(), norms]
+    return found
+
+
+def grouped(options):
+    """Groups with settings of their own, a scheduler, a frozen parameter that thaws, EMA."""
+    model = build("convolution")
+    first, *rest = model.parameters()
+    first.requires_grad_(False)
+    groups = [{"params": [first], "lr": 0.1}, {"params": rest}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    seen = []
+
+    def before_update(module):
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+
+    given = {"before_update": before_update, "devices": 1, **options}
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), scheduler=scheduler, **given
+    ) as trainer:
+        for X, y in BATCHES:
+            trainer.step(X, y)
+            scheduler.step()
+            trainer.waitall()
+            first.requires_grad_(True)
+            seen.append(trainer.fingerprint(2))
+    return seen
+
+
+def gathered(options):
+    """The optimizer's state dict, in the middle of a training."""
+    found = {}
+    for name in ("Adam", "ScheduleFree", "Adagrad"):
+        model = model_of(name)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        with evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), devices=1, max_in_flight=2, **options
+        ) as trainer:
+            for X, y in BATCHES:
+                trainer.step(X, y)
+            state = optimizer.state_dict()
+            held = sum(1 for parameter in model.parameters() if parameter in optimizer.state)
+            for X, y in BATCHES:
+                trainer.step(X, y)
+            found[name] = [tree_digest(state), [*state["state"]], trainer.fingerprint()]
+            whole = len([*model.parameters()])
+            assert (held < whole) == bool(options), (held, whole)
+        if options:
+            try:
+                optimizer.state_dict()
+            except ClosedError as error:
+                assert "split over processes" in str(error)
+            else:
+                raise AssertionError("a part of the state was given as the whole")
+    return found
+
+
+def main():
+    out, splits, cases = Path(sys.argv[1]), sys.argv[2] == "partition", sys.argv[3:]
+    options = {"partition": "optimizer"} if splits else {}
+    found = {case: globals()[case](options) for case in cases}
+    (out / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
