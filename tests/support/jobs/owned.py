@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 tests/support/jobs/owned.py OUT partition CASE ...
 
 OUT is a folder for each rank's results; `whole` instead of `partition` leaves the optimizer whole.
-The cases are names of functions below.
+The cases are names of functions below, such as `models`, or `saved:FOLDER`.
 """
 
 import functools
@@ -107,11 +107,14 @@ def gathered(options):
         ) as trainer:
             for X, y in BATCHES:
                 trainer.step(X, y)
+            if not options:
+                trainer.waitall()  # which the gathering does by itself
             state = optimizer.state_dict()
+            digest = tree_digest(state)
             held = sum(1 for parameter in model.parameters() if parameter in optimizer.state)
             for X, y in BATCHES:
                 trainer.step(X, y)
-            found[name] = [tree_digest(state), [*state["state"]], trainer.fingerprint()]
+            found[name] = [digest, [*state["state"]], trainer.fingerprint()]
             whole = len([*model.parameters()])
             assert (held < whole) == bool(options), (held, whole)
         if options:
@@ -124,10 +127,37 @@ def gathered(options):
     return found
 
 
+def saved(options, folder):
+    """Save in the middle of a training, then end it."""
+    model = build("convolution")
+    optimizer = ADAM(model.parameters())
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), devices=1, **options
+    ) as trainer:
+        for X, y in BATCHES[:2]:
+            trainer.step(X, y)
+        trainer.save(folder)
+        trainer.step(*BATCHES[2])
+        return trainer.fingerprint(2)
+
+
+def resumed(options, folder):
+    """End a training that was saved, and save it again."""
+    model = build("convolution", seed=1)
+    optimizer = ADAM(model.parameters())
+    with evenstep.Trainer.load(
+        folder, model, optimizer, nn.CrossEntropyLoss(), devices=1, **options
+    ) as trainer:
+        opened = trainer.fingerprint(2)
+        trainer.step(*BATCHES[2])
+        return [opened, trainer.fingerprint(2)]
+
+
 def main():
     out, splits, cases = Path(sys.argv[1]), sys.argv[2] == "partition", sys.argv[3:]
     options = {"partition": "optimizer"} if splits else {}
-    found = {case: globals()[case](options) for case in cases}
+    calls = {case: case.split(":") for case in cases}
+    found = {case: globals()[name](options, *given) for case, (name, *given) in calls.items()}
     (out / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))
 
 
