@@ -28,9 +28,9 @@ def test_the_largest_is_dealt_first_and_ties_go_by_number():
 
 
 RUNS = [
-    (range(0, 3), range(3, 7)),
-    (range(0, 2), range(2, 2), range(2, 7)),
-    (range(0, 7), range(7, 7)),
+    (range(3), range(3, 7)),
+    (range(2), range(2, 2), range(2, 7)),
+    (range(7), range(7, 7)),
 ]
 
 
@@ -63,4 +63,3 @@ def test_the_sum_has_the_bits_of_the_tree_at_its_owner(runs, owner):
     expected = tree_sum(leaves, torch.add)
     assert_same_bits({"sum": found.pop(owner)}, {"sum": expected})
     assert not any(one is not None for one in found.values())
-

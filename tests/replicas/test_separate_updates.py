@@ -10,7 +10,15 @@ import evenstep
 from evenstep.errors import InputError, ModelError
 from evenstep.replicas import refuse_coupled
 from optimizers import embedding, model_for
-from owned_optimizers import COUPLED, OPTIMIZERS, ByDistance, DecaysAll, Lion, model_of
+from owned_optimizers import (
+    COUPLED,
+    OPTIMIZERS,
+    ByDistance,
+    DecaysAll,
+    KeepsElsewhere,
+    Lion,
+    model_of,
+)
 from reference import assert_same_bits, whole_state
 from zoo import build, make_batches
 
@@ -45,6 +53,11 @@ def test_coupled_tensors_are_refused(cls):
 def test_an_optimizer_that_changes_parameters_without_gradient_is_refused():
     with pytest.raises(ModelError, match="DecaysAll changes parameters that have no gradient"):
         refuse_coupled(DecaysAll(build("convolution").parameters()))
+
+
+def test_an_optimizer_that_keeps_state_in_attributes_is_refused():
+    with pytest.raises(ModelError, match="KeepsElsewhere keeps state in attributes of its own"):
+        refuse_coupled(KeepsElsewhere(build("convolution").parameters()))
 
 
 def test_coupling_is_seen_although_the_learning_rate_begins_at_zero():

@@ -66,7 +66,7 @@ class NormOfAll(torch.optim.SGD):
 
 
 class ByDistance(torch.optim.Optimizer):
-    """Its rate follows the distance travelled, which is 0 in the first step (as in D-adaptation)."""
+    """Its rate follows the distance travelled, which is 0 in the first step."""
 
     def __init__(self, params):
         super().__init__(params, {"lr": 0.01})
@@ -106,6 +106,22 @@ class Draws(torch.optim.Optimizer):
             for one in group["params"]:
                 if one.grad is not None:
                     one.sub_(one.grad + torch.randn_like(one), alpha=0.1)
+
+
+class KeepsElsewhere(torch.optim.Optimizer):
+    """Its momentum is in an attribute of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+        self.momentum = {}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    momentum = self.momentum.setdefault(one, torch.zeros_like(one))
+                    one.sub_(momentum.mul_(0.9).add_(one.grad), alpha=0.1)
 
 
 COUPLED = [NormOfAll, ByDistance, Draws]

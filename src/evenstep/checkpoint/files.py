@@ -357,7 +357,9 @@ def _check_tensor_files(folder: Path, manifest: dict[str, Any]) -> None:
     _ = manifest["files"][_TENSORS]
     for name, needed in manifest["files"].items():
         if name != _TENSORS and not _OWNERS.fullmatch(name):
-            raise _unusable(folder / _MANIFEST, f"names a file that is none of a checkpoint: {name}")
+            raise _unusable(
+                folder / _MANIFEST, f"names a file that is none of a checkpoint: {name}"
+            )
         path = folder / name
         nbytes = path.stat().st_size
         if nbytes != needed["nbytes"]:

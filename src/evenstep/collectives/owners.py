@@ -35,8 +35,8 @@ class SumAtOwner:
     """The canonical sum of a vector at the process that owns it, in progress.
 
     Creating it sends this process's terms, or starts to receive all others. In all, p processes of
-    one partial sum each send (p - 1) n bytes for a vector of n, half of what a `CanonicalSum` sends:
-    nobody else gets the sum.
+    one partial sum each send (p - 1) n bytes for a vector of n bytes, half of what a `CanonicalSum`
+    sends: nobody else gets the sum.
 
     Args:
         transport: to the other processes, each of which must create the same sum.

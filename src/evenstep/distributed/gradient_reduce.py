@@ -148,10 +148,12 @@ class NetworkReduction(GradientReduction):
         self._failure: PeerError | None = None
 
     def total(self) -> list[torch.Tensor]:
+        """Return the sum as flat vectors."""
         self._finish()
         return self._totals or self._flats.new()
 
     def drop(self) -> None:
+        """Send what other processes wait for, and end without a sum."""
         for bucket in set(range(len(self.buckets))) - self._sent:
             self._send(bucket)
         self._finish()

@@ -1,4 +1,4 @@
-"""Values that only their owners have, sent one at a time, so that no process needs memory for all."""
+"""Values that only their owners have, sent one at a time: no process needs memory for all."""
 
 from __future__ import annotations
 
@@ -58,4 +58,6 @@ def streamed(
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements in row-major order as uint8 (bytes,), on the CPU."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    return (
+        plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
+    )

@@ -62,7 +62,9 @@ class ReducerToOwners(NetworkReducer):
                 continue
             tag, vector = 1 + len(buckets) + flat, space.vector(flat)
             if owner == self.peers.rank:
-                space.write({flat: vector}, bucket, [parameters[i].detach() for i in bucket.numbers])
+                space.write(
+                    {flat: vector}, bucket, [parameters[i].detach() for i in bucket.numbers]
+                )
                 others = [peer for peer in range(self.peers.size) if peer != owner]
                 sent += [transport.send(vector, peer, tag) for peer in others]
             else:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import collections
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import optree
 import torch
 from torch import nn
 
 from evenstep.errors import ModelError
 from evenstep.replicas.optimizer_proxy import inner_optimizers
 from evenstep.replicas.replica import same_bits
+from evenstep.replicas.settings import is_plain
 
 _STEPS = 3  # a rule that measures its own progress couples tensors from its second step on
 _GROUPS = 8
@@ -74,7 +74,9 @@ def _refuse_by_kind(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 
 def _error(problem: str, ask: str = _ASK) -> ModelError:
-    return ModelError(f"partition='optimizer' can't split this optimizer by owners: {problem}; {ask}")
+    return ModelError(
+        f"partition='optimizer' can't split this optimizer by owners: {problem}; {ask}"
+    )
 
 
 def _chosen(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
@@ -94,7 +96,10 @@ def _chosen(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 def _problem_of(optimizer: torch.optim.Optimizer, chosen: Sequence[nn.Parameter]) -> str:
     """Return what shows that tensors are coupled; empty if nothing does."""
     together = _Trial(optimizer, chosen)
+    kept = together.kept()
     together.run(range(len(chosen)))
+    if not _same(together.kept(), kept):
+        return "keeps state in attributes of its own, where it can't be saved for each tensor"
     for number in range(len(chosen)):
         alone = _Trial(optimizer, chosen)
         before = alone.seen(but=number)
@@ -122,7 +127,9 @@ class _Trial:
         for key, value in optimizer.__dict__.items():
             if key not in _OWN:
                 hooks = isinstance(value, collections.OrderedDict) and key.startswith("_optimizer")
-                self.optimizer.__dict__[key] = type(value)() if hooks else copy.deepcopy(value, memo)
+                self.optimizer.__dict__[key] = (
+                    type(value)() if hooks else copy.deepcopy(value, memo)
+                )
         self.optimizer.param_groups = [
             {
                 **{key: copy.deepcopy(one, memo) for key, one in group.items() if key != "params"},
@@ -134,9 +141,9 @@ class _Trial:
             if isinstance(group.get("lr"), int | float) and not group["lr"]:
                 group["lr"] = 0.01  # a warm-up that begins at 0 would hide every difference
         self.optimizer.state = collections.defaultdict(dict)
-        for key, value in optimizer.state.items():
-            if key in copies or not isinstance(key, torch.Tensor):
-                self.optimizer.state[copies.get(key, key)] = copy.deepcopy(value, memo)
+        for owner, kept in optimizer.state.items():
+            if owner in copies or not isinstance(owner, torch.Tensor):
+                self.optimizer.state[copies.get(owner, owner)] = copy.deepcopy(kept, memo)
 
     def run(self, numbers: Sequence[int]) -> None:
         """Take some steps in which only these parameters have gradients."""
@@ -147,6 +154,12 @@ class _Trial:
                 has_one = number in numbers
                 one.grad = torch.empty_like(one).copy_(drawn) if has_one else None
             self.optimizer.step()
+
+    def kept(self) -> list[Any]:
+        """Return what the optimizer's attributes hold, and how often tensors there were written."""
+        held = {k: v for k, v in vars(self.optimizer).items() if k not in _OWN and not is_plain(v)}
+        leaves = [str(type(one)) for one in held.values()] + _leaves(held)[1:]
+        return [(id(one), one._version) if isinstance(one, torch.Tensor) else one for one in leaves]
 
     def of(self, number: int) -> list[Any]:
         """Return a parameter, its state, and the settings of all groups."""
@@ -169,8 +182,13 @@ def _drawn_dtype(one: torch.Tensor) -> torch.dtype:
 
 
 def _leaves(tree: Any) -> list[Any]:
-    leaves, structure = optree.tree_flatten(tree, none_is_leaf=True)
-    return [str(structure), *leaves]
+    """Return what is in nested containers, with the keys of mappings (of a tensor, its `id`)."""
+    if isinstance(tree, Mapping):
+        keys = [key if is_plain(key) else id(key) for key in tree]
+        return [type(tree), *keys, *(leaf for one in tree.values() for leaf in _leaves(one))]
+    if isinstance(tree, list | tuple | set | frozenset):
+        return [type(tree), len(tree), *(leaf for one in tree for leaf in _leaves(one))]
+    return [tree]
 
 
 def _same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -416,9 +416,7 @@ def joined(
         own = json.dumps([len(replicas.all), replicas.on_cpus]).encode()
         named = peers.gather(own, Exchange(OPEN, "its number of devices"))
         counts, on_cpus = zip(*map(json.loads, named), strict=True)
-        reducer = make_reducer(
-            peers, replicas, counts, own_speed, in_flight, on_cpus=all(on_cpus)
-        )
+        reducer = make_reducer(peers, replicas, counts, own_speed, in_flight, on_cpus=all(on_cpus))
         with contextlib.closing(reducer):
             yield LinkedGroup(reducer, experiment.shards, experiment.batch_dim, different)
 

@@ -7,7 +7,7 @@ optimizers skip them and keep no state for them. Then every owner's new values g
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from evenstep.shard.partial_sum import PartialSum
+from evenstep.steps.memory_owners import MemoryOwners
 from evenstep.steps.owner_reducer import OwnerReducer
 from evenstep.steps.step import Step
 from evenstep.steps.update import ProxyUpdate, Update, refuse_other_norm
@@ -26,9 +27,12 @@ class OwnedUpdate(Update):
     Attributes:
         owners: brings gradients to their owners, and new values from them; None while the process
             trains alone: then it owns everything.
+        memories: updates in several memories of a process that trains alone, side by side; None
+            to update in the first.
     """
 
     owners: OwnerReducer | None = None
+    memories: MemoryOwners | None = None
     _has_told = False
 
     def _ready(self, step: Step, count: float, root: PartialSum) -> None:
@@ -51,6 +55,12 @@ class OwnedUpdate(Update):
         if self.owners is not None:
             self.owners.spread(step.number, root.present)
 
+    def _step(self, *closure: Callable[[], float]) -> None:
+        if self.memories is None:
+            super()._step(*closure)
+        else:
+            self.memories.step(super()._step)
+
     def _clip(self, step: Step, holders: Sequence[Any]) -> None:
         """Scale the gradients to the largest norm of all processes' gradients together."""
         if self.owners is None:
@@ -68,7 +78,7 @@ class OwnedUpdate(Update):
         if self._clip_norm == math.inf:
             step.outputs = {"grad_norm": float(total), **step.outputs}
             return
-        nn.utils.clip_grads_with_norm_(holders, self._clip_norm, total)  # type: ignore[arg-type]
+        nn.utils.clip_grads_with_norm_(holders, self._clip_norm, total)
         step.outputs = {**step.outputs, "grad_norm": float(total)}
 
     def _tell(self, step: Step, norms: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -95,7 +105,10 @@ def total_norm(
     if not norms:
         return torch.tensor(0.0)
     numbers = sorted(norms)
-    alike = [torch.empty(0, dtype=parameters[i].dtype) for i in numbers]
-    groups = _group_tensors_by_device_and_dtype([[*alike]], with_indices=True)  # type: ignore[list-item]
+    alike: Any = [torch.empty(0, dtype=parameters[i].dtype) for i in numbers]
+    groups = _group_tensors_by_device_and_dtype([alike], with_indices=True)
     places = [place for _, indices in groups.values() for place in indices]
-    return torch.linalg.vector_norm(torch.stack([norms[numbers[place]] for place in places]))
+    whole: torch.Tensor = torch.linalg.vector_norm(
+        torch.stack([norms[numbers[place]] for place in places])
+    )
+    return whole

@@ -34,7 +34,7 @@ from evenstep.distributed.step_report import (
     unnamed,
 )
 from evenstep.errors import PeerError, text_of
-from evenstep.replicas import Replica, Replicas
+from evenstep.replicas import Replicas
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.gradients import GradientStream, sparse_error
 from evenstep.shard.partial_sum import Add, PartialSum, add

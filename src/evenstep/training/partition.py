@@ -18,10 +18,12 @@ from evenstep.checkpoint.owner_files import write_by_owners
 from evenstep.checkpoint.training_state import TrainingState
 from evenstep.devices import Device
 from evenstep.distributed import Exchange
+from evenstep.engine import Engine
 from evenstep.errors import ClosedError, InputError, ModelError
-from evenstep.replicas import refuse_coupled
+from evenstep.replicas import Replicas, refuse_coupled
 from evenstep.steps.group import Group
-from evenstep.steps.owned_update import OwnedUpdate
+from evenstep.steps.memory_owners import MemoryOwners
+from evenstep.steps.owned_update import OwnedProxyUpdate, OwnedUpdate
 from evenstep.steps.owner_reducer import OwnerReducer
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.reducer import loose_parameters
@@ -38,7 +40,8 @@ class Partition:
     Args:
         model: the user's model.
         optimizer: the user's optimizer.
-        devices: the devices of this process.
+        replicas: the replicas of the model.
+        engine: runs tasks on the devices of this process.
         update: ends steps.
         pipeline: the steps in flight.
 
@@ -50,17 +53,21 @@ class Partition:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        devices: Sequence[Device],
+        replicas: Replicas,
+        engine: Engine,
         update: OwnedUpdate,
         pipeline: Pipeline,
     ) -> None:
-        _refuse_gpus(devices)
+        _refuse_gpus(engine.devices)
         _refuse_sparse(model)
         refuse_coupled(optimizer)
         self._model = model
         self._optimizer = optimizer
         self._update = update
         self._pipeline = pipeline
+        self._memories: MemoryOwners | None = None
+        if replicas.copies and not isinstance(update, OwnedProxyUpdate):
+            self._memories = MemoryOwners(optimizer, replicas, engine)
         self._owners: OwnerReducer | None = None
         self._was_split = False
         self._reads_own = False
@@ -87,8 +94,10 @@ class Partition:
     def split(self, group: Group) -> Iterator[None]:
         """Inside `with`, let each of several processes keep the state of its own parameters."""
         if not isinstance(group.reducer, OwnerReducer):
+            self._update.memories = self._memories
             yield
             return
+        self._update.memories = None
         owners, optimizer = group.reducer, self._optimizer
         self._was_split = True
         for owner, parameter in zip(owners.owner_of, self._model.parameters(), strict=True):

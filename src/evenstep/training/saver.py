@@ -107,7 +107,10 @@ class Saver:
         if self._partition is not None and self._partition.is_split:
             if lost is not None:  # and with it the state that it owned
                 raise lost
-            step, read = self._progress.position.steps_done, functools.partial(self._state, scheduler)
+            step, read = (
+                self._progress.position.steps_done,
+                functools.partial(self._state, scheduler),
+            )
             return self._partition.save(folder, step, read, keep, background=background)
         state = self._state(scheduler)
         entries = fingerprints.named_state(self._model, self._optimizer)

@@ -1,0 +1,141 @@
+"""`partition="optimizer"` on devices with memory of their own: they update side by side."""
+
+import functools
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.collectives import deal
+from evenstep.devices import Device
+from evenstep.engine import InlineLanes, ThreadLanes
+from evenstep.errors import InputError
+from evenstep.replicas import Replicas
+from evenstep.steps.owned_update import OwnedUpdate
+from evenstep.training.partition import Partition
+from layouts import DelayedLanes, mixed, own
+from owned_optimizers import OPTIMIZERS, model_of
+from reference import assert_same_bits, reference_training, whole_state
+from zoo import ZOO, build, make_batches, options_of
+
+BATCHES = make_batches((33, 16, 24))
+
+
+def trained(model, make_optimizer, devices, **options):
+    optimizer = make_optimizer(model.parameters())
+    options = {"memory_format": "contiguous", "partition": "optimizer", **options}
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), devices=devices, **options_of(model), **options
+    ) as trainer:
+        losses = [float(loss) for loss in [trainer.step(X, y) for X, y in BATCHES]]
+        return whole_state(model, optimizer), losses, trainer
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("devices", [own(2), own(3)], ids=["two", "three"])
+def test_every_optimizer_keeps_its_bits(name, devices):
+    expected, losses = reference_training(model_of(name), OPTIMIZERS[name], BATCHES, shards=8)
+    state, found, _ = trained(model_of(name), OPTIMIZERS[name], devices)
+    assert_same_bits(state, expected)
+    assert found == losses
+
+
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("name", ZOO)
+def test_every_model_keeps_its_bits(name, in_flight):
+    expected, losses = reference_training(build(name), ADAM, BATCHES, shards=8)
+    state, found, _ = trained(build(name), ADAM, own(2), max_in_flight=in_flight)
+    assert_same_bits(state, expected)
+    assert found == losses
+
+
+@pytest.mark.parametrize("lanes", [ThreadLanes, InlineLanes, DelayedLanes])
+@pytest.mark.parametrize("devices", [1, 2, mixed(3), own(2)], ids=str)
+def test_on_any_devices(devices, lanes):
+    expected, _ = reference_training(build("convolution"), ADAM, BATCHES, shards=8)
+    state, _, _ = trained(build("convolution"), ADAM, devices, lanes=lanes)
+    assert_same_bits(state, expected)
+
+
+def test_each_memory_updates_its_own_share():
+    """The optimizer steps once in each lane, on parameters of that lane's replica."""
+    seen = []
+
+    class Seen(torch.optim.SGD):
+        def step(self, closure=None):
+            held = [one for group in self.param_groups for one in group["params"]]
+            numbers = sum(one.numel() for one in held if one.grad is not None)
+            seen.append((threading.current_thread().name, numbers))
+            super().step()
+
+    model = build("convolution")
+    _, _, trainer = trained(model, lambda given: Seen(given, lr=0.1), own(2))
+    parameters = [*trainer.model.parameters()]
+    owner_of = deal([one.nbytes for one in parameters], 2)
+    share = [
+        sum(one.numel() for one, owner in zip(parameters, owner_of, strict=True) if owner == n)
+        for n in range(2)
+    ]
+    assert sorted(numbers for _, numbers in seen[-2:]) == sorted(share)
+    assert len({name for name, _ in seen[-2:]}) == 2
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+def test_hooks_see_all_gradients_and_may_change_them(clip_norm):
+    def halve(module):
+        for one in module.parameters():
+            one.grad.mul_(0.5)
+
+    def mean(module):
+        with torch.no_grad():
+            for one in module.parameters():
+                one.mul_(0.999)
+
+    options = {"before_update": halve, "after_update": mean, "clip_norm": clip_norm}
+    expected, losses, _ = trained(build("convolution"), ADAM, 1, **options)
+    state, found, trainer = trained(build("convolution"), ADAM, own(3), **options)
+    assert_same_bits(state, expected)
+    assert found == losses
+    assert all(one.grad is not None for one in trainer.model.parameters())
+
+
+def test_groups_schedulers_frozen_parameters_and_resume_on_other_memories(tmp_path):
+    def run(devices, folder, others):
+        model = build("convolution")
+        first, *rest = model.parameters()
+        first.requires_grad_(False)
+        optimizer = torch.optim.AdamW([{"params": [first], "lr": 0.1}, {"params": rest}], lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        options = {"scheduler": scheduler, "partition": "optimizer"}
+        loss = nn.CrossEntropyLoss()
+        with evenstep.Trainer(model, optimizer, loss, devices=devices, **options) as trainer:
+            for X, y in BATCHES[:2]:
+                trainer.step(X, y)
+                scheduler.step()
+            trainer.save(folder)
+        model.load_state_dict(build("convolution", seed=1).state_dict())
+        with evenstep.Trainer.load(
+            folder, model, optimizer, loss, devices=others, **options
+        ) as trainer:
+            first.requires_grad_(True)
+            trainer.step(*BATCHES[2])
+            return trainer.fingerprint(2)
+
+    expected = run(1, tmp_path / "one", 1)
+    assert run(own(2), tmp_path / "two", own(3)) == expected
+    assert run(own(2), tmp_path / "whole", 1) == expected
+
+
+def test_gpus_are_refused_so_far():
+    model = build("convolution")
+    optimizer = ADAM(model.parameters())
+    update = OwnedUpdate(optimizer, Replicas(model, [Device("cpu", 0)]), None, None)
+    engine = SimpleNamespace(devices=[Device("cuda", 0)])
+    with pytest.raises(InputError, match=r"got partition='optimizer' and cuda:0"):
+        Partition(model, optimizer, update._replicas, engine, update, None)
