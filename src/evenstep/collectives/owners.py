@@ -77,19 +77,19 @@ class SumAtOwner:
     def add_up(self) -> None:
         """At the owner, wait for the terms of all others, and add them up.
 
+        In other processes, wait until this one's terms were sent, and free them.
+
         Raises:
             PeerError: a process did not arrive in time or has left; the message has the name.
         """
-        if self._out is None:
-            return
+        transfers, self._transfers = self._transfers, []
         try:
-            wait_all(self._transfers)
+            wait_all(transfers)
         except PeerError as error:
             raise PeerError(f"{error}, in {self._name}", error.rank) from error
-        add_in_order(self._forest, self._terms, self._out)
-        self._terms = []
+        if self._out is not None:
+            add_in_order(self._forest, self._terms, self._out)
+            self._terms = []
 
     def wait(self) -> None:
-        """Wait until this process's terms were sent; at the owner, after `add_up`, return."""
-        if self._out is None:
-            wait_all(self._transfers)
+        """Return: after `add_up`, nothing is under way."""

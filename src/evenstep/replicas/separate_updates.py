@@ -141,6 +141,7 @@ class _Trial:
             if isinstance(group.get("lr"), int | float) and not group["lr"]:
                 group["lr"] = 0.01  # a warm-up that begins at 0 would hide every difference
         self.optimizer.state = collections.defaultdict(dict)
+        owner: Any
         for owner, kept in optimizer.state.items():
             if owner in copies or not isinstance(owner, torch.Tensor):
                 self.optimizer.state[copies.get(owner, owner)] = copy.deepcopy(kept, memo)

@@ -13,6 +13,7 @@ import copy
 import functools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from typing import Any
 
 import torch
 from torch import nn
@@ -99,7 +100,8 @@ class MemoryOwners:
 
 def _run(work: _Work, done: Future[None], lane: int) -> None:
     try:
-        done.set_result(work())
+        work()
+        done.set_result(None)
     except BaseException as error:
         done.set_exception(error)
 
@@ -133,12 +135,13 @@ class _Work:
         self._copy.__dict__.pop("step", None)  # a scheduler's, bound to the user's optimizer
         self._copy.param_groups = [
             {
-                **{key: copy.deepcopy(one) for key, one in group.items() if key != "params"},
+                **{name: copy.deepcopy(one) for name, one in group.items() if name != "params"},
                 "params": [pairs[one] for one in group["params"] if one in pairs],
             }
             for group in optimizer.param_groups
         ]
         self._copy.state = collections.defaultdict(dict)
+        key: Any
         for key, value in optimizer.state.items():
             if key in pairs:
                 self._copy.state[pairs[key]] = value

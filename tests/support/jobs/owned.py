@@ -10,6 +10,8 @@ import functools
 import gc
 import json
 import os
+import re
+import resource
 import sys
 from pathlib import Path
 
@@ -171,6 +173,24 @@ def memory(options):
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in new}
         nbytes = sum(storage.nbytes() for storage in storages.values())
         return [nbytes / sum(map(torch.Tensor.numel, model.parameters()))]
+
+
+def limited(options):
+    """Train with 13 bytes a parameter besides the parameters; say whether they were enough."""
+    torch.manual_seed(0)
+    width = 1200
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, width),
+                          *(nn.Linear(width, width) for _ in range(10)))  # fmt: skip
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
+    given = {"shards": 2, "devices": 1, "check": "off", "tune_malloc": False, **options}
+    given["peer_timeout_s"] = 20
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **given) as trainer:
+        numbers = sum(map(torch.Tensor.numel, model.parameters()))
+        status = Path("/proc/self/status").read_text()
+        used = int(re.search(r"VmData:\s+(\d+) kB", status)[1]) * 1024
+        resource.setrlimit(resource.RLIMIT_DATA, (used + 13 * numbers, resource.RLIM_INFINITY))
+        losses = [float(trainer.step(*make_batches((8,))[0])) for _ in range(3)]
+    return [one == one for one in losses]
 
 
 def main():

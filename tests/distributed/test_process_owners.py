@@ -1,12 +1,15 @@
 """`partition="optimizer"` over processes: one result, whoever owns what."""
 
 import json
+import re
+import signal
+import sys
 
 import pytest
 
 from evenstep.checkpoint.files import latest_checkpoint, read_checkpoint
 from evenstep.errors import CheckpointError
-from launched import alone, torchrun
+from launched import alone, apart, torchrun
 
 CASES = ("optimizers", "models", "clipped", "grouped", "gathered")
 
@@ -71,3 +74,55 @@ def test_checkpoints_can_be_resumed_with_other_owners(before, after, tmp_path):
         file.unlink()
         with pytest.raises(CheckpointError, match=f"lacks {file.name}"):
             read_checkpoint(latest)
+
+
+def test_memory_at_rest_falls_from_16_to_4_and_12_shared_bytes_a_parameter(tmp_path):
+    """Every tensor counts that is there after a step, whatever holds it."""
+    finished = torchrun(2, "owned.py", tmp_path, "partition", "memory")
+    for rank in range(2):
+        (nbytes,) = results_of(finished, tmp_path, rank)["memory"]
+        assert 10 <= nbytes < 10 * 1.05
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_model_that_needs_more_memory_than_a_process_may_have_trains_in_two(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back to the system
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+    finished = torchrun(2, "owned.py", tmp_path, "partition", "limited")
+    assert results_of(finished, tmp_path, 0)["limited"] == [True] * 3
+    finished = torchrun(2, "owned.py", tmp_path, "whole", "limited")
+    assert finished.returncode != 0
+    assert re.search("allocate memory|MemoryError|can't start new thread", finished.stderr)
+
+
+def test_an_error_of_one_owner_before_the_update_leaves_all_models_as_they_were(tmp_path):
+    finished = torchrun(2, "owners_fail.py", tmp_path, "before_update")
+    first, second = (results_of(finished, tmp_path, rank) for rank in range(2))
+    assert second == {"error": "ValueError: no", "steps": 1, "same": True}
+    assert re.fullmatch(r"PeerError: rank 1 \(on .*\) failed: ValueError: no", first["error"])
+    assert (first["steps"], first["same"]) == (1, True)
+
+
+def test_an_owner_that_cannot_write_leaves_the_earlier_checkpoint(tmp_path):
+    finished = torchrun(2, "owners_fail.py", tmp_path, "full")
+    for rank in range(2):
+        message = results_of(finished, tmp_path, rank)["error"]
+        assert message.startswith("SaveError: rank 1 (on ")
+        assert "No space left on device" in message
+    assert_only_the_first_is_kept(tmp_path / "kept")
+
+
+def test_an_owner_that_is_killed_leaves_the_earlier_checkpoint(tmp_path):
+    ended = apart("owners_fail.py", tmp_path, "killed")
+    assert ended[1][0] == -signal.SIGKILL
+    message = json.loads((tmp_path / "0.json").read_text())["error"]
+    assert message.startswith("PeerError: rank 1 has left")
+    assert_only_the_first_is_kept(tmp_path / "kept")
+
+
+def assert_only_the_first_is_kept(folder):
+    assert [one.name for one in folder.iterdir()] == ["step-00000001"]
+    assert read_checkpoint(folder)["steps_done"] == 1
