@@ -14,8 +14,8 @@ from evenstep.devices import Device
 from evenstep.engine import InlineLanes, ThreadLanes
 from evenstep.errors import InputError
 from evenstep.replicas import Replicas
-from evenstep.steps.owned_update import OwnedUpdate
-from evenstep.training.partition import Partition
+from evenstep.steps.owners.partition import Partition
+from evenstep.steps.owners.update import OwnedUpdate
 from layouts import DelayedLanes, mixed, own
 from owned_optimizers import OPTIMIZERS, model_of
 from reference import assert_same_bits, reference_training, whole_state

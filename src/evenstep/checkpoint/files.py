@@ -152,12 +152,12 @@ def latest_checkpoint(folder: _StrPath) -> Path:
     )
 
 
-def read_checkpoint(folder: _StrPath) -> Tree:
+def read_checkpoint(folder: _StrPath, prune: Callable[[Plain], Plain] | None = None) -> Tree:
     """Return the tree whose encoding was written, its tensors on the CPU (see `decode`).
 
     `folder` is one checkpoint, or holds several: then the one with the largest step is read, and
     never an older one in its place. Format, version, sizes and hashes are checked before anything
-    is decoded.
+    is decoded. Tensors that `prune` takes out of the encoded tree are not read into memory.
 
     Raises:
         CheckpointError: it is missing, half-written, truncated, damaged, of another program, or of
@@ -169,7 +169,8 @@ def read_checkpoint(folder: _StrPath) -> Tree:
             folder = latest_checkpoint(folder)
         manifest = _read_manifest(folder)
         _check_tensor_files(folder, manifest)
-        return _decode_files(folder, manifest)
+        plain = manifest["state"] if prune is None else prune(manifest["state"])
+        return _decode_files(folder, manifest, plain)
     except FileNotFoundError as error:
         lack = f"lacks {Path(error.filename).name}" if folder.is_dir() else "is not there"
         raise _unusable(folder, lack) from error
@@ -368,8 +369,7 @@ def _check_tensor_files(folder: Path, manifest: dict[str, Any]) -> None:
             raise _unusable(path, "is damaged (its SHA-256 does not match)")
 
 
-def _decode_files(folder: Path, manifest: dict[str, Any]) -> Tree:
-    plain = manifest["state"]
+def _decode_files(folder: Path, manifest: dict[str, Any], plain: Plain) -> Tree:
     try:
         with contextlib.ExitStack() as opened:
             files = [

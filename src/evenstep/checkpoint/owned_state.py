@@ -14,7 +14,7 @@ import torch
 from evenstep.checkpoint.codec import Tree, decode, encode
 from evenstep.checkpoint.fingerprint import pieces_of
 from evenstep.distributed import Exchange, Peers
-from evenstep.distributed.owned_values import as_bytes, listed, streamed
+from evenstep.distributed.owners.values import as_bytes, listed, streamed
 
 
 def gathered(peers: Peers, states: Mapping[int, Tree], exchange: Exchange) -> dict[int, Tree]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -14,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from evenstep.checkpoint.codec import Encoded, Tree
+from evenstep.checkpoint.codec import Encoded, Plain, Tree
 from evenstep.checkpoint.files import read_checkpoint
 from evenstep.checkpoint.fingerprint import extra_states, frozen_parameters, tree_digest
 from evenstep.checkpoint.optimizer_kind import OptimizerKind, refuse_another_optimizer
@@ -185,13 +186,25 @@ class TrainingState:
             )
 
 
-def read_training_state(folder: Path) -> TrainingState:
+def read_training_state(folder: Path, without: Collection[int] = ()) -> TrainingState:
     """Read the checkpoint in `folder`, or the newest of several.
+
+    Args:
+        folder: the checkpoint's folder.
+        without: the parameters whose optimizer state is left out, by the optimizer's numbers.
 
     Raises:
         CheckpointError: it is missing, damaged, or not a trainer's.
     """
-    return TrainingState.from_tree(read_checkpoint(folder), folder)
+    prune = functools.partial(_prune, without) if without else None
+    return TrainingState.from_tree(read_checkpoint(folder, prune), folder)
+
+
+def _prune(without: Collection[int], plain: Plain) -> Plain:
+    optimizer = plain["optimizer"]
+    pairs = optimizer["state"].get("$dict", [])
+    kept = {"$dict": [[key, value] for key, value in pairs if key not in without]}
+    return {**plain, "optimizer": {**optimizer, "state": kept}}
 
 
 def with_fingerprint(encoded: Encoded, fingerprint: str) -> Encoded:

@@ -9,6 +9,7 @@ from evenstep.distributed.consistency import (
 from evenstep.distributed.process_group import Exchange, Peers
 from evenstep.distributed.rendezvous import (
     is_first,
+    job_share,
     join,
     local_share,
     restarts,
@@ -28,6 +29,7 @@ __all__ = [
     "differences",
     "follow_the_first",
     "is_first",
+    "job_share",
     "join",
     "local_share",
     "refuse_divergence",

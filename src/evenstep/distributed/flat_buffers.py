@@ -52,7 +52,7 @@ class FlatSpace:
         for i in numbers:
             flat = self._dtypes.index(parameters[i].dtype)
             self._places[flat][i] = self._lengths[flat]
-            self._lengths[flat] += _padded(parameters[i])
+            self._lengths[flat] += padded(parameters[i])
         sizes = zip(self._lengths, self._dtypes, strict=True)
         self._sizes = [length * dtype.itemsize for length, dtype in sizes]
         self.nbytes = sum(self._sizes)
@@ -126,58 +126,7 @@ class FlatSpace:
         return vector.as_strided(self._shapes[i], self._strides[i], start)
 
 
-class OwnerSpace(FlatSpace):
-    """The place of each parameter's gradient where every gradient has an owner.
-
-    Each vector is one bucket: it belongs to one owner, and can be allocated and freed by itself.
-
-    Args:
-        parameters: all parameters of a model.
-        numbers: the parameters that have a place, roughly in the order of their places.
-        owner_of: the owner of each parameter, by its number.
-        nbytes: the least size of a vector; the last one of an owner and dtype may be smaller.
-
-    Attributes:
-        owners: the owner of each vector.
-    """
-
-    def __init__(
-        self,
-        parameters: Sequence[torch.Tensor],
-        numbers: Sequence[int],
-        owner_of: Sequence[int],
-        nbytes: int,
-    ) -> None:
-        super().__init__(parameters, numbers)
-        order = {i: place for place, i in enumerate(numbers)}
-        parts: list[tuple[int, tuple[int, ...]]] = []
-        for owner in dict.fromkeys(owner_of[i] for i in numbers):
-            own = FlatSpace(parameters, [i for i in numbers if owner_of[i] == owner])
-            parts += [(owner, bucket.numbers) for bucket in own.buckets(nbytes)]
-        parts.sort(key=lambda part: order[part[1][-1]])  # as a backward pass completes them
-        self.owners = [owner for owner, _ in parts]
-        self._dtypes = [parameters[members[0]].dtype for _, members in parts]
-        self._places, self._lengths = [], []
-        for _, members in parts:
-            places, length = {}, 0
-            for i in members:
-                places[i], length = length, length + _padded(parameters[i])
-            self._places.append(places)
-            self._lengths.append(length)
-        sizes = zip(self._lengths, self._dtypes, strict=True)
-        self._sizes = [length * dtype.itemsize for length, dtype in sizes]
-        self.nbytes = sum(self._sizes)
-
-    def buckets(self, nbytes: int = 0) -> list[Bucket]:
-        """Return the vectors as buckets; their sizes are fixed already."""
-        pairs = enumerate(zip(self._places, self._lengths, strict=True))
-        return [Bucket(flat, 0, length, tuple(places)) for flat, (places, length) in pairs]
-
-    def vector(self, flat: int) -> torch.Tensor:
-        """Return a vector in fresh memory."""
-        return torch.empty(self._lengths[flat], dtype=self._dtypes[flat])
-
-
-def _padded(tensor: torch.Tensor) -> int:
+def padded(tensor: torch.Tensor) -> int:
+    """Return how many elements a tensor takes up, so that what follows is aligned."""
     per = max(1, _ALIGN_BYTES // tensor.element_size())
     return -(-tensor.numel() // per) * per

@@ -43,6 +43,15 @@ def local_share() -> tuple[int, int]:
     return int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
+def job_share() -> tuple[int, int]:
+    """Return this process's rank in the job that it will join, and the number of processes."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    if not was_launched():
+        return 0, 1
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def is_first() -> bool:
     """Whether this process is the first of its job, or the only one."""
     return not was_launched() or os.environ.get("RANK", "0") == "0"

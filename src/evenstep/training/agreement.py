@@ -45,7 +45,7 @@ class Agreement:
         self._progress = parts.progress
         self._every = layout.check_every
         self._allow_rounding = layout.allow_rounding
-        self._partition = layout.partition
+        self._partition, self._split = layout.partition, parts.partition
         self._began_at = self._compared_at = 0  # steps done
 
     def begin(self) -> None:
@@ -116,7 +116,7 @@ class Agreement:
             **self._loss_facts(),
             **optimizer_settings(self._optimizer),
             **self._frozen(),
-            FINGERPRINT: fingerprints.fingerprint(self._model, self._optimizer),
+            FINGERPRINT: self._fingerprint(),
             "the steps done": position.steps_done,
             "the place in the data": dataclasses.astuple(position.cursor),
             "the place of the seeds": dataclasses.astuple(position.seeds_at),
@@ -136,6 +136,12 @@ class Agreement:
         read = fingerprints.common_state if self._partition else fingerprints.whole_state
         tensors = dict(read(self._model, self._optimizer))
         return tensors, {**optimizer_settings(self._optimizer), **self._frozen()}
+
+    def _fingerprint(self) -> str:
+        """Return the fingerprint of what every process has before the trainer is opened."""
+        if self._split is not None and self._split.holds_part:
+            return fingerprints.digest_of(fingerprints.common_state(self._model, self._optimizer))
+        return fingerprints.fingerprint(self._model, self._optimizer)
 
     def _frozen(self) -> dict[str, str]:
         names = fingerprints.frozen_parameters(self._model)

@@ -19,12 +19,12 @@ from evenstep.steps.executor import IndependentExecutor, LockstepExecutor
 from evenstep.steps.group import Group
 from evenstep.steps.minimise import Minimiser, minimises
 from evenstep.steps.overlapped_pipeline import OverlappedPipeline
-from evenstep.steps.owned_update import OwnedProxyUpdate, OwnedUpdate
+from evenstep.steps.owners.partition import Partition
+from evenstep.steps.owners.update import OwnedProxyUpdate, OwnedUpdate
 from evenstep.steps.pipeline import DirectPipeline, Pipeline
 from evenstep.steps.step import Progress
 from evenstep.steps.update import Hook, ProxyUpdate, Update
 from evenstep.training.arguments import Layout, shards_at_once
-from evenstep.training.partition import Partition
 from evenstep.training.reporting import Reporter, Take
 
 

@@ -81,8 +81,16 @@ class Saver:
         self._reporter.saved(path, self._progress.position.steps_done, written)
         return path
 
-    def restore(self, saved: TrainingState, scheduler: Scheduler | None) -> None:
-        """Go to where a training was saved."""
+    def restore(
+        self, saved: TrainingState, scheduler: Scheduler | None, *, is_part: bool = False
+    ) -> None:
+        """Go to where a training was saved.
+
+        Args:
+            saved: the training state.
+            scheduler: the user's scheduler.
+            is_part: whether it lacks the optimizer state that other processes will own.
+        """
         saved.check_experiment(self._executor.experiment)
         self._user_state.check(saved.user_state)
         saved.restore(self._model, self._optimizer, scheduler)
@@ -95,7 +103,11 @@ class Saver:
             self._notes.note_rounding("the checkpoint is from devices or processes of mixed kinds")
         if self._executor.programs:
             self._executor.programs.compiles = saved.compiles
-        saved.check_fingerprint(fingerprints.fingerprint(self._model, self._optimizer))
+        if is_part:
+            assert self._partition is not None
+            self._partition.note_loaded(saved.check_fingerprint)
+        else:
+            saved.check_fingerprint(fingerprints.fingerprint(self._model, self._optimizer))
         self._user_state.restore(saved.user_state)
 
     def _save(

@@ -17,7 +17,7 @@ from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
 from evenstep.replicas import channels_last_weights
 from evenstep.steps.group import OPEN, Group, joined
-from evenstep.steps.owner_reducer import OwnerReducer
+from evenstep.steps.owners.reducer import OwnerReducer
 from evenstep.steps.reducer import ProcessReducer
 from evenstep.steps.update import Update
 from evenstep.training.agreement import Agreement

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,7 @@ from evenstep.shard.evaluation import Forward, measure_model, measure_output, ou
 from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
+from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook, kept_gradients
 from evenstep.training.agreement import Agreement
@@ -61,7 +62,6 @@ from evenstep.training.epochs import Epochs
 from evenstep.training.evaluation.evaluator import Evaluator
 from evenstep.training.habits import Habits
 from evenstep.training.notes import Notes
-from evenstep.training.partition import refuse_backward
 from evenstep.training.parts import choose_parts
 from evenstep.training.reporting import check_callbacks
 from evenstep.training.saver import Saver
@@ -698,13 +698,17 @@ class Trainer(Habits):
             CheckpointError: the checkpoint is missing, damaged, or of another model, optimizer or
                 experiment; model, optimizer and scheduler are unchanged.
         """
-        saved = read_training_state(Path(folder))
+        others: Collection[int] = ()
+        if options.get("partition"):
+            check_kinds(model, optimizer)
+            others = state_of_others(model, optimizer)
+        saved = read_training_state(Path(folder), others)
         if "hybridize" in options:
             options["compile"] = options.pop("hybridize")
         given = {} if options.get("experiment") else dataclasses.asdict(saved.experiment)
         trainer = cls(model, optimizer, loss, **{**given, **options})
         with saved.unchanged_on_error(model, optimizer, trainer.scheduler):
-            trainer._saver.restore(saved, trainer.scheduler)
+            trainer._saver.restore(saved, trainer.scheduler, is_part=bool(others))
         return trainer
 
     def ask_to_stop(self) -> None:

@@ -25,7 +25,7 @@ import evenstep
 from evenstep.checkpoint.fingerprint import tree_digest
 from evenstep.distributed import gradient_reduce
 from evenstep.errors import ClosedError
-from evenstep.steps import owner_reducer
+from evenstep.steps.owners import reducer as owner_reducer
 from owned_optimizers import OPTIMIZERS, model_of
 from zoo import ZOO, build, make_batches, options_of
 

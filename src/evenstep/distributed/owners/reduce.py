@@ -14,12 +14,13 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from evenstep.collectives import Forest, SumAtOwner, Transfer, wait_all
-from evenstep.distributed.flat_buffers import OwnerSpace, Vectors
+from evenstep.distributed.flat_buffers import Vectors
 from evenstep.distributed.gradient_reduce import (
     GradientReduction,
     NetworkReducer,
     NetworkReduction,
 )
+from evenstep.distributed.owners.space import OwnerSpace
 from evenstep.distributed.process_group import Peers
 
 _AHEAD = 4  # buckets of new values that are received at the same time, which bounds their memory

@@ -17,14 +17,14 @@ from evenstep.checkpoint.owned_state import digest_over, gathered
 from evenstep.checkpoint.owner_files import write_by_owners
 from evenstep.checkpoint.training_state import TrainingState
 from evenstep.devices import Device
-from evenstep.distributed import Exchange
+from evenstep.distributed import Exchange, job_share
 from evenstep.engine import Engine
 from evenstep.errors import ClosedError, InputError, ModelError
 from evenstep.replicas import Replicas, refuse_coupled
 from evenstep.steps.group import Group
-from evenstep.steps.memory_owners import MemoryOwners
-from evenstep.steps.owned_update import OwnedProxyUpdate, OwnedUpdate
-from evenstep.steps.owner_reducer import OwnerReducer
+from evenstep.steps.owners.memories import MemoryOwners
+from evenstep.steps.owners.reducer import OwnerReducer, deal_parameters
+from evenstep.steps.owners.update import OwnedProxyUpdate, OwnedUpdate
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.reducer import loose_parameters
 
@@ -71,6 +71,23 @@ class Partition:
         self._owners: OwnerReducer | None = None
         self._was_split = False
         self._reads_own = False
+        self._loaded: list[int] = []
+        self._check_loaded: Callable[[str], None] | None = None
+
+    @property
+    def holds_part(self) -> bool:
+        """Whether the optimizer holds a part of the state since a checkpoint was loaded."""
+        return self._check_loaded is not None
+
+    def note_loaded(self, check: Callable[[str], None]) -> None:
+        """Note that this process has loaded only what it will own.
+
+        Args:
+            check: compares the fingerprint of the whole state with the saved one.
+        """
+        self._check_loaded = check
+        self._loaded = deal_parameters(self._model.parameters(), job_share()[1])
+        self._refusal = self._optimizer.register_state_dict_pre_hook(_refuse_loaded)
 
     @property
     def is_split(self) -> bool:
@@ -97,13 +114,22 @@ class Partition:
             self._update.memories = self._memories
             yield
             return
-        self._update.memories = None
         owners, optimizer = group.reducer, self._optimizer
+        if self._check_loaded is not None and self._loaded != owners.owner_of:
+            raise InputError(
+                "requires_grad of some parameters was changed after Trainer.load, so their "
+                "optimizer state belongs to other processes: change it in the `with`"
+            )
+        self._update.memories = None
         self._was_split = True
         for owner, parameter in zip(owners.owner_of, self._model.parameters(), strict=True):
             if owner != owners.rank:
                 optimizer.state.pop(parameter, None)
         self._owners = self._update.owners = owners
+        if self._check_loaded is not None:
+            self._refusal.remove()
+            self._check_loaded(self.fingerprint())
+            self._check_loaded = None
         before = optimizer.register_state_dict_pre_hook(self._wait)
         after = optimizer.register_state_dict_post_hook(self._whole)
         try:
@@ -128,6 +154,8 @@ class Partition:
         if self._owners is None:
             if self._was_split:
                 _refuse_part(self._optimizer)
+            if self.holds_part:
+                _refuse_loaded(self._optimizer)
             compute = fingerprints.fingerprint if version == 1 else fingerprints.fingerprint_2
             return compute(self._model, self._optimizer)
         read = fingerprints.named_state if version == 1 else fingerprints.whole_state
@@ -190,6 +218,19 @@ class Partition:
         return {**state_dict, "state": {**gathered(self._owners.peers, own, exchange), **others}}
 
 
+def state_of_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> frozenset[int]:
+    """Return the parameters that other processes will own, by the optimizer's numbers.
+
+    Empty in a process that trains alone.
+    """
+    rank, size = job_share()
+    if size == 1:
+        return frozenset()
+    owners = dict(zip(model.parameters(), deal_parameters(model.parameters(), size), strict=True))
+    held = [one for group in optimizer.param_groups for one in group["params"]]
+    return frozenset(n for n, one in enumerate(held) if owners.get(one, rank) != rank)
+
+
 def refuse_backward() -> NoReturn:
     """Refuse `Trainer.backward`, whose caller updates parameters that belong to others."""
     raise InputError(
@@ -202,6 +243,13 @@ def _refuse_part(optimizer: torch.optim.Optimizer) -> NoReturn:
     raise ClosedError(
         f"the optimizer's state was split over processes by {OPTION}, and the trainer that could "
         f"gather it is closed: call state_dict, fingerprint or save before the end of its `with`"
+    )
+
+
+def _refuse_loaded(optimizer: torch.optim.Optimizer) -> NoReturn:
+    raise ClosedError(
+        f"with {OPTION} this process has loaded only the optimizer state that it will own: open "
+        f"the trainer first, which can gather the state of all"
     )
 
 

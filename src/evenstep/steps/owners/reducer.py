@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from safetensors.torch import load, save
 
 from evenstep.collectives import deal
 from evenstep.distributed import Exchange
-from evenstep.distributed.flat_buffers import OwnerSpace
 from evenstep.distributed.gradient_reduce import BUCKET_BYTES
-from evenstep.distributed.owner_reduce import ReducerToOwners
+from evenstep.distributed.owners.reduce import ReducerToOwners
+from evenstep.distributed.owners.space import OwnerSpace
 from evenstep.errors import ContractError, PeerError, text_of
 from evenstep.steps.reducer import ProcessReducer
 
@@ -26,10 +26,9 @@ class OwnerReducer(ProcessReducer):
     """
 
     def _lay_out(self) -> None:
-        """Deal the parameters by size. Frozen ones count nothing: they have no optimizer state."""
+        """Deal the parameters to the processes."""
         parameters = self._home.parameters
-        sizes = [one.nbytes if one.requires_grad else 0 for one in parameters]
-        self.owner_of = deal(sizes, self.peers.size)
+        self.owner_of = deal_parameters(parameters, self.peers.size)
         self._dealt = [*parameters]
         space = OwnerSpace(parameters, self._dense_numbers(), self.owner_of, BUCKET_BYTES)
         self._forms = _forms(parameters)
@@ -89,6 +88,14 @@ class OwnerReducer(ProcessReducer):
         except PeerError as error:
             exchange = Exchange("step", "the new parameters", step)
             raise self.peers.explained(error, exchange) from error
+
+
+def deal_parameters(parameters: Iterable[torch.Tensor], owners: int) -> list[int]:
+    """Return the owner of each parameter, dealt by size.
+
+    Frozen parameters count nothing: they have neither gradient nor optimizer state.
+    """
+    return deal([one.nbytes if one.requires_grad else 0 for one in parameters], owners)
 
 
 def _forms(parameters: Sequence[torch.Tensor]) -> list[object]:

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenstep.collectives import deal
 from evenstep.devices import carry
 from evenstep.engine import Engine
 from evenstep.replicas import Replica, Replicas
+from evenstep.steps.owners.reducer import deal_parameters
 
 _LOOK_EVERY_S = 1.0
 
@@ -52,8 +52,7 @@ class MemoryOwners:
         parameters = replicas.home.parameters
         gradients = [one.grad for one in parameters]
         owners: list[Replica] = [replicas.home, *replicas.copies]
-        sizes = [one.nbytes if one.requires_grad else 0 for one in parameters]
-        owner_of = deal(sizes, len(owners))
+        owner_of = deal_parameters(parameters, len(owners))
         shares = [
             (owner, [i for i, number_of in enumerate(owner_of) if number_of == number])
             for number, owner in enumerate(owners)

@@ -15,8 +15,8 @@ from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from evenstep.shard.partial_sum import PartialSum
-from evenstep.steps.memory_owners import MemoryOwners
-from evenstep.steps.owner_reducer import OwnerReducer
+from evenstep.steps.owners.memories import MemoryOwners
+from evenstep.steps.owners.reducer import OwnerReducer
 from evenstep.steps.step import Step
 from evenstep.steps.update import ProxyUpdate, Update, refuse_other_norm
 

@@ -1,0 +1,1 @@
+"""The update of a step split by owners: `Trainer(partition="optimizer")`."""
