@@ -35,6 +35,7 @@ EXPORTS = {
         "load_exported",
         "metrics",
         "models",
+        "nn",
         "scale_lr",
         "shared",
         "try_all_gpus",
@@ -240,6 +241,13 @@ EXPORTS = {
     "evenstep.mxnet.measures": [],
     "evenstep.mxnet.ops": [],
     "evenstep.mxnet.symbols": [],
+    "evenstep.nn": [
+        "SlicedConv2d",
+        "SlicedEmbedding",
+        "SlicedLinear",
+        "slice_",
+        "sliced_layers",
+    ],
     "evenstep.profiling": [],
     "evenstep.replicas": [
         "JUDGE",

@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from evenstep import callbacks, data, errors, metrics, models
+    from evenstep import callbacks, data, errors, metrics, models, nn
     from evenstep.batch import Shards, shared
     from evenstep.callbacks.lr_scaling import scale_lr
     from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
@@ -38,6 +38,7 @@ __all__ = [
     "load_exported",
     "metrics",
     "models",
+    "nn",
     "scale_lr",
     "shared",
     "try_all_gpus",

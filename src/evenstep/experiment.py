@@ -83,10 +83,10 @@ class Experiment:
         if not isinstance(self.buffers, dict):
             raise InputError(f"got buffers={shown(self.buffers)}: give a dict of names and rules")
         for name, rule in self.buffers.items():
-            _check_choice(f"buffers[{name!r}]", rule, ("mean", "first", "sum", "refuse"))
-        _check_choice("precision", self.precision, ("fp32", "bf16"))
-        _check_choice("memory_format", self.memory_format, ("auto", "contiguous", "channels_last"))
-        _check_choice("batch_norm", self.batch_norm, ("shard", "sync"))
+            check_choice(f"buffers[{name!r}]", rule, ("mean", "first", "sum", "refuse"))
+        check_choice("precision", self.precision, ("fp32", "bf16"))
+        check_choice("memory_format", self.memory_format, ("auto", "contiguous", "channels_last"))
+        check_choice("batch_norm", self.batch_norm, ("shard", "sync"))
         if self.compile and self.batch_norm == "sync":
             raise InputError(
                 "got compile=True and batch_norm='sync', but shards that wait for each other "
@@ -173,6 +173,7 @@ def check_flag(name: str, value: object) -> None:
         raise InputError(f"got {name}={shown(value)}: give True or False")
 
 
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse an argument that is none of the choices."""
     if value not in choices:
         raise InputError(f"got {name}={shown(value)}: choose one of {', '.join(choices)}")

@@ -23,6 +23,7 @@ from evenstep.data import Cursor
 from evenstep.data.order import LoaderPlace
 from evenstep.errors import CheckpointError, InputError
 from evenstep.experiment import LATER, Experiment
+from evenstep.nn import sliced_layers
 from evenstep.replicas import inner_optimizers
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
@@ -48,12 +49,14 @@ class ModelState:
             version 0.1.0, which did not ask for it.
         frozen: the names of the parameters that require no gradient; None in a checkpoint of
             version 0.1.0, which did not hold them.
+        slices: how layers are cut into slices, by their names (see `evenstep.nn.slice_`).
     """
 
     parameters: Tensors
     buffers: Tensors
     extra: dict[str, Any] | None = dataclasses.field(default=None, metadata=LATER)
     frozen: list[str] | None = dataclasses.field(default=None, metadata=LATER)
+    slices: dict[str, str] = dataclasses.field(default_factory=dict, metadata=LATER)
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelState:
@@ -63,6 +66,7 @@ class ModelState:
             buffers=dict(model.named_buffers()),
             extra=extra_states(model),
             frozen=frozen_parameters(model),
+            slices=sliced_layers(model),
         )
 
 
@@ -140,6 +144,7 @@ class TrainingState:
         """
         refuse_another_optimizer(self.optimizers, optimizer)
         _refuse_otherwise_frozen(model, self.model)
+        _refuse_otherwise_sliced(model, self.model)
         settings = [group.keys() for group in optimizer.param_groups]
         restore_model(model, self.model)
         restore_optimizer(optimizer, self.optimizer)
@@ -236,6 +241,22 @@ def restore_model(model: nn.Module, saved: ModelState) -> None:
             tensor.copy_(saved.parameters[name])
         for name, tensor in present.buffers.items():
             tensor.copy_(saved.buffers[name])
+
+
+def _refuse_otherwise_sliced(model: nn.Module, saved: ModelState) -> None:
+    """Refuse a model whose layers are cut into other slices, which round differently.
+
+    Raises:
+        CheckpointError: names a layer, and nothing is written.
+    """
+    now, then = sliced_layers(model), saved.slices
+    for name in [*then, *now]:
+        is_cut, was_cut = now.get(name, "no slices"), then.get(name, "no slices")
+        if is_cut != was_cut:
+            raise CheckpointError(
+                f"can't resume with {is_cut} of the layer {name} instead of {was_cut}: slices are "
+                f"part of the experiment; call evenstep.nn.slice_ as before"
+            )
 
 
 def _refuse_otherwise_frozen(model: nn.Module, saved: ModelState) -> None:

@@ -10,15 +10,16 @@ from torch import nn
 
 from evenstep.replicas.optimizer_proxy import inner_optimizers
 
+_OF_KNOWN_LAYERS = ("torch.nn.", "evenstep.nn.")
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def layer_settings(prefix: str, module: nn.Module) -> dict[str, str]:
-    """Return the class of each layer by name, and the settings of those that torch provides."""
+    """Return the class of each layer by name, and the settings of torch's and of ours."""
     found = {}
     for name, layer in module.named_modules():
         kind = type(layer)
-        settings = vars(layer) if kind.__module__.startswith("torch.nn.") else {}
+        settings = vars(layer) if kind.__module__.startswith(_OF_KNOWN_LAYERS) else {}
         shown = [
             f"{key}={value!r}"
             for key, value in settings.items()

@@ -19,6 +19,7 @@ from evenstep.distributed.step_report import NO_DIGEST, Facts
 from evenstep.engine import PendingNumber, Task
 from evenstep.engine.handle import Instead
 from evenstep.errors import ClosedError, hides_own_frames
+from evenstep.nn.crew import DeviceCrew
 from evenstep.profiling.clock import StepClock
 from evenstep.replicas import Replica
 from evenstep.shard.compiler import Program
@@ -121,6 +122,7 @@ class Attempt:
         runs: the shards that each lane starts with.
         queue: the shards that no lane has begun; None before they are assigned, and in lockstep.
         lockstep: where shards meet that run side by side; None for independent shards.
+        crew: the devices that compute the slices of its shards together; None if they don't.
         tree: the sum over the shards of a training step.
         sending: takes gradients for other processes; None in a single process.
         programs: the compiled shards by their number of examples; empty for eager shards.
@@ -143,6 +145,7 @@ class Attempt:
         self.results: dict[int, Any] = {}
         self.queue: ShardQueue | None = None
         self.lockstep: Lockstep | None = None
+        self.crew: DeviceCrew | None = None
         self.alone = self.is_observed = False
         self.runs: Sequence[Sequence[int]] = ()
         self.tree: TreeSum[PartialSum] | None = None
@@ -199,12 +202,14 @@ class Attempt:
             self.dropped = self.dropped or not self.committed
         if self.queue is not None:
             self.queue.dropped = True
-        if self.lockstep is not None:
-            self.lockstep.stop()
+        for meeting in (self.lockstep, self.crew):
+            if meeting is not None:
+                meeting.stop()
 
     def stuck_lanes(self, alive: set[int], after_s: float) -> list[int]:
         """Return the lanes that take too long for a shard while another lane has none."""
-        return self.queue.stuck(alive, after_s) if self.queue is not None else []
+        stuck = self.queue.stuck(alive, after_s) if self.queue is not None else []
+        return stuck if self.crew is None else self.crew.keeping(stuck)
 
 
 def _not_open(replica: Replica, work: ShardWork) -> Any:

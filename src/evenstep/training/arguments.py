@@ -15,7 +15,7 @@ from evenstep.checkpoint.user_state import Stateful
 from evenstep.devices import Device, Devices
 from evenstep.engine import Lanes
 from evenstep.errors import InputError, ModelError, shown
-from evenstep.experiment import Experiment, check_flag, check_integer, check_seconds
+from evenstep.experiment import Experiment, check_choice, check_flag, check_integer, check_seconds
 from evenstep.limits import (
     MOST_IN_FLIGHT,
     MOST_SECONDS,
@@ -24,7 +24,9 @@ from evenstep.limits import (
     MemoryFormat,
     PartitionOf,
     Precision,
+    Split,
 )
+from evenstep.nn import sliced_layers
 from evenstep.shard.loss import UserObjective
 from evenstep.steps.executor import lockstep_option
 from evenstep.steps.update import Hook
@@ -51,6 +53,7 @@ class TrainerOptions(TypedDict, total=False):
     batch_dim: int
     clip_norm: float | None
     side_by_side: bool
+    split: Split
     before_update: Hook | None
     after_update: Hook | None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
@@ -76,6 +79,7 @@ class Layout:
     """
 
     side_by_side: bool
+    split: Split
     max_in_flight: int
     lost_after_s: float
     peer_timeout_s: float
@@ -97,6 +101,7 @@ class Layout:
             tune_malloc=self.tune_malloc,
             allow_rounding=self.allow_rounding,
         )
+        check_choice("split", self.split, ("shards", "slices"))
 
     @property
     def overlaps(self) -> bool:
@@ -202,6 +207,37 @@ def shards_at_once(experiment: Experiment, devices: Sequence[Device]) -> int:
             f"the model's layers"
         )
     return -(-experiment.shards // len(devices))
+
+
+def refuse_unfit_slices(
+    model: nn.Module, experiment: Experiment, layout: Layout, devices: Sequence[Device]
+) -> None:
+    """Refuse to compute slices on several devices where that is not possible."""
+    if layout.split != "slices":
+        return
+    if not sliced_layers(model):
+        raise InputError(
+            "got split='slices', but no layer of the model has slices: call "
+            "evenstep.nn.slice_(model, slices=2) first"
+        )
+    others = {
+        "compile=True": experiment.compile,
+        "batch_norm='sync'": experiment.batch_norm == "sync",
+        "side_by_side=True": layout.side_by_side,
+        f"max_in_flight={layout.max_in_flight}": layout.overlaps,
+    }
+    for other, is_given in others.items():
+        if is_given:
+            raise InputError(
+                f"got split='slices' and {other}, which don't work together: use one of them only"
+            )
+    for device in devices:
+        if (device.kind, device.threads) != ("cpu", experiment.threads):
+            raise InputError(
+                f"got split='slices' and {device}: only CPU devices with the trainer's number of "
+                f"threads can compute slices together; use split='shards', whose results are the "
+                f"same"
+            )
 
 
 def refuse_compiled_lockstep(experiment: Experiment, *, side_by_side: bool) -> None:

@@ -15,7 +15,7 @@ from evenstep.engine import Engine
 from evenstep.experiment import Experiment
 from evenstep.profiling.clock import Timekeeper
 from evenstep.replicas import OptimizerProxy, Replicas
-from evenstep.steps.executor import IndependentExecutor, LockstepExecutor
+from evenstep.steps.executor import IndependentExecutor, LockstepExecutor, SlicedExecutor
 from evenstep.steps.group import Group
 from evenstep.steps.minimise import Minimiser, minimises
 from evenstep.steps.overlapped_pipeline import OverlappedPipeline
@@ -83,12 +83,13 @@ def choose_parts(
     timekeeper = Timekeeper(engine.trace, names)
     replicas = Replicas(
         model,
-        devices,
+        _holders(devices) if layout.split == "slices" else devices,
         home_computes=not layout.overlaps,
         per_device=shards_at_once(experiment, devices) if is_lockstep else 1,
         buffers=experiment.buffers,
     )
-    make_executor = LockstepExecutor if is_lockstep else IndependentExecutor
+    whole = LockstepExecutor if is_lockstep else IndependentExecutor
+    make_executor = SlicedExecutor if layout.split == "slices" else whole
     group = Group(experiment.batch_dim)
     executor = make_executor(experiment, replicas, engine, timekeeper, group)
     update = _choose_update(optimizer, replicas, experiment, layout, hooks, callbacks)
@@ -121,6 +122,14 @@ def choose_parts(
         take=reporter.watching(take),
         partition=partition,
     )
+
+
+def _holders(devices: Sequence[Device]) -> list[Device]:
+    """Return the device that holds the model for each device that computes slices of it.
+
+    A device with memory of its own holds its slices only, and no replica.
+    """
+    return [one if one.memory == devices[0].memory else devices[0] for one in devices]
 
 
 def _choose_update(

@@ -35,7 +35,7 @@ from evenstep.engine import Lanes, ThreadLanes
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError, hide_own_frames, hides_own_frames
 from evenstep.experiment import Experiment
-from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Precision
+from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Precision, Split
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
 from evenstep.replicas import check_trainable, move_home
@@ -57,6 +57,7 @@ from evenstep.training.arguments import (
     check_parts,
     only_one,
     refuse_compiled_lockstep,
+    refuse_unfit_slices,
 )
 from evenstep.training.epochs import Epochs
 from evenstep.training.evaluation.evaluator import Evaluator
@@ -132,6 +133,10 @@ class Trainer(Habits):
             layers with sparse gradients. `optimizer.state_dict()` then gathers the state of all:
             every process must call it, inside the `with`. `before_update` sees the gradients of
             the process's own parameters only; the others' are None.
+        split: what the devices divide among them. "shards": each computes other shards. "slices":
+            all compute the slices of one shard's `evenstep.nn` layers together, on CPU devices; a
+            device with memory of its own then holds its slices of the weights only. It has no
+            effect on the result.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         after_update: called with the module after the optimizer's step and before the next step's
@@ -206,6 +211,7 @@ class Trainer(Habits):
         clip_norm: float | None = None,
         side_by_side: bool = False,
         partition: PartitionOf | None = None,
+        split: Split = "shards",
         before_update: Hook | None = None,
         after_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
@@ -236,6 +242,7 @@ class Trainer(Habits):
         experiment = only_one(experiment, keywords)
         layout = Layout(
             side_by_side=side_by_side,
+            split=split,
             max_in_flight=max_in_flight,
             lost_after_s=lost_after_s,
             peer_timeout_s=peer_timeout_s,
@@ -251,6 +258,7 @@ class Trainer(Habits):
         callbacks = check_callbacks(callbacks)
         refuse_compiled_lockstep(experiment, side_by_side=side_by_side)
         self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
+        refuse_unfit_slices(model, experiment, layout, self.devices)
         self._objective = choose_objective(loss, objective)
         self._others = Objectives()
         check_trainable(model, optimizer)

@@ -1,0 +1,271 @@
+"""Who computes the slices of a layer: the calling thread, or several devices at the same time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import queue
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import NamedTuple, Protocol, TypeAlias
+
+import torch
+
+from evenstep.devices import Device, carry
+from evenstep.engine.interrupts import POLL_S
+from evenstep.engine.task import is_device_failure
+from evenstep.errors import EvenstepError
+
+
+class Held(NamedTuple):
+    """A part of a parameter, which a device with memory of its own keeps during a step.
+
+    Attributes:
+        key: tells it from every other part of a parameter.
+        tensor: its values, in the memory of the model.
+    """
+
+    key: Hashable
+    tensor: torch.Tensor
+
+
+Argument: TypeAlias = "torch.Tensor | Held | None"
+Result: TypeAlias = "tuple[torch.Tensor | None, ...]"
+
+SliceFunction: TypeAlias = "Callable[..., Result]"
+"""Computes a slice from its number and the values of its arguments; it reads nothing else."""
+
+
+class Crew(Protocol):
+    """Computes the slices of a layer."""
+
+    def run(self, function: SliceFunction, arguments: Sequence[Sequence[Argument]]) -> list[Result]:
+        """Return `function(slice, *arguments[slice])` for every slice, in their order."""
+
+
+class Alone:
+    """Computes slices one after another, in the calling thread."""
+
+    def run(self, function: SliceFunction, arguments: Sequence[Sequence[Argument]]) -> list[Result]:
+        """Return `function(slice, *arguments[slice])` for every slice."""
+        return [
+            function(number, *(one.tensor if isinstance(one, Held) else one for one in given))
+            for number, given in enumerate(arguments)
+        ]
+
+
+ALONE = Alone()
+
+crew_here: ContextVar[Crew] = ContextVar("crew", default=ALONE)
+"""What computes the slices of layers that the calling thread calls."""
+
+
+@dataclasses.dataclass
+class Exchanged:
+    """What devices have sent each other to compute slices together.
+
+    Attributes:
+        nbytes: bytes copied to devices with memory of their own, and back.
+        meetings: how often devices waited for each other.
+    """
+
+    nbytes: int = 0
+    meetings: int = 0
+
+
+class CrewStoppedError(EvenstepError):
+    """The step was dropped while its slices were computed."""
+
+
+class DeviceCrew:
+    """Devices that compute the slices of one shard at a time together, each in its lane.
+
+    Slices are assigned to devices in contiguous runs whose lengths differ by at most one, always in
+    the same way, so that a device with memory of its own needs only its slices of the weights.
+    The lane of the first device, the lead, computes everything between the sliced layers.
+
+    Args:
+        members: the devices by their lanes, the lead first.
+        exchanged: counts what the devices send each other.
+
+    Attributes:
+        lead: the lane of the first device.
+    """
+
+    def __init__(self, members: Mapping[int, Device], exchanged: Exchanged) -> None:
+        self.lead, *self._helpers = members
+        self._home = members[self.lead]
+        self._exchanged = exchanged
+        self._inboxes: dict[int, queue.SimpleQueue[_Job | None]] = {
+            lane: queue.SimpleQueue() for lane in self._helpers
+        }
+        self._memories = {
+            lane: _Memory(members[lane], self._home)
+            for lane in self._helpers
+            if members[lane].memory != self._home.memory
+        }
+        self._is_stopped = False
+        self._waits_for: _Job | None = None
+
+    def run(self, function: SliceFunction, arguments: Sequence[Sequence[Argument]]) -> list[Result]:
+        """Compute all slices, one run of them here; called in the lead's lane.
+
+        Raises:
+            CrewStoppedError: the step was dropped.
+        """
+        runs = equal_runs(len(arguments), 1 + len(self._helpers))
+        asked = [lane for lane, run in zip(self._helpers, runs[1:], strict=True) if run]
+        job = _Job(function, arguments, dict(zip(self._helpers, runs[1:], strict=True)), {*asked})
+        if self._is_stopped:
+            raise CrewStoppedError
+        for lane in asked:
+            self._inboxes[lane].put(job)
+        own = [(number, arguments[number]) for number in runs[0]]
+        job.results.update({n: function(n, *map(_value_here, given)) for n, given in own})
+        self._wait(job)
+        self._exchanged.meetings += bool(asked)
+        self._exchanged.nbytes += sum(job.nbytes.values())
+        for number in sorted(job.errors):
+            raise job.errors[number]
+        return [job.results[number] for number in range(len(arguments))]
+
+    def help(self, lane: int) -> None:
+        """Compute slices in the lane of another device than the lead, until the crew is stopped."""
+        inbox, memory = self._inboxes[lane], self._memories.get(lane)
+        with torch.no_grad():
+            while (job := inbox.get()) is not None:
+                self._compute(job, lane, memory)
+                del job  # an idle lane must not keep a step's tensors alive
+
+    def stop(self) -> None:
+        """End the work: helpers return, and the lead gets an error instead of slices."""
+        self._is_stopped = True
+        for inbox in self._inboxes.values():
+            inbox.put(None)
+        job = self._waits_for
+        if job is not None:
+            job.is_done.set()
+
+    def keeping(self, stuck: Sequence[int]) -> list[int]:
+        """Return the lanes that keep a stuck lead waiting; without a helper at work, the lead.
+
+        Args:
+            stuck: [lead] if its shard takes too long, or nothing.
+        """
+        job = self._waits_for
+        return sorted(job.missing) if stuck and job is not None and job.missing else [*stuck]
+
+    def _compute(self, job: _Job, lane: int, memory: _Memory | None) -> None:
+        number, found = -1, {}
+        try:
+            for number in job.runs[lane]:
+                given = job.arguments[number]
+                if memory is None:
+                    found[number] = job.function(number, *map(_value_here, given))
+                else:
+                    result = job.function(number, *map(memory.receive, given))
+                    found[number] = memory.send_back(result)
+        except Exception as error:
+            if is_device_failure(error):
+                raise
+            job.errors[number] = error  # raised by the lead, whose traceback has the user's line
+        if memory is not None:
+            memory.forget_received()
+            job.nbytes[lane] = memory.take_nbytes()
+        job.results.update(found)
+        job.end(lane)
+
+    def _wait(self, job: _Job) -> None:
+        self._waits_for = job
+        while not job.is_done.wait(POLL_S) and not self._is_stopped:
+            pass
+        self._waits_for = None
+        if job.missing:
+            raise CrewStoppedError
+
+
+class _Job:
+    """The slices of one call, handed to the lanes of several devices."""
+
+    def __init__(
+        self,
+        function: SliceFunction,
+        arguments: Sequence[Sequence[Argument]],
+        runs: Mapping[int, Sequence[int]],
+        missing: set[int],
+    ) -> None:
+        self.function = function
+        self.arguments = arguments
+        self.runs = runs
+        self.missing = missing
+        self.results: dict[int, Result] = {}
+        self.errors: dict[int, Exception] = {}
+        self.nbytes: dict[int, int] = {}
+        self.is_done = threading.Event()
+        self._lock = threading.Lock()
+        if not missing:
+            self.is_done.set()
+
+    def end(self, lane: int) -> None:
+        """Note that a lane has computed its run."""
+        with self._lock:
+            self.missing.discard(lane)
+            if not self.missing:
+                self.is_done.set()
+
+
+class _Memory:
+    """The memory of a device that doesn't share the model's: what it holds, and what it was sent.
+
+    Args:
+        device: the device.
+        home: the device that the results go to.
+    """
+
+    def __init__(self, device: Device, home: Device) -> None:
+        self._device = device
+        self._home = home
+        self._held: dict[Hashable, torch.Tensor] = {}
+        self._received: dict[Hashable, torch.Tensor] = {}
+        self._nbytes = 0
+
+    def receive(self, argument: Argument) -> torch.Tensor | None:
+        """Return an argument in this memory; it is sent once, and a part of a parameter is kept."""
+        if argument is None:
+            return None
+        if isinstance(argument, Held):
+            key, tensor, known = argument.key, argument.tensor, self._held
+        else:
+            key, tensor, known = id(argument), argument, self._received
+        if key not in known:
+            known[key] = self._carry(tensor, self._device)
+        return known[key]
+
+    def send_back(self, result: Result) -> Result:
+        """Return a copy of a result in the memory of the model."""
+        return tuple(one if one is None else self._carry(one, self._home) for one in result)
+
+    def forget_received(self) -> None:
+        """Free what was sent for one call only."""
+        self._received.clear()
+
+    def take_nbytes(self) -> int:
+        """Return the bytes that were sent, in both directions, since the last call."""
+        nbytes, self._nbytes = self._nbytes, 0
+        return nbytes
+
+    def _carry(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
+        self._nbytes += tensor.nbytes
+        return carry(tensor, device)
+
+
+def equal_runs(items: int, parts: int) -> list[range]:
+    """Divide range(items) into contiguous runs, the longer ones first; they differ by at most 1."""
+    size, longer = divmod(items, parts)
+    ends = [number * size + min(number, longer) for number in range(parts + 1)]
+    return [range(lo, hi) for lo, hi in itertools.pairwise(ends)]
+
+
+def _value_here(argument: Argument) -> torch.Tensor | None:
+    return argument.tensor if isinstance(argument, Held) else argument

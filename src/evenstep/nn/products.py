@@ -1,0 +1,222 @@
+"""The arithmetic of a slice: its result, and its gradients, by torch's own kernels.
+
+Every product says how the layer is cut. Along its outputs, each slice gives some of the output
+features (or channels) and reads the whole input: no sum is cut. Along its inputs, each slice reads
+some of the input features, and gives a partial result for all outputs. (Krizhevsky, "One weird
+trick for parallelizing convolutional neural networks", 2014; Shoeybi et al., "Megatron-LM", 2019,
+section 3, which calls them column parallel and row parallel.)
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Literal, TypeAlias
+
+import torch
+import torch.nn.functional as F
+
+Along: TypeAlias = Literal["outputs", "inputs"]
+Gradients: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"
+Wanted: TypeAlias = "tuple[bool, bool, bool]"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Product(abc.ABC):
+    """A layer cut into slices, each computed from its parts of the input and of the parameters.
+
+    Attributes:
+        slices: S, the number of slices.
+        along: what is cut.
+    """
+
+    slices: int
+    along: Along
+
+    # Dimensions, of the input, the weight and the output, that hold features.
+    input_dim = -1
+    weight_dims = (0, 1)  # its outputs, its inputs
+    output_dim = -1
+
+    # Whether kernels compute with the weight's values (and not only copy them).
+    multiplies = True
+
+    @property
+    def input_parts(self) -> int:
+        """How many parts the input is cut into; each is read by `slices // input_parts` slices."""
+        return 1 if self.along == "outputs" else self.slices
+
+    @property
+    def weight_dim(self) -> int:
+        """The dimension of the weight that is cut."""
+        return self.weight_dims[self.along == "inputs"]
+
+    @abc.abstractmethod
+    def forward(
+        self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the result of slice `number`: some of the outputs, or a partial result of all."""
+
+    @abc.abstractmethod
+    def backward(
+        self,
+        number: int,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return the gradients of slice `number` with respect to its input, weight and bias.
+
+        Args:
+            number: the slice.
+            dy: the gradient with respect to the slice's result.
+            x: the slice's input.
+            weight: the slice's weight; None for a product that does not multiply.
+            wanted: whether each of the three is needed; others are None.
+        """
+
+
+class LinearProduct(Product):
+    """x of shape (rows, inputs) times a weight of shape (outputs, inputs)."""
+
+    def forward(
+        self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return x · weightᵀ + bias."""
+        return F.linear(x, weight, bias)
+
+    def backward(
+        self,
+        number: int,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return dy · weight, dyᵀ · x, and the sum of dy over the rows."""
+        assert weight is not None
+        return (
+            dy.mm(weight) if wanted[0] else None,
+            dy.t().mm(x) if wanted[1] else None,
+            dy.sum(0) if wanted[2] else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvProduct(Product):
+    """x of shape (N, channels, height, width) convolved with a weight of 4 dimensions.
+
+    Attributes:
+        groups: the groups of the whole layer; a slice has whole groups, or a part of one group.
+    """
+
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+
+    input_dim = 1
+    output_dim = 1
+
+    @property
+    def input_parts(self) -> int:
+        """How many parts the input is cut into: with groups, a slice reads those of its groups."""
+        return self.slices if self.along == "inputs" else min(self.groups, self.slices)
+
+    @property
+    def _groups(self) -> int:
+        return max(1, self.groups // self.slices)
+
+    def forward(
+        self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the convolution, plus bias."""
+        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self._groups)
+
+    def backward(
+        self,
+        number: int,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return the gradients of a convolution."""
+        assert weight is not None
+        found: Gradients = torch.ops.aten.convolution_backward(
+            dy,
+            x,
+            weight,
+            [len(weight)],
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            [0, 0],
+            self._groups,
+            wanted,
+        )
+        return found
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbeddingProduct(Product):
+    """The rows of a weight of shape (rows, features) that the integers x name.
+
+    Cut along its inputs, a slice has some of the rows, and gives zeros for others: each value is
+    added to zeros only, which is exact.
+
+    Attributes:
+        rows: the number of rows of the whole weight.
+        padding_idx: the row that gets no gradient.
+        scale_grad_by_freq: whether a row's gradient is divided by how often x names it.
+    """
+
+    rows: int
+    padding_idx: int | None
+    scale_grad_by_freq: bool
+
+    weight_dims = (1, 0)
+    multiplies = False
+
+    @property
+    def input_parts(self) -> int:
+        """1: every slice reads all of x."""
+        return 1
+
+    def forward(
+        self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the slice's part of each row, or the rows that the slice has."""
+        if self.along == "outputs":
+            return F.embedding(x, weight)
+        local, is_outside = self._local(number, x)
+        return F.embedding(local, weight).masked_fill(is_outside.unsqueeze(-1), 0)
+
+    def backward(
+        self,
+        number: int,
+        dy: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return the sum of the gradients of each row."""
+        if not wanted[1]:
+            return None, None, None
+        rows, padding = self.rows, -1 if self.padding_idx is None else self.padding_idx
+        if self.along == "inputs":
+            rows //= self.slices
+            x, is_outside = self._local(number, x)
+            dy = dy.masked_fill(is_outside.unsqueeze(-1), 0)
+            padding = padding - number * rows if padding // rows == number else -1
+        backward = torch.ops.aten.embedding_dense_backward
+        return None, backward(dy, x, rows, padding, self.scale_grad_by_freq), None
+
+    def _local(self, number: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the places of rows in a slice, 0 for rows outside of it, and which those are."""
+        rows = self.rows // self.slices
+        local = x - number * rows
+        is_outside = (local < 0) | (local >= rows)
+        return local.masked_fill(is_outside, 0), is_outside

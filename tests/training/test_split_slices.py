@@ -1,0 +1,277 @@
+"""Trainers whose devices compute the slices of each shard together: the bits of one device."""
+
+import functools
+import logging
+import signal
+import threading
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dying import end_lane
+from evenstep import Trainer
+from evenstep.engine import InlineLanes
+from evenstep.errors import CheckpointError, DeviceLostError, InputError
+from evenstep.metrics import accuracy
+from evenstep.nn import SlicedLinear, slice_
+from layouts import DelayedLanes, mixed, own, shared
+from patience import HUNG_TESTS_ABORT, only_one_interrupt, press_ctrl_c_when
+from reference import assert_same_bits, reference_training, whole_state
+from slicing import sliced_model
+from trainers import state_of
+from zoo import build, make_batches
+
+pytestmark = HUNG_TESTS_ABORT
+
+ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+SIZES = (21, 19, 5)
+LAYOUTS = {
+    "1": shared(1),
+    "2": shared(2),
+    "3": shared(3),
+    "2 own": own(2),
+    "3 own": own(3),
+    "3 mixed": mixed(3),
+}
+
+
+def open_trainer(model=None, optimizer=ADAM, **options):
+    model = sliced_model() if model is None else model
+    options = {
+        "devices": 2, "split": "slices", "memory_format": "contiguous", "shards": 4, **options
+    }  # fmt: skip
+    return Trainer(model, optimizer(model.parameters()), nn.CrossEntropyLoss(), **options)
+
+
+def train(sizes=SIZES, **options):
+    with open_trainer(**options) as trainer:
+        losses = [float(trainer.step(*batch)) for batch in make_batches(sizes)]
+        return whole_state(trainer.model, trainer.optimizer), losses
+
+
+@functools.cache
+def reference_of(sizes, shards, slices=4):
+    return reference_training(sliced_model(slices), ADAM, make_batches(sizes), shards=shards)
+
+
+@pytest.mark.parametrize("split", ["slices", "shards"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_devices_and_any_split_equal_the_reference(layout, split):
+    expected, expected_losses = reference_of(SIZES, 4)
+    state, losses = train(devices=LAYOUTS[layout], split=split, lanes=DelayedLanes)
+    assert_same_bits(state, expected)
+    assert losses == expected_losses
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    shards=st.integers(1, 9),
+    slices=st.sampled_from([1, 2, 4, 8]),
+    layout=st.sampled_from(sorted(LAYOUTS)),
+)
+def test_any_sizes_shards_and_slices(sizes, shards, slices, layout):
+    slices = min(slices, 4)
+    expected, expected_losses = reference_of(tuple(sizes), shards, slices)
+    model = sliced_model(slices)
+    split = "slices" if slices > 1 else "shards"
+    state, losses = train(sizes, model=model, shards=shards, devices=LAYOUTS[layout], split=split)
+    assert_same_bits(state, expected)
+    assert losses == expected_losses
+
+
+def test_other_slices_are_another_experiment():
+    """The comparison can fail: S moves bits."""
+    one, two = (train(model=sliced_model(slices))[0] for slices in (2, 4))
+    with pytest.raises(AssertionError):
+        assert_same_bits(one, two)
+
+
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"memory_format": "channels_last"}])
+def test_precision_and_memory_format(options):
+    expected, _ = train(devices=1, split="shards", **options)
+    for layout in ("2", "3 own"):
+        assert_same_bits(train(devices=LAYOUTS[layout], **options)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["dropout", "batch_norm", "convolution", "tied"])
+def test_models_whose_layers_were_sliced_afterwards(name):
+    layers = {"dropout": ["1"], "batch_norm": ["0"], "convolution": ["4"], "tied": ["*code"]}[name]
+    slices = {"dropout": 4, "batch_norm": 2, "convolution": 5, "tied": 3}[name]
+    make = lambda: slice_(build(name), slices, layers=layers)  # noqa: E731
+    sizes = (16, 24)
+    expected, _ = reference_training(make(), ADAM, make_batches(sizes), shards=4)
+    for layout in ("2", "3 own"):
+        assert_same_bits(train(sizes, model=make(), devices=LAYOUTS[layout])[0], expected)
+
+
+def test_lanes_without_threads():
+    expected, _ = reference_of(SIZES, 4)
+    assert_same_bits(train(devices=3, lanes=InlineLanes)[0], expected)
+
+
+def test_evaluation_and_predictions():
+    X, y = make_batches((23,))[0]
+    found = []
+    for options in ({"devices": 1}, {"devices": 3}, {"devices": own(2)}, {"split": "shards"}):
+        with open_trainer(**options) as trainer:
+            trainer.step(X, y)
+            measured = trainer.evaluate([(X, y)], {"accuracy": accuracy})
+            found.append((measured, trainer.predict([X])))
+    for measured, predicted in found[1:]:
+        assert measured == found[0][0]
+        assert torch.equal(predicted, found[0][1])
+
+
+@pytest.mark.parametrize("devices", [shared(3), own(2)], ids=["shared", "own"])
+def test_the_other_devices_compute_slices(devices):
+    """Not the lead alone: in each forward and backward pass they meet once for each layer."""
+    with open_trainer(devices=devices, check="off") as trainer:
+        for batch in make_batches((16,)):
+            trainer.step(*batch)
+        exchanged = trainer._executor.exchanged
+    assert exchanged.meetings == 4 * (2 * 7)  # shards, forward and backward, layers
+    assert (exchanged.nbytes > 0) == (devices == own(2))
+
+
+@pytest.mark.parametrize(("saved_on", "resumed_on"), [("2", "3 own"), ("3 own", "1")])
+def test_a_resume_on_other_devices(saved_on, resumed_on, tmp_path):
+    expected, _ = reference_of(SIZES, 4)
+    first, *rest = make_batches(SIZES)
+    with open_trainer(devices=LAYOUTS[saved_on]) as trainer:
+        trainer.step(*first)
+        trainer.save(tmp_path)
+    model = sliced_model(seed=1)
+    loss = nn.CrossEntropyLoss()
+    split = "slices" if resumed_on != "1" else "shards"
+    options = {"devices": LAYOUTS[resumed_on], "split": split}
+    with Trainer.load(tmp_path, model, ADAM(model.parameters()), loss, **options) as trainer:
+        for batch in rest:
+            trainer.step(*batch)
+    assert_same_bits(whole_state(model, trainer.optimizer), expected)
+
+
+def test_a_resume_with_other_slices_is_refused(tmp_path):
+    with open_trainer() as trainer:
+        trainer.step(*make_batches((8,))[0])
+        trainer.save(tmp_path)
+    model = sliced_model(2)
+    message = r"can't resume with 2 slices \(outputs\) of the layer table instead of 4 slices"
+    with pytest.raises(CheckpointError, match=message):
+        Trainer.load(tmp_path, model, ADAM(model.parameters()), nn.CrossEntropyLoss(), devices=1)
+
+
+class Breaks(nn.Module):
+    """Raises in the forward pass of the third shard that it sees."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind, self.calls = SlicedLinear(36, 8, slices=4), kind, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls % 7 == 3:
+            raise self.kind("in the third shard")
+        return self.layer(x.flatten(1))
+
+
+@pytest.mark.parametrize("kind", [ArithmeticError, KeyboardInterrupt, SystemExit])
+def test_an_error_in_a_shard_ends_the_step_for_all_devices(kind):
+    batch = make_batches((16,))[0]
+    with open_trainer(Breaks(kind), devices=3, check="off") as trainer:
+        with pytest.raises(kind, match="in the third shard"):
+            trainer.step(*batch)
+        assert trainer.steps_done == 0
+        trainer.step(*batch)  # its shards are calls 4 to 7
+        assert trainer.steps_done == 1
+
+
+@pytest.mark.parametrize("devices", [shared(2), own(2)], ids=["shared", "own"])
+def test_training_goes_on_without_a_device_whose_lane_has_ended(devices, caplog):
+    expected, _ = reference_of(SIZES, 4)
+    with caplog.at_level(logging.WARNING, "evenstep"), open_trainer(devices=devices) as trainer:
+        for number, batch in enumerate(make_batches(SIZES)):
+            if number == 1:
+                end_lane(f"evenstep {devices[1]}")
+            trainer.step(*batch)
+        state = state_of(trainer)
+    assert_same_bits(state, {name: torch.as_tensor(one) for name, one in expected.items()})
+    (line,) = [record.message for record in caplog.records if "was lost" in record.message]
+    assert line.startswith(f"{devices[1]} was lost in step 1")
+
+
+def test_without_the_device_that_holds_the_model_training_is_refused():
+    batch = make_batches((16,))[0]
+    with open_trainer(devices=own(2)) as trainer:
+        trainer.step(*batch)
+        end_lane("evenstep cpu:0:own")
+        for call in (trainer.step, lambda *batch: trainer.evaluate([batch], {"a": accuracy})):
+            with pytest.raises(DeviceLostError, match="cpu:0:own was lost"):
+                call(*batch)
+
+
+class Waits(nn.Module):
+    """Waits in a device's own slice until it is let go."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = SlicedLinear(36, 8, slices=4)
+
+    def forward(self, x):
+        return self.layer(x.flatten(1))
+
+
+def take_steps(trainer, count):
+    for _ in range(count):
+        trainer.step(*make_batches((16,))[0])
+
+
+def test_ctrl_c_while_the_lead_waits_for_a_slice(request, monkeypatch):
+    only_one_interrupt(request)
+    may_go_on, in_slice = threading.Event(), threading.Event()
+    product = SlicedLinear.product
+
+    def held(self):
+        found = product(self)
+
+        class Held(type(found)):
+            def forward(self, number, *given):
+                if number == 3 and threading.current_thread().name.endswith("cpu:1"):
+                    in_slice.set()
+                    may_go_on.wait(1)
+                return super().forward(number, *given)
+
+        return Held(slices=found.slices, along=found.along)
+
+    with open_trainer(Waits(), check="off") as trainer:
+        before = trainer.fingerprint()
+        monkeypatch.setattr(SlicedLinear, "product", held)
+        thread = press_ctrl_c_when("_wait_for")
+        with pytest.raises(KeyboardInterrupt):
+            take_steps(trainer, 40)
+        thread.join()
+        monkeypatch.undo()
+        may_go_on.set()
+        assert trainer.fingerprint() == before or trainer.steps_done
+        trainer.step(*make_batches((16,))[0])
+    assert signal.getsignal(signal.SIGINT) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"split": "layers"}, "got split='layers': choose one of shards, slices"),
+        ({"model": build("dropout")}, r"no layer of the model has slices: call evenstep\.nn\.sl"),
+        ({"compile": True}, "got split='slices' and compile=True, which don't work together"),
+        ({"batch_norm": "sync"}, "got split='slices' and batch_norm='sync'"),
+        ({"side_by_side": True}, "got split='slices' and side_by_side=True"),
+        ({"max_in_flight": 2}, "got split='slices' and max_in_flight=2"),
+    ],
+)
+def test_what_does_not_work_together_is_refused_in_a_line(options, message):
+    with pytest.raises(InputError, match=message) as caught:
+        open_trainer(**options)
+    assert "\n" not in str(caught.value)
