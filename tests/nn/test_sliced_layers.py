@@ -218,6 +218,7 @@ def test_any_crew_gives_the_bits_of_the_calling_thread(slices, precision):
     expected = outcome(sliced_model(slices), x, ["cpu:0"], precision)
     for crew in (
         ["cpu:0", "cpu:1"],
+        ["cpu:0", "cpu:1:own"],
         ["cpu:0", "cpu:1:own", "cpu:2:own"],
         [f"cpu:{n}" for n in range(6)],
     ):

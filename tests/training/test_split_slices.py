@@ -1,6 +1,7 @@
 """Trainers whose devices compute the slices of each shard together: the bits of one device."""
 
 import functools
+import json
 import logging
 import signal
 import threading
@@ -17,6 +18,7 @@ from evenstep.engine import InlineLanes
 from evenstep.errors import CheckpointError, DeviceLostError, InputError
 from evenstep.metrics import accuracy
 from evenstep.nn import SlicedLinear, slice_
+from launched import torchrun
 from layouts import DelayedLanes, mixed, own, shared
 from patience import HUNG_TESTS_ABORT, only_one_interrupt, press_ctrl_c_when
 from reference import assert_same_bits, reference_training, whole_state
@@ -162,6 +164,49 @@ def test_a_resume_with_other_slices_is_refused(tmp_path):
     message = r"can't resume with 2 slices \(outputs\) of the layer table instead of 4 slices"
     with pytest.raises(CheckpointError, match=message):
         Trainer.load(tmp_path, model, ADAM(model.parameters()), nn.CrossEntropyLoss(), devices=1)
+
+
+def test_a_device_with_memory_of_its_own_holds_no_replica():
+    with open_trainer(devices=own(3)) as trainer:
+        trainer.step(*make_batches((8,))[0])
+        replicas = trainer._replicas
+    homes = {one.data_ptr() for one in trainer.model.parameters()}
+    assert not replicas.copies
+    assert {one.data_ptr() for each in replicas.all for one in each.parameters} == homes
+
+
+def test_notes_do_not_count_shards_for_each_device():
+    (note,) = Trainer(*given(), devices=2, shards=1).notes
+    assert note.startswith("1 shard")
+    assert open_trainer(shards=1).notes == []
+
+
+def given():
+    model = sliced_model()
+    return model, ADAM(model.parameters()), nn.CrossEntropyLoss()
+
+
+def results_of(finished, out, rank):
+    assert finished.returncode == 0, finished.stderr
+    return json.loads((out / f"{rank}.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("devices", "split"), [("2,1", "slices"), pytest.param("1,1", "shards", marks=pytest.mark.slow)]
+)
+def test_two_processes_whose_devices_compute_slices(devices, split, tmp_path):
+    finished = torchrun(2, "slices.py", tmp_path, devices, split)
+    found = [results_of(finished, tmp_path, rank) for rank in range(2)]
+    with Trainer(*given(), devices=1) as trainer:
+        losses = [float(trainer.step(X, y)) for X, y in make_batches((33, 16, 30))]
+        assert found == [[trainer.fingerprint(), losses]] * 2
+
+
+def test_processes_that_cut_layers_into_other_slices_are_refused(tmp_path):
+    finished = torchrun(2, "slices.py", tmp_path, "1,1", "shards", "other")
+    assert finished.returncode
+    assert "slices=2" in finished.stderr
+    assert "slices=4" in finished.stderr
 
 
 class Breaks(nn.Module):

@@ -279,7 +279,7 @@ class Trainer(Habits):
         self._engine, self._replicas, self._executor = parts.engine, parts.replicas, parts.executor
         self._update, self._pipeline, self._reporter = parts.update, parts.pipeline, parts.reporter
         self._take, self._partition = parts.take, parts.partition
-        notes = Notes(self.devices, self.experiment)
+        notes = Notes(self.devices if split == "shards" else self.devices[:1], self.experiment)
         self.notes = notes.lines
         self._notes = notes
         self._agreement = Agreement(model, optimizer, loss, parts, layout)
