@@ -51,6 +51,6 @@ TEXT_NETWORKS = ("chargpt", "chargpt-small", "bert")
 
 BOOK_EXPERIMENTS = (
     *("hybridize", "queued", "waiting", "memory", "together", "copies"),
-    *("lenet", "resnet18", "sixteen", "mxnet"),
+    *("lenet", "resnet18", "sixteen", "mxnet", "splits"),
 )
 """The names of the experiments that `evenstep reproduce` runs."""

@@ -68,10 +68,12 @@ class Exchanged:
     Attributes:
         nbytes: bytes copied to devices with memory of their own, and back.
         meetings: how often devices waited for each other.
+        held: for each device with memory of its own, the bytes of its slices of the weights.
     """
 
     nbytes: int = 0
     meetings: int = 0
+    held: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
 class CrewStoppedError(EvenstepError):
@@ -126,6 +128,7 @@ class DeviceCrew:
         self._wait(job)
         self._exchanged.meetings += bool(asked)
         self._exchanged.nbytes += sum(job.nbytes.values())
+        self._exchanged.held.update(job.held)
         for number in sorted(job.errors):
             raise job.errors[number]
         return [job.results[number] for number in range(len(arguments))]
@@ -173,6 +176,7 @@ class DeviceCrew:
         if memory is not None:
             memory.forget_received()
             job.nbytes[lane] = memory.take_nbytes()
+            job.held[memory.device.name] = memory.held_nbytes
         job.results.update(found)
         job.end(lane)
 
@@ -202,6 +206,7 @@ class _Job:
         self.results: dict[int, Result] = {}
         self.errors: dict[int, Exception] = {}
         self.nbytes: dict[int, int] = {}
+        self.held: dict[str, int] = {}
         self.is_done = threading.Event()
         self._lock = threading.Lock()
         if not missing:
@@ -219,12 +224,16 @@ class _Memory:
     """The memory of a device that doesn't share the model's: what it holds, and what it was sent.
 
     Args:
-        device: the device.
+        device: the device, also an attribute.
         home: the device that the results go to.
+
+    Attributes:
+        held_nbytes: bytes of the parts of parameters that it holds.
     """
 
     def __init__(self, device: Device, home: Device) -> None:
-        self._device = device
+        self.device = device
+        self.held_nbytes = 0
         self._home = home
         self._held: dict[Hashable, torch.Tensor] = {}
         self._received: dict[Hashable, torch.Tensor] = {}
@@ -239,7 +248,8 @@ class _Memory:
         else:
             key, tensor, known = id(argument), argument, self._received
         if key not in known:
-            known[key] = self._carry(tensor, self._device)
+            known[key] = self._carry(tensor, self.device)
+            self.held_nbytes += tensor.nbytes * (known is self._held)
         return known[key]
 
     def send_back(self, result: Result) -> Result:

@@ -36,6 +36,8 @@ from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError, hide_own_frames, hides_own_frames
 from evenstep.experiment import Experiment
 from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Precision, Split
+from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, Precision, Split
+from evenstep.nn.crew import Exchanged
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
 from evenstep.replicas import check_trainable, move_home
@@ -45,6 +47,7 @@ from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objectiv
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
 from evenstep.steps.owners.partition import refuse_backward, state_of_others
+from evenstep.steps.executor import SlicedExecutor
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook, kept_gradients
 from evenstep.training.agreement import Agreement
@@ -758,6 +761,12 @@ class Trainer(Habits):
         """Return for each device where the time of the training steps went."""
         self._session.refuse_fork()
         return self._timekeeper.shares()
+
+    @property
+    def exchanged(self) -> Exchanged | None:
+        """What devices have sent each other to compute slices; None without `split="slices"`."""
+        executor = self._executor
+        return executor.exchanged if isinstance(executor, SlicedExecutor) else None
 
     @property
     def busy_s(self) -> list[float]:

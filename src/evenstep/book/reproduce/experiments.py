@@ -9,8 +9,14 @@ from typing import Any
 
 from evenstep.bench import Contender, running
 from evenstep.bench.lineup import counted
-from evenstep.book.reproduce import rows
-from evenstep.book.reproduce.lineup import descriptions, jobs, measurements, mxnet_measurements
+from evenstep.book.reproduce import rows, split_rows
+from evenstep.book.reproduce.lineup import (
+    descriptions,
+    jobs,
+    measurements,
+    mxnet_measurements,
+    split_measurements,
+)
 from evenstep.book.reproduce.plan import Experiment, Figures, Part, Row, Size, Workplace
 from evenstep.book.reproduce.training import Training, first_steps, train
 
@@ -63,11 +69,17 @@ def _with_fresh_processes(name: str, description: Description, size: Size) -> Ex
                 measure=functools.partial(_run, one, {"round": number, **one.marks}),
             )
             for number in range(rounds)
-            for one in [*measurements(jobs(size)), *mxnet_measurements(jobs(size))]
+            for one in [
+                *measurements(jobs(size)),
+                *mxnet_measurements(jobs(size)),
+                *split_measurements(jobs(size)),
+            ]
             if one.key.split(".")[0] == name
             and not (size == "quick" and one.job.get("contender") == "bare")
         ]
     table = functools.partial(rows.measured, description["findings"])
+    if name == "splits":
+        table = functools.partial(split_rows.rows, jobs(size)[name])
     return _experiment(name, description, parts, table)
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 from evenstep.bench import Contender, results
 from evenstep.book.reproduce.plan import Size
+from evenstep.book.reproduce.splits import WAYS
 
 Jobs = Mapping[str, Mapping[str, Any]]
 """The fields of the jobs, by experiment."""
@@ -75,6 +76,20 @@ def mxnet_measurements(jobs: Jobs) -> list[Contender]:
         )
         for one, (module, choices) in _MXNET.items()
         for choice in choices
+    ]
+
+
+def split_measurements(jobs: Jobs) -> list[Contender]:
+    """Return every measurement of the ways to split a network, such as "splits.slices.2"."""
+    return [
+        Contender(
+            key=(key := f"splits.{way}.{devices}"),
+            module="evenstep.book.reproduce.splits",
+            job={**jobs["splits"], "way": way, "devices": devices},
+            names={"key": key},
+        )
+        for way in WAYS
+        for devices in (1, 2, 3)
     ]
 
 

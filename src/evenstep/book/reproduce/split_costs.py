@@ -1,0 +1,194 @@
+"""What each way of splitting a network costs in a step, by arithmetic: bytes, meetings, seconds.
+
+The network is a multilayer perceptron (inputs, width, width, classes): its weights grow with the
+square of the width, and its activations with the width. The formulas are those of the ways' papers:
+
+    data      Each device computes batch/D examples. Each sends and receives 2 · (D − 1)/D of the
+              gradients (a ring all-reduce; Patarasuk and Yuan, 2009).
+    stages    Device d has the layers of stage d, and sends activations, and gets their gradients
+              back (Huang et al., "GPipe", 2019). With V micro-batches, a step takes (V + D − 1)/V
+              times as long as without waiting.
+    slices    Every device has a D-th of each layer's outputs. Each layer's input goes to all, and
+              outputs and gradients come back (Shoeybi et al., "Megatron-LM", 2019).
+
+Every device keeps its weights, so that only activations or gradients are sent. Sending does not
+overlap with computing. So these are bounds, and the experiment measures what is really reached.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Literal, TypeAlias
+
+Way: TypeAlias = Literal["data", "stages", "slices"]
+
+WAYS: tuple[Way, ...] = ("data", "stages", "slices")
+
+_BYTES = 4  # of a number in single precision
+_PASSES = 3  # products of a layer in a step: forward, and the gradients of input and weight
+_LARGEST_WIDTH = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Link:
+    """What connects two devices.
+
+    Attributes:
+        name: its name.
+        bytes_per_s: bytes that a device sends a second, while it receives as many.
+        latency_s: seconds until a message's first byte has come; a round number, not measured.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+
+
+LINKS = (
+    Link(name="1 Gbit/s", bytes_per_s=1e9 / 8, latency_s=50e-6),
+    Link(name="10 Gbit/s", bytes_per_s=10e9 / 8, latency_s=20e-6),
+    Link(name="100 Gbit/s", bytes_per_s=100e9 / 8, latency_s=5e-6),
+    Link(name="NVLink", bytes_per_s=450e9, latency_s=2e-6),  # of the fourth generation, one way
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Perceptron:
+    """A multilayer perceptron, and how it is trained.
+
+    Attributes:
+        width: the units of each of the two hidden layers.
+        batch: examples in a step.
+        shards: V, the shards or micro-batches of a step.
+        inputs: the numbers in an example.
+        classes: the outputs.
+    """
+
+    width: int
+    batch: int
+    shards: int = 8
+    inputs: int = 784
+    classes: int = 10
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """The inputs and outputs of each layer."""
+        return list(itertools.pairwise((self.inputs, self.width, self.width, self.classes)))
+
+    @property
+    def parameters(self) -> int:
+        """The number of weights and biases."""
+        return sum(inputs * outputs + outputs for inputs, outputs in self.layers)
+
+    @property
+    def operations(self) -> float:
+        """Multiplications and additions in a step, forward and backward."""
+        return 2.0 * _PASSES * self.batch * sum(one * other for one, other in self.layers)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What a way of splitting costs in a step.
+
+    Attributes:
+        nbytes: bytes that the device with the most to send and to receive sends and receives.
+        meetings: how often devices wait for each other, one after another.
+        parameter_nbytes: bytes of weights on the device that has most of them.
+        idle: the share of the step in which a device waits for its turn.
+    """
+
+    nbytes: float
+    meetings: int
+    parameter_nbytes: float
+    idle: float = 0.0
+
+    def seconds(self, network: Perceptron, devices: int, link: Link, speed: float) -> float:
+        """Return the seconds of a step.
+
+        Args:
+            network: what is trained.
+            devices: D, the number of devices.
+            link: what connects them.
+            speed: operations a second of one device.
+        """
+        compute_s = network.operations / devices / speed / (1 - self.idle)
+        return compute_s + self.nbytes / link.bytes_per_s + self.meetings * link.latency_s
+
+
+def cost(way: Way, network: Perceptron, devices: int) -> Cost:
+    """Return what a way of splitting costs on `devices` devices; nothing is sent by one device."""
+    if devices == 1:
+        return Cost(nbytes=0, meetings=0, parameter_nbytes=_BYTES * network.parameters)
+    return _COSTS[way](network, devices)
+
+
+def _data(network: Perceptron, devices: int) -> Cost:
+    gradients = _BYTES * network.parameters
+    return Cost(
+        nbytes=2 * gradients * (devices - 1) / devices,
+        meetings=2 * (devices - 1),
+        parameter_nbytes=gradients,
+    )
+
+
+def _stages(network: Perceptron, devices: int) -> Cost:
+    """The cut with most to send is that of the widest activations: a hidden layer's."""
+    waits = devices - 1
+    middle_sends = 2 if devices > 2 else 1  # to the next stage, and to the one before
+    return Cost(
+        nbytes=middle_sends * _BYTES * network.batch * network.width,
+        meetings=2 * waits,
+        parameter_nbytes=_BYTES * network.parameters / devices,
+        idle=waits / (network.shards + waits),
+    )
+
+
+def _slices(network: Perceptron, devices: int) -> Cost:
+    """Of both hidden layers: x out and y back; then dy out and dx back, from every other device."""
+    others = devices - 1
+    sliced = network.layers[:-1]
+    whole = sum(inputs for inputs, _ in sliced)
+    cut = sum(outputs for _, outputs in sliced) / devices
+    inner = whole - network.inputs  # the data need no gradient
+    sent, returned = others * (whole + cut), others * (cut + inner)
+    return Cost(
+        nbytes=_BYTES * network.batch * max(sent, returned),
+        meetings=2 * len(sliced) * network.shards,
+        parameter_nbytes=_BYTES * network.parameters / devices,
+    )
+
+
+_COSTS = {"data": _data, "stages": _stages, "slices": _slices}
+
+
+def first_width(
+    way: Way, rival: Way | None, link: Link, speed: float, *, batch: int, devices: int = 2
+) -> int | None:
+    """Return the smallest width, a power of two, from which a way is faster than a rival.
+
+    Args:
+        way: how the network is split.
+        rival: another way; None for one device alone.
+        link: what connects the devices.
+        speed: operations a second of one device.
+        batch: examples in a step.
+        devices: the number of devices.
+
+    Returns:
+        The width; None if the rival is as fast at the largest width of 2²⁰.
+    """
+
+    def wins(width: int) -> bool:
+        network = Perceptron(width=width, batch=batch)
+        ours = cost(way, network, devices).seconds(network, devices, link, speed)
+        others = devices if rival is not None else 1
+        theirs = cost(rival or way, network, others).seconds(network, others, link, speed)
+        return ours < theirs
+
+    width = _LARGEST_WIDTH
+    if not wins(width):
+        return None
+    while width > 1 and wins(width // 2):
+        width //= 2
+    return width

@@ -1,0 +1,86 @@
+"""The same training, split over devices in one of several ways, in a fresh process.
+
+The network is a multilayer perceptron whose hidden layers are computed as slices: that belongs to
+the experiment, so each way must end with the same fingerprint. Every device has memory of its own,
+as GPUs have, so that what is exchanged can be counted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.bench import fresh
+
+WAYS: Mapping[str, Mapping[str, Any]] = {
+    "data": {"split": "shards"},
+    "slices": {"split": "slices"},
+}
+"""The options of a trainer for each way; the stages' are to be added here."""
+
+LINES = {"data": 1, "stages": 2, "slices": 2}
+"""The lines that a program for one device changes: `devices=`, and what is split (`slice_`)."""
+
+INPUTS, CLASSES = 784, 10
+_WARM_UP = 2  # steps
+
+
+def measure(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of one way on some devices, for each of the job's widths.
+
+    Returns:
+        "fingerprints" after the last step, "examples_per_s" (of the median step), "nbytes" and
+        "meetings" in a step (None for a way that does not count them), "weight_nbytes" of the
+        model and "held_nbytes" of weights on the device besides the first that holds most.
+    """
+    torch.set_num_threads(1)
+    found = [_train(job, width) for width in job["widths"]]
+    return {name: [one[name] for one in found] for name in found[0]}
+
+
+def make_network(width: int, slices: int) -> nn.Module:
+    """Return a perceptron with two hidden layers of `width` units, cut into slices."""
+    torch.manual_seed(0)
+    hidden = (nn.Linear(INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
+    net = nn.Sequential(*hidden, nn.Linear(width, CLASSES))
+    return evenstep.nn.slice_(net, slices, layers=["0", "2"])
+
+
+def _train(job: Mapping[str, Any], width: int) -> dict[str, Any]:
+    net = make_network(width, job["slices"])
+    torch.manual_seed(1)
+    examples = job["batch_size"]
+    batch = torch.randn(examples, INPUTS), torch.randint(CLASSES, (examples,))
+    devices = [f"cpu:{number}:own" for number in range(job["devices"])]
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    options = {**WAYS[job["way"]], "devices": devices, "shards": job["shards"]}
+    steps_s = []
+    with evenstep.Trainer(net, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        for _ in range(_WARM_UP + job["steps"]):
+            began_s = time.perf_counter()
+            trainer.step(*batch)
+            steps_s.append(time.perf_counter() - began_s)
+        exchanged = trainer.exchanged
+        fingerprint = trainer.fingerprint()
+    weights = sum(one.nbytes for one in net.parameters())
+    is_alone = job["devices"] == 1
+    return {
+        "fingerprints": fingerprint,
+        "examples_per_s": examples / statistics.median(steps_s[_WARM_UP:]),
+        "nbytes": None if exchanged is None else exchanged.nbytes / len(steps_s),
+        "meetings": None if exchanged is None else exchanged.meetings / len(steps_s),
+        "weight_nbytes": weights,
+        "held_nbytes": max(exchanged.held.values(), default=0)
+        if exchanged is not None
+        else (0 if is_alone else weights),
+    }
+
+
+if __name__ == "__main__":
+    fresh.answer(measure)
