@@ -36,7 +36,6 @@ from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError, hide_own_frames, hides_own_frames
 from evenstep.experiment import Experiment
 from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Precision, Split
-from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, Precision, Split
 from evenstep.nn.crew import Exchanged
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
@@ -46,8 +45,8 @@ from evenstep.shard.evaluation import Forward, measure_model, measure_output, ou
 from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
-from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.executor import SlicedExecutor
+from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook, kept_gradients
 from evenstep.training.agreement import Agreement
