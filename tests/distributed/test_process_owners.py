@@ -76,6 +76,7 @@ def test_checkpoints_can_be_resumed_with_other_owners(before, after, tmp_path):
             read_checkpoint(latest)
 
 
+@pytest.mark.timeout(240)
 def test_memory_at_rest_falls_from_16_to_4_and_12_shared_bytes_a_parameter(tmp_path):
     """Every tensor counts that is there after a step, whatever holds it."""
     finished = torchrun(2, "owned.py", tmp_path, "partition", "memory")
@@ -99,6 +100,7 @@ def test_a_model_that_needs_more_memory_than_a_process_may_have_trains_in_two(
     assert re.search("allocate memory|MemoryError|can't start new thread", finished.stderr)
 
 
+@pytest.mark.timeout(240)
 def test_an_error_of_one_owner_before_the_update_leaves_all_models_as_they_were(tmp_path):
     finished = torchrun(2, "owners_fail.py", tmp_path, "before_update")
     first, second = (results_of(finished, tmp_path, rank) for rank in range(2))
