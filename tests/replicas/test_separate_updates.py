@@ -46,8 +46,11 @@ def test_also_with_state_and_a_scheduler_that_begins_at_zero():
 
 @pytest.mark.parametrize("cls", COUPLED, ids=lambda cls: cls.__name__)
 def test_coupled_tensors_are_refused(cls):
+    optimizer = cls(build("convolution").parameters())
+    drawn = torch.random.get_rng_state()
     with pytest.raises(ModelError, match=f"{cls.__name__} updates a tensor with other bits"):
-        refuse_coupled(cls(build("convolution").parameters()))
+        refuse_coupled(optimizer)
+    assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
 def test_an_optimizer_that_changes_parameters_without_gradient_is_refused():
