@@ -68,7 +68,8 @@ def test_what_a_layer_sends_to_a_device_with_memory_of_its_own():
     half_of_parameters = 4 * (16 * 8 + 8) // 2
     forward = x.nbytes + half_of_parameters + 4 * 4 * 8 // 2
     backward = 4 * 4 * 8 // 2 + x.nbytes + x.nbytes + half_of_parameters
-    assert exchanged == Exchanged(nbytes=forward + backward, meetings=2)
+    held = {"cpu:1:own": half_of_parameters}
+    assert exchanged == Exchanged(nbytes=forward + backward, meetings=2, held=held)
 
 
 def test_an_error_in_a_slice_is_raised_where_the_layer_was_called():
