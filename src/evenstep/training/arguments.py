@@ -26,6 +26,7 @@ from evenstep.limits import (
     Precision,
 )
 from evenstep.shard.loss import UserObjective
+from evenstep.stages.plan import StageNames, Stages, find_stages
 from evenstep.steps.executor import lockstep_option
 from evenstep.steps.update import Hook
 
@@ -51,6 +52,7 @@ class TrainerOptions(TypedDict, total=False):
     batch_dim: int
     clip_norm: float | None
     side_by_side: bool
+    stages: StageNames | None
     before_update: Hook | None
     after_update: Hook | None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
@@ -211,6 +213,37 @@ def refuse_compiled_lockstep(experiment: Experiment, *, side_by_side: bool) -> N
             "got compile=True and side_by_side=True, but shards that wait for each other can't "
             "be compiled: use one of them only"
         )
+
+
+def chosen_stages(
+    given: StageNames | None,
+    model: nn.Module,
+    devices: Sequence[Device],
+    experiment: Experiment,
+    *,
+    side_by_side: bool,
+) -> Stages | None:
+    """Return the stages of the network; None without any, or with a single one.
+
+    Raises:
+        InputError: they can't be used with these devices, or with another option.
+        ModelError: they don't fit the model.
+    """
+    if given is None:
+        return None
+    stages = find_stages(given, model, devices)
+    others = {
+        lockstep_option(experiment): side_by_side or experiment.batch_norm == "sync",
+        "compile=True": experiment.compile,
+    }
+    for option, is_given in others.items():
+        if is_given:
+            raise InputError(
+                f"got stages and {option}, but shards that pass from device to device can't be "
+                f"{'compiled' if experiment.compile else 'all under way at once'}: use one of them "
+                f"only"
+            )
+    return stages if stages.count > 1 else None
 
 
 def refuse_lockstep_apart(

@@ -45,6 +45,7 @@ from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objectiv
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
 from evenstep.steps.owners.partition import refuse_backward, state_of_others
+from evenstep.stages.plan import StageNames
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook, kept_gradients
 from evenstep.training.agreement import Agreement
@@ -55,6 +56,7 @@ from evenstep.training.arguments import (
     check_functions,
     check_kinds,
     check_parts,
+    chosen_stages,
     only_one,
     refuse_compiled_lockstep,
 )
@@ -132,6 +134,13 @@ class Trainer(Habits):
             layers with sparse gradients. `optimizer.state_dict()` then gathers the state of all:
             every process must call it, inside the `with`. `before_update` sees the gradients of
             the process's own parameters only; the others' are None.
+        stages: the network divided among devices, each with one stage of it (a pipeline). The stage
+            of each module that begins one, by the module's name, as in `{"features": 0,
+            "classifier": 1}`: what follows it in the order of `model.named_modules()` belongs to
+            its stage, too, until the next module that is named. "balanced" for one stage on each
+            device, or "balanced:2" for two stages, of equal numbers of bytes. With S stages, the
+            devices r S to r S + S - 1 compute with one replica of the model. The shards are the
+            micro-batches. It has no effect on the result.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         after_update: called with the module after the optimizer's step and before the next step's
@@ -206,6 +215,7 @@ class Trainer(Habits):
         clip_norm: float | None = None,
         side_by_side: bool = False,
         partition: PartitionOf | None = None,
+        stages: StageNames | None = None,
         before_update: Hook | None = None,
         after_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
@@ -254,6 +264,7 @@ class Trainer(Habits):
         self._objective = choose_objective(loss, objective)
         self._others = Objectives()
         check_trainable(model, optimizer)
+        staged = chosen_stages(stages, model, self.devices, experiment, side_by_side=side_by_side)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -264,7 +275,7 @@ class Trainer(Habits):
         move_home(model, optimizer, self.devices[0])
         hooks = before_update, after_update
         parts = choose_parts(
-            model, optimizer, self.experiment, self.devices, layout, hooks, callbacks
+            model, optimizer, self.experiment, self.devices, layout, hooks, callbacks, staged
         )
         self._max_in_flight = max_in_flight
         self._progress, self._timekeeper = parts.progress, parts.timekeeper
