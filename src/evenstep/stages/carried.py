@@ -49,7 +49,7 @@ class Carried:
                 return leaf
             _, latest, stage = self._copies.get(id(leaf), (leaf, leaf, -1))
             if stage != self._stage:
-                latest = _Carry.apply(latest)  # type: ignore[no-untyped-call]
+                latest = _Carry.apply(latest)
                 # The first tensor is kept, so that no other one can have its `id`.
                 self._copies[id(leaf)] = leaf, latest, self._stage
                 self._copies[id(latest)] = latest, latest, self._stage
@@ -73,7 +73,8 @@ class _Carry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        return None if gradients[0] is None else _Carry.apply(gradients[0])  # type: ignore[no-untyped-call]
+        (gradient,) = gradients
+        return None if gradient is None else _Carry.apply(gradient)  # type: ignore[no-untyped-call]
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -95,6 +96,7 @@ class StagedExecutor(IndependentExecutor):
         self._now: list[StagedShard | None] = [None] * len(engine.devices)  # by lane
         self._hooked: list[Replica] = []
         self._lane_of: dict[nn.Module, int] = {}
+        self._checked: dict[int, ShardObjective] = {}  # by lane, with its replica of now
 
     @property
     def group(self) -> Group:
@@ -115,7 +117,8 @@ class StagedExecutor(IndependentExecutor):
         super().open(step)
         attempt = step.attempt
         watched = functools.partial(self._objective, step.objective)
-        attempt.compute = functools.partial(attempt.compute, objective=watched)
+        compute: Any = attempt.compute
+        attempt.compute = functools.partial(compute, objective=watched)
 
     def assign(self, attempt: Attempt) -> None:
         """Give every replica of the model the same number of shards."""
@@ -141,7 +144,7 @@ class StagedExecutor(IndependentExecutor):
         if self._hooked is self.replicas.all:
             return
         self.stages = self.stages.again(self.replicas.home.module)
-        self._lane_of = {}
+        self._lane_of, self._checked = {}, {}
         for lane in range(len(self.engine.devices)):
             replica = self._replica(lane)
             self._lane_of[replica.module] = lane
@@ -198,8 +201,8 @@ class StagedExecutor(IndependentExecutor):
         first = lane - lane % count
 
         def note(visit: Visit) -> None:
-            shard, (stage, backward), *seconds = visit
-            times.append(ShardTime(first + stage, shard, False, *seconds, stage, backward))
+            shard, (stage, backward), began_s, ended_s = visit
+            times.append(ShardTime(first + stage, shard, False, began_s, ended_s, stage, backward))
 
         shard = StagedShard(
             number,
@@ -221,8 +224,9 @@ class StagedExecutor(IndependentExecutor):
         lane = self._lane_of[model]
         replica, shard, total = self._replica(lane), self._now[lane], loss[0]
         if shard is not None and total.requires_grad:
-            if not replica.has_learned:
+            if self._checked.get(lane) is not objective:
                 check_graph(shard, total, replica, self.stages)
+                self._checked[lane] = objective
             shard.forward_ends(total)
         return loss
 

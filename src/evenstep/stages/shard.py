@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import nn
-from torch.autograd import _get_sequence_nr
+from torch._C._autograd import _get_sequence_nr
 
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica
@@ -112,8 +112,9 @@ class StagedShard:
     def forward_ends(self, total: torch.Tensor) -> None:
         """Have the backward pass of a loss begin where the forward pass has ended."""
         self._last = None
-        if total.grad_fn is not None:
-            total.grad_fn.register_prehook(functools.partial(self._go_back, self.place.stage))
+        node: Any = total.grad_fn
+        if node is not None:
+            node.register_prehook(functools.partial(self._go_back, self.place.stage))
 
     # ----
 
@@ -124,7 +125,8 @@ class StagedShard:
     def _return_through(self, given: Any) -> None:
         """Have the backward pass return to the stages that these tensors come from."""
         leaves: list[Any] = optree.tree_leaves(given)
-        nodes = {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)} | {self._last}
+        nodes: set[Any] = {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        nodes |= {self._last}
         self._last = None
         for node in nodes - {None}:
             node.register_prehook(functools.partial(self._go_back, self.stage_of(node)))

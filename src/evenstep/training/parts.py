@@ -91,6 +91,7 @@ def choose_parts(
         model,
         devices[:: stages.count] if stages else devices,
         home_computes=not (layout.overlaps or stages),
+        in_flight=layout.overlaps,
         per_device=stages.count if stages else per_device,
         buffers=experiment.buffers,
     )
