@@ -24,7 +24,7 @@ from evenstep.bench.rounds import Run, select
 from evenstep.bench.tables import Table, cells, number, verdict
 from evenstep.profiling.trace import Span
 
-SETTINGS = {"width": 1024, "layers": 8, "examples_of_a_shard": 64, "warmup_steps": 3, "steps": 12}
+SETTINGS = {"width": 512, "layers": 8, "examples_of_a_shard": 128, "warmup_steps": 3, "steps": 12}
 STAGES = 2
 SHARDS = (4, 8, 16)
 LAYOUTS = {
