@@ -54,6 +54,18 @@ def test_a_tied_weight_lies_where_it_is_registered_first():
     assert stages.of_parameter == [0, 0, 1, 1, 1]
 
 
+def test_a_module_that_reaches_over_a_cut_is_not_whole():
+    model = Wrapped()
+    stages = find_stages({"stem": 0, "features.2": 1}, model, CPUS)
+    whole = [name for name, one in model.named_modules() if stages.has_whole(name, one)]
+    assert whole == ["stem", "features.0", "features.2", "head"]
+    model.stem.register_parameter("none", None)
+    model.insert = nn.BatchNorm1d(2, affine=False)
+    model.again = nn.Sequential(model.stem, nn.ReLU())  # a module under two names
+    assert not find_stages({"stem": 0, "head": 1}, model, CPUS).has_whole("again", model.again)
+    assert find_stages({"stem": 0, "head": 1}, model, CPUS).has_whole("features", model.features)
+
+
 REFUSED = {
     "no module": ({"stem": 0, "feature.2": 1}, "'feature.2'.* did you mean 'features.2'"),
     "a gap": ({"stem": 0, "head": 2}, "numbers 0, 2, and 1 is missing"),

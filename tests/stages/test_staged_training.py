@@ -41,6 +41,33 @@ class Skips(nn.Module):
         return self.head(self.drop(z) + y)
 
 
+class Gated(nn.Module):
+    """Uses its input more than once."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x):
+        return self.layer(x) * x + x.sigmoid()
+
+
+class Fanned(nn.Module):
+    """A tensor that several modules of both later stages get, which each use it more than once."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(36, 12)
+        self.one, self.two, self.three, self.four = (Gated() for _ in range(4))
+        self.head = nn.Linear(12, CLASSES)
+
+    def forward(self, x):
+        x = self.stem(x.flatten(1)).tanh()
+        y = self.one(x) + self.two(x)
+        return self.head(self.four(self.three(y)) * self.four(self.three(x)))
+
+
 class Checkpointed(nn.Module):
     """Layers that are recomputed, with dropout; one region reaches over a cut."""
 
@@ -84,6 +111,7 @@ class Blocks(nn.Module):
 MODELS = {
     **{name: functools.partial(build, name) for name in ZOO},
     "skips": Skips,
+    "fanned": Fanned,
     "blocks": Blocks,
     "recomputed": functools.partial(Checkpointed, reentrant=False),
     "recomputed within": functools.partial(Checkpointed, reentrant=True),
@@ -298,6 +326,8 @@ def test_the_contract_is_checked_again_on_hooked_replicas():
 
 
 OWN = [
+    ("fanned", {"stem": 0, "one": 1}),
+    ("fanned", {"stem": 0, "one": 1, "three": 2}),
     ("convolution", {"0": 0, "4": 1}),
     ("batch_norm", {"0": 0, "2": 1}),
     ("dropout", {"0": 0, "2": 1}),
@@ -312,6 +342,6 @@ OWN = [
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize(("name", "stages"), OWN)
 def test_devices_with_memory_of_their_own(name, stages, replicas, max_in_flight):
-    devices = own(2 * replicas)
+    devices = own(len({*stages.values()}) * replicas)
     options = {"devices": devices, "max_in_flight": max_in_flight}
     assert_equals_reference(name, stages, (33, 16, 19), 7, **options)

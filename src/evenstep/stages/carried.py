@@ -49,7 +49,7 @@ class Carried:
                 return leaf
             _, latest, stage = self._copies.get(id(leaf), (leaf, leaf, -1))
             if stage != self._stage:
-                latest = _Carry.apply(latest)
+                latest = _Carry.apply(latest)  # type: ignore[no-untyped-call]
                 # The first tensor is kept, so that no other one can have its `id`.
                 self._copies[id(leaf)] = leaf, latest, self._stage
                 self._copies[id(latest)] = latest, latest, self._stage
@@ -60,7 +60,7 @@ class Carried:
 
 def is_carry(node: Any) -> bool:
     """Return whether a node of the graph has carried a tensor."""
-    return isinstance(node, _Carry._backward_cls)  # type: ignore[attr-defined]
+    return isinstance(node, _Carry._backward_cls)
 
 
 class _Carry(torch.autograd.Function):

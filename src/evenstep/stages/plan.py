@@ -45,6 +45,16 @@ class Stages:
         pairs = [*zip(self.of_parameter, model.parameters(), strict=True)]
         return [[one for of, one in pairs if of == stage] for stage in range(self.count)]
 
+    def has_whole(self, name: str, module: nn.Module) -> bool:
+        """Return whether all parameters of a module, of which it has some, are in one stage."""
+        path = f"{name}." if name else ""
+        lies_in = {
+            self.of_module.get(path + below if below else name)
+            for below, one in module.named_modules()
+            if any(parameter is not None for parameter in one._parameters.values())
+        }
+        return lies_in == {self.of_module.get(name)}
+
     def again(self, model: nn.Module) -> Stages:
         """Return the stages with the same names of a model whose layers were changed.
 

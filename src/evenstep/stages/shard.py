@@ -171,7 +171,7 @@ def hook_stages(
             shard.left(output)
 
     for name, module in replica.module.named_modules():
-        if name in stages.of_module and (name in stages.first or module._parameters):
+        if name in stages.first or stages.has_whole(name, module):
             enter = functools.partial(before, stages.of_module[name], name)
             module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
             module.register_forward_hook(after)
