@@ -19,7 +19,7 @@ class Carried:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._copies: dict[int, _Copies] = {}  # by the `id` of the tensor and of each copy
         self._stage = 0
 
     def all(self, given: Any, stage: int) -> Any:
@@ -47,15 +47,26 @@ class Carried:
         def carried(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or not is_elsewhere(leaf):
                 return leaf
-            _, latest, stage = self._copies.get(id(leaf), (leaf, leaf, -1))
-            if stage != self._stage:
-                latest = _Carry.apply(latest)  # type: ignore[no-untyped-call]
-                # The first tensor is kept, so that no other one can have its `id`.
-                self._copies[id(leaf)] = leaf, latest, self._stage
-                self._copies[id(latest)] = latest, latest, self._stage
-            return latest
+            copies = self._copies.setdefault(id(leaf), _Copies(leaf))
+            return copies.in_stage(self._stage, self._copies)
 
         return optree.tree_map(carried, given)
+
+
+class _Copies:
+    """A tensor and its copies, which are kept, so that no other tensor can have the `id` of one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._all = [tensor]
+        self._stage = -1  # of the last one
+
+    def in_stage(self, stage: int, known: dict[int, _Copies]) -> torch.Tensor:
+        """Return the copy in the memory of a stage; note a new one in `known`."""
+        if stage != self._stage:
+            self._all.append(_Carry.apply(self._all[-1]))  # type: ignore[no-untyped-call]
+            self._stage = stage
+            known[id(self._all[-1])] = self
+        return self._all[-1]
 
 
 def is_carry(node: Any) -> bool:
