@@ -7,11 +7,12 @@ import pytest
 from launched import alone, torchrun
 
 LAYOUTS = [
-    ("2,2", "2,4", 1),
-    pytest.param("2,1", "2,1", 2, marks=pytest.mark.slow),
-    pytest.param("1,2,2", "2,2,2", 1, marks=pytest.mark.slow),
+    ("2,2", "2,4", 1, "none"),
+    ("2,2", "2,2", 1, "optimizer"),
+    pytest.param("2,1", "2,1", 2, "optimizer", marks=pytest.mark.slow),
+    pytest.param("1,2,2", "2,2,2", 1, "none", marks=pytest.mark.slow),
 ]
-"""The stages and the devices of each process, and the steps in flight (see `jobs/staged.py`)."""
+"""The stages and the devices of each process, the steps in flight, and what has owners."""
 
 
 def results_of(finished, out, rank):
@@ -19,10 +20,10 @@ def results_of(finished, out, rank):
     return json.loads((out / f"{rank}.json").read_text())
 
 
-@pytest.mark.parametrize(("stages", "devices", "in_flight"), LAYOUTS)
-def test_every_arrangement_gives_what_one_device_gives(stages, devices, in_flight, tmp_path):
-    expected = results_of(alone("staged.py", tmp_path, "1", "1", 1), tmp_path, 0)
+@pytest.mark.parametrize(("stages", "devices", "in_flight", "owned"), LAYOUTS)
+def test_every_arrangement_gives_what_one_device_gives(stages, devices, in_flight, owned, tmp_path):
+    expected = results_of(alone("staged.py", tmp_path, "1", "1", 1, "none"), tmp_path, 0)
     processes = len(stages.split(","))
-    finished = torchrun(processes, "staged.py", tmp_path, stages, devices, in_flight)
+    finished = torchrun(processes, "staged.py", tmp_path, stages, devices, in_flight, owned)
     for rank in range(processes):
         assert results_of(finished, tmp_path, rank) == expected

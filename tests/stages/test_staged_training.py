@@ -169,6 +169,13 @@ def test_with_steps_in_flight(name, stages):
     assert_equals_reference(name, stages, (33, 16, 19, 24), 7, max_in_flight=2)
 
 
+@pytest.mark.parametrize("devices", [shared(4), own(4)])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_with_an_optimizer_that_is_split_by_owners(devices, max_in_flight):
+    options = {"devices": devices, "partition": "optimizer", "max_in_flight": max_in_flight}
+    assert_equals_reference("dropout", {"0": 0, "2": 1}, (33, 16, 19), 7, **options)
+
+
 @pytest.mark.parametrize(("name", "stages"), CASES[:6])
 def test_without_threads(name, stages):
     assert_equals_reference(name, stages, (33, 16), 7, lanes=InlineLanes)

@@ -44,8 +44,8 @@ from evenstep.shard.evaluation import Forward, measure_model, measure_output, ou
 from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
-from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.stages.plan import StageNames
+from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook, kept_gradients
 from evenstep.training.agreement import Agreement

@@ -1,9 +1,9 @@
 """A script that trains in stages; each process has stages, or none, of its own.
 
-    torchrun --nproc-per-node 2 tests/support/jobs/staged.py OUT 1,1 4,2 1
+    torchrun --nproc-per-node 2 tests/support/jobs/staged.py OUT 2,1 4,2 1 optimizer
 
 OUT is a folder for each rank's results, then the numbers of stages and of devices of each rank (one
-stage: none are given), and the steps in flight.
+stage: none are given), the steps in flight, and what is split by owners ("none": nothing).
 """
 
 import functools
@@ -46,6 +46,8 @@ def main():
     options = {"devices": devices, "max_in_flight": int(sys.argv[4])}
     if stages > 1:
         options["stages"] = f"balanced:{stages}"
+    if sys.argv[5] != "none":
+        options["partition"] = sys.argv[5]
     results = {name: train(name, options) for name in MODELS}
     (out / f"{rank}.json").write_text(json.dumps(results))
 
