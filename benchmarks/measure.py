@@ -24,7 +24,7 @@ from evenstep.cli.output import numbers_table, print_table
 
 NAMES = (
     "speed overhead revisions memory profile uneven processes cable hybridize engine kills "
-    "checkpoints contract flips soak interrupts text"
+    "checkpoints contract flips soak interrupts text stages"
 )
 MODULES = [importlib.import_module(f"specs.{name}") for name in NAMES.split()]
 BENCHMARKS: dict[str, Benchmark] = {one.BENCHMARK.name: one.BENCHMARK for one in MODULES}

@@ -50,6 +50,9 @@ def main() -> None:
     for name in ("scaling_lenet", "scaling_resnet18"):
         if document := load(name):
             pictures.draw_scaling(document, IMAGES / f"{name}.png")
+    if document := load("stages"):
+        timelines = [run["timeline"] for run in document["runs"] if run["part"] == "stages.8"]
+        pictures.draw_stages(timelines[-1], IMAGES / "stages.png")
     if document := load("book"):
         for name in book_pictures.TITLES:
             if drawn := book_pictures.draw(name, document["parts"]):

@@ -268,6 +268,7 @@ EXPORTS = {
         "written_error",
     ],
     "evenstep.shard": [],
+    "evenstep.stages": [],
     "evenstep.steps": [],
     "evenstep.steps.owners": [],
     "evenstep.training": [],

@@ -232,3 +232,25 @@ def test_a_trace_of_no_time_is_no_reason_to_fail():
     assert [finding.cause for finding in findings(account)] == ["short"]
     without = dataclasses.replace(account, median_shard_s=None, late_shard_s=None, shard_s={})
     assert [finding.cause for finding in findings(without)] == ["none"]
+
+
+# --- stages of a network
+
+
+def test_equal_stages_have_a_bubble():
+    trace = HandTrace("cpu:0", "cpu:1").add_staged(7, (1, 2), (1, 2)).add_staged(7, (1, 2), (1, 2))
+    assert trace.account.stage_s == pytest.approx({0: 3e-3, 1: 3e-3})
+    assert [device.shards for device in trace.account.devices] == [14, 14]
+    assert said(trace)["others"] == (
+        "devices wait for each other 50% of the time: while 2 stages with 7 shards fill and empty, "
+        "equal stages are idle 12% of the time (the bubble). More shards (shards=14, another "
+        "experiment) make it smaller"
+    )
+
+
+def test_a_slow_stage_has_its_number():
+    trace = HandTrace("cpu:0", "cpu:1").add_staged(3, (1, 2), (2, 4))
+    assert said(trace)["others"].endswith(
+        "are idle 25% of the time (the bubble). Stage 1 takes 6.0 ms a shard, stage 0 3.0 ms, and "
+        "the slowest sets the pace: move layers from stage 1 to stage 0 (stages=...)"
+    )

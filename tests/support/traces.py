@@ -66,6 +66,25 @@ class HandTrace:
         self.step += 1
         return self
 
+    def add_staged(self, shards, *stages):
+        """Add a step without any overlap, of a network with a stage on each device.
+
+        Args:
+            shards: the number of shards.
+            stages: for each stage how long a shard takes there, forward and backward.
+        """
+        began = self.now
+        ways = [(stage, False) for stage in range(len(stages))]
+        for shard in range(shards):
+            for stage, backward in [*ways, *((stage, True) for stage, _ in reversed(ways))]:
+                took = stages[stage][backward]
+                story = {"step": self.step, "shard": shard, "stage": stage, "backward": backward}
+                self.span(self.devices[stage], "shard", "compute", self.now, took, **story)
+                self.now += took
+        self.span("steps", f"step {self.step}", "step", began, self.now - began, step=self.step)
+        self.step += 1
+        return self
+
     @property
     def account(self):
         return account_of_trace(self.trace.to_json())

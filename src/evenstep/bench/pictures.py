@@ -107,6 +107,46 @@ def draw_scaling(document: Mapping[str, Any], file: Path) -> None:
         save(figure, file)
 
 
+def draw_stages(visits: Sequence[Mapping[str, Any]], file: Path) -> None:
+    """Draw one step of a network in stages: what each stage computes when, and the bubble.
+
+    Args:
+        visits: of each visit of a shard to a stage, "shard", "stage", "backward", "began_s" and
+            "ended_s", in seconds from the step's begin.
+        file: the picture.
+    """
+    stages = 1 + max(one["stage"] for one in visits)
+    last_s = max(one["ended_s"] for one in visits)
+    with canvas(size=(9, 0.7 * stages + 1.4)) as (figure, axes):
+        for stage in range(stages):
+            own = [one for one in visits if one["stage"] == stage]
+            first_s = min(one["began_s"] for one in own)
+            left_s = last_s - max(one["ended_s"] for one in own)
+            idle = [(0, 1e3 * first_s), (1e3 * (last_s - left_s), 1e3 * left_s)]
+            axes.broken_barh(
+                idle, (stage - 0.4, 0.8), facecolor="white", edgecolor=GREY, hatch="//"
+            )
+            for backward, colour in ((False, BLUE), (True, GREEN)):
+                bars = [one for one in own if one["backward"] == backward]
+                spans = [
+                    (1e3 * one["began_s"], 1e3 * (one["ended_s"] - one["began_s"])) for one in bars
+                ]
+                axes.broken_barh(
+                    spans, (stage - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.6
+                )
+                for one, (began_ms, took_ms) in zip(bars, spans, strict=True):
+                    place = began_ms + took_ms / 2, stage
+                    axes.text(*place, one["shard"], color="white", ha="center", va="center")
+        for label, colour in (("forward", BLUE), ("backward", GREEN)):
+            axes.plot([], [], "s", color=colour, label=f"a shard, {label}")
+        axes.fill([], [], facecolor="white", edgecolor=GREY, hatch="//", label="the bubble")
+        axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
+        axes.set(xlabel="ms", xlim=(0, 1e3 * last_s))
+        axes.invert_yaxis()
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+        save(figure, file)
+
+
 def draw_peers(document: Mapping[str, Any], file: Path) -> None:
     """Draw each contender's speed as a bar, the fastest on top."""
     found = {one["label"]: speeds(document["runs"], one["key"]) for one in document["contenders"]}

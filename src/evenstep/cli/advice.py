@@ -130,6 +130,8 @@ def _waits_for_update_s(account: TraceAccount, device: DeviceShares) -> float:
 
 
 def _unevenness(account: TraceAccount) -> str:
+    if len(account.stage_s) > 1:
+        return _pipeline(account)
     count, shards = len(account.devices), account.shards
     idle = [device.device for device in account.devices if not device.shards]
     finer = f"More shards (shards={2 * shards}, another experiment) are finer pieces to share out"
@@ -167,6 +169,27 @@ def _unevenness(account: TraceAccount) -> str:
     return (
         f"no device is slower than the others, so the time is lost between tasks. {_LESS_OVERHEAD}"
     )
+
+
+def _pipeline(account: TraceAccount) -> str:
+    """Name the bubble of a network in stages, and its slow stage."""
+    stages, times = len(account.stage_s), account.stage_s
+    replicas = max(1, len(account.devices) // stages)
+    shards = -(-account.shards // replicas)  # of the replica that has the most
+    bubble = (stages - 1) / (shards + stages - 1)
+    slow = max(times, key=lambda stage: times[stage])
+    fast = min(times, key=lambda stage: times[stage])
+    text = (
+        f"while {stages} stages with {shards} shards fill and empty, equal stages are idle "
+        f"{bubble:.0%} of the time (the bubble)"
+    )
+    if times[slow] > UNEVEN * times[fast]:
+        return (
+            f"{text}. Stage {slow} takes {_ms(times[slow])} a shard, stage {fast} "
+            f"{_ms(times[fast])}, and the slowest sets the pace: move layers from stage {slow} to "
+            f"stage {fast} (stages=...)"
+        )
+    return f"{text}. More shards (shards={2 * account.shards}, another experiment) make it smaller"
 
 
 def _sum(account: TraceAccount) -> Finding:

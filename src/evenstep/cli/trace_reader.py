@@ -46,6 +46,8 @@ class TraceAccount:
         shard_s: the median seconds of a shard by device, without devices that computed none.
         median_shard_s: the median seconds of all shards; None without shards.
         late_shard_s: the 95th percentile of the seconds of all shards; None without shards.
+        stage_s: the median seconds that a shard spends in a stage of the network, forward and
+            backward, by stage; empty without stages.
         loads: number of batches that the front end loaded.
         load_s: seconds in which it loaded them.
         longest_load_s: seconds of the longest load.
@@ -64,6 +66,7 @@ class TraceAccount:
     shard_s: Mapping[str, float]
     median_shard_s: float | None
     late_shard_s: float | None
+    stage_s: Mapping[int, float]
     loads: int
     load_s: float
     longest_load_s: float
@@ -73,7 +76,10 @@ class TraceAccount:
 
 
 class _Event(NamedTuple):
-    """A bar of the trace; `category` is empty where it does not matter, and so is `shard`."""
+    """A bar of the trace; `category` is empty where it does not matter, and so is `shard`.
+
+    A shard in a stage of the network is a bar forward, and a bar backward.
+    """
 
     row: str
     category: str
@@ -82,6 +88,8 @@ class _Event(NamedTuple):
     step: int | None
     shard: int | None
     stolen: bool
+    stage: int | None
+    backward: bool
 
     @property
     def interval(self) -> Interval:
@@ -148,9 +156,9 @@ def _account_of(rows: Sequence[str], events: Sequence[_Event], dropped: int) -> 
         and _overlap_s(event.interval, working) is not None
     ]
     for event in work:
-        stolen = event.is_shard and event.stolen
+        stolen, begins = event.is_shard and event.stolen, event.is_shard and not event.backward
         lane = devices.index(event.row)
-        account.add(lane, event.category, event.seconds, shards=event.is_shard, stolen=stolen)
+        account.add(lane, event.category, event.seconds, shards=begins, stolen=stolen)
     shards = [event for event in work if event.is_shard]
     seconds = sorted(shard.seconds for shard in shards)
     since_s = steps[0].opened_s if dropped else -math.inf
@@ -168,6 +176,7 @@ def _account_of(rows: Sequence[str], events: Sequence[_Event], dropped: int) -> 
         shard_s=_medians(shards),
         median_shard_s=statistics.median(seconds) if seconds else None,
         late_shard_s=seconds[math.ceil(0.95 * len(seconds)) - 1] if seconds else None,
+        stage_s=_stages(shards),
         loads=len(loads),
         load_s=sum(load.seconds for load in loads),
         longest_load_s=max((load.seconds for load in loads), default=0.0),
@@ -242,9 +251,9 @@ def _event(event: Any, names: Mapping[Any, str]) -> _Event:
     row, began_s, story = names[event["pid"], event["tid"]], began_us * 1e-6, dict(event["args"])
     category = next((known for known in _CATEGORIES if known == event["cat"]), "")
     step, shard = _number(story, "step"), _number(story, "shard")
-    return _Event(
-        row, category, began_s, began_s + took_us * 1e-6, step, shard, story.get("stolen") is True
-    )
+    stolen, backward = story.get("stolen") is True, story.get("backward") is True
+    ended_s, stage = began_s + took_us * 1e-6, _number(story, "stage")
+    return _Event(row, category, began_s, ended_s, step, shard, stolen, stage, backward)
 
 
 def _number(story: Mapping[str, Any], key: str) -> int | None:
@@ -311,6 +320,15 @@ def _medians(shards: Iterable[_Event]) -> dict[str, float]:
     for event in shards:
         seconds[event.row].append(event.seconds)
     return {device: statistics.median(values) for device, values in seconds.items()}
+
+
+def _stages(shards: Iterable[_Event]) -> dict[int, float]:
+    """Return the median seconds of a shard in each stage, forward and backward together."""
+    seconds: dict[int, dict[object, float]] = defaultdict(lambda: defaultdict(float))
+    for event in shards:
+        if event.stage is not None:
+            seconds[event.stage][event.step, event.shard] += event.seconds
+    return {stage: statistics.median(seconds[stage].values()) for stage in sorted(seconds)}
 
 
 # ---- intervals

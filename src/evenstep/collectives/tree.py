@@ -118,6 +118,9 @@ class TreeSum(Generic[T]):
         close: called instead of adding and keeping, as `close(number, left, right)`, when both
             children of a partial sum are there; `number` is its place in `plan.partials`. A partial
             sum that was put whole is `left`, and `right` is None.
+
+    Attributes:
+        plan: the same.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class TreeSum(Generic[T]):
         add: Callable[[T, T], T],
         close: Callable[[int, T, T | None], None] | None = None,
     ) -> None:
-        self._plan = plan
+        self.plan = plan
         self._add = add
         self._close = close
         self._waiting: dict[int, T] = {}
@@ -139,7 +142,7 @@ class TreeSum(Generic[T]):
         shard's value to it and puts the sum at the returned node, their parent. Otherwise the
         caller puts the value at the shard's own node.
         """
-        plan = self._plan
+        plan = self.plan
         left = plan.sibling.get(shard)
         if left is None or left not in plan.lefts:
             return shard, None
@@ -155,7 +158,7 @@ class TreeSum(Generic[T]):
 
     def put(self, node: int, value: T) -> None:
         """Put the value of `node`, and add upwards while siblings are there."""
-        plan = self._plan
+        plan = self.plan
         while node in plan.parent:
             with self._lock:
                 if plan.sibling[node] not in self._waiting:
@@ -175,4 +178,4 @@ class TreeSum(Generic[T]):
 
     def take_partials(self) -> list[T]:
         """Remove and return the partial sums; the values of all shards must have been put."""
-        return [self._waiting.pop(node) for node in self._plan.partials]
+        return [self._waiting.pop(node) for node in self.plan.partials]

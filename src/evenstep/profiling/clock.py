@@ -26,6 +26,8 @@ class ShardTime(NamedTuple):
         stolen: whether the shard was in another lane's run.
         began_s: when the computation began.
         ended_s: when it ended.
+        stage: the stage of the network that was computed; None for all of it.
+        backward: whether this was the stage's backward pass.
     """
 
     lane: int
@@ -33,6 +35,8 @@ class ShardTime(NamedTuple):
     stolen: bool
     began_s: float
     ended_s: float
+    stage: int | None = None
+    backward: bool = False
 
 
 class NodeTime(NamedTuple):
@@ -51,7 +55,8 @@ class StepClock:
 
     Attributes:
         ready_s: when the first examples were where devices can read them; None before.
-        shards: when shards were computed; a shard that waited for others has several entries.
+        shards: when shards were computed; a shard that waited for others, or that went through
+            several stages, has several entries.
         nodes: when nodes of the tree were added up.
         update: the lane that ended the step, when it began to, and when the step ended.
         exchange_s: seconds of the end of the step that were spent with other processes.
@@ -97,6 +102,9 @@ class StepClock:
             if time_.stolen:
                 story["stolen"] = True
             name = f"shard {time_.shard}"
+            if time_.stage is not None:
+                story |= {"stage": time_.stage, "backward": time_.backward}
+                name += " backward" if time_.backward else " forward"
             yield Span(time_.lane, name, category, time_.began_s, time_.ended_s, story)
         for lane, lo, hi, began_s, ended_s in self.nodes:
             yield Span(lane, f"sum [{lo},{hi})", "sum", began_s, ended_s, {"step": number})

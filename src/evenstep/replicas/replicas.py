@@ -43,6 +43,8 @@ class Replicas:
         home_computes: whether the first device may compute on the user's module. False gives it a
             copy that shares the parameters' memory; then the shards of a step in flight don't see
             the user's changes to gradients or training flags.
+        in_flight: whether the user's thread goes on while shards are computed, and might write to
+            the parameters. Only then are writes past torch's version counters looked for.
         per_device: the number of replicas for each device.
         buffers: rules for buffers that shards change, by their names.
 
@@ -63,6 +65,7 @@ class Replicas:
         devices: Sequence[Device],
         *,
         home_computes: bool = True,
+        in_flight: bool = False,
         per_device: int = 1,
         buffers: Mapping[str, str] | None = None,
     ) -> None:
@@ -70,6 +73,7 @@ class Replicas:
         self._lanes = len(devices)
         self._devices = (*devices,) * per_device
         self._home_may_compute = home_computes
+        self._sums_bits = in_flight
         self._given_rules = buffers or {}
         self._lost: frozenset[int] = frozenset()
         self.were_rebuilt = False
@@ -244,7 +248,7 @@ class Replicas:
         """Note that every copy now equals the home's parameters."""
         if self.copies or not self._home_computes:
             self._synchronised = self._home_versions()
-        if not self._home_computes:
+        if self._sums_bits:
             self._bits = self._sums_of_bits()
 
     def refuse_written(self) -> None:

@@ -241,12 +241,12 @@ def _refuse_sparse_functions(total: torch.Tensor) -> None:
     Raises:
         AccumulatedTwiceError: a function such as `F.embedding` gives a sparse gradient.
     """
-    for node in _nodes_of(total):
+    for node in nodes_of(total):
         if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):
             raise AccumulatedTwiceError("a function that is no layer gives a sparse gradient")
 
 
-def _nodes_of(total: torch.Tensor) -> Iterator[Any]:
+def nodes_of(total: torch.Tensor) -> Iterator[Any]:
     """Yield each node of the graph of a loss."""
     nodes, seen = [total.grad_fn], set[object]()
     while nodes:
@@ -263,7 +263,7 @@ def _refuse_outer_model(total: torch.Tensor, replica: Replica) -> None:
 
     Its gradients would go to the user's module, with which another lane computes.
     """
-    for node in _nodes_of(total):
+    for node in nodes_of(total):
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) in replica.outer:
             raise _outer_model_error(replica, "a parameter of the model itself")

@@ -8,16 +8,27 @@ tree of the same shape as the tree for everything else, so the same additions in
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 
 from evenstep.collectives import TreePlan, TreeSum
-from evenstep.distributed.gradient_reduce import GradientReduction
 from evenstep.errors import ModelError
 from evenstep.replicas import Replica
 from evenstep.shard.partial_sum import AccumulatedTwiceError, Tensors, add_gradients
+
+
+class Reduction(Protocol):
+    """Takes this process's partial sums, bucket by bucket."""
+
+    @property
+    def buckets(self) -> Sequence[Any]:
+        """The buckets; each has the `numbers` of its parameters."""
+
+    def write(self, bucket: int, partial: int, left: Tensors, right: Tensors | None = None) -> None:
+        """Take the gradients of a partial sum, left + right, in one bucket."""
 
 
 class GradientStream:
@@ -26,10 +37,12 @@ class GradientStream:
     Args:
         plan: which shards this process sums by itself.
         reduction: takes this process's partial sums, bucket by bucket.
+        may_retry: whether sparse gradients in a bucket ask for another attempt without a stream.
     """
 
-    def __init__(self, plan: TreePlan, reduction: GradientReduction) -> None:
+    def __init__(self, plan: TreePlan, reduction: Reduction, *, may_retry: bool = False) -> None:
         self._plan = plan
+        self._may_retry = may_retry
         self._buckets = [bucket.numbers for bucket in reduction.buckets]
         self._trees = [
             TreeSum[Tensors](plan, add_gradients, functools.partial(reduction.write, bucket))
@@ -51,7 +64,7 @@ class GradientStream:
 
         Raises:
             AccumulatedTwiceError: a gradient was not final (a backward pass inside the backward
-                pass).
+                pass), or is sparse in a stream that may retry.
             ModelError: a gradient is sparse.
         """
         missing = [set(numbers) for numbers in self._buckets]
@@ -93,6 +106,8 @@ class GradientStream:
             parameter = replica.parameters[i]
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None and gradient.is_sparse:
+                if self._may_retry:
+                    raise AccumulatedTwiceError("a function that is no layer gave one")
                 raise sparse_error(replica, i)
             gradients.append(gradient)
         self._trees[bucket].put(node, gradients)

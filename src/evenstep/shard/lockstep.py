@@ -72,7 +72,7 @@ class Lockstep:
     def sum_of(self, key: Hashable) -> Any:
         """Return the sum for `key`; raise if the step was stopped."""
         if self._stopped:
-            raise _StoppedError
+            raise StoppedError
         return self._sums[key]
 
     def shard_done(self) -> None:
@@ -132,7 +132,7 @@ class ShardInStep:
         try:
             result = function()
             self._lockstep.shard_done()
-        except _StoppedError:
+        except StoppedError:
             return None
         except BaseException:
             self._lockstep.stop()
@@ -267,7 +267,7 @@ def _refuse_unlike(brought: Sequence[torch.Tensor], place: str) -> None:
             )
 
 
-class _StoppedError(EvenstepError):
+class StoppedError(EvenstepError):
     """The step was stopped while a shard was in progress."""
 
 

@@ -155,7 +155,7 @@ class IndependentExecutor:
                     attempt.cut.refuse_written_copies()
         except BaseException as error:
             attempt.drop()
-            _explain(error, attempt, shard, replica)
+            explain(error, attempt, shard, replica, replica.device)
             raise
         finally:
             shard_here.reset(outside)
@@ -358,7 +358,7 @@ class LockstepExecutor(IndependentExecutor):
                 return in_step.run(in_turn)
             except BaseException as error:
                 attempt.drop()
-                _explain(error, attempt, shard, replica)
+                explain(error, attempt, shard, replica, replica.device)
                 raise
 
         with ThreadPoolExecutor(max(1, len(shards)), "shard") as crew:
@@ -444,7 +444,9 @@ class SlicedExecutor(IndependentExecutor):
         return max((1 / took for took in self.pace.seconds if took), default=0.0)
 
 
-def _explain(error: BaseException, attempt: Attempt, shard: int | None, replica: Replica) -> None:
+def explain(
+    error: BaseException, attempt: Attempt, shard: int | None, replica: Replica, device: Device
+) -> None:
     """Note what may have caused an error inside a shard, and which examples the shard has."""
     if shard is None or shard < 0:
         return
@@ -452,7 +454,7 @@ def _explain(error: BaseException, attempt: Attempt, shard: int | None, replica:
     if advice is not None:
         add_note(error, advice)
     place = attempt.place_of(shard)
-    add_note(error, f"in {place} of step {attempt.number} on {replica.device}")
+    add_note(error, f"in {place} of step {attempt.number} on {device}")
 
 
 def lockstep_option(experiment: Experiment) -> str:

@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from evenstep.batch.assignment import ShardQueue
 from evenstep.batch.cut import NO_CUT, Cut, Part
@@ -108,6 +108,13 @@ class Progress:
         self.position, self.drawn = position, drawn
 
 
+class Stoppable(Protocol):
+    """Something that shards wait for."""
+
+    def stop(self) -> None:
+        """Let no shard wait any longer."""
+
+
 class Attempt:
     """One attempt at a batch's shards. An attempt that fails is thrown away whole.
 
@@ -123,6 +130,7 @@ class Attempt:
         queue: the shards that no lane has begun; None before they are assigned, and in lockstep.
         lockstep: where shards meet that run side by side; None for independent shards.
         crew: the devices that compute the slices of its shards together; None if they don't.
+        turns: the turns of shards on the stages of a network; None without stages.
         tree: the sum over the shards of a training step.
         sending: takes gradients for other processes; None in a single process.
         programs: the compiled shards by their number of examples; empty for eager shards.
@@ -146,6 +154,7 @@ class Attempt:
         self.queue: ShardQueue | None = None
         self.lockstep: Lockstep | None = None
         self.crew: DeviceCrew | None = None
+        self.turns: Stoppable | None = None
         self.alone = self.is_observed = False
         self.runs: Sequence[Sequence[int]] = ()
         self.tree: TreeSum[PartialSum] | None = None
@@ -202,7 +211,7 @@ class Attempt:
             self.dropped = self.dropped or not self.committed
         if self.queue is not None:
             self.queue.dropped = True
-        for meeting in (self.lockstep, self.crew):
+        for meeting in (self.lockstep, self.crew, self.turns):
             if meeting is not None:
                 meeting.stop()
 

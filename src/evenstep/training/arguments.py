@@ -28,6 +28,7 @@ from evenstep.limits import (
 )
 from evenstep.nn import sliced_layers
 from evenstep.shard.loss import UserObjective
+from evenstep.stages.plan import StageNames, Stages, find_stages
 from evenstep.steps.executor import lockstep_option
 from evenstep.steps.update import Hook
 
@@ -54,6 +55,7 @@ class TrainerOptions(TypedDict, total=False):
     clip_norm: float | None
     side_by_side: bool
     split: Split
+    stages: StageNames | None
     before_update: Hook | None
     after_update: Hook | None
     scheduler: torch.optim.lr_scheduler.LRScheduler | None
@@ -247,6 +249,43 @@ def refuse_compiled_lockstep(experiment: Experiment, *, side_by_side: bool) -> N
             "got compile=True and side_by_side=True, but shards that wait for each other can't "
             "be compiled: use one of them only"
         )
+
+
+def chosen_stages(
+    given: StageNames | None,
+    model: nn.Module,
+    devices: Sequence[Device],
+    experiment: Experiment,
+    *,
+    side_by_side: bool,
+    split: Split,
+) -> Stages | None:
+    """Return the stages of the network; None without any, or with a single one.
+
+    Raises:
+        InputError: they can't be used with these devices, or with another option.
+        ModelError: they don't fit the model.
+    """
+    if given is None:
+        return None
+    stages = find_stages(given, model, devices)
+    others = {
+        lockstep_option(experiment): side_by_side or experiment.batch_norm == "sync",
+        "compile=True": experiment.compile,
+    }
+    if split == "slices":
+        raise InputError(
+            "got stages and split='slices', but devices either have a stage each, or compute "
+            "slices together: use one of them only"
+        )
+    for option, is_given in others.items():
+        if is_given:
+            raise InputError(
+                f"got stages and {option}, but shards that pass from device to device can't be "
+                f"{'compiled' if experiment.compile else 'all under way at once'}: use one of them "
+                f"only"
+            )
+    return stages if stages.count > 1 else None
 
 
 def refuse_lockstep_apart(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from evenstep.engine import Engine
 from evenstep.experiment import Experiment
 from evenstep.profiling.clock import Timekeeper
 from evenstep.replicas import OptimizerProxy, Replicas
+from evenstep.stages.executor import StagedExecutor
+from evenstep.stages.plan import Stages
 from evenstep.steps.executor import IndependentExecutor, LockstepExecutor, SlicedExecutor
 from evenstep.steps.group import Group
 from evenstep.steps.minimise import Minimiser, minimises
@@ -65,6 +68,7 @@ def choose_parts(
     layout: Layout,
     hooks: tuple[Hook | None, Hook | None],
     callbacks: Sequence[Callback],
+    stages: Stages | None = None,
 ) -> Parts:
     """Return the parts for an experiment and a layout.
 
@@ -76,20 +80,27 @@ def choose_parts(
         layout: the other choices.
         hooks: `before_update` and `after_update`.
         callbacks: the user's.
+        stages: the stages of the network; None where each device computes all of it.
     """
     is_lockstep = layout.side_by_side or experiment.batch_norm == "sync"
     engine, progress = Engine(devices, lanes=layout.lanes), Progress()
     names = [device.name for device in devices]
     timekeeper = Timekeeper(engine.trace, names)
+    per_device = shards_at_once(experiment, devices) if is_lockstep else 1
     replicas = Replicas(
         model,
-        _holders(devices) if layout.split == "slices" else devices,
-        home_computes=not layout.overlaps,
-        per_device=shards_at_once(experiment, devices) if is_lockstep else 1,
+        _holders(devices, layout, stages),
+        home_computes=not (layout.overlaps or stages),
+        in_flight=layout.overlaps,
+        per_device=stages.count if stages else per_device,
         buffers=experiment.buffers,
     )
-    whole = LockstepExecutor if is_lockstep else IndependentExecutor
-    make_executor = SlicedExecutor if layout.split == "slices" else whole
+    make_executor: Callable[..., IndependentExecutor]
+    make_executor = LockstepExecutor if is_lockstep else IndependentExecutor
+    if layout.split == "slices":
+        make_executor = SlicedExecutor
+    if stages is not None:
+        make_executor = functools.partial(StagedExecutor, stages=stages)
     group = Group(experiment.batch_dim)
     executor = make_executor(experiment, replicas, engine, timekeeper, group)
     update = _choose_update(optimizer, replicas, experiment, layout, hooks, callbacks)
@@ -124,12 +135,13 @@ def choose_parts(
     )
 
 
-def _holders(devices: Sequence[Device]) -> list[Device]:
-    """Return the device that holds the model for each device that computes slices of it.
-
-    A device with memory of its own holds its slices only, and no replica.
-    """
-    return [one if one.memory == devices[0].memory else devices[0] for one in devices]
+def _holders(devices: Sequence[Device], layout: Layout, stages: Stages | None) -> Sequence[Device]:
+    """Return the device of each replica: a stage, or a slice, is computed on a part of one."""
+    if stages is not None:
+        return devices[:: stages.count]
+    if layout.split == "slices":  # in a memory of its own, a device holds its slices only
+        return [one if one.memory == devices[0].memory else devices[0] for one in devices]
+    return devices
 
 
 def _choose_update(

@@ -45,6 +45,7 @@ from evenstep.shard.evaluation import Forward, measure_model, measure_output, ou
 from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
+from evenstep.stages.plan import StageNames
 from evenstep.steps.executor import SlicedExecutor
 from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
@@ -57,6 +58,7 @@ from evenstep.training.arguments import (
     check_functions,
     check_kinds,
     check_parts,
+    chosen_stages,
     only_one,
     refuse_compiled_lockstep,
     refuse_unfit_slices,
@@ -139,6 +141,13 @@ class Trainer(Habits):
             all compute the slices of one shard's `evenstep.nn` layers together, on CPU devices; a
             device with memory of its own then holds its slices of the weights only. It has no
             effect on the result.
+        stages: the network divided among devices, each with one stage of it (a pipeline). The stage
+            of each module that begins one, by the module's name, as in `{"features": 0,
+            "classifier": 1}`: what follows it in the order of `model.named_modules()` belongs to
+            its stage, too, until the next module that is named. "balanced" for one stage on each
+            device, or "balanced:2" for two stages, of equal numbers of bytes. With S stages, the
+            devices r S to r S + S - 1 compute with one replica of the model. The shards are the
+            micro-batches. It has no effect on the result.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         after_update: called with the module after the optimizer's step and before the next step's
@@ -214,6 +223,7 @@ class Trainer(Habits):
         side_by_side: bool = False,
         partition: PartitionOf | None = None,
         split: Split = "shards",
+        stages: StageNames | None = None,
         before_update: Hook | None = None,
         after_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
@@ -264,6 +274,9 @@ class Trainer(Habits):
         self._objective = choose_objective(loss, objective)
         self._others = Objectives()
         check_trainable(model, optimizer)
+        staged = chosen_stages(
+            stages, model, self.devices, experiment, side_by_side=side_by_side, split=split
+        )
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
@@ -274,7 +287,7 @@ class Trainer(Habits):
         move_home(model, optimizer, self.devices[0])
         hooks = before_update, after_update
         parts = choose_parts(
-            model, optimizer, self.experiment, self.devices, layout, hooks, callbacks
+            model, optimizer, self.experiment, self.devices, layout, hooks, callbacks, staged
         )
         self._max_in_flight = max_in_flight
         self._progress, self._timekeeper = parts.progress, parts.timekeeper

@@ -1,0 +1,83 @@
+"""Cuts a network into stages of about equal numbers of bytes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+
+from torch import nn
+
+from evenstep.errors import ModelError
+
+
+def balanced_stages(model: nn.Module, count: int) -> dict[str, int]:
+    """Return the module that begins each of `count` stages, so that the largest is smallest.
+
+    The result depends on nothing but the model's layers. A cut lies before a child of a Sequential
+    or a ModuleList, or of the model itself. Other modules, such as residual blocks, stay whole,
+    unless they hold such a chain of blocks themselves.
+
+    Raises:
+        ModelError: the model has too few modules with parameters, or parameters of its own.
+    """
+    units = _units(model, "", set())
+    if len(units) < count:
+        raise ModelError(
+            f"the model can't be cut into {count} stages: it has {len(units)} part"
+            f"{'s' * (len(units) != 1)} with parameters. Use fewer stages, or name the modules "
+            f"that begin them"
+        )
+    starts = balance([size for _, size in units], count)
+    return {units[start][0]: stage for stage, start in enumerate(starts)}
+
+
+def balance(sizes: Sequence[int], runs: int) -> list[int]:
+    """Return where each of `runs` contiguous runs of `sizes` begins; none is empty.
+
+    The largest sum of a run is as small as possible, and then the runs before it end as early as
+    possible (the linear partition problem, by dynamic programming).
+    """
+    ends = [0, *itertools.accumulate(sizes)]
+
+    @functools.cache
+    def best(first: int, left: int) -> tuple[int, int]:
+        """Return the largest sum of `left` runs from `first` on, and where the second begins."""
+        if left == 1:
+            return ends[-1] - ends[first], len(sizes)
+        cuts = range(first + 1, len(sizes) - left + 2)
+        return min((max(ends[cut] - ends[first], best(cut, left - 1)[0]), cut) for cut in cuts)
+
+    starts = [0]
+    for left in range(runs, 1, -1):
+        starts.append(best(starts[-1], left)[1])
+    return starts
+
+
+def _units(module: nn.Module, name: str, seen: set[nn.Parameter]) -> list[tuple[str, int]]:
+    """Return the parts of a module that a cut may lie between, with their bytes, in order.
+
+    A parameter counts where it is registered first.
+    """
+    if name and (module._parameters or not (_is_chain(module) or _has_blocks(module))):
+        size = _bytes_of(module, seen)
+        return [(name, size)] if size else []
+    children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
+    return [unit for path, child in children for unit in _units(child, path, seen)]
+
+
+def _is_chain(module: nn.Module) -> bool:
+    return isinstance(module, nn.Sequential | nn.ModuleList)
+
+
+def _has_blocks(module: nn.Module) -> bool:
+    """Return whether a chain inside a module has at least two children that have layers."""
+    chains = (one for one in module.modules() if _is_chain(one))
+    return any(sum(bool(one._modules) for one in chain.children()) > 1 for chain in chains)
+
+
+def _bytes_of(module: nn.Module, seen: set[nn.Parameter]) -> int:
+    """Return the bytes of a module's parameters that are not in `seen`, and add them to it."""
+    new = [one for one in module.parameters() if one not in seen]
+    seen.update(new)
+    return sum(one.numel() * one.element_size() for one in new)

@@ -1,0 +1,185 @@
+"""Takes one shard through the stages of a network: hooks on modules change its device in time.
+
+A shard has a thread and a replica of its own. In the forward pass, a hook of the first module of a
+stage ends the shard's turn on the stage before, and waits for one on this stage. In the backward
+pass, hooks of the graph's nodes take the same way back: on CPUs, autograd runs the nodes in the
+shard's thread, in the reverse order of their creation. Nothing is traced or rewritten, and no node
+is added to the graph, so that gradients are added up in the order that they have without stages.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import optree
+import torch
+from torch import nn
+from torch._C._autograd import _get_sequence_nr
+
+from evenstep.errors import ContractError
+from evenstep.replicas import Replica
+from evenstep.stages.carried import Carried
+from evenstep.stages.plan import Stages
+from evenstep.stages.turns import Place, Turns
+
+
+class Visit(NamedTuple):
+    """A stretch of time in which a stage's device computed a shard.
+
+    Attributes:
+        shard: the shard's number.
+        place: the stage, and whether it was the backward pass.
+        began_s, ended_s: times of `time.perf_counter`.
+    """
+
+    shard: int
+    place: Place
+    began_s: float
+    ended_s: float
+
+
+class StagedShard:
+    """One shard of a step, in the thread that computes it.
+
+    Args:
+        number: the shard's number.
+        turns: the turns of the replica's shards.
+        note: called with every visit, at its end.
+        own_memory: whether each stage's device has memory of its own.
+
+    Attributes:
+        number: the shard's number.
+        place: its turn.
+        module: the name of the last module of a stage that was called.
+    """
+
+    def __init__(
+        self, number: int, turns: Turns, note: Callable[[Visit], object], *, own_memory: bool
+    ) -> None:
+        self.number = number
+        self.place = Place(0, backward=False)
+        self.module = ""
+        self._turns = turns
+        self._note = note
+        self._carried = Carried() if own_memory else None
+        self._starts: list[int] = []  # the first node of each stage after the first one, by its
+        self._stages = [0]  # sequence number, and the stages
+        self._last: Any = None  # the node of the last module's output
+        self._began_s: float | None = None
+
+    def begin(self) -> None:
+        """Wait for the first turn."""
+        self._turns.move(self.number, None, self.place, holds=True)
+        self._began_s = time.perf_counter()
+
+    def end(self) -> None:
+        """End the last turn."""
+        self._last = self._carried = None
+        self._note_visit()
+        self._turns.end(self.number)
+
+    # ---- called by hooks
+
+    def enter(self, stage: int, name: str, given: Any) -> Any:
+        """Go to the stage of a module that is called; return its arguments, in that memory.
+
+        Raises:
+            ContractError: the module's stage is before the present one.
+            StoppedError: the step was stopped.
+        """
+        self.module = name
+        if stage == self.place.stage:
+            return given if self._carried is None else self._carried.late(given, self._starts)
+        if torch._C._current_graph_task_id() != -1:  # recomputed, for torch.utils.checkpoint
+            self._move(Place(stage, backward=True), holds=True)
+        else:
+            if stage < self.place.stage:
+                raise _back_and_forth(name, stage, self.place.stage)
+            self._return_through(given)
+            self._move(Place(stage, backward=False), holds=torch.is_grad_enabled())
+            self._starts.append(_get_sequence_nr())
+            self._stages.append(stage)
+        return given if self._carried is None else self._carried.all(given, stage)
+
+    def left(self, output: Any) -> None:
+        """Note what a module has returned."""
+        self._last = output.grad_fn if isinstance(output, torch.Tensor) else None
+
+    def forward_ends(self, total: torch.Tensor) -> None:
+        """Have the backward pass of a loss begin where the forward pass has ended."""
+        self._last = None
+        node: Any = total.grad_fn
+        if node is not None:
+            node.register_prehook(functools.partial(self._go_back, self.place.stage))
+
+    # ----
+
+    def stage_of(self, node: Any) -> int:
+        """Return the stage that a node of the graph was made in."""
+        return self._stages[bisect.bisect_right(self._starts, node._sequence_nr())]
+
+    def _return_through(self, given: Any) -> None:
+        """Have the backward pass return to the stages that these tensors come from."""
+        leaves: list[Any] = optree.tree_leaves(given)
+        nodes: set[Any] = {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        nodes |= {self._last}
+        self._last = None
+        for node in nodes - {None}:
+            node.register_prehook(functools.partial(self._go_back, self.stage_of(node)))
+
+    def _go_back(self, stage: int, gradients: object) -> None:
+        """Go to the stage of a node whose backward pass begins: a hook of the node."""
+        if self.place != (stage, True):
+            self._move(Place(stage, backward=True), holds=stage >= self.place.stage)
+
+    def _move(self, after: Place, *, holds: bool) -> None:
+        """Go to another stage, or to the backward pass on the same one."""
+        self._note_visit()
+        before, self.place = self.place, after
+        if before.stage != after.stage:
+            self._turns.move(self.number, before, after, holds=holds)
+        self._began_s = time.perf_counter()
+
+    def _note_visit(self) -> None:
+        if self._began_s is not None:
+            self._note(Visit(self.number, self.place, self._began_s, time.perf_counter()))
+            self._began_s = None
+
+
+def hook_stages(
+    replica: Replica, stages: Stages, shard_now: Callable[[], StagedShard | None]
+) -> None:
+    """Have the modules of a replica take its shard through the stages.
+
+    Args:
+        replica: a copy of the user's module, which nobody else calls.
+        stages: the stages.
+        shard_now: returns the shard that is computed on this replica; None outside of steps.
+    """
+
+    def before(stage: int, name: str, _: nn.Module, args: Any, options: Any) -> Any:
+        shard = shard_now()
+        return None if shard is None else shard.enter(stage, name, (args, options))
+
+    def after(_: nn.Module, args: Any, output: Any) -> None:
+        shard = shard_now()
+        if shard is not None:
+            shard.left(output)
+
+    for name, module in replica.module.named_modules():
+        if name in stages.first or stages.has_whole(name, module):
+            enter = functools.partial(before, stages.of_module[name], name)
+            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            module.register_forward_hook(after)
+
+
+def _back_and_forth(name: str, stage: int, now: int) -> ContractError:
+    return ContractError(
+        f"the module {name!r} of stage {stage} was called after modules of stage {now}: a shard "
+        f"goes through the stages once, in their order, so put {name!r} into stage {now} (its name "
+        f"in stages=...), and call the model once in the objective"
+    )

@@ -1,0 +1,272 @@
+"""Stages that can't be, errors inside a stage, Ctrl-C, and lanes that end: nothing hangs."""
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from dying import end_lane
+from evenstep.errors import ContractError, DeviceLostError, EvenstepError, InputError
+from evenstep.metrics import accuracy
+from evenstep.models.gpt import gpt
+from layouts import own, shared
+from patience import HUNG_TESTS_ABORT
+from reference import assert_same_bits
+from trainers import open_trainer, sgd, state_of
+from zoo import CLASSES, build, make_batches
+
+pytestmark = HUNG_TESTS_ABORT
+
+BATCHES = make_batches((24, 17, 24))
+STAGES = {"0": 0, "4": 1}
+
+
+def staged(model, stages=STAGES, **options):
+    return open_trainer(model, **{"devices": 2, "stages": stages, **options})
+
+
+def refused(model, match, batch=BATCHES[0], kind=ContractError, **options):
+    """Take a step that is refused, and make sure that the message is one line."""
+    with staged(model, **options) as trainer:
+        before = state_of(trainer)
+        with pytest.raises(kind, match=match) as caught:
+            trainer.step(*batch)
+        assert_same_bits(state_of(trainer), before)
+    assert "\n" not in str(caught.value)
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"compile": True}, {"side_by_side": True}, {"batch_norm": "sync"}, {"hybridize": True}],
+)
+def test_options_that_stages_exclude(options):
+    with pytest.raises(InputError, match=r"got stages and (compile|side_by_side|batch_norm)="):
+        staged(build("dropout"), **options)
+
+
+def test_a_refused_name_changes_nothing():
+    model = build("dropout")
+    with pytest.raises(EvenstepError, match="'5'"):
+        staged(model, {"0": 0, "5": 1})
+    with open_trainer(model) as trainer:
+        trainer.step(*BATCHES[0])
+
+
+def test_one_stage_is_the_whole_network():
+    with staged(build("dropout"), {"0": 0}) as one, open_trainer(build("dropout")) as other:
+        for batch in BATCHES:
+            one.step(*batch)
+            other.step(*batch)
+        assert_same_bits(state_of(one), state_of(other))
+
+
+# ---- models
+
+
+class Returning(nn.Module):
+    """Calls a module of the first stage after one of the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(36, 36), nn.Linear(36, 36)
+        self.head = nn.Linear(36, CLASSES)
+
+    def forward(self, x):
+        return self.head(self.one(self.two(self.one(x.flatten(1)))))
+
+
+def test_stages_that_call_each_other_back_and_forth():
+    message = "'one' of stage 0 was called after modules of stage 1"
+    refused(Returning(), message, stages={"one": 0, "two": 1})
+
+
+def test_a_model_that_is_called_twice():
+    def objective(model, x, y):
+        return nn.functional.cross_entropy(model(x) + model(-x), y, reduction="sum"), len(y)
+
+    model = build("dropout")
+    options = {"devices": 2, "stages": STAGES, "objective": objective}
+    refusal = pytest.raises(ContractError, match="call the model once in the objective")
+    with evenstep.Trainer(model, sgd(model), **options) as trainer, refusal:
+        trainer.step(*BATCHES[0])
+
+
+class Uncalled(nn.Module):
+    """Uses the weight of a layer of the second stage in the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(36, 36), nn.Linear(36, 36)
+        self.head = nn.Linear(36, CLASSES)
+
+    def forward(self, x):
+        x = nn.functional.linear(self.one(x.flatten(1)), self.two.weight)
+        return self.head(x)
+
+
+def test_a_layer_whose_weight_is_used_elsewhere():
+    message = "two.weight lies in stage 1 but is used in stage 0"
+    refused(Uncalled(), message, stages={"one": 0, "two": 1})
+
+
+class Skipping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(36, 36), nn.Linear(36, 36)
+        self.head = nn.Linear(36, CLASSES)
+
+    def forward(self, x):
+        x = self.one(x.flatten(1)).tanh()
+        return self.head(x + self.two(x))
+
+
+def test_a_skip_over_a_cut_between_two_memories():
+    message = r"a tensor of stage 0 \(TanhBackward0\) is used in stage 1 without being passed"
+    refused(Skipping(), message, devices=own(2), stages={"one": 0, "two": 1})
+
+
+def test_tied_weights_of_two_memories():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), nn.Tanh(), nn.Linear(36, 36))
+    model[3].weight = model[1].weight
+    message = "1.weight belongs to the stages 0 and 1"
+    refused(model, message, devices=own(2), stages={"1": 0, "3": 1})
+
+
+def test_an_embedding_that_a_function_uses_in_another_memory():
+    model = gpt(layers=1, heads=2, width=8, context=12)
+
+    def objective(model, given):
+        return model(given).square().sum(), len(given)
+
+    options = {"objective": objective, "devices": own(2), "stages": {"tokens": 0, "norm": 1}}
+    message = r"tokens.weight lies in stage 0 but is used in .*1"
+    refusal = pytest.raises(ContractError, match=message)
+    with evenstep.Trainer(model, sgd(model), **options) as trainer, refusal:
+        trainer.step(torch.randint(65, (8, 12)))
+
+
+def test_a_named_module_that_the_user_removes():
+    model = Skipping()
+    with staged(model, {"one": 0, "two": 1}) as trainer:
+        trainer.step(*BATCHES[0])
+        model.other = model.two
+        del model.two
+        model.forward = lambda x: model.head(model.other(model.one(x.flatten(1))))
+        with pytest.raises(EvenstepError, match="stages names the module 'two'"):
+            trainer.step(*BATCHES[1])
+
+
+# ---- errors, Ctrl-C, and lanes that end
+
+
+class Failing(nn.Module):
+    """Fails on the shards that hold a large value."""
+
+    def __init__(self, *, backward=False):
+        super().__init__()
+        self.layer = nn.Linear(36, CLASSES)
+        self.backward = backward
+
+    def forward(self, x):
+        x = self.layer(x)
+        if self.backward:
+            x.register_hook(self.fail)
+        else:
+            self.fail(x)
+        return x
+
+    def fail(self, x):
+        if x.abs().max() > 1e3:
+            raise LookupError("too large")
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_an_error_names_shard_stage_device_and_module(max_in_flight):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), Failing())
+    bad = (BATCHES[0][0].clone(), BATCHES[0][1])
+    bad[0][10] *= 1e6  # in shard 3
+    stages = {"1": 0, "2": 1}
+    with staged(model, stages, max_in_flight=max_in_flight) as trainer:
+        trainer.step(*BATCHES[0])
+        trainer.waitall()
+        before = state_of(trainer)
+        with pytest.raises(LookupError, match="too large") as caught:
+            trainer.step(*bad).item()
+        assert_same_bits(state_of(trainer), before)
+        notes = caught.value.__notes__
+        assert any("in shard 3 (examples 9 to 11" in note and "cpu:1" in note for note in notes)
+        assert "in stage 1, in the module '2.layer' or after it" in notes
+        trainer.step(*BATCHES[1])
+        trainer.waitall()
+
+
+def test_an_error_in_a_backward_pass():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), Failing(backward=True))
+
+    def objective(model, x, y):
+        return (model(x) * torch.where(y == 0, 1e9, 1.0)[:, None]).sum(), len(y)
+
+    model[2].layer.weight.data.fill_(1.0)
+    options = {"objective": objective, "devices": 2, "stages": {"1": 0, "2": 1}, "check": "off"}
+    refusal = pytest.raises(LookupError, match="too large")
+    with evenstep.Trainer(model, sgd(model), **options) as trainer, refusal as caught:
+        trainer.step(*BATCHES[0])
+    assert any(note.startswith("in stage 1") for note in caught.value.__notes__)
+
+
+CALLS = {
+    "step": lambda trainer: trainer.step(*BATCHES[1]).item(),
+    "evaluate": lambda trainer: trainer.evaluate([BATCHES[1]], {"accuracy": accuracy}),
+}
+
+
+@pytest.mark.parametrize("waiting", CALLS)
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_nothing_waits_for_a_lane_that_has_ended(waiting, max_in_flight):
+    with staged(build("dropout"), max_in_flight=max_in_flight) as trainer:
+        trainer.step(*BATCHES[0])
+        trainer.waitall()
+        before = trainer.fingerprint()
+        end_lane("evenstep cpu:1")
+        for _ in range(2):
+            with pytest.raises(DeviceLostError, match="cpu:1 was lost"):
+                CALLS[waiting](trainer)
+        with pytest.raises(DeviceLostError, match="a stage of the network: save, and resume"):
+            trainer.step(*BATCHES[1]).item()
+        assert trainer.fingerprint() == before
+
+
+class Interrupting(nn.Module):
+    """Presses Ctrl-C in one shard."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(36, CLASSES)
+        self.is_due = False
+
+    def forward(self, x):
+        if self.is_due and threading.current_thread() is not threading.main_thread():
+            os.kill(os.getpid(), signal.SIGINT)
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("devices", [shared(2), shared(4)])
+def test_ctrl_c_leaves_the_model_as_it_was(devices):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), Interrupting())
+    with staged(model, {"1": 0, "2": 1}, devices=devices) as trainer:
+        trainer.step(*BATCHES[0])
+        before = state_of(trainer)
+        model[2].is_due = True
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(*BATCHES[1])
+        model[2].is_due = False
+        if trainer.steps_done == 1:
+            assert_same_bits(state_of(trainer), before)
+        trainer.step(*BATCHES[1])
