@@ -27,6 +27,7 @@ from trainers import state_of
 from zoo import build, make_batches
 
 pytestmark = HUNG_TESTS_ABORT
+LONG = pytest.mark.timeout(240)  # two processes import torch, on a busy machine
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 SIZES = (21, 19, 5)
@@ -191,6 +192,7 @@ def results_of(finished, out, rank):
     return json.loads((out / f"{rank}.json").read_text())
 
 
+@LONG
 @pytest.mark.parametrize(
     ("devices", "split"), [("2,1", "slices"), pytest.param("1,1", "shards", marks=pytest.mark.slow)]
 )
@@ -202,6 +204,7 @@ def test_two_processes_whose_devices_compute_slices(devices, split, tmp_path):
         assert found == [[trainer.fingerprint(), losses]] * 2
 
 
+@LONG
 def test_processes_that_cut_layers_into_other_slices_are_refused(tmp_path):
     finished = torchrun(2, "slices.py", tmp_path, "1,1", "shards", "other")
     assert finished.returncode
