@@ -51,6 +51,13 @@ def test_options_that_stages_exclude(options):
         staged(build("dropout"), **options)
 
 
+def test_a_device_has_a_stage_or_computes_slices():
+    layers = nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)
+    model = evenstep.nn.slice_(nn.Sequential(*layers), slices=2)
+    with pytest.raises(InputError, match="got stages and split='slices', but devices either have"):
+        staged(model, split="slices")
+
+
 def test_a_refused_name_changes_nothing():
     model = build("dropout")
     with pytest.raises(EvenstepError, match="'5'"):
