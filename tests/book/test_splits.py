@@ -106,10 +106,14 @@ def measured_figures():
 def test_every_way_and_every_device_ends_with_one_fingerprint():
     figures = measured_figures()
     rows = {row.text: row for row in split_rows.rows(TINY, figures)}
-    assert rows["fingerprint, split by data and slices, on 1 to 3 devices"].here == "equal"
+    assert rows["fingerprint, split by data, stages, slices, on 1 to 3 devices"].here == "equal"
     assert rows["slices: lines of a program to change"].here == "2"
     assert rows["slices, 2 devices: synchronisations in a step"].here == "16"
     assert rows["data, 2 devices: share of the weights on the second"].here == "100%"
+    first, second = 784 * 24 + 24, 24 * 24 + 24 + 24 * 10 + 10  # the first layer, the other two
+    share = f"{second / (first + second):.0%}"
+    assert rows["stages, 2 devices: share of the weights on the second"].here == share
+    assert rows["stages, 2 devices: synchronisations in a step"].here == str(2 * TINY["shards"])
     assert "slices, 3 devices, width 24: examples a second" in rows
     figures["splits.data.1.round0"]["fingerprints"] = ["bad0" * 16] * 2
     (same, *_) = split_rows.rows(TINY, figures)

@@ -9,7 +9,7 @@ from typing import Any
 from evenstep.bench.lineup import counted
 from evenstep.bench.tables import NOTHING, with_unit
 from evenstep.book.reproduce.plan import Figures, Row
-from evenstep.book.reproduce.split_costs import LINKS, Perceptron, cost, first_width
+from evenstep.book.reproduce.split_costs import LINKS, Perceptron, Way, cost, first_width
 from evenstep.book.reproduce.splits import LINES, WAYS
 
 _MB = 1e6
@@ -54,7 +54,7 @@ def _devices(measured: Figures) -> list[int]:
 def _same(measured: Figures, job: Mapping[str, Any]) -> Row:
     prints = [{one["fingerprints"][place] for one in measured.values()}
               for place in range(len(job["widths"]))]  # fmt: skip
-    ways, most = " and ".join(WAYS), max(_devices(measured))
+    ways, most = ", ".join(WAYS), max(_devices(measured))
     text = f"fingerprint, split by {ways}, on 1 to {most} devices"
     if all(len(one) == 1 for one in prints):
         (last,) = prints[-1]
@@ -93,11 +93,15 @@ def _where_it_wins(measured: Figures, job: Mapping[str, Any]) -> Iterator[Row]:
 def _exchanged(measured: Figures, job: Mapping[str, Any], place: int) -> Iterator[Row]:
     """Bytes, meetings and memory of a step on two devices."""
     network = _network(job, place)
-    by_data = cost("data", network, 2)
-    why = "By arithmetic: each device's gradients go to the other, and the sums come back."
-    yield Row(text="data, 2 devices: MB exchanged in a step",
-              here=with_unit(2 * by_data.nbytes / _MB, "MB"), why=why)  # fmt: skip
-    yield Row(text="data, 2 devices: synchronisations in a step", here="1")
+    by_arithmetic: tuple[tuple[Way, int, str], ...] = (
+        ("data", 1, "each device's gradients go to the other, and the sums come back"),
+        ("stages", 2 * network.shards, "each shard's activations go on, and their gradients back"),
+    )
+    for other, meetings, why in by_arithmetic:
+        nbytes = 2 * cost(other, network, 2).nbytes
+        yield Row(text=f"{other}, 2 devices: MB exchanged in a step",
+                  here=with_unit(nbytes / _MB, "MB"), why=f"By arithmetic: {why}.")  # fmt: skip
+        yield Row(text=f"{other}, 2 devices: synchronisations in a step", here=str(meetings))
     for way in WAYS:
         rounds = _rounds(measured, way, 2)
         if not rounds:

@@ -17,15 +17,17 @@ from torch import nn
 
 import evenstep
 from evenstep.bench import fresh
+from evenstep.stages.plan import find_stages
 
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "data": {"split": "shards"},
+    "stages": {"stages": "balanced"},
     "slices": {"split": "slices"},
 }
-"""The options of a trainer for each way; the stages' are to be added here."""
+"""The options of a trainer for each way."""
 
-LINES = {"data": 1, "stages": 2, "slices": 2}
-"""The lines that a program for one device changes: `devices=`, and what is split (`slice_`)."""
+LINES = {"data": 1, "stages": 1, "slices": 2}
+"""The lines that a program for one device changes: the trainer's options, and `slice_`."""
 
 INPUTS, CLASSES = 784, 10
 _WARM_UP = 2  # steps
@@ -68,18 +70,28 @@ def _train(job: Mapping[str, Any], width: int) -> dict[str, Any]:
             steps_s.append(time.perf_counter() - began_s)
         exchanged = trainer.exchanged
         fingerprint = trainer.fingerprint()
-    weights = sum(one.nbytes for one in net.parameters())
-    is_alone = job["devices"] == 1
+        held = _held_nbytes(job["way"], trainer)
     return {
         "fingerprints": fingerprint,
         "examples_per_s": examples / statistics.median(steps_s[_WARM_UP:]),
         "nbytes": None if exchanged is None else exchanged.nbytes / len(steps_s),
         "meetings": None if exchanged is None else exchanged.meetings / len(steps_s),
-        "weight_nbytes": weights,
-        "held_nbytes": max(exchanged.held.values(), default=0)
-        if exchanged is not None
-        else (0 if is_alone else weights),
+        "weight_nbytes": sum(one.nbytes for one in net.parameters()),
+        "held_nbytes": held,
     }
+
+
+def _held_nbytes(way: str, trainer: evenstep.Trainer) -> int:
+    """Return the bytes of weights on the device, besides the first, that holds most of them."""
+    net, devices = trainer.model, trainer.devices
+    if len(devices) == 1:
+        return 0
+    if trainer.exchanged is not None:
+        return max(trainer.exchanged.held.values(), default=0)
+    if way == "stages":
+        _, *others = find_stages("balanced", net, devices).parameters_of(net)
+        return max(sum(one.nbytes for one in own) for own in others)
+    return sum(one.nbytes for one in net.parameters())
 
 
 if __name__ == "__main__":
