@@ -79,7 +79,9 @@ def test_a_state_becomes_a_tree_and_a_state_again(tree, tmp_path):
 
 def test_the_keys_of_a_checkpoint_are_the_documented_fields(tree):
     assert list(tree) == KEYS_OF_ALL
-    assert list(tree["model"]) == [field.name for field in dataclasses.fields(ModelState)]
+    own = [field.name for field in dataclasses.fields(ModelState)]
+    own.remove("slices")  # only where layers are cut into slices
+    assert list(tree["model"]) == own
 
 
 NEEDED = [key for key in KEYS_OF_ALL if key != "optimizers"]  # version 0.1.0 did not write it
