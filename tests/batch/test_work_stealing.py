@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.batch.assignment import Pace, ShardQueue
+from evenstep.profiling.clock import ShardTime
 
 
 class Clock:
@@ -78,7 +79,7 @@ def test_a_stolen_shard_says_so_with_its_times():
     assert queue.next(0) == 1
     clock.now = 5.0
     queue.next(0)
-    assert done == [(0, 1, True, 2.0, 5.0)]
+    assert done == [ShardTime(lane=0, shard=1, stolen=True, began_s=2.0, ended_s=5.0)]
 
 
 def test_after_a_drop_no_shard_begins_and_those_in_progress_end():
