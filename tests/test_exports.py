@@ -270,6 +270,13 @@ EXPORTS = {
     "evenstep.shard": [],
     "evenstep.stages": [],
     "evenstep.steps": [],
+    "evenstep.steps.executors": [
+        "IndependentExecutor",
+        "LockstepExecutor",
+        "SlicedExecutor",
+        "explain",
+        "lockstep_option",
+    ],
     "evenstep.steps.owners": [],
     "evenstep.training": [],
     "evenstep.training.evaluation": [],

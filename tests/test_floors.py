@@ -156,7 +156,7 @@ def test_a_folder_is_a_package(folder):
     ("module", "source"),
     [
         ("evenstep.devices.device", "from evenstep.training.trainer import Trainer"),
-        ("evenstep.shard.loss", "from evenstep.steps.executor import Cut"),
+        ("evenstep.shard.loss", "from evenstep.steps.executors import Cut"),
         ("evenstep.batch.rng", "from evenstep.steps import executor"),
         ("evenstep.collectives.tree", "import evenstep.engine.lanes, evenstep.batch.cut"),
         ("evenstep.training.trainer", "def late():\n    from evenstep import Trainer"),

@@ -17,7 +17,9 @@ X, Y = torch.randn(24, 12, generator=torch.Generator().manual_seed(0)), torch.ar
 
 
 # What torch says about the tensors of this file.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse [CB]S[RC] tensor support is in beta", "ignore:torch.quantize_per_tensor")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse [CB]S[RC]", "ignore:torch.quantize_per_tensor"
+)
 
 
 def net():

@@ -11,7 +11,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import BatchError, ModelError, NonFiniteLossError
-from evenstep.steps.executor import IndependentExecutor
+from evenstep.steps.executors import IndependentExecutor
 from layouts import own
 from trainers import sgd
 from zoo import CLASSES, build, make_batches

@@ -174,7 +174,16 @@ CALLS = {
     "close": lambda trainer: trainer.close(),
 }
 
-PASSIVE = {"compile_s", "contract", "cursor", "exchanged", "hybridized", "load", "position", "steps_done"}
+PASSIVE = {
+    "compile_s",
+    "contract",
+    "cursor",
+    "exchanged",
+    "hybridized",
+    "load",
+    "position",
+    "steps_done",
+}
 PASSIVE |= {"within_rounding"}
 """What needs no thread: it may be read in a fork too."""
 

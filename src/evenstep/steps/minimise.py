@@ -12,7 +12,7 @@ from evenstep.checkpoint.training_state import rolled_back_on_error
 from evenstep.devices import intra_op_threads
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum
-from evenstep.steps.executor import IndependentExecutor
+from evenstep.steps.executors import IndependentExecutor
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.step import Progress, Step, StepLoss
 from evenstep.steps.update import Update, refuse_no_gradient, settle

@@ -8,7 +8,7 @@ from evenstep.distributed.step_report import AgainError
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import BatchError, InputError, text_of
 from evenstep.shard.partial_sum import AccumulatedTwiceError
-from evenstep.steps.executor import IndependentExecutor
+from evenstep.steps.executors import IndependentExecutor
 from evenstep.steps.step import Step
 
 logger = logging.getLogger("evenstep")

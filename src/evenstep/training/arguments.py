@@ -29,7 +29,7 @@ from evenstep.limits import (
 from evenstep.nn import sliced_layers
 from evenstep.shard.loss import UserObjective
 from evenstep.stages.plan import StageNames, Stages, find_stages
-from evenstep.steps.executor import lockstep_option
+from evenstep.steps.executors import lockstep_option
 from evenstep.steps.update import Hook
 
 _MOST_SIDE_BY_SIDE = 1_024  # shards, each with a thread and a replica

@@ -18,7 +18,7 @@ from evenstep.profiling.clock import Timekeeper
 from evenstep.replicas import OptimizerProxy, Replicas
 from evenstep.stages.executor import StagedExecutor
 from evenstep.stages.plan import Stages
-from evenstep.steps.executor import IndependentExecutor, LockstepExecutor, SlicedExecutor
+from evenstep.steps.executors import IndependentExecutor, LockstepExecutor, SlicedExecutor
 from evenstep.steps.group import Group
 from evenstep.steps.minimise import Minimiser, minimises
 from evenstep.steps.overlapped_pipeline import OverlappedPipeline

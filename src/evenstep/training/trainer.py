@@ -46,7 +46,7 @@ from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objectiv
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
 from evenstep.stages.plan import StageNames
-from evenstep.steps.executor import SlicedExecutor
+from evenstep.steps.executors import SlicedExecutor
 from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook, kept_gradients

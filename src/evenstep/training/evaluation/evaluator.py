@@ -24,7 +24,7 @@ from evenstep.shard.evaluation import (
     evaluation_mode,
     join_outputs,
 )
-from evenstep.steps.executor import IndependentExecutor
+from evenstep.steps.executors import IndependentExecutor
 from evenstep.steps.step import Progress, SeedOf
 from evenstep.steps.update import sum_floats
 from evenstep.training.evaluation.metric_objects import split_metrics

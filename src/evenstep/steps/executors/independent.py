@@ -1,13 +1,10 @@
-"""Computes the shards of a batch on the devices: which device computes which shard, and how."""
+"""Computes the shards of a batch on the devices, each by itself, and takes them from slow ones."""
 
 from __future__ import annotations
 
 import functools
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from typing import Any, TypeVar
 
 from evenstep.batch import Batch, contiguous_runs
@@ -18,18 +15,16 @@ from evenstep.devices import Device
 from evenstep.engine import Engine, Task, streams
 from evenstep.engine.interrupts import interruptible
 from evenstep.engine.task import PLAIN
-from evenstep.errors import DeviceError, DeviceLostError, add_note
+from evenstep.errors import add_note
 from evenstep.experiment import Experiment
-from evenstep.nn.crew import CrewStoppedError, DeviceCrew, Exchanged, crew_here
-from evenstep.profiling.clock import NodeTime, ShardTime, StepClock, Timekeeper
+from evenstep.profiling.clock import NodeTime, StepClock, Timekeeper
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.compile_policy import ShardPrograms
 from evenstep.shard.compiler import Program
 from evenstep.shard.evaluation import Forward, Measure, Metric, measure_shard, predict_shard
-from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard
-from evenstep.shard.lockstep import Lockstep, ShardInStep, Turn, shard_here
+from evenstep.shard.forward_backward import ShardWork, compute_shard
+from evenstep.shard.lockstep import shard_here
 from evenstep.shard.partial_sum import PartialSum, add
-from evenstep.shard.sync_batch_norm import SyncedBatchNorm
 from evenstep.steps.group import Group
 from evenstep.steps.step import Attempt, Step
 
@@ -294,156 +289,6 @@ class IndependentExecutor:
         return node
 
 
-class LockstepExecutor(IndependentExecutor):
-    """Computes all shards of a step side by side, so that they can exchange values.
-
-    Every device runs one of its shards at a time, and switches to another one where a shard waits
-    for the others. All devices get the same number of shards, and none is stolen.
-    """
-
-    side_by_side = True
-
-    def assign(self, attempt: Attempt) -> None:
-        """Give every device the same number of shards."""
-        if attempt.cut.filled == 1:  # one shard alone is the whole batch
-            return super().assign(attempt)
-        lost = ", ".join(str(self.engine.devices[lane]) for lane in sorted(self.engine.lost_lanes))
-        if lost:
-            raise DeviceLostError(
-                f"{lost} was lost, and with {lockstep_option(self.experiment)} the others would "
-                f"wait for it: save, and resume with Trainer.load on other devices"
-            )
-        return self._assign_side_by_side(attempt)
-
-    def _assign_evaluation(self, attempt: Attempt) -> None:
-        """Evaluate side by side too, as long as all devices are there."""
-        if attempt.cut.filled == 1 or self.engine.lost_lanes:
-            return super()._assign_evaluation(attempt)
-        return self._assign_side_by_side(attempt)
-
-    def _assign_side_by_side(self, attempt: Attempt) -> None:
-        attempt.runs = contiguous_runs(attempt.cut.part.run, [1.0] * len(self.engine.devices))
-        attempt.lockstep = Lockstep(attempt.cut.filled)
-
-    def compute(
-        self, attempt: Attempt, lane: int, batches: Mapping[int, Batch] | None = None
-    ) -> None:
-        """Compute the shards of the calling lane's run, all of them in progress at once."""
-        lockstep, shards = attempt.lockstep, attempt.runs[lane] if attempt.runs else ()
-        if lockstep is None:
-            return super().compute(attempt, lane, batches)
-        device_is_free = threading.Lock()
-        syncs = self.experiment.batch_norm == "sync"
-
-        def compute_one(place: int, shard: int) -> Leaf | None:
-            replica = self.replicas.of_lane(lane, place)
-
-            def note(turn: Turn) -> None:
-                _, began_s, ended_s = turn
-                attempt.clock.shards.append(ShardTime(lane, shard, False, began_s, ended_s))
-
-            in_step = ShardInStep(lockstep, shard, device_is_free, note)
-
-            def in_turn() -> Leaf:
-                self.engine.adopt(lane)
-                shard_here.set(in_step)  # in a thread of the shard's own
-                work = self._work(replica, lane, attempt, shard, batches)
-                with SyncedBatchNorm(in_step) if syncs else nullcontext():
-                    leaf: Leaf = attempt.compute(replica, work)
-                if attempt.cut.shared:
-                    attempt.cut.refuse_written_copies()
-                return leaf
-
-            try:
-                return in_step.run(in_turn)
-            except BaseException as error:
-                attempt.drop()
-                explain(error, attempt, shard, replica, replica.device)
-                raise
-
-        with ThreadPoolExecutor(max(1, len(shards)), "shard") as crew:
-            found: list[Future[Leaf | None]] = []
-            try:
-                for place, shard in enumerate(shards):
-                    found.append(crew.submit(compute_one, place, shard))
-            except RuntimeError as error:  # the system refuses another thread
-                attempt.drop()  # those that have begun wait for the others
-                raise DeviceError(
-                    f"shard {shards[len(found)]} of {attempt.cut.filled} that run side by side "
-                    f"could not get a thread ({error}): use fewer shards"
-                ) from error
-        results: dict[int, Any] = {
-            shard: future.result() for shard, future in zip(shards, found, strict=True)
-        }
-        attempt.results.update(results)
-        return None
-
-
-class SlicedExecutor(IndependentExecutor):
-    """Computes one shard at a time, whose sliced layers all devices compute together.
-
-    The first device of those that share the model's memory computes everything else. The others
-    compute slices until it has no shard left.
-
-    Attributes:
-        exchanged: what the devices have sent each other.
-    """
-
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self.exchanged = Exchanged()
-
-    def assign(self, attempt: Attempt) -> None:
-        """Give all shards to the lead, and the slices of their layers to all devices."""
-        self._assign_to_crew(attempt, self.pace)
-
-    def _assign_evaluation(self, attempt: Attempt) -> None:
-        self._assign_to_crew(attempt, self._evaluation_pace)
-
-    def _assign_to_crew(self, attempt: Attempt, pace: Pace) -> None:
-        devices, lost = self.engine.devices, self.engine.lost_lanes
-        alive = [lane for lane in range(len(devices)) if lane not in lost]
-        lead = next((n for n in alive if devices[n].memory == devices[0].memory), None)
-        if lead is None:
-            raise self.engine.lost_error(0, "no device is left that holds the model")
-        attempt.alone = attempt.alone and self.replicas.all[lead].has_learned
-        attempt.runs = contiguous_runs(
-            attempt.cut.part.run, [float(lane == lead) for lane in range(len(devices))]
-        )
-        attempt.queue = ShardQueue(attempt.runs, pace, attempt.clock.shards, may_steal=False)
-        if len(alive) > 1 and not attempt.alone and self.engine.side_by_side:
-            members = {lane: devices[lane] for lane in (lead, *alive)}  # the lead first
-            attempt.crew = DeviceCrew(members, self.exchanged)
-
-    def compute(
-        self, attempt: Attempt, lane: int, batches: Mapping[int, Batch] | None = None
-    ) -> None:
-        """Compute shards in the lead's lane, and slices of their layers in all others."""
-        crew = attempt.crew
-        if crew is None:
-            return super().compute(attempt, lane, batches)
-        outside = crew_here.set(crew)
-        try:
-            if lane == crew.lead:
-                super().compute(attempt, lane, batches)
-            else:
-                crew.help(lane)
-        except CrewStoppedError:  # the error is that of another lane
-            return None
-        except BaseException:
-            attempt.drop()
-            raise
-        finally:
-            crew_here.reset(outside)
-            if lane == crew.lead:
-                crew.stop()
-        return None
-
-    def shards_per_s(self) -> float:
-        """Return the shards a second of all devices together; 0 until one was measured."""
-        return max((1 / took for took in self.pace.seconds if took), default=0.0)
-
-
 def explain(
     error: BaseException, attempt: Attempt, shard: int | None, replica: Replica, device: Device
 ) -> None:
@@ -455,8 +300,3 @@ def explain(
         add_note(error, advice)
     place = attempt.place_of(shard)
     add_note(error, f"in {place} of step {attempt.number} on {device}")
-
-
-def lockstep_option(experiment: Experiment) -> str:
-    """Return the trainer's option that has chosen to compute shards side by side."""
-    return "batch_norm='sync'" if experiment.batch_norm == "sync" else "side_by_side=True"

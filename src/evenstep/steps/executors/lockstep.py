@@ -1,0 +1,109 @@
+"""Computes all shards of a step side by side, so that they can exchange values."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from typing import Any
+
+from evenstep.batch import Batch, contiguous_runs
+from evenstep.errors import DeviceError, DeviceLostError
+from evenstep.experiment import Experiment
+from evenstep.profiling.clock import ShardTime
+from evenstep.shard.forward_backward import Leaf
+from evenstep.shard.lockstep import Lockstep, ShardInStep, Turn, shard_here
+from evenstep.shard.sync_batch_norm import SyncedBatchNorm
+from evenstep.steps.executors.independent import IndependentExecutor, explain
+from evenstep.steps.step import Attempt
+
+
+class LockstepExecutor(IndependentExecutor):
+    """Computes all shards of a step side by side, so that they can exchange values.
+
+    Every device runs one of its shards at a time, and switches to another one where a shard waits
+    for the others. All devices get the same number of shards, and none is stolen.
+    """
+
+    side_by_side = True
+
+    def assign(self, attempt: Attempt) -> None:
+        """Give every device the same number of shards."""
+        if attempt.cut.filled == 1:  # one shard alone is the whole batch
+            return super().assign(attempt)
+        lost = ", ".join(str(self.engine.devices[lane]) for lane in sorted(self.engine.lost_lanes))
+        if lost:
+            raise DeviceLostError(
+                f"{lost} was lost, and with {lockstep_option(self.experiment)} the others would "
+                f"wait for it: save, and resume with Trainer.load on other devices"
+            )
+        return self._assign_side_by_side(attempt)
+
+    def _assign_evaluation(self, attempt: Attempt) -> None:
+        """Evaluate side by side too, as long as all devices are there."""
+        if attempt.cut.filled == 1 or self.engine.lost_lanes:
+            return super()._assign_evaluation(attempt)
+        return self._assign_side_by_side(attempt)
+
+    def _assign_side_by_side(self, attempt: Attempt) -> None:
+        attempt.runs = contiguous_runs(attempt.cut.part.run, [1.0] * len(self.engine.devices))
+        attempt.lockstep = Lockstep(attempt.cut.filled)
+
+    def compute(
+        self, attempt: Attempt, lane: int, batches: Mapping[int, Batch] | None = None
+    ) -> None:
+        """Compute the shards of the calling lane's run, all of them in progress at once."""
+        lockstep, shards = attempt.lockstep, attempt.runs[lane] if attempt.runs else ()
+        if lockstep is None:
+            return super().compute(attempt, lane, batches)
+        device_is_free = threading.Lock()
+        syncs = self.experiment.batch_norm == "sync"
+
+        def compute_one(place: int, shard: int) -> Leaf | None:
+            replica = self.replicas.of_lane(lane, place)
+
+            def note(turn: Turn) -> None:
+                _, began_s, ended_s = turn
+                attempt.clock.shards.append(ShardTime(lane, shard, False, began_s, ended_s))
+
+            in_step = ShardInStep(lockstep, shard, device_is_free, note)
+
+            def in_turn() -> Leaf:
+                self.engine.adopt(lane)
+                shard_here.set(in_step)  # in a thread of the shard's own
+                work = self._work(replica, lane, attempt, shard, batches)
+                with SyncedBatchNorm(in_step) if syncs else nullcontext():
+                    leaf: Leaf = attempt.compute(replica, work)
+                if attempt.cut.shared:
+                    attempt.cut.refuse_written_copies()
+                return leaf
+
+            try:
+                return in_step.run(in_turn)
+            except BaseException as error:
+                attempt.drop()
+                explain(error, attempt, shard, replica, replica.device)
+                raise
+
+        with ThreadPoolExecutor(max(1, len(shards)), "shard") as crew:
+            found: list[Future[Leaf | None]] = []
+            try:
+                for place, shard in enumerate(shards):
+                    found.append(crew.submit(compute_one, place, shard))
+            except RuntimeError as error:  # the system refuses another thread
+                attempt.drop()  # those that have begun wait for the others
+                raise DeviceError(
+                    f"shard {shards[len(found)]} of {attempt.cut.filled} that run side by side "
+                    f"could not get a thread ({error}): use fewer shards"
+                ) from error
+        results: dict[int, Any] = {
+            shard: future.result() for shard, future in zip(shards, found, strict=True)
+        }
+        attempt.results.update(results)
+        return None
+
+
+def lockstep_option(experiment: Experiment) -> str:
+    """Return the trainer's option that has chosen to compute shards side by side."""
+    return "batch_norm='sync'" if experiment.batch_norm == "sync" else "side_by_side=True"

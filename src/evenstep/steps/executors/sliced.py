@@ -1,0 +1,77 @@
+"""Computes one shard at a time, whose sliced layers all devices compute together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from evenstep.batch import Batch, contiguous_runs
+from evenstep.batch.assignment import Pace, ShardQueue
+from evenstep.nn.crew import CrewStoppedError, DeviceCrew, Exchanged, crew_here
+from evenstep.steps.executors.independent import IndependentExecutor
+from evenstep.steps.step import Attempt
+
+
+class SlicedExecutor(IndependentExecutor):
+    """Computes one shard at a time, whose sliced layers all devices compute together.
+
+    The first device of those that share the model's memory computes everything else. The others
+    compute slices until it has no shard left.
+
+    Attributes:
+        exchanged: what the devices have sent each other.
+    """
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.exchanged = Exchanged()
+
+    def assign(self, attempt: Attempt) -> None:
+        """Give all shards to the lead, and the slices of their layers to all devices."""
+        self._assign_to_crew(attempt, self.pace)
+
+    def _assign_evaluation(self, attempt: Attempt) -> None:
+        self._assign_to_crew(attempt, self._evaluation_pace)
+
+    def _assign_to_crew(self, attempt: Attempt, pace: Pace) -> None:
+        devices, lost = self.engine.devices, self.engine.lost_lanes
+        alive = [lane for lane in range(len(devices)) if lane not in lost]
+        lead = next((n for n in alive if devices[n].memory == devices[0].memory), None)
+        if lead is None:
+            raise self.engine.lost_error(0, "no device is left that holds the model")
+        attempt.alone = attempt.alone and self.replicas.all[lead].has_learned
+        attempt.runs = contiguous_runs(
+            attempt.cut.part.run, [float(lane == lead) for lane in range(len(devices))]
+        )
+        attempt.queue = ShardQueue(attempt.runs, pace, attempt.clock.shards, may_steal=False)
+        if len(alive) > 1 and not attempt.alone and self.engine.side_by_side:
+            members = {lane: devices[lane] for lane in (lead, *alive)}  # the lead first
+            attempt.crew = DeviceCrew(members, self.exchanged)
+
+    def compute(
+        self, attempt: Attempt, lane: int, batches: Mapping[int, Batch] | None = None
+    ) -> None:
+        """Compute shards in the lead's lane, and slices of their layers in all others."""
+        crew = attempt.crew
+        if crew is None:
+            return super().compute(attempt, lane, batches)
+        outside = crew_here.set(crew)
+        try:
+            if lane == crew.lead:
+                super().compute(attempt, lane, batches)
+            else:
+                crew.help(lane)
+        except CrewStoppedError:  # the error is that of another lane
+            return None
+        except BaseException:
+            attempt.drop()
+            raise
+        finally:
+            crew_here.reset(outside)
+            if lane == crew.lead:
+                crew.stop()
+        return None
+
+    def shards_per_s(self) -> float:
+        """Return the shards a second of all devices together; 0 until one was measured."""
+        return max((1 / took for took in self.pace.seconds if took), default=0.0)
