@@ -157,7 +157,7 @@ def test_a_folder_is_a_package(folder):
     [
         ("evenstep.devices.device", "from evenstep.training.trainer import Trainer"),
         ("evenstep.shard.loss", "from evenstep.steps.executors import Cut"),
-        ("evenstep.batch.rng", "from evenstep.steps import executor"),
+        ("evenstep.batch.rng", "from evenstep.steps import executors"),
         ("evenstep.collectives.tree", "import evenstep.engine.lanes, evenstep.batch.cut"),
         ("evenstep.training.trainer", "def late():\n    from evenstep import Trainer"),
         ("evenstep.verification", "import evenstep"),

@@ -25,7 +25,7 @@ from evenstep.bench import Contender, fresh, workload
 from evenstep.bench.rounds import Run, by_round, select
 from evenstep.bench.tables import Table, cells, number, verdict
 from evenstep.engine import ThreadLanes
-from evenstep.steps import executor
+from evenstep.steps.executors import independent
 
 SLOW = 1
 CORES = sorted(os.sched_getaffinity(0))
@@ -46,7 +46,7 @@ def measure(fields: Mapping[str, Any]) -> dict[str, Any]:
         lanes=PinnedLanes,
     )
     if slowed == "delay":
-        executor.compute_shard = _delayed(executor.compute_shard, factor)
+        independent.compute_shard = _delayed(independent.compute_shard, factor)
     if not steal:  # the same number of shards for every device
         ShardQueue._steal = lambda queue, thief, now: None
         Pace.speeds = lambda pace, lost=(): [1.0] * len(devices)

@@ -51,7 +51,7 @@ def run(processes, mode, out, case):
     ("before", "after"),
     [
         ((2, "partition"), (1, "whole")),
-        ((1, "whole"), (2, "partition")),
+        pytest.param((1, "whole"), (2, "partition"), marks=pytest.mark.slow),
         pytest.param((2, "partition"), (3, "partition"), marks=pytest.mark.slow),
         pytest.param((3, "partition"), (2, "whole"), marks=pytest.mark.slow),
     ],

@@ -7,7 +7,7 @@ import pytest
 from launched import alone, torchrun
 
 LAYOUTS = [
-    ("2,2", "2,4", 1, "none"),
+    pytest.param("2,2", "2,4", 1, "none", marks=pytest.mark.slow),
     ("2,2", "2,2", 1, "optimizer"),
     pytest.param("2,1", "2,1", 2, "optimizer", marks=pytest.mark.slow),
     pytest.param("1,2,2", "2,2,2", 1, "none", marks=pytest.mark.slow),
