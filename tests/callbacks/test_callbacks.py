@@ -11,7 +11,7 @@ from torch import nn
 import evenstep
 from evenstep.callbacks import Callback, EpochRecord
 from evenstep.errors import InputError, NonFiniteLossError
-from launched import torchrun
+from launched import launched
 from resuming import LOADER, OPTIMIZERS
 from resuming import run as run_steps
 from trainers import open_trainer, sgd
@@ -361,7 +361,7 @@ def test_ctrl_c_in_a_callback_leaves_the_step_taken():
 
 @pytest.mark.slow
 def test_of_several_processes_the_first_one_is_told_or_all():
-    done = torchrun(2, "callbacks.py")
+    done = launched(2, "callbacks.py")
     assert done.returncode == 0, done.stderr
     lines = sorted(done.stdout.splitlines())
     assert lines == ["rank 0 each 3", "rank 0 first 3", "rank 1 each 3", "rank 1 first 0"]

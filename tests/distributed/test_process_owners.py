@@ -9,7 +9,7 @@ import pytest
 
 from evenstep.checkpoint.files import latest_checkpoint, read_checkpoint
 from evenstep.errors import CheckpointError
-from launched import alone, apart, torchrun
+from launched import alone, apart, launched
 
 CASES = ("optimizers", "models", "clipped", "grouped", "gathered")
 
@@ -29,7 +29,7 @@ def whole(tmp_path_factory):
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_optimizer_and_model_keeps_its_bits(whole, processes, tmp_path):
-    finished = torchrun(processes, "owned.py", tmp_path, "partition", *CASES, timeout_s=200)
+    finished = launched(processes, "owned.py", tmp_path, "partition", *CASES)
     for rank in range(processes):
         found = results_of(finished, tmp_path, rank)
         for case in CASES:
@@ -40,7 +40,7 @@ def run(processes, mode, out, case):
     """Return what one case gives in some processes, the same in all of them."""
     out.mkdir()
     job = ("owned.py", out, mode, case)
-    finished = alone(*job) if processes == 1 else torchrun(processes, *job)
+    finished = alone(*job) if processes == 1 else launched(processes, *job)
     found = [results_of(finished, out, rank)[case] for rank in range(processes)]
     assert all(one == found[0] for one in found)
     return found[0]
@@ -79,7 +79,7 @@ def test_checkpoints_can_be_resumed_with_other_owners(before, after, tmp_path):
 @pytest.mark.timeout(240)
 def test_memory_at_rest_falls_from_16_to_4_and_12_shared_bytes_a_parameter(tmp_path):
     """Every tensor counts that is there after a step, whatever holds it."""
-    finished = torchrun(2, "owned.py", tmp_path, "partition", "memory")
+    finished = launched(2, "owned.py", tmp_path, "partition", "memory")
     for rank in range(2):
         (nbytes,) = results_of(finished, tmp_path, rank)["memory"]
         assert 10 <= nbytes < 10 * 1.05
@@ -93,16 +93,16 @@ def test_a_model_that_needs_more_memory_than_a_process_may_have_trains_in_two(
 ):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back to the system
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    finished = torchrun(2, "owned.py", tmp_path, "partition", "limited")
+    finished = launched(2, "owned.py", tmp_path, "partition", "limited")
     assert results_of(finished, tmp_path, 0)["limited"] == [True] * 3
-    finished = torchrun(2, "owned.py", tmp_path, "whole", "limited")
+    finished = launched(2, "owned.py", tmp_path, "whole", "limited")
     assert finished.returncode != 0
     assert re.search("allocate memory|MemoryError|can't start new thread", finished.stderr)
 
 
 @pytest.mark.timeout(240)
 def test_an_error_of_one_owner_before_the_update_leaves_all_models_as_they_were(tmp_path):
-    finished = torchrun(2, "owners_fail.py", tmp_path, "before_update")
+    finished = launched(2, "owners_fail.py", tmp_path, "before_update")
     first, second = (results_of(finished, tmp_path, rank) for rank in range(2))
     assert second == {"error": "ValueError: no", "steps": 1, "same": True}
     assert re.fullmatch(r"PeerError: rank 1 \(on .*\) failed: ValueError: no", first["error"])
@@ -110,7 +110,7 @@ def test_an_error_of_one_owner_before_the_update_leaves_all_models_as_they_were(
 
 
 def test_an_owner_that_cannot_write_leaves_the_earlier_checkpoint(tmp_path):
-    finished = torchrun(2, "owners_fail.py", tmp_path, "full")
+    finished = launched(2, "owners_fail.py", tmp_path, "full")
     for rank in range(2):
         message = results_of(finished, tmp_path, rank)["error"]
         assert message.startswith("SaveError: rank 1 (on ")

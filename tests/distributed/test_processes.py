@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from launched import alone, torchrun
+from launched import alone, launched, torchrun
 
 LAYOUTS = [
     ("1,1", 1, "plain"),
@@ -50,7 +50,7 @@ def test_a_slow_process_gets_fewer_shards_and_nothing_else_changes(tmp_path):
     """Five epochs of 40 steps: speeds measured in the first 64 steps count in the next 64."""
     (tmp_path / "alone").mkdir()
     expected = results_of(alone("uneven.py", tmp_path / "alone"), tmp_path / "alone", 0)
-    finished = torchrun(2, "uneven.py", tmp_path)
+    finished = launched(2, "uneven.py", tmp_path)
     fast, slow = (results_of(finished, tmp_path, rank) for rank in range(2))
     assert fast["fingerprint"] == slow["fingerprint"] == expected["fingerprint"]
     for ours, theirs, all_shards in zip(
@@ -66,7 +66,7 @@ def test_sequences_and_shared_tensors_in_two_processes(tmp_path):
     (tmp_path / "alone").mkdir()
     expected = results_of(alone("sequences.py", tmp_path / "alone"), tmp_path / "alone", 0)
     assert expected[1] == [5, 33, 4]
-    finished = torchrun(2, "sequences.py", tmp_path)
+    finished = launched(2, "sequences.py", tmp_path)
     assert [results_of(finished, tmp_path, rank) for rank in range(2)] == [expected] * 2
 
 
@@ -74,7 +74,7 @@ def test_sequences_and_shared_tensors_in_two_processes(tmp_path):
 def test_compiled_shards_have_the_same_bits_in_two_processes(tmp_path):
     assert alone("hybridized.py", tmp_path).returncode == 0
     (tmp_path / "two").mkdir()
-    finished = torchrun(2, "hybridized.py", tmp_path / "two")
+    finished = launched(2, "hybridized.py", tmp_path / "two")
     assert finished.returncode == 0, finished.stderr
     one = (tmp_path / "0.txt").read_text()
     fingerprint, why_not = one.split(" ", 1)
@@ -85,7 +85,7 @@ def test_compiled_shards_have_the_same_bits_in_two_processes(tmp_path):
 
 @pytest.mark.slow
 def test_a_process_that_cannot_compile_is_named_by_all(tmp_path):
-    finished = torchrun(2, "hybridized.py", tmp_path, 1)
+    finished = launched(2, "hybridized.py", tmp_path, 1)
     assert "computed eagerly, because" in finished.stderr
     assert "no compiler is there" in finished.stderr
     for rank in range(2):

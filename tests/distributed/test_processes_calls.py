@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from launched import alone, torchrun
+from launched import alone, launched
 from marks import slow
 
 LIMIT_S = 8.0  # less than the time limit of a wait
@@ -17,7 +17,7 @@ def of_rank(out, rank):
 
 def ends(out, call, in_flight=1, processes=2):
     """Return for each process the seconds, the error, the steps done, and the fingerprint."""
-    torchrun(processes, "loops.py", out, call, in_flight)
+    launched(processes, "loops.py", out, call, in_flight)
     return [of_rank(out, rank) for rank in range(processes)]
 
 
@@ -27,7 +27,7 @@ def test_loops_give_what_they_give_in_one_process(tmp_path):
     for folder in ("one", "two"):
         (tmp_path / folder).mkdir()
     alone("loops.py", tmp_path / "one")
-    finished = torchrun(2, "loops.py", tmp_path / "two")
+    finished = launched(2, "loops.py", tmp_path / "two")
     assert finished.returncode == 0, finished.stderr
     expected = of_rank(tmp_path / "one", 0)
     assert expected.keys() >= {"skipping", "skipping_fetched", "repeating", "evaluating"}

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from launched import JOBS, apart, free_port, started, torchrun, wait_for_all
+from launched import JOBS, apart, free_port, launched, started, wait_for_all
 from marks import slow
 
 LIMIT_S = 3.0
@@ -19,7 +19,7 @@ def reported(tmp_path, kind, rank):
 
 
 def run(tmp_path, kind, *more):
-    return torchrun(2, "fail.py", tmp_path, kind, *more)
+    return launched(2, "fail.py", tmp_path, kind, *more)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from launched import alone, torchrun
+from launched import alone, launched
 from loading import EXAMPLES
 
 PARTS = ["shuffled", "quiet", "augmented", "in lists", "weighted", "fork"]
@@ -24,7 +24,7 @@ def trained(folder, kinds, processes):
     if processes == 1:
         finished = alone("loaders.py", folder, *kinds)
     else:
-        finished = torchrun(processes, "loaders.py", folder, *kinds)
+        finished = launched(processes, "loaders.py", folder, *kinds)
     assert finished.returncode == 0, finished.stderr
     return [of_rank(folder, rank) for rank in range(processes)]
 
@@ -97,7 +97,7 @@ def test_a_loop_may_ask_for_whole_batches_to_draw_numbers_for_every_example(tmp_
     ids=str,
 )
 def test_processes_with_different_loaders_are_refused(tmp_path, kind, pattern, steps):
-    torchrun(2, "loaders.py", tmp_path, "apart", kind)
+    launched(2, "loaders.py", tmp_path, "apart", kind)
     for text, steps_done in (of_rank(tmp_path, rank) for rank in range(2)):
         assert re.match(pattern, text)
         assert "\n" not in text

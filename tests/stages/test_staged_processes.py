@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from launched import alone, torchrun
+from launched import alone, launched
 
 LAYOUTS = [
     pytest.param("2,2", "2,4", 1, "none", marks=pytest.mark.slow),
@@ -24,6 +24,6 @@ def results_of(finished, out, rank):
 def test_every_arrangement_gives_what_one_device_gives(stages, devices, in_flight, owned, tmp_path):
     expected = results_of(alone("staged.py", tmp_path, "1", "1", 1, "none"), tmp_path, 0)
     processes = len(stages.split(","))
-    finished = torchrun(processes, "staged.py", tmp_path, stages, devices, in_flight, owned)
+    finished = launched(processes, "staged.py", tmp_path, stages, devices, in_flight, owned)
     for rank in range(processes):
         assert results_of(finished, tmp_path, rank) == expected

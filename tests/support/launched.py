@@ -2,12 +2,19 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
+import warnings
 from pathlib import Path
+from unittest import mock
 
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -28,6 +35,39 @@ def torchrun(processes, job, *arguments, timeout_s=120):
         timeout=timeout_s,
         check=False,
     )
+
+
+def launched(processes, job, *arguments):
+    """Run a job as `torchrun` does, by the launcher behind it, without starting torch for that."""
+    command = [str(JOBS / job), *map(str, arguments)]
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with tempfile.TemporaryDirectory() as folder:
+        config = LaunchConfig(
+            *(1, 1, processes),
+            run_id=Path(folder).name,
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
+        )
+        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # the launcher closes no log
+            code = _code_of(elastic_launch(config, sys.executable), command)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        texts = [
+            "".join(file.read_text() for file in sorted(Path(folder).rglob(f"{name}.log")))
+            for name in ("stdout", "stderr")
+        ]
+    return subprocess.CompletedProcess(command, code, *texts)
+
+
+def _code_of(launch, command):
+    try:
+        launch(*command)
+    except ChildFailedError:
+        return 1
+    return 0
 
 
 def alone(job, *arguments, timeout_s=120):

@@ -8,7 +8,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import BatchError, InputError
-from launched import torchrun
+from launched import launched
 from metric_objects import BATCHES, CLASSES, collection, evaluated, metrics
 from trainers import LAYOUTS, open_trainer, sgd
 from zoo import build
@@ -45,7 +45,7 @@ def test_the_bits_are_the_same_on_any_devices(devices):
 
 @pytest.mark.slow
 def test_the_bits_are_the_same_in_two_processes(tmp_path):
-    done = torchrun(2, "evaluated.py", tmp_path)
+    done = launched(2, "evaluated.py", tmp_path)
     assert done.returncode == 0, done.stderr
     expected = {name: torch.as_tensor(value).tolist() for name, value in evaluated(1).items()}
     for rank in (0, 1):

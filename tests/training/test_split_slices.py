@@ -18,7 +18,7 @@ from evenstep.engine import InlineLanes
 from evenstep.errors import CheckpointError, DeviceLostError, InputError
 from evenstep.metrics import accuracy
 from evenstep.nn import SlicedLinear, slice_
-from launched import torchrun
+from launched import launched
 from layouts import DelayedLanes, mixed, own, shared
 from patience import HUNG_TESTS_ABORT, only_one_interrupt, press_ctrl_c_when
 from reference import assert_same_bits, reference_training, whole_state
@@ -197,7 +197,7 @@ def results_of(finished, out, rank):
     ("devices", "split"), [("2,1", "slices"), pytest.param("1,1", "shards", marks=pytest.mark.slow)]
 )
 def test_two_processes_whose_devices_compute_slices(devices, split, tmp_path):
-    finished = torchrun(2, "slices.py", tmp_path, devices, split)
+    finished = launched(2, "slices.py", tmp_path, devices, split)
     found = [results_of(finished, tmp_path, rank) for rank in range(2)]
     with Trainer(*given(), devices=1) as trainer:
         losses = [float(trainer.step(X, y)) for X, y in make_batches((33, 16, 30))]
@@ -206,7 +206,7 @@ def test_two_processes_whose_devices_compute_slices(devices, split, tmp_path):
 
 @LONG
 def test_processes_that_cut_layers_into_other_slices_are_refused(tmp_path):
-    finished = torchrun(2, "slices.py", tmp_path, "1,1", "shards", "other")
+    finished = launched(2, "slices.py", tmp_path, "1,1", "shards", "other")
     assert finished.returncode
     assert "slices=2" in finished.stderr
     assert "slices=4" in finished.stderr
