@@ -20,7 +20,7 @@ from benchmark import RESULTS, Benchmark, command_line
 from evenstep.bench import Contender, Record, missing, run_rounds
 from evenstep.bench.rounds import Run
 from evenstep.bench.tables import NOT_MEASURED, small
-from evenstep.cli.output import numbers_table, print_table
+from evenstep.cli.terminal.output import numbers_table, print_table
 
 NAMES = (
     "speed overhead revisions memory profile uneven processes cable hybridize engine kills "

@@ -110,6 +110,12 @@ EXPORTS = {
     ],
     "evenstep.checkpoint": [],
     "evenstep.cli": ["main"],
+    "evenstep.cli.machine": [],
+    "evenstep.cli.options": [],
+    "evenstep.cli.processes": [],
+    "evenstep.cli.terminal": [],
+    "evenstep.cli.traces": [],
+    "evenstep.cli.training": [],
     "evenstep.collectives": [
         "CanonicalSum",
         "Forest",

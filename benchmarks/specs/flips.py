@@ -24,8 +24,8 @@ import evenstep
 from benchmark import Benchmark, script
 from evenstep.bench import fresh
 from evenstep.bench.tables import Table
-from evenstep.cli.options import ExperimentOptions
-from evenstep.cli.runfile import read_run_file, write_run_file
+from evenstep.cli.options.training import ExperimentOptions
+from evenstep.cli.training.runfile import read_run_file, write_run_file
 from evenstep.data.idx import gunzip_idx, parse_idx
 from evenstep.errors import EvenstepError
 

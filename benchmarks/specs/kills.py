@@ -28,7 +28,7 @@ from benchmark import Benchmark
 from evenstep.bench import Contender
 from evenstep.bench.tables import Table, cells
 from evenstep.checkpoint.files import list_checkpoints
-from evenstep.cli.record import TrainRecord
+from evenstep.cli.training.record import TrainRecord
 
 STEPS, EVERY, KILLS, STOPS = 600, 20, 10, 5  # a stop takes twice as long as a kill
 LIMIT_S, TIMEOUT_S = 240, 4  # processes start one after the other on a loaded machine

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from evenstep.cli.advice import findings
+from evenstep.cli.traces.advice import findings
 from evenstep.profiling.accounting import PARTS, together
 from traces import HandTrace
 

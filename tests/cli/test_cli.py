@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from commands import EPOCH_STEPS, MLP, complaint, run, steps_kept, trained
 from evenstep import Trainer, data, models
-from evenstep.cli.record import TrainRecord
+from evenstep.cli.training.record import TrainRecord
 from evenstep.devices import usable_cores
 
 

@@ -10,7 +10,7 @@ import pytest
 from commands import complaint, run
 from evenstep.bench import fresh
 from evenstep.cli.bench import busy_note
-from evenstep.cli.machine_load import busy_cores, core_ticks, cores_used_by_others
+from evenstep.cli.machine.load import busy_cores, core_ticks, cores_used_by_others
 
 FAST = ("--model", "mlp", "--batch-size", 32, "--rounds", 1, "--steps", 2)
 

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from commands import complaint, run
-from evenstep.cli.output import print_table, shares_table
+from evenstep.cli.terminal.output import print_table, shares_table
 from evenstep.profiling.accounting import DeviceShares
 from traces import HandTrace
 

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from evenstep.cli.files import OutputFile, target_of, write_text
+from evenstep.cli.terminal.files import OutputFile, target_of, write_text
 from evenstep.errors import InputError
 from marks import slow
 
@@ -49,7 +49,7 @@ def test_what_can_never_be_a_file_is_refused_at_once(name):
 
 SAY_AND_WRITE = """
 import sys
-from evenstep.cli.files import OutputFile, write_text
+from evenstep.cli.terminal.files import OutputFile, write_text
 print("before")
 name = OutputFile(may_be_stream=True).convert(sys.argv[1], None, None)
 write_text(name, "{}\\n")
@@ -77,7 +77,7 @@ def test_stdout_by_its_name_is_written_where_it_stands_also_if_it_is_a_file(tmp_
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stdout_is_no_place_for_a_file_that_is_replaced(tmp_path, name):
-    line = "from evenstep.cli.files import OutputFile; import sys\n"
+    line = "from evenstep.cli.terminal.files import OutputFile; import sys\n"
     line += "OutputFile().convert(sys.argv[1], None, None)"
     with (tmp_path / "out").open("w") as file:
         done = subprocess.run(

@@ -109,9 +109,11 @@ def bounded(tmp_path_factory):
         patch.setattr("evenstep.cli.bench._run", stop)
         patch.setattr("evenstep.cli.reproduce.run", stop)
         patch.setattr("evenstep.cli.reproduce.fashion_mnist", no_data)
-        patch.setattr("evenstep.cli.setup.fashion_mnist", no_data)
-        patch.setattr("evenstep.cli.train.launch", stop)
-        patch.setattr("evenstep.cli.train._DEFAULT_EPOCHS", {"digits": 1, "fashion-mnist": 1})
+        patch.setattr("evenstep.cli.training.setup.fashion_mnist", no_data)
+        patch.setattr("evenstep.cli.training.command.launch", stop)
+        patch.setattr(
+            "evenstep.cli.training.command._DEFAULT_EPOCHS", {"digits": 1, "fashion-mnist": 1}
+        )
         for options in ([], ["--compile"]):  # what is imported is no command's own
             CliRunner().invoke(main, ["train", "--model", "mlp", "--steps", "1", *options])
         yield folder

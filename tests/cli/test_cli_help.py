@@ -14,7 +14,7 @@ from commands import run
 from evenstep.bench.workload.kinds import TEXT
 from evenstep.book.reproduce import experiments
 from evenstep.cli import main
-from evenstep.cli.option_table import GroupedCommand
+from evenstep.cli.options.table import GroupedCommand
 from evenstep.limits import BOOK_EXPERIMENTS, MODELS, TEXT_NETWORKS
 from evenstep.models.registry import BUILT_IN
 

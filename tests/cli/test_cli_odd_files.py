@@ -9,10 +9,10 @@ import threading
 
 import pytest
 
-from evenstep.cli.advice import findings
-from evenstep.cli.options import ExperimentOptions
-from evenstep.cli.runfile import read_run_file, write_run_file
-from evenstep.cli.trace_reader import read_trace
+from evenstep.cli.options.training import ExperimentOptions
+from evenstep.cli.traces.advice import findings
+from evenstep.cli.traces.reader import read_trace
+from evenstep.cli.training.runfile import read_run_file, write_run_file
 from evenstep.errors import CheckpointError, InputError
 from fuzzing import limited
 from odd_values import left_out, places, put

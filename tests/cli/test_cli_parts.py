@@ -11,13 +11,13 @@ import warnings
 import pytest
 from rich.console import Console
 
-from evenstep.cli.display import Display, LiveDisplay, broken_rows, draw
-from evenstep.cli.loading import loading
-from evenstep.cli.notes import notes_on_stderr
-from evenstep.cli.options import spell_options
-from evenstep.cli.output import fields_table, numbers_table, print_table
-from evenstep.cli.progress import Goal, Progress
-from evenstep.cli.stop import StopRequest
+from evenstep.cli.options.training import spell_options
+from evenstep.cli.terminal.display import Display, LiveDisplay, broken_rows, draw
+from evenstep.cli.terminal.loading import loading
+from evenstep.cli.terminal.output import fields_table, numbers_table, print_table
+from evenstep.cli.terminal.progress import Goal, Progress
+from evenstep.cli.training.notes import notes_on_stderr
+from evenstep.cli.training.stop import StopRequest
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM]
 

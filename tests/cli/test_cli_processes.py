@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from commands import MLP, complaint, run, steps_kept, the_line, trained
-from evenstep.cli.record import TrainRecord
+from evenstep.cli.training.record import TrainRecord
 from launched import free_port
 from patience import wait_until
 

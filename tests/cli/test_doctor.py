@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from commands import run
-from evenstep.cli.checks import (
+from evenstep.cli.machine.checks import (
     FEATURES,
     OLDEST_TORCH,
     MachineFacts,
@@ -20,8 +20,8 @@ from evenstep.cli.checks import (
     findings,
     install_line,
 )
-from evenstep.cli.doctor import report
-from evenstep.cli.machine_facts import read_facts
+from evenstep.cli.machine.doctor import report
+from evenstep.cli.machine.facts import read_facts
 from evenstep.devices import usable_cores
 
 HEALTHY = MachineFacts(
@@ -207,7 +207,9 @@ def test_as_json_it_is_one_object_without_the_environment(monkeypatch):
 def test_the_doctor_sees_what_the_user_has_set_and_not_what_the_program_sets(monkeypatch):
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     seen = []
-    monkeypatch.setattr("evenstep.cli.doctor.read_facts", lambda env: seen.append(env) or HEALTHY)
+    monkeypatch.setattr(
+        "evenstep.cli.machine.doctor.read_facts", lambda env: seen.append(env) or HEALTHY
+    )
     run("doctor")
     assert "CUBLAS_WORKSPACE_CONFIG" not in seen[0]
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -3,7 +3,7 @@
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-from evenstep.cli import loopback_rendezvous
+from evenstep.cli.processes import loopback_rendezvous
 
 
 def store_of(place):

@@ -8,8 +8,8 @@ from pathlib import Path
 import evenstep
 from commands import MLP, run, trained
 from evenstep import Experiment, Trainer
-from evenstep.cli.option_table import Scope
-from evenstep.cli.options import ExperimentOptions, LayoutOptions
+from evenstep.cli.options.table import Scope
+from evenstep.cli.options.training import ExperimentOptions, LayoutOptions
 
 SOURCE = Path(evenstep.__file__).parent
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.cli.record import TrainRecord
+from evenstep.cli.training.record import TrainRecord
 
 KEYS = [
     "model",

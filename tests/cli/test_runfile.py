@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from evenstep.cli.options import ExperimentOptions
-from evenstep.cli.runfile import NAME, read_run_file, write_run_file
+from evenstep.cli.options.training import ExperimentOptions
+from evenstep.cli.training.runfile import NAME, read_run_file, write_run_file
 from evenstep.errors import CheckpointError
 
 

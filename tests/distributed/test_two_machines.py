@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from commands import MLP, steps_kept, trained
-from evenstep.cli.record import TrainRecord
+from evenstep.cli.training.record import TrainRecord
 from launched import JOBS, alone
 from machines import ADDRESSES, ip
 from patience import wait_until

@@ -8,7 +8,7 @@ from torch import nn
 
 import evenstep
 from evenstep.bench.pictures import draw_stages
-from evenstep.cli.trace_reader import read_trace
+from evenstep.cli.traces.reader import read_trace
 from trainers import sgd
 from zoo import build, make_batches
 

@@ -6,7 +6,7 @@ from click.testing import CliRunner
 
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.cli import main
-from evenstep.cli.record import TrainRecord
+from evenstep.cli.training.record import TrainRecord
 
 MLP = ("--model", "mlp", "--momentum", "0.9")
 EPOCH_STEPS = 6  # 1,438 digits in batches of 256

@@ -23,8 +23,8 @@ from evenstep.cli.commands import (
     train,
     verify,
 )
-from evenstep.cli.launch_report import report_to_launcher
-from evenstep.cli.options import spell_options
+from evenstep.cli.options.training import spell_options
+from evenstep.cli.processes.report import report_to_launcher
 from evenstep.errors import EvenstepError, InputError, PeerError
 
 _COMMANDS = {

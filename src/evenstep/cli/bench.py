@@ -29,11 +29,11 @@ from evenstep.bench import (
 from evenstep.bench.fresh import RunFailedError
 from evenstep.bench.lineup import counted
 from evenstep.bench.workload import find_workload
-from evenstep.cli.bench_options import Plan, whole_numbers
-from evenstep.cli.display import clock
-from evenstep.cli.files import target_of
-from evenstep.cli.machine_load import cores_used_by_others
-from evenstep.cli.output import command_line, numbers_table, print_line, print_table, say
+from evenstep.cli.machine.load import cores_used_by_others
+from evenstep.cli.options.bench import Plan, whole_numbers
+from evenstep.cli.terminal.display import clock
+from evenstep.cli.terminal.files import target_of
+from evenstep.cli.terminal.output import command_line, numbers_table, print_line, print_table, say
 from evenstep.devices import usable_cores
 from evenstep.errors import InputError
 from evenstep.limits import MOST_DEVICES, MOST_SHARDS

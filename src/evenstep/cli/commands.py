@@ -11,12 +11,12 @@ from pathlib import Path
 
 import click
 
-from evenstep.cli.bench_options import Plan
-from evenstep.cli.completion import SuggestedList
-from evenstep.cli.files import OutputFile
-from evenstep.cli.loading import loading
-from evenstep.cli.option_table import GroupedCommand, GroupedOption, takes_options
-from evenstep.cli.options import ExperimentOptions, LayoutOptions
+from evenstep.cli.options.bench import Plan
+from evenstep.cli.options.completion import SuggestedList
+from evenstep.cli.options.table import GroupedCommand, GroupedOption, takes_options
+from evenstep.cli.options.training import ExperimentOptions, LayoutOptions
+from evenstep.cli.terminal.files import OutputFile
+from evenstep.cli.terminal.loading import loading
 from evenstep.limits import BOOK_EXPERIMENTS, MOST_DEVICES
 
 _COMPARED = "What is compared"
@@ -39,7 +39,7 @@ def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
     data may change.
     """
     with loading("torch"):
-        from evenstep.cli.train import train
+        from evenstep.cli.training.command import train
 
     train(experiment, layout)
 
@@ -80,7 +80,7 @@ def explain(file: str, as_json: bool) -> None:
     timeline.
     """
     with loading("torch"):
-        from evenstep.cli.explain import explain
+        from evenstep.cli.traces.explain import explain
 
     explain(file, as_json=as_json)
 
@@ -115,7 +115,7 @@ def export(checkpoint: Path, out: str) -> None:
 def devices() -> None:
     """Show the devices of this machine, and what results depend on."""
     with loading("torch"):
-        from evenstep.cli.devices import devices
+        from evenstep.cli.machine.devices import devices
 
     devices()
 
@@ -126,7 +126,7 @@ def devices() -> None:
 def doctor(environment: Mapping[str, str], as_json: bool) -> None:
     """Say what is missing, what would change results or slow trainings down, and how to fix it."""
     with loading("torch"):
-        from evenstep.cli.doctor import doctor
+        from evenstep.cli.machine.doctor import doctor
 
     doctor(environment, as_json=as_json)
 

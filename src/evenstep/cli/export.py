@@ -9,10 +9,10 @@ from rich.console import Console
 
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.checkpoint.training_state import read_training_state, restore_model
-from evenstep.cli.files import target_of
-from evenstep.cli.output import fields_table, print_table
-from evenstep.cli.runfile import read_run_file
-from evenstep.cli.setup import load_data
+from evenstep.cli.terminal.files import target_of
+from evenstep.cli.terminal.output import fields_table, print_table
+from evenstep.cli.training.runfile import read_run_file
+from evenstep.cli.training.setup import load_data
 from evenstep.files import sha256_of
 from evenstep.inference.export import export as write_program
 from evenstep.inference.export import load_exported

@@ -21,7 +21,7 @@ from evenstep.book.reproduce import (
     write_report,
 )
 from evenstep.book.reproduce.plan import Size
-from evenstep.cli.output import command_line, say
+from evenstep.cli.terminal.output import command_line, say
 from evenstep.data import fashion_mnist
 from evenstep.errors import InputError
 from evenstep.limits import BOOK_EXPERIMENTS

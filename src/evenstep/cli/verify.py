@@ -5,10 +5,10 @@ from __future__ import annotations
 import click
 
 from evenstep.bench.lineup import counted
-from evenstep.cli.loading import loading
-from evenstep.cli.notes import notes_on_stderr
-from evenstep.cli.options import ExperimentOptions
-from evenstep.cli.setup import load_data, make_loader, make_trainer, train_batches
+from evenstep.cli.options.training import ExperimentOptions
+from evenstep.cli.terminal.loading import loading
+from evenstep.cli.training.notes import notes_on_stderr
+from evenstep.cli.training.setup import load_data, make_loader, make_trainer, train_batches
 from evenstep.devices import Devices, find_devices, intra_op_threads
 from evenstep.errors import InputError
 from evenstep.models.registry import blamed_on_model, find_factory

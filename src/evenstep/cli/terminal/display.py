@@ -16,8 +16,8 @@ from rich.segment import ControlType, Segment
 from rich.table import Table
 from rich.text import Text
 
-from evenstep.cli.output import print_line
-from evenstep.cli.progress import Progress
+from evenstep.cli.terminal.output import print_line
+from evenstep.cli.terminal.progress import Progress
 
 _LINE_EVERY_S = 10.0
 _REDRAW_EVERY_S = 0.1

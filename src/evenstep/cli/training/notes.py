@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import click
 
-from evenstep.cli.options import spell_options
+from evenstep.cli.options.training import spell_options
 
 _LOGGER = logging.getLogger("evenstep")
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from evenstep.cli.trace_text import EVENTS, TraceText
+from evenstep.cli.traces.text import EVENTS, TraceText
 from evenstep.errors import InputError
 from evenstep.files import open_file
 from evenstep.profiling.accounting import Account, DeviceShares

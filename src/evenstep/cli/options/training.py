@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 import click
 
-from evenstep.cli.completion import Suggested, SuggestedList
-from evenstep.cli.files import OutputFile, OutputFolder
-from evenstep.cli.option_table import OptionTable, Scope, option
+from evenstep.cli.options.completion import Suggested, SuggestedList
+from evenstep.cli.options.table import OptionTable, Scope, option
+from evenstep.cli.terminal.files import OutputFile, OutputFolder
 from evenstep.limits import (
     MODELS,
     MOST_EXAMPLES,

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from evenstep.batch import Batch
 from evenstep.checkpoint.files import list_checkpoints
-from evenstep.cli.options import ExperimentOptions
+from evenstep.cli.options.training import ExperimentOptions
 from evenstep.data import Loader, digits, fashion_mnist
 from evenstep.errors import CheckpointError, DataError, InputError, ModelError
 from evenstep.training.trainer import Trainer

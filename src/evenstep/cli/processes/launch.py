@@ -20,8 +20,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from evenstep.cli import loopback_rendezvous
-from evenstep.cli.launch_report import FOLDER, reported_shares
+from evenstep.cli.processes import loopback_rendezvous
+from evenstep.cli.processes.report import FOLDER, reported_shares
 from evenstep.profiling.accounting import DeviceShares
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from evenstep.bench.machine import package_version
-from evenstep.cli.checks import FEATURES, SHARED, MachineFacts
-from evenstep.cli.machine_load import cores_used_by_others
+from evenstep.cli.machine.checks import FEATURES, SHARED, MachineFacts
+from evenstep.cli.machine.load import cores_used_by_others
 from evenstep.devices import gpu_count, usable_cores
 
 _COMPILERS = ("c++", "g++", "clang++")

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evenstep.cli.option_table import Scope
-from evenstep.cli.options import ExperimentOptions
+from evenstep.cli.options.table import Scope
+from evenstep.cli.options.training import ExperimentOptions
 from evenstep.errors import CheckpointError, SaveError
 from evenstep.files import read_file, write_file
 

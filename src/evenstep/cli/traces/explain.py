@@ -9,10 +9,10 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from evenstep.cli.advice import Finding, findings
-from evenstep.cli.options import spell_options
-from evenstep.cli.output import print_line, print_table, shares_table
-from evenstep.cli.trace_reader import TraceAccount, read_trace
+from evenstep.cli.options.training import spell_options
+from evenstep.cli.terminal.output import print_line, print_table, shares_table
+from evenstep.cli.traces.advice import Finding, findings
+from evenstep.cli.traces.reader import TraceAccount, read_trace
 
 
 def explain(file: str, *, as_json: bool) -> None:

@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import click
 
-from evenstep.cli.completion import Suggested
-from evenstep.cli.files import OutputFile
-from evenstep.cli.option_table import OptionTable, option
-from evenstep.cli.options import Finite
+from evenstep.cli.options.completion import Suggested
+from evenstep.cli.options.table import OptionTable, option
+from evenstep.cli.options.training import Finite
+from evenstep.cli.terminal.files import OutputFile
 from evenstep.errors import InputError, shown
 from evenstep.limits import MODELS, MOST_EXAMPLES, MOST_SECONDS, MOST_SHARDS, TEXT_NETWORKS
 

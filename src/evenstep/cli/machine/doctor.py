@@ -12,9 +12,9 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from evenstep.cli.checks import MachineFacts, feature_states, findings
-from evenstep.cli.machine_facts import read_facts
-from evenstep.cli.output import print_line
+from evenstep.cli.machine.checks import MachineFacts, feature_states, findings
+from evenstep.cli.machine.facts import read_facts
+from evenstep.cli.terminal.output import print_line
 
 _HEADINGS = {"results": "Would change results", "speed": "Would slow training down"}
 

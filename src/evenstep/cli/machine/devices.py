@@ -8,10 +8,10 @@ import torch
 from rich.console import Console
 
 from evenstep.bench.machine import cpu_model
-from evenstep.cli.machine_facts import memory_bytes
-from evenstep.cli.option_table import Scope
-from evenstep.cli.options import ExperimentOptions
-from evenstep.cli.output import fields_table, print_line, print_table
+from evenstep.cli.machine.facts import memory_bytes
+from evenstep.cli.options.table import Scope
+from evenstep.cli.options.training import ExperimentOptions
+from evenstep.cli.terminal.output import fields_table, print_line, print_table
 from evenstep.devices import cgroup_quota_cores, gpu_count, try_all_gpus, usable_cores
 from evenstep.experiment import Experiment
 

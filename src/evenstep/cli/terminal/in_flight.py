@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from evenstep.cli.display import Display
-from evenstep.cli.progress import Progress
+from evenstep.cli.terminal.display import Display
+from evenstep.cli.terminal.progress import Progress
 from evenstep.engine import Pending
 from evenstep.training.trainer import Trainer
 

@@ -12,25 +12,25 @@ from rich.console import Console
 
 from evenstep.callbacks import RunLog
 from evenstep.checkpoint.files import latest_checkpoint, list_checkpoints
-from evenstep.cli.files import target_of, write_text
-from evenstep.cli.launch import launch
-from evenstep.cli.launch_report import report_shares
-from evenstep.cli.loading import loading
-from evenstep.cli.notes import notes_on_stderr
-from evenstep.cli.options import ExperimentOptions, LayoutOptions
-from evenstep.cli.output import fields_table, print_line, print_table, shares_table
-from evenstep.cli.progress import Goal
-from evenstep.cli.record import TrainRecord
-from evenstep.cli.runfile import resumed_options, write_run_file
-from evenstep.cli.saver import Saver
-from evenstep.cli.setup import (
+from evenstep.cli.options.training import ExperimentOptions, LayoutOptions
+from evenstep.cli.processes.launch import launch
+from evenstep.cli.processes.report import report_shares
+from evenstep.cli.terminal.files import target_of, write_text
+from evenstep.cli.terminal.loading import loading
+from evenstep.cli.terminal.output import fields_table, print_line, print_table, shares_table
+from evenstep.cli.terminal.progress import Goal
+from evenstep.cli.training.loop import Training, train_and_test
+from evenstep.cli.training.notes import notes_on_stderr
+from evenstep.cli.training.record import TrainRecord
+from evenstep.cli.training.runfile import resumed_options, write_run_file
+from evenstep.cli.training.saver import Saver
+from evenstep.cli.training.setup import (
     load_data,
     load_newest_whole,
     load_trainer,
     make_loader,
     make_trainer,
 )
-from evenstep.cli.train_loop import Training, train_and_test
 from evenstep.data import Loader
 from evenstep.devices import intra_op_threads
 from evenstep.devices.discovery import WITHIN_ROUNDING

@@ -11,14 +11,14 @@ from rich.console import Console
 from evenstep import metrics
 from evenstep.batch import Batch
 from evenstep.callbacks import RunLog
-from evenstep.cli.display import Display, open_display
-from evenstep.cli.in_flight import StepsInFlight
-from evenstep.cli.options import ExperimentOptions
-from evenstep.cli.progress import Goal, Progress
-from evenstep.cli.record import TrainRecord
-from evenstep.cli.saver import Saver
-from evenstep.cli.setup import train_batches
-from evenstep.cli.stop import StopRequest
+from evenstep.cli.options.training import ExperimentOptions
+from evenstep.cli.terminal.display import Display, open_display
+from evenstep.cli.terminal.in_flight import StepsInFlight
+from evenstep.cli.terminal.progress import Goal, Progress
+from evenstep.cli.training.record import TrainRecord
+from evenstep.cli.training.saver import Saver
+from evenstep.cli.training.setup import train_batches
+from evenstep.cli.training.stop import StopRequest
 from evenstep.data import Loader
 from evenstep.distributed import was_launched
 from evenstep.errors import NonFiniteLossError, SaveError

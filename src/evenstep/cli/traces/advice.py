@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
-from evenstep.cli.trace_reader import TraceAccount
+from evenstep.cli.traces.reader import TraceAccount
 from evenstep.profiling.accounting import DeviceShares, together, whole_percents
 
 WORTH_FIXING = 0.05

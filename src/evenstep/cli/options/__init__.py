@@ -1,0 +1,1 @@
+"""The options of commands: declared as tables, from which everything else is derived."""

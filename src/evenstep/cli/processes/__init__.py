@@ -1,0 +1,1 @@
+"""`--processes`: the same command in several processes of this machine."""

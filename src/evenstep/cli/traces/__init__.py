@@ -1,0 +1,1 @@
+"""`evenstep explain`: reads a trace, and says where its time went."""

@@ -1,0 +1,1 @@
+"""`evenstep train`: from the options to the record of the results."""
