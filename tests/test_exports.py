@@ -98,6 +98,7 @@ EXPORTS = {
         "run",
         "write_report",
     ],
+    "evenstep.book.reproduce.splits": [],
     "evenstep.book.reproduce.engine": [],
     "evenstep.callbacks": [
         "Callback",

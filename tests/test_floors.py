@@ -13,7 +13,6 @@ SOURCE = ROOT / "src" / "evenstep"
 ROW = re.compile(r"^\| (?P<order>\d+) \| `(?P<place>\w+(?:/|\.py))` \| \S.* \|$", re.MULTILINE)
 MOST_IN_THE_ROOT = 8  # besides __init__
 IN_A_PACKAGE = range(3, 11)
-MAY_BE_LARGE = ("book/reproduce",)  # a file for each experiment
 MAY_BE_SMALL = ("integrations",)  # a file for each library
 COMMAND_LINE = ("cli/", "__main__.py")
 LAUNCHERS_WORD = (
@@ -144,7 +143,7 @@ def test_few_modules_are_in_the_root():
 def test_a_package_is_neither_tiny_nor_crowded(folder):
     files = [path.name for path in (SOURCE / folder).glob("*.py") if path.stem != "__init__"]
     assert len(files) >= IN_A_PACKAGE.start or folder in MAY_BE_SMALL
-    assert len(files) < IN_A_PACKAGE.stop or folder in MAY_BE_LARGE
+    assert len(files) < IN_A_PACKAGE.stop
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -9,7 +9,7 @@ from typing import Any
 
 from evenstep.bench import Contender, running
 from evenstep.bench.lineup import counted
-from evenstep.book.reproduce import rows, split_rows
+from evenstep.book.reproduce import rows
 from evenstep.book.reproduce.lineup import (
     descriptions,
     jobs,
@@ -18,6 +18,7 @@ from evenstep.book.reproduce.lineup import (
     split_measurements,
 )
 from evenstep.book.reproduce.plan import Experiment, Figures, Part, Row, Size, Workplace
+from evenstep.book.reproduce.splits.rows import rows as split_rows
 from evenstep.book.reproduce.training import Training, first_steps, train
 
 Description = Mapping[str, Any]
@@ -79,7 +80,7 @@ def _with_fresh_processes(name: str, description: Description, size: Size) -> Ex
         ]
     table = functools.partial(rows.measured, description["findings"])
     if name == "splits":
-        table = functools.partial(split_rows.rows, jobs(size)[name])
+        table = functools.partial(split_rows, jobs(size)[name])
     return _experiment(name, description, parts, table)
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 from evenstep.bench import Contender, results
 from evenstep.book.reproduce.plan import Size
-from evenstep.book.reproduce.splits import WAYS
+from evenstep.book.reproduce.splits.measured import WAYS
 
 Jobs = Mapping[str, Mapping[str, Any]]
 """The fields of the jobs, by experiment."""
@@ -84,7 +84,7 @@ def split_measurements(jobs: Jobs) -> list[Contender]:
     return [
         Contender(
             key=(key := f"splits.{way}.{devices}"),
-            module="evenstep.book.reproduce.splits",
+            module="evenstep.book.reproduce.splits.measured",
             job={**jobs["splits"], "way": way, "devices": devices},
             names={"key": key},
         )
