@@ -11,13 +11,14 @@ import argparse
 import dataclasses
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from benchmark import RESULTS, Benchmark, command_line
-from evenstep.bench import Contender, Record, missing, run_rounds
+from evenstep.bench import Contender, Record, missing, results, run_rounds
 from evenstep.bench.rounds import Run
 from evenstep.bench.tables import NOT_MEASURED, small
 from evenstep.cli.terminal.output import numbers_table, print_table
@@ -36,7 +37,8 @@ def main() -> None:
     benchmark = BENCHMARKS[options.benchmark]
     out = options.out or RESULTS / f"{benchmark.name}.json"
     rounds = options.rounds or benchmark.rounds
-    measure(shortened(benchmark, options.only, options.steps), rounds, out)
+    earlier = results.load(out) if options.more else None
+    measure(shortened(benchmark, options.only, options.steps), rounds, out, earlier)
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -47,6 +49,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="by default, benchmarks/results/BENCHMARK.json")
     parser.add_argument("--only", help="keys of contenders, or their beginnings, between commas")
     parser.add_argument("--steps", type=int, help="timed steps, instead of each contender's own")
+    parser.add_argument("--more", action="store_true", help="add the rounds to those in the file")
     return parser.parse_args(arguments)
 
 
@@ -74,8 +77,10 @@ def choose(contenders: Sequence[Contender], only: str | None) -> list[Contender]
     return found
 
 
-def measure(benchmark: Benchmark, rounds: int, out: Path) -> None:
-    """Run the rounds, write the file, print the medians."""
+def measure(
+    benchmark: Benchmark, rounds: int, out: Path, earlier: Mapping[str, Any] | None = None
+) -> None:
+    """Run the rounds, after those of an earlier document; write the file, print the medians."""
     for absent in missing(benchmark.contenders):
         print(f"left out: {absent.label} ({absent.needs} is not installed)", file=sys.stderr)
     contenders = [one for one in benchmark.contenders if one.is_installed]
@@ -87,6 +92,8 @@ def measure(benchmark: Benchmark, rounds: int, out: Path) -> None:
         contenders=[one.described() for one in contenders],
         **benchmark.fields(),
     )
+    if earlier is not None:
+        record.go_on(earlier)
     with benchmark.place():
         run_rounds(contenders, rounds, record, show, benchmark.measure)
     for name, table in benchmark.tables(record.document).items():

@@ -30,8 +30,8 @@ from evenstep.bench.tables import Table, cells
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.cli.training.record import TrainRecord
 
-STEPS, EVERY, KILLS, STOPS = 600, 20, 10, 5  # a stop takes twice as long as a kill
-LIMIT_S, TIMEOUT_S = 240, 4  # processes start one after the other on a loaded machine
+STEPS, EVERY, KILLS = 600, 20, 10
+LIMIT_S, TIMEOUT_S = 240, 5  # processes start one after the other on a loaded machine
 TRAIN = ("train", "--model", "mlp", "--data", "digits", "--momentum", "0.9", "--steps", str(STEPS))
 KINDS = {
     "worker": "any process, after a random step was saved",
@@ -72,11 +72,10 @@ def undisturbed() -> str | None:
 
 
 def disturbed(contender: Contender) -> dict[str, Any]:
-    """Train once with `KILLS` kills or `STOPS` stops, and return how the training ended."""
+    """Train once with `KILLS` kills, and return how the training ended."""
     expected, kind = undisturbed(), contender.key
     last = STEPS - EVERY if kind != "writer" else STEPS - 3 * EVERY
-    count = STOPS if kind == "stopped" else KILLS
-    steps = sorted(random.sample(range(0, last, EVERY), count))
+    steps = sorted(random.sample(range(0, last, EVERY), KILLS))
     with tempfile.TemporaryDirectory() as place:
         folder, file = Path(place) / "kept", Path(place) / "record.json"
         saving = ("--checkpoint-dir", str(folder), "--checkpoint-every", str(EVERY))
@@ -198,13 +197,7 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
 BENCHMARK = Benchmark(
     name="kills",
     rounds=20,
-    settings={
-        "steps": STEPS,
-        "checkpoint_every": EVERY,
-        "kills": KILLS,
-        "stops": STOPS,
-        "limit_s": LIMIT_S,
-    },
+    settings={"steps": STEPS, "checkpoint_every": EVERY, "kills": KILLS, "limit_s": LIMIT_S},
     contenders=[
         Contender(key=kind, label=label, module="evenstep", job={}, names={"kind": kind})
         for kind, label in KINDS.items()

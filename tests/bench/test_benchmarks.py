@@ -11,7 +11,7 @@ from benchmarking import BENCHMARKS, FACTS
 import benchmark
 import measure
 import write_docs
-from evenstep.bench import Record, machine, tables
+from evenstep.bench import Contender, Record, machine, run_rounds, tables
 from specs import interrupts, overhead, speed, text
 from specs.memory import bound_bytes
 
@@ -42,6 +42,25 @@ def test_a_record_is_written_run_by_run(tmp_path, monkeypatch):
     assert document["runs"] == [{"round": 0}]
     assert document["machine"] == FACTS
     assert benchmark.load("c", tmp_path) is None
+
+
+def test_later_rounds_count_from_the_earlier_ones_and_say_when_they_were_run(tmp_path, monkeypatch):
+    one = Contender(key="one", module="none", job={})
+    first, later = (
+        {**FACTS, "date_utc": date, "git_revision": revision}
+        for date, revision in (("2026-01-01 10:00", "aaa"), ("2026-01-02 11:00", "bbb"))
+    )
+    monkeypatch.setattr(machine, "facts", lambda: first)
+    record = Record("b", "python b.py", tmp_path / "b.json")
+    run_rounds([one], 2, record, measure=lambda _: {"took": 1})
+    monkeypatch.setattr(machine, "facts", lambda: later)
+    more = Record("b", "python b.py --more", tmp_path / "b.json")
+    more.go_on(benchmark.load("b", tmp_path))
+    run_rounds([one], 1, more, measure=lambda _: {"took": 2})
+    document = benchmark.load("b", tmp_path)
+    assert [(run["round"], run["took"]) for run in document["runs"]] == [(0, 1), (1, 1), (2, 2)]
+    assert (document["command"], document["machine"]) == ("python b.py", first)
+    assert document["went_on"] == [{"date_utc": "2026-01-02 11:00", "git_revision": "bbb"}]
 
 
 def test_the_lineup_has_every_contender_that_a_target_names():

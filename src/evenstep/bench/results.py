@@ -22,7 +22,8 @@ class Record:
         fields: further fields of the document.
 
     Attributes:
-        document: content of the file: benchmark, command, machine, further fields, runs.
+        document: content of the file: benchmark, command, machine, further fields, runs; and as
+            "went_on" the dates and revisions of later commands that added runs.
     """
 
     def __init__(self, benchmark: str, command: str, out: Path | None, **fields: Any) -> None:
@@ -35,11 +36,29 @@ class Record:
             "runs": [],
         }
 
+    @property
+    def rounds(self) -> int:
+        """The number of rounds that have runs."""
+        return max((run["round"] + 1 for run in self.document["runs"]), default=0)
+
+    def go_on(self, earlier: Mapping[str, Any]) -> None:
+        """Add the runs to those of an earlier document, with its settings."""
+        facts = self.document["machine"]
+        self.document = {**earlier, "runs": [*earlier["runs"]]}
+        note_later(self.document, facts)
+
     def add(self, run: Mapping[str, Any]) -> None:
         """Add a run and write the file, so that a failure later loses nothing."""
         self.document["runs"].append(run)
         if self._out is not None:
             write(self._out, self.document)
+
+
+def note_later(document: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    """Note in a document that runs were added to it later: when, and at which revision."""
+    now = {name: facts[name] for name in ("date_utc", "git_revision")}
+    before = document.get("went_on", [])
+    document["went_on"] = [*(one for one in before if one["date_utc"] != now["date_utc"]), now]
 
 
 def write(file: Path, document: Mapping[str, Any]) -> None:

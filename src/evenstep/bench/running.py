@@ -90,7 +90,7 @@ def run_rounds(
     on_run: Callable[[Run], object] = lambda run: None,
     measure: Callable[[Contender], Mapping[str, Any]] = measure,
 ) -> None:
-    """Run all rounds and record every run.
+    """Run all rounds and record every run; rounds count from those that the record has.
 
     Args:
         contenders: what is measured.
@@ -102,7 +102,8 @@ def run_rounds(
     Raises:
         RunFailedError: a contender failed twice in a row.
     """
-    for number in range(rounds):
+    first = record.rounds
+    for number in range(first, first + rounds):
         for contender in rotated(contenders, number):
             run = {"round": number, **contender.marks, **measure(contender)}
             record.add(run)

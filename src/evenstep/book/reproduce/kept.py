@@ -48,10 +48,7 @@ class Kept:
         """
         self.document["parts"][part.key] = figures
         if self._facts != self.document["machine"]:
-            now = {name: self._facts[name] for name in ("date_utc", "git_revision")}
-            before = self.document.get("went_on", [])
-            earlier = [one for one in before if one["date_utc"] != now["date_utc"]]
-            self.document["went_on"] = [*earlier, now]
+            results.note_later(self.document, self._facts)
         results.write(self._file, self.document)
 
 
