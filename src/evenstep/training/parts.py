@@ -25,8 +25,9 @@ from evenstep.steps.overlapped_pipeline import OverlappedPipeline
 from evenstep.steps.owners.partition import Partition
 from evenstep.steps.owners.update import OwnedProxyUpdate, OwnedUpdate
 from evenstep.steps.pipeline import DirectPipeline, Pipeline
+from evenstep.steps.proxy_update import ProxyUpdate
 from evenstep.steps.step import Progress
-from evenstep.steps.update import Hook, ProxyUpdate, Update
+from evenstep.steps.update import Hook, Update
 from evenstep.training.arguments import Layout, shards_at_once
 from evenstep.training.reporting import Reporter, Take
 

@@ -17,8 +17,9 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.steps.owners.memories import MemoryOwners
 from evenstep.steps.owners.reducer import OwnerReducer
+from evenstep.steps.proxy_update import ProxyUpdate
 from evenstep.steps.step import Step
-from evenstep.steps.update import ProxyUpdate, Update, refuse_other_norm
+from evenstep.steps.update import Update, refuse_other_norm
 
 
 class OwnedUpdate(Update):
