@@ -43,8 +43,12 @@ def place_of(module):
 
 
 @functools.cache
+def text_of(file):
+    return (SOURCE / file).read_text(encoding="utf-8")
+
+
 def source_of(module):
-    return (SOURCE / MODULES[module]).read_text(encoding="utf-8")
+    return text_of(MODULES[module])
 
 
 def imported(source):
@@ -116,9 +120,9 @@ def test_every_package_has_one_row():
     assert [order for order, _ in TABLE] == list(range(1, len(TABLE) + 1))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_from_earlier_packages(module):
-    assert not upward_imports(module, source_of(module))
+def test_a_module_imports_from_earlier_packages():
+    upward = {module: upward_imports(module, source_of(module)) for module in MODULES}
+    assert not {module: names for module, names in upward.items() if names}
 
 
 @pytest.mark.parametrize("place", ORDER)
@@ -127,11 +131,9 @@ def test_no_circle_of_imports_in_a_package(place):
     assert not circle_in(imports_inside(place, sources))
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_says_what_it_is_for(module):
-    docstring = ast.get_docstring(ast.parse(source_of(module)))
-    assert docstring
-    assert docstring.splitlines()[0].strip()
+def test_a_module_says_what_it_is_for():
+    said = {module: ast.get_docstring(ast.parse(source_of(module))) for module in MODULES}
+    assert not [module for module, text in said.items() if not (text or "").split("\n")[0].strip()]
 
 
 def test_few_modules_are_in_the_root():
@@ -198,20 +200,14 @@ def test_an_import_from_an_earlier_package_is_fine(module, source):
     assert not upward_imports(module, source)
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_only_the_command_line_reads_the_environment(file):
-    found = forbidden((SOURCE / file).read_text(encoding="utf-8"))
-    if not file.startswith(COMMAND_LINE) and file not in (
-        LAUNCHERS_WORD,
-        COMPARED,
-        FRESH_PROCESSES,
-    ):
-        assert not found & ENVIRONMENT
+def test_only_the_command_line_reads_the_environment():
+    may = (*COMMAND_LINE, LAUNCHERS_WORD, COMPARED, FRESH_PROCESSES)
+    others = [file for file in FILES if not file.startswith(may)]
+    assert not [file for file in others if forbidden(text_of(file)) & ENVIRONMENT]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_nothing_is_pickled(file):
-    assert not forbidden((SOURCE / file).read_text(encoding="utf-8")) & PICKLE
+def test_nothing_is_pickled():
+    assert not [file for file in FILES if forbidden(text_of(file)) & PICKLE]
 
 
 # Everything else writes files through `evenstep.files.write_file`.
@@ -222,7 +218,6 @@ WRITERS = {
     "cli/terminal/files.py": {"open"},  # a stream
     "bench/pictures.py": {"savefig"},  # into memory
     "data/download.py": {"open"},  # a draft that pooch has made
-    "distributed/shared_memory.py": {"mkstemp"},
 }
 
 
@@ -254,9 +249,9 @@ def writing(source):
     return found
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_files_are_written_by_one_helper(file):
-    assert writing((SOURCE / file).read_text(encoding="utf-8")) <= WRITERS.get(file, set())
+def test_files_are_written_by_one_helper():
+    found = {file: writing(text_of(file)) for file in FILES}
+    assert {file: calls for file, calls in found.items() if calls} == WRITERS
 
 
 @pytest.mark.parametrize(
