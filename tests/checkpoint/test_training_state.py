@@ -382,6 +382,13 @@ def test_an_odd_value_in_what_is_restored_is_refused_or_is_a_value(forged, name)
                 continue
 
 
+def test_the_items_of_a_list_are_checked_too(forged):
+    folder, manifest = forged
+    seal(folder, put(manifest, ("state", "model", "frozen"), ["0.weight", ["0.bias"]]))
+    with pytest.raises(CheckpointError, match=r"model\.frozen\[1\] is list, but str is needed"):
+        load_forged(folder)
+
+
 NOT_ITS_OPTIONS = [*TrainerOptions.__annotations__]
 
 

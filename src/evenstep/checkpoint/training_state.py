@@ -460,6 +460,8 @@ def _read(kind: Any, value: Any, key: str) -> Any:
         shown = repr(value) if plain else type(value).__name__
         needed = f"one of {', '.join(choices)}" if origin is typing.Literal else kind.__name__
         raise InputError(f"{key} is {shown}, but {needed} is needed")
+    if origin is list:
+        return [_read(choices[0], item, f"{key}[{place}]") for place, item in enumerate(value)]
     if origin is dict and choices[1] is not Any:
         return {name: _read(choices[1], item, f"{key}.{name}") for name, item in value.items()}
     return value
