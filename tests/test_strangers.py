@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from launched import torchrun
+from launched import launched
 from strangers import FOLDER, diff_of, even_source, run
 
 MOST_LINES = 5
@@ -118,7 +118,7 @@ def test_a_program_has_one_fingerprint_on_any_devices_before_and_after_a_resume(
 def test_a_program_has_one_fingerprint_in_two_processes_before_and_after_a_resume(name, tmp_path):
     source, arguments = program(name, tmp_path), STRANGERS[name].few.split()
     one = [[*line] for line in run(source, arguments, devices=2)]
-    finished = torchrun(2, "stranger.py", tmp_path, source, STRANGERS[name].stop, *arguments)
+    finished = launched(2, "stranger.py", tmp_path, source, STRANGERS[name].stop, *arguments)
     assert finished.returncode == 0, finished.stderr
     for rank in (0, 1):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == [one, one]
@@ -126,7 +126,7 @@ def test_a_program_has_one_fingerprint_in_two_processes_before_and_after_a_resum
 
 @pytest.mark.slow
 def test_a_program_ends_in_two_processes_as_it_stands(tmp_path):
-    finished = torchrun(2, program("mnist", tmp_path), "--epochs", "1", "--log-interval", "1")
+    finished = launched(2, program("mnist", tmp_path), "--epochs", "1", "--log-interval", "1")
     assert finished.returncode == 0, finished.stderr
     assert finished.stderr == ""
     assert finished.stdout.count("train epoch 1") == 2 * 13

@@ -119,7 +119,7 @@ def test_the_side_with_the_rendezvous_continues_alone_to_the_same_result(machine
     for number, machine in enumerate(machines):
         # How long the kernel tries to reach a lost machine: torch's launcher waits for it.
         ip("netns", "exec", machine, "sysctl", "-qw", "net.ipv4.tcp_retries2=4")
-        wait = ",last_call_timeout=4,read_timeout=5"
+        wait = ",last_call_timeout=4,read_timeout=10"
         command = ["-m", "evenstep", "train", *job]
         running.append(torchrun_on(machine, number, *command, nnodes="1:2", rendezvous=wait))
     stays, goes = running
