@@ -284,6 +284,7 @@ EXPORTS = {
         "explain",
         "lockstep_option",
     ],
+    "evenstep.steps.groups": [],
     "evenstep.steps.owners": [],
     "evenstep.training": [],
     "evenstep.training.evaluation": [],

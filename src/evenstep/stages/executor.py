@@ -28,7 +28,7 @@ from evenstep.stages.shard import StagedShard, Visit, hook_stages
 from evenstep.stages.sums import StageBucket, StageSums
 from evenstep.stages.turns import StagedShards
 from evenstep.steps.executors import IndependentExecutor, explain
-from evenstep.steps.group import Group
+from evenstep.steps.groups.group import Group
 from evenstep.steps.reducer import LocalReducer, loose_parameters
 from evenstep.steps.step import Attempt, Step
 

@@ -13,7 +13,7 @@ from evenstep.engine.interrupts import interruptible
 from evenstep.errors import DivergedError, PeerError
 from evenstep.replicas import layer_settings, optimizer_settings
 from evenstep.shard.loss import Loss
-from evenstep.steps.group import FINGERPRINT
+from evenstep.steps.groups.joining import FINGERPRINT
 from evenstep.training.arguments import Layout
 from evenstep.training.parts import Parts
 

@@ -19,7 +19,7 @@ from evenstep.replicas import OptimizerProxy, Replicas
 from evenstep.stages.executor import StagedExecutor
 from evenstep.stages.plan import Stages
 from evenstep.steps.executors import IndependentExecutor, LockstepExecutor, SlicedExecutor
-from evenstep.steps.group import Group
+from evenstep.steps.groups.group import Group
 from evenstep.steps.minimise import Minimiser, minimises
 from evenstep.steps.overlapped_pipeline import OverlappedPipeline
 from evenstep.steps.owners.partition import Partition

@@ -16,7 +16,8 @@ from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
 from evenstep.replicas import channels_last_weights
-from evenstep.steps.group import OPEN, Group, joined
+from evenstep.steps.groups.group import Group
+from evenstep.steps.groups.joining import OPEN, joined
 from evenstep.steps.owners.reducer import OwnerReducer
 from evenstep.steps.reducer import ProcessReducer
 from evenstep.steps.update import Update

@@ -25,7 +25,7 @@ from evenstep.shard.evaluation import Forward, Measure, Metric, measure_shard, p
 from evenstep.shard.forward_backward import ShardWork, compute_shard
 from evenstep.shard.lockstep import shard_here
 from evenstep.shard.partial_sum import PartialSum, add
-from evenstep.steps.group import Group
+from evenstep.steps.groups.group import Group
 from evenstep.steps.step import Attempt, Step
 
 T = TypeVar("T")

@@ -21,7 +21,7 @@ from evenstep.distributed import Exchange, job_share
 from evenstep.engine import Engine
 from evenstep.errors import ClosedError, InputError, ModelError
 from evenstep.replicas import Replicas, refuse_coupled
-from evenstep.steps.group import Group
+from evenstep.steps.groups.group import Group
 from evenstep.steps.owners.memories import MemoryOwners
 from evenstep.steps.owners.reducer import OwnerReducer, deal_parameters
 from evenstep.steps.owners.update import OwnedProxyUpdate, OwnedUpdate

@@ -1,175 +1,30 @@
-"""The processes that train together: one alone, or several that a launcher has started.
-
-A group answers what a process must know besides its own devices: which shards are its own, which
-part of a batch to load, how a step's partial sums become one, and when all processes stop.
-"""
+"""One of several processes that train together."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from safetensors.torch import load, save
 
 from evenstep.batch import Batch, Part, count_examples, cut_batch, shard_bounds
-from evenstep.batch.cut import Cut, cut_whole_batch
+from evenstep.batch.cut import Cut
 from evenstep.batch.own_shards import Shards, cut_own_shards, only
 from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Source
-from evenstep.devices import Device, arithmetic_facts, known_results
-from evenstep.devices.discovery import WITHIN_ROUNDING
-from evenstep.distributed import (
-    Exchange,
-    LauncherWatch,
-    Peers,
-    agree,
-    differences,
-    follow_the_first,
-    join,
-    refuse_divergence,
-    show_reported_errors_in_one_line,
-    was_launched,
-)
+from evenstep.distributed import Exchange, agree, follow_the_first, refuse_divergence
 from evenstep.distributed.step_report import NO_DIGEST, batch_digest, refuse_other_batches
-from evenstep.errors import InputError, SaveError, text_of
-from evenstep.experiment import Experiment
-from evenstep.replicas import Replicas
+from evenstep.errors import SaveError, text_of
+from evenstep.steps.groups.group import Group, State
 from evenstep.steps.outputs import pack_outputs, unpack_outputs
-from evenstep.steps.reducer import LocalReducer, ProcessReducer
+from evenstep.steps.reducer import ProcessReducer
 
 logger = logging.getLogger("evenstep")
-
-State: TypeAlias = "Callable[[], tuple[Mapping[str, Any], Mapping[str, str]]]"
-"""Returns what must be the same in all processes: tensors by name, and settings by name."""
-
-FINGERPRINT = "the fingerprint of model and optimizer"
-OPEN = "the `with` that opens the trainer"
-
-
-class Group:
-    """A process that trains alone.
-
-    Args:
-        batch_dim: the dimension that the examples of a batch lie along.
-
-    Attributes:
-        reducer: turns the partial sums of a step into one.
-        is_alone: whether there are no other processes.
-        is_first: whether this process is the one that writes files.
-        differences: what makes the processes round differently, in words; empty if nothing does.
-        cut: `cut(batch, shards, step)` cuts this process's part of the batch of a step.
-    """
-
-    is_alone = True
-    is_first = True
-    differences = ""
-
-    def __init__(self, batch_dim: int = 0) -> None:
-        self.reducer = LocalReducer()
-        self.cut: Callable[[Batch, int, int], Cut] = functools.partial(
-            cut_whole_batch, dim=batch_dim
-        )
-        self._batch_dim = batch_dim
-        self._stop_asked = False
-
-    def alone(self) -> Group:
-        """Return the group of this process alone, when the others are gone."""
-        group = Group(self._batch_dim)
-        group._stop_asked = self._stop_asked
-        return group
-
-    def batches(
-        self,
-        source: Source,
-        cursor: Cursor,
-        steps_done: Callable[[], int],
-        call: str,
-        *,
-        whole: bool = False,
-    ) -> Iterator[Batch]:
-        """Yield this process's part of the data's batches from `cursor` on.
-
-        Args:
-            source: the data.
-            cursor: the first batch.
-            steps_done: returns the number of the step that trains on the next batch.
-            call: the trainer's method that they are for.
-            whole: whether each process gets whole batches.
-        """
-        return source.epoch(cursor)
-
-    def compare_ends(self, source: Source, call: str) -> None:
-        """Compare what an epoch was with the other processes.
-
-        Args:
-            source: the data.
-            call: the trainer's method that they were for.
-        """
-
-    def by_the_first(self, function: Callable[[], Path]) -> Path:
-        """Call `function` in the first process only; return its result everywhere."""
-        return function()
-
-    def measured_of_all(
-        self, own: Sequence[Mapping[str, Any]], names: Sequence[str], with_states: Sequence[str]
-    ) -> list[dict[str, Any]]:
-        """Return the metrics of all shards from those of this process's shards.
-
-        Args:
-            own: for each shard, what its metrics returned.
-            names: the metrics that returned (total, count).
-            with_states: those that returned states.
-        """
-        return [{**shard} for shard in own]
-
-    def outputs_of_all(self, own: Sequence[Batch], call: str = "predict") -> list[Batch]:
-        """Return the outputs of all shards from those of this process's shards."""
-        return [*own]
-
-    def digest_of(self, batch: Batch, *, is_due: bool) -> int:
-        """Return the digest of a batch if the processes compare it in this step.
-
-        Args:
-            batch: a step's batch.
-            is_due: whether to compare it; the first whole one is compared in any case.
-        """
-        return NO_DIGEST
-
-    def refuse_other_batches(self, batch: Batch, call: str, number: int) -> None:
-        """Compare a batch to evaluate with that of the other processes.
-
-        Args:
-            batch: the batch.
-            call: the trainer's method that it is for.
-            number: its place among the batches of the call.
-        """
-
-    def compare_states(self, state: State, step: int, call: str) -> None:
-        """Compare the state after `step` steps with that of the other processes.
-
-        Args:
-            state: what to compare.
-            step: the number of steps done.
-            call: the trainer's method that compares.
-        """
-
-    def note(self, doing: str) -> None:
-        """Publish what this process is doing, for processes that wait for it."""
-
-    def ask_to_stop(self) -> None:
-        """Stop all processes before the same step."""
-        self._stop_asked = True
-
-    def should_stop(self, steps_done: int, max_in_flight: int) -> bool:
-        """Return whether step `steps_done` must not be taken."""
-        return self._stop_asked
 
 
 class LinkedGroup(Group):
@@ -365,69 +220,3 @@ class LinkedGroup(Group):
         bounds = shard_bounds(examples, self._shards)
         runs = self._reducer.assignment.runs(min(examples, self._shards), step)
         return Part(examples, bounds, runs, self._reducer.rank, self._batch_dim)
-
-
-@contextlib.contextmanager
-def joined(
-    replicas: Replicas,
-    experiment: Experiment,
-    timeout_s: float,
-    facts: Callable[[], Mapping[str, object]],
-    own_speed: Callable[[], float],
-    in_flight: int,
-    *,
-    allow_rounding: bool,
-    make_reducer: type[ProcessReducer] = ProcessReducer,
-) -> Iterator[Group]:
-    """Find the other processes, if there are any, and yield the group of all of them.
-
-    Args:
-        replicas: the replicas of the model in this process.
-        experiment: the choices that the result depends on.
-        timeout_s: the most seconds that any wait for another process may take.
-        facts: returns what must be the same everywhere, by name.
-        own_speed: returns how many shards a second this process computes; 0 while unknown.
-        in_flight: how many steps may be submitted and not finished.
-        allow_rounding: whether the processes may round differently.
-        make_reducer: the class that reduces steps over several processes.
-
-    Raises:
-        PeerError: the processes are not all there within the time limit.
-        InputError: they are about to train different things, or would round differently.
-    """
-    peers = join(timeout_s) if was_launched() else None
-    if peers is None or peers.size == 1:
-        yield Group(experiment.batch_dim)
-        return
-    show_reported_errors_in_one_line()
-    with peers.status_board, LauncherWatch(), contextlib.closing(peers.transport):
-        devices = [replica.device for replica in replicas.all]
-        different = _other_rounding(peers, devices, experiment.autocast_dtype)
-        if different and not allow_rounding:
-            raise InputError(
-                f"the processes would round differently: {different}. Use the same processors, "
-                f"libraries and settings for all, or give allow_rounding=True: then "
-                f"{WITHIN_ROUNDING}"
-            )
-        same = dict(facts())
-        if different:
-            del same[FINGERPRINT]  # states are equal within rounding
-        agree(peers, same, "what is trained", OPEN)
-        own = json.dumps([len(replicas.all), replicas.on_cpus]).encode()
-        named = peers.gather(own, Exchange(OPEN, "its number of devices"))
-        counts, on_cpus = zip(*map(json.loads, named), strict=True)
-        reducer = make_reducer(peers, replicas, counts, own_speed, in_flight, on_cpus=all(on_cpus))
-        with contextlib.closing(reducer):
-            yield LinkedGroup(reducer, experiment.shards, experiment.batch_dim, different)
-
-
-def _other_rounding(peers: Peers, devices: Sequence[Device], dtype: torch.dtype | None) -> str:
-    """Return what makes the processes round differently, in words; empty if nothing does.
-
-    Known computations are compared if all else is equal.
-    """
-    facts = Exchange(OPEN, "its processor, libraries and settings")
-    results = Exchange(OPEN, "the results of known computations")
-    return differences(peers, arithmetic_facts(devices), facts) or differences(
-        peers, known_results(devices, dtype), results
-    )

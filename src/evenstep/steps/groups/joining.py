@@ -1,0 +1,97 @@
+"""How a process finds the others that a launcher has started, and makes sure that they fit."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from evenstep.devices import Device, arithmetic_facts, known_results
+from evenstep.devices.discovery import WITHIN_ROUNDING
+from evenstep.distributed import (
+    Exchange,
+    LauncherWatch,
+    Peers,
+    agree,
+    differences,
+    join,
+    show_reported_errors_in_one_line,
+    was_launched,
+)
+from evenstep.errors import InputError
+from evenstep.experiment import Experiment
+from evenstep.replicas import Replicas
+from evenstep.steps.groups.group import Group
+from evenstep.steps.groups.linked import LinkedGroup
+from evenstep.steps.reducer import ProcessReducer
+
+FINGERPRINT = "the fingerprint of model and optimizer"
+OPEN = "the `with` that opens the trainer"
+
+
+@contextlib.contextmanager
+def joined(
+    replicas: Replicas,
+    experiment: Experiment,
+    timeout_s: float,
+    facts: Callable[[], Mapping[str, object]],
+    own_speed: Callable[[], float],
+    in_flight: int,
+    *,
+    allow_rounding: bool,
+    make_reducer: type[ProcessReducer] = ProcessReducer,
+) -> Iterator[Group]:
+    """Find the other processes, if there are any, and yield the group of all of them.
+
+    Args:
+        replicas: the replicas of the model in this process.
+        experiment: the choices that the result depends on.
+        timeout_s: the most seconds that any wait for another process may take.
+        facts: returns what must be the same everywhere, by name.
+        own_speed: returns how many shards a second this process computes; 0 while unknown.
+        in_flight: how many steps may be submitted and not finished.
+        allow_rounding: whether the processes may round differently.
+        make_reducer: the class that reduces steps over several processes.
+
+    Raises:
+        PeerError: the processes are not all there within the time limit.
+        InputError: they are about to train different things, or would round differently.
+    """
+    peers = join(timeout_s) if was_launched() else None
+    if peers is None or peers.size == 1:
+        yield Group(experiment.batch_dim)
+        return
+    show_reported_errors_in_one_line()
+    with peers.status_board, LauncherWatch(), contextlib.closing(peers.transport):
+        devices = [replica.device for replica in replicas.all]
+        different = _other_rounding(peers, devices, experiment.autocast_dtype)
+        if different and not allow_rounding:
+            raise InputError(
+                f"the processes would round differently: {different}. Use the same processors, "
+                f"libraries and settings for all, or give allow_rounding=True: then "
+                f"{WITHIN_ROUNDING}"
+            )
+        same = dict(facts())
+        if different:
+            del same[FINGERPRINT]  # states are equal within rounding
+        agree(peers, same, "what is trained", OPEN)
+        own = json.dumps([len(replicas.all), replicas.on_cpus]).encode()
+        named = peers.gather(own, Exchange(OPEN, "its number of devices"))
+        counts, on_cpus = zip(*map(json.loads, named), strict=True)
+        reducer = make_reducer(peers, replicas, counts, own_speed, in_flight, on_cpus=all(on_cpus))
+        with contextlib.closing(reducer):
+            yield LinkedGroup(reducer, experiment.shards, experiment.batch_dim, different)
+
+
+def _other_rounding(peers: Peers, devices: Sequence[Device], dtype: torch.dtype | None) -> str:
+    """Return what makes the processes round differently, in words; empty if nothing does.
+
+    Known computations are compared if all else is equal.
+    """
+    facts = Exchange(OPEN, "its processor, libraries and settings")
+    results = Exchange(OPEN, "the results of known computations")
+    return differences(peers, arithmetic_facts(devices), facts) or differences(
+        peers, known_results(devices, dtype), results
+    )
