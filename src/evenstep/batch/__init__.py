@@ -8,9 +8,9 @@ from evenstep.batch.cut import (
     count_examples,
     cut_batch,
     shard_bounds,
-    shared,
 )
 from evenstep.batch.own_shards import Shards
+from evenstep.batch.whole import shared
 
 __all__ = [
     "Batch",

@@ -18,8 +18,9 @@ import optree
 import torch
 from torch.utils.data import DataLoader
 
+from evenstep.batch.whole import Shared, is_plain, kind_of
 from evenstep.devices import Device
-from evenstep.errors import BatchError, ContractError, hides_own_frames
+from evenstep.errors import BatchError, ContractError
 
 Batch: TypeAlias = Any
 """Any nesting of tuples, lists and dicts of tensors with the same number of examples, and of
@@ -27,43 +28,6 @@ tensors that `shared` has marked."""
 
 Place: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Copies a tensor to a device; it returns a tensor in memory of its own."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Shared:
-    """A tensor of a batch that every shard gets whole, made by `shared`."""
-
-    tensor: torch.Tensor
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.tensor, torch.Tensor):
-            kind = type(self.tensor).__name__
-            raise BatchError(f"evenstep.shared got a value of type {kind}: give one tensor")
-        if not _is_plain(self.tensor):
-            raise BatchError(f"evenstep.shared got {_kind_of(self.tensor)}")
-
-
-@hides_own_frames
-def shared(tensor: torch.Tensor) -> Shared:
-    """Mark a tensor of a batch that every shard gets whole, instead of its own rows.
-
-        def objective(model, X, y, weights):
-            loss = F.cross_entropy(model(X), y, weights, reduction="sum")
-            return loss, weights[y].sum()
-
-        trainer.step(X, y, evenstep.shared(weights))
-
-    It may appear anywhere in a batch for `step`, `evaluate` or `predict`. Objectives, losses and
-    metrics receive the plain tensor, detached from its graph. All shards of a device read the same
-    copy, so writing to it is refused.
-
-    Args:
-        tensor: any tensor.
-
-    Raises:
-        BatchError: it is not a tensor.
-    """
-    return Shared(tensor)
 
 
 def shard_bounds(examples: int, shards: int) -> list[tuple[int, int]]:
@@ -382,20 +346,6 @@ def _check_examples(
     return examples
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has data in rows, of which shards can be cut."""
-    return tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_nested)
-
-
-def _kind_of(tensor: torch.Tensor) -> str:
-    """Return what kind of tensor one is that is not plain, and what is needed."""
-    if tensor.is_nested:
-        return "a nested tensor: give a padded one, and one with the lengths"
-    if tensor.is_meta:
-        return "a tensor without data (on torch's meta device): give one with data"
-    return f"a sparse tensor ({tensor.layout}): give a dense one, such as tensor.to_dense()"
-
-
 def _instead_of(leaf: object) -> str:
     """Return what a value is that is no tensor, and what is needed."""
     kind = type(leaf).__name__
@@ -421,8 +371,8 @@ def _refuse(batch: Batch, dim: int) -> NoReturn:
             continue
         if not isinstance(leaf, torch.Tensor):
             raise BatchError(f"{name} is {_instead_of(leaf)}")
-        if not _is_plain(leaf):
-            raise BatchError(f"{name} is {_kind_of(leaf)}")
+        if not is_plain(leaf):
+            raise BatchError(f"{name} is {kind_of(leaf)}")
         if leaf.ndim == 0 and leaf.requires_grad:
             raise BatchError(
                 f"{name} is a loss: give the batch, trainer.step(X, y), which computes the loss "

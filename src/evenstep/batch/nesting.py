@@ -11,7 +11,8 @@ import optree
 import torch
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE
 
-from evenstep.batch.cut import Batch, Shared, dim_of, too_deep
+from evenstep.batch.cut import Batch, dim_of, too_deep
+from evenstep.batch.whole import Shared
 from evenstep.errors import BatchError
 
 _CONSTANTS = (bool, int, float, complex, str, bytes)

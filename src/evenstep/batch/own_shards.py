@@ -16,12 +16,12 @@ from evenstep.batch.cut import (
     Part,
     Place,
     Precut,
-    Shared,
     tensors_of,
     versions_of,
     without_foreign_memory,
 )
 from evenstep.batch.nesting import nest
+from evenstep.batch.whole import Shared
 from evenstep.errors import BatchError
 
 

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load, save
 
 from evenstep.batch import Batch
-from evenstep.batch.cut import Shared
 from evenstep.batch.own_shards import Shards
+from evenstep.batch.whole import Shared
 from evenstep.distributed.process_group import Peers
 from evenstep.errors import ContractError, EvenstepError, PeerError
 
