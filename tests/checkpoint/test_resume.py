@@ -159,7 +159,7 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path):
 def test_a_state_that_is_not_restored_is_noticed(saved, monkeypatch):
     """Training must not continue silently from another state than was saved."""
     model, optimizer, _ = parts("convolution")
-    monkeypatch.setattr("evenstep.checkpoint.training_state.restore_optimizer", lambda *_: None)
+    monkeypatch.setattr("evenstep.checkpoint.restore.restore_optimizer", lambda *_: None)
     with pytest.raises(CheckpointError, match="fingerprint"):
         evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1)
 

@@ -12,11 +12,11 @@ import evenstep
 from evenstep.checkpoint import async_writer, files
 from evenstep.checkpoint.codec import encode, row_major
 from evenstep.checkpoint.files import read_checkpoint, write_checkpoint
+from evenstep.checkpoint.restore import restore_scheduler
 from evenstep.checkpoint.training_state import (
     ModelState,
     TrainingState,
     read_training_state,
-    restore_scheduler,
 )
 from evenstep.data import Cursor
 from evenstep.errors import CheckpointError

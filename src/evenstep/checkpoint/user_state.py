@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from evenstep.checkpoint.codec import encode
-from evenstep.checkpoint.training_state import TrainingState, restore_optimizer
+from evenstep.checkpoint.restore import restore_optimizer
+from evenstep.checkpoint.training_state import TrainingState
 from evenstep.data.generators import GeneratorStates
 from evenstep.data.order import LoaderPlace
 from evenstep.errors import CheckpointError, InputError, shown, text_of

@@ -8,7 +8,8 @@ import torch
 from rich.console import Console
 
 from evenstep.checkpoint.files import list_checkpoints
-from evenstep.checkpoint.training_state import read_training_state, restore_model
+from evenstep.checkpoint.restore import restore_model
+from evenstep.checkpoint.training_state import read_training_state
 from evenstep.cli.terminal.files import target_of
 from evenstep.cli.terminal.output import fields_table, print_table
 from evenstep.cli.training.runfile import read_run_file

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from evenstep.checkpoint.training_state import rolled_back_on_error
+from evenstep.checkpoint.restore import rolled_back_on_error
 from evenstep.devices import intra_op_threads
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from evenstep.checkpoint import fingerprint as fingerprints
-from evenstep.checkpoint import training_state
 from evenstep.checkpoint.async_writer import AsyncWriter, write_state
 from evenstep.checkpoint.files import checkpoint_of
 from evenstep.checkpoint.optimizer_kind import kinds_of
-from evenstep.checkpoint.training_state import Scheduler, TrainingState
+from evenstep.checkpoint.restore import Scheduler, optimizer_state, restore_all
+from evenstep.checkpoint.training_state import ModelState, TrainingState
 from evenstep.checkpoint.user_state import UserState, encodable
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Sources
@@ -93,7 +93,7 @@ class Saver:
         """
         saved.check_experiment(self._executor.experiment)
         self._user_state.check(saved.user_state)
-        saved.restore(self._model, self._optimizer, scheduler)
+        restore_all(saved, self._model, self._optimizer, scheduler)
         seeds = saved.seeds_at or saved.cursor
         data = saved.cursor if saved.seeds_at else None
         position = Position(saved.steps_done, seeds.epoch, seeds.step, data)
@@ -147,8 +147,8 @@ class Saver:
             seeds_at=None if position.cursor == position.seeds_at else position.seeds_at,
             steps_done=position.steps_done,
             compiles=programs.compiles if programs else None,
-            model=training_state.ModelState.of(self._model),
-            optimizer=training_state.optimizer_state(self._optimizer),
+            model=ModelState.of(self._model),
+            optimizer=optimizer_state(self._optimizer),
             scheduler=scheduler.state_dict() if scheduler else None,
             optimizers=kinds_of(self._optimizer),
             within_rounding=self._notes.within_rounding,

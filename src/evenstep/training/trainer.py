@@ -23,6 +23,7 @@ from evenstep.batch.nesting import Keywords, nest
 from evenstep.batch.own_shards import in_own_memory
 from evenstep.callbacks import Callback
 from evenstep.checkpoint import fingerprint as fingerprints
+from evenstep.checkpoint.restore import unchanged_on_error
 from evenstep.checkpoint.training_state import read_training_state
 from evenstep.checkpoint.user_state import Stateful, UserState
 from evenstep.contract import ContractReport, SelfCheck
@@ -730,7 +731,7 @@ class Trainer(Habits):
             options["compile"] = options.pop("hybridize")
         given = {} if options.get("experiment") else dataclasses.asdict(saved.experiment)
         trainer = cls(model, optimizer, loss, **{**given, **options})
-        with saved.unchanged_on_error(model, optimizer, trainer.scheduler):
+        with unchanged_on_error(saved, model, optimizer, trainer.scheduler):
             trainer._saver.restore(saved, trainer.scheduler, is_part=bool(others))
         return trainer
 
