@@ -2,42 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     MapDataPipe,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
     default_collate,
-    default_convert,
-    get_worker_info,
 )
 
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
-from evenstep.data.generators import (
-    Generator,
-    Lent,
-    drew_nothing,
-    generators_of,
-    order_of,
-    samplers_in,
-    tell_epoch,
-)
+from evenstep.data.adapters.fetching import Collate, Examples, Start, Wanted
+from evenstep.data.generators import order_of, samplers_in
 from evenstep.data.order import Cursor, LoaderPlace
-from evenstep.devices import intra_op_threads
-from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import CheckpointError, InputError
 
 _FIRST = 64  # batches of an epoch whose order is compared
@@ -53,29 +40,6 @@ _WITHOUT_STATE = (
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
-
-
-class Wanted(NamedTuple):
-    """A batch, or the part of one that a process computes, to be fetched.
-
-    Attributes:
-        epoch: the epoch.
-        step: the batch's number in it.
-        first: the place of the first example in the whole batch.
-        index: what the loader's batch sampler (or, without batches, its sampler) gave.
-    """
-
-    epoch: int
-    step: int
-    first: int
-    index: Any
-
-
-class _Fetched(NamedTuple):
-    """The examples of a batch, before they are collated."""
-
-    examples: Any
-    wanted: Wanted
 
 
 def is_map_style(loader: object) -> bool:
@@ -277,16 +241,16 @@ class MapStyle:
             workers = {
                 "num_workers": min(loader.num_workers, MOST_FETCHED_FIRST),
                 "prefetch_factor": max(1, min(loader.prefetch_factor or 2, ahead)),
-                "worker_init_fn": _Start(loader.worker_init_fn),
+                "worker_init_fn": Start(loader.worker_init_fn),
                 "multiprocessing_context": loader.multiprocessing_context,
                 "persistent_workers": loader.persistent_workers,
                 "timeout": loader.timeout,
             }
         is_batched = loader.batch_sampler is not None
         seed = derive_seed("workers", self._seed)
-        collate: Any = _Collate(loader.collate_fn, self._seed)
+        collate: Any = Collate(loader.collate_fn, self._seed)
         return DataLoader(
-            _Examples(loader.dataset, self._seed, is_batched),
+            Examples(loader.dataset, self._seed, is_batched),
             batch_sampler=self._feed,
             collate_fn=collate,
             pin_memory=loader.pin_memory,
@@ -305,95 +269,6 @@ class _Feed:
         return self.wanted
 
 
-class _Examples(Dataset[Any]):
-    """A data set whose examples draw from seeded generators, in any process.
-
-    Most data sets draw nothing. So a batch is fetched at once, as torch does; from the first one
-    that drew on, each example is fetched by itself, with the generators seeded for it.
-    """
-
-    def __init__(self, dataset: Any, seed: int, is_batched: bool) -> None:
-        self.dataset = dataset
-        self._seed = seed
-        self._is_batched = is_batched
-        self._draws = False
-        self._epoch: int | None = None
-        self._generators: tuple[Generator, ...] | None = None
-
-    def __getitems__(self, wanted: Wanted) -> _Fetched:
-        """Return the examples of a batch."""
-        if wanted.epoch != self._epoch:
-            self._epoch = wanted.epoch
-            tell_epoch(wanted.epoch, self.dataset)
-        return _Fetched(self._fetch(wanted), wanted)
-
-    @INTERRUPTS.uninterrupted
-    def _fetch(self, wanted: Wanted) -> Any:
-        with intra_op_threads(1):  # as in a worker process: a sum could differ by a bit
-            if not self._draws:
-                fetch = functools.partial(_fetch, self.dataset, wanted.index, self._is_batched)
-                examples, is_quiet = drew_nothing(self._generators_here(), fetch)
-                if is_quiet:
-                    return examples
-                self._draws = True
-            if not self._is_batched:
-                return self._seeded(wanted, 0, wanted.index)
-            return [
-                self._seeded(wanted, place, index)
-                for place, index in enumerate(wanted.index, wanted.first)
-            ]
-
-    def _seeded(self, wanted: Wanted, place: int, index: Any) -> Any:
-        numbers = Lent(self._generators_here())
-        numbers.seed(derive_seed("example", self._seed, wanted.epoch, wanted.step, place))
-        if not self._is_batched or not _fetches_lists(self.dataset):
-            return numbers.call(self.dataset.__getitem__, index)
-        (example,) = numbers.call(self.dataset.__getitems__, [index])
-        return example
-
-    def _generators_here(self) -> tuple[Generator, ...]:
-        if self._generators is None:
-            self._generators = generators_of(self.dataset)
-        return self._generators
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker process gets: it finds the generators of its own copy."""
-        return {**vars(self), "_generators": None}
-
-
-class _Collate:
-    """A `collate_fn` that draws from generators seeded for the batch."""
-
-    def __init__(self, collate: Callable[[Any], Any], seed: int) -> None:
-        self._collate = collate
-        self._seed = seed
-
-    def __call__(self, fetched: _Fetched) -> Any:
-        examples, wanted = fetched
-        if self._collate is default_collate or self._collate is default_convert:
-            return self._collate(examples)
-        numbers = Lent(generators_of(self._collate))
-        numbers.seed(derive_seed("collate", self._seed, wanted.epoch, wanted.step))
-        with intra_op_threads(1):
-            return numbers.call(self._collate, examples)
-
-
-class _Start:
-    """A `worker_init_fn` that shows the user's code the user's data set."""
-
-    def __init__(self, start: Callable[[int], None] | None) -> None:
-        self._start = start
-
-    def __call__(self, worker: int) -> None:
-        info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses to be changed
-        if self._start is not None:
-            self._start(worker)
-
-
-# ---- functions that have no state
-
-
 def digest_of_index(index: Any, before: int = 0) -> int:
     """Return a checksum of what a sampler gave, after what has the checksum `before`."""
     return zlib.crc32(repr(_as_lists(index)).encode(), before)
@@ -403,17 +278,6 @@ def _as_lists(index: Any) -> Any:
     if isinstance(index, list | tuple):
         return [*map(_as_lists, index)]
     return index.tolist() if hasattr(index, "tolist") else index
-
-
-def _fetch(dataset: Any, index: Any, is_batched: bool) -> Any:
-    """Fetch what torch's own fetcher would."""
-    if not is_batched:
-        return dataset[index]
-    return dataset.__getitems__(index) if _fetches_lists(dataset) else [dataset[i] for i in index]
-
-
-def _fetches_lists(dataset: Any) -> bool:
-    return bool(getattr(dataset, "__getitems__", None))
 
 
 def _has_state(part: object) -> bool:
