@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from evenstep.mxnet.core import array, tape
+from evenstep.mxnet.core import differentiate, tape
 from evenstep.mxnet.core.array import NDArray
 
 __all__ = [
@@ -80,7 +80,7 @@ def backward(
     """
     if isinstance(heads, NDArray):
         heads, head_grads = [heads], None if head_grads is None else [head_grads]
-    array.backward(heads, head_grads, retain_graph)
+    differentiate.backward(heads, head_grads, retain_graph)
 
 
 def grad(
@@ -97,7 +97,7 @@ def grad(
     """
     single = isinstance(variables, NDArray)
     listed = [variables] if single else list(variables)
-    found = array.gradients(
+    found = differentiate.gradients(
         [heads] if isinstance(heads, NDArray) else list(heads),
         listed,
         head_grads if head_grads is None or not isinstance(head_grads, NDArray) else [head_grads],

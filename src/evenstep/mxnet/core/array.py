@@ -6,8 +6,8 @@ shape and dtype, which are known at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ import torch
 from evenstep.errors import MXNetError, hides_own_frames
 from evenstep.mxnet.core import tape
 from evenstep.mxnet.core.context import Context, current_context
+from evenstep.mxnet.core.differentiate import backward
 from evenstep.mxnet.core.invoke import Base, own, run, spec_of, submit
 from evenstep.mxnet.core.operand import Operator, filled, operands, operator
 from evenstep.mxnet.core.runtime import Chunk, runtime
@@ -23,23 +24,6 @@ from evenstep.mxnet.ops import shapes
 
 _SELECT = Operator("x[...]", shapes.select)
 _COPY = Operator("copyto", shapes.same)
-
-
-class Index(NamedTuple):
-    """A step to a part of a tensor.
-
-    Attributes:
-        key: numbers and slices.
-        keeps_axis: whether a single element has shape (1,), as in `nd`.
-    """
-
-    key: Any
-    keeps_axis: bool
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part, a view."""
-        part = tensor[self.key]
-        return part.reshape(1) if self.keeps_axis and not part.ndim else part
 
 
 class NDArray(Base):
@@ -153,20 +137,22 @@ class NDArray(Base):
     def __getitem__(self, key: Any) -> Any:
         """Return a part: a view for numbers and slices, a copy for arrays of indices."""
         key = self._key(key)
-        if _is_basic(key):
-            return self._view(f"x[{_text(key)}]", Index(key, self.table == "nd"))
+        if shapes.is_basic(key):
+            return self._view(f"x[{shapes.key_text(key)}]", shapes.Index(key, self.table == "nd"))
         return self.invoke(_SELECT, (self, key), {})
 
     @hides_own_frames
     def __setitem__(self, key: Any, value: Any) -> None:
         """Write a part, after everything queued so far that reads it."""
         key = self._key(key)
-        if isinstance(value, NDArray) and value.is_part(self, Index(key, self.table == "nd")):
+        if isinstance(value, NDArray) and value.is_part(
+            self, shapes.Index(key, self.table == "nd")
+        ):
             return  # the second half of `x[key] += 1`
         value = self._operand(value)
         shape = value.shape if isinstance(value, NDArray) else np.shape(value)
         part = spec_of(_SELECT, (self, key))
-        if part is not None and not _fits(shape, part.shape):
+        if part is not None and not shapes.fits(shape, part.shape):
             raise MXNetError(f"got values of shape {shape} for a part of shape {part.shape}")
 
         def write(target: torch.Tensor, new: Any) -> None:
@@ -209,7 +195,7 @@ class NDArray(Base):
 
     def _updated(self, name: str, update: Any, other: Any) -> Any:
         """Queue an update in place by an operand that may be smaller, but not larger."""
-        if isinstance(other, Base | np.ndarray) and not _fits(other.shape, self.shape):
+        if isinstance(other, Base | np.ndarray) and not shapes.fits(other.shape, self.shape):
             raise MXNetError(f"{name} of arrays of shapes {self.shape} and {other.shape}")
         return self._write(name, update, other)
 
@@ -363,30 +349,6 @@ class ndarray(NDArray):  # noqa: N801 - MXNet's name
         return str(self.asnumpy())
 
 
-def _fits(shape: Sequence[int], whole: Sequence[int]) -> bool:
-    """Return whether values of a shape can be written to all of another shape."""
-    own = list(shape)
-    while len(own) > len(whole) and own[0] == 1:
-        own = own[1:]
-    pairs = zip(own[::-1], whole[::-1], strict=False)
-    return len(own) <= len(whole) and all(one in (1, other) for one, other in pairs)
-
-
-def _is_basic(key: Any) -> bool:
-    parts = key if isinstance(key, tuple) else (key,)
-    return all(one is None or one is Ellipsis or isinstance(one, int | slice) for one in parts)
-
-
-def _text(key: Any) -> str:
-    parts = key if isinstance(key, tuple) else (key,)
-    return ", ".join(
-        ":".join("" if end is None else str(end) for end in (one.start, one.stop))
-        if isinstance(one, slice)
-        else str(one)
-        for one in parts
-    )
-
-
 def from_values(values: Any, context: Context | None, dtype: Any, like: type[NDArray]) -> Any:
     """Return an array of numbers that the program has: a list, a number, numpy's or torch's array.
 
@@ -419,117 +381,6 @@ def adopt(tensor: torch.Tensor, context: Context | None, like: type[NDArray]) ->
     if context.device.kind == "cuda":
         return like(array.chunk, array.spec, Context("cpu")).copyto(context)
     return array
-
-
-def created(
-    op: Operator, arguments: Sequence[Any], context: Context | None, like: type[NDArray]
-) -> Any:
-    """Queue an operation that makes an array from numbers; it gets `device=`."""
-    return submit(op, tuple(arguments), {}, like=like, context=context or current_context())
-
-
-@hides_own_frames
-def backward(heads: Sequence[Any], head_gradients: Any = None, retain_graph: bool = False) -> None:
-    """Queue the backward passes of some arrays, one for each context if they are independent.
-
-    Args:
-        heads: recorded arrays, differentiated together.
-        head_gradients: the gradient of each; None (also for one of them) stands for ones.
-        retain_graph: allow another backward pass from them.
-
-    Raises:
-        MXNetError: an array was not recorded, or a backward pass has used its graph up.
-    """
-    given = [None] * len(heads) if head_gradients is None else list(head_gradients)
-    for head in heads:
-        if not head.is_tracked:
-            raise MXNetError(
-                f"backward from an array of shape {head.shape} that was not recorded: compute it "
-                f"inside `with autograd.record():`, from arrays after their attach_grad()"
-            )
-    groups: dict[Context, list[int]] = {}
-    for number, head in enumerate(heads):
-        groups.setdefault(head.context, []).append(number)
-    found = [tape.reached(heads[i].chunk.node for i in group) for group in groups.values()]
-    if len({node for nodes in found for node in nodes}) < sum(map(len, found)):
-        groups = {heads[0].context: list(range(len(heads)))}
-        found = [tape.reached(head.chunk.node for head in heads)]
-    for (context, group), nodes in zip(groups.items(), found, strict=True):
-        _backward(
-            context, [heads[i] for i in group], [given[i] for i in group], nodes, retain_graph
-        )
-
-
-def _backward(
-    context: Context, heads: Any, given: Any, nodes: Sequence[tape.Node], retain_graph: bool
-) -> None:
-    reached = [node for node in nodes if node.gradient is not None]
-    leaves = [
-        (node.chunk, node.gradient.chunk, node.request)
-        for node in reached
-        if node.chunk is not None
-    ]
-    for node in reached:
-        node.is_fresh = True
-    kept = [node.chunk for node in nodes if node.chunk is not None]
-    if not retain_graph:
-        tape.spend(nodes)
-
-    def call() -> None:
-        with torch.enable_grad():
-            tensors = [head.value() for head in heads]
-        gradients = [None if one is None else one.value() for one in given]
-        tape.accumulate(tensors, gradients, leaves, retain_graph=retain_graph)
-
-    chunks = [gradient for _, gradient, _ in leaves]
-    run("backward", context, call, [one for one in given if one is not None], kept, chunks)
-
-
-def gradients(
-    heads: Sequence[Any],
-    variables: Sequence[Any],
-    head_gradients: Any,
-    *,
-    retain_graph: bool,
-    create_graph: bool,
-) -> list[Any]:
-    """Queue a backward pass whose gradients are new arrays; see `autograd.grad`."""
-    for one in (*heads, *variables):
-        if not one.is_tracked:
-            raise MXNetError(
-                f"an array of shape {one.shape} was not recorded: compute it inside `with "
-                f"autograd.record():`, from arrays after their attach_grad()"
-            )
-    given = [None] * len(heads) if head_gradients is None else list(head_gradients)
-    nodes = tape.reached(head.chunk.node for head in heads)
-    kept = [node.chunk for node in nodes if node.chunk is not None]
-    if not retain_graph:
-        tape.spend(nodes)
-    context, like = heads[0].context, type(variables[0])
-    results = [like(Chunk("grad"), one.spec, context) for one in variables]
-    if create_graph:
-        inputs = tuple(dict.fromkeys(one.chunk.node for one in (*heads, *variables)))
-        for result in results:
-            result.chunk.node = tape.Node(result.chunk, inputs)
-
-    def call() -> None:
-        with torch.enable_grad():
-            tensors = [head.value() for head in heads]
-            found = torch.autograd.grad(
-                tensors,
-                [variable.value() for variable in variables],
-                [
-                    torch.ones_like(tensor) if one is None else one.value()
-                    for tensor, one in zip(tensors, given, strict=True)
-                ],
-                retain_graph=retain_graph,
-                create_graph=create_graph,
-            )
-        for result, gradient in zip(results, found, strict=True):
-            result.chunk.put(gradient)
-
-    run("grad", context, call, [one for one in given if one is not None], kept, results)
-    return results
 
 
 def array_class() -> type[NDArray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -158,6 +158,49 @@ def as_indices(key: Any) -> Any:
     if isinstance(key, Tensor) and key.dtype != torch.bool:
         return key.long()
     return key
+
+
+class Index(NamedTuple):
+    """A step to a part of a tensor.
+
+    Attributes:
+        key: numbers and slices.
+        keeps_axis: whether a single element has shape (1,), as in `nd`.
+    """
+
+    key: Any
+    keeps_axis: bool
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part, a view."""
+        part = tensor[self.key]
+        return part.reshape(1) if self.keeps_axis and not part.ndim else part
+
+
+def fits(shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Return whether values of a shape can be written to all of another shape."""
+    own = list(shape)
+    while len(own) > len(whole) and own[0] == 1:
+        own = own[1:]
+    pairs = zip(own[::-1], whole[::-1], strict=False)
+    return len(own) <= len(whole) and all(one in (1, other) for one, other in pairs)
+
+
+def is_basic(key: Any) -> bool:
+    """Return whether a key has only numbers, slices, `None` and `...`: then the part is a view."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return all(one is None or one is Ellipsis or isinstance(one, int | slice) for one in parts)
+
+
+def key_text(key: Any) -> str:
+    """Return a key as it is written in Python, for messages."""
+    parts = key if isinstance(key, tuple) else (key,)
+    return ", ".join(
+        ":".join("" if end is None else str(end) for end in (one.start, one.stop))
+        if isinstance(one, slice)
+        else str(one)
+        for one in parts
+    )
 
 
 COMMON: dict[str, Function] = {
