@@ -223,9 +223,7 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     trainings, same = (sum(run[key] for run in runs) for key in ("trainings", "same"))
     faults = [[name, str(sum(run["faults"][name] for run in runs))] for name in FAULTS]
     rows = [["trainings", str(trainings)], ["of these with the expected fingerprint", str(same)]]
-    most = max(
-        runs, key=lambda run: run["held_late"]["memory_MiB"] - run["held_early"]["memory_MiB"]
-    )
+    most = max(runs, key=_growth)
     names = {"memory_MiB": "memory, MiB", "threads": "threads", "files": "open files"}
     names["shared_memory"] = "files in /dev/shm"
     growth = [
