@@ -151,7 +151,7 @@ class DeviceCrew:
             job.is_done.set()
 
     def keeping(self, stuck: Sequence[int]) -> list[int]:
-        """Return the lanes that keep a stuck lead waiting; without a helper at work, the lead.
+        """Return the lanes that a stuck lead waits for, or the lead itself if it waits for none.
 
         Args:
             stuck: [lead] if its shard takes too long, or nothing.

@@ -157,7 +157,7 @@ def _backward_slice(
 
 
 def _gradient_of_input(product: Product, found: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the gradient with respect to the input: each part's is the sum of its readers'."""
+    """Return the gradient of the input: for each part, the sum over the slices that read it."""
     readers = product.slices // product.input_parts
     parts = [
         tree_sum(found[first : first + readers], torch.add)
@@ -222,7 +222,7 @@ def _format_of(tensor: torch.Tensor) -> torch.memory_format:
 
 
 def _by_itself(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:
-    """Return a tensor as if it had been made by itself: `tensor`, if it is so, or else a copy."""
+    """Return a tensor in memory of its own, dense and aligned: `tensor` if it is, or a copy."""
     if tensor.dim() != 4:
         memory_format = torch.contiguous_format
     is_plain = type(tensor) in (torch.Tensor, nn.Parameter) and not _is_traced()

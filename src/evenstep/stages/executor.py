@@ -75,7 +75,7 @@ class StagedExecutor(IndependentExecutor):
 
     The devices r S to r S + S − 1 have the stages 0 to S − 1 of replica r. Each of their S threads
     computes one shard after another, with a copy of the module's layers; it computes only while it
-    is the shard's turn on the stage's device (`shard/turns.py`). So at most S shards of a replica
+    is the shard's turn on the stage's device (`stages/turns.py`). So at most S shards of a replica
     are under way.
 
     Args:

@@ -2,8 +2,8 @@
 
 A shard has a thread and a replica of its own. In the forward pass, a hook of the first module of a
 stage ends the shard's turn on the stage before, and waits for one on this stage. In the backward
-pass, hooks of the graph's nodes take the same way back: on CPUs, autograd runs the nodes in the
-shard's thread, in the reverse order of their creation. Nothing is traced or rewritten, and no node
+pass, hooks on the graph's nodes change it back: on CPUs, autograd runs the nodes in the shard's
+thread, in the reverse order of their creation. Nothing is traced or rewritten, and no node
 is added to the graph, so that gradients are added up in the order that they have without stages.
 """
 
@@ -110,7 +110,7 @@ class StagedShard:
         self._last = output.grad_fn if isinstance(output, torch.Tensor) else None
 
     def forward_ends(self, total: torch.Tensor) -> None:
-        """Have the backward pass of a loss begin where the forward pass has ended."""
+        """Make the backward pass of a loss begin in the stage in which the forward pass ended."""
         self._last = None
         node: Any = total.grad_fn
         if node is not None:
@@ -123,7 +123,7 @@ class StagedShard:
         return self._stages[bisect.bisect_right(self._starts, node._sequence_nr())]
 
     def _return_through(self, given: Any) -> None:
-        """Have the backward pass return to the stages that these tensors come from."""
+        """Make the backward pass return to the stages that these tensors come from."""
         leaves: list[Any] = optree.tree_leaves(given)
         nodes: set[Any] = {leaf.grad_fn for leaf in leaves if isinstance(leaf, torch.Tensor)}
         nodes |= {self._last}
@@ -153,10 +153,10 @@ class StagedShard:
 def hook_stages(
     replica: Replica, stages: Stages, shard_now: Callable[[], StagedShard | None]
 ) -> None:
-    """Have the modules of a replica take its shard through the stages.
+    """Hook the modules of a replica, so that its shard changes the stage where they are called.
 
     Args:
-        replica: a copy of the user's module, which nobody else calls.
+        replica: a copy of the user's module, which nothing else calls.
         stages: the stages.
         shard_now: returns the shard that is computed on this replica; None outside of steps.
     """

@@ -4,8 +4,8 @@ Every shard visits the stages in turn: forward from the first to the last, backw
 the first. A device computes one shard at a time. It prefers a backward pass to a forward pass, and
 an early shard to a late one; and stage s of S begins no forward pass while S − s shards are past
 theirs and still hold activations there. That is "one forward, one backward" (1F1B: PipeDream,
-Narayanan et al., SOSP 2019; 2021, arXiv:2104.04473), but decided by who is there, not by a table:
-the order of the shards has no effect on the result.
+Narayanan et al., SOSP 2019; 2021, arXiv:2104.04473), but with the shards that happen to wait
+instead of a fixed schedule: the order of the shards has no effect on the result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class TurnOrder:
         stages: S, the number of stages.
 
     Attributes:
-        running: for each stage the shard whose turn it is; None for nobody's.
+        running: for each stage the shard whose turn it is; None while it is free.
         holding: for each stage the shards that hold activations there.
     """
 
@@ -80,7 +80,7 @@ class Place(NamedTuple):
 
 
 class Turns:
-    """Has each shard's thread wait for its turn.
+    """Makes each shard's thread wait for its turn.
 
     Args:
         stages: S, the number of stages.
@@ -122,7 +122,7 @@ class Turns:
             self._open_gates()
 
     def stop(self) -> None:
-        """Make every shard end where it waits next, or waits now."""
+        """End every shard that waits for its turn now, and every other one when it would wait."""
         with self._lock:
             self._stopped = True
             for gate in self._gates.values():

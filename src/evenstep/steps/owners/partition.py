@@ -104,7 +104,7 @@ class Partition:
             raise ClosedError(
                 f"with {OPTION} a trainer of several processes can be opened once, because each "
                 f"keeps only its part of the optimizer's state: save before the end of `with`, and "
-                f"go on with Trainer.load"
+                f"resume with Trainer.load"
             )
 
     @contextlib.contextmanager

@@ -26,7 +26,7 @@ class OwnerReducer(ProcessReducer):
     """
 
     def _lay_out(self) -> None:
-        """Deal the parameters to the processes."""
+        """Assign the parameters to the processes."""
         parameters = self._home.parameters
         self.owner_of = deal_parameters(parameters, self.peers.size)
         self._dealt = [*parameters]
@@ -35,21 +35,21 @@ class OwnerReducer(ProcessReducer):
         self._dense = self._owned = ReducerToOwners(self.peers, space)
 
     def _follow_home(self) -> None:
-        """Refuse other parameters than those that were dealt; other changes need nothing here."""
+        """Refuse other parameters than the assigned ones; other changes need nothing here."""
         self._home = self._replicas.home
         pairs = zip(self._dealt, self._home.parameters)  # noqa: B905
         same = len(self._dealt) == len(self._home.parameters) and all(a is b for a, b in pairs)
         if not same or self._forms != _forms(self._dealt):
             raise ContractError(
                 "the model's parameters were replaced, or changed their shape, dtype or strides, "
-                "while partition='optimizer' has them dealt to processes: save, change the model, "
-                "and open a new trainer with Trainer.load"
+                "while partition='optimizer' has assigned them to processes: save, change the "
+                "model, and open a new trainer with Trainer.load"
             )
 
     def exchange(
         self, step: int, norms: Mapping[int, torch.Tensor], failure: Exception | None = None
     ) -> dict[int, torch.Tensor]:
-        """Tell all processes that this one is about to update, and return everyone's norms.
+        """Report that this process is ready to update; return the norms of all processes.
 
         Args:
             step: the step's number.
@@ -91,7 +91,7 @@ class OwnerReducer(ProcessReducer):
 
 
 def deal_parameters(parameters: Iterable[torch.Tensor], owners: int) -> list[int]:
-    """Return the owner of each parameter, dealt by size.
+    """Return the owner of each parameter, assigned by size.
 
     Frozen parameters count nothing: they have neither gradient nor optimizer state.
     """
