@@ -446,6 +446,8 @@ class Trainer(Habits):
         self._progress.advance()
         return self._take(step)
 
+    @hides_own_frames
+    @INTERRUPTS.uninterrupted
     def backward(
         self,
         *batch: Batch,
@@ -481,28 +483,12 @@ class Trainer(Habits):
         Raises:
             EvenstepError: as for `step`. The gradients are as they were before the call.
         """
-        owner = self._session.owner
-        if owner is not None and owner.pid != os.getpid():
-            owner.refuse_elsewhere()
-        try:
-            whole = batch if not named else (*batch, Keywords(named))
-            return self._backward(whole, objective, accumulate=accumulate)
-        except Exception as error:
-            hide_own_frames(error)
-            raise
-        finally:
-            if INTERRUPTS.pending:
-                INTERRUPTS.deliver()
-
-    @INTERRUPTS.shielded
-    def _backward(
-        self, batch: tuple[Batch, ...], objective: UserObjective | None, *, accumulate: bool
-    ) -> StepLoss:
+        self._session.refuse_fork()
         check_flags(accumulate=accumulate)
         if self._partition is not None:
             refuse_backward()
         self._open_step(leave=0)
-        step = self._next_step(batch)
+        step = self._next_step(batch if not named else (*batch, Keywords(named)))
         step.updates, step.finish = False, self._update.leave_gradients
         if objective is not None:
             step.objective, step.may_compile = choose_objective(None, objective), False
