@@ -149,6 +149,12 @@ def shown(value: object) -> str:
     return " ".join(_SHORT.repr(value).split())
 
 
+def counted(number: int, thing: str) -> str:
+    """Return a number with its noun, such as "1 step" or "2 processes"."""
+    plural = thing + ("es" if thing.endswith("s") else "s")
+    return f"{number} {thing if number == 1 else plural}"
+
+
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlong = 40

@@ -9,6 +9,7 @@ from typing import Any
 from evenstep.bench import running
 from evenstep.bench.running import Contender
 from evenstep.bench.workload.kinds import TEXT
+from evenstep.errors import counted
 
 
 def side_by_side(job: Mapping[str, Any], workers: int) -> list[Contender]:
@@ -145,12 +146,6 @@ def steps_for(job: Mapping[str, Any], workers: int, seconds: float) -> int:
 def torchrun(workers: int) -> tuple[str, ...]:
     """Return the launcher that starts `workers` processes on this machine."""
     return ("torch.distributed.run", "--standalone", f"--nproc-per-node={workers}")
-
-
-def counted(number: int, thing: str) -> str:
-    """Return a number with its noun, such as "2 processes"."""
-    plural = thing + ("es" if thing.endswith("s") else "s")
-    return f"{number} {thing if number == 1 else plural}"
 
 
 def spelled(memory_format: str) -> str:

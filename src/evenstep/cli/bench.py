@@ -27,7 +27,6 @@ from evenstep.bench import (
     summarise,
 )
 from evenstep.bench.fresh import RunFailedError
-from evenstep.bench.lineup import counted
 from evenstep.bench.workload import find_workload
 from evenstep.cli.machine.load import cores_used_by_others
 from evenstep.cli.options.bench import Plan, whole_numbers
@@ -35,7 +34,7 @@ from evenstep.cli.terminal.display import clock
 from evenstep.cli.terminal.files import target_of
 from evenstep.cli.terminal.output import command_line, numbers_table, print_line, print_table, say
 from evenstep.devices import usable_cores
-from evenstep.errors import InputError
+from evenstep.errors import InputError, counted
 from evenstep.limits import MOST_DEVICES, MOST_SHARDS
 from evenstep.profiling.accounting import PARTS, whole_percents
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import click
 
-from evenstep.bench.lineup import counted
 from evenstep.cli.options.training import ExperimentOptions
 from evenstep.cli.terminal.loading import loading
 from evenstep.cli.training.notes import notes_on_stderr
 from evenstep.cli.training.setup import load_data, make_loader, make_trainer, train_batches
 from evenstep.devices import Devices, find_devices, intra_op_threads
-from evenstep.errors import InputError
+from evenstep.errors import InputError, counted
 from evenstep.models.registry import blamed_on_model, find_factory
 from evenstep.verification import LayoutResult, Verdict
 from evenstep.verification import verify as compare

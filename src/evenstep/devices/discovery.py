@@ -13,7 +13,7 @@ from typing import TypeAlias
 import torch
 
 from evenstep.devices.device import Device, as_device
-from evenstep.errors import DeviceError, hides_own_frames, shown
+from evenstep.errors import DeviceError, counted, hides_own_frames, shown
 from evenstep.limits import MOST_DEVICES, MOST_THREADS
 
 Devices: TypeAlias = "int | str | torch.device | Device | Sequence[str | torch.device | Device]"
@@ -179,7 +179,7 @@ def _check(devices: Sequence[Device]) -> None:
     for device in devices:
         if device.kind == "cuda" and device.index >= gpus:
             raise DeviceError(
-                f"got {device}, but torch sees {gpus} GPU{'s' * (gpus != 1)} here: use "
+                f"got {device}, but torch sees {counted(gpus, 'GPU')} here: use "
                 + ("", "cuda:0, or ", f"cuda:0 to cuda:{gpus - 1}, or ")[min(gpus, 2)]
                 + "CPU devices (cpu:0, cpu:1, ...)"
             )

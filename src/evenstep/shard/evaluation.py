@@ -13,12 +13,12 @@ from torch import nn
 from evenstep.batch import Batch
 from evenstep.batch.rng import ShardRandomness
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
-from evenstep.errors import ModelError, shown
+from evenstep.errors import ModelError, counted, shown
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import Number, split_batch
-from evenstep.shard.targets import call_with, counted
+from evenstep.shard.targets import call_with
 
 Metric: TypeAlias = Callable[..., "tuple[Number, Number]"]
 """`metric(output, *targets) -> (total, count)`; with an objective, `metric(model, *batch)`."""

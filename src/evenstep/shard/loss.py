@@ -22,8 +22,8 @@ from evenstep.batch.advice import whole_in_one
 from evenstep.batch.cut import tensors_of
 from evenstep.batch.nesting import Keywords
 from evenstep.engine.interrupts import INTERRUPTS
-from evenstep.errors import ModelError, add_note, shown
-from evenstep.shard.targets import advice_on_targets, call_with, counted, refuse_unfit_output
+from evenstep.errors import ModelError, add_note, counted, shown
+from evenstep.shard.targets import advice_on_targets, call_with, refuse_unfit_output
 
 Number: TypeAlias = "torch.Tensor | float"
 Outputs: TypeAlias = "Mapping[str, Any]"
@@ -236,8 +236,8 @@ def _class_objective(
         parts = len(inputs) + len(targets) + len(named)
         raise ModelError(
             whole_in_one(batch)
-            or f"cross entropy and NLL take (output, target), got a batch of {parts} "
-            f"part{'s' * (parts != 1)}{names}: give trainer.step(X, y), or use objective=... for "
+            or f"cross entropy and NLL take (output, target), got a batch of "
+            f"{counted(parts, 'part')}{names}: give trainer.step(X, y), or use objective=... for "
             f"other batches"
         )
     target = targets[0]

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from evenstep.errors import BatchError
+from evenstep.errors import BatchError, counted
 from evenstep.shard.lockstep import ShardInStep
 
 
@@ -91,7 +91,7 @@ def refuse_single_example_shards(model: nn.Module, bounds: Sequence[tuple[int, i
     if any(isinstance(child, _BatchNorm) and child.training for child in model.modules()):
         examples = bounds[-1][1]
         most = examples // 2
-        remedy = f"use at most {most} shard{'s' * (most > 1)}, or drop the last batch"
+        remedy = f"use at most {counted(most, 'shard')}, or drop the last batch"
         raise BatchError(
             f"batch of {examples} examples over {len(bounds)} shards leaves shard {single[0]} with "
             f"1 example, too few for BatchNorm: {remedy if most else 'drop the last batch'}"

@@ -17,11 +17,6 @@ _BINARY = nn.BCELoss, nn.BCEWithLogitsLoss
 _BINARY_FUNCTIONS = F.binary_cross_entropy, F.binary_cross_entropy_with_logits
 
 
-def counted(number: int, thing: str) -> str:
-    """Return a number of things."""
-    return f"{number} {thing}{'s' * (number != 1)}"
-
-
 def call_with(
     how: Callable[[], str], function: Callable[..., Any], *arguments: Any, **named: Any
 ) -> Any:

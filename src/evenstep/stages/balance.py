@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from evenstep.errors import ModelError
+from evenstep.errors import ModelError, counted
 
 
 def balanced_stages(model: nn.Module, count: int) -> dict[str, int]:
@@ -24,8 +24,8 @@ def balanced_stages(model: nn.Module, count: int) -> dict[str, int]:
     units = _units(model, "", set())
     if len(units) < count:
         raise ModelError(
-            f"the model can't be cut into {count} stages: it has {len(units)} part"
-            f"{'s' * (len(units) != 1)} with parameters. Use fewer stages, or name the modules "
+            f"the model can't be cut into {count} stages: it has "
+            f"{counted(len(units), 'part')} with parameters. Use fewer stages, or name the modules "
             f"that begin them"
         )
     starts = balance([size for _, size in units], count)

@@ -16,7 +16,7 @@ from typing import TypeAlias
 from torch import nn
 
 from evenstep.devices import Device
-from evenstep.errors import InputError, ModelError, shown
+from evenstep.errors import InputError, ModelError, counted, shown
 from evenstep.stages.balance import balanced_stages
 
 StageNames: TypeAlias = "Mapping[str, int] | str"
@@ -126,7 +126,7 @@ def _check_devices(count: int, devices: Sequence[Device]) -> None:
     if len(devices) % count:
         fits = max(count, len(devices) - len(devices) % count)
         raise InputError(
-            f"got {count} stages for {len(devices)} device{'s' * (len(devices) != 1)}: every stage "
+            f"got {count} stages for {counted(len(devices), 'device')}: every stage "
             f"needs as many devices as the others, so use {fits} devices, or other stages"
         )
     for device in devices:

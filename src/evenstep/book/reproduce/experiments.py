@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from evenstep.bench import Contender, running
-from evenstep.bench.lineup import counted
 from evenstep.book.reproduce import rows
 from evenstep.book.reproduce.lineup import (
     descriptions,
@@ -20,6 +19,7 @@ from evenstep.book.reproduce.lineup import (
 from evenstep.book.reproduce.plan import Experiment, Figures, Part, Row, Size, Workplace
 from evenstep.book.reproduce.splits.rows import rows as split_rows
 from evenstep.book.reproduce.training import Training, first_steps, train
+from evenstep.errors import counted
 
 Description = Mapping[str, Any]
 

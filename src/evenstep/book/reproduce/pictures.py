@@ -6,10 +6,10 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evenstep.bench.lineup import counted
 from evenstep.bench.pictures import BLUE, COLOURS, GREEN, GREY, RED, canvas, to_svg
 from evenstep.book.reproduce.lineup import descriptions
 from evenstep.book.reproduce.plan import Figures
+from evenstep.errors import counted
 
 _PICTURES: Mapping[str, Mapping[str, Any]] = {
     name: {**picture, "book": description.get("book_accuracies", {})}

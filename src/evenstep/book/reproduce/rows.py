@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from evenstep.bench import summarise
-from evenstep.bench.lineup import counted
 from evenstep.bench.tables import NOTHING, with_unit
 from evenstep.book.reproduce.findings import read_findings
 from evenstep.book.reproduce.plan import Figures, Row, Size
+from evenstep.errors import counted
 
 CAVEATS: Mapping[Size, str] = {
     "full": "Other initial weights and another order of the examples than the book's.",

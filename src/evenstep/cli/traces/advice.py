@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 from evenstep.cli.traces.reader import TraceAccount
+from evenstep.errors import counted
 from evenstep.profiling.accounting import DeviceShares, together, whole_percents
 
 WORTH_FIXING = 0.05
@@ -137,7 +138,7 @@ def _unevenness(account: TraceAccount) -> str:
     finer = f"More shards (shards={2 * shards}, another experiment) are finer pieces to share out"
     if 0 < shards < count:
         return (
-            f"a step has {shards} shard{'s' * (shards != 1)} for {count} devices, so "
+            f"a step has {counted(shards, 'shard')} for {count} devices, so "
             f"{count - shards} of them can't have one. shards={count} (another experiment) gives "
             f"each device one; with fewer devices nothing is lost"
         )
