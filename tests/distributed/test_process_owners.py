@@ -11,7 +11,7 @@ from evenstep.checkpoint.files import latest_checkpoint, read_checkpoint
 from evenstep.errors import CheckpointError
 from launched import alone, apart, launched
 
-CASES = ("optimizers", "models", "clipped", "grouped", "gathered")
+CASES = ("optimizers", "models", "clipped", "grouped", "gathered", "two_steps")
 
 
 def results_of(finished, out, rank):
@@ -76,6 +76,31 @@ def test_checkpoints_can_be_resumed_with_other_owners(before, after, tmp_path):
             read_checkpoint(latest)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_training_that_is_killed_again_and_again_ends_as_an_undisturbed_one(tmp_path):
+    """Each time it goes on with other owners; the number is the step that it is killed in."""
+    chain = [
+        (2, "partition", 2),
+        (3, "partition", 4),
+        (2, "partition", 5),
+        (1, "whole", 6),
+        (2, "partition", 8),
+        (2, "whole", 9),
+    ]
+    expected = run(1, "whole", tmp_path / "undisturbed", f"killed:{tmp_path / 'one'}:0")
+    folder = tmp_path / "kept"
+    for processes, mode, step in chain:
+        out = tmp_path / f"killed {step}"
+        out.mkdir()
+        job = ("owned.py", out, mode, f"killed:{folder}:{step}")
+        finished = alone(*job) if processes == 1 else launched(processes, *job)
+        assert finished.returncode != 0
+        assert not [*out.iterdir()]
+        assert latest_checkpoint(folder).name == f"step-{step - 1:08}"
+    assert run(3, "partition", tmp_path / "end", f"killed:{folder}:0") == expected
+
+
 @pytest.mark.timeout(240)
 def test_memory_at_rest_falls_from_16_to_4_and_12_shared_bytes_a_parameter(tmp_path):
     """Every tensor counts that is there after a step, whatever holds it."""
@@ -88,41 +113,48 @@ def test_memory_at_rest_falls_from_16_to_4_and_12_shared_bytes_a_parameter(tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_model_that_needs_more_memory_than_a_process_may_have_trains_in_two(
+def test_a_model_of_one_and_a_half_times_the_memory_limit_of_a_process_trains_in_two(
     tmp_path, monkeypatch
 ):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back to the system
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    finished = launched(2, "owned.py", tmp_path, "partition", "limited")
+    finished = launched(2, "owned.py", tmp_path, "partition", "limited", timeout_s=280)
     assert results_of(finished, tmp_path, 0)["limited"] == [True] * 3
-    finished = launched(2, "owned.py", tmp_path, "whole", "limited")
+    finished = launched(2, "owned.py", tmp_path, "whole", "limited", timeout_s=280)
     assert finished.returncode != 0
     assert re.search("allocate memory|MemoryError|can't start new thread", finished.stderr)
 
 
 @pytest.mark.timeout(240)
-def test_an_error_of_one_owner_before_the_update_leaves_all_models_as_they_were(tmp_path):
-    finished = launched(2, "owners_fail.py", tmp_path, "before_update")
+def test_an_error_of_one_owner_ends_the_step_in_all(whole, tmp_path):
+    """What was not begun is not done; a step that some owners have taken is not gone on with."""
+    finished = launched(2, "owners_fail.py", tmp_path, "errors")
     first, second = (results_of(finished, tmp_path, rank) for rank in range(2))
-    assert second == {"error": "ValueError: no", "steps": 1, "same": True}
-    assert re.fullmatch(r"PeerError: rank 1 \(on .*\) failed: ValueError: no", first["error"])
-    assert (first["steps"], first["same"]) == (1, True)
-
-
-def test_an_owner_that_cannot_write_leaves_the_earlier_checkpoint(tmp_path):
-    finished = launched(2, "owners_fail.py", tmp_path, "full")
-    for rank in range(2):
-        message = results_of(finished, tmp_path, rank)["error"]
-        assert message.startswith("SaveError: rank 1 (on ")
-        assert "No space left on device" in message
+    assert second["before_update"] == {"error": "ValueError: no", "steps": 1, "same": True}
+    message = first["before_update"].pop("error")
+    assert re.fullmatch(r"PeerError: rank 1 \(on .*\) failed: ValueError: no", message)
+    assert first["before_update"] == {"steps": 1, "same": True}
+    for found in (first, second):
+        assert found["full"]["error"].startswith("SaveError: rank 1 (on ")
+        assert "No space left on device" in found["full"]["error"]
     assert_only_the_first_is_kept(tmp_path / "kept")
+    assert first["fingerprint"] == second["fingerprint"] == whole["two_steps"]
+    assert second["optimizer"] == {"error": "ValueError: no", "steps": 2, "same": True}
+    message = first["optimizer"].pop("error")
+    assert re.fullmatch(r"PeerError: rank 1 \(on .*\) failed: ValueError: no", message)
+    for found in (first, second):
+        for call in ("step", "save", "state_dict"):
+            assert "the training state is between two steps" in found[call]["error"], call
 
 
-def test_an_owner_that_is_killed_leaves_the_earlier_checkpoint(tmp_path):
-    ended = apart("owners_fail.py", tmp_path, "killed")
+@pytest.mark.parametrize("how", ["save", pytest.param("spread", marks=pytest.mark.slow)])
+def test_no_process_waits_for_an_owner_that_is_killed(how, tmp_path):
+    ended = apart("owners_fail.py", tmp_path, how)
     assert ended[1][0] == -signal.SIGKILL
-    message = json.loads((tmp_path / "0.json").read_text())["error"]
-    assert message.startswith("PeerError: rank 1 has left")
+    found = json.loads((tmp_path / "0.json").read_text())
+    assert found["killed"]["error"].startswith("PeerError: rank 1 has left")
+    half = "the training state is between two steps" in found["step"]["error"]
+    assert half == (how == "spread")
     assert_only_the_first_is_kept(tmp_path / "kept")
 
 

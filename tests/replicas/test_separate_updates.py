@@ -14,6 +14,7 @@ from owned_optimizers import (
     COUPLED,
     OPTIMIZERS,
     ByDistance,
+    CountsGradients,
     DecaysAll,
     KeepsElsewhere,
     Lion,
@@ -61,6 +62,11 @@ def test_an_optimizer_that_changes_parameters_without_gradient_is_refused():
 def test_an_optimizer_that_keeps_state_in_attributes_is_refused():
     with pytest.raises(ModelError, match="KeepsElsewhere keeps state in attributes of its own"):
         refuse_coupled(KeepsElsewhere(build("convolution").parameters()))
+
+
+def test_an_optimizer_whose_settings_follow_gradients_is_refused():
+    with pytest.raises(ModelError, match="CountsGradients changes the settings of a group only"):
+        refuse_coupled(CountsGradients(build("convolution").parameters()))
 
 
 def test_coupling_is_seen_although_the_learning_rate_begins_at_zero():

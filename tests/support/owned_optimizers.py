@@ -94,34 +94,50 @@ class DecaysAll(torch.optim.Optimizer):
                     one.sub_(one.grad, alpha=0.1)
 
 
-class Draws(torch.optim.Optimizer):
-    """It adds noise from the generator that all tensors share (Langevin dynamics)."""
+class OneByOne(torch.optim.Optimizer):
+    """It calls `update` with each parameter that has a gradient."""
 
     def __init__(self, params):
-        super().__init__(params, {"lr": 0.01})
+        super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
             for one in group["params"]:
                 if one.grad is not None:
-                    one.sub_(one.grad + torch.randn_like(one), alpha=0.1)
+                    self.update(one)
 
 
-class KeepsElsewhere(torch.optim.Optimizer):
+class Draws(OneByOne):
+    """It adds noise from the generator that all tensors share (Langevin dynamics)."""
+
+    def update(self, one):
+        one.sub_(one.grad + torch.randn_like(one), alpha=0.1)
+
+
+class KeepsElsewhere(OneByOne):
     """Its momentum is in an attribute of its own."""
 
     def __init__(self, params):
-        super().__init__(params, {"lr": 0.01})
+        super().__init__(params)
         self.momentum = {}
 
-    @torch.no_grad()
+    def update(self, one):
+        momentum = self.momentum.setdefault(one, torch.zeros_like(one))
+        one.sub_(momentum.mul_(0.9).add_(one.grad), alpha=0.1)
+
+
+class CountsGradients(OneByOne):
+    """It decays its learning rate in groups with a gradient only."""
+
     def step(self, closure=None):
+        super().step()
         for group in self.param_groups:
-            for one in group["params"]:
-                if one.grad is not None:
-                    momentum = self.momentum.setdefault(one, torch.zeros_like(one))
-                    one.sub_(momentum.mul_(0.9).add_(one.grad), alpha=0.1)
+            if any(one.grad is not None for one in group["params"]):
+                group["lr"] *= 0.9
+
+    def update(self, one):
+        one.sub_(one.grad, alpha=self.param_groups[0]["lr"])
 
 
 COUPLED = [NormOfAll, ByDistance, Draws]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from evenstep.checkpoint.codec import Tree, decode, encode
+from evenstep.checkpoint.codec import Encoded, Tree, decode, encode
 from evenstep.checkpoint.fingerprint import pieces_of
 from evenstep.distributed import Exchange, Peers
 from evenstep.distributed.owners.values import as_bytes, listed, streamed
@@ -29,11 +29,15 @@ def gathered(peers: Peers, states: Mapping[int, Tree], exchange: Exchange) -> di
         PeerError: a process is lost, or in another call.
         CheckpointError: a state holds something that can't be sent.
     """
-    own = {number: encode(state) for number, state in sorted(states.items())}
-    listing = [
-        [number, one.plain, [_described(name, value) for name, value in one.tensors.items()]]
-        for number, one in own.items()
-    ]
+    own: dict[int, Encoded] = {}
+
+    def listing() -> list[Any]:
+        own.update((number, encode(state)) for number, state in sorted(states.items()))
+        return [
+            [number, one.plain, [_described(name, value) for name, value in one.tensors.items()]]
+            for number, one in own.items()
+        ]
+
     everyones = listed(peers, listing, exchange)
     order = [
         (rank, nbytes)
@@ -62,13 +66,16 @@ def digest_over(peers: Peers, entries: Iterable[tuple[str, Any]], exchange: Exch
         entries: this process's, as `named_state` yields them; no two processes may have the same.
         exchange: the call that needs it, for error messages.
     """
-    own = [
-        (name, *pieces_of(name, value))
-        for name, value in sorted(entries, key=lambda entry: entry[0])
-    ]
-    listing = [
-        [name, header.hex(), None if data is None else data.nbytes] for name, header, data in own
-    ]
+    own: list[tuple[str, bytes, torch.Tensor | None]] = []
+
+    def listing() -> list[Any]:
+        for name, value in sorted(entries, key=lambda entry: entry[0]):
+            own.append((name, *pieces_of(name, value)))
+        return [
+            [name, header.hex(), None if data is None else data.nbytes]
+            for name, header, data in own
+        ]
+
     whole = [
         (name, rank, header, nbytes)
         for rank, entries_of_one in enumerate(listed(peers, listing, exchange))
@@ -84,7 +91,7 @@ def digest_over(peers: Peers, entries: Iterable[tuple[str, Any]], exchange: Exch
         data = next(arriving) if nbytes is not None else None
         if data is not None:
             digest.update(data.numpy().data)
-    return str(listed(peers, digest.hexdigest(), exchange)[0])
+    return str(listed(peers, digest.hexdigest, exchange)[0])
 
 
 def _described(name: str, value: torch.Tensor) -> list[Any]:

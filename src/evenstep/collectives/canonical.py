@@ -12,12 +12,12 @@ Clusters of Workstations", 2009), in 2 rounds instead of 2 (p - 1).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from evenstep.collectives.partition import Forest
-from evenstep.collectives.transport import Transport, chunk_bounds, wait_all
+from evenstep.collectives.transport import Transfer, Transport, chunk_bounds, wait_all
 from evenstep.errors import PeerError
 
 BUCKET_BYTES = 4 << 20
@@ -105,15 +105,8 @@ class CanonicalSum:
             if self._chunks[peer].numel()
         ]
         mine = self._chunks[rank]
-        self._terms = [
-            own[number][slice(*bounds[rank])] if number in own else torch.empty_like(mine)
-            for number in range(len(forest.owners))
-        ]
-        self._received = [
-            transport.receive(self._terms[number], owner, tag)
-            for number, owner in enumerate(forest.owners)
-            if owner != rank and mine.numel()
-        ]
+        own_pieces = {number: partial[slice(*bounds[rank])] for number, partial in own.items()}
+        self._terms, self._received = receive_terms(transport, forest, own_pieces, mine, tag)
 
     def add_up(self) -> None:
         """Wait for this process's chunk of every partial sum, add them, and send the result.
@@ -121,10 +114,7 @@ class CanonicalSum:
         Raises:
             PeerError: a process did not arrive in time or has left; the message has the name.
         """
-        try:
-            wait_all(self._received)
-        except PeerError as error:
-            raise PeerError(f"{error}, in {self._name}", error.rank) from error
+        wait_for(self._received, self._name)
         total = self._chunks[self._transport.rank]
         add_in_order(self._forest, self._terms, total)
         if total.numel():
@@ -138,6 +128,45 @@ class CanonicalSum:
     def wait(self) -> None:
         """Wait until everything was sent and the whole sum has arrived."""
         wait_all(self._sent)
+
+
+def receive_terms(
+    transport: Transport,
+    forest: Forest,
+    own: Mapping[int, torch.Tensor],
+    like: torch.Tensor,
+    tag: int,
+) -> tuple[list[torch.Tensor], list[Transfer]]:
+    """Start to receive the terms of all other processes.
+
+    Args:
+        transport: to the other processes.
+        forest: the partial sums of all processes.
+        own: this process's terms, by the numbers of its partial sums.
+        like: a tensor of the shape and dtype of every term.
+        tag: as for `CanonicalSum`.
+
+    Returns:
+        All terms in the order of `forest`, and what must be waited for before they are read.
+    """
+    terms = [
+        own[number] if number in own else torch.empty_like(like)
+        for number in range(len(forest.owners))
+    ]
+    arriving = [
+        transport.receive(terms[number], owner, tag)
+        for number, owner in enumerate(forest.owners)
+        if owner != transport.rank and like.numel()
+    ]
+    return terms, arriving
+
+
+def wait_for(transfers: Iterable[Transfer], name: str) -> None:
+    """Wait for transfers; an error says what they are for."""
+    try:
+        wait_all(transfers)
+    except PeerError as error:
+        raise PeerError(f"{error}, in {name}", error.rank) from error
 
 
 def add_in_order(forest: Forest, partials: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from evenstep.collectives.canonical import add_in_order
+from evenstep.collectives.canonical import add_in_order, receive_terms, wait_for
 from evenstep.collectives.partition import Forest
-from evenstep.collectives.transport import Transport, wait_all
-from evenstep.errors import PeerError
+from evenstep.collectives.transport import Transfer, Transport
 
 
 def deal(sizes: Sequence[int], owners: int) -> list[int]:
@@ -60,19 +59,13 @@ class SumAtOwner:
     ) -> None:
         self._forest, self._name, self._out = forest, name, out
         self._terms: list[torch.Tensor] = []
+        self._transfers: list[Transfer]
         if out is None:
-            self._transfers = [transport.send(partial, owner, tag) for partial in partials]
-            return
-        own = dict(zip(forest.partials_of(owner), partials, strict=True))
-        self._terms = [
-            own[number] if number in own else torch.empty_like(out)
-            for number in range(len(forest.owners))
-        ]
-        self._transfers = [
-            transport.receive(self._terms[number], source, tag)
-            for number, source in enumerate(forest.owners)
-            if source != owner
-        ]
+            sent = [partial for partial in partials if partial.numel()]
+            self._transfers = [transport.send(partial, owner, tag) for partial in sent]
+        else:
+            own = dict(zip(forest.partials_of(owner), partials, strict=True))
+            self._terms, self._transfers = receive_terms(transport, forest, own, out, tag)
 
     def add_up(self) -> None:
         """At the owner, wait for the terms of all others, and add them up.
@@ -83,10 +76,7 @@ class SumAtOwner:
             PeerError: a process did not arrive in time or has left; the message has the name.
         """
         transfers, self._transfers = self._transfers, []
-        try:
-            wait_all(transfers)
-        except PeerError as error:
-            raise PeerError(f"{error}, in {self._name}", error.rank) from error
+        wait_for(transfers, self._name)
         if self._out is not None:
             add_in_order(self._forest, self._terms, self._out)
             self._terms = []

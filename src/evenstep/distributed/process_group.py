@@ -107,16 +107,19 @@ class Peers:
         """Return the error with what is known of its process: host, last status, own error."""
         if error.rank is None:
             return error
-        host = self.hosts[error.rank]
         failure, status = self.status_board.status_of(error.rank)
         if failure is not None:
-            text = f"rank {error.rank} (on {host}) failed: {failure}"
-            return PeerError(text, error.rank, reported=True)
+            return self.failed(error.rank, failure)
         return PeerError(
             f"{error}: rank {self.rank} waited for {exchange.awaited}; rank {error.rank} is on "
-            f"{host}, {status}",
+            f"{self.hosts[error.rank]}, {status}",
             error.rank,
         )
+
+    def failed(self, rank: int, failure: str) -> PeerError:
+        """Return the error that says that a process has failed, and with which error."""
+        text = f"rank {rank} (on {self.hosts[rank]}) failed: {failure}"
+        return PeerError(text, rank, reported=True)
 
     def leave(self, reason: str) -> None:
         """Publish why this process ends, for processes that wait for it, and close connections."""

@@ -113,8 +113,7 @@ def heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> Non
     others = [(rank, report) for rank, report in enumerate(reports) if rank != but]
     for rank, report in others:
         if report.verdict is Verdict.FAILED:
-            failed = f"rank {rank} (on {peers.hosts[rank]}) failed: {report.story}"
-            raise PeerError(failed, rank, reported=True)
+            raise peers.failed(rank, report.story)
     for rank, report in others:
         if report.verdict is Verdict.AGAIN:
             raise AgainError(f"rank {rank} asks for step {report.facts[0]} to be done again")

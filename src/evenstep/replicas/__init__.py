@@ -9,7 +9,11 @@ from evenstep.replicas.checks import (
 )
 from evenstep.replicas.copying import move_home
 from evenstep.replicas.layouts import channels_last_weights
-from evenstep.replicas.optimizer_proxy import OptimizerProxy, inner_optimizers
+from evenstep.replicas.optimizer_proxy import (
+    OptimizerProxy,
+    inner_optimizers,
+    parameter_proxy,
+)
 from evenstep.replicas.replica import Replica
 from evenstep.replicas.replicas import Replicas
 from evenstep.replicas.separate_updates import refuse_coupled
@@ -33,6 +37,7 @@ __all__ = [
     "layer_settings",
     "move_home",
     "optimizer_settings",
+    "parameter_proxy",
     "python_number",
     "refuse_coupled",
     "refuse_strangers",

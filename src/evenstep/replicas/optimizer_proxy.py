@@ -171,11 +171,16 @@ class OptimizerProxy:
         self.mark()
 
     def _proxy_of(self, original: nn.Parameter) -> nn.Parameter:
-        """Return another parameter in the same memory, with a gradient of its own."""
-        proxy = nn.Parameter(original.detach(), requires_grad=original.requires_grad)
-        proxy.__dict__.update(original.__dict__)
+        proxy = parameter_proxy(original)
         self._originals[proxy] = original
         return proxy
+
+
+def parameter_proxy(original: nn.Parameter) -> nn.Parameter:
+    """Return another parameter in the same memory, with a gradient of its own."""
+    proxy = nn.Parameter(original.detach(), requires_grad=original.requires_grad)
+    proxy.__dict__.update(original.__dict__)
+    return proxy
 
 
 class _StateOfProxy(MutableMapping[Any, Any]):

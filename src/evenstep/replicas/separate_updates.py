@@ -98,6 +98,13 @@ def _problem_of(optimizer: torch.optim.Optimizer, chosen: Sequence[nn.Parameter]
     together = _Trial(optimizer, chosen)
     kept = together.kept()
     together.run(range(len(chosen)))
+    idle = _Trial(optimizer, chosen)
+    idle.run([])
+    if not _same(idle.settings(), together.settings()):
+        return (
+            "changes the settings of a group only where a parameter of it has a gradient, which a "
+            "process that owns none of them would miss"
+        )
     if not _same(together.kept(), kept):
         return "keeps state in attributes of its own, where it can't be saved for each tensor"
     for number in range(len(chosen)):
@@ -165,11 +172,17 @@ class _Trial:
     def of(self, number: int) -> list[Any]:
         """Return a parameter, its state, and the settings of all groups."""
         one = self.parameters[number]
-        settings = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in self.optimizer.param_groups
-        ]
-        return _leaves([one.detach(), self.optimizer.state.get(one, {}), settings])
+        held = [one.detach(), self.optimizer.state.get(one, {})]
+        return _leaves(held) + self.settings()
+
+    def settings(self) -> list[Any]:
+        """Return the settings of all groups."""
+        return _leaves(
+            [
+                {key: value for key, value in group.items() if key != "params"}
+                for group in self.optimizer.param_groups
+            ]
+        )
 
     def seen(self, *, but: int) -> list[Any]:
         """Return copies of all other parameters and of their state."""

@@ -112,7 +112,7 @@ class Pipeline(abc.ABC):
     def follow_user(self) -> None:
         """Bring replicas and update up to what the user did to the model and the optimizer."""
         if self._replicas.refresh():
-            self.run_in_first_lane(self._replicas.update_copies)
+            self.run_in_first_lane(self._update.update_copies)
         self._update.follow_user()
 
     def run_in_first_lane(self, function: Callable[[], None]) -> None:

@@ -109,6 +109,10 @@ class Update:
             self._known = {*replicas.home.parameters}
             replicas.were_rebuilt = False
 
+    def update_copies(self) -> None:
+        """Copy the updated parameters to every memory that holds copies of them; in a lane."""
+        self._replicas.update_copies()
+
     def give_back(self) -> None:
         """Leave the optimizer to the user; no step is in flight."""
 

@@ -3,20 +3,40 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from evenstep.collectives import wait_all
 from evenstep.distributed.process_group import Exchange, Peers
-from evenstep.errors import PeerError
+from evenstep.errors import PeerError, text_of
 
 
-def listed(peers: Peers, own: Any, exchange: Exchange) -> list[Any]:
-    """Return what every process lists, by rank: a value that JSON can hold. Each must call this."""
-    messages = peers.gather(json.dumps(own).encode(), exchange)
-    return [json.loads(message) for message in messages]
+def listed(peers: Peers, read: Callable[[], Any], exchange: Exchange) -> list[Any]:
+    """Return what every process lists, by rank; each must call this.
+
+    Args:
+        peers: the processes.
+        read: returns what this process lists: a value that JSON can hold. Where it raises an error
+            in one process, no process goes on to wait for that one's values.
+        exchange: the call that needs the lists, for error messages.
+
+    Raises:
+        PeerError: another process has failed, or is lost.
+    """
+    failure: Exception | None = None
+    try:
+        message = {"listed": read()}
+    except Exception as error:
+        failure, message = error, {"failure": f"{type(error).__name__}: {text_of(error)}"}
+    answers = [json.loads(one) for one in peers.gather(json.dumps(message).encode(), exchange)]
+    if failure is not None:
+        raise failure
+    for rank, answer in enumerate(answers):
+        if "failure" in answer:
+            raise peers.failed(rank, answer["failure"])
+    return [answer["listed"] for answer in answers]
 
 
 def streamed(

@@ -22,7 +22,7 @@ from evenstep.engine import Engine
 from evenstep.errors import ClosedError, InputError, ModelError
 from evenstep.replicas import Replicas, refuse_coupled
 from evenstep.steps.groups.group import Group
-from evenstep.steps.owners.memories import MemoryOwners
+from evenstep.steps.owners.devices import DeviceOwners
 from evenstep.steps.owners.reducer import OwnerReducer, deal_parameters
 from evenstep.steps.owners.update import OwnedProxyUpdate, OwnedUpdate
 from evenstep.steps.pipeline import Pipeline
@@ -65,9 +65,8 @@ class Partition:
         self._optimizer = optimizer
         self._update = update
         self._pipeline = pipeline
-        self._memories: MemoryOwners | None = None
-        if replicas.copies and not isinstance(update, OwnedProxyUpdate):
-            self._memories = MemoryOwners(optimizer, replicas, engine)
+        if len(engine.devices) > 1 and not isinstance(update, OwnedProxyUpdate):
+            update.devices = DeviceOwners(optimizer, replicas, engine)
         self._owners: OwnerReducer | None = None
         self._was_split = False
         self._reads_own = False
@@ -111,7 +110,6 @@ class Partition:
     def split(self, group: Group) -> Iterator[None]:
         """Inside `with`, let each of several processes keep the state of its own parameters."""
         if not isinstance(group.reducer, OwnerReducer):
-            self._update.memories = self._memories
             yield
             return
         owners, optimizer = group.reducer, self._optimizer
@@ -120,7 +118,6 @@ class Partition:
                 "requires_grad of some parameters was changed after Trainer.load, so their "
                 "optimizer state belongs to other processes: change it in the `with`"
             )
-        self._update.memories = None
         self._was_split = True
         for owner, parameter in zip(owners.owner_of, self._model.parameters(), strict=True):
             if owner != owners.rank:
@@ -158,6 +155,7 @@ class Partition:
                 _refuse_loaded(self._optimizer)
             compute = fingerprints.fingerprint if version == 1 else fingerprints.fingerprint_2
             return compute(self._model, self._optimizer)
+        self._owners.refuse_half_step()
         read = fingerprints.named_state if version == 1 else fingerprints.whole_state
         read = read if self._owners.rank == 0 else fingerprints.owned_state
         exchange = Exchange("fingerprint", "the optimizer's state")
@@ -204,6 +202,8 @@ class Partition:
     def _wait(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._reads_own:
             self._pipeline.finish()
+            if self._owners is not None:
+                self._owners.refuse_half_step()
 
     def _whole(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]

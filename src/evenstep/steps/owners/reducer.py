@@ -12,8 +12,14 @@ from evenstep.distributed import Exchange
 from evenstep.distributed.gradient_reduce import BUCKET_BYTES
 from evenstep.distributed.owners.reduce import ReducerToOwners
 from evenstep.distributed.owners.space import OwnerSpace
-from evenstep.errors import ContractError, PeerError, text_of
+from evenstep.errors import ClosedError, ContractError, PeerError, text_of
+from evenstep.shard.gradients import GradientStream
+from evenstep.shard.partial_sum import Add
 from evenstep.steps.reducer import ProcessReducer
+from evenstep.steps.step import Attempt
+
+READY, UPDATED = "its part of the update", "its updated parameters"
+"""What processes wait for when they meet: before any of them updates, and after all have."""
 
 _FAILURE = "failure"
 
@@ -23,7 +29,30 @@ class OwnerReducer(ProcessReducer):
 
     Attributes:
         owner_of: the rank of each parameter's owner.
+        half_step: the number of a step that some owners have taken and others not; None so far.
     """
+
+    half_step: int | None = None
+
+    def begin(self, attempt: Attempt, add: Add, *, may_stream: bool) -> GradientStream | None:
+        """Give an attempt its tree; return what takes gradients during backward passes, if any."""
+        self.refuse_half_step()
+        if self._in_flight == 1:  # otherwise an update may still need them
+            for parameter in self._home.parameters:
+                parameter.grad = None
+        return super().begin(attempt, add, may_stream=may_stream)
+
+    def refuse_half_step(self) -> None:
+        """Refuse to use or save a training state that lies between two steps.
+
+        Raises:
+            ClosedError: an error came between the updates of two owners.
+        """
+        if self.half_step is not None:
+            raise ClosedError(
+                f"step {self.half_step} failed after some owners had updated their parameters, so "
+                f"the training state is between two steps: load the last checkpoint"
+            )
 
     def _lay_out(self) -> None:
         """Assign the parameters to the processes."""
@@ -47,29 +76,33 @@ class OwnerReducer(ProcessReducer):
             )
 
     def exchange(
-        self, step: int, norms: Mapping[int, torch.Tensor], failure: Exception | None = None
+        self,
+        step: int,
+        what: str,
+        norms: Mapping[int, torch.Tensor],
+        failure: BaseException | None = None,
     ) -> dict[int, torch.Tensor]:
-        """Report that this process is ready to update; return the norms of all processes.
+        """Report how far this process is, or why it failed; return everyone's norms.
 
         Args:
             step: the step's number.
+            what: what the others wait for.
             norms: the norm of each gradient of this process, by its parameter's number.
-            failure: why this process can't update; then no process does.
+            failure: why this process can't go on; then no process does.
 
         Raises:
-            PeerError: another process can't update, or is lost.
+            PeerError: another process can't go on, or is lost.
         """
         text = b"" if failure is None else f"{type(failure).__name__}: {text_of(failure)}".encode()
         told = {_FAILURE: torch.tensor([*text], dtype=torch.uint8)}
         message = save({**told, **{str(i): norm.cpu() for i, norm in norms.items()}})
-        exchange = Exchange("step", "its part of the update", step)
+        exchange = Exchange("step", what, step)
         found: dict[int, torch.Tensor] = {}
         for rank, answer in enumerate(self.peers.gather(message, exchange)):
             tensors = load(answer)
             text = bytes(tensors.pop(_FAILURE).tolist())
             if text and rank != self.rank:
-                failed = f"rank {rank} (on {self.peers.hosts[rank]}) failed: {text.decode()}"
-                raise PeerError(failed, rank, reported=True)
+                raise self.peers.failed(rank, text.decode())
             found |= {int(i): norm for i, norm in tensors.items()}
         return found
 

@@ -6,17 +6,21 @@ optimizers skip them and keep no state for them. Then every owner's new values g
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from evenstep.errors import PeerError
+from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum
-from evenstep.steps.owners.memories import MemoryOwners
-from evenstep.steps.owners.reducer import OwnerReducer
+from evenstep.steps.owners.devices import DeviceOwners
+from evenstep.steps.owners.reducer import READY, UPDATED, OwnerReducer
 from evenstep.steps.proxy_update import ProxyUpdate
 from evenstep.steps.step import Step
 from evenstep.steps.update import Update, refuse_other_norm
@@ -28,39 +32,62 @@ class OwnedUpdate(Update):
     Attributes:
         owners: brings gradients to their owners, and new values from them; None while the process
             trains alone: then it owns everything.
-        memories: updates in several memories of a process that trains alone, side by side; None
-            to update in the first.
+        devices: updates on all devices of this process, side by side; None to update on one.
     """
 
     owners: OwnerReducer | None = None
-    memories: MemoryOwners | None = None
-    _has_told = False
+    devices: DeviceOwners | None = None
+    _meetings: Sequence[str] = ()
+    _is_half = False
+
+    def __call__(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
+        """Settle the loss and update the model; called in a lane.
+
+        The processes meet twice. No process updates until all of them are ready to, so an error in
+        `before_update` of one leaves the model of each as it was. No process sends new values until
+        all have updated: an error of one's optimizer ends the step in all of them.
+        """
+        self._meetings, self._is_half = (READY, UPDATED) if self.owners else (), False
+        try:
+            super().__call__(step, leaves, root)
+        except BaseException as error:
+            if self._meetings:
+                with contextlib.suppress(PeerError):  # this error came first
+                    self._meet(step, failure=error)
+            if self.owners is not None and self._is_half:
+                self.owners.half_step = step.number
+            raise
 
     def _ready(self, step: Step, count: float, root: PartialSum) -> None:
-        """Get the gradients ready; no process updates until all of them are at this point.
-
-        So an error in `before_update` of one process leaves the model of each as it was.
-        """
-        self._has_told = False
-        try:
-            super()._ready(step, count, root)
-        except Exception as error:
-            if self.owners is not None and not self._has_told:
-                self.owners.exchange(step.number, {}, error)
-            raise
-        if not self._has_told:
-            self._tell(step, {})
+        super()._ready(step, count, root)
+        if READY in self._meetings:
+            self._meet(step)
 
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
         super()._update(step, count, root)
         if self.owners is not None:
+            self._meet(step)
             self.owners.spread(step.number, root.present)
+        self._is_half = False
+
+    def update_copies(self) -> None:
+        """Copy the updated parameters to every memory that holds copies of them; in a lane."""
+        if self.devices is None:
+            super().update_copies()
+        else:
+            self.devices.update_copies()
+
+    def _divide(self, root: PartialSum, count: float) -> None:
+        if self.devices is not None:
+            self.devices.divide(root.gradients, count)
+            count = 1
+        super()._divide(root, count)
 
     def _step(self, *closure: Callable[[], float]) -> None:
-        if self.memories is None:
+        if self.devices is None:
             super()._step(*closure)
         else:
-            self.memories.step(super()._step)
+            self.devices.step(super()._step)
 
     def _clip(self, step: Step, holders: Sequence[Any]) -> None:
         """Scale the gradients to the largest norm of all processes' gradients together."""
@@ -75,16 +102,29 @@ class OwnedUpdate(Update):
             for i, one in enumerate(holders)
             if one.grad is not None
         }
-        total = total_norm(self._tell(step, own), self._replicas.home.parameters)
+        total = total_norm(self._meet(step, own), self._replicas.home.parameters)
         if self._clip_norm == math.inf:
             step.outputs = {"grad_norm": float(total), **step.outputs}
             return
         nn.utils.clip_grads_with_norm_(holders, self._clip_norm, total)
         step.outputs = {**step.outputs, "grad_norm": float(total)}
 
-    def _tell(self, step: Step, norms: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        self._has_told = True
-        return {} if self.owners is None else self.owners.exchange(step.number, norms)
+    def _meet(
+        self,
+        step: Step,
+        norms: Mapping[int, torch.Tensor] = MappingProxyType({}),
+        failure: BaseException | None = None,
+    ) -> dict[int, torch.Tensor]:
+        """Tell all processes that this one is at its next meeting, or why it does not come."""
+        assert self.owners is not None
+        what, *self._meetings = self._meetings
+        try:
+            found = self.owners.exchange(step.number, what, norms, failure)
+        except PeerError:
+            self._meetings = ()
+            raise
+        self._is_half |= failure is None
+        return found
 
 
 class OwnedProxyUpdate(OwnedUpdate, ProxyUpdate):

@@ -1,11 +1,14 @@
-"""`partition="optimizer"` on devices with memory of their own: they update side by side."""
+"""`partition="optimizer"` on the devices of one process: they update side by side."""
 
 import functools
+import math
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import evenstep
@@ -63,8 +66,9 @@ def test_on_any_devices(devices, lanes):
     assert_same_bits(state, expected)
 
 
-def test_each_memory_updates_its_own_share():
-    """The optimizer steps once in each lane, on parameters of that lane's replica."""
+@pytest.mark.parametrize("devices", [2, own(2)], ids=["shared", "own"])
+def test_each_device_updates_its_own_share(devices):
+    """The optimizer steps once in each lane."""
     seen = []
 
     class Seen(torch.optim.SGD):
@@ -75,7 +79,7 @@ def test_each_memory_updates_its_own_share():
             super().step()
 
     model = build("convolution")
-    _, _, trainer = trained(model, lambda given: Seen(given, lr=0.1), own(2))
+    _, _, trainer = trained(model, lambda given: Seen(given, lr=0.1), devices)
     parameters = [*trainer.model.parameters()]
     owner_of = deal([one.nbytes for one in parameters], 2)
     share = [
@@ -130,6 +134,71 @@ def test_groups_schedulers_frozen_parameters_and_resume_on_other_memories(tmp_pa
     expected = run(1, tmp_path / "one", 1)
     assert run(own(2), tmp_path / "two", own(3)) == expected
     assert run(own(2), tmp_path / "whole", 1) == expected
+
+
+SHAPES = st.lists(st.integers(1, 9), max_size=3)
+MATRICES = st.lists(st.integers(1, 9), min_size=2, max_size=2)
+
+
+@st.composite
+def optimized(draw):
+    name = draw(st.sampled_from([*OPTIMIZERS]))
+    shapes = draw(st.lists(MATRICES if name.startswith("Muon") else SHAPES, min_size=1, max_size=7))
+    return name, shapes, draw(st.integers(0, len(shapes) - 1))
+
+
+@settings(max_examples=20, deadline=None)
+@given(given=optimized(), devices=st.integers(2, 4))
+def test_any_shapes_keep_their_bits(given, devices):
+    """With a parameter that has no gradient in the second step."""
+    name, shapes, unused = given
+
+    def results(devices, partition):
+        torch.manual_seed(0)
+        model = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+        optimizer = OPTIMIZERS[name](model.parameters())
+
+        def objective(model, X, skips):
+            used = [
+                one for i, one in enumerate(model) if i != unused or not skips or len(model) < 2
+            ]
+            return sum((one.sin() * X.sum()).sum() for one in used), len(X)
+
+        with evenstep.Trainer(
+            model, optimizer, objective=objective, devices=devices, partition=partition,
+            shards=4, check="off", clip_norm=1.0,
+        ) as trainer:  # fmt: skip
+            for skips in (False, True, False):
+                trainer.step(torch.linspace(-1, 2, 8), skips)
+            return whole_state(model, optimizer)
+
+    assert_same_bits(results(devices, "optimizer"), results(1, None))
+
+
+class Fails(torch.optim.SGD):
+    """It fails where a gradient is NaN."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None and one.grad.isnan().any():
+                    raise ArithmeticError("not a number")
+        super().step()
+
+
+def test_an_error_on_one_device_is_raised_and_leaves_the_gradients():
+    def spoil(module):
+        [*module.parameters()][-1].grad.fill_(math.nan)
+
+    model = build("convolution")
+    optimizer = Fails(model.parameters(), lr=0.1)
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), devices=own(2), partition="optimizer",
+        before_update=spoil,
+    ) as trainer:  # fmt: skip
+        with pytest.raises(ArithmeticError, match="not a number"):
+            trainer.step(*BATCHES[0])
+        assert trainer.steps_done == 0
 
 
 def test_gpus_are_refused_so_far():
