@@ -118,9 +118,9 @@ def test_a_model_of_one_and_a_half_times_the_memory_limit_of_a_process_trains_in
 ):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back to the system
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    finished = launched(2, "owned.py", tmp_path, "partition", "limited", timeout_s=280)
+    finished = launched(2, "owned.py", tmp_path, "partition", "limited")
     assert results_of(finished, tmp_path, 0)["limited"] == [True] * 3
-    finished = launched(2, "owned.py", tmp_path, "whole", "limited", timeout_s=280)
+    finished = launched(2, "owned.py", tmp_path, "whole", "limited")
     assert finished.returncode != 0
     assert re.search("allocate memory|MemoryError|can't start new thread", finished.stderr)
 

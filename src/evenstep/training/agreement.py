@@ -72,10 +72,13 @@ class Agreement:
         Raises:
             DivergedError: a process is in another state; the message names what differs first.
             PeerError: a process is lost.
+            ClosedError: an error came between the updates of two owners.
         """
         group = self._executor.group
         if group.is_alone:
             return
+        if self._split is not None:
+            self._split.refuse_half_step()
         if group.differences:
             self._pipeline.finish()  # what is compared is written to
         else:

@@ -93,6 +93,15 @@ class Partition:
         """Whether other processes hold a part of the optimizer's state now."""
         return self._owners is not None
 
+    def refuse_half_step(self) -> None:
+        """Refuse to use or save a training state that lies between two steps.
+
+        Raises:
+            ClosedError: an error came between the updates of two owners.
+        """
+        if self._owners is not None:
+            self._owners.refuse_half_step()
+
     def refuse_again(self) -> None:
         """Refuse to open a trainer whose processes have split the state before.
 
@@ -202,8 +211,7 @@ class Partition:
     def _wait(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._reads_own:
             self._pipeline.finish()
-            if self._owners is not None:
-                self._owners.refuse_half_step()
+            self.refuse_half_step()
 
     def _whole(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
