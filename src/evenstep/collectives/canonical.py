@@ -170,7 +170,10 @@ def wait_for(transfers: Iterable[Transfer], name: str) -> None:
 
 
 def add_in_order(forest: Forest, partials: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Add the partial sums of all processes into `out`, in the order of the tree."""
+    """Add the partial sums of all processes into `out`, in the order of the tree.
+
+    `out` may be one of them: it is written last.
+    """
     if not forest.adds:
         out.copy_(partials[0])
         return

@@ -41,7 +41,8 @@ class SumAtOwner:
         transport: to the other processes, each of which must create the same sum.
         forest: the partial sums of all processes, and the order in which they are added.
         partials: this process's partial sums, each of shape (n,).
-        out: shape (n,), receives the sum; None unless this process is the owner.
+        out: shape (n,), receives the sum, and may be one of `partials`; None unless this process is
+            the owner.
         owner: the process that needs the sum.
         tag: tells apart sums that processes may start in different orders.
         name: what is summed, for error messages.

@@ -202,7 +202,7 @@ def memory(options):
 
 
 def limited(options):
-    """Train where parameters, gradients and state need 1.5 times what they may; say whether it did.
+    """Train where parameters, gradients and state need 1.2 times what they may; say whether it did.
 
     The limit is for what the process has besides its libraries and threads.
     """
@@ -217,7 +217,7 @@ def limited(options):
         numbers = sum(map(torch.Tensor.numel, model.parameters()))
         status = Path("/proc/self/status").read_text()
         used = int(re.search(r"VmData:\s+(\d+) kB", status)[1]) * 1024 - 4 * numbers
-        limit = used + int(16 * numbers / 1.5)
+        limit = used + int(16 * numbers / 1.2)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, resource.RLIM_INFINITY))
         losses = [float(trainer.step(*make_batches((8,))[0])) for _ in range(3)]
     return [one == one for one in losses]

@@ -9,7 +9,9 @@ Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Paramet
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -23,7 +25,7 @@ from evenstep.distributed.gradient_reduce import (
 from evenstep.distributed.owners.space import OwnerSpace
 from evenstep.distributed.process_group import Peers
 
-_AHEAD = 4  # buckets of new values that are received at the same time, which bounds their memory
+_AHEAD = 2  # buckets of new values that are under way at the same time, which bounds their memory
 
 
 class ReducerToOwners(NetworkReducer):
@@ -56,25 +58,26 @@ class ReducerToOwners(NetworkReducer):
         """
         transport, space = self.peers.transport, self.space
         buckets = space.buckets()
-        sent: list[Transfer] = []
-        arriving: list[tuple[int, torch.Tensor, Transfer]] = []
+        under_way: deque[Callable[[], None]] = deque()
+        # All processes take the buckets in this order, so none waits for one that others hold back.
         for flat, (bucket, owner) in enumerate(zip(buckets, space.owners, strict=True)):
             if not any(changed[i] for i in bucket.numbers):
                 continue
+            if len(under_way) == _AHEAD:
+                under_way.popleft()()
             tag, vector = 1 + len(buckets) + flat, space.vector(flat)
             if owner == self.peers.rank:
-                space.write(
-                    {flat: vector}, bucket, [parameters[i].detach() for i in bucket.numbers]
-                )
+                own = [parameters[i].detach() for i in bucket.numbers]
+                space.write({flat: vector}, bucket, own)
                 others = [peer for peer in range(self.peers.size) if peer != owner]
-                sent += [transport.send(vector, peer, tag) for peer in others]
+                sent = [transport.send(vector, peer, tag) for peer in others]
+                under_way.append(functools.partial(wait_all, sent))
             else:
-                arriving.append((flat, vector, transport.receive(vector, owner, tag)))
-            if len(arriving) > _AHEAD:
-                self._take(parameters, *arriving.pop(0))
-        for arrived in arriving:
-            self._take(parameters, *arrived)
-        wait_all(sent)
+                arrival = transport.receive(vector, owner, tag)
+                under_way.append(functools.partial(self._take, parameters, flat, vector, arrival))
+            del vector
+        for finish in under_way:
+            finish()
 
     def _take(
         self, parameters: Sequence[torch.Tensor], flat: int, vector: torch.Tensor, arrival: Transfer
@@ -103,12 +106,12 @@ class _ReductionToOwners(NetworkReduction):
 
     def _send(self, bucket: int) -> None:
         owner = self._space.owners[bucket]
-        out = self._space.vector(bucket) if owner == self._peers.rank else None
+        out = None
         with self._lock:
             self._sent.add(bucket)
             own = [vectors.pop(bucket) for vectors in self._written]
-            if out is not None:
-                self._sums[bucket] = out
+            if owner == self._peers.rank:  # the sum takes the place of a term: less memory
+                out = self._sums[bucket] = own[0] if own else self._space.vector(bucket)
         name = f"bucket {bucket} of the gradients"
         piece = SumAtOwner(self._peers.transport, self._trees, own, out, owner, 1 + bucket, name)
         # Only now, after all are sent: messages with one tag arrive in the order of sending.
