@@ -269,6 +269,7 @@ EXPORTS = {
         "layer_settings",
         "move_home",
         "optimizer_settings",
+        "parameter_proxy",
         "python_number",
         "refuse_coupled",
         "refuse_strangers",
