@@ -30,7 +30,7 @@ from evenstep.bench import fresh, lineup, paired_ratios
 from evenstep.bench.rounds import Run, by_round, select
 from evenstep.bench.tables import NOTHING, Table, cells, number, verdict
 
-UPDATE = {"examples": 8, "warmup_steps": 3, "steps": 15}
+UPDATE = {"examples": 16, "warmup_steps": 3, "steps": 15}
 BYTES = {"layers": 12, "width": 512, "steps": 3}
 SETTINGS = {"update": UPDATE, "bytes": BYTES}
 DEVICES = {"own": "cpu:0:own,cpu:1:own", "shared": "cpu:0,cpu:1"}
