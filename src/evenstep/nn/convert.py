@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from evenstep.errors import ModelError, shown
-from evenstep.nn.layers import Sliced, SlicedConv2d, SlicedEmbedding, SlicedLinear, check_sliced
+from evenstep.nn.layers import Sliced, SlicedConv2d, SlicedEmbedding, SlicedLinear
 from evenstep.nn.products import Along
 
 M = TypeVar("M", bound=nn.Module)
@@ -18,7 +18,7 @@ _SLICED_KINDS: dict[type[nn.Module], Any] = {
     nn.Linear: SlicedLinear,
     nn.Conv2d: SlicedConv2d,
     nn.Embedding: SlicedEmbedding,
-    **{kind: kind for kind in Sliced},
+    **{kind: kind for kind in (SlicedLinear, SlicedConv2d, SlicedEmbedding)},
 }
 
 
@@ -63,8 +63,7 @@ def slice_(
     try:
         for name, layer in found:
             layer.__class__ = _SLICED_KINDS[type(layer)]
-            layer.slices, layer.along = slices, along  # type: ignore[assignment]
-            check_sliced(layer, name)  # type: ignore[arg-type]
+            layer.cut(slices, along, name)  # type: ignore[operator]
     except ModelError:
         for layer, kind, own in before:
             layer.__class__ = kind

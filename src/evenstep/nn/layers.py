@@ -6,7 +6,7 @@ does. Which device computes a slice doesn't change a bit. With one slice, a laye
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,63 @@ from evenstep.nn.products import Along, ConvProduct, EmbeddingProduct, LinearPro
 from evenstep.nn.sliced import compute_sliced
 
 
-class SlicedLinear(nn.Linear):
+class Sliced(nn.Module):
+    """What the sliced layers have in common.
+
+    Attributes:
+        slices: S, the number of slices.
+        along: which features are cut.
+    """
+
+    slices: int
+    along: Along
+
+    cut_names: ClassVar[tuple[str, str]]
+    """The names of the sizes that are cut along the outputs, and along the inputs."""
+
+    def cut(self, slices: int, along: Along, name: str = "") -> None:
+        """Have the layer computed as `slices` slices.
+
+        Args:
+            slices: S.
+            along: which features are cut.
+            name: the layer's name in the model, for messages.
+
+        Raises:
+            ModelError: it can't be cut so.
+        """
+        self.slices, self.along = slices, along
+        kind = type(self).__name__.removeprefix("Sliced")
+        place = f"{name} ({kind})" if name else f"a {kind} layer"
+        if along not in ("outputs", "inputs"):
+            raise ModelError(f"got along={shown(along)}: give 'outputs' or 'inputs'")
+        if not isinstance(slices, int) or isinstance(slices, bool) or slices < 1:
+            raise ModelError(f"got slices={shown(slices)}: give an integer of at least 1")
+        if slices == 1:
+            return
+        what = self.cut_names[along == "inputs"]
+        size = getattr(self, what)
+        if size % slices:
+            raise ModelError(
+                f"{place} can't be cut into {slices} slices: {slices} does not divide its "
+                f"{what}={size}; use another number of slices for it, or leave it whole"
+            )
+        refusal = self.refusal()
+        if refusal:
+            raise ModelError(f"{place} can't be cut into {slices} slices: {refusal}")
+
+    def refusal(self) -> str:
+        """Return why the layer can't be cut; "" if it can."""
+        weight = self.weight
+        is_complex = isinstance(weight, torch.Tensor) and weight.is_complex()
+        return "its weight is complex" if is_complex else ""
+
+    def extra_repr(self) -> str:
+        """Return the layer's settings."""
+        return f"{super().extra_repr()}, slices={self.slices}, along={self.along!r}"
+
+
+class SlicedLinear(Sliced, nn.Linear):
     """A `torch.nn.Linear` computed as S slices.
 
     Along its outputs, slice k computes the outputs k · out/S to (k + 1) · out/S; the gradient with
@@ -40,8 +96,7 @@ class SlicedLinear(nn.Linear):
         ModelError: the layer can't be cut so.
     """
 
-    slices: int
-    along: Along
+    cut_names = "out_features", "in_features"
 
     def __init__(
         self,
@@ -55,37 +110,22 @@ class SlicedLinear(nn.Linear):
         along: Along = "outputs",
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.slices, self.along = slices, along
-        check_sliced(self)
+        self.cut(slices, along)
 
     def product(self) -> LinearProduct:
         """Return the arithmetic of a slice."""
         return LinearProduct(slices=self.slices, along=self.along)
 
-    def cut_features(self) -> tuple[str, int]:
-        """Return the name of what is cut, and its size."""
-        if self.along == "inputs":
-            return "in_features", self.in_features
-        return "out_features", self.out_features
-
-    def refusal(self) -> str:
-        """Return why the layer can't be cut; "" if it can."""
-        return _refuse_complex(self)
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
         """Return the output, of shape (..., out_features), for an input (..., in_features)."""
         if self.slices == 1:
-            return super().forward(input)
+            return nn.Linear.forward(self, input)
         rows = input.reshape(1, -1) if input.dim() == 1 else input.flatten(0, -2)
         output = compute_sliced(self.product(), rows, self.weight, self.bias)
         return output.reshape(*input.shape[:-1], self.out_features)
 
-    def extra_repr(self) -> str:
-        """Return the layer's settings."""
-        return _with_slices(self, super().extra_repr())
 
-
-class SlicedConv2d(nn.Conv2d):
+class SlicedConv2d(Sliced, nn.Conv2d):
     """A `torch.nn.Conv2d` computed as S slices.
 
     Along its outputs, a slice computes out/S output channels; with groups, it has whole groups, or
@@ -108,8 +148,7 @@ class SlicedConv2d(nn.Conv2d):
         ModelError: the layer can't be cut so.
     """
 
-    slices: int
-    along: Along
+    cut_names = "out_channels", "in_channels"
 
     def __init__(
         self,
@@ -122,14 +161,7 @@ class SlicedConv2d(nn.Conv2d):
         **named: Any,
     ) -> None:
         super().__init__(in_channels, out_channels, kernel_size, *others, **named)
-        self.slices, self.along = slices, along
-        check_sliced(self)
-
-    def cut_features(self) -> tuple[str, int]:
-        """Return the name of what is cut, and its size."""
-        if self.along == "inputs":
-            return "in_channels", self.in_channels
-        return "out_channels", self.out_channels
+        self.cut(slices, along)
 
     def refusal(self) -> str:
         """Return why the layer can't be cut; "" if it can."""
@@ -138,12 +170,12 @@ class SlicedConv2d(nn.Conv2d):
             return f"it has groups={groups}, which along='inputs' does not support: cut its outputs"
         if self.slices % groups and groups % self.slices:
             return f"slices would have parts of several of its {groups} groups: use {groups} slices"
-        return _refuse_complex(self)
+        return super().refusal()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
         """Return the convolution of images (N, channels, height, width), or of a single one."""
         if self.slices == 1:
-            return super().forward(input)
+            return nn.Conv2d.forward(self, input)
         images = input if input.dim() == 4 else input.unsqueeze(0)
         images, padding = self._padded(images)
         product = ConvProduct(
@@ -165,12 +197,8 @@ class SlicedConv2d(nn.Conv2d):
         mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
         return F.pad(images, [left, right, top, bottom], mode=mode), (0, 0)
 
-    def extra_repr(self) -> str:
-        """Return the layer's settings."""
-        return _with_slices(self, super().extra_repr())  # type: ignore[no-untyped-call]
 
-
-class SlicedEmbedding(nn.Embedding):
+class SlicedEmbedding(Sliced, nn.Embedding):
     """A `torch.nn.Embedding` computed as S slices.
 
     Along its outputs, a slice has embedding_dim/S features of every row. Along its inputs, it has
@@ -192,8 +220,7 @@ class SlicedEmbedding(nn.Embedding):
         ModelError: the layer can't be cut so.
     """
 
-    slices: int
-    along: Along
+    cut_names = "embedding_dim", "num_embeddings"
 
     def __init__(
         self,
@@ -206,14 +233,7 @@ class SlicedEmbedding(nn.Embedding):
         **others: Any,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, padding_idx, **others)
-        self.slices, self.along = slices, along
-        check_sliced(self)
-
-    def cut_features(self) -> tuple[str, int]:
-        """Return the name of what is cut, and its size."""
-        if self.along == "inputs":
-            return "num_embeddings", self.num_embeddings
-        return "embedding_dim", self.embedding_dim
+        self.cut(slices, along)
 
     def refusal(self) -> str:
         """Return why the layer can't be cut; "" if it can."""
@@ -226,12 +246,12 @@ class SlicedEmbedding(nn.Embedding):
                 "it has scale_grad_by_freq=True, which along='inputs' does not support: cut its "
                 "outputs"
             )
-        return _refuse_complex(self)
+        return super().refusal()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - as torch names it
         """Return the rows that the integers in `input` name, of shape (..., embedding_dim)."""
         if self.slices == 1:
-            return super().forward(input)
+            return nn.Embedding.forward(self, input)
         if self.along == "inputs" and not torch.compiler.is_compiling():
             self._refuse_outside(input)
         product = EmbeddingProduct(
@@ -252,50 +272,3 @@ class SlicedEmbedding(nn.Embedding):
                     f"index {least if least < 0 else most} is out of range: the embedding has "
                     f"{self.num_embeddings} rows"
                 )
-
-    def extra_repr(self) -> str:
-        """Return the layer's settings."""
-        return _with_slices(self, super().extra_repr())
-
-
-Sliced = (SlicedLinear, SlicedConv2d, SlicedEmbedding)
-
-
-def check_sliced(layer: SlicedLinear | SlicedConv2d | SlicedEmbedding, name: str = "") -> None:
-    """Refuse a layer that can't be cut as its `slices` and `along` say.
-
-    Args:
-        layer: the layer.
-        name: its name in the model.
-
-    Raises:
-        ModelError: it can't be cut.
-    """
-    slices, along = layer.slices, layer.along
-    kind = type(layer).__name__.removeprefix("Sliced")
-    place = f"{name} ({kind})" if name else f"a {kind} layer"
-    if along not in ("outputs", "inputs"):
-        raise ModelError(f"got along={shown(along)}: give 'outputs' or 'inputs'")
-    if not isinstance(slices, int) or isinstance(slices, bool) or slices < 1:
-        raise ModelError(f"got slices={shown(slices)}: give an integer of at least 1")
-    if slices == 1:
-        return
-    what, size = layer.cut_features()
-    if size % slices:
-        raise ModelError(
-            f"{place} can't be cut into {slices} slices: {slices} does not divide its "
-            f"{what}={size}; use another number of slices for it, or leave it whole"
-        )
-    refusal = layer.refusal()
-    if refusal:
-        raise ModelError(f"{place} can't be cut into {slices} slices: {refusal}")
-
-
-def _refuse_complex(layer: nn.Module) -> str:
-    weight = layer.weight
-    is_complex = isinstance(weight, torch.Tensor) and weight.is_complex()
-    return "its weight is complex" if is_complex else ""
-
-
-def _with_slices(layer: Any, text: str) -> str:
-    return f"{text}, slices={layer.slices}, along={layer.along!r}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,23 @@ import torch.nn.functional as F
 Along: TypeAlias = Literal["outputs", "inputs"]
 Gradients: TypeAlias = "tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]"
 Wanted: TypeAlias = "tuple[bool, bool, bool]"
+
+
+class Slice(NamedTuple):
+    """What a slice is computed from.
+
+    Attributes:
+        number: the slice.
+        x: its part of the input.
+        weight: its part of the weight; None in the backward pass of a product that does not
+            multiply.
+        bias: its part of the bias; None without one, and in a backward pass.
+    """
+
+    number: int
+    x: torch.Tensor
+    weight: Any
+    bias: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -52,27 +69,16 @@ class Product(abc.ABC):
         return self.weight_dims[self.along == "inputs"]
 
     @abc.abstractmethod
-    def forward(
-        self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Return the result of slice `number`: some of the outputs, or a partial result of all."""
+    def forward(self, given: Slice) -> torch.Tensor:
+        """Return the result of a slice: some of the outputs, or a partial result of all."""
 
     @abc.abstractmethod
-    def backward(
-        self,
-        number: int,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        wanted: Wanted,
-    ) -> Gradients:
-        """Return the gradients of slice `number` with respect to its input, weight and bias.
+    def backward(self, given: Slice, dy: torch.Tensor, wanted: Wanted) -> Gradients:
+        """Return the gradients of a slice with respect to its input, weight and bias.
 
         Args:
-            number: the slice.
+            given: the slice.
             dy: the gradient with respect to the slice's result.
-            x: the slice's input.
-            weight: the slice's weight; None for a product that does not multiply.
             wanted: whether each of the three is needed; others are None.
         """
 
@@ -80,25 +86,15 @@ class Product(abc.ABC):
 class LinearProduct(Product):
     """x of shape (rows, inputs) times a weight of shape (outputs, inputs)."""
 
-    def forward(
-        self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, given: Slice) -> torch.Tensor:
         """Return x · weightᵀ + bias."""
-        return F.linear(x, weight, bias)
+        return F.linear(given.x, given.weight, given.bias)
 
-    def backward(
-        self,
-        number: int,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        wanted: Wanted,
-    ) -> Gradients:
+    def backward(self, given: Slice, dy: torch.Tensor, wanted: Wanted) -> Gradients:
         """Return dy · weight, dyᵀ · x, and the sum of dy over the rows."""
-        assert weight is not None
         return (
-            dy.mm(weight) if wanted[0] else None,
-            dy.t().mm(x) if wanted[1] else None,
+            dy.mm(given.weight) if wanted[0] else None,
+            dy.t().mm(given.x) if wanted[1] else None,
             dy.sum(0) if wanted[2] else None,
         )
 
@@ -128,34 +124,17 @@ class ConvProduct(Product):
     def _groups(self) -> int:
         return max(1, self.groups // self.slices)
 
-    def forward(
-        self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, given: Slice) -> torch.Tensor:
         """Return the convolution, plus bias."""
-        return F.conv2d(x, weight, bias, self.stride, self.padding, self.dilation, self._groups)
+        settings = self.stride, self.padding, self.dilation, self._groups
+        return F.conv2d(given.x, given.weight, given.bias, *settings)
 
-    def backward(
-        self,
-        number: int,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        wanted: Wanted,
-    ) -> Gradients:
+    def backward(self, given: Slice, dy: torch.Tensor, wanted: Wanted) -> Gradients:
         """Return the gradients of a convolution."""
-        assert weight is not None
+        sizes, transposed, output_padding = [len(given.weight)], False, [0, 0]
+        settings = self.stride, self.padding, self.dilation, transposed, output_padding
         found: Gradients = torch.ops.aten.convolution_backward(
-            dy,
-            x,
-            weight,
-            [len(weight)],
-            self.stride,
-            self.padding,
-            self.dilation,
-            False,
-            [0, 0],
-            self._groups,
-            wanted,
+            dy, given.x, given.weight, sizes, *settings, self._groups, wanted
         )
         return found
 
@@ -185,38 +164,29 @@ class EmbeddingProduct(Product):
         """1: every slice reads all of x."""
         return 1
 
-    def forward(
-        self, number: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
-    ) -> torch.Tensor:
+    def forward(self, given: Slice) -> torch.Tensor:
         """Return the slice's part of each row, or the rows that the slice has."""
         if self.along == "outputs":
-            return F.embedding(x, weight)
-        local, is_outside = self._local(number, x)
-        return F.embedding(local, weight).masked_fill(is_outside.unsqueeze(-1), 0)
+            return F.embedding(given.x, given.weight)
+        local, is_outside = self._local(given)
+        return F.embedding(local, given.weight).masked_fill(is_outside.unsqueeze(-1), 0)
 
-    def backward(
-        self,
-        number: int,
-        dy: torch.Tensor,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        wanted: Wanted,
-    ) -> Gradients:
+    def backward(self, given: Slice, dy: torch.Tensor, wanted: Wanted) -> Gradients:
         """Return the sum of the gradients of each row."""
         if not wanted[1]:
             return None, None, None
-        rows, padding = self.rows, -1 if self.padding_idx is None else self.padding_idx
+        x, rows, padding = given.x, self.rows, -1 if self.padding_idx is None else self.padding_idx
         if self.along == "inputs":
             rows //= self.slices
-            x, is_outside = self._local(number, x)
+            x, is_outside = self._local(given)
             dy = dy.masked_fill(is_outside.unsqueeze(-1), 0)
-            padding = padding - number * rows if padding // rows == number else -1
+            padding = padding - given.number * rows if padding // rows == given.number else -1
         backward = torch.ops.aten.embedding_dense_backward
         return None, backward(dy, x, rows, padding, self.scale_grad_by_freq), None
 
-    def _local(self, number: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _local(self, given: Slice) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of rows in a slice, 0 for rows outside of it, and which those are."""
         rows = self.rows // self.slices
-        local = x - number * rows
+        local = given.x - given.number * rows
         is_outside = (local < 0) | (local >= rows)
         return local.masked_fill(is_outside, 0), is_outside

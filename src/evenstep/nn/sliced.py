@@ -18,7 +18,7 @@ from torch import nn
 from evenstep.collectives import tree_sum
 from evenstep.collectives.tree import split_point
 from evenstep.nn.crew import ALONE, Argument, Crew, Held, Result, crew_here
-from evenstep.nn.products import Product, Wanted
+from evenstep.nn.products import Product, Slice, Wanted
 
 Keys: TypeAlias = "tuple[int | None, ...]"
 """The `id` of a layer's weight and of its bias, while they are parameters."""
@@ -138,7 +138,7 @@ def _forward_slice(
         weight = _by_itself(weight, formats.weight)
     if bias is not None:
         bias = _by_itself(bias, torch.contiguous_format)
-    return (product.forward(number, x, weight, bias),)
+    return (product.forward(Slice(number, x, weight, bias)),)
 
 
 def _backward_slice(
@@ -153,7 +153,7 @@ def _backward_slice(
     dy, x = (_by_itself(one, formats.x) for one in (dy, x))
     if weight is not None and formats.weight is not None:
         weight = _by_itself(weight, formats.weight)
-    return product.backward(number, dy, x, weight, wanted)
+    return product.backward(Slice(number, x, weight), dy, wanted)
 
 
 def _gradient_of_input(product: Product, found: Sequence[torch.Tensor]) -> torch.Tensor:
