@@ -11,21 +11,13 @@ from torch import nn
 
 import evenstep
 from evenstep.engine import InlineLanes
-from layouts import LAYOUTS, DelayedLanes, delayed, own, shared
+from layouts import LAYOUTS, own, shared
 from reference import assert_same_bits, reference_training, whole_state
-from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches, options_of
+from trainers import train
+from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
-
-
-def train(model, make_optimizer, batches, **options):
-    """Train `model` with evenstep; return (its whole state by name, the losses)."""
-    optimizer = make_optimizer(delayed(model).parameters())
-    options = {"memory_format": "contiguous", "lanes": DelayedLanes, **options_of(model), **options}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
-        losses = [float(loss) for loss in [trainer.step(X, y) for X, y in batches]]
-    return whole_state(model, optimizer), losses
 
 
 @functools.cache

@@ -64,6 +64,7 @@ KEYS_OF_ALL.remove("seeds_at")  # only where it is not the cursor
 KEYS_OF_ALL.remove("within_rounding")  # only where it is true
 KEYS_OF_ALL.remove("data")  # only with a loader that is not evenstep's
 KEYS_OF_ALL.remove("user_state")  # only with Trainer(state=...)
+KEYS_OF_ALL.remove("cut_by_time")  # only with stages that were chosen by time
 
 
 def test_a_state_becomes_a_tree_and_a_state_again(tree, tmp_path):
@@ -172,6 +173,7 @@ def test_an_unknown_key_is_named(tree, tmp_path, key):
         ("data", [], "data is list, but dict is needed"),
         ("data", {"loader": "list"}, "it lacks the key data.epoch"),
         ("user_state", 3, "user_state is 3, but dict is needed"),
+        ("cut_by_time", {"0": "1"}, "cut_by_time.0 is '1', but int is needed"),
     ],
 )
 def test_a_value_of_another_type_is_named(tree, tmp_path, key, value, problem):

@@ -11,7 +11,7 @@ from evenstep.devices import find_devices
 from evenstep.errors import EvenstepError
 from evenstep.models.gpt import gpt
 from evenstep.models.resnet import resnet18
-from evenstep.stages.balance import balance, balanced_stages
+from evenstep.stages.balance import balance, balanced_stages, parts_of
 from evenstep.stages.plan import find_stages
 from zoo import Tied
 
@@ -79,6 +79,7 @@ REFUSED = {
     "empty": ({}, "got stages={}"),
     "a word": ("even", '"balanced", "balanced:2"'),
     "zero": ("balanced:0", "balanced"),
+    "a measure": ("balanced:2:seconds", '"balanced:2:time"'),
     "a number": (3, "got stages=3"),
     "three": ("balanced:3", "3 stages for 2 devices"),
 }
@@ -119,8 +120,12 @@ def test_the_largest_run_is_as_small_as_possible(sizes, runs):
 
 
 def test_blocks_are_not_cut():
-    assert balanced_stages(resnet18(), 2) == {"0": 0, "resnet_block4.1": 1}
-    assert balanced_stages(gpt(layers=4), 3) == {"tokens": 0, "blocks.1": 1, "blocks.3": 2}
+    assert balanced_stages(parts_of(resnet18()), 2) == {"0": 0, "resnet_block4.1": 1}
+    assert balanced_stages(parts_of(gpt(layers=4)), 3) == {
+        "tokens": 0,
+        "blocks.1": 1,
+        "blocks.3": 2,
+    }
 
 
 def test_balanced_stages_have_about_the_same_bytes():

@@ -1,8 +1,10 @@
 """Stages that can't be, errors inside a stage, Ctrl-C, and lanes that end: nothing hangs."""
 
+import copy
 import os
 import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ from evenstep.errors import ContractError, DeviceLostError, EvenstepError, Input
 from evenstep.metrics import accuracy
 from evenstep.models.gpt import gpt
 from layouts import own, shared
-from patience import HUNG_TESTS_ABORT
+from patience import HUNG_TESTS_ABORT, PATIENCE_S
 from reference import assert_same_bits
 from trainers import open_trainer, sgd, state_of
 from zoo import CLASSES, build, make_batches
@@ -77,13 +79,17 @@ def test_one_stage_is_the_whole_network():
 # ---- models
 
 
-class Returning(nn.Module):
-    """Calls a module of the first stage after one of the second."""
+class Three(nn.Module):
+    """Three layers, for models that call them in some way."""
 
     def __init__(self):
         super().__init__()
         self.one, self.two = nn.Linear(36, 36), nn.Linear(36, 36)
         self.head = nn.Linear(36, CLASSES)
+
+
+class Returning(Three):
+    """Calls a module of the first stage after one of the second."""
 
     def forward(self, x):
         return self.head(self.one(self.two(self.one(x.flatten(1)))))
@@ -105,13 +111,8 @@ def test_a_model_that_is_called_twice():
         trainer.step(*BATCHES[0])
 
 
-class Uncalled(nn.Module):
+class Uncalled(Three):
     """Uses the weight of a layer of the second stage in the first."""
-
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(36, 36), nn.Linear(36, 36)
-        self.head = nn.Linear(36, CLASSES)
 
     def forward(self, x):
         x = nn.functional.linear(self.one(x.flatten(1)), self.two.weight)
@@ -123,12 +124,7 @@ def test_a_layer_whose_weight_is_used_elsewhere():
     refused(Uncalled(), message, stages={"one": 0, "two": 1})
 
 
-class Skipping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.two = nn.Linear(36, 36), nn.Linear(36, 36)
-        self.head = nn.Linear(36, CLASSES)
-
+class Skipping(Three):
     def forward(self, x):
         x = self.one(x.flatten(1)).tanh()
         return self.head(x + self.two(x))
@@ -245,9 +241,57 @@ def test_nothing_waits_for_a_lane_that_has_ended(waiting, max_in_flight):
         for _ in range(2):
             with pytest.raises(DeviceLostError, match="cpu:1 was lost"):
                 CALLS[waiting](trainer)
-        with pytest.raises(DeviceLostError, match="a stage of the network: save, and resume"):
+        with pytest.raises(DeviceLostError, match="with it stage 1 of the network: save, and"):
             trainer.step(*BATCHES[1]).item()
         assert trainer.fingerprint() == before
+
+
+class Hanging(nn.Module):
+    """Stands still in one shard, until it is released."""
+
+    def __init__(self, released):
+        super().__init__()
+        self.layer = nn.Linear(36, CLASSES)
+        self.released = [released]  # an event, which all copies of the module share
+        self.is_due = False
+
+    def __deepcopy__(self, memo):
+        copied = Hanging(self.released[0])
+        copied.layer, copied.is_due = copy.deepcopy(self.layer, memo), self.is_due
+        return copied
+
+    def forward(self, x):
+        x = self.layer(x)
+        if self.is_due and x.abs().max() > 1e3:
+            assert self.released[0].wait(PATIENCE_S)
+        return x
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_shard_that_stands_still_ends_the_step_and_names_the_stage(max_in_flight):
+    released = threading.Event()
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), Hanging(released))
+    bad = BATCHES[0][0].clone(), BATCHES[0][1]
+    bad[0][10] *= 1e6  # in shard 3
+    options = {"max_in_flight": max_in_flight, "lost_after_s": 0.2}
+    try:
+        with staged(model, {"1": 0, "2": 1}, **options) as trainer:
+            trainer.step(*BATCHES[0])
+            trainer.waitall()
+            before = state_of(trainer)
+            model[2].is_due = True
+            began_s = time.monotonic()
+            with pytest.raises(DeviceLostError, match="was lost") as caught:
+                trainer.step(*bad).item()
+            assert time.monotonic() - began_s < PATIENCE_S / 2  # nothing waits for the shard
+            assert_same_bits(state_of(trainer), before)
+            note = "shard 3 stood still on cpu:1, in stage 1, in the module '2.layer' or after it"
+            assert note in caught.value.__notes__
+            with pytest.raises(DeviceLostError, match="cpu:1 was lost, and with it stage 1 of"):
+                trainer.step(*BATCHES[1]).item()
+            released.set()
+    finally:
+        released.set()
 
 
 class Interrupting(nn.Module):

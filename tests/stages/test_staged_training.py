@@ -13,10 +13,10 @@ import evenstep
 from evenstep.engine import InlineLanes
 from evenstep.metrics import accuracy
 from evenstep.models.gpt import gpt
-from layouts import DelayedLanes, delayed, own, shared
-from reference import assert_same_bits, reference_training, whole_state
-from trainers import sgd
-from zoo import CLASSES, ZOO, build, make_batches, options_of
+from layouts import own, shared
+from reference import assert_same_bits, bits_of, reference_training, whole_state
+from trainers import sgd, train
+from zoo import CLASSES, ZOO, build, make_batches
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
 
@@ -39,6 +39,34 @@ class Skips(nn.Module):
         y = self.drop(x + self.early(x))
         z = self.late(y) * self.later(y).sigmoid() + x  # x is not passed to a module
         return self.head(self.drop(z) + y)
+
+
+class Passing(nn.Module):
+    """Passes every module a list that it appends to, and a tensor that it writes to."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.late = nn.Linear(36, 12), Writing()
+        self.head = nn.Linear(12, CLASSES)
+
+    def forward(self, x):
+        x = self.stem(x.flatten(1)).tanh()
+        found, scale = [x], torch.ones(12)
+        x = self.late(x, {"found": found}, scale=scale)
+        return self.head((x + sum(found)) * scale)
+
+
+class Writing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, x, kept, scale):
+        x = self.layer(x)
+        kept["found"].append(x.sin())
+        scale.mul_(0.5)
+        return x
 
 
 class Gated(nn.Module):
@@ -108,16 +136,26 @@ class Blocks(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
+def normed():
+    """Layers whose weights are computed by modules, from parameters of these."""
+    torch.manual_seed(0)
+    layers = (nn.utils.parametrizations.weight_norm(nn.Linear(36, n)) for n in (36, CLASSES))
+    return nn.Sequential(nn.Flatten(), next(layers), nn.Tanh(), next(layers))
+
+
 MODELS = {
+    "normed": normed,
     **{name: functools.partial(build, name) for name in ZOO},
     "skips": Skips,
     "fanned": Fanned,
+    "passing": Passing,
     "blocks": Blocks,
     "recomputed": functools.partial(Checkpointed, reentrant=False),
     "recomputed within": functools.partial(Checkpointed, reentrant=True),
 }
 
 CUTS = {
+    "normed": [{"1": 0, "3": 1}],
     "convolution": [{"0": 0, "4": 1}, {"0": 0, "2": 1, "4": 2}],
     "batch_norm": [{"0": 0, "1": 1}],
     "dropout": [{"0": 0, "2": 1}],
@@ -135,15 +173,6 @@ CUTS = {
 CASES = [(name, stages) for name, cuts in CUTS.items() for stages in cuts]
 
 
-def train(model, batches, make_optimizer=ADAM, **options):
-    """Train `model`; return (its whole state by name, the losses)."""
-    optimizer = make_optimizer(delayed(model).parameters())
-    options = {"memory_format": "contiguous", "lanes": DelayedLanes, **options_of(model), **options}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
-        losses = [float(loss) for loss in [trainer.step(X, y) for X, y in batches]]
-    return whole_state(model, optimizer), losses
-
-
 @functools.cache
 def reference_of(name, sizes, shards):
     return reference_training(MODELS[name](), ADAM, make_batches(sizes), shards=shards)
@@ -153,7 +182,7 @@ def assert_equals_reference(name, stages, sizes, shards, replicas=1, **options):
     expected, expected_losses = reference_of(name, tuple(sizes), shards)
     devices = shared(replicas * len({*stages.values()}))
     options = {"devices": devices, **options, "shards": shards, "stages": stages}
-    state, losses = train(MODELS[name](), make_batches(sizes), **options)
+    state, losses = train(MODELS[name](), ADAM, make_batches(sizes), **options)
     assert_same_bits(state, expected)
     assert losses == expected_losses
 
@@ -228,8 +257,8 @@ def test_a_transformer_whose_embedding_is_its_last_layer(stages, options):
 @pytest.mark.parametrize("options", [{"memory_format": "channels_last"}, {"precision": "bf16"}])
 def test_memory_format_and_precision(options):
     batches = make_batches((33, 21))
-    expected = train(Blocks(), batches, devices=1, **options)
-    found = train(Blocks(), batches, devices=2, stages="balanced", **options)
+    expected = train(Blocks(), ADAM, batches, devices=1, **options)
+    found = train(Blocks(), ADAM, batches, devices=2, stages="balanced", **options)
     assert_same_bits(found[0], expected[0])
 
 
@@ -255,39 +284,137 @@ class Rows(nn.Module):
 def test_sparse_gradients(by_layer):
     batches = make_batches((33, 21))
     plain = functools.partial(torch.optim.SGD, lr=0.1)
-    expected, _ = train(Rows(by_layer=by_layer), batches, plain, devices=1)
+    expected, _ = train(Rows(by_layer=by_layer), plain, batches, devices=1)
     stages = {"table": 0, "head": 1}
-    found, _ = train(Rows(by_layer=by_layer), batches, plain, devices=2, stages=stages)
+    found, _ = train(Rows(by_layer=by_layer), plain, batches, devices=2, stages=stages)
     assert_same_bits(found, expected)
+
+
+def alone_and_staged(make_model, stages, use, objective=None, devices=2):
+    """Return what `use(trainer)` gives on one device, and in stages."""
+    found = []
+    for layout in ({"devices": 1}, {"devices": devices, "stages": stages}):
+        model = make_model()
+        loss = None if objective else nn.CrossEntropyLoss()
+        options = {"objective": objective, **layout}
+        with evenstep.Trainer(model, sgd(model), loss, **options) as trainer:
+            found.append((use(trainer), trainer.fingerprint()))
+    return found
 
 
 def test_evaluation_and_prediction():
     batches = make_batches((33, 21))
-    found = []
-    for layout in ({"devices": 1}, {"devices": 4, "stages": "balanced:2"}):
-        model = Blocks()
-        with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **layout) as trainer:
-            trainer.step(*batches[0])
-            values = trainer.evaluate(batches, {"accuracy": accuracy})
-            outputs = trainer.predict([X for X, _ in batches])
-            trainer.step(*batches[1])
-            found.append((values, outputs, trainer.fingerprint()))
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
-    assert found[0][2] == found[1][2]
+
+    def use(trainer):
+        trainer.step(*batches[0])
+        values = trainer.evaluate(batches, {"accuracy": accuracy})
+        outputs = trainer.predict([X for X, _ in batches])
+        trainer.step(*batches[1])
+        return values, bits_of(outputs)
+
+    one, other = alone_and_staged(Blocks, "balanced:2", use, devices=4)
+    assert one == other
 
 
 def test_gradients_without_an_update():
     batches = make_batches((33, 21))
-    gradients = []
-    for layout in ({"devices": 1}, {"devices": 2, "stages": "balanced"}):
-        model = Skips()
-        with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **layout) as trainer:
-            trainer.backward(*batches[0])
-            trainer.backward(*batches[1], accumulate=True)
-            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
+
+    def use(trainer):
+        trainer.backward(*batches[0])
+        trainer.backward(*batches[1], accumulate=True)
+        return [bits_of(parameter.grad) for parameter in trainer.model.parameters()]
+
+    one, other = alone_and_staged(Skips, "balanced", use)
+    assert one == other
+
+
+class Twice(nn.Module):
+    """A network whose output without gradients is a target of its output with them."""
+
+    def __init__(self, *, first):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = first
+        self.one, self.two = nn.Linear(36, 12), nn.Linear(12, CLASSES)
+
+    def once(self, x):
+        return self.two(self.one(x.flatten(1)).tanh())
+
+    def forward(self, x):
+        if self.first:
+            with torch.no_grad():
+                target = self.once(-x)
+            return self.once(x) * target.sigmoid()
+        y = self.once(x)
+        with torch.no_grad():
+            target = self.once(-x)
+        return y * target.sigmoid()
+
+
+@pytest.mark.parametrize("devices", [shared(2), own(2)])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_pass_without_gradients_may_begin_at_the_first_stage_again(first, devices):
+    batches = make_batches((33, 21))
+
+    def use(trainer):
+        for batch in batches:
+            trainer.step(*batch)
+        outputs = trainer.predict([batches[0][0]], lambda model, x: model(x) + model(-x))
+        return bits_of(outputs)
+
+    make_model = functools.partial(Twice, first=first)
+    one, other = alone_and_staged(make_model, {"one": 0, "two": 1}, use, devices=devices)
+    assert one == other
+
+
+@pytest.mark.parametrize("devices", [shared(2), own(2)])
+def test_hooks_of_the_users_on_modules(devices):
+    batches = make_batches((33, 21, 17))
+
+    def hook(module):
+        module.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
+        module.register_forward_hook(lambda _, args, output: output + args[0].mean(1, keepdim=True))
+
+    def use(trainer):
+        trainer.step(*batches[0])
+        hook(trainer.model[4])
+        trainer.model[4].register_full_backward_hook(lambda _, given, wanted: (given[0] * 0.5,))
+        for batch in batches[1:]:
+            trainer.step(*batch)
+
+    def make_model():
+        model = build("dropout")
+        hook(model[1])
+        return model
+
+    one, other = alone_and_staged(make_model, {"0": 0, "4": 1}, use, devices=devices)
+    assert one == other
+
+
+def smooth(model, x, y):
+    """A loss with the gradient of its output with respect to its input (a gradient penalty)."""
+    x = x.clone().requires_grad_()
+    scores = model(x)
+    (slope,) = torch.autograd.grad(scores.square().sum(), x, create_graph=True)
+    loss = nn.functional.cross_entropy(scores, y, reduction="sum")
+    return loss + slope.square().sum(), len(y)
+
+
+@pytest.mark.parametrize("stages", [{"1": 0, "3": 1}, {"1": 0, "3": 1, "4": 2}])
+def test_an_objective_with_a_backward_pass_inside(stages):
+    batches = make_batches((33, 21))
+
+    def use(trainer):
+        for batch in batches:
+            trainer.step(*batch)
+
+    def make_model():
+        torch.manual_seed(0)
+        layers = nn.Flatten(), nn.Linear(36, 12), nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 5)
+        return nn.Sequential(*layers)
+
+    one, other = alone_and_staged(make_model, stages, use, smooth, len(stages))
+    assert one == other
 
 
 def test_a_checkpoint_is_resumed_in_another_arrangement(tmp_path):
@@ -327,20 +454,23 @@ def test_layers_that_the_user_replaces_between_two_steps():
 
 def test_the_contract_is_checked_again_on_hooked_replicas():
     batches = make_batches((33, 21, 17))
-    expected = train(Skips(), batches, devices=1)
-    found = train(Skips(), batches, devices=2, stages={"stem": 0, "late": 1}, check="every 1")
+    expected = train(Skips(), ADAM, batches, devices=1)
+    found = train(Skips(), ADAM, batches, devices=2, stages={"stem": 0, "late": 1}, check="every 1")
     assert_same_bits(found[0], expected[0])
 
 
 OWN = [
     ("fanned", {"stem": 0, "one": 1}),
     ("fanned", {"stem": 0, "one": 1, "three": 2}),
+    ("passing", {"stem": 0, "late": 1}),
+    ("normed", {"1": 0, "3": 1}),
     ("convolution", {"0": 0, "4": 1}),
     ("batch_norm", {"0": 0, "2": 1}),
     ("dropout", {"0": 0, "2": 1}),
     ("attention", {"layer": 0, "head": 1}),
     ("blocks", {"stem": 0, "head": 1}),
     ("recomputed", {"one": 0, "two": 1}),
+    ("recomputed", {"one": 0, "three": 1}),
     ("recomputed within", {"one": 0, "two": 1}),
 ]
 

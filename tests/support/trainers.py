@@ -4,14 +4,24 @@ import torch
 from torch import nn
 
 import evenstep
-from layouts import own
+from layouts import DelayedLanes, delayed, own
 from reference import whole_state
+from zoo import options_of
 
 LAYOUTS = [1, 2, 3, own(2), own(3)]
 
 
 def sgd(model, lr=0.1):
     return torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def train(model, make_optimizer, batches, **options):
+    """Train `model` with lanes and shards that are late; return (its state by name, the losses)."""
+    optimizer = make_optimizer(delayed(model).parameters())
+    options = {"memory_format": "contiguous", "lanes": DelayedLanes, **options_of(model), **options}
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = [float(loss) for loss in [trainer.step(X, y) for X, y in batches]]
+    return whole_state(model, optimizer), losses
 
 
 def open_trainer(model, loss=None, **options):

@@ -10,6 +10,7 @@ finish it sooner. This changes the time of a step, never its result. (Blumofe an
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 import threading
 import time
@@ -101,6 +102,15 @@ class Pace:
     def slowest(self) -> float:
         """Return the seconds of the slowest lane; 0 before anything was measured."""
         return max((took or 0.0 for took in self.seconds), default=0.0)
+
+    def limit_s(self, after_s: float) -> float:
+        """Return the seconds after which a lane that is still at a shard is stuck.
+
+        They are more than `after_s`, and more than twenty times what the slowest lane usually
+        takes. Before anything was measured, no lane is stuck.
+        """
+        usual_s = self.slowest()
+        return max(after_s, _STUCK_AFTER * usual_s) if usual_s else math.inf
 
     def speeds(self, lost: Collection[int] = ()) -> list[float]:
         """Return the lanes' speeds relative to each other.
@@ -212,17 +222,12 @@ class ShardQueue:
             return shard
 
     def stuck(self, alive: Collection[int], after_s: float) -> list[int]:
-        """Return the lanes that take too long for a shard while another lane has none.
-
-        Too long is more than `after_s` and more than twenty times what the slowest lane usually
-        takes. Before anything was measured, no lane is stuck.
-        """
+        """Return the lanes that take too long for a shard while another lane has none."""
         with self._lock:
-            now, usual = self._clock(), self._pace.slowest()
+            now, limit_s = self._clock(), self._pace.limit_s(after_s)
             at_work = [lane for lane in alive if self._current[lane] is not None]
-            if not usual or len(at_work) == len(alive):
+            if len(at_work) == len(alive):
                 return []
-            limit_s = max(after_s, _STUCK_AFTER * usual)
             return [lane for lane in at_work if self._working_s(lane, now) > limit_s]
 
     def _steal(self, thief: int, now: float) -> int | None:

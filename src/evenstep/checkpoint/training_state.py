@@ -82,6 +82,8 @@ class TrainingState:
             in a checkpoint of version 0.1.0.
         data: the place in a loader that is not evenstep's; None without one.
         user_state: the states of the objects in `Trainer(state=...)`, by name.
+        cut_by_time: the modules that begin stages which were chosen by time (`Trainer(stages=
+            "balanced:time")`), with the stages' numbers; empty without.
     """
 
     experiment: Experiment
@@ -97,6 +99,7 @@ class TrainingState:
     within_rounding: bool = dataclasses.field(default=False, metadata=LATER)
     data: LoaderPlace | None = dataclasses.field(default=None, metadata=LATER)
     user_state: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=LATER)
+    cut_by_time: dict[str, int] = dataclasses.field(default_factory=dict, metadata=LATER)
 
     def to_tree(self) -> Tree:
         """Return the state as nested dicts; tensors are not copied."""

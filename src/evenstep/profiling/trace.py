@@ -45,11 +45,13 @@ class Trace:
 
     Attributes:
         rows: names of the lanes.
+        facts: what a reader should know besides; saved in the file's `otherData`.
         dropped: number of older spans that were dropped to stay below the limit.
     """
 
     def __init__(self, rows: Sequence[str], *, limit: int = 200_000) -> None:
         self.rows = tuple(rows)
+        self.facts: dict[str, object] = {}
         self.dropped = 0
         self._limit = limit
         self._count = 0
@@ -128,5 +130,5 @@ class Trace:
         return {
             "traceEvents": events,
             "displayTimeUnit": "ms",
-            "otherData": {"program": "evenstep", "dropped_spans": self.dropped},
+            "otherData": {**self.facts, "program": "evenstep", "dropped_spans": self.dropped},
         }

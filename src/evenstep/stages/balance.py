@@ -1,38 +1,38 @@
-"""Cuts a network into stages of about equal numbers of bytes."""
+"""Cuts a network into stages of about equal numbers of bytes, or of about equal times."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from evenstep.errors import ModelError, counted
 
 
-def balanced_stages(model: nn.Module, count: int) -> dict[str, int]:
+def balanced_stages(parts: Mapping[str, float], count: int) -> dict[str, int]:
     """Return the module that begins each of `count` stages, so that the largest is smallest.
 
-    The result depends on nothing but the model's layers. A cut lies before a child of a Sequential
-    or a ModuleList, or of the model itself. Other modules, such as residual blocks, stay whole,
-    unless they hold such a chain of blocks themselves.
+    Args:
+        parts: the size (in bytes, or in seconds) of each part of a model, by the module's name, in
+            their order (see `parts_of`).
+        count: the number of stages.
 
     Raises:
-        ModelError: the model has too few modules with parameters, or parameters of its own.
+        ModelError: there are too few parts.
     """
-    units = _units(model, "", set())
-    if len(units) < count:
+    if len(parts) < count:
         raise ModelError(
             f"the model can't be cut into {count} stages: it has "
-            f"{counted(len(units), 'part')} with parameters. Use fewer stages, or name the modules "
+            f"{counted(len(parts), 'part')} with parameters. Use fewer stages, or name the modules "
             f"that begin them"
         )
-    starts = balance([size for _, size in units], count)
-    return {units[start][0]: stage for stage, start in enumerate(starts)}
+    names, starts = [*parts], balance([*parts.values()], count)
+    return {names[start]: stage for stage, start in enumerate(starts)}
 
 
-def balance(sizes: Sequence[int], runs: int) -> list[int]:
+def balance(sizes: Sequence[float], runs: int) -> list[int]:
     """Return where each of `runs` contiguous runs of `sizes` begins; none is empty.
 
     The largest sum of a run is as small as possible, and then the runs before it end as early as
@@ -41,7 +41,7 @@ def balance(sizes: Sequence[int], runs: int) -> list[int]:
     ends = [0, *itertools.accumulate(sizes)]
 
     @functools.cache
-    def best(first: int, left: int) -> tuple[int, int]:
+    def best(first: int, left: int) -> tuple[float, int]:
         """Return the largest sum of `left` runs from `first` on, and where the second begins."""
         if left == 1:
             return ends[-1] - ends[first], len(sizes)
@@ -54,16 +54,23 @@ def balance(sizes: Sequence[int], runs: int) -> list[int]:
     return starts
 
 
-def _units(module: nn.Module, name: str, seen: set[nn.Parameter]) -> list[tuple[str, int]]:
-    """Return the parts of a module that a cut may lie between, with their bytes, in order.
+def parts_of(model: nn.Module) -> dict[str, int]:
+    """Return the parts of a model that a cut may lie between, with their bytes, in order.
 
-    A parameter counts where it is registered first.
+    The result depends on nothing but the model's layers. A cut lies before a child of a Sequential
+    or a ModuleList, or of the model itself. Other modules, such as residual blocks, stay whole,
+    unless they hold such a chain of blocks themselves. A parameter counts where it is registered
+    first.
     """
+    return dict(_parts(model, "", set()))
+
+
+def _parts(module: nn.Module, name: str, seen: set[nn.Parameter]) -> list[tuple[str, int]]:
     if name and (module._parameters or not (_is_chain(module) or _has_blocks(module))):
         size = _bytes_of(module, seen)
         return [(name, size)] if size else []
     children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
-    return [unit for path, child in children for unit in _units(child, path, seen)]
+    return [part for path, child in children for part in _parts(child, path, seen)]
 
 
 def _is_chain(module: nn.Module) -> bool:

@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import optree
 import torch
 
 _ALIGNMENT = 64  # bytes, of torch's allocations
+_CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
 
 
 class Carried:
     """The tensors of one shard that were copied into another stage's memory.
 
     A tensor is copied once for each stage, from its copy in the stage before. So the gradients of
-    its uses are added up in the same order as those of a tensor that is never copied.
+    its uses are added up in the same order as those of a tensor that is never copied. What a module
+    writes into a copy is written into the tensor, too, and lists and dicts stay the same objects:
+    the code of the model may read them later.
     """
 
     def __init__(self) -> None:
         self._copies: dict[int, _Copies] = {}  # by the `id` of the tensor and of each copy
+        self._tensors: list[_Copies] = []  # the same, each once
+        self._replaced: list[tuple[Any, Any, Any, Any]] = []  # container, key, tensor, copy
         self._stage = 0
 
     def all(self, given: Any, stage: int) -> Any:
         """Return arguments whose tensors are all in the memory of `stage`, which begins."""
         self._stage = stage
-        return self._mapped(given, lambda tensor: True)
+        return self._mapped(given, self._copied)
 
     def late(self, given: Any, starts: Sequence[int]) -> Any:
         """Return arguments whose tensors from earlier stages are in the present stage's memory.
@@ -37,20 +42,50 @@ class Carried:
         if not starts:
             return given
 
-        def is_earlier(tensor: torch.Tensor) -> bool:
+        def carried(tensor: torch.Tensor) -> torch.Tensor:
             node = tensor.grad_fn
-            return node is not None and node._sequence_nr() < starts[-1]
+            is_earlier = node is not None and node._sequence_nr() < starts[-1]
+            return self._copied(tensor) if is_earlier else tensor
 
-        return self._mapped(given, is_earlier)
+        return self._mapped(given, carried)
 
-    def _mapped(self, given: Any, is_elsewhere: Any) -> Any:
-        def carried(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor) or not is_elsewhere(leaf):
-                return leaf
-            copies = self._copies.setdefault(id(leaf), _Copies(leaf))
-            return copies.in_stage(self._stage, self._copies)
+    def write_back(self) -> None:
+        """Write what was written into copies in this stage into the tensors that they are of."""
+        for copies in self._tensors:
+            copies.write_back()
 
-        return optree.tree_map(carried, given)
+    def _copied(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._copies:
+            self._copies[id(tensor)] = _Copies(tensor)
+            self._tensors.append(self._copies[id(tensor)])
+        return self._copies[id(tensor)].in_stage(self._stage, self._copies)
+
+    def _mapped(self, given: Any, carried: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        """Replace the tensors in a nesting, in the same lists and dicts."""
+        if isinstance(given, torch.Tensor):
+            return carried(given)
+        if type(given) in _CONTAINERS:
+            pairs = given.items() if isinstance(given, dict) else enumerate(given)
+            for key, value in pairs:
+                new = self._mapped(value, carried)
+                if new is not value:
+                    self._replaced.append((given, key, value, new))
+                    given[key] = new
+        elif isinstance(given, tuple):
+            found = [self._mapped(one, carried) for one in given]
+            if any(new is not old for new, old in zip(found, given, strict=True)):
+                return given._make(found) if hasattr(given, "_make") else type(given)(found)
+        return given
+
+    def put_back(self) -> None:
+        """Put the tensors back into lists and dicts, which may belong to a module."""
+        for container, key, tensor, copy in reversed(self._replaced):
+            there = container.get(key) if isinstance(container, dict) else None
+            if not isinstance(container, dict) and key < len(container):
+                there = container[key]
+            if there is copy:
+                container[key] = tensor
+        self._replaced.clear()
 
 
 class _Copies:
@@ -59,14 +94,25 @@ class _Copies:
     def __init__(self, tensor: torch.Tensor) -> None:
         self._all = [tensor]
         self._stage = -1  # of the last one
+        self._version = 0  # of the last one, when it was made or written back
 
     def in_stage(self, stage: int, known: dict[int, _Copies]) -> torch.Tensor:
         """Return the copy in the memory of a stage; note a new one in `known`."""
         if stage != self._stage:
             self._all.append(_Carry.apply(self._all[-1]))  # type: ignore[no-untyped-call]
             self._stage = stage
+            self._version = self._all[-1]._version
             known[id(self._all[-1])] = self
         return self._all[-1]
+
+    def write_back(self) -> None:
+        """Write the last copy into the tensors before it, if it was written to."""
+        *before, last = self._all
+        if before and last._version != self._version:
+            self._version = last._version
+            with torch.no_grad():
+                for tensor in before:
+                    tensor.copy_(last)
 
 
 def is_carry(node: Any) -> bool:

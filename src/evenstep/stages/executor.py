@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import logging
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from evenstep.batch import Batch, contiguous_runs
 from evenstep.devices import Device
-from evenstep.engine import Engine
+from evenstep.engine import Task
+from evenstep.engine.task import PLAIN
 from evenstep.errors import DeviceLostError, add_note
-from evenstep.experiment import Experiment
-from evenstep.profiling.clock import NodeTime, ShardTime, StepClock, Timekeeper
+from evenstep.profiling.clock import NodeTime, ShardTime, StepClock
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.gradients import GradientStream
 from evenstep.shard.lockstep import StoppedError, shard_here
 from evenstep.shard.loss import ShardLoss, ShardObjective
 from evenstep.shard.partial_sum import Add, PartialSum, add
+from evenstep.stages.balance import balanced_stages, parts_of
 from evenstep.stages.check import check_graph
-from evenstep.stages.plan import Stages
+from evenstep.stages.plan import Stages, stages_of
 from evenstep.stages.shard import StagedShard, Visit, hook_stages
 from evenstep.stages.sums import StageBucket, StageSums
+from evenstep.stages.timing import measure_parts
 from evenstep.stages.turns import StagedShards
 from evenstep.steps.executors import IndependentExecutor, explain
 from evenstep.steps.groups.group import Group
 from evenstep.steps.reducer import LocalReducer, loose_parameters
 from evenstep.steps.step import Attempt, Step
+
+logger = logging.getLogger("evenstep")
 
 
 class StagedReducer(LocalReducer):
@@ -79,22 +86,22 @@ class StagedExecutor(IndependentExecutor):
     are under way.
 
     Args:
+        given: the arguments of `IndependentExecutor`.
         stages: the stages of the network.
+
+    Attributes:
+        stages: the same, or those that were measured.
+        cut_by_time: the module that begins each stage, if these were chosen by time.
     """
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        replicas: Replicas,
-        engine: Engine,
-        timekeeper: Timekeeper,
-        group: Group,
-        stages: Stages,
-    ) -> None:
-        super().__init__(experiment, replicas, engine, timekeeper, group)
+    def __init__(self, *given: Any, stages: Stages) -> None:
+        super().__init__(*given)
         self.stages = stages
-        self._now: list[StagedShard | None] = [None] * len(engine.devices)  # by lane
+        self.cut_by_time: Mapping[str, int] = {}
+        self._now: list[StagedShard | None] = [None] * len(self.engine.devices)  # by lane
+        self._stuck: dict[int, tuple[int, str]] = {}  # by lane: the stage, and what stood still
         self._hooked: list[Replica] = []
+        self._hooks: list[RemovableHandle] = []
         self._lane_of: dict[nn.Module, int] = {}
         self._checked: dict[int, ShardObjective] = {}  # by lane, with its replica of now
 
@@ -112,7 +119,9 @@ class StagedExecutor(IndependentExecutor):
     # ---- assigned
 
     def open(self, step: Step) -> None:
-        """Prepare the current attempt at a step."""
+        """Prepare the current attempt at a step; before the first one, measure stages."""
+        if self.stages.await_times:
+            self._choose_by_time(step)
         self._hook()
         super().open(step)
         attempt = step.attempt
@@ -122,14 +131,14 @@ class StagedExecutor(IndependentExecutor):
 
     def assign(self, attempt: Attempt) -> None:
         """Give every replica of the model the same number of shards."""
-        lost = ", ".join(str(self.engine.devices[lane]) for lane in sorted(self.engine.lost_lanes))
-        if lost:
+        count = self.stages.count
+        for lane in sorted(self.engine.lost_lanes):
+            stage, _ = self._stuck.get(lane, (lane % count, ""))
             raise DeviceLostError(
-                f"{lost} was lost, and with it a stage of the network: save, and resume with "
-                f"Trainer.load on other devices, or without stages"
+                f"{self._device(lane, stage)} was lost, and with it stage {stage} of the network: "
+                f"save, and resume with Trainer.load on other devices, or without stages"
             )
         self._hook()
-        count = self.stages.count
         replicas = len(self.engine.devices) // count
         runs = contiguous_runs(attempt.cut.part.run, [1.0] * replicas)
         attempt.alone = False
@@ -139,20 +148,123 @@ class StagedExecutor(IndependentExecutor):
     def _assign_evaluation(self, attempt: Attempt) -> None:
         self.assign(attempt)
 
+    def stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
+        """Return the lanes whose shards take too long in one stage while another lane waits."""
+        shards = {lane: shard for lane in alive if (shard := self._now[lane]) is not None}
+        working_s = {lane: shard.working_s for lane, shard in shards.items()}
+        limit_s = self.pace.limit_s(after_s)
+        if all(working_s.get(lane) for lane in alive):
+            return []
+        stuck = [lane for lane, own_s in working_s.items() if own_s > limit_s]
+        for lane in stuck:
+            shard, stage = shards[lane], shards[lane].place.stage
+            story = f"shard {shard.number} stood still on {self._device(lane, stage)}"
+            self._stuck[lane] = stage, f"{story}, {shard.whereabouts}"
+            _shards_of(attempt).stop()  # others may wait for its turn to end
+        return stuck
+
+    def explain_loss(self, error: BaseException) -> None:
+        """Note in which stage a shard stood still."""
+        if isinstance(error, DeviceLostError):
+            for _, story in self._stuck.values():
+                add_note(error, story)
+
     def _hook(self) -> None:
         """Have the modules of all replicas change the stage, after they were made (again)."""
         if self._hooked is self.replicas.all:
             return
+        for hook in self._hooks:
+            hook.remove()
         self.stages = self.stages.again(self.replicas.home.module)
-        self._lane_of, self._checked = {}, {}
+        self._lane_of, self._checked, self._hooks = {}, {}, []
         for lane in range(len(self.engine.devices)):
             replica = self._replica(lane)
             self._lane_of[replica.module] = lane
-            hook_stages(replica, self.stages, functools.partial(self._now.__getitem__, lane))
+            shard_now = functools.partial(self._now.__getitem__, lane)
+            self._hooks += hook_stages(replica, self.stages, shard_now)
         self._hooked = self.replicas.all
+        self.engine.trace.facts["stages"] = {**self.stages.first}
 
     def _replica(self, lane: int) -> Replica:
         return self.replicas.of_lane(*divmod(lane, self.stages.count))
+
+    # ---- chosen by time
+
+    def take_cut(self, cut_by_time: Mapping[str, int]) -> None:
+        """Use the stages of a checkpoint, if stages by time were asked for, and as many of them."""
+        numbers = [*range(self.stages.count)]
+        if self.stages.await_times and sorted({*cut_by_time.values()}) == numbers:
+            self._use_cut(cut_by_time)
+
+    def _choose_by_time(self, step: Step) -> None:
+        """Cut the network into stages of about equal times, as the step's first shard takes them.
+
+        Raises:
+            Exception: the shard can't be computed; the step would fail with the same error.
+        """
+        model, run = self.replicas.home.module, step.attempt.cut.part.run
+        if not run:  # this process has nothing to measure
+            self.stages = dataclasses.replace(self.stages, await_times=False)
+            return
+        names = [*parts_of(model)]
+        parts = stages_of(model, {name: number for number, name in enumerate(names)}, len(names))
+        seconds = self._measured(step, run[0], parts)
+        self._timekeeper.rest()
+        self._use_cut(balanced_stages(dict(zip(names, seconds, strict=True)), self.stages.count))
+        times = [0.0] * self.stages.count
+        for name, part_s in zip(names, seconds, strict=True):
+            times[self.stages.of_module[name]] += part_s
+        logger.info(
+            "stages of about equal times: %s",
+            ", ".join(
+                f"{name} begins stage {stage} ({1e3 * times[stage]:.1f} ms a shard)"
+                for name, stage in self.cut_by_time.items()
+            ),
+        )
+
+    def _use_cut(self, cut_by_time: Mapping[str, int]) -> None:
+        model = self.replicas.home.module
+        self.stages = stages_of(model, cut_by_time, self.stages.count)
+        self.cut_by_time = self.stages.first
+        self._hooked = []
+
+    def _measured(self, step: Step, shard: int, parts: Stages) -> list[float]:
+        """Return the seconds of each part of the network, measured in the first device's lane."""
+        task = Task(
+            self._measure,
+            (step.attempt, step.objective, shard, parts),
+            lane=self.engine.first_lane,
+            name="measure the parts of the network",
+            category="measure",
+            modes=PLAIN,
+            quiet=True,
+        )
+        self.engine.submit_tasks([task])
+        try:
+            self.engine.wait_for(task)
+        except BaseException:  # Ctrl-C
+            self.engine.drain(task)
+            raise
+        if task.error is not None:
+            raise task.error
+        seconds: list[float] = task.result
+        return seconds
+
+    def _measure(
+        self, attempt: Attempt, objective: ShardObjective, shard: int, parts: Stages
+    ) -> list[float]:
+        self.replicas.open_step()
+        lane = self.engine.lane_here
+        replica = self._replica(lane)
+        outside = shard_here.set("apart" if attempt.cut.filled > 1 else None)
+        try:
+            work = self._work(replica, lane, attempt, shard, None)
+            return measure_parts(replica, work, objective, parts)
+        except BaseException as error:
+            explain(error, attempt, shard, replica, self._device(lane, 0))
+            raise
+        finally:
+            shard_here.reset(outside)
 
     # ---- computed
 
@@ -189,8 +301,7 @@ class StagedExecutor(IndependentExecutor):
             attempt.drop()
             device = self._device(lane, shard.place.stage)
             explain(error, attempt, number, replica, device)
-            module = f", in the module {shard.module!r} or after it" if shard.module else ""
-            add_note(error, f"in stage {shard.place.stage}{module}")
+            add_note(error, shard.whereabouts)
             raise
         finally:
             self._now[lane] = None

@@ -17,7 +17,7 @@ from torch import nn
 
 from evenstep.devices import Device
 from evenstep.errors import InputError, ModelError, counted, shown
-from evenstep.stages.balance import balanced_stages
+from evenstep.stages.balance import balanced_stages, parts_of
 
 StageNames: TypeAlias = "Mapping[str, int] | str"
 """What `Trainer(stages=...)` accepts: modules that begin a stage, by name; or "balanced"."""
@@ -33,12 +33,14 @@ class Stages:
         of_module: the stage of every module from the first named one on, by its name. A module that
             is registered under several names has the first.
         of_parameter: the stage of every parameter, in the order of `model.parameters()`.
+        await_times: whether they are of equal bytes only until times are measured.
     """
 
     count: int
     first: Mapping[str, int]
     of_module: Mapping[str, int]
     of_parameter: Sequence[int]
+    await_times: bool = False
 
     def parameters_of(self, model: nn.Module) -> list[list[nn.Parameter]]:
         """Return the parameters of each stage."""
@@ -61,7 +63,8 @@ class Stages:
         Raises:
             ModelError: a named module is no longer there, or a new parameter lies in no stage.
         """
-        return _assigned(model, self.first, self.count)
+        again = stages_of(model, self.first, self.count)
+        return dataclasses.replace(again, await_times=self.await_times)
 
 
 def find_stages(given: StageNames, model: nn.Module, devices: Sequence[Device]) -> Stages:
@@ -72,7 +75,8 @@ def find_stages(given: StageNames, model: nn.Module, devices: Sequence[Device]) 
 
     Args:
         given: the stage of each module that begins a run, by the module's name. Or "balanced" for
-            one stage on each device, or "balanced:2" for two stages, of equal numbers of bytes.
+            one stage on each device, or "balanced:2" for two stages, of equal numbers of bytes;
+            "balanced:time" and "balanced:2:time" for equal times, which are not measured here.
         model: the model.
         devices: the devices; stage s is on the devices s, S + s, 2 S + s and so on.
 
@@ -81,22 +85,25 @@ def find_stages(given: StageNames, model: nn.Module, devices: Sequence[Device]) 
         ModelError: a module doesn't exist, or a parameter lies in no stage.
     """
     if isinstance(given, str):
-        count = _balanced_count(given, len(devices))
+        count, by_time = _balanced_count(given, len(devices))
         _check_devices(count, devices)
-        return _assigned(model, balanced_stages(model, count), count)
+        stages = stages_of(model, balanced_stages(parts_of(model), count), count)
+        return dataclasses.replace(stages, await_times=by_time and count > 1)
     count = _checked_count(given)
     _check_devices(count, devices)
-    return _assigned(model, dict(given), count)
+    return stages_of(model, dict(given), count)
 
 
-def _balanced_count(given: str, devices: int) -> int:
-    match = re.fullmatch(r"balanced(?::([1-9]\d{0,3}))?", given)
+def _balanced_count(given: str, devices: int) -> tuple[int, bool]:
+    """Return the number of balanced stages, and whether they are balanced by time."""
+    match = re.fullmatch(r"balanced(?::([1-9]\d{0,3}))?(:time)?", given)
     if match is None:
         raise InputError(
-            f'got stages={shown(given)}: give "balanced", "balanced:2" for two stages, or the '
+            f'got stages={shown(given)}: give "balanced", "balanced:2" for two stages, '
+            f'"balanced:time" or "balanced:2:time" for equal times instead of bytes, or the '
             f'stage of each module that begins one, such as {{"features": 0, "classifier": 1}}'
         )
-    return devices if match[1] is None else int(match[1])
+    return devices if match[1] is None else int(match[1]), match[2] is not None
 
 
 def _checked_count(given: Mapping[str, int]) -> int:
@@ -143,8 +150,17 @@ def _check_devices(count: int, devices: Sequence[Device]) -> None:
         )
 
 
-def _assigned(model: nn.Module, first: Mapping[str, int], count: int) -> Stages:
-    """Return the stage of every module and parameter."""
+def stages_of(model: nn.Module, first: Mapping[str, int], count: int) -> Stages:
+    """Return the stage of every module and parameter of a model.
+
+    Args:
+        model: the model.
+        first: the stage that each named module begins.
+        count: S, the number of stages.
+
+    Raises:
+        ModelError: a named module doesn't exist, or a parameter lies in no stage.
+    """
     modules = dict(model.named_modules())
     for name in first:
         if name not in modules:

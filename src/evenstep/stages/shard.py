@@ -19,6 +19,7 @@ import optree
 import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
+from torch.utils.hooks import RemovableHandle
 
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica
@@ -50,6 +51,7 @@ class StagedShard:
         turns: the turns of the replica's shards.
         note: called with every visit, at its end.
         own_memory: whether each stage's device has memory of its own.
+        returns: whether it may go back to an earlier stage in a forward pass with gradients.
 
     Attributes:
         number: the shard's number.
@@ -58,18 +60,38 @@ class StagedShard:
     """
 
     def __init__(
-        self, number: int, turns: Turns, note: Callable[[Visit], object], *, own_memory: bool
+        self,
+        number: int,
+        turns: Turns,
+        note: Callable[[Visit], object],
+        *,
+        own_memory: bool,
+        returns: bool = False,
     ) -> None:
         self.number = number
         self.place = Place(0, backward=False)
         self.module = ""
         self._turns = turns
         self._note = note
+        self._returns = returns
         self._carried = Carried() if own_memory else None
         self._starts: list[int] = []  # the first node of each stage after the first one, by its
         self._stages = [0]  # sequence number, and the stages
+        self._has_graph = False  # of several stages
         self._last: Any = None  # the node of the last module's output
-        self._began_s: float | None = None
+        self._began_s: float | None = None  # when its turn began; None while it waits for one
+
+    @property
+    def working_s(self) -> float:
+        """The seconds since its turn began; 0 while it waits for one."""
+        began_s = self._began_s
+        return 0.0 if began_s is None else time.perf_counter() - began_s
+
+    @property
+    def whereabouts(self) -> str:
+        """The stage, and the module, that it is in."""
+        module = f", in the module {self.module!r} or after it" if self.module else ""
+        return f"in stage {self.place.stage}{module}"
 
     def begin(self) -> None:
         """Wait for the first turn."""
@@ -78,6 +100,8 @@ class StagedShard:
 
     def end(self) -> None:
         """End the last turn."""
+        if self._carried is not None:
+            self._carried.put_back()
         self._last = self._carried = None
         self._note_visit()
         self._turns.end(self.number)
@@ -88,7 +112,7 @@ class StagedShard:
         """Go to the stage of a module that is called; return its arguments, in that memory.
 
         Raises:
-            ContractError: the module's stage is before the present one.
+            ContractError: the module's stage is before the present one, in a pass with gradients.
             StoppedError: the step was stopped.
         """
         self.module = name
@@ -97,16 +121,20 @@ class StagedShard:
         if torch._C._current_graph_task_id() != -1:  # recomputed, for torch.utils.checkpoint
             self._move(Place(stage, backward=True), holds=True)
         else:
-            if stage < self.place.stage:
+            records = torch.is_grad_enabled()
+            if stage < self.place.stage and self._has_graph and records and not self._returns:
                 raise _back_and_forth(name, stage, self.place.stage)
+            self._has_graph |= records
             self._return_through(given)
-            self._move(Place(stage, backward=False), holds=torch.is_grad_enabled())
+            self._move(Place(stage, backward=False), holds=self._has_graph)
             self._starts.append(_get_sequence_nr())
             self._stages.append(stage)
         return given if self._carried is None else self._carried.all(given, stage)
 
     def left(self, output: Any) -> None:
         """Note what a module has returned."""
+        if self._carried is not None:
+            self._carried.write_back()
         self._last = output.grad_fn if isinstance(output, torch.Tensor) else None
 
     def forward_ends(self, total: torch.Tensor) -> None:
@@ -152,13 +180,16 @@ class StagedShard:
 
 def hook_stages(
     replica: Replica, stages: Stages, shard_now: Callable[[], StagedShard | None]
-) -> None:
+) -> list[RemovableHandle]:
     """Hook the modules of a replica, so that its shard changes the stage where they are called.
 
     Args:
         replica: a copy of the user's module, which nothing else calls.
         stages: the stages.
         shard_now: returns the shard that is computed on this replica; None outside of steps.
+
+    Returns:
+        What removes the hooks.
     """
 
     def before(stage: int, name: str, _: nn.Module, args: Any, options: Any) -> Any:
@@ -170,11 +201,13 @@ def hook_stages(
         if shard is not None:
             shard.left(output)
 
+    hooks = []
     for name, module in replica.module.named_modules():
         if name in stages.first or stages.has_whole(name, module):
             enter = functools.partial(before, stages.of_module[name], name)
-            module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-            module.register_forward_hook(after)
+            hooks.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
+            hooks.append(module.register_forward_hook(after))
+    return hooks
 
 
 def _back_and_forth(name: str, stage: int, now: int) -> ContractError:

@@ -212,6 +212,7 @@ class Pipeline(abc.ABC):
         elif shall_retry:
             self._retry()
         else:
+            self._executor.explain_loss(error)
             self.abandon(error)
             raise error
 
@@ -283,7 +284,7 @@ class Pipeline(abc.ABC):
     def _lose_stuck(self, attempt: Attempt) -> set[int]:
         """Give up the devices that stand still in an attempt; return their lanes."""
         alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes
-        stuck = attempt.stuck_lanes(alive, self._lost_after_s)
+        stuck = self._executor.stuck_lanes(attempt, alive, self._lost_after_s)
         for lane in stuck:
             self._recovery.give_up(lane)
         return set(stuck)

@@ -215,11 +215,6 @@ class Attempt:
             if meeting is not None:
                 meeting.stop()
 
-    def stuck_lanes(self, alive: set[int], after_s: float) -> list[int]:
-        """Return the lanes that take too long for a shard while another lane has none."""
-        stuck = self.queue.stuck(alive, after_s) if self.queue is not None else []
-        return stuck if self.crew is None else self.crew.keeping(stuck)
-
 
 def _not_open(replica: Replica, work: ShardWork) -> Any:
     raise AssertionError("the attempt is not open")

@@ -20,6 +20,7 @@ from evenstep.checkpoint.user_state import UserState, encodable
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Sources
 from evenstep.replicas import refuse_strangers
+from evenstep.stages.executor import StagedExecutor
 from evenstep.steps.step import Position
 from evenstep.training.agreement import Agreement
 from evenstep.training.notes import Notes
@@ -103,6 +104,8 @@ class Saver:
             self._notes.note_rounding("the checkpoint is from devices or processes of mixed kinds")
         if self._executor.programs:
             self._executor.programs.compiles = saved.compiles
+        if isinstance(self._executor, StagedExecutor):
+            self._executor.take_cut(saved.cut_by_time)
         if is_part:
             assert self._partition is not None
             self._partition.note_loaded(saved.check_fingerprint)
@@ -154,7 +157,13 @@ class Saver:
             within_rounding=self._notes.within_rounding,
             data=encodable(self._sources.saved_at(position.cursor)),
             user_state=self._user_state.read(),
+            cut_by_time=self._cut_by_time(),
         )
+
+    def _cut_by_time(self) -> dict[str, int]:
+        """Return the stages that were chosen by time, which a resumed training keeps."""
+        executor = self._executor
+        return {**executor.cut_by_time} if isinstance(executor, StagedExecutor) else {}
 
     def _say_what_is_not_saved(self) -> None:
         """Log once what a training with a data loader of the user's own must restore by itself."""

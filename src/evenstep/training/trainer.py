@@ -46,6 +46,7 @@ from evenstep.shard.evaluation import Forward, measure_model, measure_output, ou
 from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.sync_batch_norm import refuse_single_example_shards
+from evenstep.stages.executor import StagedExecutor
 from evenstep.stages.plan import StageNames
 from evenstep.steps.executors import SlicedExecutor
 from evenstep.steps.owners.partition import refuse_backward, state_of_others
@@ -146,9 +147,10 @@ class Trainer(Habits):
             of each module that begins one, by the module's name, as in `{"features": 0,
             "classifier": 1}`: what follows it in the order of `model.named_modules()` belongs to
             its stage, too, until the next module that is named. "balanced" for one stage on each
-            device, or "balanced:2" for two stages, of equal numbers of bytes. With S stages, the
-            devices r S to r S + S - 1 compute with one replica of the model. The shards are the
-            micro-batches. It has no effect on the result.
+            device, or "balanced:2" for two stages, of equal numbers of bytes; "balanced:time" or
+            "balanced:2:time" for equal times, measured on a shard before the first step, and kept
+            in checkpoints. With S stages, the devices r S to r S + S - 1 compute with one replica
+            of the model. The shards are the micro-batches. It has no effect on the result.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         after_update: called with the module after the optimizer's step and before the next step's
@@ -766,6 +768,15 @@ class Trainer(Habits):
         """What devices have sent each other to compute slices; None without `split="slices"`."""
         executor = self._executor
         return executor.exchanged if isinstance(executor, SlicedExecutor) else None
+
+    @property
+    def stages(self) -> Mapping[str, int] | None:
+        """The stage that each named module begins; None without stages.
+
+        With stages by time, these are the stages of equal bytes until the first step.
+        """
+        executor = self._executor
+        return executor.stages.first if isinstance(executor, StagedExecutor) else None
 
     @property
     def busy_s(self) -> list[float]:

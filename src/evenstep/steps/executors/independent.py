@@ -165,6 +165,13 @@ class IndependentExecutor:
         attempt.clock.data_are_ready()
         return copied
 
+    def stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
+        """Return the lanes that take too long for a shard while another lane has none."""
+        return attempt.queue.stuck(alive, after_s) if attempt.queue is not None else []
+
+    def explain_loss(self, error: BaseException) -> None:
+        """Note on the error of a step what was lost with a device."""
+
     def shards_per_s(self) -> float:
         """Return the shards a second of all devices together; 0 until all were measured."""
         return self.pace.total_speed(self.engine.lost_lanes)

@@ -72,6 +72,11 @@ class SlicedExecutor(IndependentExecutor):
                 crew.stop()
         return None
 
+    def stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
+        """Return the lanes that the others wait for."""
+        stuck = super().stuck_lanes(attempt, alive, after_s)
+        return stuck if attempt.crew is None else attempt.crew.keeping(stuck)
+
     def shards_per_s(self) -> float:
         """Return the shards a second of all devices together; 0 until one was measured."""
         return max((1 / took for took in self.pace.seconds if took), default=0.0)
