@@ -174,17 +174,8 @@ CALLS = {
     "close": lambda trainer: trainer.close(),
 }
 
-PASSIVE = {
-    "compile_s",
-    "contract",
-    "cursor",
-    "exchanged",
-    "hybridized",
-    "load",
-    "position",
-    "steps_done",
-}
-PASSIVE |= {"within_rounding"}
+PASSIVE = {"compile_s", "contract", "cursor", "exchanged", "hybridized", "load", "position"}
+PASSIVE |= {"stages", "steps_done", "within_rounding"}
 """What needs no thread: it may be read in a fork too."""
 
 
