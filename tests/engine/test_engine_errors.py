@@ -10,7 +10,7 @@ import weakref
 import pytest
 
 from evenstep.engine import Engine, InlineLanes, Task, ThreadLanes
-from evenstep.errors import ClosedError
+from evenstep.errors import ClosedError, DeadlockError
 from layouts import TWO
 from patience import HUNG_TESTS_ABORT, meet, wait
 
@@ -338,3 +338,17 @@ def test_errors_that_were_seen_are_not_kept(engine):
     engine.submit(int, device="cpu:1").result()
     gc.collect()
     assert [mark() for mark in marks] == [None] * 5
+
+
+# ---- waits that can't end
+
+
+def test_a_wait_for_a_task_that_can_never_start_is_refused():
+    """As if the graph had lost count: one task more is unfinished than there are tasks."""
+    engine = Engine(TWO).__enter__()
+    engine.submit(int).result()
+    engine.scheduler.graph.unfinished += 1
+    for wait_for_all in (engine.waitall, engine.close):
+        with pytest.raises(DeadlockError, match="1 task of the engine can't start"):
+            wait_for_all()
+    assert not [one for one in threading.enumerate() if one.name.startswith("evenstep")]

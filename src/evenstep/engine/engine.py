@@ -37,6 +37,7 @@ from evenstep.errors import (
     DeviceLostError,
     InputError,
     add_note,
+    counted,
     text_of,
 )
 from evenstep.profiling.trace import Span, Trace
@@ -184,6 +185,8 @@ class Engine:
         finished = self._when_at_most(0)
         self.lanes.work()
         while not finished.wait(POLL_S):
+            if (error := _raised_by(self._refuse_to_stand_still)) is not None:
+                return error
             error = _raised_by(INTERRUPTS.check)
             if error is not None and interrupted is None:
                 interrupted, since_s = error, time.monotonic()
@@ -459,9 +462,25 @@ class Engine:
         while not event.wait(min(POLL_S, max(0.0, ends_s - time.monotonic()))):
             if INTERRUPTS.pending:
                 INTERRUPTS.check()
+            self._refuse_to_stand_still()
             if time.monotonic() >= ends_s:
                 return False
         return True
+
+    def _refuse_to_stand_still(self) -> None:
+        """Refuse to wait where nothing can end the wait.
+
+        Raises:
+            DeadlockError: tasks have not ended, and none runs or can start.
+        """
+        with self._lock:
+            stands_still = self.scheduler.stands_still
+            unfinished = self.scheduler.graph.unfinished
+        if stands_still:
+            raise DeadlockError(
+                f"{counted(unfinished, 'task')} of the engine can't start, although none runs: it "
+                f"waits for a task of another engine, or evenstep has a mistake; please report it"
+            )
 
     def refuse_inside(self, what: str) -> None:
         """Refuse a wait that can't end: in a task, in a change of the engine, in a fork.

@@ -31,7 +31,11 @@ class Exclusive:
         self.owner = None
         self._lock.release()
         while self._later:
-            self._later.popleft()()
+            try:
+                later = self._later.popleft()
+            except IndexError:  # another thread makes the last one
+                return
+            later()
 
     def locked(self) -> bool:
         """Return whether a thread holds the lock."""

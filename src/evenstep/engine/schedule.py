@@ -107,6 +107,12 @@ class Scheduler:
             self._end(job, decisions, failed=True)
         return self._fill(decisions)
 
+    @property
+    def stands_still(self) -> bool:
+        """Whether jobs have not ended although none runs and none could: a mistake in the graph."""
+        runs = any(job is not None for job in self.running)
+        return bool(self.graph.unfinished) and not (runs or self._anywhere or any(self._bound))
+
     # ---- decisions
 
     @property
