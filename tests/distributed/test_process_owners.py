@@ -97,7 +97,9 @@ def test_a_training_that_is_killed_again_and_again_ends_as_an_undisturbed_one(tm
         finished = alone(*job) if processes == 1 else launched(processes, *job)
         assert finished.returncode != 0
         assert not [*out.iterdir()]
-        assert latest_checkpoint(folder).name == f"step-{step - 1:08}"
+        kept = int(latest_checkpoint(folder).name.removeprefix("step-"))
+        # Without owners the first process alone saves, which may end the step before it is stopped.
+        assert kept == step - 1 or (mode == "whole" and kept == step)
     assert run(3, "partition", tmp_path / "end", f"killed:{folder}:0") == expected
 
 
