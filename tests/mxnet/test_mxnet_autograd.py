@@ -9,6 +9,7 @@ import torch
 from evenstep import mxnet as mx
 from evenstep.mxnet import autograd, nd
 from evenstep.mxnet import np as mnp
+from evenstep.mxnet.core import tape
 from queued import held
 
 
@@ -319,3 +320,20 @@ def test_a_reshaped_array_and_a_detached_one_can_be_leaves():
     w.backward()
     assert x.grad.asnumpy().tolist() == [[2, 3], [0, 1]]
     assert z.grad.asscalar() == 6
+
+
+def test_a_chunk_may_go_while_a_backward_pass_is_queued(monkeypatch):
+    """A lane frees the last array of an intermediate result between two looks at its chunk."""
+    looks = {}
+
+    def gone_at_the_second_look(node):
+        looks[node] = looks.get(node, 0) + 1
+        return node._chunk() if looks[node] == 1 or node.request != "null" else None
+
+    x = nd.array([1.0, 2.0])
+    x.attach_grad()
+    with autograd.record():
+        y = (x * x).sum()
+    monkeypatch.setattr(tape.Node, "chunk", property(gone_at_the_second_look))
+    y.backward()
+    assert x.grad.asnumpy().tolist() == [2.0, 4.0]

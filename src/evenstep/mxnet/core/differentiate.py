@@ -51,13 +51,13 @@ def _backward(
 ) -> None:
     reached = [node for node in nodes if node.gradient is not None]
     leaves = [
-        (node.chunk, node.gradient.chunk, node.request)
+        (chunk, node.gradient.chunk, node.request)
         for node in reached
-        if node.chunk is not None
+        if (chunk := node.chunk) is not None
     ]
     for node in reached:
         node.is_fresh = True
-    kept = [node.chunk for node in nodes if node.chunk is not None]
+    kept = tape.chunks_of(nodes)
     if not retain_graph:
         tape.spend(nodes)
 
@@ -88,7 +88,7 @@ def gradients(
             )
     given = [None] * len(heads) if head_gradients is None else list(head_gradients)
     nodes = tape.reached(head.chunk.node for head in heads)
-    kept = [node.chunk for node in nodes if node.chunk is not None]
+    kept = tape.chunks_of(nodes)
     if not retain_graph:
         tape.spend(nodes)
     context, like = heads[0].context, type(variables[0])

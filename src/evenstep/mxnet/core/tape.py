@@ -95,6 +95,14 @@ def reached(nodes: Iterable[Node]) -> list[Node]:
     return list(found)
 
 
+def chunks_of(nodes: Iterable[Node]) -> list[Chunk]:
+    """Return the chunks of nodes that still have one.
+
+    Each is asked for once: a lane may free the last array of a chunk at any moment.
+    """
+    return [chunk for node in nodes if (chunk := node.chunk) is not None]
+
+
 def spend(nodes: Sequence[Node]) -> None:
     """Mark recorded nodes as used by a backward pass, which frees what torch has saved for it.
 
