@@ -8,9 +8,10 @@ import traceback
 import weakref
 
 import pytest
+import torch
 
 from evenstep.engine import Engine, InlineLanes, Task, ThreadLanes
-from evenstep.errors import ClosedError, DeadlockError
+from evenstep.errors import ClosedError, DeadlockError, InputError
 from layouts import TWO
 from patience import HUNG_TESTS_ABORT, meet, wait
 
@@ -338,6 +339,16 @@ def test_errors_that_were_seen_are_not_kept(engine):
     engine.submit(int, device="cpu:1").result()
     gc.collect()
     assert [mark() for mark in marks] == [None] * 5
+
+
+@pytest.mark.parametrize("which", ["reads", "writes"])
+@pytest.mark.parametrize("place", [None, 3, torch.zeros(2)], ids=["None", "a number", "a tensor"])
+def test_what_is_no_var_is_refused_and_the_engine_goes_on(engine, which, place):
+    before = engine.Var(1)
+    with pytest.raises(InputError, match=r"'add' can't read or write .*: make it with engine\.Var"):
+        engine.submit(int, name="add", **{which: [before, place]})
+    assert engine.submit(int, writes=[before]).result() == 0
+    engine.waitall()
 
 
 # ---- waits that can't end

@@ -2,21 +2,20 @@
 
 import itertools
 import operator
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from evenstep.errors import ModelError
-from evenstep.shard.lockstep import Lockstep, ShardInStep
+from evenstep.shard.lockstep import DeviceTurns, Lockstep, ShardInStep
 
 
 def run(shards, functions, devices=1):
     """Run each function as one shard; return the value or the error of each, and the turns."""
     lockstep = Lockstep(shards)
-    free = [threading.Lock() for _ in range(devices)]
     turns = []
-    members = [ShardInStep(lockstep, n, free[n % devices], turns.append) for n in range(shards)]
+    seats = [DeviceTurns(turns.append) for _ in range(devices)]
+    members = [ShardInStep(lockstep, n, seats[n % devices]) for n in range(shards)]
     with ThreadPoolExecutor(shards) as crew:
         pairs = zip(members, functions, strict=True)
         found = [crew.submit(one.run, lambda f=f, one=one: f(one)) for one, f in pairs]
@@ -80,7 +79,7 @@ def test_an_error_in_one_shard_stops_the_others():
 
 def test_stop_ends_the_shards_that_wait():
     lockstep = Lockstep(2)
-    shard = ShardInStep(lockstep, 0, threading.Lock(), lambda turn: None)
+    shard = ShardInStep(lockstep, 0, DeviceTurns(lambda turn: None))
     with ThreadPoolExecutor(1) as crew:
         waits = crew.submit(shard.run, lambda: shard.sum_over_shards("place", 1, operator.add))
         lockstep.stop()

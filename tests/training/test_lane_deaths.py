@@ -1,6 +1,7 @@
 """A lane that ends while a trainer is open: training goes on without its device, or is refused."""
 
 import logging
+import threading
 
 import pytest
 import torch
@@ -86,19 +87,17 @@ def test_shards_side_by_side_do_not_wait_for_a_lane_that_has_ended(waiting):
 
 
 def test_shards_side_by_side_that_get_no_thread_do_not_wait_for_each_other(monkeypatch):
-    from concurrent.futures import ThreadPoolExecutor
-
     with open_trainer(build("convolution"), side_by_side=True) as trainer:
         trainer.step(*BATCHES[0])
-        before, submit, asked = trainer.fingerprint(), ThreadPoolExecutor.submit, []
+        before, start, asked = trainer.fingerprint(), threading.Thread.start, []
 
-        def submit_some(crew, *arguments):
-            asked.append(arguments)
+        def start_some(thread):
+            asked.append(thread)
             if len(asked) == 6:
                 raise RuntimeError("can't start new thread")
-            return submit(crew, *arguments)
+            start(thread)
 
-        monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_some)
+        monkeypatch.setattr(threading.Thread, "start", start_some)
         with pytest.raises(DeviceError, match="could not get a thread .*can't start new thread"):
             trainer.step(*BATCHES[1])
         monkeypatch.undo()

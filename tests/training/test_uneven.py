@@ -1,7 +1,10 @@
 """Devices of different speed, and devices that fail: time is lost, bits never are."""
 
+import copy
 import itertools
 import logging
+import subprocess
+import sys
 import threading
 import time
 
@@ -15,7 +18,7 @@ from evenstep.errors import DeviceLostError
 from layouts import own, shared
 from reference import assert_same_bits
 from trainers import open_trainer, state_of
-from zoo import build, make_batches
+from zoo import CLASSES, build, make_batches
 
 PATIENCE_S = 30
 MOST_STEPS = 5000
@@ -100,11 +103,11 @@ class Stops(nn.Module):
         self._lane_name, self._stop, self._seen = lane_name, stop, []
 
     def __deepcopy__(self, memo):
-        copy = Stops.__new__(Stops)
-        nn.Module.__init__(copy)
-        copy._lane_name, copy._stop, copy._seen = self._lane_name, self._stop, self._seen
-        copy.body = __import__("copy").deepcopy(self.body, memo)
-        return copy
+        copied = Stops.__new__(Stops)
+        nn.Module.__init__(copied)
+        copied._lane_name, copied._stop, copied._seen = self._lane_name, self._stop, self._seen
+        copied.body = copy.deepcopy(self.body, memo)
+        return copied
 
     def forward(self, x):
         if threading.current_thread().name == self._lane_name:
@@ -143,16 +146,12 @@ def fail():
 def hang():
     """A function that stops dead; at the end of the test it goes on, so that its thread ends."""
     released = threading.Event()
-    threads = []
-
-    def stop():
-        threads.append(threading.current_thread())
-        assert released.wait(PATIENCE_S)
-
-    yield stop
+    before = threading.enumerate()
+    yield released.wait
     released.set()
-    for thread in threads:
-        thread.join(PATIENCE_S)
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join(PATIENCE_S)
 
 
 @pytest.fixture
@@ -188,6 +187,108 @@ def test_a_first_device_that_computes_on_a_copy_can_be_lost_too(hang):
 def test_without_the_device_that_holds_the_model_training_ends_with_an_error(devices):
     with pytest.raises(DeviceLostError, match="fell off"):
         train_with(fail, f"evenstep {devices[0]}", devices)
+
+
+def evaluated(model, devices, **options):
+    """Evaluate, predict, and train on, with a trainer of its own."""
+    with open_trainer(model, devices=devices, lost_after_s=0.3, **options) as trainer:
+        metrics = trainer.evaluate(BATCHES, {"accuracy": evenstep.metrics.accuracy})
+        outputs = trainer.predict([X for X, _ in BATCHES])
+        loss = float(trainer.step(*BATCHES[0]))
+        return metrics, outputs.tolist(), loss, state_of(trainer)
+
+
+@pytest.mark.parametrize("stops", ["fails", "hangs"], indirect=True)
+@pytest.mark.parametrize("options", [{}, {"max_in_flight": 2}], ids=str)
+@pytest.mark.parametrize("devices", [shared(2), ["cpu:0", "cpu:1:own"]], ids=str)
+def test_a_device_lost_in_an_evaluation_costs_time_only(stops, options, devices, caplog):
+    with caplog.at_level(logging.WARNING):
+        *found, state = evaluated(Stops(f"evenstep {devices[1]}", stops), devices, **options)
+    *expected, undisturbed = evaluated(Stops("no lane", fail), ["cpu:0"])
+    assert found == expected
+    assert_same_bits(state, undisturbed)
+    (line,) = [record.message for record in caplog.records if "was lost" in record.message]
+    assert line.startswith(f"{devices[1]} was lost in an evaluation (")
+    assert line.endswith("the other devices go on without it, with the same result")
+
+
+@pytest.mark.parametrize("stops", ["fails", "hangs"], indirect=True)
+def test_without_the_device_that_holds_the_model_an_evaluation_ends_with_an_error(stops):
+    with pytest.raises(DeviceLostError, match="fell off|cpu:0 was lost"):
+        evaluated(Stops("evenstep cpu:0", stops), shared(2))
+
+
+class StandsStill(nn.Module):
+    """A model that stops dead in the shard with a large example."""
+
+    def __init__(self, stop):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self._stop = nn.Linear(36, CLASSES), stop
+
+    def __deepcopy__(self, memo):
+        copied = StandsStill(self._stop)
+        copied.layer = copy.deepcopy(self.layer, memo)
+        return copied
+
+    def forward(self, x):
+        if x.detach().abs().max() > 1e3:
+            self._stop()
+        return self.layer(x.flatten(1))
+
+
+def with_a_large_example(batch):
+    (X, *rest), X = batch, batch[0].clone()
+    X[len(X) // 2 - 1] *= 1e6  # of the first half, which cpu:0 computes
+    return X, *rest
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+@pytest.mark.parametrize("max_in_flight", [1, 2])
+def test_a_shard_that_stands_still_side_by_side_ends_what_the_others_wait_for(
+    call, max_in_flight, hang
+):
+    """cpu:0 stands still, and the shards of cpu:1 are at their end, or wait to gather rows."""
+    options = {"side_by_side": True, "max_in_flight": max_in_flight, "lost_after_s": 0.3}
+    metrics = {"accuracy": evenstep.metrics.accuracy}
+    with open_trainer(StandsStill(hang), devices=2, **options) as trainer:
+        trainer.step(*BATCHES[0])
+        trainer.evaluate(BATCHES[:1], metrics)
+        trainer.waitall()
+        before = state_of(trainer)
+        batch = with_a_large_example(BATCHES[0])
+        with pytest.raises(DeviceLostError, match="cpu:0 was lost"):
+            trainer.step(*batch).item() if call == "step" else trainer.evaluate([batch], metrics)
+        assert_same_bits(state_of(trainer), before)
+        with pytest.raises(DeviceLostError, match=r"cpu:0 was lost, and with side_by_side=True"):
+            trainer.step(*BATCHES[0]).item()
+
+
+def test_a_program_ends_although_a_shard_side_by_side_stands_still():
+    script = """
+import threading, torch, evenstep
+from torch import nn
+
+class Layer(nn.Linear):
+    def forward(self, x):
+        if x.detach().abs().max() > 1e3:
+            threading.Event().wait()
+        return super().forward(x)
+
+torch.manual_seed(0)
+model = Layer(3, 1)
+options = dict(devices=2, shards=4, side_by_side=True, lost_after_s=0.1)
+X, y = torch.randn(8, 3), torch.randn(8, 1)
+optimizer = torch.optim.SGD(model.parameters())
+with evenstep.Trainer(model, optimizer, nn.MSELoss(), **options) as trainer:
+    trainer.step(X, y)
+    trainer.step(X.index_fill(0, torch.tensor([1]), 1e6), y)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert ended.returncode == 1
+    assert "DeviceLostError: cpu:0 was lost" in ended.stderr
 
 
 def test_a_device_that_is_merely_slow_is_not_given_up(caplog):

@@ -14,8 +14,7 @@ from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
 from evenstep.contract.check import ContractReport, check_contract
 from evenstep.contract.outer_module import refuse_outer_module
-from evenstep.engine import Engine, Task
-from evenstep.engine.task import PLAIN
+from evenstep.engine import Engine
 from evenstep.errors import ContractError, InputError, shown, text_of
 from evenstep.experiment import Experiment
 from evenstep.replicas import Replicas
@@ -103,7 +102,15 @@ class SelfCheck:
             self.begin_again(step)
         if self._every is None or not shards or (self._is_half_done and not is_whole):
             return
-        error = self._run_in_lane(cut, shards, functools.partial(seed, shards[0]), objective)
+        error = self._engine.run_and_wait(
+            self._check,
+            cut,
+            shards,
+            functools.partial(seed, shards[0]),
+            objective,
+            name="check the contract",
+            category="check",
+        ).error
         if isinstance(error, ContractError):
             self.structure = None
             raise error
@@ -128,31 +135,6 @@ class SelfCheck:
             logger.info(
                 f"could not check whether the loss adds up over shards: {self.report.unjudged}"
             )
-
-    def _run_in_lane(
-        self,
-        cut: Cut,
-        shards: Sequence[int],
-        seed: Callable[[], int],
-        objective: ShardObjective,
-    ) -> BaseException | None:
-        """Check in the lane of the first device; return the error."""
-        task = Task(
-            self._check,
-            (cut, shards, seed, objective),
-            lane=self._engine.first_lane,
-            name="check the contract",
-            category="check",
-            modes=PLAIN,
-            quiet=True,
-        )
-        self._engine.submit_tasks([task])
-        try:
-            self._engine.wait_for(task)
-        except BaseException:  # Ctrl-C
-            self._engine.drain(task)
-            raise
-        return task.error
 
     def _check(
         self,

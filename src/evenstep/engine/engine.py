@@ -24,12 +24,13 @@ from evenstep.devices import Device, Devices, as_device, find_devices, short_swi
 from evenstep.engine import handle as handles
 from evenstep.engine import streams
 from evenstep.engine.exclusive import Exclusive
+from evenstep.engine.graph import Place
 from evenstep.engine.handle import Handle
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
 from evenstep.engine.lanes import Lanes, ThreadLanes
 from evenstep.engine.ownership import Ownership
 from evenstep.engine.schedule import Decisions, Scheduler, Submission
-from evenstep.engine.task import Task, is_device_failure, name_of
+from evenstep.engine.task import PLAIN, Task, is_device_failure, name_of
 from evenstep.errors import (
     ClosedError,
     DeadlockError,
@@ -38,6 +39,7 @@ from evenstep.errors import (
     InputError,
     add_note,
     counted,
+    shown,
     text_of,
 )
 from evenstep.profiling.trace import Span, Trace
@@ -317,6 +319,30 @@ class Engine:
             late = time.monotonic() - since_s > self.patience_s
             if gives_up and late and INTERRUPTS.has_come:
                 self._give_up_at_work()
+
+    def run_and_wait(
+        self, function: Callable[..., object], *arguments: object, name: str, category: str
+    ) -> Task:
+        """Run a function in the first computing lane; return its ended task, failed or not.
+
+        Ctrl-C is raised when the function has ended.
+        """
+        task = Task(
+            function,
+            arguments,
+            lane=self.first_lane,
+            name=name,
+            category=category,
+            modes=PLAIN,
+            quiet=True,
+        )
+        self.submit_tasks([task])
+        try:
+            self.wait_for(task)
+        except BaseException:
+            self.drain(task)
+            raise
+        return task
 
     def give_up(self, lane: int) -> None:
         """Give up a device that is still at work when Ctrl-C was pressed twice."""
@@ -614,6 +640,16 @@ def _raised_by(function: Callable[[], object]) -> BaseException | None:
 
 
 def _submission(task: Task) -> Submission:
+    """Return a task with what it depends on, checked before the graph is changed.
+
+    Raises:
+        InputError: the task is to read or write something that is no Var.
+    """
+    for place in (*task.reads, *task.writes):
+        if not isinstance(place, Place):
+            raise InputError(
+                f"{task.name!r} can't read or write {shown(place)}: make it with engine.Var(...)"
+            )
     if not task.sources:
         return task, (), task.reads, task.writes
     inputs = [source.task for source in task.sources if isinstance(source, Handle)]

@@ -96,28 +96,50 @@ class Lockstep:
             )
 
 
+class DeviceTurns:
+    """Lets one of a device's shards run at a time.
+
+    Args:
+        note: called with every turn, at its end.
+    """
+
+    def __init__(self, note: Callable[[Turn], object]) -> None:
+        self._note = note
+        self._is_free = threading.Lock()
+        self._began_s: float | None = None
+
+    @property
+    def working_s(self) -> float | None:
+        """The seconds since the turn of the running shard began; None while no shard runs."""
+        began_s = self._began_s
+        return None if began_s is None else time.perf_counter() - began_s
+
+    def begin(self) -> None:
+        """Wait until the device is free, and begin a turn."""
+        self._is_free.acquire()
+        self._began_s = time.perf_counter()
+
+    def end(self, shard: int) -> None:
+        """End the turn of a shard."""
+        assert self._began_s is not None
+        self._note((shard, self._began_s, time.perf_counter()))
+        self._began_s = None
+        self._is_free.release()
+
+
 class ShardInStep:
     """One shard of a step, in the thread that computes it.
 
     Args:
         lockstep: the step's shards.
         number: this shard's number, also an attribute.
-        device_is_free: held while a shard of the device runs.
-        note: called with every turn, at its end.
+        turns: the turns of the shard's device.
     """
 
-    def __init__(
-        self,
-        lockstep: Lockstep,
-        number: int,
-        device_is_free: threading.Lock,
-        note: Callable[[Turn], object],
-    ) -> None:
+    def __init__(self, lockstep: Lockstep, number: int, turns: DeviceTurns) -> None:
         self._lockstep = lockstep
         self.number = number
-        self._device_is_free = device_is_free
-        self._note = note
-        self._began_s = 0.0
+        self._turns = turns
         self._gathers = 0
 
     def run(self, function: Callable[[], T]) -> T | None:
@@ -128,7 +150,7 @@ class ShardInStep:
         Raises:
             ContractError: other shards wait for a value that this shard has not brought.
         """
-        self._begin_turn()
+        self._turns.begin()
         try:
             result = function()
             self._lockstep.shard_done()
@@ -138,7 +160,7 @@ class ShardInStep:
             self._lockstep.stop()
             raise
         finally:
-            self._end_turn()
+            self._turns.end(self.number)
         return result
 
     def sum_over_shards(self, key: Hashable, value: T, add: Callable[[T, T], T]) -> T:
@@ -150,11 +172,11 @@ class ShardInStep:
             add: `add(left, right)`; it must not change its arguments.
         """
         if not self._lockstep.bring(self.number, key, value, add):
-            self._end_turn()
+            self._turns.end(self.number)
             try:
                 self._lockstep.wait_for(key)
             finally:
-                self._begin_turn()
+                self._turns.begin()
         total: T = self._lockstep.sum_of(key)
         return total
 
@@ -169,14 +191,6 @@ class ShardInStep:
             rows, self, f"call {self._gathers} of all_gather"
         )
         return gathered
-
-    def _begin_turn(self) -> None:
-        self._device_is_free.acquire()
-        self._began_s = time.perf_counter()
-
-    def _end_turn(self) -> None:
-        self._note((self.number, self._began_s, time.perf_counter()))
-        self._device_is_free.release()
 
 
 class Gathers(Protocol):

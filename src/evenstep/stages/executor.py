@@ -15,8 +15,6 @@ from torch.utils.hooks import RemovableHandle
 
 from evenstep.batch import Batch, contiguous_runs
 from evenstep.devices import Device
-from evenstep.engine import Task
-from evenstep.engine.task import PLAIN
 from evenstep.errors import DeviceLostError, add_note
 from evenstep.profiling.clock import NodeTime, ShardTime, StepClock
 from evenstep.replicas import Replica, Replicas
@@ -148,7 +146,7 @@ class StagedExecutor(IndependentExecutor):
     def _assign_evaluation(self, attempt: Attempt) -> None:
         self.assign(attempt)
 
-    def stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
+    def _stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
         """Return the lanes whose shards take too long in one stage while another lane waits."""
         shards = {lane: shard for lane in alive if (shard := self._now[lane]) is not None}
         working_s = {lane: shard.working_s for lane, shard in shards.items()}
@@ -230,21 +228,15 @@ class StagedExecutor(IndependentExecutor):
 
     def _measured(self, step: Step, shard: int, parts: Stages) -> list[float]:
         """Return the seconds of each part of the network, measured in the first device's lane."""
-        task = Task(
+        task = self.engine.run_and_wait(
             self._measure,
-            (step.attempt, step.objective, shard, parts),
-            lane=self.engine.first_lane,
+            step.attempt,
+            step.objective,
+            shard,
+            parts,
             name="measure the parts of the network",
             category="measure",
-            modes=PLAIN,
-            quiet=True,
         )
-        self.engine.submit_tasks([task])
-        try:
-            self.engine.wait_for(task)
-        except BaseException:  # Ctrl-C
-            self.engine.drain(task)
-            raise
         if task.error is not None:
             raise task.error
         seconds: list[float] = task.result

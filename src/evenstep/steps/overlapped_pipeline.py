@@ -122,7 +122,7 @@ class OverlappedPipeline(Pipeline):
         engine, end = self._engine, step.attempt.end
         assert end is not None
         while not engine.wait_for(end, timeout_s=LOOK_EVERY_S):
-            self._lose_stuck(step.attempt)
+            self._executor.lose_stuck(step.attempt)
         engine.give_up_device_of(end)
         error = engine.failure_of(end)
         early = not step.attempt.committed or isinstance(error, PeerError)

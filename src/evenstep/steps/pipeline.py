@@ -40,7 +40,6 @@ class Pipeline(abc.ABC):
         timekeeper: receives the times of finished steps.
         progress: goes back when steps are abandoned.
         max_in_flight: how many steps may be unfinished at once.
-        lost_after_s: how long a device may be at one shard while another one waits.
 
     Attributes:
         steps: the steps that are not finished.
@@ -54,7 +53,6 @@ class Pipeline(abc.ABC):
         progress: Progress,
         *,
         max_in_flight: int,
-        lost_after_s: float,
     ) -> None:
         self.steps: deque[Step] = deque()
         self._left_an_update = False
@@ -66,7 +64,6 @@ class Pipeline(abc.ABC):
         self._progress = progress
         self._overlap = max_in_flight > 1
         self._recovery = Recovery(executor)
-        self._lost_after_s = lost_after_s
 
     # ---- before a step
 
@@ -281,14 +278,6 @@ class Pipeline(abc.ABC):
         if len(self._timekeeper.ended) > ADD_UP_EVERY:
             self._timekeeper.add_up()
 
-    def _lose_stuck(self, attempt: Attempt) -> set[int]:
-        """Give up the devices that stand still in an attempt; return their lanes."""
-        alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes
-        stuck = self._executor.stuck_lanes(attempt, alive, self._lost_after_s)
-        for lane in stuck:
-            self._recovery.give_up(lane)
-        return set(stuck)
-
     # ---- what the two kinds of pipeline differ in
 
     @abc.abstractmethod
@@ -321,7 +310,7 @@ class DirectPipeline(Pipeline):
         attempt.clock.ready_s = attempt.clock.ready_s or time.perf_counter()
         executor.take_opening(attempt)
         self.steps.append(step)
-        alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes
+        alive = executor.losses.alive
         attempt.working = {lane for lane in alive if attempt.runs[lane]} if attempt.alone else alive
         attempt.lanes = frozenset(attempt.working)
         for lane in attempt.lanes:
@@ -362,7 +351,7 @@ class DirectPipeline(Pipeline):
     def _give_up_lost(self, attempt: Attempt) -> None:
         """End an attempt in which a device stands still, or its thread has ended."""
         dead = self._engine.dead_lanes & attempt.lanes
-        lost = self._lose_stuck(attempt) | dead
+        lost = self._executor.lose_stuck(attempt) | dead
         if lost:
             attempt.drop()
         if attempt.dropped or dead:  # else its shard has ended just now, and the update has begun

@@ -19,6 +19,7 @@ from evenstep.replicas import OptimizerProxy, Replicas
 from evenstep.stages.executor import StagedExecutor
 from evenstep.stages.plan import Stages
 from evenstep.steps.executors import IndependentExecutor, LockstepExecutor, SlicedExecutor
+from evenstep.steps.executors.losses import Losses
 from evenstep.steps.groups.group import Group
 from evenstep.steps.minimise import Minimiser, minimises
 from evenstep.steps.overlapped_pipeline import OverlappedPipeline
@@ -103,7 +104,8 @@ def choose_parts(
     if stages is not None:
         make_executor = functools.partial(StagedExecutor, stages=stages)
     group = Group(experiment.batch_dim)
-    executor = make_executor(experiment, replicas, engine, timekeeper, group)
+    losses = Losses(engine, replicas, layout.lost_after_s)
+    executor = make_executor(experiment, replicas, engine, timekeeper, group, losses)
     update = _choose_update(optimizer, replicas, experiment, layout, hooks, callbacks)
     kinds = {(device.kind, device.threads) for device in devices}
     direct = kinds == {("cpu", experiment.threads)} and not layout.overlaps
@@ -113,7 +115,6 @@ def choose_parts(
         timekeeper,
         progress,
         max_in_flight=layout.max_in_flight,
-        lost_after_s=layout.lost_after_s,
     )
     partition = None
     if isinstance(update, OwnedUpdate):

@@ -14,7 +14,7 @@ from evenstep.batch.cut import Cut
 from evenstep.devices import Device
 from evenstep.engine import Engine, Task, streams
 from evenstep.engine.interrupts import interruptible
-from evenstep.engine.task import PLAIN
+from evenstep.engine.task import PLAIN, is_device_failure
 from evenstep.errors import add_note
 from evenstep.experiment import Experiment
 from evenstep.profiling.clock import NodeTime, StepClock, Timekeeper
@@ -25,6 +25,7 @@ from evenstep.shard.evaluation import Forward, Measure, Metric, measure_shard, p
 from evenstep.shard.forward_backward import ShardWork, compute_shard
 from evenstep.shard.lockstep import shard_here
 from evenstep.shard.partial_sum import PartialSum, add
+from evenstep.steps.executors.losses import Losses
 from evenstep.steps.groups.group import Group
 from evenstep.steps.step import Attempt, Step
 
@@ -42,6 +43,7 @@ class IndependentExecutor:
         replicas: the replicas of the model.
         engine: runs the work on the devices.
         group: the processes that train together.
+        losses: gives up the devices that fail or stand still.
         adds_once: whether every backward pass so far added to each gradient at most once.
         programs: finds the compiled shards; None where shards are computed eagerly.
         pace: how fast each device computes shards.
@@ -56,11 +58,13 @@ class IndependentExecutor:
         engine: Engine,
         timekeeper: Timekeeper,
         group: Group,
+        losses: Losses,
     ) -> None:
         self.experiment = experiment
         self.replicas = replicas
         self.engine = engine
         self.group = group
+        self.losses = losses
         self.adds_once = True
         self.programs = ShardPrograms(experiment, replicas) if experiment.compile else None
         self.pace = Pace(len(engine.devices))
@@ -165,7 +169,14 @@ class IndependentExecutor:
         attempt.clock.data_are_ready()
         return copied
 
-    def stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
+    def lose_stuck(self, attempt: Attempt) -> set[int]:
+        """Give up the devices that stand still in an attempt; return their lanes."""
+        stuck = self._stuck_lanes(attempt, self.losses.alive, self.losses.after_s)
+        for lane in stuck:
+            self.losses.give_up(lane)
+        return set(stuck)
+
+    def _stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
         """Return the lanes that take too long for a shard while another lane has none."""
         return attempt.queue.stuck(alive, after_s) if attempt.queue is not None else []
 
@@ -204,18 +215,20 @@ class IndependentExecutor:
         self, cut: Cut, compute: Callable[[Replica, ShardWork], T], seed: Callable[[int], int]
     ) -> list[T]:
         """Return what `compute` gives for each of this process's shards, in their order."""
-
-        def attempt() -> list[T]:
-            evaluation = Attempt(0, cut, seed)
-            evaluation.compute = compute
-            self._assign_evaluation(evaluation)
-            self._run_everywhere(evaluation)
-            self._timekeeper.evaluated(evaluation.clock)
-            return [evaluation.results[shard] for shard in cut.part.run]
-
         self.replicas.open_step()
         try:
-            return attempt()
+            while True:
+                attempt = Attempt(0, cut, seed)
+                attempt.compute = compute
+                self._assign_evaluation(attempt)
+                error = self._run_everywhere(attempt)
+                if error is None:
+                    self._timekeeper.evaluated(attempt.clock)
+                    return [attempt.results[shard] for shard in cut.part.run]
+                if not self.losses.can_go_on(error, "an evaluation"):
+                    self.explain_loss(error)
+                    raise error
+                self.replicas.restore_opening()
         finally:
             self.replicas.restore_opening()
             self._timekeeper.rest()
@@ -228,11 +241,11 @@ class IndependentExecutor:
         runs = contiguous_runs(attempt.cut.part.run, speeds)
         attempt.queue = ShardQueue(runs, pace, attempt.clock.shards)
 
-    def _run_everywhere(self, attempt: Attempt) -> None:
-        """Compute an attempt on all devices, and wait; raise the first error."""
+    def _run_everywhere(self, attempt: Attempt) -> BaseException | None:
+        """Compute an attempt on all devices, and wait; return an error: first, of a device."""
         engine = self.engine
-        tasks = [
-            Task(
+        tasks = {
+            lane: Task(
                 self._evaluate_shards,
                 (attempt, lane),
                 lane=lane,
@@ -241,23 +254,26 @@ class IndependentExecutor:
                 modes=PLAIN,
                 quiet=True,
             )
-            for lane in range(len(engine.devices))
-            if lane not in engine.lost_lanes
-        ]
-        engine.submit_tasks(tasks)
+            for lane in sorted(self.losses.alive)
+        }
+        engine.submit_tasks([*tasks.values()])
         try:
-            for task in tasks:
+            for task in tasks.values():
                 while not engine.wait_for(task, timeout_s=_LOOK_EVERY_S):
-                    if engine.dead_lanes:  # others may wait for its shards
+                    lost = self.lose_stuck(attempt)
+                    attempt.errors |= {lane: engine.lost_error(lane) for lane in lost}
+                    if lost or engine.dead_lanes:  # others may wait for their shards
                         attempt.drop()
         except BaseException:  # Ctrl-C
             attempt.drop()
-            for task in tasks:
+            for task in tasks.values():
                 engine.drain(task)
             raise
-        for task in tasks:
-            if task.error is not None:
-                raise task.error
+        failed = {lane: task.error for lane, task in tasks.items() if task.error is not None}
+        attempt.errors = failed | attempt.errors
+        self.losses.give_up_failed(attempt.errors)
+        errors = sorted(attempt.errors.values(), key=is_device_failure, reverse=True)
+        return errors[0] if errors else None
 
     def _evaluate_shards(self, attempt: Attempt, lane: int) -> None:
         self.compute(attempt, lane)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 from evenstep.batch import Batch, contiguous_runs
+from evenstep.batch.assignment import Pace
 from evenstep.errors import DeviceError, DeviceLostError
 from evenstep.experiment import Experiment
 from evenstep.profiling.clock import ShardTime
 from evenstep.shard.forward_backward import Leaf
-from evenstep.shard.lockstep import Lockstep, ShardInStep, Turn, shard_here
+from evenstep.shard.lockstep import DeviceTurns, Lockstep, ShardInStep, Turn, shard_here
 from evenstep.shard.sync_batch_norm import SyncedBatchNorm
 from evenstep.steps.executors.independent import IndependentExecutor, explain
 from evenstep.steps.step import Attempt
+
+T = TypeVar("T")
 
 
 class LockstepExecutor(IndependentExecutor):
@@ -27,6 +31,11 @@ class LockstepExecutor(IndependentExecutor):
     """
 
     side_by_side = True
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self._turns: dict[int, DeviceTurns] = {}  # by lane
+        self._turn_pace = Pace(len(self.engine.devices))
 
     def assign(self, attempt: Attempt) -> None:
         """Give every device the same number of shards."""
@@ -57,17 +66,18 @@ class LockstepExecutor(IndependentExecutor):
         lockstep, shards = attempt.lockstep, attempt.runs[lane] if attempt.runs else ()
         if lockstep is None:
             return super().compute(attempt, lane, batches)
-        device_is_free = threading.Lock()
         syncs = self.experiment.batch_norm == "sync"
+
+        def note(turn: Turn) -> None:
+            shard, began_s, ended_s = turn
+            self._turn_pace.learn(lane, ended_s - began_s)
+            attempt.clock.shards.append(ShardTime(lane, shard, False, began_s, ended_s))
+
+        turns = self._turns[lane] = DeviceTurns(note)
 
         def compute_one(place: int, shard: int) -> Leaf | None:
             replica = self.replicas.of_lane(lane, place)
-
-            def note(turn: Turn) -> None:
-                _, began_s, ended_s = turn
-                attempt.clock.shards.append(ShardTime(lane, shard, False, began_s, ended_s))
-
-            in_step = ShardInStep(lockstep, shard, device_is_free, note)
+            in_step = ShardInStep(lockstep, shard, turns)
 
             def in_turn() -> Leaf:
                 self.engine.adopt(lane)
@@ -86,22 +96,48 @@ class LockstepExecutor(IndependentExecutor):
                 explain(error, attempt, shard, replica, replica.device)
                 raise
 
-        with ThreadPoolExecutor(max(1, len(shards)), "shard") as crew:
-            found: list[Future[Leaf | None]] = []
-            try:
-                for place, shard in enumerate(shards):
-                    found.append(crew.submit(compute_one, place, shard))
-            except RuntimeError as error:  # the system refuses another thread
-                attempt.drop()  # those that have begun wait for the others
-                raise DeviceError(
-                    f"shard {shards[len(found)]} of {attempt.cut.filled} that run side by side "
-                    f"could not get a thread ({error}): use fewer shards"
-                ) from error
+        found: list[Future[Leaf | None]] = []
+        try:
+            for place, shard in enumerate(shards):
+                found.append(_in_thread(functools.partial(compute_one, place, shard)))
+        except RuntimeError as error:  # the system refuses another thread
+            attempt.drop()  # those that have begun wait for the others
+            wait(found)
+            raise DeviceError(
+                f"shard {shards[len(found)]} of {attempt.cut.filled} that run side by side "
+                f"could not get a thread ({error}): use fewer shards"
+            ) from error
+        wait(found)
         results: dict[int, Any] = {
             shard: future.result() for shard, future in zip(shards, found, strict=True)
         }
         attempt.results.update(results)
         return None
+
+    def _stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
+        """Return the lanes whose shard takes too long for a turn while another lane waits."""
+        if attempt.lockstep is None:
+            return super()._stuck_lanes(attempt, alive, after_s)
+        turns = {lane: turn for lane in alive if (turn := self._turns.get(lane)) is not None}
+        working_s = {lane: turn.working_s for lane, turn in turns.items()}
+        limit_s = self._turn_pace.limit_s(after_s)
+        if all(working_s.get(lane) for lane in alive):
+            return []
+        return [lane for lane, own_s in working_s.items() if own_s and own_s > limit_s]
+
+
+def _in_thread(function: Callable[[], T]) -> Future[T]:
+    """Call a function in a thread that the end of the program does not wait for."""
+    future: Future[T] = Future()
+
+    def fulfil() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=fulfil, name="evenstep shard", daemon=True).start()
+    return future
 
 
 def lockstep_option(experiment: Experiment) -> str:

@@ -72,9 +72,9 @@ class SlicedExecutor(IndependentExecutor):
                 crew.stop()
         return None
 
-    def stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
+    def _stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
         """Return the lanes that the others wait for."""
-        stuck = super().stuck_lanes(attempt, alive, after_s)
+        stuck = super()._stuck_lanes(attempt, alive, after_s)
         return stuck if attempt.crew is None else attempt.crew.keeping(stuck)
 
     def shards_per_s(self) -> float:

@@ -1,0 +1,69 @@
+"""The devices that are lost at work, and whether the others can go on without them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from evenstep.engine import Engine
+from evenstep.engine.task import is_device_failure
+from evenstep.errors import text_of
+from evenstep.replicas import Replicas
+
+logger = logging.getLogger("evenstep")
+
+
+class Losses:
+    """Gives up devices that fail or stand still, and says whether the others can go on.
+
+    Args:
+        engine: has the devices.
+        replicas: the replicas of the model.
+        after_s: how long a device may be at one shard while another one waits.
+    """
+
+    def __init__(self, engine: Engine, replicas: Replicas, after_s: float) -> None:
+        self.after_s = after_s
+        self._engine = engine
+        self._replicas = replicas
+        self._done_without: frozenset[int] = frozenset()
+
+    @property
+    def alive(self) -> set[int]:
+        """The lanes of the devices that are not lost."""
+        return set(range(len(self._engine.devices))) - self._engine.lost_lanes
+
+    def give_up(self, lane: int) -> None:
+        """Give a device up, unless that was done before."""
+        if lane not in self._engine.lost_lanes:
+            self._engine.lose(lane)
+
+    def give_up_failed(self, errors: Mapping[int, BaseException]) -> None:
+        """Give up the devices that failed.
+
+        Args:
+            errors: by lane, what went wrong there.
+        """
+        for lane, error in errors.items():
+            if is_device_failure(error):
+                self.give_up(lane)
+
+    def can_go_on(self, after: BaseException, when: str) -> bool:
+        """Return whether devices were lost that can be done without; a warning names them.
+
+        Args:
+            after: the error that the loss has caused.
+            when: what was being computed, such as "step 3".
+        """
+        lost = self._engine.lost_lanes
+        newly_lost = lost - self._done_without - self._engine.given_up
+        if not newly_lost or not self._replicas.drop_lanes(lost):
+            return False
+        self._done_without = lost
+        why = text_of(after)
+        for lane in sorted(newly_lost):
+            logger.warning(
+                f"{self._engine.devices[lane]} was lost in {when} ({why}): the other devices go on "
+                f"without it, with the same result"
+            )
+        return True
