@@ -120,8 +120,9 @@ def test_a_model_that_needs_more_memory_than_a_process_may_have_trains_in_two(
 ):
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back to the system
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
-    finished = launched(2, "owned.py", tmp_path, "partition", "limited")
-    assert results_of(finished, tmp_path, 0)["limited"] == [True] * 3
+    for case in ("limited", "limited:stages"):
+        finished = launched(2, "owned.py", tmp_path, "partition", case)
+        assert results_of(finished, tmp_path, 0)[case] == [True] * 3
     finished = launched(2, "owned.py", tmp_path, "whole", "limited")
     assert finished.returncode != 0
     assert re.search("allocate memory|MemoryError|can't start new thread", finished.stderr)

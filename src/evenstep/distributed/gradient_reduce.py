@@ -154,7 +154,7 @@ class NetworkReduction(GradientReduction):
 
     def drop(self) -> None:
         """Send what other processes wait for, and end without a sum."""
-        for bucket in set(range(len(self.buckets))) - self._sent:
+        for bucket in sorted(set(range(len(self.buckets))) - self._sent):
             self._send(bucket)
         self._finish()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 
 import torch
 
@@ -26,6 +27,8 @@ from evenstep.distributed.owners.space import OwnerSpace
 from evenstep.distributed.process_group import Peers
 
 _AHEAD = 2  # buckets of new values that are under way at the same time, which bounds their memory
+_UNDER_WAY = 4  # buckets of gradients at the same time
+_PATIENCE_S = 20.0  # of a lane that holds back buckets; longer, it would seem to stand still
 
 
 class ReducerToOwners(NetworkReducer):
@@ -94,6 +97,7 @@ class _ReductionToOwners(NetworkReduction):
         self._space, self._peers = reducer.space, reducer.peers
         self._written = [_FreshVectors(self._space) for _ in self._own]
         self._sums: dict[int, torch.Tensor] = {}
+        self._may_run_ahead = False
 
     def gradients(self, device: torch.device) -> Iterable[tuple[int, torch.Tensor]]:
         """Return (number, sum) of the gradients whose owner this process is, on `device`."""
@@ -118,6 +122,21 @@ class _ReductionToOwners(NetworkReduction):
         added = self._reducer.thread.submit(self._add_up, piece)
         with self._lock:
             self._pieces.append((piece, added))
+        self._wait_for_room()
+
+    def _wait_for_room(self) -> None:
+        """Wait while many buckets are under way, else the fastest process would hold all gradients.
+
+        No processes wait for each other: each holds back the buckets above k only after it has sent
+        all up to k, so the one with the least k waits for buckets that all others have sent.
+        """
+        while not self._may_run_ahead:
+            with self._lock:
+                under_way = [added for _, added in self._pieces if not added.done()]
+                is_in_order = len(self._sent) == 1 + max(self._sent)
+            if len(under_way) <= _UNDER_WAY or not is_in_order:
+                return
+            self._may_run_ahead = not wait(under_way[:1], timeout=_PATIENCE_S).done
 
 
 class _FreshVectors(dict[int, torch.Tensor]):
