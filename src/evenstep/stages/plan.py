@@ -180,8 +180,9 @@ def stages_of(model: nn.Module, first: Mapping[str, int], count: int) -> Stages:
 
 
 def _no_module(name: str, modules: Mapping[str, nn.Module]) -> str:
-    close = difflib.get_close_matches(name, modules, 1, 0.0)
-    meant = f"did you mean {close[0]!r}?" if close else "the model has no module with a name"
+    close, there = difflib.get_close_matches(name, modules, 1), [*filter(None, modules)]
+    some = ", ".join(map(repr, there[:5])) + ", ..." * (len(there) > 5)
+    meant = f"did you mean {close[0]!r}?" if close else f"it has {some or 'none with a name'}"
     return f"stages names the module {name!r}, which the model does not have: {meant}"
 
 

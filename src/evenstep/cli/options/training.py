@@ -29,6 +29,29 @@ from evenstep.limits import (
 )
 
 
+class Stages(click.ParamType[str | dict[str, int]]):
+    """`balanced`, `balanced:2`, `balanced:time`, or the stage that each module begins."""
+
+    name = "stages"
+
+    def convert(self, value: Any, *arguments: Any) -> str | dict[str, int]:
+        """Return the value of the trainer's `stages`; fail for other text."""
+        if isinstance(value, dict) or re.fullmatch(r"balanced(:[1-9]\d*)?(:time)?", value):
+            return value  # type: ignore[no-any-return]
+        pairs = [part.rpartition("=") for part in value.split(",")]
+        try:
+            stages = {name: int(stage) for name, _, stage in pairs}
+        except ValueError:
+            stages = {}
+        if "" in stages or not stages:
+            self.fail(
+                f"{value!r} is none of balanced, balanced:2, balanced:time, balanced:2:time, or a "
+                f"list of modules and stages such as features=0,classifier=1.",
+                *arguments,
+            )
+        return stages
+
+
 class Finite(click.FloatRange):
     """A finite number in a range."""
 
@@ -177,6 +200,24 @@ class LayoutOptions(OptionTable):
         click.IntRange(min=1, max=MOST_IN_FLIGHT),
         argument="max_in_flight",
         metavar="STEPS",
+        group=_DEVICES,
+    )
+    stages: str | dict[str, int] | None = option(
+        None,
+        "Divide the network among the devices, as a pipeline: balanced (a stage of equal bytes for "
+        "each device), balanced:time (of equal times), balanced:2 (two stages), or LIST: the "
+        "modules that begin the stages, such as features=0,classifier=1.",
+        Stages(),
+        argument="stages",
+        metavar="balanced|LIST",
+        group=_DEVICES,
+    )
+    partition: str | None = option(
+        None,
+        "optimizer: each parameter has one owner among the processes, which alone keeps its "
+        "gradient and its optimizer state.",
+        click.Choice(["optimizer"]),
+        argument="partition",
         group=_DEVICES,
     )
     log_dir: Path | None = option(

@@ -114,7 +114,12 @@ def _prepare(experiment: ExperimentOptions, layout: LayoutOptions) -> Training:
         loader=loader,
         test=Loader(test_examples, experiment.batch_size, shuffle=False),
         goal=_goal(experiment, trainer, loader),
-        saver=Saver(trainer, folder, layout.checkpoint_every or len(loader)),
+        saver=Saver(
+            trainer,
+            folder,
+            layout.checkpoint_every or len(loader),
+            has_owners=layout.partition is not None,
+        ),
         in_flight=layout.in_flight,
         log=log,
     )

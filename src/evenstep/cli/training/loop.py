@@ -76,7 +76,7 @@ def train_and_test(training: Training, console: Console) -> TrainRecord:
         except BaseException:
             saver.save()
             raise
-    return _record(training, progress, accuracy)
+        return _record(training, progress, accuracy)
 
 
 def _train(training: Training, progress: Progress, display: Display, stop: StopRequest) -> None:

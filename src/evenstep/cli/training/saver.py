@@ -15,12 +15,16 @@ class Saver:
         trainer: a new one, or one that was loaded from `folder`.
         folder: where checkpoints are saved; None saves nothing.
         every: number of steps between checkpoints.
+        has_owners: whether the optimizer's state is split, so that it can't be copied at once.
     """
 
-    def __init__(self, trainer: Trainer, folder: Path | None, every: int) -> None:
+    def __init__(
+        self, trainer: Trainer, folder: Path | None, every: int, *, has_owners: bool
+    ) -> None:
         self._trainer = trainer
         self._folder = folder
         self._every = every
+        self._has_owners = has_owners
         self._saved_step = trainer.steps_done
 
     @property
@@ -31,9 +35,10 @@ class Saver:
     def save(self, *, background: bool = False) -> None:
         """Save, unless there is no folder or this step has been saved.
 
-        With `background` the checkpoint is written while training continues; otherwise it is on
-        disk when `save` returns.
+        With `background` the checkpoint is written while training continues, unless the optimizer's
+        state has owners; otherwise it is on disk when `save` returns.
         """
+        background = background and not self._has_owners
         if self._folder is not None and self._saved_step != self._trainer.steps_done:
             self._trainer.save(self._folder, background=background)
             self._saved_step = self._trainer.steps_done
