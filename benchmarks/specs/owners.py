@@ -3,7 +3,9 @@
 The update of ResNet-18 with Adam, on one of two CPU devices or on both side by side: from the sum
 of the gradients until the parameters are in every memory again. It includes the division of the
 gradients, and for devices with memory of their own the copies of the parameters, which are made at
-the beginning of the next step. Each device has one thread.
+the beginning of the next step. Each device has one thread. Beside it, torch's own optimizer without
+evenstep: in one thread, and in two with half of the parameters each. An update moves 28 bytes for
+each parameter and computes little, so two cores are no faster than their common memory allows.
 
 Bytes: a transformer of 12 layers with Adam, in P processes. "held" counts all tensors after a step,
 "resident" what the process has more in memory than before the model was made, with a malloc that
@@ -19,6 +21,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -29,12 +32,17 @@ from benchmark import ALLOCATORS, Benchmark, script
 from evenstep.bench import fresh, lineup, paired_ratios
 from evenstep.bench.rounds import Run, by_round, select
 from evenstep.bench.tables import NOTHING, Table, cells, number, verdict
+from evenstep.collectives import deal
 
 UPDATE = {"examples": 16, "warmup_steps": 3, "steps": 15}
 BYTES = {"layers": 12, "width": 512, "steps": 3}
 SETTINGS = {"update": UPDATE, "bytes": BYTES}
 DEVICES = {"own": "cpu:0:own,cpu:1:own", "shared": "cpu:0,cpu:1"}
-LABELS = {"own": "two devices, each with its own memory", "shared": "two devices, one memory"}
+LABELS = {
+    "own": "two devices, each with its own memory",
+    "shared": "two devices, one memory",
+    "bare": "two threads, without evenstep",
+}
 PROCESSES = (1, 2, 3)
 
 
@@ -45,6 +53,8 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def update_of(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the milliseconds of an update and of its parts, and the fingerprint."""
+    if job["memory"] == "bare":
+        return bare_update_of(job)
     torch.manual_seed(0)
     model = evenstep.models.resnet18()
     optimizer = torch.optim.Adam(model.parameters())
@@ -68,6 +78,26 @@ def update_of(job: Mapping[str, Any]) -> dict[str, Any]:
         "copies_ms": 1e3 * statistics.median(behind[part]),
         "fingerprint": fingerprint,
     }
+
+
+def bare_update_of(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the milliseconds of torch's optimizer, in one thread, or in two with half each."""
+    parameters = [*evenstep.models.resnet18().parameters()]
+    for one in parameters:
+        one.grad = torch.randn_like(one)
+    owner_of = deal([one.numel() for one in parameters], 2 if job["partition"] else 1)
+    parts: list[list[nn.Parameter]] = [[] for _ in {*owner_of}]
+    for one, owner in zip(parameters, owner_of, strict=True):
+        parts[owner].append(one)
+    optimizers = [torch.optim.Adam(part) for part in parts]
+    seconds = []
+    with ThreadPoolExecutor(len(parts), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for _ in range(job["warmup_steps"] + job["steps"]):
+            began = time.perf_counter()
+            for done in [pool.submit(optimizer.step) for optimizer in optimizers]:
+                done.result()
+            seconds.append(time.perf_counter() - began)
+    return {"update_ms": 1e3 * statistics.median(seconds[job["warmup_steps"] :]), "copies_ms": 0.0}
 
 
 @contextlib.contextmanager
@@ -142,7 +172,7 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     return {
         "update": Table(
             ("update", "devices", "ms", "spread", "of it copies", "times as fast", "≥", "verdict"),
-            [row for memory in DEVICES for row in _update_rows(runs, memory)],
+            [row for memory in LABELS for row in _update_rows(runs, memory)],
             2,
         ),
         "bytes": Table(
@@ -156,9 +186,10 @@ def _update_rows(runs: list[Run], memory: str) -> list[list[str]]:
     home, owners = (
         by_round(runs, "update_ms", variant=f"update.{memory}.{how}") for how in ("home", "owners")
     )
-    ratios = paired_ratios(home, owners)
-    rows = []
+    ratios, rows = paired_ratios(home, owners), []
     for how, label, found in (("home", "on one", home), ("owners", "on both", owners)):
+        if not found:
+            continue
         copies = by_round(runs, "copies_ms", variant=f"update.{memory}.{how}").values()
         row = [label, LABELS[memory], *cells(found.values())]
         row.append(number(statistics.median(copies)) if copies else NOTHING)
@@ -187,7 +218,7 @@ BENCHMARK = Benchmark(
                 f"update.{memory}.{how}",
                 {**UPDATE, "memory": memory, "partition": partition},
             )
-            for memory in DEVICES
+            for memory in LABELS
             for how, partition in (("home", None), ("owners", "optimizer"))
         ),
         *(
