@@ -1,6 +1,7 @@
 """`evenstep.d2l`: the book's names, and its cells with the import line changed."""
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,12 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep.book.d2l
-from conftest import SHARED
 from evenstep import d2l
 from evenstep.data import fashion_mnist
 from evenstep.devices import Device
 from evenstep.errors import InputError
 
+SEEDS = Path(__file__).parents[3] / "shared" / "seeds"
 OWN = [Device("cpu", number, own_memory=True) for number in range(3)]
 CELLS = ("000_6bf31d1f95fc564a.txt", "004_0d4e99838422b27d.txt")
 CELL = re.compile(r"^```.*\n#@tab (?:pytorch|pytorch, paddle)\n((?:.*\n)*?)```", re.MULTILINE)
@@ -79,7 +80,7 @@ def test_a_training_function_as_the_book_writes_it(monkeypatch, tmp_path, capsys
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("page", CELLS)
 def test_the_books_own_cells_run_with_another_import_line(page, monkeypatch, tmp_path, capsys):
-    file = SHARED / "seeds" / page
+    file = SEEDS / page
     if not file.is_file():
         pytest.skip("the book's pages are not beside this checkout (../shared/seeds)")
     source = "\n".join(CELL.findall(file.read_text(encoding="utf-8")))

@@ -310,7 +310,7 @@ class DirectPipeline(Pipeline):
         attempt.clock.ready_s = attempt.clock.ready_s or time.perf_counter()
         executor.take_opening(attempt)
         self.steps.append(step)
-        alive = executor.losses.alive
+        alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes
         attempt.working = {lane for lane in alive if attempt.runs[lane]} if attempt.alone else alive
         attempt.lanes = frozenset(attempt.working)
         for lane in attempt.lanes:
