@@ -32,7 +32,17 @@ FILES = (
     *("scaling_lenet", "scaling_resnet18"),
 )
 NOTES = (
-    *("method", "text", "lenet", "resnet18", "gains", "batch_norm", "step_overhead", "memory"),
+    *(
+        "method",
+        "text",
+        "lenet",
+        "resnet18",
+        "gains",
+        "batch_norm",
+        "step_overhead",
+        "owners",
+        "memory",
+    ),
     *("step_profile", "uneven_devices", "processes", "cable", "hybrid", "engine"),
     *(f"engine.{experiment}" for experiment in engine.FINDINGS),
     *(f"book.{experiment}" for experiment in BOOK_EXPERIMENTS),
