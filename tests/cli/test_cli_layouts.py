@@ -48,7 +48,8 @@ def test_owners_and_stages_in_two_processes(tmp_path, undivided):
 ERRORS = {
     ("--stages", "halves"): "'halves' is none of balanced, balanced:2, balanced:time, ",
     ("--stages", "balanced:0"): "'balanced:0' is none of balanced, ",
-    ("--stages", "0=x"): "or a list of modules and stages such as features=0,classifier=1",
+    ("--stages", "0=x"): "modules and their stages, such as features=0,classifier=1",
+    ("--stages", "0=0,0=1"): "'0=0,0=1' is none of",
     ("--stages", "=1"): "'=1' is none of",
     ("--partition", "model"): "'model' is not 'optimizer'",
 }

@@ -504,8 +504,9 @@ class Engine:
             unfinished = self.scheduler.graph.unfinished
         if stands_still:
             raise DeadlockError(
-                f"{counted(unfinished, 'task')} of the engine can't start, although none runs: it "
-                f"waits for a task of another engine, or evenstep has a mistake; please report it"
+                f"{counted(unfinished, 'task')} of the engine can't start, although no task is "
+                f"running: either one depends on a task of another engine, or this is a bug in "
+                f"evenstep; please report it"
             )
 
     def refuse_inside(self, what: str) -> None:

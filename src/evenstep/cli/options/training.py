@@ -43,10 +43,10 @@ class Stages(click.ParamType[str | dict[str, int]]):
             stages = {name: int(stage) for name, _, stage in pairs}
         except ValueError:
             stages = {}
-        if "" in stages or not stages:
+        if "" in stages or len(stages) < len(pairs):  # no list, or a module named twice
             self.fail(
                 f"{value!r} is none of balanced, balanced:2, balanced:time, balanced:2:time, or a "
-                f"list of modules and stages such as features=0,classifier=1.",
+                f"list of different modules and their stages, such as features=0,classifier=1.",
                 *arguments,
             )
         return stages
@@ -214,8 +214,8 @@ class LayoutOptions(OptionTable):
     )
     partition: str | None = option(
         None,
-        "optimizer: each parameter has one owner among the processes, which alone keeps its "
-        "gradient and its optimizer state.",
+        "optimizer: each parameter has one owner, a process and a device in it, which alone keeps "
+        "its gradient and its optimizer state, and updates it.",
         click.Choice(["optimizer"]),
         argument="partition",
         group=_DEVICES,

@@ -28,7 +28,7 @@ from evenstep.distributed.process_group import Peers
 
 _AHEAD = 2  # buckets of new values that are under way at the same time, which bounds their memory
 _UNDER_WAY = 4  # buckets of gradients at the same time
-_PATIENCE_S = 20.0  # of a lane that holds back buckets; longer, it would seem to stand still
+_PATIENCE_S = 20.0  # the longest wait of a lane, well below the default of `lost_after_s`
 
 
 class ReducerToOwners(NetworkReducer):
@@ -125,10 +125,10 @@ class _ReductionToOwners(NetworkReduction):
         self._wait_for_room()
 
     def _wait_for_room(self) -> None:
-        """Wait while many buckets are under way, else the fastest process would hold all gradients.
+        """Wait while too many buckets are under way; a fast process would hold all gradients.
 
-        No processes wait for each other: each holds back the buckets above k only after it has sent
-        all up to k, so the one with the least k waits for buckets that all others have sent.
+        This can't deadlock. A process holds back the buckets above k only when it has sent all up
+        to k, so the process with the least k waits for buckets that all others have sent.
         """
         while not self._may_run_ahead:
             with self._lock:
