@@ -6,7 +6,6 @@ import resource
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import evenstep.checkpoint.files
 from checkpoints import TREE, names, write_checkpoint
 from evenstep.checkpoint.files import latest_checkpoint, list_checkpoints, read_checkpoint
 from evenstep.errors import CheckpointError, SaveError
+from warm import run
 
 
 def assert_not_saved(folder, match, tree=TREE, step=40):
@@ -234,10 +234,6 @@ run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 
 @pytest.mark.parametrize(("step", "keep"), [(40, 1), (20, 3)], ids=["next", "replaced"])
 def test_a_kill_at_any_moment_leaves_an_undamaged_newest_checkpoint(tmp_path, step, keep):
-    command = [sys.executable, "-c", STOPS, str(tmp_path), str(step), str(keep)]
-    paths = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": paths}
-    )
+    done = run("-c", STOPS, tmp_path, step, keep)
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split()[0]) > 15

@@ -11,6 +11,7 @@ import pytest
 
 from commands import MLP, steps_kept, the_line, trained
 from evenstep.checkpoint.files import read_checkpoint
+from warm import run
 
 # Background jobs are started with SIGINT ignored, and so would be what these tests start from one.
 PROGRAM = """
@@ -21,9 +22,9 @@ main(prog_name="evenstep")
 """
 
 
-def start(*arguments, program=PROGRAM, **options):
+def start(*arguments, **options):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options}
-    return subprocess.Popen([sys.executable, "-c", program, *map(str, arguments)], **pipes)
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, *map(str, arguments)], **pipes)
 
 
 @pytest.mark.parametrize(
@@ -74,10 +75,9 @@ def test_a_disk_that_is_full_keeps_the_earlier_checkpoint(tmp_path):
         "from", "resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\nfrom", 1
     )
     resume = ("train", "--resume", "--steps", 2, "--checkpoint-dir", folder)
-    with start(*resume, program=limited) as process:
-        _, errors = process.communicate()
-    assert process.returncode == 1
-    assert "step-00000002 could not be written" in the_line(errors)
+    ended = run("-c", limited, *resume)
+    assert ended.returncode == 1
+    assert "step-00000002 could not be written" in the_line(ended.stderr)
     assert steps_kept(folder) == [1]
     assert read_checkpoint(folder)["fingerprint"] == first.fingerprint
 

@@ -1,5 +1,6 @@
 """`partition="optimizer"` over processes: one result, whoever owns what."""
 
+import functools
 import json
 import re
 import signal
@@ -10,8 +11,9 @@ import pytest
 from evenstep.checkpoint.files import latest_checkpoint, read_checkpoint
 from evenstep.errors import CheckpointError
 from launched import alone, apart, launched
+from marks import slow
 
-CASES = ("optimizers", "models", "clipped", "grouped", "gathered", "two_steps")
+CASES = ("optimizers", "models:2", "clipped", "grouped", "gathered", "two_steps")
 
 
 def results_of(finished, out, rank):
@@ -21,19 +23,26 @@ def results_of(finished, out, rank):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The results of one process on one device."""
-    out = tmp_path_factory.mktemp("alone")
-    return results_of(alone("owned.py", out, "whole", *CASES), out, 0)
+    """The results of one process on one device, by their cases."""
+
+    @functools.cache
+    def results(*cases):
+        out = tmp_path_factory.mktemp("alone")
+        return results_of(alone("owned.py", out, "whole", *cases), out, 0)
+
+    return results
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_any_optimizer_and_model_keeps_its_bits(whole, processes, tmp_path):
-    finished = launched(processes, "owned.py", tmp_path, "partition", *CASES)
+@pytest.mark.parametrize(
+    ("processes", "cases"), [(2, CASES), slow(2, ("models:1",)), slow(3, (*CASES, "models:1"))]
+)
+def test_any_optimizer_and_model_keeps_its_bits(whole, processes, cases, tmp_path):
+    finished = launched(processes, "owned.py", tmp_path, "partition", *cases)
     for rank in range(processes):
         found = results_of(finished, tmp_path, rank)
-        for case in CASES:
-            assert found[case] == whole[case], case
+        for case in cases:
+            assert found[case] == whole(*cases)[case], case
 
 
 def run(processes, mode, out, case):
@@ -115,15 +124,12 @@ def test_memory_at_rest_falls_from_16_to_4_and_12_shared_bytes_a_parameter(tmp_p
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_model_that_needs_more_memory_than_a_process_may_have_trains_in_two(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # freed memory goes back to the system
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+def test_a_model_that_needs_more_memory_than_a_process_may_have_trains_in_two(tmp_path):
+    malloc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}  # keeps nothing freed
     for case in ("limited", "limited:stages"):
-        finished = launched(2, "owned.py", tmp_path, "partition", case)
+        finished = launched(2, "owned.py", tmp_path, "partition", case, **malloc)
         assert results_of(finished, tmp_path, 0)[case] == [True] * 3
-    finished = launched(2, "owned.py", tmp_path, "whole", "limited")
+    finished = launched(2, "owned.py", tmp_path, "whole", "limited", **malloc)
     assert finished.returncode != 0
     assert re.search("allocate memory|MemoryError|can't start new thread", finished.stderr)
 
@@ -141,7 +147,7 @@ def test_an_error_of_one_owner_ends_the_step_in_all(whole, tmp_path):
         assert found["full"]["error"].startswith("SaveError: rank 1 (on ")
         assert "No space left on device" in found["full"]["error"]
     assert_only_the_first_is_kept(tmp_path / "kept")
-    assert first["fingerprint"] == second["fingerprint"] == whole["two_steps"]
+    assert first["fingerprint"] == second["fingerprint"] == whole(*CASES)["two_steps"]
     assert second["optimizer"] == {"error": "ValueError: no", "steps": 2, "same": True}
     message = first["optimizer"].pop("error")
     assert re.fullmatch(r"PeerError: rank 1 \(on .*\) failed: ValueError: no", message)

@@ -2,13 +2,12 @@
 
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 
 from launched import JOBS, apart, free_port, launched, started, wait_for_all
 from marks import slow
+from warm import run as run_job
 
 LIMIT_S = 3.0
 
@@ -101,8 +100,8 @@ def test_what_differs_between_processes_is_named_in_all(tmp_path, kind, pattern)
 def test_a_process_that_starts_alone_waits_no_longer_than_the_limit(tmp_path):
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0"}
     variables |= {"WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "test"}
-    command = [sys.executable, str(JOBS / "fail.py"), str(tmp_path), "nothing"]
-    subprocess.run(command, env={**os.environ, **variables}, timeout=60, check=True)
+    ended = run_job(JOBS / "fail.py", tmp_path, "nothing", env={**os.environ, **variables})
+    assert ended.returncode == 0, ended.stderr
     seconds, text = reported(tmp_path, "nothing", 0)
     assert seconds < 4 * LIMIT_S
     assert re.match(

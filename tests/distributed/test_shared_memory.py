@@ -6,8 +6,6 @@ import mmap
 import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,7 @@ import torch
 
 from evenstep.collectives import connect
 from evenstep.distributed import shared_bytes, shared_memory
-from launched import JOBS
+from launched import alone
 from over_threads import on_each, peers_over
 
 NBYTES = 1000
@@ -116,8 +114,7 @@ def test_a_stranger_who_finds_the_socket_gets_nothing(monkeypatch):
 def test_whenever_a_process_is_killed_no_file_is_left(in_all):
     """The first process, or both, at each of the exchanges in turn."""
     before = {*os.listdir("/dev/shm")}
-    command = [sys.executable, str(JOBS / "killed.py"), "all" if in_all else "one"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    finished = alone("killed.py", "all" if in_all else "one")
     assert finished.returncode == 0, finished.stderr
     assert len(finished.stdout.split()) >= 2  # times that a process was killed
     assert {*os.listdir("/dev/shm")} <= before

@@ -1,7 +1,5 @@
 """Whole programs with the book's calls: several contexts from scratch, and the end of a program."""
 
-import subprocess
-import sys
 import textwrap
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 from evenstep import mxnet as mx
 from evenstep.mxnet import autograd, gluon, nd
 from evenstep.mxnet.gluon import utils as gutils
+from warm import run
 
 LOSS = gluon.loss.SoftmaxCrossEntropyLoss()
 
@@ -76,8 +75,7 @@ def test_copies_beside_products():
 
 
 def ended(program):
-    command = [sys.executable, "-c", textwrap.dedent(program)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    return run("-c", textwrap.dedent(program))
 
 
 @pytest.mark.parametrize("ends", ["", "raise SystemExit(0)"])

@@ -6,15 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
-import warnings
+import time
 from pathlib import Path
-from unittest import mock
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from warm import Job, run
 
 JOBS = Path(__file__).parent / "jobs"
 
@@ -37,48 +34,28 @@ def torchrun(processes, job, *arguments, timeout_s=120):
     )
 
 
-def launched(processes, job, *arguments):
-    """Run a job as `torchrun` does, by the launcher behind it, without starting torch for that."""
-    command = [str(JOBS / job), *map(str, arguments)]
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with tempfile.TemporaryDirectory() as folder:
-        config = LaunchConfig(
-            *(1, 1, processes),
-            run_id=Path(folder).name,
-            rdzv_backend="c10d",
-            rdzv_endpoint="localhost:0",
-            max_restarts=0,
-            logs_specs=DefaultLogsSpecs(log_dir=folder, redirects=Std.ALL),
-        )
-        with mock.patch.dict(os.environ, OMP_NUM_THREADS="1"), warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # the launcher closes no log
-            code = _code_of(elastic_launch(config, sys.executable), command)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        texts = [
-            "".join(file.read_text() for file in sorted(Path(folder).rglob(f"{name}.log")))
-            for name in ("stdout", "stderr")
-        ]
-    return subprocess.CompletedProcess(command, code, *texts)
+def launched(processes, job, *arguments, **variables):
+    """Run a job as `torchrun` does: an error of one process ends the others.
 
-
-def _code_of(launch, command):
-    try:
-        launch(*command)
-    except ChildFailedError:
-        return 1
-    return 0
+    With more variables of the environment, the processes are fresh ones.
+    """
+    given = [variables] * processes
+    with started(job, *arguments, variables=given, within=[()] * processes) as (jobs, _):
+        while not all(one.poll() == 0 for one in jobs):
+            if any(one.poll() for one in jobs):
+                for one in jobs:
+                    one.send_signal(signal.SIGTERM)
+                break
+            time.sleep(0.02)
+        texts = [one.communicate(timeout=60) for one in jobs]
+    output, errors = ("".join(parts) for parts in zip(*texts, strict=True))
+    code = int(any(one.returncode for one in jobs))
+    return subprocess.CompletedProcess((job, *arguments), code, output, errors)
 
 
 def alone(job, *arguments, timeout_s=120):
     """Run a job in one process, without a launcher."""
-    return subprocess.run(
-        [sys.executable, str(JOBS / job), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    return run(JOBS / job, *arguments, timeout_s=timeout_s)
 
 
 @contextlib.contextmanager
@@ -88,39 +65,33 @@ def started(job, *arguments, variables=({}, {}), within=((), ())):
     Args:
         job: a file in `tests/support/jobs`.
         arguments: the job's arguments.
-        variables: for each process, what its environment has besides this one's.
+        variables: for each process, what its environment has besides this one's; a process that
+            is given some is a fresh one.
         within: for each process, the command that its own follows, such as `unshare -m`.
 
     Yields:
         the processes, which are killed at the end, and the store in which they meet.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "OMP_NUM_THREADS": "1"}
     shared |= {"WORLD_SIZE": str(len(variables)), "LOCAL_WORLD_SIZE": str(len(variables))}
     shared |= {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    processes = [
-        subprocess.Popen(
-            [*prefix, sys.executable, str(JOBS / job), *map(str, arguments)],
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **own},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank, (prefix, own) in enumerate(zip(within, variables, strict=True))
-    ]
-    try:
-        yield processes, store
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
+    with contextlib.ExitStack() as stack:
+        jobs = []
+        for rank, (prefix, own) in enumerate(zip(within, variables, strict=True)):
+            env = {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank), **own}
+            options = {"env": env, "rank": rank, "fresh": bool(own), "within": prefix}
+            jobs.append(Job(JOBS / job, *arguments, **options))
+            stack.callback(jobs[-1].communicate)
+            stack.callback(jobs[-1].send_signal, signal.SIGKILL)
+        yield jobs, store
 
 
 def apart(job, *arguments, timeout_s=120, **differing):
     """Run a job as `started` does; return each process's code and texts."""
-    with started(job, *arguments, **differing) as (processes, _):
-        ended = [process.communicate(timeout=timeout_s) for process in processes]
-        return [(one.returncode, *texts) for one, texts in zip(processes, ended, strict=True)]
+    with started(job, *arguments, **differing) as (jobs, _):
+        ended = [one.communicate(timeout=timeout_s) for one in jobs]
+        return [(one.returncode, *texts) for one, texts in zip(jobs, ended, strict=True)]
 
 
 def meet():

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 
@@ -19,6 +18,7 @@ from evenstep.metrics import accuracy
 from patience import HUNG_TESTS_ABORT
 from reference import assert_same_bits
 from trainers import open_trainer, state_of
+from warm import run
 from zoo import build, make_batches
 
 pytestmark = HUNG_TESTS_ABORT
@@ -73,7 +73,7 @@ ENDS = {
 def test_a_program_that_leaves_a_trainer_open_ends_cleanly_with_one_line(end, max_in_flight):
     script = textwrap.dedent(OPEN).replace("FLIGHT", str(max_in_flight))
     script += textwrap.dedent(ENDS[end]) + "\n"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    ended = run("-c", script)
     assert ended.returncode == {"exit": 3, "error": 1}.get(end, 0), ended.stderr
     lines = [line for line in ended.stderr.splitlines() if "was still open" in line]
     what = {"an engine": ["an engine"], "closed": []}.get(end, ["a trainer"])
@@ -111,7 +111,7 @@ def test_a_program_that_calls_open_needs_no_with_and_finishes_its_steps(end):
     script = script.replace("max_in_flight=FLIGHT", "max_in_flight=2, after_update=updates.append")
     last, code, printed = OPENED[end]
     script += f"trainer.step(*batch)\n{last}\n"
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    ended = run("-c", script)
     assert ended.returncode == code, ended.stderr
     assert ended.stdout.split() == printed.split()
     assert "was still open" not in ended.stderr

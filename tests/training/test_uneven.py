@@ -3,8 +3,6 @@
 import copy
 import itertools
 import logging
-import subprocess
-import sys
 import threading
 import time
 
@@ -18,6 +16,7 @@ from evenstep.errors import DeviceLostError
 from layouts import own, shared
 from reference import assert_same_bits
 from trainers import open_trainer, state_of
+from warm import run
 from zoo import CLASSES, build, make_batches
 
 PATIENCE_S = 30
@@ -284,9 +283,7 @@ with evenstep.Trainer(model, optimizer, nn.MSELoss(), **options) as trainer:
     trainer.step(X, y)
     trainer.step(X.index_fill(0, torch.tensor([1]), 1e6), y)
 """
-    ended = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_S
-    )
+    ended = run("-c", script, timeout_s=PATIENCE_S)
     assert ended.returncode == 1
     assert "DeviceLostError: cpu:0 was lost" in ended.stderr
 

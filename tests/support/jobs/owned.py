@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 tests/support/jobs/owned.py OUT partition CASE ...
 
 OUT is a folder for each rank's results; `whole` instead of `partition` leaves the optimizer whole.
-The cases are names of functions below, such as `models`, or `saved:FOLDER`.
+The cases are names of functions below with their arguments, such as `models:2`, `saved:FOLDER`.
 """
 
 import functools
@@ -48,12 +48,10 @@ def optimizers(options):
     return {name: trained(model_of(name), make, **options) for name, make in OPTIMIZERS.items()}
 
 
-def models(options):
-    """Every model, with steps in flight too."""
+def models(options, in_flight):
+    """Every model."""
     return {
-        f"{name}, {flight} in flight": trained(build(name), ADAM, max_in_flight=flight, **options)
-        for name in ZOO
-        for flight in (1, 2)
+        name: trained(build(name), ADAM, max_in_flight=int(in_flight), **options) for name in ZOO
     }
 
 
