@@ -100,8 +100,9 @@ class _Forked:
                 code = self._answers.recv(4, socket.MSG_WAITALL)
             except (TimeoutError, BlockingIOError):
                 raise subprocess.TimeoutExpired(self.args, timeout) from None
-            self.returncode = int.from_bytes(code, "big", signed=True)
             self._answers.close()
+            assert len(code) == 4, "the server has died"
+            self.returncode = int.from_bytes(code, "big", signed=True)
         return self.returncode
 
     def poll(self):

@@ -7,9 +7,11 @@ the folder in JSON, with three descriptors: a socket, for the process's ID and l
 and two files, for what the job prints. The server ends when the channel is closed.
 """
 
+import contextlib
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import sys
@@ -51,14 +53,21 @@ def next_job(channel):
 
 
 def watch(answers):
-    """Fork; return in the new process alone. The other one tells its ID and how it ends."""
+    """Fork; return in the new process alone. The other one tells its ID and how it ends.
+
+    A process that nobody waits for any more is killed.
+    """
     process = os.fork()
     if process == 0:
         answers.close()
         return
     answers.sendall(process.to_bytes(4, "big"))
+    readable, _, _ = select.select([os.pidfd_open(process), answers], [], [])
+    if answers in readable:
+        os.kill(process, signal.SIGKILL)
     _, status = os.waitpid(process, 0)
-    answers.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
+    with contextlib.suppress(BrokenPipeError):
+        answers.sendall(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
     os._exit(0)
 
 
