@@ -171,9 +171,9 @@ def test_one_slice_is_torchs_own_layer(kind, along):
 @pytest.mark.parametrize("along", ["outputs", "inputs"])
 def test_gradients_in_double_precision(slices, along):
     torch.manual_seed(0)
-    inputs = torch.randn(2, 6, 4, 4, dtype=torch.float64, requires_grad=True)
+    inputs = torch.randn(2, 6, 3, 3, dtype=torch.float64, requires_grad=True)
     options = {"slices": slices, "along": along, "dtype": torch.float64}
-    conv = SlicedConv2d(6, 6, 3, **options)
+    conv = SlicedConv2d(6, 6, 2, **options)
     linear = SlicedLinear(6, 6, **options)
     rows = inputs.detach()[0, :, 0].requires_grad_()
     for layer, x in ((conv, inputs), (linear, rows.T.contiguous().detach().requires_grad_())):

@@ -168,12 +168,12 @@ def _check(devices: Sequence[Device]) -> None:
         raise DeviceError("got an empty list of devices: name at least one, or give 'auto'")
     if len(devices) > MOST_DEVICES:
         raise _too_many(len(devices))
-    most = max(MOST_THREADS, usable_cores())
     threads = sum(device.threads for device in devices if device.kind == "cpu")
-    if threads > most:
+    if threads > MOST_THREADS and threads > usable_cores():
         raise DeviceError(
             f"got {len(devices)} devices with {threads} intra-op threads in all: a process may "
-            f"have at most {most}, so use fewer devices, or fewer threads of each"
+            f"have at most {max(MOST_THREADS, usable_cores())}, so use fewer devices, or fewer "
+            f"threads of each"
         )
     gpus = gpu_count()
     for device in devices:
