@@ -36,7 +36,7 @@ demo: install ## train LeNet on handwritten digits on 1 and on 2 devices: the sa
 quick: install ## the fast part of the tests (under a minute on two cores)
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup $(QUICK)
 
-test: install ## the tests (about ten minutes on two cores)
+test: install ## the tests (about seven minutes on two cores)
 	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup
 
 slow: install ## the long tests too

@@ -16,6 +16,7 @@ devices share the memory of their process: there, only processes with owners hol
 from __future__ import annotations
 
 import heapq
+import itertools
 import os
 import statistics
 import time
@@ -266,6 +267,32 @@ def scheduled_idle(timeline: Sequence[Mapping[str, Any]]) -> float:
             order.ask(shard, ways[place[shard]][0], backward=ways[place[shard]][1])
 
 
+def changing_idle(timeline: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of the devices' time between a visit and the next one, which could begin."""
+    ends = {(one["shard"], one["stage"], one["backward"]): one["ended_s"] for one in timeline}
+    changing_s = 0.0
+    for stage in range(STAGES):
+        visits = [one for one in timeline if one["stage"] == stage]
+        for before, after in itertools.pairwise(sorted(visits, key=lambda one: one["began_s"])):
+            turns = after["backward"] and stage == STAGES - 1  # its forward pass ends here
+            came_from = stage if turns else stage + 1 if after["backward"] else stage - 1
+            came_s = ends.get((after["shard"], came_from, after["backward"] and not turns), 0.0)
+            changing_s += after["began_s"] - max(before["ended_s"], came_s)
+    whole_s = max(ends.values()) - min(one["began_s"] for one in timeline)
+    return changing_s / (STAGES * whole_s)
+
+
+def variation(timeline: Sequence[Mapping[str, Any]]) -> float:
+    """Return the standard deviation of the visits of one kind over their mean; mean of the kinds.
+
+    A kind is a stage with a direction.
+    """
+    times: dict[tuple[int, bool], list[float]] = defaultdict(list)
+    for one in timeline:
+        times[one["stage"], one["backward"]].append(one["ended_s"] - one["began_s"])
+    return statistics.mean(statistics.pstdev(own) / statistics.mean(own) for own in times.values())
+
+
 def memory_table(runs: Sequence[Run]) -> Table:
     """Return what each device holds, and the peak of a process, for each layout."""
     rows = []
@@ -312,7 +339,12 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
                         label,
                         *cells([run["step_ms"] for run in own]),
                         f"{statistics.median(idle):.1%}",
-                        _scheduled(own) if is_staged else "–",
+                        *(
+                            f"{statistics.median(share(run['timeline']) for run in own):.1%}"
+                            if is_staged
+                            else NOTHING
+                            for share in (scheduled_idle, changing_idle, variation)
+                        ),
                         f"{theory(shards):.1%}" if is_staged else "–",
                         number(statistics.median(excess)) if is_staged else "–",
                         verdict(excess, at_most=1.1)[1] if is_staged else "–",
@@ -325,15 +357,13 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
         "spread",
         "idle",
         "by its stages' times",
+        "between visits",
+        "visits vary by",
         "in theory",
         "ratio",
         "≤ 1.1",
     )
     return {"idle": Table(head, rows, 2), "memory": memory_table(runs)}
-
-
-def _scheduled(runs: Sequence[Run]) -> str:
-    return f"{statistics.median(scheduled_idle(run['timeline']) for run in runs):.1%}"
 
 
 BENCHMARK = Benchmark(
