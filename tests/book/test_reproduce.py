@@ -471,7 +471,7 @@ def test_a_quick_run_trains_little_and_a_full_one_as_the_book_does():
     for key in ("lenet.book.1", "resnet18.improved.2", "sixteen.root"):
         training = quick[key].measure.args[1]
         assert training.epochs == 2
-        assert training.examples == {"lenet": 10_240, "resnet18": 1024}[training.network]
+        assert training.examples == {"lenet": 5120, "resnet18": 256}[training.network]
         assert training.warmup_epochs < training.epochs
 
 
@@ -479,7 +479,7 @@ def test_a_quick_run_trains_little_and_a_full_one_as_the_book_does():
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"the data set is not in {SHARED}")
 def test_all_of_a_quick_run_looked_at_in_a_browser(tmp_path):
-    """Less than five minutes on two cores; no error on the page, and every picture loads."""
+    """No error on the page, every picture loads; less than five minutes on two cores alone."""
     out = tmp_path / "out"
     done = subprocess.run(
         [
@@ -491,7 +491,8 @@ def test_all_of_a_quick_run_looked_at_in_a_browser(tmp_path):
         check=True,
     )
     took_s = float(re.search(r"took (\d+) s", done.stdout)[1])
-    assert took_s < 300 * max(1, 2 / len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0)) / int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    assert took_s < 300 * max(1, 2 / cores)
     text = (out / "report.html").read_text()
     assert Page(text).names == set(BOOK_EXPERIMENTS)
     assert "DIFFERENT" not in text

@@ -16,6 +16,7 @@ from patience import wait_until
 from slow_cable import slow_cable
 
 SLOW_ADDRESSES = ("10.213.78.1", "10.213.78.2")
+LIMIT_S = 300  # each step waits for a slow cable several times
 
 
 def torchrun_on(
@@ -45,7 +46,12 @@ def train_on_both(machines, out, addresses=ADDRESSES, interface="eth0"):
     running = [
         torchrun_on(machine, number, *job, **network) for number, machine in enumerate(machines)
     ]
-    output = [process.communicate(timeout=300) for process in running]
+    try:
+        output = [process.communicate(timeout=LIMIT_S) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
     assert [process.returncode for process in running] == [0, 0], output
     return [json.loads((out / f"{rank}.json").read_text())["results"] for rank in range(2)]
 
@@ -58,12 +64,14 @@ def expected_results(out):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
 def test_two_machines_give_what_one_gives(machines, tmp_path):
     expected = expected_results(tmp_path / "alone")
     assert train_on_both(machines, tmp_path) == [expected] * 2
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
 def test_a_slow_cable_that_loses_packets_changes_nothing(machines, tmp_path):
     expected = expected_results(tmp_path / "alone")
     with slow_cable(machines, SLOW_ADDRESSES, delay_s=0.05, loss=0.01) as cable:
@@ -78,6 +86,7 @@ def dropped_packets(machine):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 60)
 def test_a_narrow_cable_that_drops_packets_changes_nothing(machines, tmp_path):
     """A token bucket with a queue of a few packets: excess packets are lost and sent again."""
     for machine in machines:
