@@ -40,6 +40,7 @@ NOTES = (
         "gains",
         "batch_norm",
         "step_overhead",
+        "stages",
         "owners",
         "memory",
     ),
