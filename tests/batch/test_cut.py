@@ -288,5 +288,5 @@ def test_a_batch_without_examples_keeps_everything_else():
 
 
 def test_threads_may_read_a_cut_during_a_garbage_collection():
-    job = alone("read_during_collection.py")
+    job = alone("read_during_collection.py", fresh=True)  # with a collector that knows everything
     assert (job.returncode, job.stdout) == (0, "ok\n"), job.stderr

@@ -53,9 +53,9 @@ def launched(processes, job, *arguments, **variables):
     return subprocess.CompletedProcess((job, *arguments), code, output, errors)
 
 
-def alone(job, *arguments, timeout_s=120):
-    """Run a job in one process, without a launcher."""
-    return run(JOBS / job, *arguments, timeout_s=timeout_s)
+def alone(job, *arguments, **options):
+    """Run a job in one process, without a launcher; for the options see `warm.run`."""
+    return run(JOBS / job, *arguments, **options)
 
 
 @contextlib.contextmanager
