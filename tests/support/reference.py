@@ -39,7 +39,7 @@ def reference_step(model, optimizer, X, y, *, shards, seed=0, step=0, epoch=0, a
             )
         total.backward()
         weight = 1 if alone else len(piece)
-        gradients.append([None if p.grad is None else p.grad.clone() for p in parameters])
+        gradients.append([_kept(p.grad, alone) for p in parameters])
         closing.append([buffer * weight if buffer.is_floating_point() else buffer.clone()
                         for buffer in buffers])  # fmt: skip
         totals.append(total.item())
@@ -47,7 +47,7 @@ def reference_step(model, optimizer, X, y, *, shards, seed=0, step=0, epoch=0, a
     count = tree(counts, float.__add__)
     for number, parameter in enumerate(parameters):
         summed = tree([g and g[number] for g in gradients], torch.add)
-        parameter.grad = None if summed is None else summed / count
+        parameter.grad = summed if summed is None or count == 1 else summed / count
     for number, buffer in enumerate(buffers):
         if not buffer.is_floating_point():
             buffer.copy_(closing[0][number])
@@ -58,6 +58,13 @@ def reference_step(model, optimizer, X, y, *, shards, seed=0, step=0, epoch=0, a
             buffer.copy_(tree([c and c[number] for c in closing], torch.add) / count)
     optimizer.step()
     return tree(totals, float.__add__) / count
+
+
+def _kept(gradient, alone):
+    """Return a copy of a shard's gradient; rows that occur in it several times are added up."""
+    if gradient is None:
+        return None
+    return gradient.coalesce() if gradient.is_sparse and not alone else gradient.clone()
 
 
 def tree(leaves, add):

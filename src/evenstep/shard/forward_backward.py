@@ -19,6 +19,7 @@ from evenstep.replicas.replica import same_bits
 from evenstep.shard.compiler import Program
 from evenstep.shard.gradients import GradientStream
 from evenstep.shard.loss import Number, Outputs, ShardLoss, ShardObjective
+from evenstep.shard.own_memory import sparse_with_own_memory, with_own_memory
 from evenstep.shard.partial_sum import (
     AccumulatedTwiceError,
     PartialSum,
@@ -136,6 +137,7 @@ def _run_program(
     """Compute a shard by its compiled program, and add its gradients onto those of `left`."""
     parameters = [parameter.detach() for parameter in replica.parameters]
     total, count, gradients, buffers = program.run(parameters, replica.opening, work.batch)
+    gradients = [one if one is None else with_own_memory(one) for one in gradients]
     if left is not None:
         gradients = add_gradients(left.gradients, gradients)
     changed = [
@@ -284,7 +286,10 @@ def _collect(replica: Replica, work: ShardWork) -> PartialSum:
     for parameter in replica.parameters:
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and gradient.is_sparse:
-            gradient, is_dense = gradient if work.alone else gradient.coalesce(), False
+            gradient = sparse_with_own_memory(gradient, coalesce=not work.alone)
+            is_dense = False
+        elif gradient is not None:
+            gradient = with_own_memory(gradient)
         gradients.append(gradient)
     changed = replica.changed_buffers() if replica.buffers else []
     value = _value(replica, work, gradients, changed)

@@ -17,6 +17,7 @@ import torch
 from evenstep.collectives import TreePlan, TreeSum
 from evenstep.errors import ModelError
 from evenstep.replicas import Replica
+from evenstep.shard.own_memory import with_own_memory
 from evenstep.shard.partial_sum import AccumulatedTwiceError, Tensors, add_gradients
 
 
@@ -109,7 +110,7 @@ class GradientStream:
                 if self._may_retry:
                     raise AccumulatedTwiceError("a function that is no layer gave one")
                 raise sparse_error(replica, i)
-            gradients.append(gradient)
+            gradients.append(gradient if gradient is None else with_own_memory(gradient))
         self._trees[bucket].put(node, gradients)
 
 
