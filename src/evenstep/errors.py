@@ -9,6 +9,7 @@
     │   ├── DataError                    a data file is missing, damaged or out of range
     │   ├── CheckpointError              a checkpoint is missing, damaged or of another experiment
     │   └── ExportError                  a model can't be exported, or an exported file is damaged
+    ├── WrongSumError                    gradients were added up wrongly: a fault, not an input
     ├── NonFiniteLossError               a shard's loss is NaN or infinite; no update was made
     ├── SaveError                        a file can't be written; the earlier ones are unchanged
     ├── DeviceLostError                  a device failed or stopped responding
@@ -115,6 +116,13 @@ class MXNetError(EvenstepError, RuntimeError):
 
 class DeferredInitializationError(MXNetError):
     """A parameter's shape is not known before the first forward pass."""
+
+
+class WrongSumError(EvenstepError):
+    """The sum of two shards' gradients is not what plain torch gives; no update was made.
+
+    This is a fault of evenstep or of torch. The first step of each training looks for it.
+    """
 
 
 class DeadlockError(EvenstepError):

@@ -1,20 +1,23 @@
 """Checks on a few shards of a batch that the model and the objective keep the contract of a step.
 
-A check has no effect on a result: everything that it changes is put back. It costs three forward
-passes of a shard and two backward passes more than no check.
+A check has no effect on a result: shards are computed on copies of the model, and everything else
+that it changes is put back.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from evenstep.batch import Batch
 from evenstep.contract.leaves import refuse_strange_leaves
 from evenstep.contract.module_state import kept
-from evenstep.contract.repeat import compute_twice
+from evenstep.contract.order import refuse_history, refuse_passed_on
+from evenstep.contract.repeat import compute_observed, compute_twice, unwritten
 from evenstep.contract.separable import judge_separability
+from evenstep.contract.sums import refuse_wrong_sum
+from evenstep.errors import ModelError
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import ShardObjective
@@ -34,35 +37,99 @@ class ContractReport:
     unjudged: str = ""
 
 
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """What a check computes.
+
+    Attributes:
+        replica: the replica of the calling lane; its parameters and buffers are left as they are.
+        fresh_copy: returns a new copy of it.
+        works: one shard of the batch, or two of the same number of examples.
+        objective: computes a shard's loss as (total, count).
+    """
+
+    replica: Replica
+    fresh_copy: Callable[[Replica], Replica]
+    works: Sequence[ShardWork]
+    objective: ShardObjective
+
+    def copy(self) -> Replica | None:
+        """Return a new copy of the model; None if it can't be copied."""
+        try:
+            return self.fresh_copy(self.replica)
+        except ModelError:
+            return None
+
+
 def check_contract(
-    replica: Replica,
-    work: ShardWork,
-    pair: Sequence[tuple[Batch, int]],
-    objective: ShardObjective,
-    *,
-    separable: bool,
+    rehearsal: Rehearsal, pair: Sequence[tuple[Batch, int]], *, separable: bool
 ) -> ContractReport:
-    """Check the code of a training on one replica; called in its device's lane.
+    """Check the code of a training; called in the lane of the first device.
 
     Args:
-        replica: computes the shards; its parameters and buffers are left as they are.
-        work: a shard of the batch.
+        rehearsal: what is computed.
         pair: the examples of two neighbouring shards together, of the first, and of the second,
             each with their number; empty if there are no two.
-        objective: computes a shard's loss as (total, count).
         separable: whether to refuse an objective that doesn't add up over the shards.
 
     Raises:
         ContractError: the contract is broken; the message names what breaks it.
+        WrongSumError: gradients are added up wrongly.
     """
     began_s = time.perf_counter()
+    replica, work, objective = rehearsal.replica, rehearsal.works[0], rehearsal.objective
     with kept(replica):
-        first, second = compute_twice(replica, work, objective)
+        copied = rehearsal.copy()
+        first, second = compute_twice(copied or replica, work, objective)
         refuse_strange_leaves(first.leaves, second.leaves, objective)
-    unjudged = "this process has only one shard of the batch"
-    if pair and separable:
-        with kept(replica):
-            unjudged = judge_separability(replica, work, pair, objective)
-    elif not separable:
-        unjudged = "separable=False was given"
+        if copied is not None and len(rehearsal.works) > 1:
+            other = rehearsal.works[1]
+            later = rehearsal.fresh_copy(replica)
+            other_first = compute_observed(later, other, objective)
+            refuse_history(replica, first, compute_observed(later, work, objective))
+            refuse_wrong_sum(copied, first, other_first, other, objective)
+            refuse_passed_on(other_first.attributes, copied)
+    unjudged = "separable=False was given"
+    if separable:
+        unjudged = _judge_separability(rehearsal, pair)
     return ContractReport(time.perf_counter() - began_s, unjudged)
+
+
+def check_again(
+    rehearsal: Rehearsal, pair: Sequence[tuple[Batch, int]], *, separable: bool
+) -> None:
+    """Check again, in less time, what a shard may do later that it did not do in the first step.
+
+    Behind a weight that starts at zero, state and terms that compare examples have no effect yet.
+
+    Args:
+        rehearsal: as for `check_contract`.
+        pair: as for `check_contract`.
+        separable: as for `check_contract`.
+
+    Raises:
+        ContractError: the contract is broken.
+    """
+    _check_order(rehearsal)
+    if separable:
+        _judge_separability(rehearsal, pair)
+
+
+def _judge_separability(rehearsal: Rehearsal, pair: Sequence[tuple[Batch, int]]) -> str:
+    if not pair:
+        return "this process has only one shard of the batch"
+    with kept(rehearsal.replica):
+        return judge_separability(rehearsal.replica, rehearsal.works[0], pair, rehearsal.objective)
+
+
+def _check_order(rehearsal: Rehearsal) -> None:
+    """Refuse a shard that depends on one before it."""
+    work, *others = rehearsal.works
+    first, later = rehearsal.copy(), rehearsal.copy()
+    if first is None or later is None or not others:
+        return
+    with unwritten(later.module):
+        compute_observed(later, others[0], rehearsal.objective)
+        again = compute_observed(later, work, rehearsal.objective)
+    fresh = compute_observed(first, work, rehearsal.objective)
+    refuse_history(rehearsal.replica, fresh, again)

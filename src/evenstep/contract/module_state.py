@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 from torch import nn
@@ -51,7 +53,10 @@ def parameter_marks(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def attributes_of(module: nn.Module) -> Attributes:
-    """Return the values of all plain attributes, with copies of tensors, lists and dicts."""
+    """Return the values of all plain attributes, with copies of what they hold.
+
+    Of an object that is neither a module nor a function, its own attributes are taken.
+    """
     return {
         (name, key): _copied(value)
         for name, child in module.named_modules()
@@ -78,23 +83,51 @@ def _rebind(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
             attributes[key] = value
 
 
-def _copied(value: Any) -> Any:
-    return optree.tree_map(_copied_leaf, value, none_is_leaf=True)
+def differing_attributes(ours: Attributes, theirs: Attributes) -> list[str]:
+    """Return the names of the attributes whose tensors, numbers and texts differ in two copies.
+
+    Unlike `changed_attributes` it compares what is in two copies of a module, in which other
+    objects are others, and so may be the keys of a dict.
+    """
+    return [
+        f"{name}.{key}" if name else key
+        for (name, key), value in ours.items()
+        if _leaves_differ(value, theirs.get((name, key)))
+    ]
 
 
-def _copied_leaf(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+_ATOMS = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Tensor)
+_DEPTH = 2  # of objects within objects
+
+
+def _copied(value: Any, depth: int = _DEPTH) -> Any:
+    return optree.tree_map(lambda leaf: _copied_leaf(leaf, depth), value, none_is_leaf=True)
+
+
+def _copied_leaf(value: Any, depth: int) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if depth and hasattr(value, "__dict__") and not isinstance(value, _ATOMS):
+        return {key: _copied(inner, depth - 1) for key, inner in vars(value).items()}
+    return value
 
 
 def _differs(ours: Any, theirs: Any) -> bool:
     """Return whether plain values, tensors, or nestings of them differ; other objects don't."""
     if ours is theirs:
         return False
-    mine, structure = optree.tree_flatten(ours, none_is_leaf=True)
-    its, other = optree.tree_flatten(theirs, none_is_leaf=True)
-    if structure != other:
+    structure = optree.tree_structure(ours, none_is_leaf=True)
+    if structure != optree.tree_structure(theirs, none_is_leaf=True):
         return True
-    return any(map(_leaf_differs, mine, its))
+    return _leaves_differ(ours, theirs)
+
+
+def _leaves_differ(ours: Any, theirs: Any) -> bool:
+    mine = optree.tree_leaves(ours, none_is_leaf=True)
+    its = optree.tree_leaves(theirs, none_is_leaf=True)
+    return len(mine) != len(its) or any(map(_leaf_differs, mine, its))
 
 
 def _leaf_differs(ours: Any, theirs: Any) -> bool:
@@ -102,4 +135,6 @@ def _leaf_differs(ours: Any, theirs: Any) -> bool:
         return True
     if isinstance(ours, torch.Tensor):
         return not same_bits(ours, theirs)
-    return isinstance(ours, int | float | str | bytes) and ours != theirs
+    if isinstance(ours, np.ndarray):
+        return bool(ours.dtype != object) and ours.tobytes() != theirs.tobytes()
+    return isinstance(ours, int | float | complex | str | bytes) and repr(ours) != repr(theirs)

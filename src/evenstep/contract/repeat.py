@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import optree
 import torch
@@ -16,6 +17,7 @@ from evenstep.collectives import TreeSum
 from evenstep.collectives.tree import tree_plan
 from evenstep.contract.leaves import leaves_of
 from evenstep.contract.module_state import (
+    Attributes,
     attributes_of,
     changed_attributes,
     parameter_marks,
@@ -38,11 +40,13 @@ class ShardResult:
         value: its gradients and buffers.
         leaves: the tensors that its loss depends on and that require a gradient, except the
             parameters of the replica and the shard's own examples.
+        attributes: the module's plain attributes afterwards.
     """
 
     leaf: Leaf
     value: PartialSum
     leaves: list[torch.Tensor]
+    attributes: Attributes
 
 
 def compute_twice(
@@ -58,22 +62,31 @@ def compute_twice(
             changed, or numbers were drawn from a generator that lives on from shard to shard.
     """
     module = replica.module
-    marks, attributes = parameter_marks(module), attributes_of(module)
-    compute = functools.partial(_compute, replica, work, objective)
+    attributes = attributes_of(module)
+    compute = functools.partial(compute_observed, replica, work, objective)
     settings = ProcessSettings()
-    with ForeignDraws() as first_draws, settings:
+    with unwritten(module), ForeignDraws() as first_draws, settings:
         first = compute()
     settings.refuse_changed()
-    _refuse_written(marks, parameter_marks(module))
-    changed = changed_attributes(attributes, attributes_of(module))
     with ForeignDraws() as second_draws:
         second = compute()
     refuse_foreign_draws(first_draws, second_draws)
-    differing = _first_difference(replica, first, second)
+    differing = first_difference(replica, first, second)
     if differing:
         _refuse_hidden_generators(compute)
-        raise ContractError(_explain(differing, changed))
+        raise repeat_error(differing, changed_attributes(attributes, first.attributes))
     return first, second
+
+
+@contextmanager
+def unwritten(module: nn.Module) -> Iterator[None]:
+    """Refuse shards that write to the parameters of `module` inside `with`."""
+    before = parameter_marks(module)
+    yield
+    after = parameter_marks(module)
+    written = [name for name, mark in after.items() if mark != before.get(name)]
+    if written:
+        raise written_error(written)
 
 
 def _refuse_hidden_generators(compute: Callable[[], ShardResult]) -> None:
@@ -85,7 +98,8 @@ def _refuse_hidden_generators(compute: Callable[[], ShardResult]) -> None:
     refuse_foreign_draws(first, second)
 
 
-def _compute(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardResult:
+def compute_observed(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardResult:
+    """Compute a shard by itself, and return all that it gives."""
     own = optree.tree_map(_cloned, work.batch)  # a shard may write to its examples
     leaves: list[torch.Tensor] = []
     gradients: list[torch.Tensor | None] = []
@@ -111,7 +125,7 @@ def _compute(replica: Replica, work: ShardWork, objective: ShardObjective) -> Sh
         )
     finally:
         _give_gradients(leaves, gradients)
-    return ShardResult(leaf, values[0], leaves)
+    return ShardResult(leaf, values[0], leaves, attributes_of(replica.module))
 
 
 def _cloned(leaf: object) -> object:
@@ -125,13 +139,13 @@ def _give_gradients(
         leaf.grad = gradient
 
 
-def _refuse_written(before: dict[str, tuple[int, ...]], after: dict[str, tuple[int, ...]]) -> None:
-    written = [name for name, mark in after.items() if mark != before.get(name)]
-    if written:
-        raise written_error(written)
+REMEDY = (
+    "Give it to the objective as part of the batch, keep it in a buffer (buffers= chooses its "
+    "value after a step), or write it in after_update="
+)
 
 
-def _first_difference(replica: Replica, first: ShardResult, second: ShardResult) -> str:
+def first_difference(replica: Replica, first: ShardResult, second: ShardResult) -> str:
     """Return what differs first between two results; an empty text if nothing does."""
     for name, ours, theirs in zip(("total", "count"), first.leaf[:2], second.leaf[:2], strict=True):
         if not same_bits(torch.as_tensor(ours), torch.as_tensor(theirs)):
@@ -141,12 +155,13 @@ def _first_difference(replica: Replica, first: ShardResult, second: ShardResult)
     ours_all = [*first.value.gradients, *first.value.buffers]
     theirs_all = [*second.value.gradients, *second.value.buffers]
     for name, mine, its in zip(names, ours_all, theirs_all, strict=False):
-        if not _are_alike(mine, its):
+        if not are_alike(mine, its):
             return f"{name} differs the second time"
     return ""
 
 
-def _are_alike(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+def are_alike(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
+    """Return whether two gradients, or buffers, have the same bits; None is like None."""
     if ours is None or theirs is None:
         return ours is theirs
     if ours.is_sparse and theirs.is_sparse:
@@ -154,20 +169,25 @@ def _are_alike(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
     return same_bits(ours, theirs)
 
 
-def _explain(differing: str, changed: list[str]) -> str:
+def repeat_error(differing: str, changed: list[str]) -> ContractError:
+    """Return the error for a shard that gives another result the second time.
+
+    Args:
+        differing: the first difference.
+        changed: the attributes that the shard has changed.
+    """
     text = (
         f"the same shard, computed twice from the same parameters and buffers, gives two results: "
         f"{differing}. "
     )
     if changed:
         shown = ", ".join(f"model.{name}" for name in changed[:3])
-        return text + (
-            f"The shard has changed {shown}: state that is passed from one shard to the next "
-            f"depends on which device computes which shard. Give it to the objective as part of "
-            f"the batch, or keep it in a buffer"
+        return ContractError(
+            f"{text}The shard has changed {shown}: state that is passed from one shard to the next "
+            f"depends on which device computes which shard. {REMEDY}"
         )
-    return text + (
-        "Its code reads something that it changes, or that changes by itself: an object outside "
-        "the model (a list, a memory bank), a random generator of its own, the clock. Pass what it "
-        "needs in the batch, and draw random numbers with functions of torch"
+    return ContractError(
+        f"{text}Its code reads something that it changes, or that changes by itself: an object "
+        f"outside the model (a list, a memory bank), a random generator of its own, the clock. "
+        f"Pass what it needs in the batch, and draw random numbers with functions of torch"
     )

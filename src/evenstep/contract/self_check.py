@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
-from evenstep.contract.check import ContractReport, check_contract
+from evenstep.contract.check import ContractReport, Rehearsal, check_again, check_contract
 from evenstep.contract.outer_module import refuse_outer_module
 from evenstep.engine import Engine
-from evenstep.errors import ContractError, InputError, shown, text_of
+from evenstep.errors import ContractError, InputError, WrongSumError, shown, text_of
 from evenstep.experiment import Experiment
-from evenstep.replicas import Replicas
+from evenstep.replicas import Replica, Replicas
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.lockstep import shard_here
 from evenstep.shard.loss import ShardObjective
@@ -66,6 +68,7 @@ class SelfCheck:
         self._side_by_side = side_by_side
         self._failed = set[int]()  # the steps in which it could not be made
         self._is_half_done = False  # all but the comparison of two shards
+        self._is_thorough = True  # the next check is the first of what it checks
         self.due_at: float = 0 if self._every else math.inf
         self.structure: Any = None if self._every else replicas.structure
         self.report: ContractReport | None = None
@@ -73,6 +76,7 @@ class SelfCheck:
     def begin_again(self, step: int) -> None:
         """Check in step number `step` what is new in it."""
         self._is_half_done, self._failed = False, set()
+        self._is_thorough = True
         self.due_at = math.inf if self._every is None else step
 
     def run(
@@ -95,23 +99,24 @@ class SelfCheck:
         Raises:
             ContractError: the contract is broken.
         """
-        shards = [*cut.part.run][:2]
+        shards = _pair_of(cut)
         is_whole = len(shards) == 2 or self._experiment.shards == 1
         if self.structure is not self._replicas.structure:
             self.structure = self._replicas.structure
             self.begin_again(step)
         if self._every is None or not shards or (self._is_half_done and not is_whole):
             return
+        is_thorough = self._is_thorough or self._every != math.inf
         error = self._engine.run_and_wait(
-            self._check,
+            self._check if is_thorough else self._check_again,
             cut,
             shards,
-            functools.partial(seed, shards[0]),
+            seed,
             objective,
             name="check the contract",
             category="check",
         ).error
-        if isinstance(error, ContractError):
+        if isinstance(error, ContractError | WrongSumError):
             self.structure = None
             raise error
         if error is not None:
@@ -128,7 +133,13 @@ class SelfCheck:
         if has_given_up or (error is None and is_whole):
             self._say_what_is_unjudged()
             self._is_half_done, self._failed = False, set()
-            self.due_at = step + self._every
+            self._is_thorough = False
+            self.due_at = step + self._interval_after(step)
+
+    def _interval_after(self, step: int) -> float:
+        """Return the steps until the next check: as many as were taken, unless it was asked for."""
+        assert self._every is not None
+        return self._every if self._every != math.inf else step + 1
 
     def _say_what_is_unjudged(self) -> None:
         if self.report is not None and self.report.unjudged and self._experiment.separable:
@@ -140,42 +151,82 @@ class SelfCheck:
         self,
         cut: Cut,
         shards: Sequence[int],
-        seed: Callable[[], int],
+        seed: Callable[[int], int],
         objective: ShardObjective,
     ) -> None:
+        rehearsal = self._rehearsal(cut, shards, seed, objective)
+        pair = self._pair(cut, shards, rehearsal.replica)
+        with self._apart(cut, rehearsal):
+            refuse_outer_module(self._replicas, rehearsal.works[0], objective)
+            self.report = check_contract(rehearsal, pair, separable=self._experiment.separable)
+        logger.debug(f"the contract of a step was checked in {self.report.seconds:.3f} s")
+
+    def _check_again(
+        self,
+        cut: Cut,
+        shards: Sequence[int],
+        seed: Callable[[int], int],
+        objective: ShardObjective,
+    ) -> None:
+        rehearsal = self._rehearsal(cut, shards, seed, objective)
+        pair = self._pair(cut, shards, rehearsal.replica)
+        with self._apart(cut, rehearsal):
+            check_again(rehearsal, pair, separable=self._experiment.separable)
+
+    def _pair(self, cut: Cut, shards: Sequence[int], replica: Replica) -> list[tuple[Batch, int]]:
+        """Return two shards together, the first, and the second, each with its examples."""
+        if len(shards) < 2 or not cut.can_join:
+            return []
+        place = self._experiment.placement(replica.device)
+        examples = [cut.bounds[shard][1] - cut.bounds[shard][0] for shard in shards]
+        apart = [cut.take(shard, place) for shard in shards]
+        return [(cut.join(shards, place), sum(examples)), *zip(apart, examples, strict=True)]
+
+    def _rehearsal(
+        self,
+        cut: Cut,
+        shards: Sequence[int],
+        seed: Callable[[int], int],
+        objective: ShardObjective,
+    ) -> Rehearsal:
         self._replicas.open_step()
         replica = self._replicas.all[self._engine.lane_here]
         place = self._experiment.placement(replica.device)
-        first, *others = shards
-        examples = [hi - lo for lo, hi in cut.bounds]
-        work = ShardWork(
-            first,
-            cut.take(first, place),
-            None if cut.filled == 1 else examples[first],
-            seed,
-            self._experiment.autocast_dtype,
-        )
-        pair: list[tuple[Batch, int]] = []
-        if others and cut.can_join:
-            pair = [(cut.join(shards, place), sum(examples[shard] for shard in shards))]
-            pair += [(cut.take(shard, place), examples[shard]) for shard in shards]
-        meets_others = self._side_by_side or work.alone
+        works = [
+            ShardWork(
+                shard,
+                cut.take(shard, place),
+                None if cut.filled == 1 else cut.bounds[shard][1] - cut.bounds[shard][0],
+                functools.partial(seed, shard),
+                self._experiment.autocast_dtype,
+            )
+            for shard in shards
+        ]
+        return Rehearsal(replica, self._replicas.fresh_copy, works, objective)
+
+    @contextmanager
+    def _apart(self, cut: Cut, rehearsal: Rehearsal) -> Iterator[None]:
+        """Inside `with`, a shard can't see others, unless the batch's shards meet."""
+        meets_others = self._side_by_side or rehearsal.works[0].alone
         outside = shard_here.set(None if meets_others else "apart")
         try:
-            refuse_outer_module(self._replicas, work, objective)
-            self.report = check_contract(
-                replica,
-                work,
-                pair,
-                objective,
-                separable=self._experiment.separable,
-            )
+            yield
         except ContractError:
             cut.refuse_written_copies()  # says it more exactly
             raise
         finally:
             shard_here.reset(outside)
-        logger.debug(f"the contract of a step was checked in {self.report.seconds:.3f} s")
+
+
+def _pair_of(cut: Cut) -> list[int]:
+    """Return two neighbouring shards of this process, of one size if possible; or its only one.
+
+    What a shard leaves behind may depend on its size.
+    """
+    shards = [*cut.part.run]
+    sizes = {shard: cut.bounds[shard][1] - cut.bounds[shard][0] for shard in shards}
+    equal = [[*two] for two in itertools.pairwise(shards) if sizes[two[0]] == sizes[two[1]]]
+    return equal[0] if equal else shards[:2]
 
 
 def _interval(check: str) -> float | None:

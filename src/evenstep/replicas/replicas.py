@@ -119,6 +119,16 @@ class Replicas:
         self._keeps_looking = True  # perhaps it was a shard, not the user
         self.forward_writes = self._home_computes and self._watch is not None
 
+    def fresh_copy(self, replica: Replica) -> Replica:
+        """Return a new copy of a replica on its device, which shares the parameters' memory.
+
+        Raises:
+            ModelError: the module can't be copied.
+        """
+        copied = self._copied(replica, replica.device, share=True)
+        copied.opening = replica.opening
+        return copied
+
     def of_lane(self, lane: int, number: int) -> Replica:
         """Return replica `number` of a device."""
         return self.all[number * self._lanes + lane]
@@ -345,16 +355,19 @@ class Replicas:
 
     def _add(self, device: Device) -> None:
         owner = self._owners.get(device.memory)
-        source = owner or self.home
+        replica = self._copied(owner or self.home, device, share=owner is not None)
+        self._owners.setdefault(device.memory, replica)
+        self.all.append(replica)
+
+    def _copied(self, source: Replica, device: Device, *, share: bool) -> Replica:
+        """Return a copy of a replica on `device`, which may share the parameters' memory."""
         parameters = {
-            id(parameter): copy_parameter(parameter, device, share=owner is not None)
+            id(parameter): copy_parameter(parameter, device, share=share)
             for parameter in source.parameters
         }
         module = copy_module(source.module, parameters)
-        module = module if owner else module.to(device.torch_device)
-        replica = Replica(device, module, copied=self._model, rules=self._rules)
-        self._owners.setdefault(device.memory, replica)
-        self.all.append(replica)
+        module = module if share else module.to(device.torch_device)
+        return Replica(device, module, copied=self._model, rules=self._rules)
 
     def _sums_of_bits(self) -> torch.Tensor:
         held = (*self.home.parameters, *self.home.buffers)

@@ -1,0 +1,58 @@
+"""Computes shards after others: what a shard gives must not depend on those before it.
+
+The check is made on fresh copies of the model. On one, a shard is computed first; on another, after
+a second shard. Both must give the same bits, and leave the same values in the module's attributes.
+So state is found whose second update changes nothing (the first value seen, a running maximum), and
+state that has no effect yet (behind a weight that starts at zero). An attribute that each shard
+writes before it reads it, or whose value depends on shapes alone, is the same on both copies.
+"""
+
+from __future__ import annotations
+
+from evenstep.contract.module_state import Attributes, attributes_of, differing_attributes
+from evenstep.contract.repeat import (
+    REMEDY,
+    ShardResult,
+    first_difference,
+    repeat_error,
+)
+from evenstep.errors import ContractError
+from evenstep.replicas import Replica
+
+
+def refuse_history(replica: Replica, fresh: ShardResult, later: ShardResult) -> None:
+    """Refuse a shard that gives or leaves something else after other shards.
+
+    Args:
+        replica: the model, which neither was computed on.
+        fresh: the shard as computed first on a fresh copy.
+        later: the same shard, computed on a fresh copy after others.
+
+    Raises:
+        ContractError: they differ; it names the attributes that do.
+    """
+    passed = differing_attributes(fresh.attributes, later.attributes)
+    differing = first_difference(replica, fresh, later)
+    if differing:
+        opening = attributes_of(replica.module)
+        raise repeat_error(differing, passed or differing_attributes(fresh.attributes, opening))
+    _refuse(passed)
+
+
+def refuse_passed_on(fresh: Attributes, replica: Replica) -> None:
+    """Refuse attributes in which a replica has other values than a shard leaves on a fresh copy.
+
+    Args:
+        fresh: the attributes that the last shard on the replica leaves on a fresh copy.
+        replica: the replica.
+    """
+    _refuse(differing_attributes(fresh, attributes_of(replica.module)))
+
+
+def _refuse(passed: list[str]) -> None:
+    if passed:
+        raise ContractError(
+            f"model.{passed[0]} has another value after a shard if other shards were computed "
+            f"before it: state that is passed from shard to shard, such as a counter, a running "
+            f"mean or the first value seen, depends on which device computes which shard. {REMEDY}"
+        )

@@ -1,0 +1,94 @@
+"""Sums one node of the canonical tree a second time, plainly, and compares the bits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from evenstep.collectives import TreeSum
+from evenstep.collectives.tree import tree_plan
+from evenstep.contract.repeat import ShardResult, are_alike
+from evenstep.errors import WrongSumError
+from evenstep.replicas import Replica
+from evenstep.shard.forward_backward import ShardWork, compute_shard
+from evenstep.shard.loss import ShardObjective
+from evenstep.shard.partial_sum import (
+    AccumulatedTwiceError,
+    PartialSum,
+    Tensors,
+    add,
+    divide_gradients,
+)
+
+_DIVISOR = 3.0  # any number by which a division rounds
+
+
+def refuse_wrong_sum(
+    replica: Replica,
+    first: ShardResult,
+    second: ShardResult,
+    work: ShardWork,
+    objective: ShardObjective,
+) -> None:
+    """Add the gradients of two shards as a step does, and as plain torch does.
+
+    A step adds and divides gradients in place, and lets a backward pass accumulate onto the sum of
+    the shards to its left. Plainly, each gradient is cloned before.
+
+    Args:
+        replica: a copy of the model, on which `first` was computed.
+        first: the left shard; its gradients are used up.
+        second: the right shard; its gradients are used up.
+        work: the right shard.
+        objective: computes a shard's loss as (total, count).
+
+    Raises:
+        WrongSumError: a parameter's gradient differs.
+    """
+    left, right = _cloned(first.value.gradients), _cloned(second.value.gradients)
+    plain = [_plain_mean(*pair) for pair in zip(left, right, strict=True)]
+    left_sum = dataclasses.replace(first.value, gradients=left)
+    sums = [add(first.value, second.value).gradients]
+    accumulated = _accumulated(replica, left_sum, work, objective)
+    if accumulated is not None:
+        sums.append(accumulated)
+    for summed in sums:
+        divide_gradients(summed, _DIVISOR)
+        _compare(replica, summed, plain)
+
+
+def _accumulated(
+    replica: Replica, left: PartialSum, work: ShardWork, objective: ShardObjective
+) -> Tensors | None:
+    """Return the sum that a backward pass makes onto `left`; None where that isn't done."""
+    tree = TreeSum(tree_plan(2, 2), add)
+    tree.put(0, left)
+    try:
+        compute_shard(replica, work._replace(shard=1), objective=objective, tree=tree)
+    except AccumulatedTwiceError:
+        return None
+    return tree.take_partials()[0].gradients
+
+
+def _cloned(gradients: Sequence[torch.Tensor | None]) -> Tensors:
+    return [one if one is None else one.clone() for one in gradients]
+
+
+def _plain_mean(left: torch.Tensor | None, right: torch.Tensor | None) -> torch.Tensor | None:
+    if left is None or right is None:
+        only = right if left is None else left
+        return only if only is None else only / _DIVISOR
+    return (left + right) / _DIVISOR
+
+
+def _compare(replica: Replica, summed: Tensors, plain: Tensors) -> None:
+    names = [name for name, _ in replica.module.named_parameters()]
+    for name, ours, theirs in zip(names, summed, plain, strict=True):
+        if not are_alike(ours, theirs):
+            raise WrongSumError(
+                f"the sum of two shards' gradients of {name} differs from the plain sum of their "
+                f"copies, so training would use a wrong gradient: this is a fault of evenstep or "
+                f"of this build of torch; please report it with the model"
+            )

@@ -1,0 +1,176 @@
+"""State that is passed from shard to shard is refused by name, also where it has no effect yet."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import evenstep
+from checked import CLASSES, X, Y, everywhere, net, train
+from evenstep.errors import ContractError, WrongSumError
+from evenstep.shard import forward_backward
+from shared_gradients import Positions
+from zoo import make_batches
+
+
+class Statistics:
+    """A plain object that holds a tensor."""
+
+    mean = None
+
+
+class Normalising(nn.Module):
+    """Normalises by a state of its own, as `follow(old, new)` gives it; `gate` weighs it."""
+
+    def __init__(self, follow, gate=1.0):
+        super().__init__()
+        self.layer, self.follow = nn.Linear(6, CLASSES), follow
+        self.mean = None
+        self.gate = nn.Parameter(torch.tensor(gate))
+
+    def forward(self, x):
+        new = x.detach().mean(0)
+        self.mean = new if self.mean is None else self.follow(self.mean, new)
+        return self.layer(x - self.gate * self.mean)
+
+
+class InAnObject(nn.Module):
+    """Keeps the first mean that it sees in a plain object; it has no effect yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.kept = nn.Linear(6, CLASSES), Statistics()
+        self.gate = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x):
+        if self.kept.mean is None:
+            self.kept.mean = x.detach().mean(0)
+        return self.layer(x - self.gate * self.kept.mean)
+
+
+FOLLOW = {
+    "the first value seen": lambda old, new: old,
+    "a running maximum": torch.maximum,
+    "a running minimum": torch.minimum,
+    "half old, half new": lambda old, new: (old + new) / 2,
+    "a running mean": lambda old, new: 0.9 * old + 0.1 * new,
+}
+
+
+@everywhere
+@pytest.mark.parametrize("gate", [1.0, 0.0])
+@pytest.mark.parametrize("follow", FOLLOW.values(), ids=FOLLOW)
+def test_state_from_shard_to_shard_is_refused_by_name(follow, gate, devices):
+    with pytest.raises(ContractError, match=r"model\.mean.*shard.*keep it in a buffer"):
+        train(Normalising(follow, gate), devices=devices)
+
+
+@pytest.mark.parametrize("check", ["first", "every 1"])
+def test_state_in_a_plain_object_is_refused_by_name(check):
+    with pytest.raises(ContractError, match=r"model\.kept"):
+        train(InAnObject(), check=check)
+
+
+def test_a_counter_is_refused_by_name():
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+    with pytest.raises(ContractError, match=r"model\.calls has another value"):
+        train(Counting(6, CLASSES))
+
+
+class Router(nn.Module):
+    """Two experts, and a loss for their balance over the batch, behind a router at zero."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList([nn.Linear(6, CLASSES) for _ in range(2)])
+        self.router = nn.Linear(6, 2)
+        nn.init.zeros_(self.router.weight)
+        nn.init.zeros_(self.router.bias)
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1)
+        self.balance = (shares.mean(0) ** 2).sum()
+        return sum(share[:, None] * one(x) for share, one in zip(shares.T, self.experts))  # noqa: B905
+
+
+def balanced(model, X, y):
+    loss = F.cross_entropy(model(X), y, reduction="sum")
+    return loss + 10 * len(y) * model.balance, len(y)
+
+
+@everywhere
+def test_a_term_behind_a_router_at_zero_is_refused_after_the_first_update(devices):
+    with pytest.raises(ContractError, match="does not add up"):
+        train(Router(), balanced, batches=[(X, Y)] * 8, devices=devices)
+
+
+def test_what_is_kept_outside_the_model_is_found_between_two_shards():
+    kept = {}
+
+    def objective(model, X, y):
+        mean = X.mean(0)
+        kept["mean"] = (kept.get("mean", mean) + mean) / 2
+        return F.cross_entropy(model(X - kept["mean"]), y, reduction="sum"), len(y)
+
+    with pytest.raises(ContractError, match="gives two results"):
+        train(net(), objective)
+
+
+class Caching(nn.Module):
+    """Keeps what depends on shapes alone, and what each shard writes before it reads it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, CLASSES)
+        self.places, self.by_size = None, {}
+
+    def forward(self, x):
+        if self.places is None or len(self.places) < x.shape[1]:
+            self.places = torch.arange(x.shape[1]) / 10
+        self.by_size.setdefault(len(x), torch.ones(len(x), 1))
+        self.hidden = self.layer((x + self.places) * self.by_size[len(x)])
+        self.norm = float(self.hidden.detach().norm())
+        return self.hidden
+
+
+@everywhere
+@pytest.mark.parametrize("size", [32, 33, 9, 8])
+def test_caches_and_what_a_shard_writes_first_are_fine(size, devices):
+    batch = torch.randn(size, 6), torch.arange(size) % CLASSES
+    train(Caching(), batches=[batch] * 4, devices=devices)
+
+
+def test_a_model_that_cannot_be_copied_trains_on_one_device():
+    class Uncopied(nn.Linear):
+        def __deepcopy__(self, memo):
+            raise TypeError("a lock")
+
+    _, report = train(Uncopied(6, CLASSES), batches=[(X, Y)] * 4)
+    assert report.unjudged == ""
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_wrong_sum_of_gradients_ends_the_training(devices, monkeypatch):
+    """The fault is planted again: gradients stay in the memory that they share."""
+    monkeypatch.setattr(forward_backward, "with_own_memory", lambda gradient: gradient)
+    torch.manual_seed(0)
+    model = Positions()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    (batch,) = make_batches([16])
+    with (
+        evenstep.Trainer(
+            model, optimizer, functools.partial(F.cross_entropy), devices=devices
+        ) as trainer,
+        pytest.raises(WrongSumError, match=r"gradients of (rows|columns) differs"),
+    ):
+        trainer.step(*batch)
+    assert trainer.steps_done == 0
