@@ -14,10 +14,10 @@ from evenstep.batch import Batch
 from evenstep.contract.leaves import refuse_strange_leaves
 from evenstep.contract.module_state import kept
 from evenstep.contract.order import refuse_history, refuse_passed_on
-from evenstep.contract.repeat import compute_observed, compute_twice, unwritten
+from evenstep.contract.repeat import ShardResult, compute_observed, compute_twice, unwritten
 from evenstep.contract.separable import judge_separability
 from evenstep.contract.sums import refuse_wrong_sum
-from evenstep.errors import ModelError
+from evenstep.errors import EvenstepError, ModelError
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import ShardObjective
@@ -83,16 +83,39 @@ def check_contract(
         first, second = compute_twice(copied or replica, work, objective)
         refuse_strange_leaves(first.leaves, second.leaves, objective)
         if copied is not None and len(rehearsal.works) > 1:
-            other = rehearsal.works[1]
-            later = rehearsal.fresh_copy(replica)
-            other_first = compute_observed(later, other, objective)
-            refuse_history(replica, first, compute_observed(later, work, objective))
-            refuse_wrong_sum(copied, first, other_first, other, objective)
-            refuse_passed_on(other_first.attributes, copied)
+            _check_beside_another(rehearsal, copied, first)
     unjudged = "separable=False was given"
     if separable:
         unjudged = _judge_separability(rehearsal, pair)
     return ContractReport(time.perf_counter() - began_s, unjudged)
+
+
+def _check_beside_another(rehearsal: Rehearsal, copied: Replica, first: ShardResult) -> None:
+    """Check two shards in both orders, and their sum.
+
+    Args:
+        rehearsal: what is computed.
+        copied: a copy of the model, on which the first shard was computed.
+        first: what that has given.
+    """
+    replica, objective = rehearsal.replica, rehearsal.objective
+    work, other = rehearsal.works
+    later = rehearsal.fresh_copy(replica)
+    other_first = _computed(later, other, objective)
+    if other_first is not None:
+        refuse_history(replica, first, compute_observed(later, work, objective))
+        refuse_wrong_sum(copied, first, other_first, other, objective)
+        refuse_passed_on(other_first.attributes, copied)
+
+
+def _computed(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardResult | None:
+    """Compute a shard; return None if it can't be computed without the others (`all_gather`)."""
+    try:
+        return compute_observed(replica, work, objective)
+    except EvenstepError:
+        raise
+    except Exception:
+        return None
 
 
 def check_again(
@@ -118,8 +141,9 @@ def check_again(
 def _judge_separability(rehearsal: Rehearsal, pair: Sequence[tuple[Batch, int]]) -> str:
     if not pair:
         return "this process has only one shard of the batch"
-    with kept(rehearsal.replica):
-        return judge_separability(rehearsal.replica, rehearsal.works[0], pair, rehearsal.objective)
+    replica = rehearsal.copy() or rehearsal.replica
+    with kept(replica):
+        return judge_separability(replica, rehearsal.works[0], pair, rehearsal.objective)
 
 
 def _check_order(rehearsal: Rehearsal) -> None:
@@ -129,7 +153,8 @@ def _check_order(rehearsal: Rehearsal) -> None:
     if first is None or later is None or not others:
         return
     with unwritten(later.module):
-        compute_observed(later, others[0], rehearsal.objective)
+        if _computed(later, others[0], rehearsal.objective) is None:
+            return
         again = compute_observed(later, work, rehearsal.objective)
     fresh = compute_observed(first, work, rehearsal.objective)
     refuse_history(rehearsal.replica, fresh, again)

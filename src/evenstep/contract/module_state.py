@@ -84,10 +84,10 @@ def _rebind(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
 
 
 def differing_attributes(ours: Attributes, theirs: Attributes) -> list[str]:
-    """Return the names of the attributes whose tensors, numbers and texts differ in two copies.
+    """Return the names of the attributes that differ in two copies of a module.
 
-    Unlike `changed_attributes` it compares what is in two copies of a module, in which other
-    objects are others, and so may be the keys of a dict.
+    Integers, and collections of different lengths, count as equal: they may count the shards that
+    a copy has computed, or note something about each.
     """
     return [
         f"{name}.{key}" if name else key
@@ -118,16 +118,25 @@ def _differs(ours: Any, theirs: Any) -> bool:
     """Return whether plain values, tensors, or nestings of them differ; other objects don't."""
     if ours is theirs:
         return False
-    structure = optree.tree_structure(ours, none_is_leaf=True)
-    if structure != optree.tree_structure(theirs, none_is_leaf=True):
-        return True
-    return _leaves_differ(ours, theirs)
+    mine, structure = optree.tree_flatten(ours, none_is_leaf=True)
+    its, other = optree.tree_flatten(theirs, none_is_leaf=True)
+    return structure != other or any(map(_leaf_differs, mine, its))
 
 
 def _leaves_differ(ours: Any, theirs: Any) -> bool:
     mine = optree.tree_leaves(ours, none_is_leaf=True)
     its = optree.tree_leaves(theirs, none_is_leaf=True)
-    return len(mine) != len(its) or any(map(_leaf_differs, mine, its))
+    pairs = zip(mine, its, strict=False)
+    return len(mine) == len(its) and any(
+        _leaf_differs(one, other) for one, other in pairs if not (_counts(one) and _counts(other))
+    )
+
+
+def _counts(value: Any) -> bool:
+    """Return whether a value may be a number of shards."""
+    if isinstance(value, torch.Tensor):
+        return not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _leaf_differs(ours: Any, theirs: Any) -> bool:

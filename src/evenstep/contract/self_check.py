@@ -17,6 +17,7 @@ from evenstep.batch.cut import Cut
 from evenstep.contract.check import ContractReport, Rehearsal, check_again, check_contract
 from evenstep.contract.outer_module import refuse_outer_module
 from evenstep.engine import Engine
+from evenstep.engine.task import is_device_failure
 from evenstep.errors import ContractError, InputError, WrongSumError, shown, text_of
 from evenstep.experiment import Experiment
 from evenstep.replicas import Replica, Replicas
@@ -85,26 +86,36 @@ class SelfCheck:
         cut: Cut,
         seed: Callable[[int], int],
         objective: ShardObjective,
+        limit_s: float = math.inf,
     ) -> None:
         """Check the code on a batch, before its step begins; no step may be in flight.
 
-        An error that is not about the contract is left to the step, which meets it again.
+        An error of the user's code is left to the step, which meets it again.
 
         Args:
             step: the step's number.
             cut: the batch.
             seed: returns the seed of a shard's random numbers.
             objective: computes a shard's loss as (total, count).
+            limit_s: how long the check may take.
 
         Raises:
             ContractError: the contract is broken.
+            WrongSumError: gradients are added up wrongly.
+            DeviceLostError: the device failed, or took longer.
         """
         shards = _pair_of(cut)
         is_whole = len(shards) == 2 or self._experiment.shards == 1
         if self.structure is not self._replicas.structure:
             self.structure = self._replicas.structure
             self.begin_again(step)
-        if self._every is None or not shards or (self._is_half_done and not is_whole):
+        has_device = len(self._engine.lost_lanes) < len(self._engine.devices)
+        if (
+            not has_device
+            or self._every is None
+            or not shards
+            or (self._is_half_done and not is_whole)
+        ):
             return
         is_thorough = self._is_thorough or self._every != math.inf
         error = self._engine.run_and_wait(
@@ -115,9 +126,12 @@ class SelfCheck:
             objective,
             name="check the contract",
             category="check",
+            limit_s=limit_s,
         ).error
         if isinstance(error, ContractError | WrongSumError):
             self.structure = None
+            raise error
+        if error is not None and is_device_failure(error):
             raise error
         if error is not None:
             self._failed.add(step)  # once for a step that fails too, and is tried again

@@ -321,16 +321,25 @@ class Engine:
                 self._give_up_at_work()
 
     def run_and_wait(
-        self, function: Callable[..., object], *arguments: object, name: str, category: str
+        self,
+        function: Callable[..., object],
+        *arguments: object,
+        name: str,
+        category: str,
+        limit_s: float = math.inf,
     ) -> Task:
         """Run a function in the first computing lane; return its ended task, failed or not.
 
         Ctrl-C is raised when the function has ended.
+
+        Raises:
+            DeviceLostError: the function takes longer than `limit_s`; its device is given up.
         """
+        lane = self.first_lane
         task = Task(
             function,
             arguments,
-            lane=self.first_lane,
+            lane=lane,
             name=name,
             category=category,
             modes=PLAIN,
@@ -338,11 +347,13 @@ class Engine:
         )
         self.submit_tasks([task])
         try:
-            self.wait_for(task)
+            if self.wait_for(task, None if limit_s == math.inf else limit_s):
+                return task
         except BaseException:
             self.drain(task)
             raise
-        return task
+        self.lose(lane)
+        raise self.lost_error(lane)
 
     def give_up(self, lane: int) -> None:
         """Give up a device that is still at work when Ctrl-C was pressed twice."""

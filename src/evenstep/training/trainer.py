@@ -830,6 +830,12 @@ class Trainer(Habits):
         self._pipeline.wait()
         self._pipeline.follow_user()
         self._notes.say_mode(self.model)
-        attempt = step.attempt
-        self._self_check.run(step.number, attempt.cut, attempt.seed, step.objective)
+        attempt, executor = step.attempt, self._executor
+        try:
+            self._self_check.run(
+                step.number, attempt.cut, attempt.seed, step.objective, executor.check_limit_s
+            )
+        except Exception as error:
+            if not executor.goes_on_after(error, f"step {step.number}"):
+                raise
         self._timekeeper.rest()

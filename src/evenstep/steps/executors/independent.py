@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ from evenstep.steps.step import Attempt, Step
 
 T = TypeVar("T")
 
+_SHARDS_OF_A_CHECK = 12
 _LOOK_EVERY_S = 1.0  # between two looks for a lane whose thread has ended
 
 
@@ -168,6 +170,26 @@ class IndependentExecutor:
         attempt.cut.check_unchanged()
         attempt.clock.data_are_ready()
         return copied
+
+    @property
+    def check_limit_s(self) -> float:
+        """The seconds that a check of some shards may take on one device, if there are others."""
+        if len(self.losses.alive) < 2:
+            return math.inf
+        return _SHARDS_OF_A_CHECK * self.pace.limit_s(self.losses.after_s)
+
+    def goes_on_after(self, error: Exception, when: str) -> bool:
+        """Return whether the other devices go on after an error outside of a step's shards.
+
+        Args:
+            error: the error; of a device, or another one.
+            when: what was being computed.
+        """
+        if not is_device_failure(error):
+            return False
+        if self.losses.alive:
+            self.losses.give_up_failed({self.engine.first_lane: error})
+        return self.losses.can_go_on(error, when)
 
     def lose_stuck(self, attempt: Attempt) -> set[int]:
         """Give up the devices that stand still in an attempt; return their lanes."""
