@@ -235,6 +235,12 @@ class Update:
             parameter.grad = gradient
 
 
+def is_in_a_trainer(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an open trainer steps this optimizer."""
+    hooks = optimizer._optimizer_step_pre_hooks.values()
+    return any(getattr(hook, "__func__", None) is Update.refuse_foreign_step for hook in hooks)
+
+
 def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
     """Return the step's mean loss, and the count by which its gradients are to be divided.
 

@@ -21,6 +21,7 @@ from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Sources
 from evenstep.replicas import refuse_strangers
 from evenstep.stages.executor import StagedExecutor
+from evenstep.steps.other_optimizers import OtherOptimizers
 from evenstep.steps.step import Position
 from evenstep.training.agreement import Agreement
 from evenstep.training.notes import Notes
@@ -43,6 +44,7 @@ class Saver:
 
     Attributes:
         writer: writes checkpoints in the background.
+        other_optimizers: notes, while it is open, which optimizers beside the trainer's own step.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Saver:
         notes: Notes,
     ) -> None:
         self.writer = AsyncWriter()
+        self.other_optimizers = OtherOptimizers(model, optimizer)
         self._model = model
         self._optimizer = optimizer
         self._user_state = user_state
@@ -117,6 +120,7 @@ class Saver:
         self, folder: Path, scheduler: Scheduler | None, keep: int, *, background: bool
     ) -> Path:
         self._say_what_is_not_saved()
+        self.other_optimizers.say_what_is_lost(self._user_state.read)
         refuse_strangers(self._model, self._optimizer)
         lost = self._agreement.compare_to_save()
         if self._partition is not None and self._partition.is_split:

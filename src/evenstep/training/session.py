@@ -20,7 +20,7 @@ from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.joining import OPEN, joined
 from evenstep.steps.owners.reducer import OwnerReducer
 from evenstep.steps.reducer import ProcessReducer
-from evenstep.steps.update import Update
+from evenstep.steps.update import is_in_a_trainer
 from evenstep.training.agreement import Agreement
 from evenstep.training.arguments import Layout, refuse_lockstep_apart
 from evenstep.training.notes import Notes
@@ -128,8 +128,7 @@ class Session:
 
     def _refuse_shared_optimizer(self) -> None:
         """Refuse an optimizer that another open trainer steps."""
-        hooks = self._optimizer._optimizer_step_pre_hooks.values()
-        if any(getattr(hook, "__func__", None) is Update.refuse_foreign_step for hook in hooks):
+        if is_in_a_trainer(self._optimizer):
             raise InputError(
                 "another trainer with this optimizer is open: close that one first (end its "
                 "`with`, or call its `close`), or give each trainer an optimizer of its own"

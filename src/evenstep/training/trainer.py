@@ -305,9 +305,8 @@ class Trainer(Habits):
         self._saver = Saver(
             model, optimizer, user_state, parts, self._agreement, self._epochs.sources, notes
         )
-        self._session = Session(
-            optimizer, parts, layout, self._agreement, notes, (self._saver.writer, self._epochs)
-        )
+        others = self._saver.writer, self._saver.other_optimizers, self._epochs
+        self._session = Session(optimizer, parts, layout, self._agreement, notes, others)
         measure = measure_model if loss is None else measure_output
         self._evaluator = Evaluator(
             model, parts.executor, measure, parts.progress, self._open_flight
