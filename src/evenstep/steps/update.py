@@ -190,6 +190,7 @@ class Update:
 
     def _call(self, hook: Hook, name: str) -> None:
         hook(self._replicas.home.module)
+        self._replicas.adopt_buffers()
 
     def _divide(self, root: PartialSum, count: float) -> None:
         if root.fence is not None:
