@@ -157,6 +157,7 @@ EXPORTS = {
         "deterministic_kernels",
         "find_devices",
         "gpu_count",
+        "hash_seed",
         "intra_op_threads",
         "kept_memory",
         "known_results",

@@ -19,6 +19,7 @@ from evenstep.checkpoint.training_state import ModelState, TrainingState
 from evenstep.checkpoint.user_state import UserState, encodable
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Sources
+from evenstep.devices import hash_seed
 from evenstep.replicas import refuse_strangers
 from evenstep.stages.executor import StagedExecutor
 from evenstep.steps.other_optimizers import OtherOptimizers
@@ -115,6 +116,7 @@ class Saver:
         else:
             saved.check_fingerprint(fingerprints.fingerprint(self._model, self._optimizer))
         self._user_state.restore(saved.user_state)
+        _say_other_hashes(saved.hash_seed, hash_seed())
 
     def _save(
         self, folder: Path, scheduler: Scheduler | None, keep: int, *, background: bool
@@ -164,6 +166,7 @@ class Saver:
             data=encodable(self._sources.saved_at(position.cursor)),
             user_state=self._user_state.read(),
             cut_by_time=self._cut_by_time(),
+            hash_seed=hash_seed(),
         )
 
     def _cut_by_time(self) -> dict[str, int]:
@@ -190,3 +193,16 @@ class Saver:
             )
         if lacks:
             logger.warning("the checkpoint does not hold %s", "; nor ".join(lacks))
+
+
+def _say_other_hashes(saved: str, now: str) -> None:
+    """Log that strings are hashed otherwise than when the checkpoint was saved."""
+    if saved and saved != now:
+        logger.warning(
+            "the checkpoint was saved with PYTHONHASHSEED=%s, and this process has %s: code that "
+            "iterates over a set of strings may now compute something else; start Python with "
+            "PYTHONHASHSEED=%s to resume exactly",
+            saved,
+            now,
+            saved if saved != "random" else "0 from the beginning",
+        )
