@@ -15,7 +15,7 @@ import evenstep
 from evenstep.collectives import deal
 from evenstep.devices import Device
 from evenstep.engine import InlineLanes, ThreadLanes
-from evenstep.errors import InputError
+from evenstep.errors import ClosedError, InputError
 from evenstep.replicas import Replicas
 from evenstep.steps.owners.partition import Partition
 from evenstep.steps.owners.update import OwnedUpdate
@@ -208,3 +208,69 @@ def test_gpus_are_refused_so_far():
     engine = SimpleNamespace(devices=[Device("cuda", 0)])
     with pytest.raises(InputError, match=r"got partition='optimizer' and cuda:0"):
         Partition(model, optimizer, update._replicas, engine, update, None)
+
+
+class Failing(torch.optim.SGD):
+    """Fails once, in the lane that updates the last parameter, when others have updated theirs."""
+
+    fails = False
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        held = [
+            one for group in self.param_groups for one in group["params"] if one.grad is not None
+        ]
+        if Failing.fails and any(one.numel() == 5 for one in held):
+            raise ValueError("no")
+        return loss
+
+
+def test_an_error_in_one_lane_leaves_half_a_step_which_nothing_goes_on_from(tmp_path, monkeypatch):
+    model = build("convolution")
+    optimizer = Failing(model.parameters(), lr=0.1)
+    given = {"devices": own(2), "partition": "optimizer"}
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **given) as trainer:
+        trainer.step(*BATCHES[0])
+        trainer.save(tmp_path)
+        expected = trainer.fingerprint()
+        monkeypatch.setattr(Failing, "fails", True)
+        with pytest.raises(ValueError, match="no"):
+            trainer.step(*BATCHES[1])
+        monkeypatch.setattr(Failing, "fails", False)
+        calls = [
+            lambda: trainer.step(*BATCHES[1]),
+            lambda: trainer.save(tmp_path),
+            lambda: trainer.save(tmp_path, background=True),
+            trainer.fingerprint,
+            trainer.optimizer.state_dict,
+        ]
+        for call in calls:
+            with pytest.raises(
+                ClosedError, match="step 1 failed .* between two steps: load the last"
+            ):
+                call()
+    assert [one.name for one in tmp_path.iterdir()] == ["step-00000001"]
+    with evenstep.Trainer.load(tmp_path, model, optimizer, nn.CrossEntropyLoss(), **given) as again:
+        assert again.fingerprint() == expected
+        again.step(*BATCHES[1])
+
+
+@pytest.mark.parametrize("hook", ["before_update", "after_update"])
+def test_an_error_beside_the_update_leaves_whole_steps(hook, tmp_path):
+    """What the lanes have not begun, or have all done, is no half step."""
+    model, failing = build("convolution"), [False]
+
+    def may_fail(_):
+        if failing[0]:
+            raise ValueError("no")
+
+    given = {"devices": own(2), "partition": "optimizer", hook: may_fail}
+    optimizer = ADAM(model.parameters())
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **given) as trainer:
+        trainer.step(*BATCHES[0])
+        failing[0] = True
+        with pytest.raises(ValueError, match="no"):
+            trainer.step(*BATCHES[1])
+        failing[0] = False
+        trainer.step(*BATCHES[1])
+        trainer.save(tmp_path)

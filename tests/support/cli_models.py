@@ -102,3 +102,11 @@ class Normalised(nn.Sequential):
 
     def __init__(self):
         super().__init__(nn.Flatten(), nn.Linear(784, 16), nn.BatchNorm1d(16), nn.Linear(16, 10))
+
+
+class Hashing(Net):
+    """Begins with the hash of a string, which differs from process to process."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.constant_(self.layer.bias, hash("a name") % 1009 / 1009)

@@ -84,6 +84,8 @@ class TrainingState:
         user_state: the states of the objects in `Trainer(state=...)`, by name.
         cut_by_time: the modules that begin stages which were chosen by time (`Trainer(stages=
             "balanced:time")`), with the stages' numbers; empty without.
+        hash_seed: the seed with which Python hashed strings, or "random"; empty in a checkpoint of
+            version 0.2.0, which did not hold it.
     """
 
     experiment: Experiment
@@ -100,6 +102,7 @@ class TrainingState:
     data: LoaderPlace | None = dataclasses.field(default=None, metadata=LATER)
     user_state: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=LATER)
     cut_by_time: dict[str, int] = dataclasses.field(default_factory=dict, metadata=LATER)
+    hash_seed: str = dataclasses.field(default="", metadata=LATER)
 
     def to_tree(self) -> Tree:
         """Return the state as nested dicts; tensors are not copied."""

@@ -24,6 +24,7 @@ from evenstep.cli.commands import (
     verify,
 )
 from evenstep.cli.options.training import spell_options
+from evenstep.cli.processes.hash_seed import fix_hash_seed
 from evenstep.cli.processes.report import report_to_launcher
 from evenstep.errors import EvenstepError, InputError, PeerError
 
@@ -41,6 +42,8 @@ class Program(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Run the command and exit."""
+        if not args and "args" not in kwargs:
+            fix_hash_seed()
         kwargs.setdefault("obj", dict(os.environ))  # as the user has set it, for the doctor
         # CUDA reads it when it starts; without it cuBLAS is not deterministic.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -116,7 +116,7 @@ def drew_nothing(generators: Sequence[Generator], function: Callable[[], T]) -> 
             result = interruptible(function)
         finally:
             after = [generator.read() for generator in generators]
-            quiet = all(_are_equal(*pair) for pair in zip(before, after, strict=True))
+            quiet = all(same_state(*pair) for pair in zip(before, after, strict=True))
             if not quiet:
                 for generator, state in zip(generators, before, strict=True):
                     generator.write(state)
@@ -278,11 +278,12 @@ def _is_filled(cell: Any) -> bool:
     return True
 
 
-def _are_equal(one: Any, other: Any) -> bool:
+def same_state(one: Any, other: Any) -> bool:
+    """Return whether two states of a generator are equal."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return all(_are_equal(value, other[key]) for key, value in one.items())
+        return all(same_state(value, other[key]) for key, value in one.items())
     if isinstance(one, np.ndarray):
         return bool(np.array_equal(one, other))
     return bool(one == other)

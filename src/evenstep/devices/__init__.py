@@ -1,6 +1,6 @@
 """Devices: finding them, naming them, and moving tensors to them."""
 
-from evenstep.devices.arithmetic import arithmetic_facts, known_results, torch_settings
+from evenstep.devices.arithmetic import arithmetic_facts, hash_seed, known_results, torch_settings
 from evenstep.devices.device import Device, as_device, parse_device
 from evenstep.devices.discovery import (
     Devices,
@@ -28,6 +28,7 @@ __all__ = [
     "deterministic_kernels",
     "find_devices",
     "gpu_count",
+    "hash_seed",
     "intra_op_threads",
     "kept_memory",
     "known_results",

@@ -10,6 +10,7 @@ import hashlib
 import os
 import platform
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -92,6 +93,15 @@ def known_results(devices: Sequence[Device], dtype: torch.dtype | None = None) -
             with torch.autocast("cpu", dtype=dtype, cache_enabled=False):
                 found |= {f"{name} in {dtype}": _digest(_KNOWN[name]()) for name in _CAST}
     return {f"the result of known {name}": digest for name, digest in found.items()}
+
+
+def hash_seed() -> str:
+    """Return the seed with which Python hashes strings, or "random" if each process has another.
+
+    It decides the order in which a set of strings is iterated, and with it what such code computes.
+    """
+    given = "" if sys.flags.ignore_environment else os.environ.get("PYTHONHASHSEED", "")
+    return given or "random"
 
 
 def _libraries() -> Iterator[tuple[str, str]]:

@@ -206,12 +206,16 @@ def _spelled(facts: Facts) -> str:
 def named(
     prefix: str, tensors: Iterable[tuple[int, torch.Tensor | None]]
 ) -> dict[str, torch.Tensor]:
-    """Return contiguous CPU tensors by name; a sparse tensor becomes its indices and values."""
+    """Return contiguous CPU tensors by name; a sparse tensor becomes its indices and values.
+
+    Repeated rows stay apart, as in the gradient of a whole batch: added up, they round differently.
+    """
     result = {}
     for number, tensor in tensors:
         if tensor is not None and tensor.is_sparse:
-            result[f"{prefix}/{number}/indices"] = _plain(tensor.indices())
-            result[f"{prefix}/{number}/values"] = _plain(tensor.values())
+            result[f"{prefix}/{number}/indices"] = _plain(tensor._indices())
+            result[f"{prefix}/{number}/values"] = _plain(tensor._values())
+            result[f"{prefix}/{number}/coalesced"] = torch.tensor(tensor.is_coalesced())
             result[f"{prefix}/{number}/shape"] = torch.tensor(tensor.shape)
         elif tensor is not None:
             result[f"{prefix}/{number}"] = _plain(tensor)
@@ -228,7 +232,13 @@ def unnamed(
         return None
     indices, values = tensors[f"{name}/indices"], tensors[f"{name}/values"]
     size = tensors[f"{name}/shape"].tolist()
-    return torch.sparse_coo_tensor(indices, values, size, is_coalesced=True).to(device)
+    return torch.sparse_coo_tensor(
+        indices,
+        values,
+        size,
+        is_coalesced=bool(tensors[f"{name}/coalesced"]),
+        check_invariants=False,
+    ).to(device)
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,47 @@ class Replica:
         for slots, own in zip(self._slots, self.buffers, strict=True):
             for owner, key in slots:
                 owner[key] = own
+
+    def adopt_assigned(self) -> dict[int, torch.Tensor]:
+        """Take tensors that were assigned to buffers as the replica's own.
+
+        Returns:
+            By the `id` of each tensor before, the one in its place. Empty if one of them differs in
+            form or shares memory with others: then other replicas must be made again, too.
+        """
+        assigned: dict[int, torch.Tensor] = {}
+        for number, (slots, own) in enumerate(zip(self._slots, self.buffers, strict=True)):
+            now: list[Any] = [owner.get(key) for owner, key in slots]
+            if any(one is not own for one in now):
+                if any(one is not now[0] for one in now) or not _is_like(now[0], own):
+                    return {}
+                assigned[number] = now[0]
+        if not assigned or not self._lie_apart(assigned):
+            return {}
+        found = {id(self.buffers[number]): one for number, one in assigned.items()}
+        for number, one in assigned.items():
+            self.buffers[number] = one
+        return found
+
+    def _lie_apart(self, assigned: Mapping[int, torch.Tensor]) -> bool:
+        """Whether the tensors share memory with no other buffer, and with no parameter."""
+        kept = [one for number, one in enumerate(self.buffers) if number not in assigned]
+        every = [*assigned.values(), *kept, *self.parameters]
+        places = [one.untyped_storage().data_ptr() for one in every if one.layout is torch.strided]
+        mine = places[: len(assigned)]
+        return all(places.count(place) == 1 for place in mine)
+
+
+def _is_like(value: object, own: torch.Tensor) -> bool:
+    """Return whether a tensor can take a buffer's place without other replicas noticing."""
+    return (
+        type(value) is type(own)
+        and isinstance(value, torch.Tensor)
+        and not (value.requires_grad or value.is_inference())
+        and value.layout is own.layout is torch.strided
+        and (value.dtype, value.shape, value.device) == (own.dtype, own.shape, own.device)
+        and value.stride() == own.stride()
+    )
 
 
 def _changed(value: object, opening: torch.Tensor, name: str) -> torch.Tensor | None:

@@ -151,6 +151,8 @@ class Replicas:
             `mark_synchronised`.
         """
         difference = self._difference()
+        if difference is not None and difference.needs_rebuild and self.adopt_buffers():
+            difference = self._difference()
         if difference is not None:
             self._follow(difference)
         for update in self._updates():
@@ -164,6 +166,16 @@ class Replicas:
         """Whether the user has changed the module since `refresh`."""
         return self._difference() is not None or any(True for _ in self._updates())
 
+    def adopt_buffers(self) -> bool:
+        """Take tensors that the user has assigned to buffers; return whether there were any.
+
+        Other replicas have buffers of their own, which get the values when a shard opens.
+        """
+        found = self.home.adopt_assigned()
+        if found:
+            self.structure[:] = [found.get(id(part), part) for part in self.structure]
+        return bool(found)
+
     def _follow(self, difference: Difference) -> None:
         if difference.needs_rebuild:
             self._build_again()
@@ -175,14 +187,18 @@ class Replicas:
 
     def _difference(self) -> Difference | None:
         """Return what the user has changed in the module since `refresh`."""
-        now = _structure(self._home_modules, self.home.parameters)
-        is_same = len(now) == len(self.structure) and all(map(operator.is_, now, self.structure))
-        if not is_same or self._forms != forms_of(self.home.parameters):
+        if not self._has_its_parts or self._forms != forms_of(self.home.parameters):
             return Difference(needs_rebuild=True)
         return None if self._watch is None else self._watch.difference()
 
+    @property
+    def _has_its_parts(self) -> bool:
+        """Whether the module has the layers, parameters, buffers and hooks of `structure`."""
+        now = _structure(self._home_modules, self.home.parameters)
+        return len(now) == len(self.structure) and all(map(operator.is_, now, self.structure))
+
     def watched_attributes(self, hook: str) -> Callable[[], None]:
-        """Return what refuses attributes of the user's module that are set until it is called.
+        """Return what refuses attributes and parts of the module that are set until it is called.
 
         The shards of the next step in flight compute on copies, which would have the old ones. It
         raises a ContractError that names the attributes.
@@ -194,10 +210,16 @@ class Replicas:
         if watch is None or watch.difference() is not None:  # the user has changed others
             watch = ModuleWatch(self.home.module, keeps_results=False)
 
+        had_its_parts = self._has_its_parts
+
         def refuse_changes() -> None:
             difference = watch.difference()
-            if difference is not None:
-                names = ", ".join(watch.names(difference)) or "what an attribute holds"
+            has_other_parts = had_its_parts and not self._has_its_parts
+            if has_other_parts or difference is not None:
+                names = ", ".join(watch.names(difference)) if difference else ""
+                names = names or "what an attribute holds"
+                if has_other_parts:
+                    names = "the layers, the hooks, or the shape or dtype of a buffer"
                 raise ContractError(
                     f"{hook} has changed {names} of the module with a step in flight, whose shards "
                     f"would see it too late: register a buffer, keep it outside of the module if "

@@ -19,8 +19,10 @@ from evenstep.checkpoint.training_state import ModelState, TrainingState
 from evenstep.checkpoint.user_state import UserState, encodable
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Sources
+from evenstep.devices import hash_seed
 from evenstep.replicas import refuse_strangers
 from evenstep.stages.executor import StagedExecutor
+from evenstep.steps.other_optimizers import OtherOptimizers
 from evenstep.steps.step import Position
 from evenstep.training.agreement import Agreement
 from evenstep.training.notes import Notes
@@ -43,6 +45,7 @@ class Saver:
 
     Attributes:
         writer: writes checkpoints in the background.
+        other_optimizers: notes, while it is open, which optimizers beside the trainer's own step.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Saver:
         notes: Notes,
     ) -> None:
         self.writer = AsyncWriter()
+        self.other_optimizers = OtherOptimizers(model, optimizer)
         self._model = model
         self._optimizer = optimizer
         self._user_state = user_state
@@ -112,11 +116,15 @@ class Saver:
         else:
             saved.check_fingerprint(fingerprints.fingerprint(self._model, self._optimizer))
         self._user_state.restore(saved.user_state)
+        _say_other_hashes(saved.hash_seed, hash_seed())
 
     def _save(
         self, folder: Path, scheduler: Scheduler | None, keep: int, *, background: bool
     ) -> Path:
+        if self._partition is not None:
+            self._partition.refuse_half_step()
         self._say_what_is_not_saved()
+        self.other_optimizers.say_what_is_lost(self._user_state.read)
         refuse_strangers(self._model, self._optimizer)
         lost = self._agreement.compare_to_save()
         if self._partition is not None and self._partition.is_split:
@@ -158,6 +166,7 @@ class Saver:
             data=encodable(self._sources.saved_at(position.cursor)),
             user_state=self._user_state.read(),
             cut_by_time=self._cut_by_time(),
+            hash_seed=hash_seed(),
         )
 
     def _cut_by_time(self) -> dict[str, int]:
@@ -184,3 +193,16 @@ class Saver:
             )
         if lacks:
             logger.warning("the checkpoint does not hold %s", "; nor ".join(lacks))
+
+
+def _say_other_hashes(saved: str, now: str) -> None:
+    """Log that strings are hashed otherwise than when the checkpoint was saved."""
+    if saved and saved != now:
+        logger.warning(
+            "the checkpoint was saved with PYTHONHASHSEED=%s, and this process has %s: code that "
+            "iterates over a set of strings may now compute something else; start Python with "
+            "PYTHONHASHSEED=%s to resume exactly",
+            saved,
+            now,
+            saved if saved != "random" else "0 from the beginning",
+        )

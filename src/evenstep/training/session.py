@@ -15,12 +15,12 @@ from evenstep.devices import deterministic_kernels, kept_memory
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
-from evenstep.replicas import channels_last_weights
+from evenstep.replicas import channels_last_weights, hookable
 from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.joining import OPEN, joined
 from evenstep.steps.owners.reducer import OwnerReducer
 from evenstep.steps.reducer import ProcessReducer
-from evenstep.steps.update import Update
+from evenstep.steps.update import is_in_a_trainer
 from evenstep.training.agreement import Agreement
 from evenstep.training.arguments import Layout, refuse_lockstep_apart
 from evenstep.training.notes import Notes
@@ -119,8 +119,9 @@ class Session:
                 )
             for other in self._others:
                 opened.enter_context(other)
-            hook = self._optimizer.register_step_pre_hook(parts.update.refuse_foreign_step)
-            opened.callback(hook.remove)
+            for one in hookable(self._optimizer):
+                hook = one.register_step_pre_hook(parts.update.refuse_foreign_step)
+                opened.callback(hook.remove)
             INTERRUPTS.check()
             self._opened = opened.pop_all()
         self.is_open = True
@@ -128,8 +129,7 @@ class Session:
 
     def _refuse_shared_optimizer(self) -> None:
         """Refuse an optimizer that another open trainer steps."""
-        hooks = self._optimizer._optimizer_step_pre_hooks.values()
-        if any(getattr(hook, "__func__", None) is Update.refuse_foreign_step for hook in hooks):
+        if is_in_a_trainer(self._optimizer):
             raise InputError(
                 "another trainer with this optimizer is open: close that one first (end its "
                 "`with`, or call its `close`), or give each trainer an optimizer of its own"

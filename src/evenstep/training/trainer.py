@@ -40,7 +40,7 @@ from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Pr
 from evenstep.nn.crew import Exchanged
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
-from evenstep.replicas import check_trainable, move_home
+from evenstep.replicas import check_trainable, complete, move_home
 from evenstep.shard.compile_policy import Hybridized
 from evenstep.shard.evaluation import Forward, measure_model, measure_output, output_of
 from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
@@ -269,6 +269,7 @@ class Trainer(Habits):
         )
         check_functions(before_update=before_update, after_update=after_update)
         check_kinds(model, optimizer)
+        complete(optimizer)
         check_parts(scheduler, lanes)
         callbacks = check_callbacks(callbacks)
         refuse_compiled_lockstep(experiment, side_by_side=side_by_side)
@@ -305,9 +306,8 @@ class Trainer(Habits):
         self._saver = Saver(
             model, optimizer, user_state, parts, self._agreement, self._epochs.sources, notes
         )
-        self._session = Session(
-            optimizer, parts, layout, self._agreement, notes, (self._saver.writer, self._epochs)
-        )
+        others = self._saver.writer, self._saver.other_optimizers, self._epochs
+        self._session = Session(optimizer, parts, layout, self._agreement, notes, others)
         measure = measure_model if loss is None else measure_output
         self._evaluator = Evaluator(
             model, parts.executor, measure, parts.progress, self._open_flight

@@ -63,7 +63,24 @@ def on_sparse_gradients(options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {**options_of(model), **options}
     with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
-        losses = [float(trainer.step(X, y)) for X, y in make_batches((61, 64))]
+        losses = [float(trainer.step(X, y)) for X, y in make_batches((61, 64, 1, 2))]
+        return [trainer.fingerprint(), losses]
+
+
+def on_an_embedding_and_short_batches(options):
+    """Train an embedding whose rows repeat in each example; some batches fill a single shard."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Flatten(), nn.Linear(60, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(1)
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        losses = []
+        for size in (1, 33, 1, 2):
+            X = torch.randint(0, 9, (size, 12), generator=generator)
+            y = torch.randint(0, 3, (size,), generator=generator)
+            losses.append(float(trainer.step(X, y)))
+            losses.append(float(trainer.backward(evenstep.Shards([(X, y)]))))
+            optimizer.step()
         return [trainer.fingerprint(), losses]
 
 
@@ -164,6 +181,7 @@ def main():
     results = {name: on_whole_batches(name, SIZES[shards], options) for name in ZOO}
     results["dropout, few examples"] = on_whole_batches("dropout", LAST, options)
     results["sparse gradients"] = on_sparse_gradients(options)
+    results["embedding"] = on_an_embedding_and_short_batches(options)
     results["added to twice"] = on_gradients_added_to_twice(options)
     results["momentum encoder"] = on_a_momentum_encoder(options)
     results["outputs"] = on_outputs(options)

@@ -21,6 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from evenstep.cli.processes import loopback_rendezvous
+from evenstep.cli.processes.hash_seed import HASH_SEED
 from evenstep.cli.processes.report import FOLDER, reported_shares
 from evenstep.profiling.accounting import DeviceShares
 
@@ -33,8 +34,10 @@ def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> list[
     """
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     loopback_rendezvous.register()
+    hashes_freely = HASH_SEED not in os.environ
     with tempfile.TemporaryDirectory(prefix="evenstep-") as folder:
         os.environ[FOLDER] = folder
+        os.environ.setdefault(HASH_SEED, "0")  # all processes hash strings alike
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -56,6 +59,8 @@ def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> list[
             sys.exit(code)
         finally:
             del os.environ[FOLDER]
+            if hashes_freely:
+                del os.environ[HASH_SEED]
         return reported_shares(Path(folder), processes)
 
 

@@ -21,6 +21,7 @@ from evenstep.distributed import Exchange, agree, follow_the_first, refuse_diver
 from evenstep.distributed.step_report import NO_DIGEST, batch_digest, refuse_other_batches
 from evenstep.errors import SaveError, text_of
 from evenstep.steps.groups.group import Group, State
+from evenstep.steps.groups.loop_draws import LoopDraws
 from evenstep.steps.outputs import pack_outputs, unpack_outputs
 from evenstep.steps.reducer import ProcessReducer
 
@@ -52,6 +53,7 @@ class LinkedGroup(Group):
         self._shards = shards
         self._given: Part | None = None  # of the batch that `batches` has yielded last
         self._is_first_batch = True
+        self._draws = LoopDraws() if self.is_first else None
         self._said_whole: list[Source] = []
 
     def batches(
@@ -85,6 +87,8 @@ class LinkedGroup(Group):
             for number, batch in enumerate(source.epoch(cursor, part), cursor.step):
                 upcoming = number + 1
                 self._given = own = fetched.pop(number)
+                if self._draws is not None:
+                    self._draws.begin(own)
                 yield batch
         finally:
             if self._given is own:
@@ -110,6 +114,8 @@ class LinkedGroup(Group):
             whole = only(batch)
             runs = self._reducer.assignment.runs(min(len(whole), shards), step)
             return cut_own_shards(whole, shards, whole.part(runs, self._reducer.rank, shards))
+        if self._given is not None and self._draws is not None:
+            self._draws.end(self._given)
         part = self._given or self._part(count_examples(batch, self._batch_dim), step)
         return cut_batch(batch, shards, part)
 

@@ -23,7 +23,7 @@ from evenstep.errors import ClosedError, InputError, ModelError
 from evenstep.replicas import Replicas, refuse_coupled
 from evenstep.steps.groups.group import Group
 from evenstep.steps.owners.devices import DeviceOwners
-from evenstep.steps.owners.reducer import OwnerReducer, deal_parameters
+from evenstep.steps.owners.reducer import OwnerReducer, deal_parameters, refuse_half_step
 from evenstep.steps.owners.update import OwnedProxyUpdate, OwnedUpdate
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.reducer import loose_parameters
@@ -99,6 +99,7 @@ class Partition:
         Raises:
             ClosedError: an error came between the updates of two owners.
         """
+        refuse_half_step(self._update.half_step)
         if self._owners is not None:
             self._owners.refuse_half_step()
 
@@ -119,7 +120,11 @@ class Partition:
     def split(self, group: Group) -> Iterator[None]:
         """Inside `with`, let each of several processes keep the state of its own parameters."""
         if not isinstance(group.reducer, OwnerReducer):
-            yield
+            before = self._optimizer.register_state_dict_pre_hook(lambda _: self.refuse_half_step())
+            try:
+                yield
+            finally:
+                before.remove()
             return
         owners, optimizer = group.reducer, self._optimizer
         if self._check_loaded is not None and self._loaded != owners.owner_of:
@@ -157,6 +162,7 @@ class Partition:
 
     def fingerprint(self, version: int = 1) -> str:
         """Return the fingerprint of the whole training state; each process must call this."""
+        self.refuse_half_step()
         if self._owners is None:
             if self._was_split:
                 _refuse_part(self._optimizer)
@@ -164,7 +170,6 @@ class Partition:
                 _refuse_loaded(self._optimizer)
             compute = fingerprints.fingerprint if version == 1 else fingerprints.fingerprint_2
             return compute(self._model, self._optimizer)
-        self._owners.refuse_half_step()
         read = fingerprints.named_state if version == 1 else fingerprints.whole_state
         read = read if self._owners.rank == 0 else fingerprints.owned_state
         exchange = Exchange("fingerprint", "the optimizer's state")

@@ -48,11 +48,7 @@ class OwnerReducer(ProcessReducer):
         Raises:
             ClosedError: an error came between the updates of two owners.
         """
-        if self.half_step is not None:
-            raise ClosedError(
-                f"step {self.half_step} failed after some owners had updated their parameters, so "
-                f"the training state is between two steps: load the last checkpoint"
-            )
+        refuse_half_step(self.half_step)
 
     def _lay_out(self) -> None:
         """Assign the parameters to the processes."""
@@ -121,6 +117,15 @@ class OwnerReducer(ProcessReducer):
         except PeerError as error:
             exchange = Exchange("step", "the new parameters", step)
             raise self.peers.explained(error, exchange) from error
+
+
+def refuse_half_step(number: int | None) -> None:
+    """Refuse a training state that lies between two steps; `number` is the step's, or None."""
+    if number is not None:
+        raise ClosedError(
+            f"step {number} failed after some owners had updated their parameters, so the training "
+            f"state is between two steps: load the last checkpoint"
+        )
 
 
 def deal_parameters(parameters: Iterable[torch.Tensor], owners: int) -> list[int]:
