@@ -31,8 +31,8 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }
 
 STEP = "`step`"
-MEAN = "`step`; the loss's function is the objective"
-GATHERED = "the same, with `all_gather`: one process"
+MEAN = "`step` with an objective"
+GATHERED = "an objective with `all_gather`: one process"
 KINDS: Mapping[str, tuple[str, str]] = {  # by program: its name, and what changes
     "arcface": ("Metric learning: ArcFace", STEP),
     "triplet": ("Metric learning: hardest triplets", GATHERED),
@@ -51,6 +51,10 @@ KINDS: Mapping[str, tuple[str, str]] = {  # by program: its name, and what chang
     "lightning_module": ("Lightning", "`EvenStrategy`: one process"),
     "moe": ("Mixture of experts, balanced", GATHERED),
     "unet_dice": ("U-Net, Dice loss of the batch", GATHERED),
+    "dice_in_two_passes": (
+        "U-Net, Dice loss in two passes",
+        "`predict` gives the sums; the objective is linear in them",
+    ),
     "vq_vae": ("VQ-VAE", f"{MEAN}; `buffers` adds up what the codebook follows"),
     "wgan_gp": ("WGAN-GP", f"{MEAN}; `backward` for the generator"),
     "truncated_bptt": ("Truncated BPTT", "the state is an output, with a row for each text"),
