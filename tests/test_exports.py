@@ -264,6 +264,8 @@ EXPORTS = {
         "channels_last_weights",
         "check_followed",
         "check_trainable",
+        "complete",
+        "hookable",
         "inner_optimizers",
         "is_plain",
         "layer_settings",

@@ -20,7 +20,9 @@ from evenstep.replicas import inner_optimizers
 
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
 
-_INNER = "inner_optimizers"  # the key of their states, beside those of the optimizer's state_dict
+# Keys beside those of an optimizer's state_dict.
+_INNER = "inner_optimizers"  # the state_dicts of those inside it
+_OUTER = "outer_state"  # the state of one around them, whose own state_dict may lose it
 
 # What libraries raise for a state of another kind than they expect.
 _UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -160,7 +162,20 @@ def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the `state_dict` of an optimizer, and of those inside it with states of their own."""
     state: dict[str, Any] = optimizer.state_dict()
     inner = {place: one.state_dict() for place, one in inner_optimizers(optimizer).items()}
-    return {**state, _INNER: inner} if inner else state
+    return {**state, _INNER: inner, _OUTER: _outer_state(optimizer)} if inner else state
+
+
+def _outer_state(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
+    """Return an optimizer's state with the numbers of parameters, not their `id`, as keys.
+
+    Copies of Lookahead write the `id` of parameters into their state_dict.
+    """
+    numbers = {one: number for number, one in enumerate(_parameters(optimizer))}
+    return {numbers.get(key, key): value for key, value in optimizer.state.items()}
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
 
 
 def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
@@ -177,11 +192,32 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
             f"one has {len(states)} optimizers inside it, this one has {len(inner)}"
         )
     shared = [one for one in inner.values() if one.param_groups is optimizer.param_groups]
-    _restore_one(optimizer, {key: value for key, value in saved.items() if key != _INNER})
+    _restore_one(optimizer, {k: v for k, v in saved.items() if k not in (_INNER, _OUTER)})
+    if _OUTER in saved:
+        _restore_outer(optimizer, saved[_OUTER])
     for place, one in inner.items():
         _restore_one(one, states[place])
     for one in shared:
         one.param_groups = optimizer.param_groups
+
+
+def _restore_outer(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
+    """Restore what `_outer_state` returned, on the devices of the parameters."""
+    parameters = _parameters(optimizer)
+    optimizer.state.clear()
+    for key, value in saved.items():
+        if key in range(len(parameters)):
+            parameter = parameters[key]
+            optimizer.state[parameter] = {k: _beside(v, parameter) for k, v in value.items()}
+        else:
+            optimizer.state[key] = value
+
+
+def _beside(value: Any, parameter: torch.Tensor) -> Any:
+    """Return a copy of a tensor on the device of its parameter, unless it is a number."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(parameter.device if value.dim() else value.device, copy=True)
 
 
 def _restore_one(optimizer: torch.optim.Optimizer, saved: Tree) -> None:

@@ -11,6 +11,8 @@ from evenstep.replicas.copying import move_home
 from evenstep.replicas.layouts import channels_last_weights
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
+    complete,
+    hookable,
     inner_optimizers,
     parameter_proxy,
 )
@@ -32,6 +34,8 @@ __all__ = [
     "channels_last_weights",
     "check_followed",
     "check_trainable",
+    "complete",
+    "hookable",
     "inner_optimizers",
     "is_plain",
     "layer_settings",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from evenstep.errors import ContractError, InputError
+from evenstep.errors import ContractError, InputError, ModelError
 from evenstep.replicas.replicas import forms_of
 
 _ATTRIBUTES = -1  # the "group" of the optimizer's own attributes
@@ -232,6 +232,39 @@ def inner_optimizers(
                 found[place] = value
             known.append(value)
     return found
+
+
+def complete(optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer around another one what torch's constructor sets, if it did not call that.
+
+    Copies of Lookahead, and Accelerate's optimizer, don't. Their class is left as it is: torch
+    would wrap its `step` and so break other objects of it that lack these attributes.
+
+    Raises:
+        ModelError: it lacks more than that.
+    """
+    every = [optimizer, *inner_optimizers(optimizer, own_state=False).values()]
+    for one in every:
+        if "_optimizer_step_pre_hooks" in vars(one):
+            continue
+        if len(every) == 1 or not (hasattr(one, "param_groups") and hasattr(one, "state")):
+            raise ModelError(
+                f"{type(one).__name__} does not call torch's constructor, so it has no hooks on "
+                f"its step: call super().__init__(parameters, defaults) in its __init__"
+            )
+        whole = torch.optim.SGD([torch.empty(0)])
+        for key in vars(whole):
+            if key.startswith("_"):
+                vars(one)[key] = getattr(whole, key)
+        if not hasattr(one, "defaults"):
+            one.defaults = {}
+
+
+def hookable(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return the optimizer and, where its class does not call hooks on `step`, those inside it."""
+    if getattr(type(optimizer).step, "hooked", False):
+        return [optimizer]
+    return [optimizer, *inner_optimizers(optimizer, own_state=False).values()]
 
 
 def _held(optimizer: torch.optim.Optimizer, place: str) -> Iterator[tuple[str, Any]]:

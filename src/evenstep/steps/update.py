@@ -14,7 +14,7 @@ from torch import nn
 
 from evenstep.collectives import tree_sum
 from evenstep.errors import ContractError, ModelError, NonFiniteLossError
-from evenstep.replicas import Replicas, check_followed
+from evenstep.replicas import Replicas, check_followed, hookable
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
 from evenstep.shard.partial_sum import PartialSum, closing_buffers, divide_gradients, receive
@@ -58,6 +58,7 @@ class Update:
         self.may_step_elsewhere = False
         self.record: Callable[[], Sequence[Any]] = tuple
         self._is_stepping = False
+        self._stepped = hookable(optimizer)
         self._known = {*replicas.home.parameters}  # those that the optimizer was made for
 
     def __call__(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
@@ -143,16 +144,16 @@ class Update:
             None, or arguments with a closure that must call `Trainer.backward`.
         """
         may_step = self._is_stepping or self.may_step_elsewhere
-        if optimizer is not self._optimizer or may_step:
+        if may_step or all(optimizer is not one for one in self._stepped):
             return None
         closure = options.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            raise _foreign_step_error(optimizer)
+            raise _foreign_step_error(self._optimizer)
 
         def checked() -> Any:
             loss = closure()
             if not self.may_step_elsewhere:
-                raise _foreign_step_error(optimizer)
+                raise _foreign_step_error(self._optimizer)
             return loss
 
         return args[:1], {**options, "closure": checked}

@@ -15,7 +15,7 @@ from evenstep.devices import deterministic_kernels, kept_memory
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
-from evenstep.replicas import channels_last_weights
+from evenstep.replicas import channels_last_weights, hookable
 from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.joining import OPEN, joined
 from evenstep.steps.owners.reducer import OwnerReducer
@@ -119,8 +119,9 @@ class Session:
                 )
             for other in self._others:
                 opened.enter_context(other)
-            hook = self._optimizer.register_step_pre_hook(parts.update.refuse_foreign_step)
-            opened.callback(hook.remove)
+            for one in hookable(self._optimizer):
+                hook = one.register_step_pre_hook(parts.update.refuse_foreign_step)
+                opened.callback(hook.remove)
             INTERRUPTS.check()
             self._opened = opened.pop_all()
         self.is_open = True

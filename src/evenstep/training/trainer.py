@@ -40,7 +40,7 @@ from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Pr
 from evenstep.nn.crew import Exchanged
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
-from evenstep.replicas import check_trainable, move_home
+from evenstep.replicas import check_trainable, complete, move_home
 from evenstep.shard.compile_policy import Hybridized
 from evenstep.shard.evaluation import Forward, measure_model, measure_output, output_of
 from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
@@ -270,6 +270,7 @@ class Trainer(Habits):
         )
         check_functions(before_update=before_update, after_update=after_update)
         check_kinds(model, optimizer)
+        complete(optimizer)
         check_parts(scheduler, lanes)
         callbacks = check_callbacks(callbacks)
         refuse_compiled_lockstep(experiment, side_by_side=side_by_side)
