@@ -19,9 +19,7 @@ WARNS = [
     pytest.mark.slow,  # the import of the library
     pytest.mark.filterwarnings("default"),  # its own
 ]
-WRAPS = pytest.mark.xfail(raises=AttributeError, reason="optimizers that wrap another one")
-MARKS = {**dict.fromkeys(LIBRARIES, WARNS), "lookahead": WRAPS}
-EVERY = [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES]
+EVERY = [pytest.param(name, marks=WARNS if name in LIBRARIES else ()) for name in NAMES]
 
 
 def program(name):
@@ -62,11 +60,10 @@ def test_with_eight_shards_it_is_the_plain_loop_within_rounding(name):
 
 def test_a_kind_is_the_same_in_two_processes(tmp_path):
     """Or it is refused, because its shards meet."""
-    names = [name for name in QUICK if name != "lookahead"]
-    finished = launched(2, "kinds.py", tmp_path, *names)
+    finished = launched(2, "kinds.py", tmp_path, *QUICK)
     assert finished.returncode == 0, finished.stderr
     ranks = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for name in names:
+    for name in QUICK:
         for found in ranks:
             if name in GATHERS:
                 assert found[name].startswith("got side_by_side=True in one of several processes")
