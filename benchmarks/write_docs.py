@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, docs/reliability.md and docs/book.md from result files and notes.
+"""Write docs/benchmarks.md, reliability.md, kinds.md and book.md from result files and notes.
 
     python benchmarks/write_docs.py
 
@@ -27,6 +27,7 @@ from specs import engine, overhead, speed, text
 
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
+PAGES = ("benchmarks", "reliability", "kinds")
 FILES = (
     *(*measure.BENCHMARKS, "chargpt", "gains", "batch_norm"),
     *("scaling_lenet", "scaling_resnet18"),
@@ -54,7 +55,7 @@ _FIGURE = re.compile(r"\d+\.\d+|\d\s*(?:%|×|x\b|ms\b|s\b|[MGk]i?B\b|examples/s)
 def main() -> None:
     """Write the pages and their pictures."""
     notes = parse_notes((FOLDER / "notes.md").read_text(encoding="utf-8"))
-    for name in ("benchmarks", "reliability"):
+    for name in PAGES:
         (DOCS / f"{name}.md").write_text(page(name, RESULTS, notes), encoding="utf-8")
     if document := load("step_overhead"):
         insert(DOCS / "architecture.md", overhead.tables(document)["calls"].markdown())

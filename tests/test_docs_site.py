@@ -161,6 +161,8 @@ def test_the_site_shows_readme_notebooks_and_programs(site):
         assert (site / "tutorials" / f"{notebook.stem}.html").is_file()
     for diff in (ROOT / "examples" / "strangers").glob("*/even.diff"):
         assert (site / "examples" / "strangers" / f"{diff.parent.name}.html").is_file()
+    for kind in (ROOT / "examples" / "kinds").glob("*.py"):
+        assert (site / "examples" / "kinds" / f"{kind.stem}.html").is_file()
 
 
 def test_every_tutorial_shows_what_its_notebook_printed(site):

@@ -99,12 +99,15 @@ def examples() -> dict[str, str]:
     folder = ROOT / "examples"
     pages = {f"examples/{path.stem}.md": program(path) for path in sorted(folder.glob("*.py"))}
     rows = [f"* [{Path(uri).stem}]({Path(uri).name})" for uri in pages]
+    for path in sorted((folder / "kinds").glob("*.py")):
+        pages[f"examples/kinds/{path.stem}.md"] = program(path)
     strangers = (folder / "strangers" / "README.md").read_text(encoding="utf-8")
     pages["examples/strangers/programs.md"] = strangers
     for path in sorted(folder.glob("strangers/*/even.diff")):
         pages[f"examples/strangers/{path.parent.name}.md"] = changed_program(path)
-    more = "* [Programs like public ones](strangers/programs.md)"
-    return {**pages, "examples/index.md": "\n".join(["# Example programs", "", *rows, more])}
+    more = ["* [Programs like public ones](strangers/programs.md)"]
+    more += ["* [Kinds of training](../kinds.md)"]
+    return {**pages, "examples/index.md": "\n".join(["# Example programs", "", *rows, *more])}
 
 
 def program(path: Path) -> str:
@@ -295,11 +298,13 @@ def page_of(file: str) -> str | None:
         return "examples/index.md"
     if file in ("examples/strangers", "examples/strangers/README.md"):
         return "examples/strangers/programs.md"
+    if file == "examples/kinds":
+        return "kinds.md"
     if file.startswith("docs/"):
         return file.removeprefix("docs/")
     if file.startswith("notebooks/"):
         return f"tutorials/{Path(file).stem}.md"
-    is_program = re.fullmatch(r"examples/(strangers/)?\w+(\.py)?", file)
+    is_program = re.fullmatch(r"examples/(strangers/|kinds/)?\w+(\.py)?", file)
     return file.removesuffix(".py") + ".md" if is_program and (ROOT / file).exists() else None
 
 

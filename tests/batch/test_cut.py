@@ -280,6 +280,24 @@ def test_tensors_that_disagree_along_another_dimension_are_named():
     )
 
 
+@pytest.mark.parametrize(
+    ("batch", "dim", "place"),
+    [
+        ((X, torch.zeros(2, 6, 4)), 0, "batch[1] has 2"),
+        ((SEQUENCES, torch.zeros(7, 2)), 1, "batch[1] has 2"),
+    ],
+    ids=["layers first", "examples first"],
+)
+def test_a_state_with_its_examples_elsewhere_is_to_be_transposed(batch, dim, place):
+    text = message(lambda: cut_batch(batch, 3, dim=dim))
+    assert place in text
+    assert text.endswith(
+        f"; batch[1] has {6 if dim == 0 else 7} along dimension {1 - dim}: give "
+        f"batch[1].transpose(0, 1) if these are the examples (as in a recurrent state), or one "
+        f"that every shard needs whole as evenstep.shared(tensor)"
+    )
+
+
 def test_a_batch_without_examples_keeps_everything_else():
     sequences, labels, whole = without_examples((SEQUENCES, LABELS, shared(WHOLE)), dim=1)
     assert (sequences.shape, labels.shape) == ((4, 0, 2), (0,))

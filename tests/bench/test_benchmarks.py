@@ -200,7 +200,7 @@ def test_notes_are_found_by_name_and_hold_no_figures():
 
 def test_the_committed_pages_are_what_the_committed_files_make():
     notes = write_docs.parse_notes((BENCHMARKS / "notes.md").read_text())
-    for name in ("benchmarks", "reliability"):
+    for name in write_docs.PAGES:
         committed = (write_docs.DOCS / f"{name}.md").read_text()
         assert committed == write_docs.page(name, benchmark.RESULTS, notes)
     book = write_docs.book_page(benchmark.load("book"), notes)

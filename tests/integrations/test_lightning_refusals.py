@@ -203,3 +203,11 @@ def test_several_processes_are_refused(cases, monkeypatch):
     monkeypatch.setattr(run.strategy.cluster_environment, "world_size", lambda: 2)
     with pytest.raises(InputError, match="several processes: start one"):
         cases.trained(run)
+
+
+def test_several_processes_are_refused_when_the_strategy_is_made(cases, monkeypatch):
+    variables = {"TORCHELASTIC_RUN_ID": "test", "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(InputError, match="EvenStrategy got several processes: start one"):
+        cases.EvenStrategy()

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from evenstep.devices import Device
-from evenstep.errors import InputError, NonFiniteLossError
+from evenstep.errors import ContractError, InputError, NonFiniteLossError
 from reference import assert_same_bits
 
 transformers = pytest.importorskip("transformers", reason="pip install evenstep[transformers]")
@@ -195,6 +195,42 @@ def test_a_loss_function_of_the_users_own(tmp_path, parts):
 class Sentences(torch.utils.data.IterableDataset):
     def __iter__(self):
         return iter(sentences("next word"))
+
+
+CLASS_WEIGHT = torch.tensor([1.0, 2.0, 3.0])
+
+
+def weighted(kind):
+    """Return a class as transformers' documentation shows it, with weights of classes."""
+
+    class Weighted(kind):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            labels = inputs.pop("labels")
+            outputs = model(**inputs)
+            loss_fct = nn.CrossEntropyLoss(weight=CLASS_WEIGHT)
+            logits = outputs.logits.view(-1, self.model.config.num_labels)
+            loss = loss_fct(logits, labels.view(-1))
+            return (loss, outputs) if return_outputs else loss
+
+    return Weighted
+
+
+@pytest.mark.slow
+def test_class_weights_in_compute_loss(tmp_path):
+    class Counted(weighted(EvenTrainer)):
+        def loss_count(self, inputs):
+            return CLASS_WEIGHT[inputs["labels"]].sum()
+
+    kinds = {"kind": Counted, "plain": weighted(transformers.Trainer)}
+    assert_same_curve(tmp_path, settings(tmp_path), "classes", **kinds)
+    one, two = (trained(Counted, settings(tmp_path), devices=devices) for devices in (1, 2))
+    assert_same_bits(two.model.state_dict(), one.model.state_dict())
+
+
+def test_class_weights_that_are_not_counted_are_refused(tmp_path):
+    with pytest.raises(ContractError, match="does not add up") as refused:
+        trained(weighted(EvenTrainer), settings(tmp_path), shards=2)
+    assert "define loss_count(self, inputs)" in "".join(refused.value.__notes__)
 
 
 @pytest.mark.slow

@@ -299,3 +299,13 @@ def test_it_is_no_part_of_the_experiment(tmp_path):
     ) as resumed:
         resumed.step(*data[1])
     assert_same_bits(whole_state(model, optimizer), expected)
+
+
+@pytest.mark.parametrize("option", [{"side_by_side": True}, {"batch_norm": "sync"}], ids=str)
+def test_in_one_of_several_processes_it_is_refused_before_they_meet(option, monkeypatch):
+    variables = {"TORCHELASTIC_RUN_ID": "test", "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    model = nn.Linear(2, 2)
+    with pytest.raises(InputError, match="in one of several processes, .*: start one process"):
+        evenstep.Trainer(model, torch.optim.SGD(model.parameters()), nn.MSELoss(), **option)

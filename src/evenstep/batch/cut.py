@@ -18,7 +18,7 @@ import optree
 import torch
 from torch.utils.data import DataLoader
 
-from evenstep.batch.whole import Shared, is_plain, kind_of
+from evenstep.batch.whole import Shared, is_plain, kind_of, transposed_or_shared
 from evenstep.devices import Device
 from evenstep.errors import BatchError, ContractError
 
@@ -391,6 +391,6 @@ def _refuse(batch: Batch, dim: int) -> NoReturn:
     where = f"dimension {dim}, or the first of a tensor without it" if dim else "first dimension"
     got = ", ".join(f"{name} has {examples}" for name, examples in cut.items())
     raise BatchError(
-        f"the tensors of a batch need the same number of examples ({where}), but {got}; give one "
-        f"that every shard needs whole as evenstep.shared(tensor)"
+        f"the tensors of a batch need the same number of examples ({where}), but {got}; "
+        f"{transposed_or_shared(dict(zip(names, leaves, strict=True)), cut)}"
     )

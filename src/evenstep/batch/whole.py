@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 import torch
 
@@ -58,3 +59,24 @@ def kind_of(tensor: torch.Tensor) -> str:
     if tensor.is_meta:
         return "a tensor without data (on torch's meta device): give one with data"
     return f"a sparse tensor ({tensor.layout}): give a dense one, such as tensor.to_dense()"
+
+
+def transposed_or_shared(leaves: Mapping[str, object], lengths: Mapping[str, int]) -> str:
+    """Return what to do about tensors of a batch that differ in their number of examples.
+
+    Args:
+        leaves: the batch's tensors, by their names in messages.
+        lengths: for each that is cut, the number of its rows; the first has the examples.
+    """
+    share = "one that every shard needs whole as evenstep.shared(tensor)"
+    examples = next(iter(lengths.values()))
+    for name, length in lengths.items():
+        leaf = leaves[name]
+        assert isinstance(leaf, torch.Tensor)
+        if length != examples and leaf.ndim > 1 and examples in leaf.shape[:2]:
+            return (
+                f"{name} has {examples} along dimension {leaf.shape.index(examples)}: give "
+                f"{name}.transpose(0, 1) if these are the examples (as in a recurrent state), or "
+                f"{share}"
+            )
+    return f"give {share}"

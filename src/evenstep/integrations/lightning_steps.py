@@ -17,6 +17,7 @@ from evenstep.batch.cut import count_examples
 from evenstep.batch.nesting import nest
 from evenstep.data import GeneratorStates
 from evenstep.devices import Devices, find_devices, intra_op_threads
+from evenstep.distributed import job_share
 from evenstep.errors import ContractError, InputError, add_note
 from evenstep.integrations.lightning_shards import ShardSteps
 from evenstep.steps.step import Position
@@ -30,6 +31,7 @@ _OPTIONS = {
     *("side_by_side", "lost_after_s", "check", "tune_malloc", "lanes"),
 }
 _PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16"}
+_ONE_PROCESS = "start one process, which uses all devices"
 _SAVED = "evenstep"  # the key in Lightning's checkpoints
 _NOTE = (
     "EvenStrategy calls training_step for each shard: it must return the mean loss over the "
@@ -79,6 +81,8 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
                 f"EvenStrategy got {wrong[0]}=...: give some of {', '.join(sorted(_OPTIONS))}; the "
                 f"rest is in Lightning's Trainer and in the module"
             )
+        if job_share()[1] > 1:
+            raise InputError(f"EvenStrategy got several processes: {_ONE_PROCESS}")
         self._options = options
         self._shards_and_seed: dict[str, Any] = {"shards": shards, "seed": seed}
         self._threads: int = options.get("threads", 1)
@@ -229,7 +233,7 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
             f"num_nodes={self.num_nodes}": (self.num_nodes > 1, "leave it out"),
             "several processes": (
                 self.cluster_environment.world_size() > 1,
-                "start one process, which uses all devices",
+                _ONE_PROCESS,
             ),
             f"precision={precision!r}": (
                 precision not in _PRECISIONS,

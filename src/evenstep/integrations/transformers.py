@@ -16,11 +16,11 @@ from torch import nn
 
 from evenstep.batch.own_shards import Shards
 from evenstep.devices import Devices, find_devices, intra_op_threads
-from evenstep.errors import InputError
+from evenstep.errors import ContractError, InputError, add_note
 from evenstep.experiment import Experiment
 from evenstep.files import write_file
 from evenstep.shard.loss import Number
-from evenstep.steps.step import Position
+from evenstep.steps.step import Position, StepLoss
 from evenstep.training.trainer import Trainer
 
 try:
@@ -37,6 +37,11 @@ logger = logging.getLogger("evenstep")
 DEFAULT_SHARDS = 8
 _EXPERIMENT = "evenstep.json"  # in a checkpoint: what the result depends on
 _IGNORED = -100  # the label of what doesn't count, in all of transformers
+_NOTE = (
+    "EvenTrainer calls compute_loss for each shard and weighs its mean with the number of labels "
+    "that count: for a mean over something else, define loss_count(self, inputs), with class "
+    "weights `return weight[inputs['labels']].sum()`; options={'separable': False} accepts any"
+)
 _OPTIONS = {
     *(
         "precision",
@@ -146,12 +151,33 @@ class EvenTrainer(transformers.Trainer):
         if self._even is None:
             self._even = self._open(model, batches[0], num_items_in_batch)
         if self.args.gradient_accumulation_steps == 1:
-            loss = self._even.backward(batches[0], accumulate=True)
+            loss = self._backward_of_rows(self._even, batches[0])
         else:
             items = None if num_items_in_batch is None else float(num_items_in_batch)
             micro_batches = [(batch, items, len(batches)) for batch in batches]
             loss = self._even.backward(Shards(micro_batches), accumulate=True)
         return torch.tensor(float(loss), device=self.args.device)
+
+    def _backward_of_rows(self, even: Trainer, batch: dict[str, Any]) -> StepLoss:
+        """Compute the gradients of a batch, which is cut into shards."""
+        try:
+            return even.backward(batch, accumulate=True)
+        except ContractError as error:
+            add_note(error, _NOTE)
+            raise
+
+    def loss_count(self, inputs: Mapping[str, Any]) -> Number:
+        """Return what the mean of `compute_loss` is over, for some rows of a batch.
+
+        By default the number of labels that aren't -100; without labels, that of examples. Define
+        it in a class of your own for another mean: with class weights, `weight[labels].sum()`.
+        """
+        labels = inputs.get("labels")
+        if not isinstance(labels, torch.Tensor):
+            return len(next(_tensors_of(inputs)))
+        if getattr(self, "_loss_shifts_labels", False):
+            labels = labels[..., 1:]
+        return labels.ne(_IGNORED).sum()
 
     def _open(
         self, model: nn.Module, inputs: dict[str, Any], items: torch.Tensor | int | None
@@ -208,19 +234,10 @@ class EvenTrainer(transformers.Trainer):
         if self._sums:
             items: Any = self._get_num_items_in_batch([inputs], _device_of(inputs))
             return self._loss(model, inputs, 1.0), items
-        count = self._counted(inputs)
+        count = self.loss_count(inputs)
         if not count:  # a mean of nothing would be NaN
             return torch.zeros((), device=_device_of(inputs)), 0
         return self._loss(model, inputs, None) * count, count
-
-    def _counted(self, inputs: Mapping[str, Any]) -> Number:
-        """Return the number of labels that a mean is taken over; without labels, of examples."""
-        labels = inputs.get("labels")
-        if not isinstance(labels, torch.Tensor):
-            return len(next(_tensors_of(inputs)))
-        if getattr(self, "_loss_shifts_labels", False):
-            labels = labels[..., 1:]
-        return labels.ne(_IGNORED).sum()
 
     def _loss(self, model: nn.Module, inputs: dict[str, Any], items: float | None) -> torch.Tensor:
         counted = None if items is None else torch.tensor(items, device=_device_of(inputs))

@@ -13,6 +13,7 @@ from torch import nn
 from evenstep.callbacks import Callback
 from evenstep.checkpoint.user_state import Stateful
 from evenstep.devices import Device, Devices
+from evenstep.distributed import job_share
 from evenstep.engine import Lanes
 from evenstep.errors import InputError, ModelError, shown
 from evenstep.experiment import Experiment, check_choice, check_flag, check_integer, check_seconds
@@ -251,6 +252,12 @@ def refuse_compiled_lockstep(experiment: Experiment, *, side_by_side: bool) -> N
         )
 
 
+def refuse_lockstep_in_processes(experiment: Experiment, *, side_by_side: bool) -> None:
+    """Refuse shards that wait for each other in one of several processes, before they meet."""
+    if side_by_side or experiment.batch_norm == "sync":
+        refuse_lockstep_apart(experiment, (), is_alone=job_share()[1] == 1, has_threads=True)
+
+
 def chosen_stages(
     given: StageNames | None,
     model: nn.Module,
@@ -303,7 +310,7 @@ def refuse_lockstep_apart(
     if not is_alone:
         raise InputError(
             f"got {option} in one of several processes, which don't wait for each other's "
-            f"shards: use the devices of one process, or leave it out"
+            f"shards: start one process, which uses all devices of this machine, or leave it out"
         )
     if len(devices) > 1 and not has_threads:
         raise InputError(

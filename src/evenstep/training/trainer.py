@@ -63,6 +63,7 @@ from evenstep.training.arguments import (
     chosen_stages,
     only_one,
     refuse_compiled_lockstep,
+    refuse_lockstep_in_processes,
     refuse_unfit_slices,
 )
 from evenstep.training.epochs import Epochs
@@ -273,6 +274,7 @@ class Trainer(Habits):
         check_parts(scheduler, lanes)
         callbacks = check_callbacks(callbacks)
         refuse_compiled_lockstep(experiment, side_by_side=side_by_side)
+        refuse_lockstep_in_processes(experiment, side_by_side=side_by_side)
         self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
         refuse_unfit_slices(model, experiment, layout, self.devices)
         self._objective = choose_objective(loss, objective)
