@@ -523,6 +523,10 @@ MISTAKES = {
         evaluate({"accuracy": a_mean}),
         f'the metric "accuracy" returned a tensor of shape (): {PAIR}',
     ),
+    "a metric that returns a row for each example": (
+        evaluate({"right": lambda output, y: (output.argmax(1) == y).float()}, [(X[:4], y[:4])]),
+        f'the metric "right" returned a tensor of shape (2,): {PAIR}',
+    ),
     "a list of metrics": (evaluate([a_mean]), f"got a list as metrics: {METRICS}"),
     "a metric alone": (evaluate(a_mean), f"got a function as metrics: {METRICS}"),
     "the name of a metric": (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import optree
 import torch
@@ -66,11 +66,7 @@ def _pair(name: str, value: Any) -> tuple[Number, Number]:
     Raises:
         ModelError: it is neither.
     """
-    try:
-        is_pair = isinstance(value, Mapping) or len(value) == 2
-    except TypeError:
-        is_pair = False
-    if not is_pair:
+    if not (isinstance(value, Mapping) or (isinstance(value, tuple) and len(value) == 2)):
         is_tensor = isinstance(value, torch.Tensor)
         got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else shown(value)
         raise ModelError(
@@ -78,8 +74,7 @@ def _pair(name: str, value: Any) -> tuple[Number, Number]:
             f"examples that the metric is given, such as ((output.argmax(1) == y).sum(), len(y)), "
             f"from which the mean over all batches follows"
         )
-    pair: tuple[Number, Number] = value
-    return pair
+    return cast("tuple[Number, Number]", value)
 
 
 def measure_shard(

@@ -182,7 +182,7 @@ def _run_eagerly(
 def _detached(outputs: Outputs) -> Outputs:
     """Return copies of outputs on the CPU, without their graph."""
     return {
-        name: tuple(map(_copied, value)) if isinstance(value, tuple | list) else _copied(value)
+        name: tuple(map(_copied, value)) if isinstance(value, tuple) else _copied(value)
         for name, value in outputs.items()
     }
 
