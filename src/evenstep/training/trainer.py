@@ -45,10 +45,10 @@ from evenstep.shard.compile_policy import Hybridized
 from evenstep.shard.evaluation import Forward, measure_model, measure_output, output_of
 from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
-from evenstep.shard.sync_batch_norm import refuse_single_example_shards
 from evenstep.stages.executor import StagedExecutor
 from evenstep.stages.plan import StageNames
 from evenstep.steps.executors import SlicedExecutor
+from evenstep.steps.lone_examples import LoneExamples
 from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook, kept_gradients
@@ -301,7 +301,8 @@ class Trainer(Habits):
         self.notes = notes.lines
         self._notes = notes
         self._agreement = Agreement(model, optimizer, loss, parts, layout)
-        self._epochs = Epochs(parts, layout)
+        self._lone_examples = LoneExamples(self.experiment, parts.replicas, parts.engine)
+        self._epochs = Epochs(parts, layout, self._lone_examples)
         self._saver = Saver(
             model, optimizer, user_state, parts, self._agreement, self._epochs.sources, notes
         )
@@ -415,7 +416,8 @@ class Trainer(Habits):
             A handle of the batch's mean loss, computed before the update.
 
         Raises:
-            BatchError: the batch can't be cut into shards.
+            BatchError: the batch can't be cut into shards, or a shard of one example is too few for
+                BatchNorm, in this batch or in the epoch's last.
             ContractError: the code breaks the contract of a step; the message names what does.
             NonFiniteLossError: a shard's loss is NaN or infinite. As after Ctrl-C and every other
                 error before the update, the model is as it was before the step. With
@@ -440,6 +442,8 @@ class Trainer(Habits):
     def _step(self, batch: tuple[Batch, ...]) -> StepLoss:
         self._open_step(leave=self._max_in_flight - 1)
         step = self._next_step(batch)
+        if self._lone_examples.are_unjudged(step.attempt.cut):
+            self._refuse_lone_examples(step)
         check = self._self_check
         if step.number >= check.due_at or check.structure is not self._replicas.structure:
             self._check_contract(step)
@@ -497,6 +501,8 @@ class Trainer(Habits):
             if self._others.is_new(objective):
                 self._replicas.forget_objective()
                 self._self_check.begin_again(step.number)
+        if self._lone_examples.are_unjudged(step.attempt.cut):
+            self._refuse_lone_examples(step)
         if step.number >= self._self_check.due_at:
             self._check_contract(step)
         with kept_gradients(self.model, accumulate=accumulate):
@@ -535,7 +541,6 @@ class Trainer(Habits):
                 for a part.
 
         Raises:
-            BatchError: the epoch's last batch can't be trained on; raised before its first.
             InputError: the loader gives no batch, or an order that can't be repeated, or it already
                 divides the data among processes (`DistributedSampler`).
             CheckpointError: the loader could not restore its state from a checkpoint, or its data
@@ -812,8 +817,6 @@ class Trainer(Habits):
             batch = nest(in_own_memory(batch), experiment.batch_dim)
         position = self._progress.position
         cut = group.cut(batch, experiment.shards, position.steps_done)
-        if cut.part.examples < 2 * experiment.shards and experiment.batch_norm == "shard":
-            refuse_single_example_shards(self.model, cut.bounds)
         return Step.of(
             position,
             cut,
@@ -824,6 +827,13 @@ class Trainer(Habits):
             digest=NO_DIGEST if group.is_alone else self._agreement.digest_of(batch),
             may_compile=cut.can_join,
         )
+
+    def _refuse_lone_examples(self, step: Step) -> None:
+        """Refuse shards of one example, now or in the epoch's last batch, if BatchNorm can't."""
+        self._pipeline.wait()
+        self._pipeline.follow_user()
+        attempt = step.attempt
+        self._lone_examples.refuse_too_few(attempt.cut, attempt.seed, step.objective)
 
     def _check_contract(self, step: Step) -> None:
         """Check the code on the batch of a step that has not begun."""
