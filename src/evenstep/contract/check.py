@@ -1,6 +1,6 @@
 """Checks on a few shards of a batch that the model and the objective keep the contract of a step.
 
-A check has no effect on a result: everything that it changes is put back. It costs three forward
+A check has no effect on a result: everything that it changes is put back. It costs four forward
 passes of a shard and two backward passes more than no check.
 """
 

@@ -162,7 +162,8 @@ class SelfCheck:
         meets_others = self._side_by_side or work.alone
         outside = shard_here.set(None if meets_others else "apart")
         try:
-            refuse_outer_module(self._replicas, work, objective)
+            alone = len(self._engine.devices) == 1
+            refuse_outer_module(self._replicas, work, objective, alone=alone)
             self.report = check_contract(
                 replica,
                 work,
