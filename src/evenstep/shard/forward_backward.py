@@ -319,7 +319,7 @@ def _contribution(
     if rule == "refuse":
         raise ContractError(
             f"a shard has written the buffer {name}, which buffers= refuses: don't write it in "
-            f"forward, or give it the rule 'mean', 'first' or 'sum'"
+            f"forward, or give it the rule 'mean', 'first', 'sum', 'max' or 'min'"
         )
     if work.alone:
         return buffer.clone()

@@ -121,8 +121,9 @@ class Trainer(Habits):
             depends on V.
         buffers: how to combine the values that shards write to a buffer, by the buffer's name (or
             a pattern such as "*.queue"): their "mean" over the examples, the value after the
-            "first" shard, the "sum" of all changes, or "refuse". Without a rule, floating-point
-            buffers are averaged if every shard writes all of them; others are refused.
+            "first" shard, the "sum" of all changes, the "max" or "min" of the shards (observers of
+            a range), or "refuse". Without a rule, floating-point buffers are averaged if every
+            shard writes all of them; others are refused.
         batch_dim: the dimension that the examples of a batch lie along: 1 for batches of shape
             (time, batch, features). A tensor that has no such dimension (labels of shape (batch,))
             is cut along its first.
@@ -615,7 +616,9 @@ class Trainer(Habits):
             batches: as for `evaluate`. Of a Loader every example is taken once, in the order of the
                 data set, whether it shuffles or not.
             forward: `forward(model, *batch)`, a tensor or a nesting of tensors with a row for each
-                example; by default the model's output for the batch's first part.
+                example; by default the model's output for the batch's first part. A batch that is
+                a mapping is given as `forward(model, **batch)` where `forward` takes its names; by
+                default the model gets those that it takes.
             dim: the dimension of the outputs that the examples lie along. None: `batch_dim` or the
                 first, whichever has an example's row in the outputs of all shards.
             model: as for `evaluate`.
