@@ -8,7 +8,7 @@ import operator
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ class Experiment:
             of their totals and of their counts. False accepts any objective, and then the result
             depends on the number of shards.
         buffers: how to combine the values that shards write to a buffer, by the buffer's name (or
-            a pattern such as "*.queue"): "mean", "first", "sum" or "refuse".
+            a pattern such as "*.queue"): "mean", "first", "sum", "max", "min" or "refuse".
         batch_dim: the dimension that the examples of a batch lie along: 1 for batches of shape
             (time, batch, features). A tensor that has no such dimension (labels of shape (batch,))
             is cut along its first.
@@ -83,7 +83,7 @@ class Experiment:
         if not isinstance(self.buffers, dict):
             raise InputError(f"got buffers={shown(self.buffers)}: give a dict of names and rules")
         for name, rule in self.buffers.items():
-            check_choice(f"buffers[{name!r}]", rule, ("mean", "first", "sum", "refuse"))
+            check_choice(f"buffers[{name!r}]", rule, get_args(BufferRule))
         check_choice("precision", self.precision, ("fp32", "bf16"))
         check_choice("memory_format", self.memory_format, ("auto", "contiguous", "channels_last"))
         check_choice("batch_norm", self.batch_norm, ("shard", "sync"))

@@ -16,7 +16,7 @@ Split: TypeAlias = Literal["shards", "slices"]
     slices   all devices compute the slices of a shard's layers together
 """
 
-BufferRule: TypeAlias = Literal["mean", "first", "sum", "refuse"]
+BufferRule: TypeAlias = Literal["mean", "first", "sum", "max", "min", "refuse"]
 """A rule that the user can give for a buffer that shards change.
 
     mean     the mean over the examples of the batch

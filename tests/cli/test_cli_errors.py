@@ -215,7 +215,7 @@ def test_a_damaged_run_is_not_resumed(folder, damage, part):
         ("train --resume --checkpoint-dir nowhere", "no checkpoint in nowhere"),
         ("train --json no/such/folder/run.json", "--json"),
         ("train --json .", "--json"),
-        ("train --model resnet18 --batch-size 9 --steps 1", "too few for BatchNorm"),
+        ("train --model cli_models:Normalised --batch-size 9 --steps 1", "too few for BatchNorm"),
         ("train --what", "No such option"),
         ("train extra", "extra"),
         ("verify --devices 1", "at least two"),

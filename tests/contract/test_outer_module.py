@@ -61,3 +61,62 @@ def test_a_bound_method_in_an_attribute_is_fine():
             trainer.step(X, Y)
             prints.add(trainer.fingerprint())
     assert len(prints) == 1
+
+
+class Agent:
+    """An object with the model in it, whose loss computes with that one."""
+
+    def __init__(self, policy):
+        self.policy = policy
+
+    def loss(self, model, x, y):
+        return F.cross_entropy(self.policy(x), y)
+
+    def penalty(self, model, x, y):
+        decay = sum(one.square().sum() for one in self.policy.parameters())
+        return F.cross_entropy(model(x), y) + 0.1 * decay
+
+    def distilled(self, model, x, y):
+        with torch.no_grad():
+            before = self.policy(x).softmax(1)
+        return F.cross_entropy(model(x), before)
+
+
+@pytest.mark.parametrize("objective", ["loss", "penalty"])
+@pytest.mark.parametrize("shards", [1, 4])
+@pytest.mark.parametrize("devices", [1, own(1), 2])
+def test_an_objective_that_computes_with_the_outer_model_is_refused(devices, shards, objective):
+    model = net()
+    agent = Agent(model)
+    options = {"devices": devices, "shards": shards}
+    with evenstep.Trainer(
+        model, sgd(model), objective=getattr(agent, objective), **options
+    ) as trainer:
+        before = trainer.fingerprint()
+        with pytest.raises(ContractError, match=r"objective\(model, \*batch\) must call the model"):
+            trainer.step(X, Y)
+        assert trainer.fingerprint() == before
+        with pytest.raises(ContractError, match="must call the model"):
+            trainer.backward(X, Y)
+
+
+def test_reading_the_outer_model_without_a_gradient_is_fine():
+    prints = set()
+    for devices in (1, 2):
+        model = net()
+        objective = Agent(model).distilled
+        with evenstep.Trainer(model, sgd(model), objective=objective, devices=devices) as trainer:
+            trainer.step(X, Y)
+            prints.add(trainer.fingerprint())
+    assert len(prints) == 1
+
+
+def test_a_model_that_cannot_be_copied_is_trained_on_one_device():
+    class Locked(nn.Sequential):
+        def __deepcopy__(self, memo):
+            raise TypeError("it has a lock")
+
+    model = Locked(net())
+    with evenstep.Trainer(model, sgd(model), F.cross_entropy, devices=1) as trainer:
+        trainer.step(X, Y)
+        assert trainer.steps_done == 1

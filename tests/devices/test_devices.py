@@ -113,6 +113,40 @@ def test_a_device_is_frozen():
         Device("cpu", 0).index = 1
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda device: torch.ones(3).to(device),
+        lambda device: torch.ones(3).to(device=device),
+        lambda device: torch.ones(3).to(device, dtype=torch.float32),
+        lambda device: torch.ones(3).new_ones(3, device=device),
+        lambda device: torch.ones(3, device=device),
+        lambda device: torch.ones_like(torch.zeros(3), device=device),
+        lambda device: torch.tensor([1.0, 1.0, 1.0], device=device),
+        lambda device: torch.as_tensor([1.0, 1.0, 1.0], device=device),
+        lambda device: torch.nn.BatchNorm1d(3, device=device).weight,
+        lambda device: torch.nn.BatchNorm1d(3).to(device=device).weight,
+        lambda device: torch.nn.utils.rnn.pack_sequence([torch.ones(3)]).to(device=device).data,
+    ],
+)
+def test_torch_takes_a_device_wherever_it_takes_its_own(make):
+    made = make(Device("cpu", 1))
+    assert made.device == torch.device("cpu")
+    assert torch.equal(made, torch.ones(3))
+
+
+def test_random_numbers_on_a_device_are_torchs(gpus):
+    torch.manual_seed(3)
+    expected = torch.randn(2, 3)
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(size=(2, 3), device=try_gpu()), expected)
+
+
+def test_a_device_in_a_tensors_place_is_a_type_error():
+    with pytest.raises(TypeError):
+        torch.stack([torch.ones(3), Device("cpu", 1)])
+
+
 def test_a_device_in_torchs_words(gpus):
     gpus("H200", "L4")
     assert Device("cpu", 3).torch_device == torch.device("cpu")

@@ -166,3 +166,40 @@ def test_rules_are_part_of_a_checkpoint(tmp_path):
         assert trainer.experiment.buffers == {"state": "sum"}
         trainer.step(X, Y)
     assert other.state.item() == 60
+
+
+class Observed(nn.Module):
+    """Follows the range of its inputs, as observers of quantisation-aware training do."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("min_val", torch.full((), torch.inf))
+        self.register_buffer("max_val", torch.full((), -torch.inf))
+
+    def forward(self, x):
+        self.min_val.copy_(torch.minimum(x.min(), self.min_val))
+        self.max_val.copy_(torch.maximum(x.max(), self.max_val))
+        return self.head(x)
+
+
+@everywhere
+@pytest.mark.parametrize("shards", [1, 8])
+def test_max_and_min_are_those_of_the_whole_batch(devices, shards):
+    module, rules = Observed(), {"min_val": "min", "max_val": "max"}
+    train(module, devices=devices, shards=shards, buffers=rules)
+    assert torch.equal(module.min_val, X.min())
+    assert torch.equal(module.max_val, X.max())
+
+
+@pytest.mark.parametrize(
+    ("module", "rules"),
+    [
+        (Observed(), {"*": "refuse"}),
+        (Writing(torch.zeros((), dtype=torch.int64), count_examples), {}),
+    ],
+)
+def test_the_refusal_names_max_and_min(module, rules):
+    with pytest.raises(ContractError, match="'max' or 'min'"):
+        train(module, devices=1, buffers=rules)

@@ -142,6 +142,7 @@ def test_a_compiled_training_with_outputs_is_eager():
 WRONG = {
     "no dict": (lambda n, h: [h], "a dict is needed"),
     "no number": (lambda n, h: {"a": "text"}, r"'text' as the output 'a'"),
+    "a list": (lambda n, h: {"a": h.sum(1).tolist()}, r"a list, .* torch.tensor\(...\)"),
     "a triple": (lambda n, h: {"a": (1, 2, 3)}, "a pair"),
     "no rows": (lambda n, h: {"a": h[:1]}, r"the output 'a' for 3 examples is of shape \(1, 5\)"),
     "other names": (lambda n, h: {"a" if n > 2 else "b": 1}, "outputs 'b' for shard 1, but 'a'"),
@@ -166,3 +167,32 @@ def test_wrong_outputs_are_refused_and_the_step_is_not_taken(devices, outputs_of
             trainer.step(BATCHES[1][0], BATCHES[1][1])
         assert trainer.fingerprint() == before
         assert trainer.steps_done == 0
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_list_is_no_pair_when_shards_have_two_examples(devices):
+    def listed(model, X, y):
+        scores = model(X)
+        losses = F.cross_entropy(scores, y, reduction="none")
+        return losses.sum(), len(y), {"losses": losses.tolist()}
+
+    model = network()
+    with evenstep.Trainer(
+        model, sgd(model), objective=listed, devices=devices, shards=4
+    ) as trainer:
+        said = r"a list, \[.*\] as the output 'losses': a row for each example is torch.tensor"
+        with pytest.raises(ModelError, match=said):
+            trainer.step(BATCHES[0][0][:8], BATCHES[0][1][:8])
+
+
+def test_a_list_of_losses_is_no_total_and_count():
+    def two_losses(model, X, y):
+        scores = model(X)
+        return [F.cross_entropy(scores, y), scores.square().mean()]
+
+    model = network()
+    with (
+        evenstep.Trainer(model, sgd(model), objective=two_losses, devices=1) as trainer,
+        pytest.raises(ModelError, match=r"returned a list, .*\(total, count\) is needed"),
+    ):
+        trainer.step(*BATCHES[0])

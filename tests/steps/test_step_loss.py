@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from evenstep.engine import PendingNumber
+from evenstep.errors import InputError
 
 
 class Late(PendingNumber):
@@ -76,3 +77,48 @@ def test_tensorboard_takes_it(tmp_path):
     with tensorboard.SummaryWriter(tmp_path) as writer:
         writer.add_scalar("loss", Late(2.5), 1)
     assert [*tmp_path.iterdir()]
+
+
+USES = {
+    "tensor": torch.tensor,
+    "as_tensor": torch.as_tensor,
+    "stack": lambda loss: torch.stack([loss])[0],
+    "stack with a tensor": lambda loss: torch.stack([torch.tensor(1.0), loss])[1],
+    "mean": lambda loss: loss.mean(),
+    "torch.mean": torch.mean,
+    "data": lambda loss: loss.data,
+    "detach": lambda loss: loss.detach(),
+    "cpu": lambda loss: loss.cpu(),
+    "detach().cpu()": lambda loss: loss.detach().cpu(),
+    "a sum": lambda loss: torch.zeros(()) + loss,
+    "in place": lambda loss: torch.zeros(()).add_(loss),
+    "a list": lambda loss: torch.stack([loss, loss]).mean(),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_in_functions_of_torch_it_is_a_scalar_on_the_cpu(use):
+    loss = Late(2.5)
+    found = use(loss)
+    assert loss.waits
+    assert found.device.type == "cpu"
+    assert found.dtype is torch.float32
+    assert not found.requires_grad
+    assert torch.equal(found, torch.tensor(2.5))
+
+
+def test_torchs_predicates():
+    assert not torch.isnan(Late(2.5))
+    assert torch.isnan(Late(math.nan))
+    assert torch.isfinite(Late(2.5))
+    assert np.mean(Late(2.5)) == 2.5
+    assert torch.tensor(2.0) < Late(2.5)
+
+
+def test_a_sum_with_a_graph_is_refused():
+    penalty = torch.ones((), requires_grad=True)
+    for combine in (lambda: penalty + Late(2.5), lambda: torch.stack([penalty, Late(2.5)])):
+        with pytest.raises(InputError, match=r"no graph.* float\(loss\)"):
+            combine()
+    with torch.no_grad():
+        assert penalty + Late(2.5) == 3.5

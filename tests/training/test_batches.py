@@ -1,6 +1,7 @@
 """Batches with tensors that every shard gets whole, and with examples along another dimension."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -308,3 +309,46 @@ def test_a_loaders_collate_makes_such_batches(workers):
     batches = [by_time(list(zip(*rows, strict=True))) for rows in Loader(data, 16, seed=2)]
     expected, _, _ = train(batches, objective, by_hand, batch_dim=1)
     assert_same_bits(whole_state(model, optimizer), expected)
+
+
+class Named(nn.Module):
+    """A model whose inputs have names, as a tokenizer gives them."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, inputs, mask=None):
+        return self.layer(inputs if mask is None else inputs * mask)
+
+
+class OfMapping(Named):
+    def forward(self, batch):
+        return self.layer(batch["inputs"] * batch["mask"])
+
+
+def named_batches():
+    X = torch.randn(2, 9, 4, generator=torch.Generator().manual_seed(0))
+    return [{"inputs": x, "mask": (x > 0).float(), "labels": torch.arange(9) % 3} for x in X]
+
+
+@pytest.mark.parametrize("make_model", [Named, OfMapping])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("kind", [dict, types.MappingProxyType])
+def test_predict_unpacks_batches_with_names_as_step_does(make_model, devices, kind):
+    def objective(model, inputs, mask, labels):
+        return nn.functional.cross_entropy(model(inputs, mask), labels)
+
+    model, plain = make_model(), Named()
+    batches = [kind(one) for one in named_batches()]
+    expected = torch.cat([plain(one["inputs"], one["mask"]) for one in batches]).detach()
+    optimizer = SGD(model.parameters())
+    with evenstep.Trainer(model, optimizer, objective=objective, devices=devices) as trainer:
+        torch.testing.assert_close(trainer.predict(batches), expected)
+        for forward in (
+            lambda model, inputs, mask, labels: Named.forward(model, inputs, mask),
+            lambda model, inputs, **rest: Named.forward(model, inputs, rest["mask"]),
+            lambda model, batch: Named.forward(model, batch["inputs"], batch["mask"]),
+        ):
+            torch.testing.assert_close(trainer.predict(batches, forward), expected)

@@ -214,13 +214,11 @@ MISTAKES = {
         "the loss has no backward: trainer.step has computed the gradients and updated the model "
         "already, so remove loss.backward() and optimizer.step() from the loop",
     ),
-    "loss.detach()": (
-        inside(lambda trainer: trainer.step(X, y).detach()),
-        "the loss has no detach: it is a number without a graph, so use loss.item() or float(loss)",
-    ),
-    "loss.cpu()": (
-        inside(lambda trainer: trainer.step(X, y).cpu()),
-        "the loss has no cpu: it is a number without a graph, so use loss.item() or float(loss)",
+    "a left-over (loss / 4).backward()": (
+        inside(lambda trainer: (trainer.step(X, y) / 4).backward()),
+        "trainer.step has computed the gradients and updated the model already, so remove "
+        "loss.backward() and optimizer.step() from the loop (instead of accumulating gradients, "
+        "give trainer.step the whole batch)",
     ),
     **{
         f"trainer.{name}": (inside(lambda trainer, name=name: getattr(trainer, name)()), line)
@@ -523,6 +521,10 @@ MISTAKES = {
         evaluate({"accuracy": a_mean}),
         f'the metric "accuracy" returned a tensor of shape (): {PAIR}',
     ),
+    "a metric that returns a row for each example": (
+        evaluate({"right": lambda output, y: (output.argmax(1) == y).float()}, [(X[:4], y[:4])]),
+        f'the metric "right" returned a tensor of shape (2,): {PAIR}',
+    ),
     "a list of metrics": (evaluate([a_mean]), f"got a list as metrics: {METRICS}"),
     "a metric alone": (evaluate(a_mean), f"got a function as metrics: {METRICS}"),
     "the name of a metric": (
@@ -549,7 +551,7 @@ MISTAKES = {
 
 
 RAISED_AT_THE_LINE = {  # one frame of evenstep's, the last, which raises
-    *("a left-over optimizer.step()", "a left-over loss.backward()", "loss.detach()", "loss.cpu()"),
+    *("a left-over optimizer.step()", "a left-over loss.backward()"),
     *(f"trainer.{name}" for name in HABITS),
     *("trainer(X)", "torch.save(trainer)", "pickle.dumps(trainer)", "copy.deepcopy(trainer)"),
 }

@@ -309,28 +309,6 @@ def test_batches_that_cannot_be_cut(batch, line):
         trainer.step(*batch)
 
 
-def test_batch_norm_with_lonely_examples_says_the_numbers():
-    with open_trainer(build("batch_norm")) as trainer:
-        with pytest.raises(
-            BatchError,
-            match=r"batch of 3 examples over 8 shards leaves shard 0 with 1 example, too few for "
-            r"BatchNorm: use at most 1 shard, or drop the last batch",
-        ):
-            trainer.step(*make_batches((3,))[0])
-        trainer.model.eval()
-        trainer.step(*make_batches((3,))[0])
-
-
-def test_a_last_batch_too_small_for_batch_norm_is_refused_before_the_first():
-    dataset = torch.utils.data.TensorDataset(*make_batches((35,))[0])
-    with open_trainer(build("batch_norm")) as trainer:
-        with pytest.raises(BatchError, match="batch of 3 examples"):
-            next(trainer.epoch(evenstep.data.Loader(dataset, 16)))
-        for batch in trainer.epoch(evenstep.data.Loader(dataset, 16, drop_last=True)):
-            trainer.step(*batch)
-        assert trainer.steps_done == 2
-
-
 def test_a_model_that_cannot_be_copied():
     class Locked(nn.Module):
         def __init__(self):

@@ -28,9 +28,11 @@ def advice_on(error: BaseException, cut: Cut, shard: int, model: nn.Module) -> s
     Returns:
         A sentence; None for an error of another kind, or of evenstep's own.
     """
-    if not isinstance(error, RuntimeError | TypeError | AttributeError):
-        return None
     if isinstance(error, EvenstepError):
+        return None
+    if is_too_few_values(error):
+        return _on_few_values(cut, shard)
+    if not isinstance(error, RuntimeError | TypeError | AttributeError):
         return None
     with contextlib.suppress(Exception):  # the error is what matters
         batch = cut.structure.unflatten(cut.views[shard])
@@ -45,6 +47,24 @@ def whole_in_one(batch: Batch) -> str | None:
         kind, parts = type(batch[0]).__name__, len(batch[0])
         return f"got one argument, a {kind} of {parts} parts: write trainer.step(*batch)"
     return None
+
+
+def is_too_few_values(error: BaseException) -> bool:
+    """Return whether torch's BatchNorm has refused an input with one value a channel."""
+    return isinstance(error, ValueError) and "more than 1 value per channel" in str(error)
+
+
+def _on_few_values(cut: Cut, shard: int) -> str:
+    """Return advice on a shard that gives BatchNorm one value a channel."""
+    if cut.part.own_shards is not None:
+        return (
+            f"micro-batch {shard} of evenstep.Shards has one value a channel, too few for "
+            f"BatchNorm: join it with another one, or leave it out"
+        )
+    return (
+        "BatchNorm needs more than one value a channel in each shard: use fewer shards or a larger "
+        "batch"
+    )
 
 
 def _on_one_argument(error: BaseException, batch: Batch) -> str | None:

@@ -167,6 +167,13 @@ class Cut:
             for number, parts in enumerate(tensors)
         )
 
+    def first_example(self, place: Place) -> Batch:
+        """Return the first example that is held here as a batch, copied to a device by `place`."""
+        return self.structure.unflatten(
+            place(view if number in self.shared else view.narrow(dim_of(view, self.part.dim), 0, 1))
+            for number, view in enumerate(self.views[self.part.run[0]])
+        )
+
     def lies_on(self, taken: Batch, device: Device) -> bool:
         """Whether all tensors of a shard returned by `take` are on `device`."""
         return all(tensor.device == device.torch_device for tensor in tensors_of(taken))

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from evenstep.batch import Batch
+from evenstep.contract.adding_up.separable import judge_separability
+from evenstep.contract.adding_up.sums import refuse_wrong_sum
 from evenstep.contract.leaves import refuse_strange_leaves
 from evenstep.contract.module_state import kept
 from evenstep.contract.order import refuse_history, refuse_passed_on
+from evenstep.contract.rehearsal import Rehearsal
 from evenstep.contract.repeat import ShardResult, compute_observed, compute_twice, unwritten
-from evenstep.contract.separable import judge_separability
-from evenstep.contract.sums import refuse_wrong_sum
-from evenstep.errors import EvenstepError, ModelError
+from evenstep.errors import EvenstepError
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import ShardObjective
@@ -35,30 +36,6 @@ class ContractReport:
 
     seconds: float
     unjudged: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Rehearsal:
-    """What a check computes.
-
-    Attributes:
-        replica: the replica of the calling lane; its parameters and buffers are left as they are.
-        fresh_copy: returns a new copy of it.
-        works: one shard of the batch, or two of the same number of examples.
-        objective: computes a shard's loss as (total, count).
-    """
-
-    replica: Replica
-    fresh_copy: Callable[[Replica], Replica]
-    works: Sequence[ShardWork]
-    objective: ShardObjective
-
-    def copy(self) -> Replica | None:
-        """Return a new copy of the model; None if it can't be copied."""
-        try:
-            return self.fresh_copy(self.replica)
-        except ModelError:
-            return None
 
 
 def check_contract(

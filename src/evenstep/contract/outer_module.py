@@ -9,37 +9,63 @@ import torch
 
 from evenstep.batch.rng import ShardRandomness
 from evenstep.contract.module_state import kept
+from evenstep.contract.process_settings import ProcessSettings
+from evenstep.contract.rehearsal import Rehearsal
 from evenstep.errors import ContractError
 from evenstep.experiment import autocast
-from evenstep.replicas import Replicas
+from evenstep.replicas import Replica
 from evenstep.replicas.replica import same_bits
-from evenstep.shard.forward_backward import ShardWork
-from evenstep.shard.loss import ShardObjective
+from evenstep.shard.forward_backward import nodes_of
 
 
-def refuse_outer_module(replicas: Replicas, work: ShardWork, objective: ShardObjective) -> None:
-    """Compute a shard on a copy of the model, and refuse code that writes the model's own buffers.
+def refuse_outer_module(home: Replica, copied: Replica | None, rehearsal: Rehearsal) -> None:
+    """Compute a shard on a copy of the model, and refuse code that computes with the model itself.
 
     A function in an attribute or a hook, such as `lambda x: self.norm(x)`, is not copied with the
-    module. Where it reaches parameters, the first backward pass on a copy finds it.
+    module, and an objective may call a model from outside.
+
+    Args:
+        home: the model.
+        copied: a copy of it; None if there can be none.
+        rehearsal: what to compute.
 
     Raises:
-        ContractError: names a buffer that was written.
+        ContractError: names a buffer that was written, or the loss depends on the model's own
+            parameters.
     """
-    home = replicas.home
-    copies = [one for one in replicas.all if one is not home and one.device.kind == "cpu"]
-    if not home.buffers or not copies or home.device.kind != "cpu":
+    if copied is None:
         return
-    copied = copies[0]
-    copied.open_shard()
+    work, objective = rehearsal.works[0], rehearsal.objective
+    if copied.buffers:
+        copied.open_shard()
     own = optree.tree_map(lambda one: one.clone() if torch.is_tensor(one) else one, work.batch)
+    total, settings = None, ProcessSettings()
     with (
+        settings,
         kept(copied),
         ShardRandomness(work.random_seed),
         autocast("cpu", work.precision),
         contextlib.suppress(Exception),  # the check that follows meets it again
     ):
-        objective(copied.module, own, work.examples)
+        total, *_ = objective(copied.module, own, work.examples)
+    settings.refuse_changed()
+    _refuse_written_buffers(home)
+    if total is not None and total.requires_grad:
+        _refuse_reached(total, home, copied)
+
+
+def _refuse_reached(total: torch.Tensor, home: Replica, copied: Replica) -> None:
+    """Refuse a loss that a copy of the model gave, and that depends on the model's parameters."""
+    own = {*map(id, home.parameters)} - {*map(id, copied.parameters)}
+    if any(id(getattr(node, "variable", None)) in own for node in nodes_of(total)):
+        raise ContractError(
+            "the loss depends on parameters of the model itself where it is computed on a copy of "
+            "the model, as each further device has one: objective(model, *batch) must call the "
+            "model that it is given, not one from outside, such as self.model"
+        )
+
+
+def _refuse_written_buffers(home: Replica) -> None:
     pairs = zip(home.buffer_names, home.buffers, home.opening, strict=True)
     written = [name for name, buffer, opening in pairs if not same_bits(buffer, opening)]
     if written:

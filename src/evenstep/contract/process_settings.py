@@ -1,12 +1,19 @@
-"""Finds settings of the whole process that a shard changes: other lanes would compute with them."""
+"""Settings of the process and of threads, with which some shards would be computed and others not.
+
+A shard that changes a setting of the process changes it for the other lanes, too; a mode of torch
+in the user's thread does not reach the lanes.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from evenstep.devices import torch_settings
 from evenstep.errors import ContractError
@@ -91,3 +98,25 @@ def _settings() -> dict[str, str]:
 def _casts_are_cached() -> bool:
     casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     return casts and torch.is_autocast_cache_enabled()
+
+
+def refuse_modes(device: torch.device) -> None:
+    """Refuse the modes of the calling thread, except a default device like `device`.
+
+    Raises:
+        ContractError: names the first of them.
+    """
+    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    names = [
+        f"the mode {type(mode).__name__}"
+        for mode in modes
+        if not (isinstance(mode, DeviceContext) and mode.device.type == device.type)
+    ]
+    if _top_saved_tensors_default_hooks(False):
+        names.append("torch.autograd.graph.saved_tensors_hooks")
+    if names:
+        raise ContractError(
+            f"{names[0]} is active around a step, but torch applies it to the calling thread only, "
+            f"and shards are computed in worker threads: enter it inside the objective or the "
+            f"model's forward"
+        )

@@ -14,8 +14,9 @@ from typing import Any
 
 from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
-from evenstep.contract.check import ContractReport, Rehearsal, check_again, check_contract
+from evenstep.contract.check import ContractReport, check_again, check_contract
 from evenstep.contract.outer_module import refuse_outer_module
+from evenstep.contract.rehearsal import Rehearsal
 from evenstep.engine import Engine
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import ContractError, InputError, WrongSumError, shown, text_of
@@ -171,7 +172,7 @@ class SelfCheck:
         rehearsal = self._rehearsal(cut, shards, seed, objective)
         pair = self._pair(cut, shards, rehearsal.replica)
         with self._apart(cut, rehearsal):
-            refuse_outer_module(self._replicas, rehearsal.works[0], objective)
+            refuse_outer_module(self._replicas.home, self._copy_of(rehearsal), rehearsal)
             self.report = check_contract(rehearsal, pair, separable=self._experiment.separable)
         logger.debug(f"the contract of a step was checked in {self.report.seconds:.3f} s")
 
@@ -217,6 +218,15 @@ class SelfCheck:
             for shard in shards
         ]
         return Rehearsal(replica, self._replicas.fresh_copy, works, objective)
+
+    def _copy_of(self, rehearsal: Rehearsal) -> Replica | None:
+        """Return a copy of the model on a CPU, of another device or a new one; None elsewhere."""
+        home = self._replicas.home
+        if home.device.kind != "cpu":
+            return None
+        others = [one for one in self._replicas.all if one is not home]
+        copies = [one for one in others if one.device.kind == "cpu"]
+        return copies[0] if copies else rehearsal.copy()
 
     @contextmanager
     def _apart(self, cut: Cut, rehearsal: Rehearsal) -> Iterator[None]:

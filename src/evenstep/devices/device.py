@@ -67,9 +67,13 @@ class Device:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Support `tensor.to(device)` and `module.to(device)`."""
-        plain = [one.torch_device if isinstance(one, Device) else one for one in args]
-        return function(*plain, **(kwargs or {}))
+        """Support `tensor.to(device)` and `torch.ones(3, device=device)`, like `torch.device`."""
+        named = kwargs or {}
+        if not any(isinstance(one, Device) for one in (*args, *named.values())):
+            return NotImplemented  # a device in a list of tensors, for which torch has an error
+        return function(
+            *map(_in_torch, args), **{name: _in_torch(value) for name, value in named.items()}
+        )
 
     @property
     def model_name(self) -> str:
@@ -78,6 +82,11 @@ class Device:
 
     def __str__(self) -> str:
         return self.name
+
+
+def _in_torch(value: Any) -> Any:
+    """Return an argument of a function of torch, with the `torch.device` in a device's place."""
+    return value.torch_device if isinstance(value, Device) else value
 
 
 def as_device(device: object, *, threads: int = 1) -> Device:

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import numpy as np
+import optree
+import torch
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from evenstep.engine.graph import Place
 from evenstep.engine.task import Source, Task
-from evenstep.errors import hides_own_frames
+from evenstep.errors import InputError, hides_own_frames
 
 
 class Pending(Source):
@@ -72,7 +74,8 @@ class PendingNumber(NDArrayOperatorsMixin, Pending):
     """A pending value that is one number, and can be used like one; each use waits for it.
 
     Operators, comparisons, `round`, `sum` and numpy's functions give Python numbers (or arrays, if
-    they are given one too); TensorBoard's `add_scalar` takes it.
+    they are given one too); TensorBoard's `add_scalar` takes it. Functions of torch take it as a
+    scalar tensor on the CPU, without a graph.
     """
 
     __slots__ = ()
@@ -86,8 +89,53 @@ class PendingNumber(NDArrayOperatorsMixin, Pending):
         result = getattr(ufunc, method)(*values, **options)
         return result.item() if isinstance(result, np.generic) else result
 
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        asked: Any = (tuple(args), dict(kwargs or {}))
+        given = optree.tree_map(_as_scalar, asked, none_is_leaf=True)
+        if torch.is_grad_enabled() and any(map(_has_graph, optree.tree_leaves(given))):
+            raise InputError(
+                "the loss of a step is a number that has no graph, so a backward pass through what "
+                "is computed with it would not reach the model: use float(loss), or add the other "
+                "term in the objective"
+            )
+        return function(*given[0], **given[1])
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.detach().__dlpack__(**options)  # which torch.tensor asks for
+
+    def __dlpack_device__(self) -> Any:
+        return self.detach().__dlpack_device__()
+
+    def detach(self) -> torch.Tensor:
+        """Wait, and return the value as a scalar tensor on the CPU."""
+        return torch.tensor(self.item())
+
+    def cpu(self) -> torch.Tensor:
+        """Wait, and return the value as a scalar tensor on the CPU."""
+        return self.detach()
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The value as a scalar tensor on the CPU; waits."""
+        return self.detach()
+
+    def mean(self, **numpys: Any) -> Any:
+        """Wait, and return the value, which is its own mean, as a scalar tensor on the CPU."""
+        return np.mean(self.item(), **numpys) if numpys else self.detach()
+
     def __round__(self, digits: int | None = None) -> Any:
         return round(self.item(), digits)
+
+
+def _as_scalar(value: Any) -> Any:
+    return value.detach() if isinstance(value, PendingNumber) else value
+
+
+def _has_graph(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 numbers.Number.register(PendingNumber)  # what numpy and TensorBoard ask for

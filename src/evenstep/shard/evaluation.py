@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import optree
 import torch
@@ -66,11 +68,7 @@ def _pair(name: str, value: Any) -> tuple[Number, Number]:
     Raises:
         ModelError: it is neither.
     """
-    try:
-        is_pair = isinstance(value, Mapping) or len(value) == 2
-    except TypeError:
-        is_pair = False
-    if not is_pair:
+    if not (isinstance(value, Mapping) or (isinstance(value, tuple) and len(value) == 2)):
         is_tensor = isinstance(value, torch.Tensor)
         got = f"a tensor of shape {tuple(value.shape)}" if is_tensor else shown(value)
         raise ModelError(
@@ -78,8 +76,7 @@ def _pair(name: str, value: Any) -> tuple[Number, Number]:
             f"examples that the metric is given, such as ((output.argmax(1) == y).sum(), len(y)), "
             f"from which the mean over all batches follows"
         )
-    pair: tuple[Number, Number] = value
-    return pair
+    return cast("tuple[Number, Number]", value)
 
 
 def measure_shard(
@@ -90,10 +87,38 @@ def measure_shard(
         return measure(replica.module, work.batch, metrics)
 
 
-def output_of(model: nn.Module, *batch: Batch) -> Batch:
-    """Return the output for a batch's first part, as `loss(output, *targets)` gets it."""
-    output: Batch = model(batch[0])
+def output_of(model: nn.Module, *batch: Batch, **named: Batch) -> Batch:
+    """Return the output for a batch's first part, as `loss(output, *targets)` gets it.
+
+    Of a batch with names, the model gets those that its `forward` takes.
+    """
+    taken = _taken_by(model.forward, named)
+    output: Batch = model(**taken) if taken else model(named or batch[0])
     return output
+
+
+def _taken_by(function: Callable[..., Any], named: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments that a function takes by name; none if it needs others too."""
+    try:
+        signature = inspect.signature(function)
+        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+        if inspect.Parameter.VAR_KEYWORD in kinds.values():
+            taken = dict(named)
+        else:
+            taken = {name: value for name, value in named.items() if name in kinds}
+        signature.bind(**taken)
+    except (TypeError, ValueError):
+        return {}
+    return taken
+
+
+def _forwarded(forward: Forward, model: nn.Module, batch: Batch) -> Batch:
+    """Return the output for a shard, of which `forward` gets the parts by name if it takes them."""
+    if len(batch) == 1 and isinstance(batch[0], Mapping):
+        with_model = functools.partial(forward, model)
+        if len(_taken_by(with_model, batch[0])) == len(batch[0]):
+            return with_model(**batch[0])
+    return forward(model, *batch)
 
 
 def predict_shard(replica: Replica, work: ShardWork, forward: Forward) -> Batch:
@@ -103,7 +128,7 @@ def predict_shard(replica: Replica, work: ShardWork, forward: Forward) -> Batch:
         ModelError: the output holds something else than tensors.
     """
     with _undisturbed(replica, work):
-        output = interruptible(forward, replica.module, *work.batch)
+        output = interruptible(_forwarded, forward, replica.module, work.batch)
         for leaf in optree.tree_leaves(output):
             if not isinstance(leaf, torch.Tensor):
                 raise ModelError(

@@ -184,7 +184,7 @@ def _run_eagerly(
 def _detached(outputs: Outputs) -> Outputs:
     """Return copies of outputs on the CPU, without their graph."""
     return {
-        name: tuple(map(_copied, value)) if isinstance(value, tuple | list) else _copied(value)
+        name: tuple(map(_copied, value)) if isinstance(value, tuple) else _copied(value)
         for name, value in outputs.items()
     }
 
@@ -324,7 +324,7 @@ def _contribution(
     if rule == "refuse":
         raise ContractError(
             f"a shard has written the buffer {name}, which buffers= refuses: don't write it in "
-            f"forward, or give it the rule 'mean', 'first' or 'sum'"
+            f"forward, or give it the rule 'mean', 'first', 'sum', 'max' or 'min'"
         )
     if work.alone:
         return buffer.clone()

@@ -27,7 +27,7 @@ from evenstep.shard.targets import advice_on_targets, call_with, refuse_unfit_ou
 
 Number: TypeAlias = "torch.Tensor | float"
 Outputs: TypeAlias = "Mapping[str, Any]"
-"""What an objective returns besides its loss, by name: pairs (total, count), numbers, or tensors
+"""What an objective returns besides its loss, by name: tuples (total, count), numbers, or tensors
 with a row for each example."""
 
 ShardLoss: TypeAlias = "tuple[torch.Tensor, Number] | tuple[torch.Tensor, Number, Outputs]"
@@ -145,15 +145,18 @@ def _user_objective(
     match result:
         case torch.Tensor() as mean:
             return _of_mean(mean, "the objective's mean", examples)
+        case list():
+            pass  # of losses, perhaps: only tuples are pairs
         case (mean, Mapping() as outputs):
             return *_of_mean(mean, "the objective's mean", examples), checked_outputs(outputs)
-        case [total, count, *outputs] if len(outputs) < 2:
+        case (total, count, *outputs) if len(outputs) < 2:
             _check_scalar(total, "the objective's total")
             if examples is None:
                 total, count = total / count, _count_of_mean(count)
             return (total, count, checked_outputs(outputs[0])) if outputs else (total, count)
+    got = f"a list, {shown(result)}" if isinstance(result, list) else shown(result)
     raise ModelError(
-        f"the objective returned {shown(result)}: (total, count) is needed, or the mean over the "
+        f"the objective returned {got}: the tuple (total, count) is needed, or the mean over the "
         f"examples; a dict of outputs may follow"
     )
 
@@ -176,7 +179,12 @@ def checked_outputs(outputs: object) -> Outputs:
             f'{{"kl": (total, count)}}'
         )
     for name, value in outputs.items():
-        parts = value if isinstance(value, tuple | list) and len(value) == 2 else [value]
+        parts = value if isinstance(value, tuple) and len(value) == 2 else [value]
+        if isinstance(value, list):
+            raise ModelError(
+                f"the objective returned a list, {shown(value)} as the output {name!r}: a row for "
+                f"each example is torch.tensor(...) of it, a pair is the tuple (total, count)"
+            )
         if not isinstance(name, str) or not all(map(_is_number, parts)):
             raise ModelError(
                 f"the objective returned {shown(value)} as the output {name!r}: a pair (total, "

@@ -124,6 +124,9 @@ def _add_buffer(
     if is_averaged(opening, rule):  # a side that did not write it contributes the opening value
         addend = _unwritten(opening, right) if theirs is None else theirs
         return (_unwritten(opening, left) if ours is None else ours) + addend
+    if rule in ("max", "min"):  # a side that did not write it has the opening value
+        pair = opening if ours is None else ours, opening if theirs is None else theirs
+        return torch.maximum(*pair) if rule == "max" else torch.minimum(*pair)
     if rule == "sum" and ours is not None and theirs is not None:
         return ours + theirs
     if rule == JUDGE and (ours is None or theirs is None or not torch.equal(ours, theirs)):
@@ -138,7 +141,8 @@ def unjudged_error(name: str, found: str) -> ContractError:
     return ContractError(
         f"the buffer {name} is {found}, so its mean over the shards may make no sense: choose its "
         f"value after a step with Trainer(buffers={{{name!r}: ...}}), as 'mean', 'first' (the "
-        f"value after the first shard) or 'sum' (of all changes), or write it in after_update=..."
+        f"value after the first shard), 'sum' (of all changes), 'max' or 'min' (of the shards, as "
+        f"observers of a range need), or write it in after_update=..."
     )
 
 

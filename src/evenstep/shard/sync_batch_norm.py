@@ -9,17 +9,14 @@ sums over the whole batch that the gradient needs in the same tree.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from evenstep.errors import BatchError, counted
 from evenstep.shard.lockstep import ShardInStep
 
 
@@ -81,21 +78,6 @@ class SyncedBatchNorm(TorchFunctionMode):
             input, weight, bias, moments, eps, self._shard, f"the backward pass of {place}"
         )
         return normalised
-
-
-def refuse_single_example_shards(model: nn.Module, bounds: Sequence[tuple[int, int]]) -> None:
-    """Refuse a batch that gives a BatchNorm layer in training a shard of one example."""
-    single = [shard for shard, (lo, hi) in enumerate(bounds) if hi - lo == 1]
-    if not single or len(bounds) == 1:
-        return
-    if any(isinstance(child, _BatchNorm) and child.training for child in model.modules()):
-        examples = bounds[-1][1]
-        most = examples // 2
-        remedy = f"use at most {counted(most, 'shard')}, or drop the last batch"
-        raise BatchError(
-            f"batch of {examples} examples over {len(bounds)} shards leaves shard {single[0]} with "
-            f"1 example, too few for BatchNorm: {remedy if most else 'drop the last batch'}"
-        )
 
 
 def moments_of(values: torch.Tensor) -> Moments:

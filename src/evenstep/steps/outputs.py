@@ -67,7 +67,7 @@ def _joined(name: str, values: Sequence[Any], examples: Sequence[int], dims: Seq
 
 
 def _kind(value: Any) -> str:
-    if isinstance(value, tuple | list):
+    if isinstance(value, tuple):
         return "a pair"
     return "rows" if isinstance(value, torch.Tensor) and value.ndim else "a number"
 

@@ -306,7 +306,11 @@ class Step:
         self.attempt.tree = None
 
 
-_ITEM = "it is a number without a graph, so use loss.item() or float(loss)"
+NO_BACKWARD = (
+    "trainer.step has computed the gradients and updated the model already, so remove "
+    "loss.backward() and optimizer.step() from the loop"
+)
+"""What to write instead of a backward pass through the loss of a step."""
 
 
 class StepLoss(PendingNumber):
@@ -315,13 +319,7 @@ class StepLoss(PendingNumber):
     __slots__ = ("_step", "_wait")
 
     if not TYPE_CHECKING:  # which reports such names by itself
-        backward = Instead(
-            "trainer.step has computed the gradients and updated the model already, so remove "
-            "loss.backward() and optimizer.step() from the loop",
-            "the loss",
-        )
-        detach = Instead(_ITEM, "the loss")
-        cpu = Instead(_ITEM, "the loss")
+        backward = Instead(NO_BACKWARD, "the loss")
 
     def __init__(self, step: Step, wait: Callable[[Step], None]) -> None:
         self._step = step

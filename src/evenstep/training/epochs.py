@@ -8,12 +8,12 @@ import threading
 import time
 from collections.abc import Iterator
 
-from evenstep.batch import Batch, shard_bounds
+from evenstep.batch import Batch
+from evenstep.contract.lone_examples import LoneExamples
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Batches, Source, Sources
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError
-from evenstep.shard.sync_batch_norm import refuse_single_example_shards
 from evenstep.training.arguments import Layout
 from evenstep.training.parts import Parts
 
@@ -26,6 +26,7 @@ class Epochs:
     Args:
         parts: the parts of the trainer's steps.
         layout: the choices that the result does not depend on.
+        lone_examples: is told how many examples the last batch of an epoch has.
 
     Inside `with`, worker processes of loaders may be kept from epoch to epoch.
 
@@ -33,9 +34,9 @@ class Epochs:
         sources: the loaders of the training.
     """
 
-    def __init__(self, parts: Parts, layout: Layout) -> None:
+    def __init__(self, parts: Parts, layout: Layout, lone_examples: LoneExamples) -> None:
         self._experiment = parts.executor.experiment
-        self._model = parts.replicas.home.module
+        self._lone_examples = lone_examples
         self._executor = parts.executor
         self._pipeline = parts.pipeline
         self._progress = parts.progress
@@ -55,9 +56,7 @@ class Epochs:
         """Yield the remaining batches of the current epoch (see `Trainer.epoch`)."""
         INTERRUPTS.follow()
         source = self.sources.of(loader)
-        if source.last_examples is not None and self._experiment.batch_norm == "shard":
-            bounds = shard_bounds(source.last_examples, self._experiment.shards)
-            refuse_single_example_shards(self._model, bounds)
+        self._lone_examples.expect(source.last_examples)
         self._wait_before_exchange()
         start = self._progress.position.data or self._progress.drawn
         batches = self._batches(source, start, "epoch", whole=whole)

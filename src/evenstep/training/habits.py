@@ -7,11 +7,21 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn
 
 from evenstep.engine.handle import Instead
-from evenstep.errors import InputError
+from evenstep.errors import InputError, add_note
+from evenstep.steps.step import NO_BACKWARD
 
 _MADE_FROM = {"model", "optimizer", "experiment", "devices"}
 _LOOP = "write the loop, `for X, y in trainer.epoch(loader): trainer.step(X, y)`"
 _LOAD = "write evenstep.Trainer.load(folder, model, optimizer, loss)"
+
+
+def explain_backward(error: BaseException) -> None:
+    """Explain `(loss / 4).backward()`, whose loss is a number, in a note on its error."""
+    if not isinstance(error, AttributeError) or error.name != "backward":
+        return
+    if isinstance(error.obj, float):
+        instead = "(instead of accumulating gradients, give trainer.step the whole batch)"
+        add_note(error, f"{NO_BACKWARD} {instead}")
 
 
 class Habits:

@@ -23,6 +23,7 @@ from evenstep.steps.reducer import ProcessReducer
 from evenstep.steps.update import is_in_a_trainer
 from evenstep.training.agreement import Agreement
 from evenstep.training.arguments import Layout, refuse_lockstep_apart
+from evenstep.training.habits import explain_backward
 from evenstep.training.notes import Notes
 from evenstep.training.parts import Parts
 
@@ -191,6 +192,7 @@ class Session:
                 self._agreement.compare_at_end()
                 parts.reporter.tell()
             else:
+                explain_backward(error)
                 parts.pipeline.abandon(error)
                 parts.executor.group.reducer.leave(error)
                 parts.update.give_back()

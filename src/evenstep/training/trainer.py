@@ -27,6 +27,7 @@ from evenstep.checkpoint.restore import unchanged_on_error
 from evenstep.checkpoint.training_state import read_training_state
 from evenstep.checkpoint.user_state import Stateful, UserState
 from evenstep.contract import ContractReport, SelfCheck
+from evenstep.contract.lone_examples import LoneExamples
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Batches
 from evenstep.devices import Device, Devices, find_devices
@@ -45,7 +46,6 @@ from evenstep.shard.compile_policy import Hybridized
 from evenstep.shard.evaluation import Forward, measure_model, measure_output, output_of
 from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
 from evenstep.shard.partial_sum import PartialSum
-from evenstep.shard.sync_batch_norm import refuse_single_example_shards
 from evenstep.stages.executor import StagedExecutor
 from evenstep.stages.plan import StageNames
 from evenstep.steps.executors import SlicedExecutor
@@ -122,8 +122,9 @@ class Trainer(Habits):
             depends on V.
         buffers: how to combine the values that shards write to a buffer, by the buffer's name (or
             a pattern such as "*.queue"): their "mean" over the examples, the value after the
-            "first" shard, the "sum" of all changes, or "refuse". Without a rule, floating-point
-            buffers are averaged if every shard writes all of them; others are refused.
+            "first" shard, the "sum" of all changes, the "max" or "min" of the shards (observers of
+            a range), or "refuse". Without a rule, floating-point buffers are averaged if every
+            shard writes all of them; others are refused.
         batch_dim: the dimension that the examples of a batch lie along: 1 for batches of shape
             (time, batch, features). A tensor that has no such dimension (labels of shape (batch,))
             is cut along its first.
@@ -304,7 +305,8 @@ class Trainer(Habits):
         self.notes = notes.lines
         self._notes = notes
         self._agreement = Agreement(model, optimizer, loss, parts, layout)
-        self._epochs = Epochs(parts, layout)
+        self._lone_examples = LoneExamples(self.experiment, parts.replicas, parts.engine)
+        self._epochs = Epochs(parts, layout, self._lone_examples)
         self._saver = Saver(
             model, optimizer, user_state, parts, self._agreement, self._epochs.sources, notes
         )
@@ -417,7 +419,8 @@ class Trainer(Habits):
             A handle of the batch's mean loss, computed before the update.
 
         Raises:
-            BatchError: the batch can't be cut into shards.
+            BatchError: the batch can't be cut into shards, or a shard of one example is too few for
+                BatchNorm, in this batch or in the epoch's last.
             ContractError: the code breaks the contract of a step; the message names what does.
             NonFiniteLossError: a shard's loss is NaN or infinite. As after Ctrl-C and every other
                 error before the update, the model is as it was before the step. With
@@ -442,6 +445,8 @@ class Trainer(Habits):
     def _step(self, batch: tuple[Batch, ...]) -> StepLoss:
         self._open_step(leave=self._max_in_flight - 1)
         step = self._next_step(batch)
+        if self._lone_examples.are_unjudged(step.attempt.cut):
+            self._refuse_lone_examples(step)
         check = self._self_check
         if step.number >= check.due_at or check.structure is not self._replicas.structure:
             self._check_contract(step)
@@ -499,6 +504,8 @@ class Trainer(Habits):
             if self._others.is_new(objective):
                 self._replicas.forget_objective()
                 self._self_check.begin_again(step.number)
+        if self._lone_examples.are_unjudged(step.attempt.cut):
+            self._refuse_lone_examples(step)
         if step.number >= self._self_check.due_at:
             self._check_contract(step)
         with kept_gradients(self.model, accumulate=accumulate):
@@ -537,7 +544,6 @@ class Trainer(Habits):
                 for a part.
 
         Raises:
-            BatchError: the epoch's last batch can't be trained on; raised before its first.
             InputError: the loader gives no batch, or an order that can't be repeated, or it already
                 divides the data among processes (`DistributedSampler`).
             CheckpointError: the loader could not restore its state from a checkpoint, or its data
@@ -612,7 +618,9 @@ class Trainer(Habits):
             batches: as for `evaluate`. Of a Loader every example is taken once, in the order of the
                 data set, whether it shuffles or not.
             forward: `forward(model, *batch)`, a tensor or a nesting of tensors with a row for each
-                example; by default the model's output for the batch's first part.
+                example; by default the model's output for the batch's first part. A batch that is
+                a mapping is given as `forward(model, **batch)` where `forward` takes its names; by
+                default the model gets those that it takes.
             dim: the dimension of the outputs that the examples lie along. None: `batch_dim` or the
                 first, whichever has an example's row in the outputs of all shards.
             model: as for `evaluate`.
@@ -814,8 +822,6 @@ class Trainer(Habits):
             batch = nest(in_own_memory(batch), experiment.batch_dim)
         position = self._progress.position
         cut = group.cut(batch, experiment.shards, position.steps_done)
-        if cut.part.examples < 2 * experiment.shards and experiment.batch_norm == "shard":
-            refuse_single_example_shards(self.model, cut.bounds)
         return Step.of(
             position,
             cut,
@@ -826,6 +832,13 @@ class Trainer(Habits):
             digest=NO_DIGEST if group.is_alone else self._agreement.digest_of(batch),
             may_compile=cut.can_join,
         )
+
+    def _refuse_lone_examples(self, step: Step) -> None:
+        """Refuse shards of one example, now or in the epoch's last batch, if BatchNorm can't."""
+        self._pipeline.wait()
+        self._pipeline.follow_user()
+        attempt = step.attempt
+        self._lone_examples.refuse_too_few(attempt.cut, attempt.seed, step.objective)
 
     def _check_contract(self, step: Step) -> None:
         """Check the code on the batch of a step that has not begun."""

@@ -103,6 +103,19 @@ class MapStyle:
             else "it has no batch sampler"
         )
 
+    @property
+    def last_examples(self) -> int | None:
+        """The number of examples in an epoch's last batch; None if it is unknown."""
+        batches = self.loader.batch_sampler
+        if type(batches) is not BatchSampler:
+            return None
+        try:
+            examples = len(batches.sampler)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+        size = batches.batch_size
+        return size if batches.drop_last else examples % size or min(size, examples) or None
+
     def facts(self, cursor: Cursor) -> dict[str, object]:
         """Return what the batches depend on, to compare it between processes."""
         length = getattr(self.loader.dataset, "__len__", None)

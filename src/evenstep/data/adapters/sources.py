@@ -84,8 +84,6 @@ class Adapted:
         held: what a checkpoint has of the place in an epoch, until it is used.
     """
 
-    last_examples: int | None = None
-
     def __init__(
         self,
         loader: Batches,
@@ -111,6 +109,11 @@ class Adapted:
     def name(self) -> str:
         """What it is, for messages."""
         return type(self.loader).__name__
+
+    @property
+    def last_examples(self) -> int | None:
+        """The number of examples in an epoch's last batch; None if it is unknown."""
+        return self._inner.last_examples
 
     @property
     def draws_in(self) -> int | None:

@@ -46,6 +46,7 @@ class Stream:
     """
 
     fetches_parts = False
+    last_examples: int | None = None
     whole_because = "only a map-style DataLoader says which examples a batch is made of"
 
     def __init__(self, loader: Iterable[Batch], seed: int, *, locked: bool) -> None:

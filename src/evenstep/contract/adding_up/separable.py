@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from evenstep.batch import Batch
 from evenstep.batch.cut import tensors_of
 from evenstep.batch.rng import ShardRandomness
-from evenstep.contract.constant_numbers import ConstantNumbers
+from evenstep.contract.adding_up.constant_numbers import ConstantNumbers
 from evenstep.errors import ContractError, EvenstepError, text_of
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica

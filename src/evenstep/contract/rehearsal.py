@@ -1,0 +1,35 @@
+"""What a check of the contract computes: one or two shards, on copies of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from evenstep.errors import ModelError
+from evenstep.replicas import Replica
+from evenstep.shard.forward_backward import ShardWork
+from evenstep.shard.loss import ShardObjective
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsal:
+    """What a check computes.
+
+    Attributes:
+        replica: the replica of the calling lane; its parameters and buffers are left as they are.
+        fresh_copy: returns a new copy of it.
+        works: one shard of the batch, or two of the same number of examples.
+        objective: computes a shard's loss as (total, count).
+    """
+
+    replica: Replica
+    fresh_copy: Callable[[Replica], Replica]
+    works: Sequence[ShardWork]
+    objective: ShardObjective
+
+    def copy(self) -> Replica | None:
+        """Return a new copy of the model; None if it can't be copied."""
+        try:
+            return self.fresh_copy(self.replica)
+        except ModelError:
+            return None
