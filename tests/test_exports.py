@@ -138,6 +138,7 @@ EXPORTS = {
         "wait_all",
     ],
     "evenstep.contract": ["ContractReport", "SelfCheck", "refuse_modes"],
+    "evenstep.contract.adding_up": [],
     "evenstep.data": [
         "Cursor",
         "GeneratorStates",

@@ -19,7 +19,6 @@ from evenstep.replicas.replica import same_bits
 from evenstep.shard.compiler import Program
 from evenstep.shard.gradients import GradientStream
 from evenstep.shard.loss import Number, Outputs, ShardLoss, ShardObjective
-from evenstep.shard.own_memory import sparse_with_own_memory, with_own_memory
 from evenstep.shard.partial_sum import (
     AccumulatedTwiceError,
     PartialSum,
@@ -29,8 +28,10 @@ from evenstep.shard.partial_sum import (
     is_averaged,
     receive,
     refuse_twice,
+    sparse_with_own_memory,
     unjudged_error,
     versions,
+    with_own_memory,
 )
 
 Leaf: TypeAlias = "tuple[Number, Number] | tuple[Number, Number, Outputs]"

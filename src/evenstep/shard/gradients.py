@@ -17,8 +17,12 @@ import torch
 from evenstep.collectives import TreePlan, TreeSum
 from evenstep.errors import ModelError
 from evenstep.replicas import Replica
-from evenstep.shard.own_memory import with_own_memory
-from evenstep.shard.partial_sum import AccumulatedTwiceError, Tensors, add_gradients
+from evenstep.shard.partial_sum import (
+    AccumulatedTwiceError,
+    Tensors,
+    add_gradients,
+    with_own_memory,
+)
 
 
 class Reduction(Protocol):

@@ -2,6 +2,12 @@
 
 A partial sum is the value of a node of the canonical tree. `add` is the only place where gradients
 and buffers of different shards meet, so its order of operands is part of the result.
+
+Gradients are added to and divided in place, so each must have memory of its own. Autograd gives a
+parameter whatever tensor the last function of its backward pass has returned: perhaps a view of the
+memory of another parameter's gradient (in `x + (p.flatten() + q.flatten())`), of a tensor that the
+same backward pass has yet to read, or of a buffer that a hook or a custom function keeps. Each
+storage counts its users, which shows it.
 """
 
 from __future__ import annotations
@@ -20,6 +26,10 @@ from evenstep.replicas import JUDGE, Replica
 
 Tensors: TypeAlias = "list[torch.Tensor | None]"
 Add: TypeAlias = "Callable[[PartialSum, PartialSum], PartialSum]"
+
+_users: Any = torch._C._storage_Use_Count
+_ONE_TENSOR = torch.empty(1)
+_USERS_OF_ONE = _users(_ONE_TENSOR.untyped_storage()._cdata)  # the tensor, and what counts them
 
 
 class AccumulatedTwiceError(EvenstepError):
@@ -229,3 +239,33 @@ def _moved(value: PartialSum, replica: Replica) -> PartialSum:
         replica=replica,
         fence=None,
     )
+
+
+def with_own_memory(gradient: torch.Tensor) -> torch.Tensor:
+    """Return a dense gradient that shares its memory with nothing: itself, or a copy.
+
+    A copy has the values and, where they leave no gaps, the strides of `gradient`. Memory that
+    torch has not allocated (`torch.from_numpy`) counts as shared, and so does a part of a larger
+    storage, or one that an expanded gradient has fewer elements in than it shows.
+    """
+    storage = gradient.untyped_storage()
+    is_alone = (
+        _users(storage._cdata) == _USERS_OF_ONE
+        and storage.nbytes() == gradient.nbytes
+        and storage.resizable()
+    )
+    return gradient if is_alone and not gradient.is_conj() else gradient.clone()
+
+
+def sparse_with_own_memory(gradient: torch.Tensor, *, coalesce: bool) -> torch.Tensor:
+    """Return a sparse gradient that shares its memory with nothing.
+
+    Its values are usually a view of the gradient of what the layer has returned.
+
+    Args:
+        gradient: the gradient.
+        coalesce: whether to add up the values of rows that occur several times.
+    """
+    if coalesce and not gradient.is_coalesced():
+        return gradient.coalesce()
+    return gradient.clone()
