@@ -103,7 +103,7 @@ class SelfCheck:
         Raises:
             ContractError: the contract is broken.
             WrongSumError: gradients are added up wrongly.
-            DeviceLostError: the device failed, or took longer.
+            DeviceLostError: the device failed, or took longer; it is given up.
         """
         shards = _pair_of(cut)
         is_whole = len(shards) == 2 or self._experiment.shards == 1
@@ -118,6 +118,7 @@ class SelfCheck:
             or (self._is_half_done and not is_whole)
         ):
             return
+        lane = self._engine.first_lane
         is_thorough = self._is_thorough or self._every != math.inf
         error = self._engine.run_and_wait(
             self._check if is_thorough else self._check_again,
@@ -133,6 +134,7 @@ class SelfCheck:
             self.structure = None
             raise error
         if error is not None and is_device_failure(error):
+            self._engine.lose(lane)
             raise error
         if error is not None:
             self._failed.add(step)  # once for a step that fails too, and is tried again

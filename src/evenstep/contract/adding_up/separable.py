@@ -14,6 +14,7 @@ from evenstep.batch import Batch
 from evenstep.batch.cut import tensors_of
 from evenstep.batch.rng import ShardRandomness
 from evenstep.contract.adding_up.constant_numbers import ConstantNumbers
+from evenstep.engine.task import is_device_failure
 from evenstep.errors import ContractError, EvenstepError, text_of
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica
@@ -74,6 +75,8 @@ def judge_separability(
             together = compute(*pair[0])
             apart = _computed_apart(compute, pair[1:])
     except Exception as error:  # the model may not be made for evaluation mode
+        if is_device_failure(error):
+            raise
         return f"in evaluation mode it raises {type(error).__name__}: {text_of(error)}"
     if numbers.unknown:
         return f"in evaluation mode it draws random numbers by {numbers.unknown[0]}"

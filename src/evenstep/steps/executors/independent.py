@@ -185,11 +185,7 @@ class IndependentExecutor:
             error: the error; of a device, or another one.
             when: what was being computed.
         """
-        if not is_device_failure(error):
-            return False
-        if self.losses.alive:
-            self.losses.give_up_failed({self.engine.first_lane: error})
-        return self.losses.can_go_on(error, when)
+        return is_device_failure(error) and self.losses.can_go_on(error, when)
 
     def lose_stuck(self, attempt: Attempt) -> set[int]:
         """Give up the devices that stand still in an attempt; return their lanes."""
