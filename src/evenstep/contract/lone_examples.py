@@ -6,6 +6,7 @@ gives BatchNorm1d a single value. Which of the two it is shows when the model co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -34,6 +35,7 @@ class LoneExamples:
     Attributes:
         last_examples: the number of examples in the last batch of the epoch; None if it is unknown,
             or enough for BatchNorm.
+        looked_at_below: the number of examples from which on a batch need not be judged.
     """
 
     def __init__(self, experiment: Experiment, replicas: Replicas, engine: Engine) -> None:
@@ -44,11 +46,13 @@ class LoneExamples:
         self._known = set[object]()  # shapes of examples that are enough
         self._fewest = 2 * experiment.shards if experiment.batch_norm == "shard" else 0
         self.last_examples: int | None = None
+        self.looked_at_below: float = self._fewest
 
     def expect(self, last_examples: int | None) -> None:
         """Note the number of examples in the last batch of the epoch that begins."""
         is_short = last_examples is not None and last_examples < self._fewest
         self.last_examples = last_examples if is_short else None
+        self.looked_at_below = math.inf if is_short else self._fewest
 
     def are_unjudged(self, cut: Cut) -> bool:
         """Whether a batch, or the epoch's last one, has lone examples that must be looked at."""
@@ -77,7 +81,7 @@ class LoneExamples:
         ).error
         if error is None or not is_too_few_values(error):
             self._known.add(self._shapes(cut))  # any other error is left to the step
-            self.last_examples = None
+            self.expect(None)
             return
         for examples in (cut.part.examples, self.last_examples):
             if examples is not None and examples < self._fewest:

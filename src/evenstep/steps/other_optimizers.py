@@ -69,7 +69,9 @@ class OtherOptimizers:
 
     def _note(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Torch calls this after each step of an optimizer, in any thread."""
-        if optimizer not in self._stepped and not is_in_a_trainer(optimizer):
+        if optimizer is self._own or optimizer in self._stepped:
+            return
+        if not is_in_a_trainer(optimizer):
             self._stepped.add(optimizer)
 
     def _of_the_model(

@@ -446,7 +446,7 @@ class Trainer(Habits):
     def _step(self, batch: tuple[Batch, ...]) -> StepLoss:
         self._open_step(leave=self._max_in_flight - 1)
         step = self._next_step(batch)
-        if self._lone_examples.are_unjudged(step.attempt.cut):
+        if step.attempt.cut.part.examples < self._lone_examples.looked_at_below:
             self._refuse_lone_examples(step)
         check = self._self_check
         if step.number >= check.due_at or check.structure is not self._replicas.structure:
@@ -505,7 +505,7 @@ class Trainer(Habits):
             if self._others.is_new(objective):
                 self._replicas.forget_objective()
                 self._self_check.begin_again(step.number)
-        if self._lone_examples.are_unjudged(step.attempt.cut):
+        if step.attempt.cut.part.examples < self._lone_examples.looked_at_below:
             self._refuse_lone_examples(step)
         if step.number >= self._self_check.due_at:
             self._check_contract(step)
@@ -836,6 +836,8 @@ class Trainer(Habits):
 
     def _refuse_lone_examples(self, step: Step) -> None:
         """Refuse shards of one example, now or in the epoch's last batch, if BatchNorm can't."""
+        if not self._lone_examples.are_unjudged(step.attempt.cut):
+            return
         self._pipeline.wait()
         self._pipeline.follow_user()
         attempt = step.attempt
