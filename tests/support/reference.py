@@ -6,58 +6,118 @@ the canonical tree as the design states it, then one update. Only the names of t
 """
 
 import copy
+import functools
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from evenstep.batch.rng import shard_seed
 from evenstep.checkpoint.fingerprint import named_state
 
+CROSS_ENTROPY = nn.CrossEntropyLoss()
 
-def reference_step(model, optimizer, X, y, *, shards, seed=0, step=0, epoch=0, autocast=None):
-    """Do one step on the classification batch (X, y) under cross entropy; return the mean loss."""
-    pieces = np.array_split(np.arange(len(X)), shards)
-    alone = sum(len(piece) > 0 for piece in pieces) == 1
-    parameters, buffers = list(model.parameters()), list(model.buffers())
-    opening = [buffer.clone() for buffer in buffers]
-    gradients, closing, totals, counts = [], [], [], []
+
+def reference_step(model, optimizer, *batch, before_update=None, **settings):
+    """Do one step on a batch as `reference_backward` takes it; return the mean loss."""
+
+    def evaluate():
+        loss = reference_backward(model, *batch, **settings)
+        if before_update is not None:
+            before_update(model)
+        return loss
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return optimizer.step(evaluate)
+    loss = evaluate()
+    optimizer.step()
+    return loss
+
+
+def reference_backward(model, *batch, shards, seed=0, step=0, epoch=0, autocast=None, **loss):
+    """Give each parameter the batch's mean gradient, write the buffers; return the mean loss.
+
+    The loss is `objective(model, *batch) -> (total, count)`, or the mean `loss(output, *targets)`:
+    cross entropy if neither is given.
+    """
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    pieces = [piece for piece in np.array_split(np.arange(len(tensors[0])), shards) if len(piece)]
+    alone = len(pieces) == 1
+    parameters, opening = list(model.parameters()), [buffer.clone() for buffer in model.buffers()]
+    gradients, closing, totals, counts, weights = [], [], [], [], []
     for shard, piece in enumerate(pieces):
-        if len(piece) == 0:
-            for leaves in (gradients, closing, totals, counts):
-                leaves.append(None)
-            continue
-        for buffer, value in zip(buffers, opening, strict=True):
+        for buffer, value in zip(model.buffers(), opening, strict=True):
             buffer.copy_(value)
         for parameter in parameters:
             parameter.grad = None
         torch.manual_seed(shard_seed(seed, epoch, step, shard))
         with torch.autocast("cpu", autocast or torch.bfloat16, autocast is not None, False):
-            output = model(X[piece[0] : piece[-1] + 1].clone())
-            total = F.cross_entropy(
-                output, y[piece[0] : piece[-1] + 1], reduction="mean" if alone else "sum"
-            )
-        total.backward()
-        weight = 1 if alone else len(piece)
-        gradients.append([_kept(p.grad, alone) for p in parameters])
-        closing.append([buffer * weight if buffer.is_floating_point() else buffer.clone()
-                        for buffer in buffers])  # fmt: skip
+            part = pytree.tree_map(functools.partial(_rows, piece), batch)
+            total, count = shard_loss(model, part, None if alone else len(piece), **loss)
+        if total.requires_grad:
+            total.backward()
+        gradients.append([_kept(parameter.grad, alone) for parameter in parameters])
+        closing.append([buffer.clone() for buffer in model.buffers()])
         totals.append(total.item())
-        counts.append(float(weight))
-    count = tree(counts, float.__add__)
-    for number, parameter in enumerate(parameters):
-        summed = tree([g and g[number] for g in gradients], torch.add)
+        counts.append(float(count))
+        weights.append(1 if alone else len(piece))
+    empty = [None] * (shards - len(pieces))
+    count = tree(counts + empty, float.__add__)
+    for parameter, leaves in zip(parameters, zip(*gradients, strict=True), strict=True):
+        summed = tree([*leaves, *empty], torch.add)
         parameter.grad = summed if summed is None or count == 1 else summed / count
-    for number, buffer in enumerate(buffers):
-        if not buffer.is_floating_point():
-            buffer.copy_(closing[0][number])
-        elif all(c is None or torch.equal(c[number], opening[number] * (1 if alone else len(p)))
-                 for c, p in zip(closing, pieces, strict=True)):  # fmt: skip
-            buffer.copy_(opening[number])  # nobody wrote it
-        else:
-            buffer.copy_(tree([c and c[number] for c in closing], torch.add) / count)
-    optimizer.step()
-    return tree(totals, float.__add__) / count
+    for buffer, old, leaves in zip(
+        model.buffers(), opening, zip(*closing, strict=True), strict=True
+    ):
+        buffer.copy_(_closing(old, leaves, weights, empty))
+    return tree(totals + empty, float.__add__) / count
+
+
+def shard_loss(model, batch, examples, *, objective=None, loss=CROSS_ENTROPY):
+    """Return a shard's (total, count); its (mean, 1) if it is the whole batch (no `examples`)."""
+    if objective is not None:
+        total, count = objective(model, *batch)
+        return (total, count) if examples is not None else (total / count, 1)
+    output, targets = model(batch[0]), batch[1:]
+    if examples is None:
+        return loss(output, *targets), 1
+    if not _counts_targets(loss):
+        return loss(output, *targets) * examples, examples
+    target, settings = targets[0], getattr(loss, "keywords", None) or vars(loss) | loss._buffers
+    names = {"weight", "ignore_index", "label_smoothing"} & settings.keys()
+    function = F.nll_loss if isinstance(loss, nn.NLLLoss) else F.cross_entropy
+    total = function(output, target, reduction="sum", **{name: settings[name] for name in names})
+    if target.is_floating_point():
+        return total, target.numel() // target.shape[1]
+    known, weight = target != settings.get("ignore_index", -100), settings.get("weight")
+    if weight is None:
+        return total, known.sum()
+    return total, torch.where(known, weight[target.where(known, 0)], 0.0).sum()
+
+
+def _counts_targets(loss):
+    """Whether a mean loss divides by something else than the number of examples."""
+    function = getattr(loss, "func", loss)
+    return function is F.cross_entropy or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+
+
+def _rows(piece, leaf):
+    """Return a copy of a shard's rows of a tensor; whole what every shard gets."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf[piece[0] : piece[-1] + 1].clone()
+    return leaf.tensor.clone() if hasattr(leaf, "tensor") else leaf
+
+
+def _closing(opening, leaves, weights, empty):
+    """Return a buffer's value after a step: the mean of what shards left, or a number's first."""
+    if not (opening.is_floating_point() or opening.is_complex()):
+        return leaves[0]
+    if all(torch.equal(leaf, opening) for leaf in leaves):  # nobody wrote it
+        return opening
+    weighted = [leaf * weight for leaf, weight in zip(leaves, weights, strict=True)]
+    return tree([*weighted, *empty], torch.add) / sum(weights)
 
 
 def _kept(gradient, alone):
@@ -85,8 +145,8 @@ def reference_training(model, make_optimizer, batches, **settings):
     model = copy.deepcopy(model)
     optimizer = make_optimizer(model.parameters())
     losses = [
-        reference_step(model, optimizer, X, y, step=step, **settings)
-        for step, (X, y) in enumerate(batches)
+        reference_step(model, optimizer, *batch, step=step, **settings)
+        for step, batch in enumerate(batches)
     ]
     return whole_state(model, optimizer), losses
 
