@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 
 import evenstep
 from evenstep.data import Cursor, Loader
-from evenstep.errors import ModelError, NonFiniteLossError
+from evenstep.errors import ContractError, ModelError, NonFiniteLossError
 from evenstep.shard import compile_policy, compiler
 from evenstep.shard.compiler import NotCompiledError, ShardCompiler
 from evenstep.shard.loss import choose_objective

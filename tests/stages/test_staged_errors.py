@@ -4,8 +4,8 @@ import copy
 import os
 import signal
 import threading
-import types
 import time
+import types
 
 import pytest
 import torch
