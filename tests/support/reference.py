@@ -106,7 +106,7 @@ def _counts_targets(loss):
 def _rows(piece, leaf):
     """Return a copy of a shard's rows of a tensor; whole what every shard gets."""
     if isinstance(leaf, torch.Tensor):
-        return leaf[piece[0] : piece[-1] + 1].clone()
+        return leaf[piece[0] : piece[-1] + 1].clone(memory_format=torch.contiguous_format)
     return leaf.tensor.clone() if hasattr(leaf, "tensor") else leaf
 
 

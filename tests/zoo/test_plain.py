@@ -21,7 +21,6 @@ ROUNDING = 1e-4  # of a gradient in float32, relative to its norm
 NOT_BY_SHARDS = {
     "synchronised batch norm": "batch_norm='sync' makes each shard depend on the others",
 }
-UNEXPLAINED = ("focal",)  # differs from the plain loop; the cause isn't known yet
 NOT_WHOLE = {
     "running statistic": "each shard is divided by its own running mean",
     "replaced buffer": "each shard subtracts its own running mean",
@@ -119,17 +118,8 @@ def assert_plain(found, expected):
     assert_same_bits(found[2], expected[2])
 
 
-@pytest.mark.parametrize("name", cases(but={*NOT_BY_SHARDS, *UNEXPLAINED}))
+@pytest.mark.parametrize("name", cases(but={*NOT_BY_SHARDS}))
 def test_gradients_losses_and_buffers_are_those_of_a_plain_loop_over_the_shards(name):
-    for shards in SHARDS:
-        expected = train_plainly(MODELS[name], shards)
-        for devices in LAYOUTS.values():
-            assert_plain(train(MODELS[name], shards, devices), expected)
-
-
-@pytest.mark.xfail(strict=True, reason="the cause is not known yet")
-@pytest.mark.parametrize("name", UNEXPLAINED)
-def test_models_that_differ_from_a_plain_loop_for_an_unknown_reason(name):
     for shards in SHARDS:
         expected = train_plainly(MODELS[name], shards)
         for devices in LAYOUTS.values():
