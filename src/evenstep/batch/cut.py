@@ -133,6 +133,10 @@ class Cut:
             for number, view in enumerate(self.views[shard])
         )
 
+    def structure_of(self, shard: int) -> optree.PyTreeSpec:
+        """Return the nesting of a shard: one that is held here, or the first."""
+        return self.structure
+
     def _copy_of(self, number: int, tensor: torch.Tensor, place: Place) -> torch.Tensor:
         copies = self.copies.setdefault(place, {})
         if number not in copies:

@@ -79,8 +79,8 @@ class Shards(Precut):
 
     def cut(self, part: Part) -> Cut:
         """Return the shards of a part."""
-        flat = {number: optree.tree_flatten(self.batches[number]) for number in part.run}
-        plain = {number: tuple(map(_plain, leaves)) for number, (leaves, _) in flat.items()}
+        flat = {number: optree.tree_flatten(self.batches[number]) for number in {0, *part.run}}
+        plain = {number: tuple(map(_plain, flat[number][0])) for number in part.run}
         return OwnShardsCut(
             part,
             plain,
@@ -95,7 +95,7 @@ class OwnShardsCut(Cut):
     """Micro-batches as shards, each with a nesting of its own.
 
     Attributes:
-        structures: the nesting of each shard that is held here.
+        structures: the nesting of the first shard, and of each that is held here.
     """
 
     structures: Mapping[int, optree.PyTreeSpec] = dataclasses.field(default_factory=dict)
@@ -105,6 +105,10 @@ class OwnShardsCut(Cut):
     def take(self, shard: int, place: Place) -> Batch:
         """Return one shard as a batch, each tensor copied to a device by `place`."""
         return self.structures[shard].unflatten(map(place, self.views[shard]))
+
+    def structure_of(self, shard: int) -> optree.PyTreeSpec:
+        """Return the nesting of a shard: one that is held here, or the first."""
+        return self.structures[shard]
 
     def join(self, shards: Sequence[int], place: Place) -> NoReturn:
         """Refuse: micro-batches need not fit together."""

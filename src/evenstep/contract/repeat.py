@@ -13,6 +13,7 @@ from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.batch.foreign_draws import ForeignDraws, refuse_foreign_draws
+from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.collectives import TreeSum
 from evenstep.collectives.tree import tree_plan
 from evenstep.contract.leaves import leaves_of
@@ -25,7 +26,7 @@ from evenstep.contract.module_state import (
 from evenstep.contract.process_settings import ProcessSettings
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica, written_error
-from evenstep.replicas.replica import same_bits
+from evenstep.replicas.replica import same_bits, strided_parts
 from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard
 from evenstep.shard.loss import Number, ShardObjective
 from evenstep.shard.partial_sum import PartialSum, add
@@ -150,14 +151,29 @@ def first_difference(replica: Replica, first: ShardResult, second: ShardResult) 
     for name, ours, theirs in zip(("total", "count"), first.leaf[:2], second.leaf[:2], strict=True):
         if not same_bits(torch.as_tensor(ours), torch.as_tensor(theirs)):
             return f"its {name} is {float(ours):.9g} and then {float(theirs):.9g}"
-    names = [f"the gradient of {name}" for name, _ in replica.module.named_parameters()]
-    names += [f"the buffer {name}" for name, _ in replica.module.named_buffers()]
-    ours_all = [*first.value.gradients, *first.value.buffers]
-    theirs_all = [*second.value.gradients, *second.value.buffers]
-    for name, mine, its in zip(names, ours_all, theirs_all, strict=False):
+    pairs = zip(_named(replica, first.value), _named(replica, second.value), strict=False)
+    for (name, mine), (_, its) in pairs:
         if not are_alike(mine, its):
             return f"{name} differs the second time"
     return ""
+
+
+def digests_of(replica: Replica, result: ShardResult) -> dict[str, str]:
+    """Return the digest of each tensor that a shard has given, by its name in messages."""
+    total, count = (torch.as_tensor(number) for number in result.leaf[:2])
+    named = {"its total": total, "its count": count, **dict(_named(replica, result.value))}
+    return {
+        name: " ".join(map(tensor_digest, strided_parts(tensor)))
+        for name, tensor in named.items()
+        if tensor is not None
+    }
+
+
+def _named(replica: Replica, value: PartialSum) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield the gradients and buffers of a shard, each with its name in messages."""
+    names = [f"the gradient of {name}" for name, _ in replica.module.named_parameters()]
+    names += [f"the buffer {name}" for name, _ in replica.module.named_buffers()]
+    yield from zip(names, [*value.gradients, *value.buffers], strict=False)
 
 
 def are_alike(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:

@@ -8,18 +8,30 @@ import logging
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import optree
+import torch
+
 from evenstep.batch import Batch
-from evenstep.batch.cut import Cut
+from evenstep.batch.cut import NO_CUT, Cut, Place
 from evenstep.contract.check import ContractReport, check_again, check_contract
+from evenstep.contract.module_state import kept
 from evenstep.contract.outer_module import refuse_outer_module
 from evenstep.contract.rehearsal import Rehearsal
+from evenstep.contract.repeat import compute_observed, digests_of
 from evenstep.engine import Engine
 from evenstep.engine.task import is_device_failure
-from evenstep.errors import ContractError, InputError, WrongSumError, shown, text_of
+from evenstep.errors import (
+    ContractError,
+    DeviceLostError,
+    InputError,
+    WrongSumError,
+    shown,
+    text_of,
+)
 from evenstep.experiment import Experiment
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.forward_backward import ShardWork
@@ -46,6 +58,7 @@ class SelfCheck:
         side_by_side: whether a batch's shards can call `all_gather`.
 
     Attributes:
+        check: as given.
         due_at: the number of the next step with a check.
         structure: the model's layers at the last check, as `Replicas.structure` has them.
         report: what the last check has found out; None before it.
@@ -63,6 +76,7 @@ class SelfCheck:
         *,
         side_by_side: bool,
     ) -> None:
+        self.check = check
         self._every = _interval(check)
         self._experiment = experiment
         self._replicas = replicas
@@ -153,6 +167,75 @@ class SelfCheck:
             self._is_thorough = False
             self.due_at = step + self._interval_after(step)
 
+    def is_due_everywhere(self, step: int, began_at: int) -> bool:
+        """Whether all processes compute a shard of step number `step` together.
+
+        It depends on nothing that a process has for itself: each must do the same.
+
+        Args:
+            step: the step's number.
+            began_at: the number of the first step since the trainer was opened.
+        """
+        if self._every is None:
+            return False
+        is_repeated = not step & (step + 1) if self._every == math.inf else not step % self._every
+        return is_repeated or step == began_at
+
+    def results_of(
+        self,
+        work: tuple[int, Batch, int | None, int],
+        objective: ShardObjective,
+        limit_s: float = math.inf,
+    ) -> dict[str, str] | None:
+        """Compute a shard on a new copy of the model; no step may be in flight.
+
+        Args:
+            work: the shard's number, its batch, its number of examples and its seed.
+            objective: computes a shard's loss as (total, count).
+            limit_s: how long it may take.
+
+        Returns:
+            The digest of each tensor that the shard gives, by name; None if the device has failed,
+            or has too little memory.
+
+        Raises:
+            Exception: the error of the user's code.
+        """
+        if len(self._engine.lost_lanes) == len(self._engine.devices):
+            return None
+        try:
+            task = self._engine.run_and_wait(
+                self._results,
+                work,
+                objective,
+                name="compare the processes",
+                category="check",
+                limit_s=limit_s,
+            )
+        except DeviceLostError:
+            return None
+        error = task.error
+        if is_device_failure(error) or isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return None
+        if error is not None:
+            raise error
+        digests: dict[str, str] = task.result
+        return digests
+
+    def _results(
+        self, work: tuple[int, Batch, int | None, int], objective: ShardObjective
+    ) -> dict[str, str]:
+        shard, batch, examples, seed = work
+
+        def take(number: int, place: Place) -> Batch:
+            return optree.tree_map(place, batch)
+
+        rehearsal = self._rehearsal(take, {shard: examples}, lambda _: seed, objective)
+        replica = rehearsal.copy() or rehearsal.replica
+        with kept(rehearsal.replica), self._apart(NO_CUT, rehearsal):
+            result = compute_observed(replica, rehearsal.works[0], objective)
+        return digests_of(replica, result)
+
     def _interval_after(self, step: int) -> float:
         """Return the steps until the next check: as many as were taken, unless it was asked for."""
         assert self._every is not None
@@ -171,7 +254,7 @@ class SelfCheck:
         seed: Callable[[int], int],
         objective: ShardObjective,
     ) -> None:
-        rehearsal = self._rehearsal(cut, shards, seed, objective)
+        rehearsal = self._rehearsal(cut.take, _examples(cut, shards), seed, objective)
         pair = self._pair(cut, shards, rehearsal.replica)
         with self._apart(cut, rehearsal):
             refuse_outer_module(self._replicas.home, self._copy_of(rehearsal), rehearsal)
@@ -185,7 +268,7 @@ class SelfCheck:
         seed: Callable[[int], int],
         objective: ShardObjective,
     ) -> None:
-        rehearsal = self._rehearsal(cut, shards, seed, objective)
+        rehearsal = self._rehearsal(cut.take, _examples(cut, shards), seed, objective)
         pair = self._pair(cut, shards, rehearsal.replica)
         with self._apart(cut, rehearsal):
             check_again(rehearsal, pair, separable=self._experiment.separable)
@@ -201,23 +284,24 @@ class SelfCheck:
 
     def _rehearsal(
         self,
-        cut: Cut,
-        shards: Sequence[int],
+        take: Callable[[int, Place], Batch],
+        examples: Mapping[int, int | None],
         seed: Callable[[int], int],
         objective: ShardObjective,
     ) -> Rehearsal:
+        """Return what is computed of the shards whose numbers of `examples` are given."""
         self._replicas.open_step()
         replica = self._replicas.all[self._engine.lane_here]
         place = self._experiment.placement(replica.device)
         works = [
             ShardWork(
                 shard,
-                cut.take(shard, place),
-                None if cut.filled == 1 else cut.bounds[shard][1] - cut.bounds[shard][0],
+                take(shard, place),
+                count,
                 functools.partial(seed, shard),
                 self._experiment.autocast_dtype,
             )
-            for shard in shards
+            for shard, count in examples.items()
         ]
         return Rehearsal(replica, self._replicas.fresh_copy, works, objective)
 
@@ -253,6 +337,11 @@ def _pair_of(cut: Cut) -> list[int]:
     sizes = {shard: cut.bounds[shard][1] - cut.bounds[shard][0] for shard in shards}
     equal = [[*two] for two in itertools.pairwise(shards) if sizes[two[0]] == sizes[two[1]]]
     return equal[0] if equal else shards[:2]
+
+
+def _examples(cut: Cut, shards: Sequence[int]) -> dict[int, int | None]:
+    """Return the number of examples of each shard; None for a shard that is the whole batch."""
+    return {shard: None if cut.filled == 1 else cut.weights[shard] for shard in shards}
 
 
 def _interval(check: str) -> float | None:

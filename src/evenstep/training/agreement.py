@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from torch import nn, optim
 
 from evenstep.batch import Batch
 from evenstep.checkpoint import fingerprint as fingerprints
+from evenstep.contract import SelfCheck
 from evenstep.distributed.process_group import END
 from evenstep.engine.interrupts import interruptible
 from evenstep.errors import DivergedError, PeerError
 from evenstep.replicas import layer_settings, optimizer_settings
 from evenstep.shard.loss import Loss
 from evenstep.steps.groups.joining import FINGERPRINT
+from evenstep.steps.groups.same_shard import Results
+from evenstep.steps.step import Step
 from evenstep.training.arguments import Layout
 from evenstep.training.parts import Parts
 
@@ -27,6 +31,7 @@ class Agreement:
         loss: the loss that the trainer was given.
         parts: the parts of the trainer's steps.
         layout: the choices that the result does not depend on.
+        self_check: computes the shard that all processes compare.
     """
 
     def __init__(
@@ -36,7 +41,9 @@ class Agreement:
         loss: Loss | None,
         parts: Parts,
         layout: Layout,
+        self_check: SelfCheck,
     ) -> None:
+        self._self_check = self_check
         self._model = model
         self._optimizer = optimizer
         self._loss = loss
@@ -89,6 +96,31 @@ class Agreement:
             state = dict(other.state_dict())
             interruptible(group.compare_states, lambda: (state, {}), steps_done, call)
 
+    def compare_results(self, step: Step, *, is_new: bool = False) -> None:
+        """Make sure, where that is due, that all processes compute the same of the same shard.
+
+        Args:
+            step: a step that has not begun.
+            is_new: whether no step was taken with its objective.
+
+        Raises:
+            ContractError: they don't; the message names what differs first.
+            PeerError: a process is lost, or its code has failed.
+        """
+        check, executor = self._self_check, self._executor
+        if not (is_new or check.is_due_everywhere(step.number, self._began_at)):
+            return
+        self._pipeline.wait()
+        self._pipeline.follow_user()
+
+        def compute(*work: Any) -> Results:
+            return check.results_of(work, step.objective, executor.check_limit_s)
+
+        attempt = step.attempt
+        interruptible(
+            executor.group.refuse_other_results, step.number, attempt.cut, attempt.seed, compute
+        )
+
     def compare_to_save(self) -> PeerError | None:
         """Compare states before a checkpoint; return the error if another process is lost.
 
@@ -115,6 +147,7 @@ class Agreement:
             **dataclasses.asdict(self._executor.experiment),
             "allow_rounding": self._allow_rounding,
             "partition": self._partition,
+            "check": self._self_check.check,
             **layer_settings("layer", self._model),
             **self._loss_facts(),
             **optimizer_settings(self._optimizer),

@@ -305,7 +305,14 @@ class Trainer(Habits):
         notes = Notes(self.devices if split == "shards" else self.devices[:1], self.experiment)
         self.notes = notes.lines
         self._notes = notes
-        self._agreement = Agreement(model, optimizer, loss, parts, layout)
+        self._self_check = SelfCheck(
+            check,
+            self.experiment,
+            parts.replicas,
+            parts.engine,
+            side_by_side=parts.executor.side_by_side,
+        )
+        self._agreement = Agreement(model, optimizer, loss, parts, layout, self._self_check)
         self._lone_examples = LoneExamples(self.experiment, parts.replicas, parts.engine)
         self._epochs = Epochs(parts, layout, self._lone_examples)
         self._saver = Saver(
@@ -316,13 +323,6 @@ class Trainer(Habits):
         measure = measure_model if loss is None else measure_output
         self._evaluator = Evaluator(
             model, parts.executor, measure, parts.progress, self._open_flight
-        )
-        self._self_check = SelfCheck(
-            check,
-            self.experiment,
-            parts.replicas,
-            parts.engine,
-            side_by_side=parts.executor.side_by_side,
         )
 
     @hides_own_frames
@@ -451,6 +451,8 @@ class Trainer(Habits):
         check = self._self_check
         if step.number >= check.due_at or check.structure is not self._replicas.structure:
             self._check_contract(step)
+        if not self._executor.group.is_alone:
+            self._agreement.compare_results(step)
         step.settings = self._update.record()
         self._update.may_step_elsewhere = False
         self._progress.advance()
@@ -500,15 +502,18 @@ class Trainer(Habits):
         self._open_step(leave=0)
         step = self._next_step(batch if not named else (*batch, Keywords(named)))
         step.updates, step.finish = False, self._update.leave_gradients
+        is_new = objective is not None and self._others.is_new(objective)
         if objective is not None:
             step.objective, step.may_compile = choose_objective(None, objective), False
-            if self._others.is_new(objective):
+            if is_new:
                 self._replicas.forget_objective()
                 self._self_check.begin_again(step.number)
         if step.attempt.cut.part.examples < self._lone_examples.looked_at_below:
             self._refuse_lone_examples(step)
         if step.number >= self._self_check.due_at:
             self._check_contract(step)
+        if not self._executor.group.is_alone:
+            self._agreement.compare_results(step, is_new=is_new)
         with kept_gradients(self.model, accumulate=accumulate):
             self._progress.advance()
             loss = self._pipeline.submit(step)

@@ -16,6 +16,7 @@ from evenstep.batch.cut import Cut, cut_whole_batch
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Source
 from evenstep.distributed.step_report import NO_DIGEST
+from evenstep.steps.groups.same_shard import Compute
 from evenstep.steps.reducer import LocalReducer
 
 State: TypeAlias = "Callable[[], tuple[Mapping[str, Any], Mapping[str, str]]]"
@@ -110,6 +111,18 @@ class Group:
             is_due: whether to compare it; the first whole one is compared in any case.
         """
         return NO_DIGEST
+
+    def refuse_other_results(
+        self, step: int, cut: Cut, seed: Callable[[int], int], compute: Compute
+    ) -> None:
+        """Compute one shard in every process, and compare the bits.
+
+        Args:
+            step: the number of the step, which has not begun.
+            cut: its batch.
+            seed: returns the seed of a shard's random numbers.
+            compute: computes a shard.
+        """
 
     def refuse_other_batches(self, batch: Batch, call: str, number: int) -> None:
         """Compare a batch to evaluate with that of the other processes.

@@ -22,6 +22,7 @@ from evenstep.distributed.step_report import NO_DIGEST, batch_digest, refuse_oth
 from evenstep.errors import SaveError, text_of
 from evenstep.steps.groups.group import Group, State
 from evenstep.steps.groups.loop_draws import LoopDraws
+from evenstep.steps.groups.same_shard import Compute, refuse_other_results
 from evenstep.steps.outputs import pack_outputs, unpack_outputs
 from evenstep.steps.reducer import ProcessReducer
 
@@ -179,6 +180,14 @@ class LinkedGroup(Group):
             return NO_DIGEST
         self._is_first_batch &= not is_whole
         return batch_digest(batch, is_whole=is_whole)
+
+    def refuse_other_results(
+        self, step: int, cut: Cut, seed: Callable[[int], int], compute: Compute
+    ) -> None:
+        """Compute one shard in every process, and compare the bits, unless rounding differs."""
+        if not self.differences:
+            self.note(f"comparing a shard of step {step}")
+            refuse_other_results(self._peers, step, cut, seed, compute)
 
     def refuse_other_batches(self, batch: Batch, call: str, number: int) -> None:
         """Compare a batch to evaluate with that of the other processes."""
