@@ -214,6 +214,7 @@ class SelfCheck:
                 shard,
                 cut.take(shard, place),
                 None if cut.filled == 1 else cut.bounds[shard][1] - cut.bounds[shard][0],
+                cut.divisor,
                 functools.partial(seed, shard),
                 self._experiment.autocast_dtype,
             )

@@ -20,6 +20,7 @@ from evenstep.shard.compiler import Program
 from evenstep.shard.gradients import GradientStream
 from evenstep.shard.loss import Number, Outputs, ShardLoss, ShardObjective
 from evenstep.shard.partial_sum import (
+    HALF_PRECISION,
     AccumulatedTwiceError,
     PartialSum,
     Tensors,
@@ -31,6 +32,7 @@ from evenstep.shard.partial_sum import (
     sparse_with_own_memory,
     unjudged_error,
     versions,
+    weighted,
     with_own_memory,
 )
 
@@ -45,6 +47,8 @@ class ShardWork(NamedTuple):
         shard: the shard's number.
         batch: the shard's examples, in the replica's memory.
         examples: the number of examples; None for a shard that is the whole batch.
+        divisor: what the backward pass divides by at its root: the number of examples in the batch;
+            1 for a shard that is the whole batch.
         random_seed: returns the seed of the shard's random numbers.
         precision: the dtype that autocast computes in; None for the parameters' own.
         program: the compiled shard; None to compute it eagerly.
@@ -53,6 +57,7 @@ class ShardWork(NamedTuple):
     shard: int
     batch: Batch
     examples: int | None
+    divisor: int
     random_seed: Callable[[], int]
     precision: torch.dtype | None
     program: Program | None = None
@@ -137,7 +142,10 @@ def _run_program(
 ) -> tuple[Leaf, PartialSum]:
     """Compute a shard by its compiled program, and add its gradients onto those of `left`."""
     parameters = [parameter.detach() for parameter in replica.parameters]
-    total, count, gradients, buffers = program.run(parameters, replica.opening, work.batch)
+    divisor = work.divisor
+    total, count, gradients, buffers = program.run(
+        parameters, replica.opening, work.batch, divisor
+    )
     gradients = [one if one is None else with_own_memory(one) for one in gradients]
     if left is not None:
         gradients = add_gradients(left.gradients, gradients)
@@ -145,7 +153,7 @@ def _run_program(
         None if same_bits(now, opening) else now
         for now, opening in zip(buffers, replica.opening, strict=True)
     ]
-    return (total, count), _value(replica, work, gradients, changed)
+    return weighed(total, count, divisor), _value(replica, work, gradients, changed)
 
 
 def _run_eagerly(
@@ -167,19 +175,19 @@ def _run_eagerly(
         replica.has_accumulated = True
     if stream is not None:
         with stream.of_shard(replica, work.shard, node, accumulates=left is not None):
-            _backward(replica, total)
+            _backward(replica, total, work.divisor)
     elif left is not None:
         for parameter, gradient in zip(replica.parameters, left.gradients, strict=True):
             parameter.grad = gradient
         before = versions(left.gradients)
-        _backward(replica, total)
+        _backward(replica, total, work.divisor)
         refuse_twice(left.gradients, before)
     else:
-        _backward(replica, total)
+        _backward(replica, total, work.divisor)
     if isinstance(count, torch.Tensor) and count.requires_grad:
         count = count.detach()
-    leaf = (total.detach(), count, _detached(outputs[0])) if outputs else (total.detach(), count)
-    return leaf, _collect(replica, work)
+    leaf = weighed(total.detach(), count, work.divisor)
+    return (*leaf, _detached(outputs[0])) if outputs else leaf, _collect(replica, work)
 
 
 def _detached(outputs: Outputs) -> Outputs:
@@ -201,27 +209,50 @@ def _forward(replica: Replica, work: ShardWork, objective: ShardObjective) -> Sh
         return objective(replica.module, work.batch, work.examples)
 
 
-def _backward(replica: Replica, total: torch.Tensor) -> None:
+def _backward(replica: Replica, total: torch.Tensor, divisor: int) -> None:
     if total.requires_grad:
         if not replica.has_learned:
             _refuse_outer_model(total, replica)
-        _run_backward(total)
+        _run_backward(total, divisor)
         if not replica.has_learned:
             if all(parameter.grad is None for parameter in replica.parameters):
                 raise _outer_model_error(replica, "no parameter")
             replica.has_learned = True
 
 
-def _run_backward(total: torch.Tensor) -> None:
-    """Run `total.backward()`, on CPUs without the Python code that torch has around its engine.
+def _run_backward(total: torch.Tensor, divisor: int) -> None:
+    """Run `(total / divisor).backward()`, on CPUs without torch's Python code around its engine.
 
     That code handles other arguments, and takes longer than the backward pass of a small layer.
     """
+    root = torch.full_like(total, root_gradient(divisor, total.dtype))
     if total.__class__ is torch.Tensor and total.is_cpu and total.is_floating_point():
-        given = (total,), (torch.ones_like(total),), False, False, ()
+        given = (total,), (root,), False, False, ()
         _ENGINE.run_backward(*given, allow_unreachable=True, accumulate_grad=True)
     else:
-        total.backward()
+        total.backward(root)
+
+
+def root_gradient(divisor: int, dtype: torch.dtype) -> float:
+    """Return the gradient that a shard's backward pass begins with, before it is rounded.
+
+    It is 1 / divisor, as in a plain loop that accumulates `(total / divisor).backward()`, and no
+    less than the smallest normal number of `dtype`.
+    """
+    return max(1 / divisor, torch.finfo(dtype).tiny)
+
+
+def weighed(total: torch.Tensor, count: Number, divisor: int) -> tuple[torch.Tensor, Number]:
+    """Return a shard's total and count with the weight that its gradients have.
+
+    It is 1, but for totals in half precision, where 1 / divisor is rounded noticeably: dividing the
+    sum of the gradients by the sum of the counts takes the rounding out again.
+    """
+    if total.dtype not in HALF_PRECISION or divisor == 1:
+        return total, count
+    root = torch.tensor(root_gradient(divisor, total.dtype), dtype=total.dtype)
+    weight = float(root) * divisor
+    return total.double() * weight, count * weight
 
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
@@ -337,4 +368,4 @@ def _contribution(
         return buffer.clone()
     if rule == JUDGE and buffer.numel() > 1 and bool((buffer == opening).any()):
         raise unjudged_error(name, "written by each shard in some places only")
-    return buffer * work.weight if work.weight != 1 else buffer.clone()
+    return weighted(buffer, work.weight)

@@ -2,6 +2,11 @@
 
 A batch's loss is the sum of its shards' totals divided by the sum of their counts. So every example
 (or token, or class weight) weighs the same, however the batch is cut.
+
+The backward pass of each shard begins with 1 / (the examples of the batch), which is known before
+any shard is computed. Where the counts add up to the examples, as for every loss of torch's without
+class weights and ignored targets, gradients have the scale of plain torch's all the way; other sums
+of gradients are corrected at the end of the step, by counts / examples.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from evenstep.batch.cut import tensors_of
 from evenstep.batch.nesting import Keywords
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import ModelError, add_note, counted, shown
+from evenstep.shard.partial_sum import HALF_PRECISION
 from evenstep.shard.targets import advice_on_targets, call_with, refuse_unfit_output
 
 Number: TypeAlias = "torch.Tensor | float"
@@ -73,6 +79,12 @@ def choose_objective(loss: Loss | None, objective: UserObjective | None) -> Shar
         total_loss.reduction = "sum"
         return functools.partial(_class_objective, _PlacedLoss(loss), _PlacedLoss(total_loss))
     return functools.partial(_mean_objective, _PlacedLoss(loss))
+
+
+def of_unlike_shards(objective: ShardObjective) -> ShardObjective:
+    """Return `objective` for shards whose examples may have different numbers of targets."""
+    function = getattr(objective, "func", None)
+    return functools.partial(objective, alike=False) if function is _class_objective else objective
 
 
 class Objectives:
@@ -162,9 +174,16 @@ def _user_objective(
 
 
 def _of_mean(mean: Any, what: str, examples: int | None) -> tuple[torch.Tensor, Number]:
-    """Return the total and the count of a mean over the examples of a shard."""
+    """Return the total and the count of a mean over the examples of a shard.
+
+    A mean in half precision is widened first: the total may be too large for it.
+    """
     _check_scalar(mean, what)
-    return (mean, 1) if examples is None else (mean * examples, examples)
+    return (mean, 1) if examples is None else (_widened(mean) * examples, examples)
+
+
+def _widened(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in HALF_PRECISION else tensor
 
 
 def checked_outputs(outputs: object) -> Outputs:
@@ -237,7 +256,14 @@ def _class_objective(
     model: nn.Module,
     batch: Batch,
     examples: int | None,
+    *,
+    alike: bool = True,
 ) -> tuple[torch.Tensor, Number]:
+    """Return a shard's (total, count), both for each example.
+
+    An example may have several targets, such as tokens or pixels. If all examples have as many
+    (`alike`), total and count are divided by that number, so that counts add up to examples.
+    """
     inputs, targets, named = split_batch(batch)
     if len(targets) != 1:
         names = f", of which {', '.join(named)} go to the model" if named else ""
@@ -256,7 +282,11 @@ def _class_objective(
         if examples is None:
             return mean_loss.on(output.device)(output, target), 1
         loss = total_loss.on(output.device)
-        return loss(output, target), _class_count(loss, output, target)
+        total = loss(_widened(output) if loss.weight is None else output, target)
+        count, places = _class_count(loss, output, target), _places(output, target)
+        if not alike or places == examples:
+            return total, count
+        return total / (places // examples), count / (places // examples)
     except (RuntimeError, IndexError, ValueError) as error:
         with contextlib.suppress(Exception):  # the error is what matters
             ignored = mean_loss.on(output.device).ignore_index
@@ -297,12 +327,17 @@ def _class_count(
 ) -> Number:
     """Return what `loss` divides by: the sum of the class weights of the targets it counts."""
     if target.is_floating_point():  # class probabilities: a mean over positions
-        return output.numel() // output.shape[1]
+        return _places(output, target)
     counted = target != loss.ignore_index
     if loss.weight is None:
         return counted.sum()
     weights = loss.weight[torch.where(counted, target, 0)]
     return torch.where(counted, weights, 0.0).sum()
+
+
+def _places(output: torch.Tensor, target: torch.Tensor) -> int:
+    """Return how many targets there are, counted or not."""
+    return output.numel() // output.shape[1] if target.is_floating_point() else target.numel()
 
 
 def _as_module(loss: Loss) -> Loss:
