@@ -176,8 +176,6 @@ def _run_eagerly(
         refuse_twice(left.gradients, before)
     else:
         _backward(replica, total)
-    if isinstance(count, torch.Tensor) and count.requires_grad:
-        count = count.detach()
     leaf = (total.detach(), count, _detached(outputs[0])) if outputs else (total.detach(), count)
     return leaf, _collect(replica, work)
 

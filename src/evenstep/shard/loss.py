@@ -198,6 +198,8 @@ def _user_objective(
             return *_of_mean(mean, "the objective's mean", examples), checked_outputs(outputs)
         case (total, count, *outputs) if len(outputs) < 2:
             _check_scalar(total, "the objective's total")
+            if isinstance(count, torch.Tensor) and count.requires_grad:
+                raise _learned_count_error()
             if examples is None:
                 total, count = total / count, _count_of_mean(count)
             return (total, count, checked_outputs(outputs[0])) if outputs else (total, count)
@@ -212,6 +214,17 @@ def _of_mean(mean: Any, what: str, examples: int | None) -> tuple[torch.Tensor, 
     """Return the total and the count of a mean over the examples of a shard."""
     _check_scalar(mean, what)
     return (mean, 1) if examples is None else (mean * examples, examples)
+
+
+def _learned_count_error() -> ModelError:
+    return ModelError(
+        "the objective returned a count that requires a gradient, but gradients flow through the "
+        "total only: the shards' gradients are divided by the sum of the counts. If the count is "
+        "meant as a constant, return count.detach(). If it is to be trained (weights that the "
+        "model normalises), gather both sums from all shards and return their ratio as the mean: "
+        "up, down = evenstep.all_gather(torch.stack([total, count])[None]).sum(0); return up / "
+        "down, with Trainer(side_by_side=True)"
+    )
 
 
 def checked_outputs(outputs: object) -> Outputs:
