@@ -77,7 +77,7 @@ def _has_torchs_count(loss: Loss) -> bool:
 
     A subclass with a `forward` of its own, which shifts or masks them, may count others.
     """
-    kind = type(loss)
+    kind: Any = type(loss)
     return (
         isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
         and kind.forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
@@ -327,7 +327,8 @@ def _class_total(
     if loss._forward_hooks or loss._forward_pre_hooks or loss._backward_hooks:
         summed = copy.copy(loss)
         summed.reduction = "sum"
-        return summed(output, target)
+        total: torch.Tensor = summed(output, target)
+        return total
     weight, ignored = loss.weight, loss.ignore_index
     if isinstance(loss, nn.NLLLoss):
         return F.nll_loss(output, target, weight, ignore_index=ignored, reduction="sum")
