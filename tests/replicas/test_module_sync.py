@@ -181,7 +181,7 @@ def test_plain_values_and_tensors_do_not_make_the_copies_again():
 def test_values_are_compared_by_type_and_bits(before, after, differs):
     model = nn.Module()
     model.value = before
-    watch = ModuleWatch(model)
+    watch = ModuleWatch(model, keeps_results=True)
     model.value = after
     assert (watch.difference() is not None) == differs
 

@@ -34,12 +34,6 @@ def advice_on(error: BaseException, cut: Cut, shard: int, model: nn.Module) -> s
         return _on_few_values(cut, shard)
     if not isinstance(error, RuntimeError | TypeError | AttributeError):
         return None
-    if "backward through the graph a second time" in str(error):
-        return (
-            "the loss depends on a tensor with a graph that was computed before the step (in an "
-            "attribute of the model, or outside of it), which has one backward pass for all "
-            "shards: compute it in forward or in the objective, or detach() it"
-        )
     with contextlib.suppress(Exception):  # the error is what matters
         batch = cut.structure.unflatten(cut.views[shard])
         if isinstance(batch, tuple) and batch:

@@ -61,8 +61,7 @@ def _refuse_reached(total: torch.Tensor, home: Replica, copied: Replica) -> None
         raise ContractError(
             "the loss depends on parameters of the model itself where it is computed on a copy of "
             "the model, as each further device has one: objective(model, *batch) must call the "
-            "model that it is given, not one from outside, such as self.model; a tensor in an "
-            "attribute must not have a graph (compute it in forward, or detach() it)"
+            "model that it is given, not one from outside, such as self.model"
         )
 
 

@@ -75,17 +75,16 @@ def _refuse_shared(module: nn.Module, copied: nn.Module) -> None:
 
 
 def _copied_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
-    """Return, by the `id` of the original, what a copy holds for tensors that deepcopy refuses.
+    """Return copies, by the `id` of the original, of tensors that `copy.deepcopy` refuses.
 
-    These are tensors with a graph that layers keep in attributes, and sparse tensors in compressed
-    layouts. One with a graph stays as it is: what depends on it depends on the model itself, which
-    is refused.
+    These are results of a forward pass that layers keep in attributes, which have a graph, and
+    sparse tensors in compressed layouts.
     """
     attributes: Any = [vars(child) for child in module.modules()]
     leaves: list[Any] = optree.tree_leaves(attributes)
     tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return {
-        id(one): one if one.grad_fn is not None else one.detach().clone()
+        id(one): one.detach().clone()
         for one in tensors
         if one.grad_fn is not None or one.layout not in (torch.strided, torch.sparse_coo)
     }

@@ -59,10 +59,13 @@ class ModuleWatch:
 
     Args:
         model: the user's module.
+        keeps_results: whether shards are computed on this module itself. Then the results of a
+            forward pass that it keeps (tensors with a `grad_fn`) are no change.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, keeps_results: bool) -> None:
         self._modules = list(model.modules())
+        self._keeps_results = keeps_results
         self.look()
 
     def look(self) -> None:
@@ -71,15 +74,6 @@ class ModuleWatch:
         self._own = [dict(module.__dict__) for module in modules]
         known = {id(one) for module in modules for one in (module, *_internals(module))}
         self._holders = [*_holders((value for own in self._own for value in own.values()), known)]
-
-    def look_at(self, difference: Difference) -> None:
-        """Take what differs as it is now."""
-        values = [self._modules[number].__dict__.get(key) for number, key in difference.attributes]
-        if difference.needs_rebuild or not all(map(_has_graph, values)):
-            self.look()
-            return
-        for (number, key), value in zip(difference.attributes, values, strict=True):
-            self._own[number][key] = value
 
     def difference(self) -> Difference | None:
         """Return how the model differs from when it was last looked at; None if it does not."""
@@ -125,9 +119,10 @@ class ModuleWatch:
                 is_same = False
             elif now[key] is seen[key]:
                 is_same = True
+            elif _is_result(now[key]):
+                is_same = self._keeps_results
             else:
-                has_graph = _has_graph(now[key]) or _has_graph(seen[key])
-                is_same = not (has_graph or key in _TORCHS_OWN) and _same_value(now[key], seen[key])
+                is_same = key not in _TORCHS_OWN and _same_value(now[key], seen[key])
             if not is_same:
                 yield key
 
@@ -277,17 +272,8 @@ def _is_result(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.grad_fn is not None
 
 
-def _has_graph(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.grad_fn is not None
-
-
 def _can_be_carried(value: Any) -> bool:
-    """Return whether a copy's attribute can be set to a copy of `value`, which nothing shares.
-
-    A tensor with a graph is given as it is: what depends on it depends on the model itself.
-    """
-    if _has_graph(value):
-        return True
+    """Return whether a copy's attribute can be set to a copy of `value`, which nothing shares."""
     if isinstance(value, torch.Tensor):
         return not isinstance(value, nn.Parameter) and not value.requires_grad
     if type(value) in _PLAIN:
@@ -296,8 +282,6 @@ def _can_be_carried(value: Any) -> bool:
 
 
 def _carried(value: Any, device: Device) -> Any:
-    if _has_graph(value):
-        return value.to(device.torch_device)
     if isinstance(value, torch.Tensor):
         return carry(value, device)
     if type(value) in (list, tuple):

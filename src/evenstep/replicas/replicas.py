@@ -107,7 +107,9 @@ class Replicas:
         self._home_modules = list(model.modules())
         self.structure = _structure(self._home_modules, self.home.parameters)
         self._forms = forms_of(self.home.parameters)
-        self._watch = ModuleWatch(model) if self._others else None
+        self._watch = (
+            ModuleWatch(model, keeps_results=self._home_computes) if self._others else None
+        )
         self._synchronised: list[tuple[int, int]] = []
         self._bits: torch.Tensor | None = None
 
@@ -209,7 +211,7 @@ class Replicas:
         """
         watch = self._watch
         if watch is None or watch.difference() is not None:  # the user has changed others
-            watch = ModuleWatch(self.home.module)
+            watch = ModuleWatch(self.home.module, keeps_results=False)
 
         had_its_parts = self._has_its_parts
 
@@ -236,11 +238,9 @@ class Replicas:
         some, since not every step need have them.
         """
         assert self._watch is not None
-        difference = self._watch.difference()
-        self._keeps_looking |= difference is not None
+        self._keeps_looking |= self._watch.difference() is not None
         self.forward_writes = self._keeps_looking
-        if difference is not None:
-            self._watch.look_at(difference)
+        self._watch.look()
 
     def _updates(self) -> Iterator[Callable[[], object]]:
         """Yield a function for each parameter that differs from the home's; it removes that."""

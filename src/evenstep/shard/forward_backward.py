@@ -299,8 +299,7 @@ def _outer_model_error(
     return kind(
         f"the backward pass on {replica.device}, which computes on a copy of the model, reaches "
         f"{reached}: objective(model, *batch) must call the model that it is given, not one from "
-        f"outside; a function in an attribute must not refer to a layer of the model itself, and a "
-        f"tensor in one must not have a graph (compute it in forward, or detach() it)"
+        f"outside, and a function in an attribute must not refer to a layer of the model itself"
     )
 
 
