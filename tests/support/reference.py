@@ -103,7 +103,9 @@ def shard_loss(model, batch, examples, *, objective=None, loss=CROSS_ENTROPY):
 def _counts_targets(loss):
     """Whether a mean loss divides by something else than the number of examples."""
     function = getattr(loss, "func", loss)
-    return function is F.cross_entropy or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    kinds = nn.CrossEntropyLoss, nn.NLLLoss
+    own = getattr(type(loss), "forward", None)
+    return function is F.cross_entropy or own in [kind.forward for kind in kinds]
 
 
 def _rows(piece, leaf):

@@ -76,9 +76,7 @@ class Program:
                 "*batch) must call the model that it is given"
             )
 
-    def run(
-        self, parameters: Tensors, buffers: Tensors, batch: Batch, divisor: int = 1
-    ) -> Outcome:
+    def run(self, parameters: Tensors, buffers: Tensors, batch: Batch, divisor: int = 1) -> Outcome:
         """Compute a shard; any thread may call this.
 
         Args:

@@ -143,9 +143,7 @@ def _run_program(
     """Compute a shard by its compiled program, and add its gradients onto those of `left`."""
     parameters = [parameter.detach() for parameter in replica.parameters]
     divisor = work.divisor
-    total, count, gradients, buffers = program.run(
-        parameters, replica.opening, work.batch, divisor
-    )
+    total, count, gradients, buffers = program.run(parameters, replica.opening, work.batch, divisor)
     gradients = [one if one is None else with_own_memory(one) for one in gradients]
     if left is not None:
         gradients = add_gradients(left.gradients, gradients)
@@ -167,7 +165,10 @@ def _run_eagerly(
     """Compute a shard by torch's own kernels, accumulating its gradients onto those of `left`."""
     for parameter in replica.parameters:
         parameter.grad = None
+    opened = _sequence_number()
     total, count, *outputs = _forward(replica, work, objective)
+    if replica.outer and total.requires_grad:
+        _refuse_outer_model(total, replica, opened)
     if left is not None or stream is not None:
         _refuse_early_gradients(replica)
     if left is not None and not replica.has_accumulated:
@@ -184,8 +185,6 @@ def _run_eagerly(
         refuse_twice(left.gradients, before)
     else:
         _backward(replica, total, work.divisor)
-    if isinstance(count, torch.Tensor) and count.requires_grad:
-        count = count.detach()
     leaf = weighed(total.detach(), count, work.divisor)
     return (*leaf, _detached(outputs[0])) if outputs else leaf, _collect(replica, work)
 
@@ -211,8 +210,6 @@ def _forward(replica: Replica, work: ShardWork, objective: ShardObjective) -> Sh
 
 def _backward(replica: Replica, total: torch.Tensor, divisor: int) -> None:
     if total.requires_grad:
-        if not replica.has_learned:
-            _refuse_outer_model(total, replica)
         _run_backward(total, divisor)
         if not replica.has_learned:
             if all(parameter.grad is None for parameter in replica.parameters):
@@ -256,6 +253,8 @@ def weighed(total: torch.Tensor, count: Number, divisor: int) -> tuple[torch.Ten
 
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
+_LEAF: Any = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def _refuse_early_gradients(replica: Replica) -> None:
@@ -292,22 +291,42 @@ def nodes_of(total: torch.Tensor) -> Iterator[Any]:
         nodes.extend(before for before, _ in node.next_functions)
 
 
-def _refuse_outer_model(total: torch.Tensor, replica: Replica) -> None:
-    """Refuse the first loss on a copy of the model if it depends on the user's own module.
+def _refuse_outer_model(total: torch.Tensor, replica: Replica, opened: int) -> None:
+    """Refuse a loss on a copy of the model if it depends on the user's own module.
 
-    Its gradients would go to the user's module, with which another lane computes.
+    Its gradients would go to the user's module, with which another lane computes. Nodes are
+    numbered by the thread that makes them: a graph with as many as the last one of this step is
+    taken to be like it.
+
+    Args:
+        total: the loss.
+        replica: the copy.
+        opened: the number of the first node that the shard makes.
     """
-    for node in nodes_of(total):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) in replica.outer:
-            raise _outer_model_error(replica, "a parameter of the model itself")
+    last: Any = total.grad_fn
+    count = 0 if last is None else last._sequence_nr() - opened
+    if count == replica.graph_nodes:
+        return
+    leaves = [total] if last is None else []
+    todo, seen = [] if last is None else [last], {None, last}
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node not in seen:
+                seen.add(node)
+                todo.append(node) if node.__class__ is not _LEAF else leaves.append(node.variable)
+    if not replica.outer.isdisjoint(map(id, leaves)):
+        reached = "a parameter of the model itself"
+        raise _outer_model_error(replica, reached, ContractError)
+    replica.graph_nodes = count
 
 
-def _outer_model_error(replica: Replica, reached: str) -> ModelError:
-    return ModelError(
+def _outer_model_error(
+    replica: Replica, reached: str, kind: type[ModelError] = ModelError
+) -> ModelError:
+    return kind(
         f"the backward pass on {replica.device}, which computes on a copy of the model, reaches "
         f"{reached}: objective(model, *batch) must call the model that it is given, not one from "
-        f"outside"
+        f"outside, and a function in an attribute must not refer to a layer of the model itself"
     )
 
 
