@@ -68,7 +68,8 @@ def reference_backward(model, *batch, shards, seed=0, step=0, epoch=0, autocast=
     count = tree(counts + empty, float.__add__)
     for parameter, leaves in zip(parameters, zip(*gradients, strict=True), strict=True):
         summed = tree([*leaves, *empty], torch.add)
-        parameter.grad = summed if summed is None else summed / (count / divisor)
+        alike = summed is None or count == divisor  # complex zeros over 1 change their signs
+        parameter.grad = summed if alike else summed / (count / divisor)
     for buffer, old, leaves in zip(
         model.buffers(), opening, zip(*closing, strict=True), strict=True
     ):

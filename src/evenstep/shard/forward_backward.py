@@ -40,6 +40,10 @@ Leaf: TypeAlias = "tuple[Number, Number] | tuple[Number, Number, Outputs]"
 """A shard's (total, count), and its outputs if it has any, detached from the graph."""
 
 
+class OuterModelError(ContractError):
+    """The loss of a shard, computed on a copy of the model, depends on the user's own module."""
+
+
 class ShardWork(NamedTuple):
     """Everything that computing one shard needs besides a replica.
 
@@ -316,7 +320,7 @@ def _refuse_outer_model(total: torch.Tensor, replica: Replica, opened: int) -> N
                 todo.append(node) if node.__class__ is not _LEAF else leaves.append(node.variable)
     if not replica.outer.isdisjoint(map(id, leaves)):
         reached = "a parameter of the model itself"
-        raise _outer_model_error(replica, reached, ContractError)
+        raise _outer_model_error(replica, reached, OuterModelError)
     replica.graph_nodes = count
 
 

@@ -94,8 +94,10 @@ def _has_torchs_count(loss: Loss) -> bool:
 
 def of_unlike_shards(objective: ShardObjective) -> ShardObjective:
     """Return `objective` for shards whose examples may have different numbers of targets."""
-    function = getattr(objective, "func", None)
-    return functools.partial(objective, alike=False) if function is _class_objective else objective
+    if getattr(objective, "func", None) is not _class_objective:
+        return objective
+    settings: Any = {"alike": False}
+    return functools.partial(objective, **settings)
 
 
 class Objectives:
@@ -341,10 +343,11 @@ def _class_objective(
     try:
         if examples is None:
             return loss(output, target), 1
-        total = _class_total(loss, _widened(output) if loss.weight is None else output, target)
-        count, places = _class_count(loss, output, target), _places(output, target)
+        sums = _class_sums(loss, _widened(output) if loss.weight is None else output, target)
+        places = _places(output, target)
         if not alike or places == examples:
-            return total, count
+            return sums
+        total, count = sums
         return total / (places // examples), count / (places // examples)
     except (RuntimeError, IndexError, ValueError) as error:
         with contextlib.suppress(Exception):  # the error is what matters
@@ -353,20 +356,29 @@ def _class_objective(
         raise
 
 
-def _class_total(
+def _class_sums(
     loss: nn.CrossEntropyLoss | nn.NLLLoss, output: torch.Tensor, target: torch.Tensor
-) -> torch.Tensor:
-    """Return the sum whose mean is `loss`, with the settings that it has now."""
+) -> tuple[torch.Tensor, Number]:
+    """Return the sum of what `loss` averages, and the sum of the class weights it divides by.
+
+    The loss is taken with the settings that it has now.
+    """
+    weight, ignored = loss.weight, loss.ignore_index
     if loss._forward_hooks or loss._forward_pre_hooks or loss._backward_hooks:
         summed = copy.copy(loss)
         summed.reduction = "sum"
         total: torch.Tensor = summed(output, target)
-        return total
-    weight, ignored = loss.weight, loss.ignore_index
-    if isinstance(loss, nn.NLLLoss):
-        return F.nll_loss(output, target, weight, ignore_index=ignored, reduction="sum")
-    smoothing = loss.label_smoothing
-    return F.cross_entropy(output, target, weight, None, ignored, None, "sum", smoothing)
+    elif isinstance(loss, nn.NLLLoss):
+        total = F.nll_loss(output, target, weight, ignore_index=ignored, reduction="sum")
+    else:
+        smoothing = loss.label_smoothing
+        total = F.cross_entropy(output, target, weight, None, ignored, None, "sum", smoothing)
+    if target.is_floating_point():  # class probabilities: a mean over positions
+        return total, _places(output, target)
+    counted = target != ignored
+    if weight is None:
+        return total, counted.sum()
+    return total, torch.where(counted, weight[torch.where(counted, target, 0)], 0.0).sum()
 
 
 def _advice_on_labels(output: torch.Tensor, target: torch.Tensor, ignore_index: int) -> str | None:
@@ -394,19 +406,6 @@ def _advice_on_labels(output: torch.Tensor, target: torch.Tensor, ignore_index: 
             )
         return f"the one-hot labels are {target.dtype}: give y.argmax(1), or y.float()"
     return None
-
-
-def _class_count(
-    loss: nn.CrossEntropyLoss | nn.NLLLoss, output: torch.Tensor, target: torch.Tensor
-) -> Number:
-    """Return what `loss` divides by: the sum of the class weights of the targets it counts."""
-    if target.is_floating_point():  # class probabilities: a mean over positions
-        return _places(output, target)
-    counted = target != loss.ignore_index
-    if loss.weight is None:
-        return counted.sum()
-    weights = loss.weight[torch.where(counted, target, 0)]
-    return torch.where(counted, weights, 0.0).sum()
 
 
 def _places(output: torch.Tensor, target: torch.Tensor) -> int:
