@@ -14,6 +14,7 @@ from typing import Any
 
 from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
+from evenstep.contract.adding_up.separable import Neighbours
 from evenstep.contract.check import ContractReport, check_again, check_contract
 from evenstep.contract.outer_module import refuse_outer_module
 from evenstep.contract.rehearsal import Rehearsal
@@ -29,6 +30,7 @@ from evenstep.shard.loss import ShardObjective
 logger = logging.getLogger("evenstep")
 
 _TRIES = 3  # steps in which a check may fail to run before it is given up
+_COMPARED = 16  # shards whose losses the first check compares
 _SHOWN = 300  # characters of an error of torch's, which may name every backend that it has
 
 
@@ -70,6 +72,7 @@ class SelfCheck:
         self._side_by_side = side_by_side
         self._failed = set[int]()  # the steps in which it could not be made
         self._is_half_done = False  # all but the comparison of two shards
+        self._later = 0  # checks after the first
         self._is_thorough = True  # the next check is the first of what it checks
         self.due_at: float = 0 if self._every else math.inf
         self.structure: Any = None if self._every else replicas.structure
@@ -172,10 +175,11 @@ class SelfCheck:
         objective: ShardObjective,
     ) -> None:
         rehearsal = self._rehearsal(cut, shards, seed, objective)
-        pair = self._pair(cut, shards, rehearsal.replica)
+        neighbours = self._neighbours(cut, _spread(cut.part.run), rehearsal.replica)
+        separable = self._experiment.separable
         with self._apart(cut, rehearsal):
             refuse_outer_module(self._replicas.home, self._copy_of(rehearsal), rehearsal)
-            self.report = check_contract(rehearsal, pair, separable=self._experiment.separable)
+            self.report = check_contract(rehearsal, neighbours, separable=separable)
         logger.debug(f"the contract of a step was checked in {self.report.seconds:.3f} s")
 
     def _check_again(
@@ -186,18 +190,23 @@ class SelfCheck:
         objective: ShardObjective,
     ) -> None:
         rehearsal = self._rehearsal(cut, shards, seed, objective)
-        pair = self._pair(cut, shards, rehearsal.replica)
+        self._later += 1
+        pairs = [*itertools.pairwise(cut.part.run)]
+        pair = pairs[self._later % len(pairs)] if pairs else ()
+        neighbours = self._neighbours(cut, pair, rehearsal.replica)
         with self._apart(cut, rehearsal):
-            check_again(rehearsal, pair, separable=self._experiment.separable)
+            check_again(rehearsal, neighbours, separable=self._experiment.separable)
 
-    def _pair(self, cut: Cut, shards: Sequence[int], replica: Replica) -> list[tuple[Batch, int]]:
-        """Return two shards together, the first, and the second, each with its examples."""
-        if len(shards) < 2 or not cut.can_join:
-            return []
+    def _neighbours(self, cut: Cut, shards: Sequence[int], replica: Replica) -> Neighbours:
+        """Return shards to compare: none of the user's own, which may not fit together."""
         place = self._experiment.placement(replica.device)
-        examples = [cut.bounds[shard][1] - cut.bounds[shard][0] for shard in shards]
-        apart = [cut.take(shard, place) for shard in shards]
-        return [(cut.join(shards, place), sum(examples)), *zip(apart, examples, strict=True)]
+
+        def take(some: Sequence[int]) -> tuple[Batch, int]:
+            examples = sum(cut.bounds[shard][1] - cut.bounds[shard][0] for shard in some)
+            batch = cut.take(some[0], place) if len(some) == 1 else cut.join(some, place)
+            return batch, examples
+
+        return Neighbours(shards if cut.can_join else (), take)
 
     def _rehearsal(
         self,
@@ -254,6 +263,12 @@ def _pair_of(cut: Cut) -> list[int]:
     sizes = {shard: cut.bounds[shard][1] - cut.bounds[shard][0] for shard in shards}
     equal = [[*two] for two in itertools.pairwise(shards) if sizes[two[0]] == sizes[two[1]]]
     return equal[0] if equal else shards[:2]
+
+
+def _spread(shards: Sequence[int]) -> list[int]:
+    """Return shards that lie evenly among these, at most `_COMPARED` of them."""
+    last = min(len(shards), _COMPARED) - 1
+    return [shards[round(place * (len(shards) - 1) / max(1, last))] for place in range(last + 1)]
 
 
 def _interval(check: str) -> float | None:
