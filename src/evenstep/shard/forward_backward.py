@@ -189,7 +189,9 @@ def _run_eagerly(
         refuse_twice(left.gradients, before)
     else:
         _backward(replica, total, work.divisor)
-    leaf = weighed(total.detach(), count, work.divisor)
+    leaf: Leaf = (total.detach(), count)
+    if total.dtype in HALF_PRECISION:
+        leaf = weighed(total.detach(), count, work.divisor)
     return (*leaf, _detached(outputs[0])) if outputs else leaf, _collect(replica, work)
 
 
@@ -213,25 +215,22 @@ def _forward(replica: Replica, work: ShardWork, objective: ShardObjective) -> Sh
 
 
 def _backward(replica: Replica, total: torch.Tensor, divisor: int) -> None:
-    if total.requires_grad:
-        _run_backward(total, divisor)
-        if not replica.has_learned:
-            if all(parameter.grad is None for parameter in replica.parameters):
-                raise _outer_model_error(replica, "no parameter")
-            replica.has_learned = True
-
-
-def _run_backward(total: torch.Tensor, divisor: int) -> None:
     """Run `(total / divisor).backward()`, on CPUs without torch's Python code around its engine.
 
     That code handles other arguments, and takes longer than the backward pass of a small layer.
     """
+    if not total.requires_grad:
+        return
     root = torch.full_like(total, root_gradient(divisor, total.dtype))
     if total.__class__ is torch.Tensor and total.is_cpu and total.is_floating_point():
         given = (total,), (root,), False, False, ()
         _ENGINE.run_backward(*given, allow_unreachable=True, accumulate_grad=True)
     else:
         total.backward(root)
+    if not replica.has_learned:
+        if all(parameter.grad is None for parameter in replica.parameters):
+            raise _outer_model_error(replica, "no parameter")
+        replica.has_learned = True
 
 
 def root_gradient(divisor: int, dtype: torch.dtype) -> float:

@@ -230,11 +230,9 @@ def _of_mean(mean: Any, what: str, examples: int | None) -> tuple[torch.Tensor, 
     A mean in half precision is widened first: the total may be too large for it.
     """
     _check_scalar(mean, what)
-    return (mean, 1) if examples is None else (_widened(mean) * examples, examples)
-
-
-def _widened(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.float() if tensor.dtype in HALF_PRECISION else tensor
+    if examples is None:
+        return mean, 1
+    return (mean.float() if mean.dtype in HALF_PRECISION else mean) * examples, examples
 
 
 def _learned_count_error() -> ModelError:
@@ -343,12 +341,9 @@ def _class_objective(
     try:
         if examples is None:
             return loss(output, target), 1
-        sums = _class_sums(loss, _widened(output) if loss.weight is None else output, target)
-        places = _places(output, target)
-        if not alike or places == examples:
-            return sums
-        total, count = sums
-        return total / (places // examples), count / (places // examples)
+        if output.dtype in HALF_PRECISION and loss.weight is None:
+            output = output.float()
+        return _class_sums(loss, output, target, examples if alike else None)
     except (RuntimeError, IndexError, ValueError) as error:
         with contextlib.suppress(Exception):  # the error is what matters
             if (advice := _advice_on_labels(output, target, loss.ignore_index)) is not None:
@@ -357,11 +352,15 @@ def _class_objective(
 
 
 def _class_sums(
-    loss: nn.CrossEntropyLoss | nn.NLLLoss, output: torch.Tensor, target: torch.Tensor
+    loss: nn.CrossEntropyLoss | nn.NLLLoss,
+    output: torch.Tensor,
+    target: torch.Tensor,
+    examples: int | None,
 ) -> tuple[torch.Tensor, Number]:
     """Return the sum of what `loss` averages, and the sum of the class weights it divides by.
 
-    The loss is taken with the settings that it has now.
+    The loss is taken with the settings that it has now. Both sums are divided by the number of
+    targets, counted or not, that each of the `examples` has; they are left if that is None.
     """
     weight, ignored = loss.weight, loss.ignore_index
     if loss._forward_hooks or loss._forward_pre_hooks or loss._backward_hooks:
@@ -373,12 +372,16 @@ def _class_sums(
     else:
         smoothing = loss.label_smoothing
         total = F.cross_entropy(output, target, weight, None, ignored, None, "sum", smoothing)
+    count: Number
     if target.is_floating_point():  # class probabilities: a mean over positions
-        return total, _places(output, target)
-    counted = target != ignored
-    if weight is None:
-        return total, counted.sum()
-    return total, torch.where(counted, weight[torch.where(counted, target, 0)], 0.0).sum()
+        count = targets = output.numel() // output.shape[1]
+    else:
+        counted, targets = target != ignored, target.numel()
+        weights = counted if weight is None else weight[torch.where(counted, target, 0)]
+        count = counted.sum() if weight is None else torch.where(counted, weights, 0.0).sum()
+    if examples is None or targets == examples:
+        return total, count
+    return total / (targets // examples), count / (targets // examples)
 
 
 def _advice_on_labels(output: torch.Tensor, target: torch.Tensor, ignore_index: int) -> str | None:
@@ -406,11 +409,6 @@ def _advice_on_labels(output: torch.Tensor, target: torch.Tensor, ignore_index: 
             )
         return f"the one-hot labels are {target.dtype}: give y.argmax(1), or y.float()"
     return None
-
-
-def _places(output: torch.Tensor, target: torch.Tensor) -> int:
-    """Return how many targets there are, counted or not."""
-    return output.numel() // output.shape[1] if target.is_floating_point() else target.numel()
 
 
 def _as_module(loss: Loss) -> Loss:
