@@ -188,7 +188,7 @@ class Trainer(Habits):
             settings round differently, which is refused otherwise. Results are then equal within
             rounding, not bit for bit: `within_rounding` is true, and whenever states are compared,
             all processes copy that of the first one.
-        check: when to check, on one or two shards, that the code keeps the contract of a step:
+        check: when to check, on some of the shards, that the code keeps the contract of a step:
             "first", in the first step (also after a resume, or a change of the model's layers)
             and, in less time, in steps 2, 4, 8, 16 and so on; "every 100" steps; or "off". It has
             no effect on the result; `contract` has its report.
