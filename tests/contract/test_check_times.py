@@ -80,7 +80,7 @@ def calls_per_step(trainer_options, act=lambda trainer, step: None, steps=4):
 
 @pytest.mark.parametrize(
     ("check", "calls"),
-    [("first", [17, 14, 8, 14]), ("every 2", [17, 8, 17, 8]), ("off", [8, 8, 8, 8])],
+    [("first", [30, 14, 8, 14]), ("every 2", [30, 8, 30, 8]), ("off", [8, 8, 8, 8])],
     ids=["first", "every 2", "off"],
 )
 def test_when_it_checks(check, calls):
@@ -92,7 +92,7 @@ def test_a_change_of_the_layers_is_checked_again():
         if step == 2:
             trainer.model.append(nn.Identity())
 
-    assert calls_per_step({}, change) == [17, 14, 17, 8]
+    assert calls_per_step({}, change) == [30, 14, 30, 8]
 
 
 def test_a_first_batch_of_one_shard_leaves_the_comparison_to_a_later_one():

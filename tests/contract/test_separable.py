@@ -55,6 +55,24 @@ def test_a_mean_with_class_weights_in_a_lambda_is_refused():
         )
 
 
+@pytest.mark.parametrize("shards", [8, 16])
+def test_class_weights_are_found_where_the_first_shards_have_equal_labels(shards):
+    labels = torch.tensor([0] * 8 + [1] * 4 + [0, 1] * 10)
+    loss = functools.partial(F.cross_entropy, weight=torch.tensor([1.0, 9.0, 1.0, 1.0]))
+    with pytest.raises(ContractError, match="class weights"):
+        train(net(), loss=lambda o, y: loss(o, y), batches=[(X, labels)], shards=shards)
+
+
+def test_later_checks_compare_other_shards():
+    """Of eight shards, the seventh alone has padding, from the second step on."""
+    padded = Y.clone()
+    padded[24:26] = -100
+    batches = [(X, Y)] + [(X, padded)] * 140
+    objective = lambda m, X, y: F.cross_entropy(m(X), y)  # noqa: E731
+    with pytest.raises(ContractError, match="padded tokens"):
+        train(net(), objective, batches, shards=8)
+
+
 def test_data_along_another_dimension_are_refused():
     rnn = nn.LSTM(6, CLASSES)  # (time, batch, features)
     batch = (torch.randn(16, 16, 6), torch.zeros(16))

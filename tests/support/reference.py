@@ -45,6 +45,7 @@ def reference_backward(model, *batch, shards, seed=0, step=0, epoch=0, autocast=
     tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
     pieces = [piece for piece in np.array_split(np.arange(len(tensors[0])), shards) if len(piece)]
     alone = len(pieces) == 1
+    divisor = 1 if alone else len(tensors[0])
     parameters, opening = list(model.parameters()), [buffer.clone() for buffer in model.buffers()]
     gradients, closing, totals, counts, weights = [], [], [], [], []
     for shard, piece in enumerate(pieces):
@@ -57,7 +58,7 @@ def reference_backward(model, *batch, shards, seed=0, step=0, epoch=0, autocast=
             part = pytree.tree_map(functools.partial(_rows, piece), batch)
             total, count = shard_loss(model, part, None if alone else len(piece), **loss)
         if total.requires_grad:
-            total.backward()
+            (total / divisor).backward()
         gradients.append([_kept(parameter.grad, alone) for parameter in parameters])
         closing.append([buffer.clone() for buffer in model.buffers()])
         totals.append(total.item())
@@ -67,7 +68,8 @@ def reference_backward(model, *batch, shards, seed=0, step=0, epoch=0, autocast=
     count = tree(counts + empty, float.__add__)
     for parameter, leaves in zip(parameters, zip(*gradients, strict=True), strict=True):
         summed = tree([*leaves, *empty], torch.add)
-        parameter.grad = summed if summed is None or count == 1 else summed / count
+        alike = summed is None or count == divisor  # complex zeros over 1 change their signs
+        parameter.grad = summed if alike else summed / (count / divisor)
     for buffer, old, leaves in zip(
         model.buffers(), opening, zip(*closing, strict=True), strict=True
     ):
@@ -90,17 +92,21 @@ def shard_loss(model, batch, examples, *, objective=None, loss=CROSS_ENTROPY):
     function = F.nll_loss if isinstance(loss, nn.NLLLoss) else F.cross_entropy
     total = function(output, target, reduction="sum", **{name: settings[name] for name in names})
     if target.is_floating_point():
-        return total, target.numel() // target.shape[1]
+        places = target.numel() // target.shape[1] // examples
+        return total / places, examples
     known, weight = target != settings.get("ignore_index", -100), settings.get("weight")
+    places = target.numel() // examples
     if weight is None:
-        return total, known.sum()
-    return total, torch.where(known, weight[target.where(known, 0)], 0.0).sum()
+        return total / places, known.sum() / places
+    return total / places, torch.where(known, weight[target.where(known, 0)], 0.0).sum() / places
 
 
 def _counts_targets(loss):
     """Whether a mean loss divides by something else than the number of examples."""
     function = getattr(loss, "func", loss)
-    return function is F.cross_entropy or isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+    kinds = nn.CrossEntropyLoss, nn.NLLLoss
+    own = getattr(type(loss), "forward", None)
+    return function is F.cross_entropy or own in [kind.forward for kind in kinds]
 
 
 def _rows(piece, leaf):

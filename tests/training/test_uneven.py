@@ -93,26 +93,38 @@ def test_runs_follow_the_measured_speeds():
 
 
 class Stops(nn.Module):
-    """A model whose forward pass stops dead in one lane, at the twentieth shard there."""
+    """A model whose forward pass stops dead in one lane.
 
-    def __init__(self, lane_name, stop):
+    Args:
+        lane_name: the name of the lane's thread.
+        stop: called there.
+        at: the number of the shard there: the twentieth comes after the check of the first step.
+            Before the first one, no other lane ends a shard, and so none can take it.
+    """
+
+    def __init__(self, lane_name, stop, at=20):
         super().__init__()
         torch.manual_seed(0)
         self.body = build("batch_norm")
-        self._lane_name, self._stop, self._seen = lane_name, stop, []
+        self._lane_name, self._stop, self._seen, self._at = lane_name, stop, [], at
+        self._has_begun = threading.Event()
 
     def __deepcopy__(self, memo):
         copied = Stops.__new__(Stops)
         nn.Module.__init__(copied)
-        copied._lane_name, copied._stop, copied._seen = self._lane_name, self._stop, self._seen
+        for name in ("_lane_name", "_stop", "_seen", "_at", "_has_begun"):
+            setattr(copied, name, getattr(self, name))
         copied.body = copy.deepcopy(self.body, memo)
         return copied
 
     def forward(self, x):
         if threading.current_thread().name == self._lane_name:
+            self._has_begun.set()
             self._seen.append(None)
-            if len(self._seen) == 20:  # after the check of the first step
+            if len(self._seen) == self._at:
                 self._stop()
+        elif self._at == 1:
+            assert self._has_begun.wait(PATIENCE_S)
         return self.body(x)
 
 
@@ -202,7 +214,7 @@ def evaluated(model, devices, **options):
 @pytest.mark.parametrize("devices", [shared(2), ["cpu:0", "cpu:1:own"]], ids=str)
 def test_a_device_lost_in_an_evaluation_costs_time_only(stops, options, devices, caplog):
     with caplog.at_level(logging.WARNING):
-        *found, state = evaluated(Stops(f"evenstep {devices[1]}", stops), devices, **options)
+        *found, state = evaluated(Stops(f"evenstep {devices[1]}", stops, at=1), devices, **options)
     *expected, undisturbed = evaluated(Stops("no lane", fail), ["cpu:0"])
     assert found == expected
     assert_same_bits(state, undisturbed)

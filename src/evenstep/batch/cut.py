@@ -95,6 +95,7 @@ class Cut:
         bounds: the examples [lo, hi) of each shard; only the first `filled` have any.
         filled: the number of shards with examples.
         weights: the number of examples in each shard; 1 if only one shard has any.
+        divisor: the sum of the weights: what the backward pass of each shard divides by.
     """
 
     part: Part
@@ -108,6 +109,7 @@ class Cut:
     bounds: Sequence[tuple[int, int]] = dataclasses.field(init=False)
     filled: int = dataclasses.field(init=False)
     weights: Sequence[int] = dataclasses.field(init=False)
+    divisor: int = dataclasses.field(init=False)
 
     can_join: ClassVar[bool] = True
     """Whether shards fit together as one batch."""
@@ -116,7 +118,9 @@ class Cut:
         bounds = self.part.bounds
         filled = self.part.own_shards or min(self.part.examples, len(bounds))
         weights = [1] if filled == 1 else [hi - lo for lo, hi in bounds]
-        for name, value in (("bounds", bounds), ("filled", filled), ("weights", weights)):
+        divisor = 1 if filled == 1 else self.part.examples
+        facts = {"bounds": bounds, "filled": filled, "weights": weights, "divisor": divisor}
+        for name, value in facts.items():
             object.__setattr__(self, name, value)
 
     def take(self, shard: int, place: Place) -> Batch:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
 
-from evenstep.batch import Batch
-from evenstep.contract.adding_up.separable import judge_separability
+from evenstep.contract.adding_up.gradients import refuse_own_gradients
+from evenstep.contract.adding_up.separable import Neighbours, judge_separability
 from evenstep.contract.adding_up.sums import refuse_wrong_sum
 from evenstep.contract.leaves import refuse_strange_leaves
 from evenstep.contract.module_state import kept
@@ -39,14 +38,13 @@ class ContractReport:
 
 
 def check_contract(
-    rehearsal: Rehearsal, pair: Sequence[tuple[Batch, int]], *, separable: bool
+    rehearsal: Rehearsal, neighbours: Neighbours, *, separable: bool
 ) -> ContractReport:
     """Check the code of a training; called in the lane of the first device.
 
     Args:
         rehearsal: what is computed.
-        pair: the examples of two neighbouring shards together, of the first, and of the second,
-            each with their number; empty if there are no two.
+        neighbours: the shards to compare with each other.
         separable: whether to refuse an objective that doesn't add up over the shards.
 
     Raises:
@@ -61,9 +59,11 @@ def check_contract(
         refuse_strange_leaves(first.leaves, second.leaves, objective)
         if copied is not None and len(rehearsal.works) > 1:
             _check_beside_another(rehearsal, copied, first)
+        if copied is not None and separable and not work.alone:
+            refuse_own_gradients(copied, work, objective)
     unjudged = "separable=False was given"
     if separable:
-        unjudged = _judge_separability(rehearsal, pair)
+        unjudged = _judge_separability(rehearsal, neighbours, compares_gradients=True)
     return ContractReport(time.perf_counter() - began_s, unjudged)
 
 
@@ -95,16 +95,14 @@ def _computed(replica: Replica, work: ShardWork, objective: ShardObjective) -> S
         return None
 
 
-def check_again(
-    rehearsal: Rehearsal, pair: Sequence[tuple[Batch, int]], *, separable: bool
-) -> None:
+def check_again(rehearsal: Rehearsal, neighbours: Neighbours, *, separable: bool) -> None:
     """Check again, in less time, what a shard may do later that it did not do in the first step.
 
     Behind a weight that starts at zero, state and terms that compare examples have no effect yet.
 
     Args:
         rehearsal: as for `check_contract`.
-        pair: as for `check_contract`.
+        neighbours: as for `check_contract`.
         separable: as for `check_contract`.
 
     Raises:
@@ -112,15 +110,19 @@ def check_again(
     """
     _check_order(rehearsal)
     if separable:
-        _judge_separability(rehearsal, pair)
+        _judge_separability(rehearsal, neighbours, compares_gradients=False)
 
 
-def _judge_separability(rehearsal: Rehearsal, pair: Sequence[tuple[Batch, int]]) -> str:
-    if not pair:
+def _judge_separability(
+    rehearsal: Rehearsal, neighbours: Neighbours, *, compares_gradients: bool
+) -> str:
+    if len(neighbours.shards) < 2:
         return "this process has only one shard of the batch"
-    replica = rehearsal.copy() or rehearsal.replica
+    replica, work = rehearsal.copy() or rehearsal.replica, rehearsal.works[0]
     with kept(replica):
-        return judge_separability(replica, rehearsal.works[0], pair, rehearsal.objective)
+        return judge_separability(
+            replica, work, neighbours, rehearsal.objective, compares_gradients=compares_gradients
+        )
 
 
 def _check_order(rehearsal: Rehearsal) -> None:

@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+from evenstep.batch import Batch
+from evenstep.batch.cut import Place
 from evenstep.errors import ModelError
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import ShardObjective
+
+
+class SentShard(NamedTuple):
+    """A shard that another process may own.
+
+    Attributes:
+        number: its number.
+        take: returns its batch, each tensor copied to a device by the given function.
+        examples: the number of its examples; None for a shard that is the whole batch.
+        divisor: what its backward pass divides by at its root.
+        seed: of its random numbers.
+    """
+
+    number: int
+    take: Callable[[Place], Batch]
+    examples: int | None
+    divisor: int
+    seed: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,19 +8,19 @@ import logging
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import optree
 import torch
 
 from evenstep.batch import Batch
-from evenstep.batch.cut import NO_CUT, Cut, Place
+from evenstep.batch.cut import NO_CUT, Cut
+from evenstep.contract.adding_up.separable import Neighbours
 from evenstep.contract.check import ContractReport, check_again, check_contract
 from evenstep.contract.module_state import kept
 from evenstep.contract.outer_module import refuse_outer_module
-from evenstep.contract.rehearsal import Rehearsal
+from evenstep.contract.rehearsal import Rehearsal, SentShard
 from evenstep.contract.repeat import compute_observed, digests_of
 from evenstep.engine import Engine
 from evenstep.engine.task import is_device_failure
@@ -41,6 +41,7 @@ from evenstep.shard.loss import ShardObjective
 logger = logging.getLogger("evenstep")
 
 _TRIES = 3  # steps in which a check may fail to run before it is given up
+_COMPARED = 16  # shards whose losses the first check compares
 _SHOWN = 300  # characters of an error of torch's, which may name every backend that it has
 
 
@@ -84,6 +85,7 @@ class SelfCheck:
         self._side_by_side = side_by_side
         self._failed = set[int]()  # the steps in which it could not be made
         self._is_half_done = False  # all but the comparison of two shards
+        self._later = 0  # checks after the first
         self._is_thorough = True  # the next check is the first of what it checks
         self.due_at: float = 0 if self._every else math.inf
         self.structure: Any = None if self._every else replicas.structure
@@ -182,15 +184,12 @@ class SelfCheck:
         return is_repeated or step == began_at
 
     def results_of(
-        self,
-        work: tuple[int, Batch, int | None, int],
-        objective: ShardObjective,
-        limit_s: float = math.inf,
+        self, sent: SentShard, objective: ShardObjective, limit_s: float = math.inf
     ) -> dict[str, str] | None:
         """Compute a shard on a new copy of the model; no step may be in flight.
 
         Args:
-            work: the shard's number, its batch, its number of examples and its seed.
+            sent: the shard.
             objective: computes a shard's loss as (total, count).
             limit_s: how long it may take.
 
@@ -206,7 +205,7 @@ class SelfCheck:
         try:
             task = self._engine.run_and_wait(
                 self._results,
-                work,
+                sent,
                 objective,
                 name="compare the processes",
                 category="check",
@@ -222,19 +221,21 @@ class SelfCheck:
         digests: dict[str, str] = task.result
         return digests
 
-    def _results(
-        self, work: tuple[int, Batch, int | None, int], objective: ShardObjective
-    ) -> dict[str, str]:
-        shard, batch, examples, seed = work
-
-        def take(number: int, place: Place) -> Batch:
-            return optree.tree_map(place, batch)
-
-        rehearsal = self._rehearsal(take, {shard: examples}, lambda _: seed, objective)
-        replica = rehearsal.copy() or rehearsal.replica
-        with kept(rehearsal.replica), self._apart(NO_CUT, rehearsal):
-            result = compute_observed(replica, rehearsal.works[0], objective)
-        return digests_of(replica, result)
+    def _results(self, sent: SentShard, objective: ShardObjective) -> dict[str, str]:
+        self._replicas.open_step()
+        replica = self._replicas.all[self._engine.lane_here]
+        work = ShardWork(
+            sent.number,
+            sent.take(self._experiment.placement(replica.device)),
+            sent.examples,
+            sent.divisor,
+            lambda: sent.seed,
+            self._experiment.autocast_dtype,
+        )
+        rehearsal = Rehearsal(replica, self._replicas.fresh_copy, [work], objective)
+        copied = rehearsal.copy() or replica
+        with kept(replica), self._apart(NO_CUT, rehearsal):
+            return digests_of(copied, compute_observed(copied, work, objective))
 
     def _interval_after(self, step: int) -> float:
         """Return the steps until the next check: as many as were taken, unless it was asked for."""
@@ -254,11 +255,12 @@ class SelfCheck:
         seed: Callable[[int], int],
         objective: ShardObjective,
     ) -> None:
-        rehearsal = self._rehearsal(cut.take, _examples(cut, shards), seed, objective)
-        pair = self._pair(cut, shards, rehearsal.replica)
+        rehearsal = self._rehearsal(cut, shards, seed, objective)
+        neighbours = self._neighbours(cut, _spread(cut.part.run), rehearsal.replica)
+        separable = self._experiment.separable
         with self._apart(cut, rehearsal):
             refuse_outer_module(self._replicas.home, self._copy_of(rehearsal), rehearsal)
-            self.report = check_contract(rehearsal, pair, separable=self._experiment.separable)
+            self.report = check_contract(rehearsal, neighbours, separable=separable)
         logger.debug(f"the contract of a step was checked in {self.report.seconds:.3f} s")
 
     def _check_again(
@@ -268,40 +270,45 @@ class SelfCheck:
         seed: Callable[[int], int],
         objective: ShardObjective,
     ) -> None:
-        rehearsal = self._rehearsal(cut.take, _examples(cut, shards), seed, objective)
-        pair = self._pair(cut, shards, rehearsal.replica)
+        rehearsal = self._rehearsal(cut, shards, seed, objective)
+        self._later += 1
+        pairs = [*itertools.pairwise(cut.part.run)]
+        pair = pairs[self._later % len(pairs)] if pairs else ()
+        neighbours = self._neighbours(cut, pair, rehearsal.replica)
         with self._apart(cut, rehearsal):
-            check_again(rehearsal, pair, separable=self._experiment.separable)
+            check_again(rehearsal, neighbours, separable=self._experiment.separable)
 
-    def _pair(self, cut: Cut, shards: Sequence[int], replica: Replica) -> list[tuple[Batch, int]]:
-        """Return two shards together, the first, and the second, each with its examples."""
-        if len(shards) < 2 or not cut.can_join:
-            return []
+    def _neighbours(self, cut: Cut, shards: Sequence[int], replica: Replica) -> Neighbours:
+        """Return shards to compare: none of the user's own, which may not fit together."""
         place = self._experiment.placement(replica.device)
-        examples = [cut.bounds[shard][1] - cut.bounds[shard][0] for shard in shards]
-        apart = [cut.take(shard, place) for shard in shards]
-        return [(cut.join(shards, place), sum(examples)), *zip(apart, examples, strict=True)]
+
+        def take(some: Sequence[int]) -> tuple[Batch, int]:
+            examples = sum(cut.bounds[shard][1] - cut.bounds[shard][0] for shard in some)
+            batch = cut.take(some[0], place) if len(some) == 1 else cut.join(some, place)
+            return batch, examples
+
+        return Neighbours(shards if cut.can_join else (), take)
 
     def _rehearsal(
         self,
-        take: Callable[[int, Place], Batch],
-        examples: Mapping[int, int | None],
+        cut: Cut,
+        shards: Sequence[int],
         seed: Callable[[int], int],
         objective: ShardObjective,
     ) -> Rehearsal:
-        """Return what is computed of the shards whose numbers of `examples` are given."""
         self._replicas.open_step()
         replica = self._replicas.all[self._engine.lane_here]
         place = self._experiment.placement(replica.device)
         works = [
             ShardWork(
                 shard,
-                take(shard, place),
-                count,
+                cut.take(shard, place),
+                None if cut.filled == 1 else cut.bounds[shard][1] - cut.bounds[shard][0],
+                cut.divisor,
                 functools.partial(seed, shard),
                 self._experiment.autocast_dtype,
             )
-            for shard, count in examples.items()
+            for shard in shards
         ]
         return Rehearsal(replica, self._replicas.fresh_copy, works, objective)
 
@@ -339,9 +346,10 @@ def _pair_of(cut: Cut) -> list[int]:
     return equal[0] if equal else shards[:2]
 
 
-def _examples(cut: Cut, shards: Sequence[int]) -> dict[int, int | None]:
-    """Return the number of examples of each shard; None for a shard that is the whole batch."""
-    return {shard: None if cut.filled == 1 else cut.weights[shard] for shard in shards}
+def _spread(shards: Sequence[int]) -> list[int]:
+    """Return shards that lie evenly among these, at most `_COMPARED` of them."""
+    last = min(len(shards), _COMPARED) - 1
+    return [shards[round(place * (len(shards) - 1) / max(1, last))] for place in range(last + 1)]
 
 
 def _interval(check: str) -> float | None:

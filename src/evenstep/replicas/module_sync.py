@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
+import optree
 import torch
 from torch import nn
 
@@ -97,6 +98,12 @@ class ModuleWatch:
             f"{paths[number]}.{key}" if paths[number] else key
             for number, key in difference.attributes
         ]
+
+    def has_functions(self, difference: Difference) -> bool:
+        """Return whether an attribute that differs is a function of Python, which is not copied."""
+        values: Any = [self._modules[one.module].__dict__.get(one.key) for one in difference[0]]
+        leaves: list[object] = optree.tree_leaves(values)
+        return any(isinstance(leaf, types.FunctionType) for leaf in leaves)
 
     def carry(self, attribute: Attribute, copied: nn.Module, device: Device) -> None:
         """Give a changed attribute to `copied`, the copy of its module on `device`."""

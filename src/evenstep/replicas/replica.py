@@ -31,6 +31,8 @@ class Replica:
             layers have sparse gradients, or hooks on their backward pass, which could see them.
         has_accumulated: whether a backward pass has done so.
         outer: the `id`s of the parameters of `copied`.
+        graph_nodes: how many nodes the graph of a loss has had that was searched for `outer` in
+            this step; -1 before the first.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Replica:
         )
         self.has_accumulated = False
         self.outer = frozenset(map(id, copied.parameters() if copied is not None else ()))
+        self.graph_nodes = -1
         self._slots = _buffer_slots(module)
 
     def open_shard(self) -> None:

@@ -54,7 +54,8 @@ class Replicas:
         copies: one replica for each memory besides the home's; it gets the new parameters.
         hooked: the numbers and names of the parameters with gradient hooks. Then no device computes
             on the user's module: the hooks are for the mean gradient, not for each shard's.
-        structure: the model's layers, parameters, buffers and hooks; a new object after a change.
+        structure: the model's layers, parameters, buffers and hooks; a new object after a change,
+            and where an attribute was set to a function.
         forward_writes: whether shards may change attributes of the user's module.
         were_rebuilt: whether `refresh` has made all replicas again since this was last reset.
     """
@@ -183,6 +184,8 @@ class Replicas:
             for attribute in difference.attributes:
                 for replica, modules in zip(self._others, self._modules, strict=True):
                     self._watch.carry(attribute, modules[attribute.module], replica.device)
+            if self._watch.has_functions(difference):  # which may refer to the module itself
+                self.structure = [*self.structure]
             self._watch.look()
 
     def _difference(self) -> Difference | None:
@@ -324,6 +327,7 @@ class Replicas:
             if memory not in per_memory:
                 per_memory[memory] = [carry(value, replica.device) for value in opening]
             replica.opening = per_memory[memory]
+            replica.graph_nodes = -1
 
     def refuse_written_by_shards(self) -> None:
         """Refuse parameters that shards have written since `open_step`.
@@ -414,11 +418,14 @@ _STRIDES = operator.methodcaller("stride")
 def _structure(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> list[object]:
     """Return objects that are others when the model's layers, parameters, buffers or hooks change.
 
+    A `forward` that is set on a module itself is part of it.
+
     They are kept, so that no new one can have the `id` of an old one.
     """
     found: list[object] = []
     for module in modules:
         found.append(module.__class__)
+        found.append(module.__dict__.get("forward"))
         for parts in (module._modules, module._parameters, module._buffers):
             found += parts
             found += parts.values()

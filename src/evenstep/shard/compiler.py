@@ -76,19 +76,20 @@ class Program:
                 "*batch) must call the model that it is given"
             )
 
-    def run(self, parameters: Tensors, buffers: Tensors, batch: Batch) -> Outcome:
+    def run(self, parameters: Tensors, buffers: Tensors, batch: Batch, divisor: int = 1) -> Outcome:
         """Compute a shard; any thread may call this.
 
         Args:
             parameters: the replica's parameters, detached.
             buffers: the buffers' opening values; they are not written to.
             batch: examples of the shape that the program was compiled for.
+            divisor: what the backward pass divides by at its root.
 
         Raises:
             ModelError: a tensor has another shape, dtype or device; compiled code would read past
                 its end.
         """
-        given = [*parameters, *buffers, *tensors_of(batch)]
+        given = [*parameters, *buffers, *tensors_of(batch), _root(divisor)]
         arguments: list[Any] = list(self._constants)
         for number, place in self._bound.items():
             arguments[number] = given[place]
@@ -154,13 +155,14 @@ class ShardCompiler:
         """
         self._found = None
         parameters, wanted, buffers = self._state()
+        root = _root(1)
         # Dynamo is to trace backward passes, and to keep more than eight programs of a function.
         tracing = torch._dynamo.config.patch(_SETTINGS)
         with in_modes(PLAIN), autocast("cpu", self._precision), tracing, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, about torch
             try:
                 result = self._traced(
-                    self._whole, self._names, parameters, wanted, buffers, batch, examples
+                    self._whole, self._names, parameters, wanted, buffers, batch, examples, root
                 )
             except Exception as error:
                 raise NotCompiledError(_reason(error)) from error
@@ -173,7 +175,8 @@ class ShardCompiler:
                 f"counter, a rate): keep these in tensors, or leave out compile=True"
             )
         compiled, arguments = self._found
-        program = Program(compiled, arguments, [*parameters, *buffers, *tensors_of(batch)])
+        given = [*parameters, *buffers, *tensors_of(batch), root]
+        program = Program(compiled, arguments, given)
         if not compiled.places:
             compiled.learn(arguments, result, parameters)
         return program
@@ -181,7 +184,7 @@ class ShardCompiler:
     def eager(self, batch: Batch, *, examples: int | None) -> Outcome:
         """Return the shard's outcome without compiling."""
         with in_modes(PLAIN), autocast("cpu", self._precision):
-            return _joint(self._whole, self._names, *self._state(), batch, examples)
+            return _joint(self._whole, self._names, *self._state(), batch, examples, _root(1))
 
     def _state(self) -> tuple[Tensors, list[bool], Tensors]:
         # Detached, to tell them from parameters that the objective takes from outside.
@@ -284,8 +287,9 @@ def _joint(
     buffers: Tensors,
     batch: Batch,
     examples: int | None,
+    root: torch.Tensor,
 ) -> Outcome:
-    """Compute a shard, forward and backward; Dynamo traces this."""
+    """Compute a shard, forward and backward from the gradient `root`; Dynamo traces this."""
     leaves = [
         parameter.detach().requires_grad_(wants)
         for parameter, wants in zip(parameters, wanted, strict=True)
@@ -294,11 +298,17 @@ def _joint(
     values = dict(zip(names, [*leaves, *own], strict=True))
     total, count = functional_call(whole, values, (batch, examples))
     learning = [leaf for leaf in leaves if leaf.requires_grad]
-    found = iter(torch.autograd.grad(total, learning, allow_unused=True))
+    begin = root.to(total.dtype).expand_as(total)
+    found = iter(torch.autograd.grad(total, learning, begin, allow_unused=True))
     gradients = [next(found) if leaf.requires_grad else None for leaf in leaves]
     # A Python number may come from a tensor's value: only an output of the graph is each shard's.
     divisor = (torch.ones((), dtype=torch.float64) * count).detach()
     return Outcome(total.detach(), divisor, gradients, own)
+
+
+def _root(divisor: int) -> torch.Tensor:
+    """Return the gradient that a backward pass begins with, as an argument of a program."""
+    return torch.tensor(1 / divisor, dtype=torch.float64)
 
 
 def _refuse_unfit(model: nn.Module) -> None:

@@ -20,6 +20,7 @@ from evenstep.shard.compiler import Program
 from evenstep.shard.gradients import GradientStream
 from evenstep.shard.loss import Number, Outputs, ShardLoss, ShardObjective
 from evenstep.shard.partial_sum import (
+    HALF_PRECISION,
     AccumulatedTwiceError,
     PartialSum,
     Tensors,
@@ -31,11 +32,16 @@ from evenstep.shard.partial_sum import (
     sparse_with_own_memory,
     unjudged_error,
     versions,
+    weighted,
     with_own_memory,
 )
 
 Leaf: TypeAlias = "tuple[Number, Number] | tuple[Number, Number, Outputs]"
 """A shard's (total, count), and its outputs if it has any, detached from the graph."""
+
+
+class OuterModelError(ContractError):
+    """The loss of a shard, computed on a copy of the model, depends on the user's own module."""
 
 
 class ShardWork(NamedTuple):
@@ -45,6 +51,8 @@ class ShardWork(NamedTuple):
         shard: the shard's number.
         batch: the shard's examples, in the replica's memory.
         examples: the number of examples; None for a shard that is the whole batch.
+        divisor: what the backward pass divides by at its root: the number of examples in the batch;
+            1 for a shard that is the whole batch.
         random_seed: returns the seed of the shard's random numbers.
         precision: the dtype that autocast computes in; None for the parameters' own.
         program: the compiled shard; None to compute it eagerly.
@@ -53,6 +61,7 @@ class ShardWork(NamedTuple):
     shard: int
     batch: Batch
     examples: int | None
+    divisor: int
     random_seed: Callable[[], int]
     precision: torch.dtype | None
     program: Program | None = None
@@ -137,7 +146,8 @@ def _run_program(
 ) -> tuple[Leaf, PartialSum]:
     """Compute a shard by its compiled program, and add its gradients onto those of `left`."""
     parameters = [parameter.detach() for parameter in replica.parameters]
-    total, count, gradients, buffers = program.run(parameters, replica.opening, work.batch)
+    divisor = work.divisor
+    total, count, gradients, buffers = program.run(parameters, replica.opening, work.batch, divisor)
     gradients = [one if one is None else with_own_memory(one) for one in gradients]
     if left is not None:
         gradients = add_gradients(left.gradients, gradients)
@@ -145,7 +155,7 @@ def _run_program(
         None if same_bits(now, opening) else now
         for now, opening in zip(buffers, replica.opening, strict=True)
     ]
-    return (total, count), _value(replica, work, gradients, changed)
+    return weighed(total, count, divisor), _value(replica, work, gradients, changed)
 
 
 def _run_eagerly(
@@ -159,7 +169,10 @@ def _run_eagerly(
     """Compute a shard by torch's own kernels, accumulating its gradients onto those of `left`."""
     for parameter in replica.parameters:
         parameter.grad = None
+    opened = _sequence_number()
     total, count, *outputs = _forward(replica, work, objective)
+    if replica.outer and total.requires_grad:
+        _refuse_outer_model(total, replica, opened)
     if left is not None or stream is not None:
         _refuse_early_gradients(replica)
     if left is not None and not replica.has_accumulated:
@@ -167,19 +180,19 @@ def _run_eagerly(
         replica.has_accumulated = True
     if stream is not None:
         with stream.of_shard(replica, work.shard, node, accumulates=left is not None):
-            _backward(replica, total)
+            _backward(replica, total, work.divisor)
     elif left is not None:
         for parameter, gradient in zip(replica.parameters, left.gradients, strict=True):
             parameter.grad = gradient
         before = versions(left.gradients)
-        _backward(replica, total)
+        _backward(replica, total, work.divisor)
         refuse_twice(left.gradients, before)
     else:
-        _backward(replica, total)
-    if isinstance(count, torch.Tensor) and count.requires_grad:
-        count = count.detach()
-    leaf = (total.detach(), count, _detached(outputs[0])) if outputs else (total.detach(), count)
-    return leaf, _collect(replica, work)
+        _backward(replica, total, work.divisor)
+    leaf: Leaf = (total.detach(), count)
+    if total.dtype in HALF_PRECISION:
+        leaf = weighed(total.detach(), count, work.divisor)
+    return (*leaf, _detached(outputs[0])) if outputs else leaf, _collect(replica, work)
 
 
 def _detached(outputs: Outputs) -> Outputs:
@@ -201,30 +214,50 @@ def _forward(replica: Replica, work: ShardWork, objective: ShardObjective) -> Sh
         return objective(replica.module, work.batch, work.examples)
 
 
-def _backward(replica: Replica, total: torch.Tensor) -> None:
-    if total.requires_grad:
-        if not replica.has_learned:
-            _refuse_outer_model(total, replica)
-        _run_backward(total)
-        if not replica.has_learned:
-            if all(parameter.grad is None for parameter in replica.parameters):
-                raise _outer_model_error(replica, "no parameter")
-            replica.has_learned = True
-
-
-def _run_backward(total: torch.Tensor) -> None:
-    """Run `total.backward()`, on CPUs without the Python code that torch has around its engine.
+def _backward(replica: Replica, total: torch.Tensor, divisor: int) -> None:
+    """Run `(total / divisor).backward()`, on CPUs without torch's Python code around its engine.
 
     That code handles other arguments, and takes longer than the backward pass of a small layer.
     """
+    if not total.requires_grad:
+        return
+    root = torch.full_like(total, root_gradient(divisor, total.dtype))
     if total.__class__ is torch.Tensor and total.is_cpu and total.is_floating_point():
-        given = (total,), (torch.ones_like(total),), False, False, ()
+        given = (total,), (root,), False, False, ()
         _ENGINE.run_backward(*given, allow_unreachable=True, accumulate_grad=True)
     else:
-        total.backward()
+        total.backward(root)
+    if not replica.has_learned:
+        if all(parameter.grad is None for parameter in replica.parameters):
+            raise _outer_model_error(replica, "no parameter")
+        replica.has_learned = True
+
+
+def root_gradient(divisor: int, dtype: torch.dtype) -> float:
+    """Return the gradient that a shard's backward pass begins with, before it is rounded.
+
+    It is 1 / divisor, as in a plain loop that accumulates `(total / divisor).backward()`, and no
+    less than the smallest normal number of `dtype`.
+    """
+    return max(1 / divisor, torch.finfo(dtype).tiny)
+
+
+def weighed(total: torch.Tensor, count: Number, divisor: int) -> tuple[torch.Tensor, Number]:
+    """Return a shard's total and count with the weight that its gradients have.
+
+    It is 1, but for totals in half precision, where 1 / divisor is rounded noticeably: dividing the
+    sum of the gradients by the sum of the counts takes the rounding out again.
+    """
+    if total.dtype not in HALF_PRECISION or divisor == 1:
+        return total, count
+    root = torch.tensor(root_gradient(divisor, total.dtype), dtype=total.dtype)
+    weight = float(root) * divisor
+    return total.double() * weight, count * weight
 
 
 _ENGINE: Any = torch.autograd.Variable._execution_engine
+_LEAF: Any = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def _refuse_early_gradients(replica: Replica) -> None:
@@ -261,22 +294,42 @@ def nodes_of(total: torch.Tensor) -> Iterator[Any]:
         nodes.extend(before for before, _ in node.next_functions)
 
 
-def _refuse_outer_model(total: torch.Tensor, replica: Replica) -> None:
-    """Refuse the first loss on a copy of the model if it depends on the user's own module.
+def _refuse_outer_model(total: torch.Tensor, replica: Replica, opened: int) -> None:
+    """Refuse a loss on a copy of the model if it depends on the user's own module.
 
-    Its gradients would go to the user's module, with which another lane computes.
+    Its gradients would go to the user's module, with which another lane computes. Nodes are
+    numbered by the thread that makes them: a graph with as many as the last one of this step is
+    taken to be like it.
+
+    Args:
+        total: the loss.
+        replica: the copy.
+        opened: the number of the first node that the shard makes.
     """
-    for node in nodes_of(total):
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) in replica.outer:
-            raise _outer_model_error(replica, "a parameter of the model itself")
+    last: Any = total.grad_fn
+    count = 0 if last is None else last._sequence_nr() - opened
+    if count == replica.graph_nodes:
+        return
+    leaves = [total] if last is None else []
+    todo, seen = [] if last is None else [last], {None, last}
+    while todo:
+        for node, _ in todo.pop().next_functions:
+            if node not in seen:
+                seen.add(node)
+                todo.append(node) if node.__class__ is not _LEAF else leaves.append(node.variable)
+    if not replica.outer.isdisjoint(map(id, leaves)):
+        reached = "a parameter of the model itself"
+        raise _outer_model_error(replica, reached, OuterModelError)
+    replica.graph_nodes = count
 
 
-def _outer_model_error(replica: Replica, reached: str) -> ModelError:
-    return ModelError(
+def _outer_model_error(
+    replica: Replica, reached: str, kind: type[ModelError] = ModelError
+) -> ModelError:
+    return kind(
         f"the backward pass on {replica.device}, which computes on a copy of the model, reaches "
         f"{reached}: objective(model, *batch) must call the model that it is given, not one from "
-        f"outside"
+        f"outside, and a function in an attribute must not refer to a layer of the model itself"
     )
 
 
@@ -337,4 +390,4 @@ def _contribution(
         return buffer.clone()
     if rule == JUDGE and buffer.numel() > 1 and bool((buffer == opening).any()):
         raise unjudged_error(name, "written by each shard in some places only")
-    return buffer * work.weight if work.weight != 1 else buffer.clone()
+    return weighted(buffer, work.weight)

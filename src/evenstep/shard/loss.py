@@ -2,6 +2,11 @@
 
 A batch's loss is the sum of its shards' totals divided by the sum of their counts. So every example
 (or token, or class weight) weighs the same, however the batch is cut.
+
+The backward pass of each shard begins with 1 / (the examples of the batch), which is known before
+any shard is computed. Where the counts add up to the examples, as for every loss of torch's without
+class weights and ignored targets, gradients have the scale of plain torch's all the way; other sums
+of gradients are corrected at the end of the step, by counts / examples.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ from evenstep.batch.cut import tensors_of
 from evenstep.batch.nesting import Keywords
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import ModelError, add_note, counted, shown
+from evenstep.shard.partial_sum import HALF_PRECISION
 from evenstep.shard.targets import advice_on_targets, call_with, refuse_unfit_output
 
 Number: TypeAlias = "torch.Tensor | float"
@@ -68,11 +74,30 @@ def choose_objective(loss: Loss | None, objective: UserObjective | None) -> Shar
     _refuse_no_function(loss)
     loss = _as_module(loss)
     _refuse_unfit(loss)
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        total_loss = copy.copy(loss)
-        total_loss.reduction = "sum"
-        return functools.partial(_class_objective, _PlacedLoss(loss), _PlacedLoss(total_loss))
-    return functools.partial(_mean_objective, _PlacedLoss(loss))
+    objective_of = _class_objective if _has_torchs_count(loss) else _mean_objective
+    return functools.partial(objective_of, _PlacedLoss(loss))
+
+
+def _has_torchs_count(loss: Loss) -> bool:
+    """Whether a loss divides by the targets that torch counts.
+
+    A subclass with a `forward` of its own, which shifts or masks them, may count others.
+    """
+    kind: Any = type(loss)
+    return (
+        isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+        and kind.forward in (nn.CrossEntropyLoss.forward, nn.NLLLoss.forward)
+        and kind.__call__ is nn.Module.__call__
+        and "forward" not in vars(loss)
+    )
+
+
+def of_unlike_shards(objective: ShardObjective) -> ShardObjective:
+    """Return `objective` for shards whose examples may have different numbers of targets."""
+    if getattr(objective, "func", None) is not _class_objective:
+        return objective
+    settings: Any = {"alike": False}
+    return functools.partial(objective, **settings)
 
 
 class Objectives:
@@ -115,19 +140,55 @@ def split_batch(batch: Batch) -> tuple[Sequence[Any], Sequence[Any], Mapping[str
 
 
 class _PlacedLoss:
-    """A loss with a copy of its tensors (class weights) on each GPU."""
+    """A loss with a copy of its tensors (class weights) on each GPU.
+
+    The user may change the loss between two steps: then it is copied again.
+    """
 
     def __init__(self, loss: Loss) -> None:
         self._loss = loss
-        self._copies: dict[torch.device, Any] = {}
+        self._copies: dict[torch.device, tuple[list[object], Any]] = {}
 
     def on(self, device: torch.device) -> Any:
-        """Return the loss for `device`: the user's own on the CPU, a copy on a GPU."""
-        if device.type == "cpu" or not isinstance(self._loss, nn.Module):
-            return self._loss
-        if device not in self._copies:
-            self._copies[device] = copy.deepcopy(self._loss).to(device)
-        return self._copies[device]
+        """Return the loss for `device`: the user's own on the CPU, a copy on a GPU.
+
+        Raises:
+            ModelError: it is no mean any more.
+        """
+        loss = self._loss
+        if not isinstance(loss, nn.Module):
+            return loss
+        if "reduction" in loss.__dict__ and loss.reduction in ("sum", "none"):
+            _refuse_unfit(loss)
+        if device.type == "cpu":
+            return loss
+        settings = _settings_of(loss)
+        known, placed = self._copies.get(device, (None, None))
+        if known is None or not _are_same(known, settings):
+            placed = copy.deepcopy(loss).to(device)
+            self._copies[device] = settings, placed
+        return placed
+
+
+def _settings_of(loss: nn.Module) -> list[object]:
+    """Return what a copy of a loss has taken over: its attributes, and the state of its tensors."""
+    settings: list[object] = []
+    for module in loss.modules():
+        settings += [value for name, value in vars(module).items() if not name.startswith("_")]
+        for buffer in module._buffers.values():
+            settings += [buffer, None if buffer is None else buffer._version]
+    return settings
+
+
+def _are_same(first: list[object], second: list[object]) -> bool:
+    """Whether two lists hold the same objects, or equal numbers and words."""
+    return len(first) == len(second) and all(
+        one is other or (isinstance(one, _PLAIN) and type(one) is type(other) and one == other)
+        for one, other in zip(first, second, strict=True)
+    )
+
+
+_PLAIN = int, float, str
 
 
 @INTERRUPTS.interruptible
@@ -151,6 +212,8 @@ def _user_objective(
             return *_of_mean(mean, "the objective's mean", examples), checked_outputs(outputs)
         case (total, count, *outputs) if len(outputs) < 2:
             _check_scalar(total, "the objective's total")
+            if isinstance(count, torch.Tensor) and count.requires_grad:
+                raise _learned_count_error()
             if examples is None:
                 total, count = total / count, _count_of_mean(count)
             return (total, count, checked_outputs(outputs[0])) if outputs else (total, count)
@@ -162,9 +225,25 @@ def _user_objective(
 
 
 def _of_mean(mean: Any, what: str, examples: int | None) -> tuple[torch.Tensor, Number]:
-    """Return the total and the count of a mean over the examples of a shard."""
+    """Return the total and the count of a mean over the examples of a shard.
+
+    A mean in half precision is widened first: the total may be too large for it.
+    """
     _check_scalar(mean, what)
-    return (mean, 1) if examples is None else (mean * examples, examples)
+    if examples is None:
+        return mean, 1
+    return (mean.float() if mean.dtype in HALF_PRECISION else mean) * examples, examples
+
+
+def _learned_count_error() -> ModelError:
+    return ModelError(
+        "the objective returned a count that requires a gradient, but gradients flow through the "
+        "total only: the shards' gradients are divided by the sum of the counts. If the count is "
+        "meant as a constant, return count.detach(). If it is to be trained (weights that the "
+        "model normalises), gather both sums from all shards and return their ratio as the mean: "
+        "up, down = evenstep.all_gather(torch.stack([total, count])[None]).sum(0); return up / "
+        "down, with Trainer(side_by_side=True)"
+    )
 
 
 def checked_outputs(outputs: object) -> Outputs:
@@ -232,12 +311,18 @@ def _mean_objective(
 
 @INTERRUPTS.interruptible
 def _class_objective(
-    mean_loss: _PlacedLoss,
-    total_loss: _PlacedLoss,
+    placed: _PlacedLoss,
     model: nn.Module,
     batch: Batch,
     examples: int | None,
+    *,
+    alike: bool = True,
 ) -> tuple[torch.Tensor, Number]:
+    """Return a shard's (total, count), both for each example.
+
+    An example may have several targets, such as tokens or pixels. If all examples have as many
+    (`alike`), total and count are divided by that number, so that counts add up to examples.
+    """
     inputs, targets, named = split_batch(batch)
     if len(targets) != 1:
         names = f", of which {', '.join(named)} go to the model" if named else ""
@@ -251,18 +336,52 @@ def _class_objective(
     target = targets[0]
     output = model(*inputs, **named)
     if not isinstance(output, torch.Tensor):
-        refuse_unfit_output(mean_loss.on(target.device), output, targets)
+        refuse_unfit_output(placed.on(target.device), output, targets)
+    loss = placed.on(output.device)
     try:
         if examples is None:
-            return mean_loss.on(output.device)(output, target), 1
-        loss = total_loss.on(output.device)
-        return loss(output, target), _class_count(loss, output, target)
+            return loss(output, target), 1
+        if output.dtype in HALF_PRECISION and loss.weight is None:
+            output = output.float()
+        return _class_sums(loss, output, target, examples if alike else None)
     except (RuntimeError, IndexError, ValueError) as error:
         with contextlib.suppress(Exception):  # the error is what matters
-            ignored = mean_loss.on(output.device).ignore_index
-            if (advice := _advice_on_labels(output, target, ignored)) is not None:
+            if (advice := _advice_on_labels(output, target, loss.ignore_index)) is not None:
                 add_note(error, advice)
         raise
+
+
+def _class_sums(
+    loss: nn.CrossEntropyLoss | nn.NLLLoss,
+    output: torch.Tensor,
+    target: torch.Tensor,
+    examples: int | None,
+) -> tuple[torch.Tensor, Number]:
+    """Return the sum of what `loss` averages, and the sum of the class weights it divides by.
+
+    The loss is taken with the settings that it has now. Both sums are divided by the number of
+    targets, counted or not, that each of the `examples` has; they are left if that is None.
+    """
+    weight, ignored = loss.weight, loss.ignore_index
+    if loss._forward_hooks or loss._forward_pre_hooks or loss._backward_hooks:
+        summed = copy.copy(loss)
+        summed.reduction = "sum"
+        total: torch.Tensor = summed(output, target)
+    elif isinstance(loss, nn.NLLLoss):
+        total = F.nll_loss(output, target, weight, ignore_index=ignored, reduction="sum")
+    else:
+        smoothing = loss.label_smoothing
+        total = F.cross_entropy(output, target, weight, None, ignored, None, "sum", smoothing)
+    count: Number
+    if target.is_floating_point():  # class probabilities: a mean over positions
+        count = targets = output.numel() // output.shape[1]
+    else:
+        counted, targets = target != ignored, target.numel()
+        weights = counted if weight is None else weight[torch.where(counted, target, 0)]
+        count = counted.sum() if weight is None else torch.where(counted, weights, 0.0).sum()
+    if examples is None or targets == examples:
+        return total, count
+    return total / (targets // examples), count / (targets // examples)
 
 
 def _advice_on_labels(output: torch.Tensor, target: torch.Tensor, ignore_index: int) -> str | None:
@@ -290,19 +409,6 @@ def _advice_on_labels(output: torch.Tensor, target: torch.Tensor, ignore_index: 
             )
         return f"the one-hot labels are {target.dtype}: give y.argmax(1), or y.float()"
     return None
-
-
-def _class_count(
-    loss: nn.CrossEntropyLoss | nn.NLLLoss, output: torch.Tensor, target: torch.Tensor
-) -> Number:
-    """Return what `loss` divides by: the sum of the class weights of the targets it counts."""
-    if target.is_floating_point():  # class probabilities: a mean over positions
-        return output.numel() // output.shape[1]
-    counted = target != loss.ignore_index
-    if loss.weight is None:
-        return counted.sum()
-    weights = loss.weight[torch.where(counted, target, 0)]
-    return torch.where(counted, weights, 0.0).sum()
 
 
 def _as_module(loss: Loss) -> Loss:

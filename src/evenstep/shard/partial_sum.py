@@ -27,6 +27,8 @@ from evenstep.replicas import JUDGE, Replica
 Tensors: TypeAlias = "list[torch.Tensor | None]"
 Add: TypeAlias = "Callable[[PartialSum, PartialSum], PartialSum]"
 
+HALF_PRECISION = (torch.float16, torch.bfloat16)
+
 _users: Any = torch._C._storage_Use_Count
 _ONE_TENSOR = torch.empty(1)
 _USERS_OF_ONE = _users(_ONE_TENSOR.untyped_storage()._cdata)  # the tensor, and what counts them
@@ -164,7 +166,7 @@ def closing_buffers(root: PartialSum) -> Tensors:
     closings: Tensors = []
     for total, rule, opening in zip(root.buffers, replica.rules, replica.opening, strict=True):
         if total is not None and is_averaged(total, rule):
-            total = total / root.weight
+            total = (total / root.weight).to(opening.dtype)
         elif total is not None and rule == "sum":
             total = opening + total
         closings.append(total)
@@ -184,6 +186,11 @@ def receive(value: PartialSum, device: Device) -> None:
     if value.fence is not None:
         streams.wait_for([value.fence], device)
         streams.keep((value.gradients, value.buffers))
+
+
+def weighted(buffer: torch.Tensor, weight: int) -> torch.Tensor:
+    """Return a buffer times the examples of a shard, in numbers whose range suffices for sums."""
+    return (buffer.float() if buffer.dtype in HALF_PRECISION else buffer) * weight
 
 
 def is_averaged(buffer: torch.Tensor, rule: str) -> bool:
@@ -221,7 +228,7 @@ def _add_sparse(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def _unwritten(opening: torch.Tensor, value: PartialSum) -> torch.Tensor:
     """Return the sum, in the tree, of a buffer that none of the shards wrote."""
-    total = tree_sum([opening * weight for weight in value.weights], torch.add)
+    total = tree_sum([weighted(opening, weight) for weight in value.weights], torch.add)
     assert total is not None
     return total
 

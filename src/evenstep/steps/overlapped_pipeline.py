@@ -13,6 +13,7 @@ from evenstep.batch import Batch
 from evenstep.engine import Task
 from evenstep.engine.task import PLAIN
 from evenstep.errors import InputError, PeerError
+from evenstep.shard.forward_backward import OuterModelError
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.step import Attempt, Step
 
@@ -126,7 +127,7 @@ class OverlappedPipeline(Pipeline):
         engine.give_up_device_of(end)
         error = engine.failure_of(end)
         early = not step.attempt.committed or isinstance(error, PeerError)
-        if error is not None and self._overlap and early:
+        if self._overlap and early and not isinstance(error, OuterModelError | None):
             return self._written_meanwhile(error)
         return error
 

@@ -244,7 +244,9 @@ def is_in_a_trainer(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
-    """Return the step's mean loss, and the count by which its gradients are to be divided.
+    """Return the step's mean loss, and what its gradients are still to be divided by.
+
+    Each shard's backward pass has divided by the examples of the batch already.
 
     Raises:
         NonFiniteLossError: a shard's loss or count is NaN or infinite, or nothing counts.
@@ -265,7 +267,7 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
         part = step.part
         examples = [hi - lo for lo, hi in part.bounds]
         step.outputs = join_step_outputs(leaves, examples, [*dict.fromkeys((part.dim, 0))])
-    return mean, count
+    return mean, count / step.attempt.cut.divisor
 
 
 def refuse_no_gradient(step: Step, root: PartialSum, parameters: Sequence[nn.Parameter]) -> None:

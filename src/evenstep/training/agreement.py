@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from torch import nn, optim
 
 from evenstep.batch import Batch
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.contract import SelfCheck
+from evenstep.contract.rehearsal import SentShard
 from evenstep.distributed.process_group import END
 from evenstep.engine.interrupts import interruptible
 from evenstep.errors import DivergedError, PeerError
@@ -113,8 +113,8 @@ class Agreement:
         self._pipeline.wait()
         self._pipeline.follow_user()
 
-        def compute(*work: Any) -> Results:
-            return check.results_of(work, step.objective, executor.check_limit_s)
+        def compute(sent: SentShard) -> Results:
+            return check.results_of(sent, step.objective, executor.check_limit_s)
 
         attempt = step.attempt
         interruptible(

@@ -44,7 +44,13 @@ from evenstep.profiling.trace import Trace
 from evenstep.replicas import check_trainable, complete, move_home
 from evenstep.shard.compile_policy import Hybridized
 from evenstep.shard.evaluation import Forward, measure_model, measure_output, output_of
-from evenstep.shard.loss import Loss, Objectives, UserObjective, choose_objective
+from evenstep.shard.loss import (
+    Loss,
+    Objectives,
+    UserObjective,
+    choose_objective,
+    of_unlike_shards,
+)
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.stages.executor import StagedExecutor
 from evenstep.stages.plan import StageNames
@@ -182,7 +188,7 @@ class Trainer(Habits):
             settings round differently, which is refused otherwise. Results are then equal within
             rounding, not bit for bit: `within_rounding` is true, and whenever states are compared,
             all processes copy that of the first one.
-        check: when to check, on one or two shards, that the code keeps the contract of a step:
+        check: when to check, on some of the shards, that the code keeps the contract of a step:
             "first", in the first step (also after a resume, or a change of the model's layers)
             and, in less time, in steps 2, 4, 8, 16 and so on; "every 100" steps; or "off". It has
             no effect on the result; `contract` has its report.
@@ -280,6 +286,7 @@ class Trainer(Habits):
         self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
         refuse_unfit_slices(model, experiment, layout, self.devices)
         self._objective = choose_objective(loss, objective)
+        self._objective_of_unlike = of_unlike_shards(self._objective)
         self._others = Objectives()
         check_trainable(model, optimizer)
         staged = chosen_stages(
@@ -832,7 +839,7 @@ class Trainer(Habits):
             position,
             cut,
             experiment.seed,
-            objective=self._objective,
+            objective=self._objective if cut.can_join else self._objective_of_unlike,
             finish=self._update,
             observe=self.on_shard,
             digest=NO_DIGEST if group.is_alone else self._agreement.digest_of(batch),

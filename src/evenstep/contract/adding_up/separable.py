@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -14,6 +17,7 @@ from evenstep.batch import Batch
 from evenstep.batch.cut import tensors_of
 from evenstep.batch.rng import ShardRandomness
 from evenstep.contract.adding_up.constant_numbers import ConstantNumbers
+from evenstep.contract.adding_up.gradients import Gradients, gradients_of, refuse_other_sum
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import ContractError, EvenstepError, text_of
 from evenstep.experiment import autocast
@@ -30,22 +34,40 @@ _ABSOLUTE = 0.1  # of the tolerance, for each counted example: totals may cancel
 
 
 class Loss(NamedTuple):
-    """A shard's total, and the count that it is divided by."""
+    """A shard's total, the count that it is divided by, and its gradients if they are compared."""
 
     total: float
     divisor: float
     dtype: torch.dtype
+    gradients: Gradients | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Neighbours:
+    """Shards of which each is compared with the next.
+
+    If all such pairs add up, every example counts alike in all of them.
+
+    Attributes:
+        shards: their numbers, two or more; fewer if there is nothing to compare.
+        take: returns some of them together as one batch, with its number of examples.
+    """
+
+    shards: Sequence[int]
+    take: Callable[[Sequence[int]], tuple[Batch, int]]
 
 
 def judge_separability(
     replica: Replica,
     work: ShardWork,
-    pair: Sequence[tuple[Batch, int]],
+    neighbours: Neighbours,
     objective: ShardObjective,
+    *,
+    compares_gradients: bool,
 ) -> str:
-    """Compute two shards together and apart, in evaluation mode, and compare within rounding.
+    """Compute shards together and apart, in evaluation mode, and compare within rounding.
 
-    Random ops give constants meanwhile.
+    Random ops give constants meanwhile. Gradients are compared for the first two shards.
 
     Returns:
         Why it could not be judged; an empty text if the objective adds up.
@@ -57,13 +79,16 @@ def judge_separability(
     numbers, autocasting = ConstantNumbers(), autocast(replica.device.kind, work.precision)
     randomness = ShardRandomness(work.random_seed)
 
-    def compute(batch: Batch, examples: int) -> Loss:
+    def compute(batch: Batch, examples: int, *, learns: bool = False) -> Loss:
         if replica.buffers:
             replica.put_back_buffers()
             replica.open_shard()
         total, count, *_ = objective(replica.module, batch, examples)
-        return Loss(float(total.detach()), float(count), total.dtype)
+        gradients = gradients_of(replica, total, work.divisor) if learns else None
+        return Loss(float(total.detach()), float(count), total.dtype, gradients)
 
+    found: list[tuple[Loss, Sequence[Loss], int]] = []
+    known: dict[int, Loss] = {}
     try:
         with (
             evaluation_mode(replica.module),
@@ -72,17 +97,27 @@ def judge_separability(
             randomness,
             numbers,
         ):
-            together = compute(*pair[0])
-            apart = _computed_apart(compute, pair[1:])
+            for two in itertools.pairwise(neighbours.shards):
+                learns = compares_gradients and not found
+                batch, examples = neighbours.take(two)
+                together = compute(batch, examples, learns=learns)
+                apart: Sequence[Loss] = _computed_apart(
+                    functools.partial(compute, learns=learns), neighbours, two, known
+                )
+                found.append((together, apart, examples))
     except Exception as error:  # the model may not be made for evaluation mode
         if is_device_failure(error):
             raise
         return f"in evaluation mode it raises {type(error).__name__}: {text_of(error)}"
     if numbers.unknown:
         return f"in evaluation mode it draws random numbers by {numbers.unknown[0]}"
-    tolerance = _tolerance(replica, work, together.dtype)
-    if not _adds_up(together, apart, tolerance):
-        raise ContractError(_explain(together, apart, pair[0][1]))
+    for together, apart, examples in found:
+        tolerance = _tolerance(replica, work, together.dtype)
+        if not _adds_up(together, apart, tolerance):
+            raise ContractError(_explain(together, apart, examples))
+        gradients = [one.gradients for one in apart if one.gradients is not None]
+        if together.gradients is not None and len(gradients) == len(apart):
+            refuse_other_sum(replica, together.gradients, gradients, tolerance)
     return ""
 
 
@@ -121,27 +156,42 @@ def _fixed_statistics(replica: Replica) -> Iterator[None]:
 
 
 def _computed_apart(
-    compute: Callable[[Batch, int], Loss], parts: Sequence[tuple[Batch, int]]
+    compute: Callable[[Batch, int], Loss],
+    neighbours: Neighbours,
+    shards: Sequence[int],
+    known: dict[int, Loss],
 ) -> list[Loss]:
     """Compute shards one after the other; again after each call of `all_gather` that they make.
 
     A call needs the rows of all shards, which are known when every shard has come to it.
+
+    Args:
+        compute: computes a batch with its number of examples.
+        neighbours: the shards.
+        shards: the numbers of those to compute.
+        known: the losses of shards that have gathered nothing, by number; new ones are put in.
     """
-    known: list[torch.Tensor] = []
+    gathered: list[torch.Tensor] = []
     while True:
-        shards = [_Rehearsal(known) for _ in parts]
-        losses = []
-        for shard, part in zip(shards, parts, strict=True):
-            outside = shard_here.set(shard if shard_here.get() is None else "apart")
+        rehearsals = {shard: _Rehearsal(gathered) for shard in shards if shard not in known}
+        losses = {shard: known[shard] for shard in shards if shard in known}
+        for shard, rehearsal in rehearsals.items():
+            outside = shard_here.set(rehearsal if shard_here.get() is None else "apart")
             try:
-                losses.append(compute(*part))
+                losses[shard] = compute(*neighbours.take([shard]))
             except _RowsMissingError:
                 pass
             finally:
                 shard_here.reset(outside)
-        if len(losses) == len(parts):
-            return losses
-        known.append(torch.cat([shard.brought[len(known)] for shard in shards]))
+        found = [losses[shard] for shard in shards if shard in losses]
+        if len(found) == len(shards):
+            if gathered:  # the gradients of rows that others have gathered are missing
+                return [loss._replace(gradients=None) for loss in found]
+            known.update(losses)
+            return found
+        if len(rehearsals) == len(shards):
+            gathered.append(torch.cat([one.brought[len(gathered)] for one in rehearsals.values()]))
+        known.clear()
 
 
 class _Rehearsal:

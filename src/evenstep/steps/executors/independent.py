@@ -317,6 +317,7 @@ class IndependentExecutor:
             shard,
             batch,
             None if cut.filled == 1 else hi - lo,
+            cut.divisor,
             functools.partial(attempt.seed, shard),
             self._autocast_dtype,
             attempt.programs.get(hi - lo) if attempt.programs else None,

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load, save
 
 from evenstep.batch import Batch
-from evenstep.batch.cut import Cut
+from evenstep.batch.cut import Cut, Place
+from evenstep.contract.rehearsal import SentShard
 from evenstep.distributed import Exchange, Peers
 from evenstep.distributed.step_report import refuse_other_batches
 from evenstep.errors import CheckpointError, ContractError, text_of
@@ -22,9 +23,7 @@ _SHARD = 0  # its owner sends the examples: the others may not have loaded them
 Results: TypeAlias = "Mapping[str, str] | None"
 """The digest of each result of a shard by name, in order; None where it could not be computed."""
 
-Compute: TypeAlias = "Callable[[int, Batch, int | None, int], Results]"
-"""Computes a shard from its number, its batch on a CPU, its number of examples (None if it is the
-whole batch) and its seed."""
+Compute: TypeAlias = "Callable[[SentShard], Results]"
 
 
 def refuse_other_results(
@@ -49,12 +48,15 @@ def refuse_other_results(
     sent = next(filter(None, messages), b"")
     if not sent:
         return
+    tensors, examples, its_seed = unpack_outputs(load(sent))
+
+    def take(place: Place) -> Batch:
+        return cut.structure_of(_SHARD).unflatten(map(place, tensors))
+
     error: Exception | None = None
     answer: dict[str, Any] = {"hash": hash("evenstep"), "nesting": _digest_of_nesting(cut)}
     try:
-        tensors, examples, its_seed = unpack_outputs(load(sent))
-        batch = cut.structure_of(_SHARD).unflatten(tensors)
-        answer["results"] = compute(_SHARD, batch, examples, its_seed)
+        answer["results"] = compute(SentShard(_SHARD, take, examples, cut.divisor, its_seed))
     except Exception as caught:
         error = caught
         answer["error"] = f"{type(caught).__name__}: {text_of(caught)}".removesuffix(": ")
