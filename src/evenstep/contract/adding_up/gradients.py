@@ -18,7 +18,7 @@ from evenstep.shard.loss import ShardObjective
 
 Gradients: TypeAlias = "Sequence[torch.Tensor | None]"
 
-_LARGER = 1000  # than the tolerance of a loss is that of gradients, which may pass a kink
+_LARGER = 500  # than the tolerance of a loss is that of gradients, which may pass a kink
 _MOST = 0.3
 
 
