@@ -65,6 +65,18 @@ class Through(torch.autograd.Function):
         return ctx.function(gradient), None
 
 
+class Embedded(nn.Module):
+    """Looks some rows of a table up, whose gradient is sparse."""
+
+    def __init__(self, function=None):
+        super().__init__()
+        self.table = nn.Embedding(32, CLASSES, sparse=True)
+        self.function = function or (lambda gradient: gradient)
+
+    def forward(self, x):
+        return Through.apply(self.table((x * 5).long() % 32).sum(1), self.function)
+
+
 class Hooked(nn.Linear):
     """A layer with a hook on its output."""
 
@@ -90,6 +102,7 @@ OWN = {
 OTHER = {
     "by examples": (lambda: Linear(lambda g: g / len(g)), "that of (weight|bias) for some"),
     "by the norm": (lambda: Linear(lambda g: g / (1 + 99 * g.norm())), "that of (weight|bias) for"),
+    "sparse": (lambda: Embedded(lambda g: g / len(g)), "that of table.weight for some"),
     "hook by the norm": (lambda: Hooked(lambda g: g / g.norm()), "that of .*before_update="),
 }
 REFUSED = OWN | OTHER
@@ -135,6 +148,7 @@ GOOD = {
     "attention": Attention,
     "in double": lambda: nn.Sequential(Double(), nn.Linear(6, CLASSES).double()),
     "in bfloat16": lambda: nn.Linear(6, CLASSES).bfloat16(),
+    "sparse": Embedded,
     "checkpoint": lambda: Checkpointed(6, CLASSES),
     "kinks": lambda: nn.Sequential(*[nn.Linear(6, 6), nn.ReLU()] * 8, nn.Linear(6, CLASSES)),
     "hook by row": lambda: Hooked(lambda g: g / (1 + g.norm(dim=1, keepdim=True))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from evenstep.shard.loss import ShardObjective
 
 Gradients: TypeAlias = "Sequence[torch.Tensor | None]"
 
-_LARGER = 1000  # than the tolerance of a loss is that of gradients, which may pass a kink
+_LARGER = 500  # than the tolerance of a loss is that of gradients, which may pass a kink
 _MOST = 0.3
 
 
@@ -141,13 +142,15 @@ def refuse_other_sum(
     noise = tolerance * max(map(_typical_size, together))
     worst, worst_name = 1.0, ""
     for name, whole, *parts in zip(names, together, *apart, strict=True):
-        every = [one for one in (whole, *parts) if one is not None]
+        signed = [(whole, -1), *((part, 1) for part in parts)]
+        every = [(one, sign) for one, sign in signed if one is not None]
         if not every:
             continue
-        added = [one for one in parts if one is not None]
-        difference = _length(sum([-one for one in every[: len(every) - len(added)]] + added))
-        allowed = min(_MOST, _LARGER * tolerance) * sum(map(_length, every))
-        allowed += noise * every[0].numel() ** 0.5
+        if len({one.layout for one, _ in every}) > 1:
+            every = [(one.to_dense() if one.is_sparse else one, sign) for one, sign in every]
+        difference = _length(functools.reduce(torch.add, [one * sign for one, sign in every]))
+        allowed = min(_MOST, _LARGER * tolerance) * sum(_length(one) for one, _ in every)
+        allowed += noise * every[0][0].numel() ** 0.5
         if difference > worst * allowed:
             worst, worst_name = difference / allowed, name
     if worst_name:
