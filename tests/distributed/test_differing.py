@@ -77,7 +77,9 @@ def test_an_error_in_all_processes_is_left_to_the_step(found):
         assert "nobody can compute this" in one["never"]
 
 
-@pytest.mark.parametrize(("seeds", "is_refused"), [("12", True), ("11", False)])
+@pytest.mark.parametrize(
+    ("seeds", "is_refused"), [("12", True), pytest.param("11", False, marks=pytest.mark.slow)]
+)
 def test_the_order_of_a_set_of_strings_is_named(tmp_path, seeds, is_refused):
     variables = [{"PYTHONHASHSEED": seed} for seed in seeds]
     ended = apart("differing.py", tmp_path, "by set", variables=variables)
@@ -91,6 +93,7 @@ def test_the_order_of_a_set_of_strings_is_named(tmp_path, seeds, is_refused):
     assert all("hash strings differently" in one["by set"] for one in found)
 
 
+@pytest.mark.slow
 def test_of_three_processes_the_one_that_differs_is_named(tmp_path):
     found = found_in(tmp_path, "whole, by last", processes=3)
     for one in found:

@@ -190,8 +190,9 @@ class Trainer(Habits):
             all processes copy that of the first one.
         check: when to check, on some of the shards, that the code keeps the contract of a step:
             "first", in the first step (also after a resume, or a change of the model's layers)
-            and, in less time, in steps 2, 4, 8, 16 and so on; "every 100" steps; or "off". It has
-            no effect on the result; `contract` has its report.
+            and, in less time, in steps 2, 4, 8, 16 and so on; "every 100" steps; or "off". Several
+            processes also compute one shard in common, and compare its bits. It has no effect on
+            the result; `contract` has its report.
         check_every: with several processes, the interval in steps at which training states and
             the batches given to `step` are compared. States are also compared after the first
             step, by `save`, `evaluate` and `predict`, and at the end of the `with`.

@@ -22,7 +22,7 @@ from evenstep.errors import EvenstepError
 RANK = int(os.environ.get("RANK", "0"))
 EXAMPLES = torch.utils.data.TensorDataset(*(part[:160] for part in digits(train=True).tensors))
 SCALES = {"north": 1.0, "east": 3.0e-5, "south": -1.0e5, "west": 7.0e-3, "up": 1.0e5}
-TINY = 2.0**-20
+TINY = 2.0**-8
 
 
 class Places(nn.Module):
