@@ -8,6 +8,12 @@ GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,len
 SYNC := resnet18.evenstep.2.v8.n128,resnet18.evenstep.2.v8.n128.sync
 BENCHMARKS := step_overhead self_check memory step_profile uneven_devices processes cable engine_experiments hybridize kills interrupts checkpoints flips soak
 
+# A worker that dies ends the tests, with the name of its test.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --max-worker-restart=0
+
+# As a processor without AVX-512 computes.
+AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+
 RELEASED := pyproject.toml CITATION.cff SECURITY.md CODE_OF_CONDUCT.md CONTRIBUTING.md README.md
 
 QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_errors.py test_experiment.py \
@@ -34,13 +40,14 @@ demo: install ## train LeNet on handwritten digits on 1 and on 2 devices: the sa
 	@$(BIN)/python examples/compare_runs.py $(VENV)/demo-1.json $(VENV)/demo-2.json
 
 quick: install ## the fast part of the tests (under a minute on two cores)
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup $(QUICK)
+	$(PYTEST) -m 'not slow' $(QUICK)
 
 test: install ## the tests (about seven minutes on two cores)
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup
+	$(PYTEST) -m 'not slow'
 
-slow: install ## the long tests too
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+slow: install ## the long tests too, and some as a processor without AVX-512 computes them
+	$(PYTEST)
+	$(AVX2) $(PYTEST) -m 'not slow' $(QUICK) tests/golden tests/zoo
 
 lint: install ## format and lint, as CI wants them
 	$(BIN)/ruff format --check .
