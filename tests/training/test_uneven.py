@@ -98,11 +98,11 @@ class Stops(nn.Module):
     Args:
         lane_name: the name of the lane's thread.
         stop: called there.
-        at: the number of the shard there: the twentieth comes after the check of the first step.
+        at: the number of the shard there: the fortieth comes after the check of the first step.
             Before the first one, no other lane ends a shard, and so none can take it.
     """
 
-    def __init__(self, lane_name, stop, at=20):
+    def __init__(self, lane_name, stop, at=40):
         super().__init__()
         torch.manual_seed(0)
         self.body = build("batch_norm")
@@ -130,7 +130,7 @@ class Stops(nn.Module):
 
 def train_with(stop, lane_name="evenstep cpu:1", devices=("cpu:0", "cpu:1"), **options):
     """Train until the lane has stopped and all batches were seen since; how soon it gets its
-    twentieth shard depends on its speed."""
+    fortieth shard depends on its speed."""
     options, losses, steps_to_go = {"lost_after_s": 0.3, **options}, [], len(BATCHES)
     with open_trainer(Stops(lane_name, stop), devices=list(devices), **options) as trainer:
         for X, y in itertools.islice(itertools.cycle(BATCHES), MOST_STEPS):
