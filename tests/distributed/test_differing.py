@@ -1,6 +1,7 @@
 """Processes that compute differently are refused, whatever they compute on; others are not."""
 
 import json
+import re
 
 import pytest
 
@@ -48,6 +49,19 @@ def test_a_model_that_depends_on_the_rank_is_refused_in_all_processes(found, nam
 @pytest.mark.parametrize("name", BATCHES)
 def test_processes_that_compute_the_same_have_the_bits_of_one(found, one_process, name):
     assert [one[f"{name}, alike"] for one in found] == [one_process[f"{name}, alike"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("mode", r"differ in model\.training \(True and False\), model.embedding.training"),
+        ("number", r"differ in model\.factor \(0\.5 and 0\.50390625\): give every process"),
+    ],
+)
+def test_the_attribute_that_differs_is_named(found, case, words):
+    for one in found:
+        assert one[case].startswith("ContractError after 0: ")
+        assert re.search(words, one[case])
 
 
 def test_what_differs_only_later_is_found_by_the_next_check(found):

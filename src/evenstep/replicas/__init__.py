@@ -23,6 +23,7 @@ from evenstep.replicas.settings import (
     is_plain,
     layer_settings,
     optimizer_settings,
+    plain_attributes,
     python_number,
 )
 
@@ -42,6 +43,7 @@ __all__ = [
     "move_home",
     "optimizer_settings",
     "parameter_proxy",
+    "plain_attributes",
     "python_number",
     "refuse_coupled",
     "refuse_strangers",

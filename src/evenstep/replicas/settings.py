@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from evenstep.errors import shown
 from evenstep.replicas.optimizer_proxy import inner_optimizers
 
 _OF_KNOWN_LAYERS = ("torch.nn.", "evenstep.nn.")
@@ -27,6 +28,16 @@ def layer_settings(prefix: str, module: nn.Module) -> dict[str, str]:
         ]
         found[f"{prefix} {name}".rstrip()] = f"{kind.__qualname__}({', '.join(shown)})"
     return found
+
+
+def plain_attributes(module: nn.Module) -> dict[str, str]:
+    """Return the mode of each layer, and its numbers and strings, as text by name."""
+    return {
+        f"{name}.{key}".removeprefix("."): shown(value)
+        for name, layer in module.named_modules()
+        for key, value in vars(layer).items()
+        if not key.startswith("_") and is_plain(value)
+    }
 
 
 def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:

@@ -13,7 +13,7 @@ from evenstep.contract.rehearsal import SentShard
 from evenstep.distributed.process_group import END
 from evenstep.engine.interrupts import interruptible
 from evenstep.errors import DivergedError, PeerError
-from evenstep.replicas import layer_settings, optimizer_settings
+from evenstep.replicas import layer_settings, optimizer_settings, plain_attributes
 from evenstep.shard.loss import Loss
 from evenstep.steps.groups.joining import FINGERPRINT
 from evenstep.steps.groups.same_shard import Results
@@ -118,7 +118,12 @@ class Agreement:
 
         attempt = step.attempt
         interruptible(
-            executor.group.refuse_other_results, step.number, attempt.cut, attempt.seed, compute
+            executor.group.refuse_other_results,
+            step.number,
+            attempt.cut,
+            attempt.seed,
+            compute,
+            plain_attributes(self._model),
         )
 
     def compare_to_save(self) -> PeerError | None:

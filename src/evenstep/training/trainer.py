@@ -20,7 +20,7 @@ from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.batch.nesting import Keywords, nest
-from evenstep.batch.own_shards import in_own_memory
+from evenstep.batch.own_shards import in_own_memory, refuse_wanted_gradient
 from evenstep.callbacks import Callback
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint.restore import unchanged_on_error
@@ -830,6 +830,10 @@ class Trainer(Habits):
     def _next_step(self, batch: Batch) -> Step:
         """Return the step that trains on `batch` at the current position."""
         experiment, group = self.experiment, self._executor.group
+        for part in batch:
+            if not isinstance(part, torch.Tensor) or part.requires_grad:
+                refuse_wanted_gradient(batch)
+                break
         if not {*map(type, batch)} <= _TENSORS:
             batch = nest(batch, experiment.batch_dim)
         if self._max_in_flight > 1:

@@ -32,6 +32,7 @@ class Places(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.scale = scale
+        self.factor = 1.0
         self.embedding = nn.Embedding(17, 6, sparse=sparse)
         self.norm = nn.BatchNorm1d(6)
         self.drop = nn.Dropout(0.1)
@@ -40,7 +41,7 @@ class Places(nn.Module):
     def forward(self, X, *more):
         values = (X * 16).long().clamp(0, 16).flatten(1)
         hidden = self.norm(self.embedding(values[:, ::7]).mean(1))
-        return self.linear(self.drop(hidden)) * self.scale(X)
+        return self.linear(self.drop(hidden)) * self.scale(X) * self.factor
 
 
 def one(X):
@@ -149,7 +150,23 @@ def train(scale, loop, **options):
 
 LOOPS = {"whole": whole, "loaded": loaded, "asked for": asked_for, "divided": divided}
 LOOPS |= {"single": single, "nested": nested}
+
+
+def in_evaluation_mode(trainer):
+    """Train on the same batches, in another mode in one process."""
+    trainer.model.train(not RANK)
+    whole(trainer)
+
+
+def with_a_number(trainer):
+    """Train on the same batches, with another number in one process."""
+    trainer.model.factor = 0.5 + TINY * RANK
+    whole(trainer)
+
+
 CASES = {
+    "mode": (one, in_evaluation_mode, {}),
+    "number": (one, with_a_number, {}),
     **{f"{name}, by rank": (by_rank, loop, {}) for name, loop in LOOPS.items()},
     **{f"{name}, alike": (one, loop, {}) for name, loop in LOOPS.items()},
     "sparse, by rank": (by_rank, whole, {"sparse": True}),

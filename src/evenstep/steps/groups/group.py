@@ -113,7 +113,12 @@ class Group:
         return NO_DIGEST
 
     def refuse_other_results(
-        self, step: int, cut: Cut, seed: Callable[[int], int], compute: Compute
+        self,
+        step: int,
+        cut: Cut,
+        seed: Callable[[int], int],
+        compute: Compute,
+        attributes: Mapping[str, str],
     ) -> None:
         """Compute one shard in every process, and compare the bits.
 
@@ -122,6 +127,7 @@ class Group:
             cut: its batch.
             seed: returns the seed of a shard's random numbers.
             compute: computes a shard.
+            attributes: the modes, numbers and strings of the model's layers, by name.
         """
 
     def refuse_other_batches(self, batch: Batch, call: str, number: int) -> None:

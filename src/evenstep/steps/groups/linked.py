@@ -182,12 +182,17 @@ class LinkedGroup(Group):
         return batch_digest(batch, is_whole=is_whole)
 
     def refuse_other_results(
-        self, step: int, cut: Cut, seed: Callable[[int], int], compute: Compute
+        self,
+        step: int,
+        cut: Cut,
+        seed: Callable[[int], int],
+        compute: Compute,
+        attributes: Mapping[str, str],
     ) -> None:
         """Compute one shard in every process, and compare the bits, unless rounding differs."""
         if not self.differences:
             self.note(f"comparing a shard of step {step}")
-            refuse_other_results(self._peers, step, cut, seed, compute)
+            refuse_other_results(self._peers, step, cut, seed, compute, attributes)
 
     def refuse_other_batches(self, batch: Batch, call: str, number: int) -> None:
         """Compare a batch to evaluate with that of the other processes."""

@@ -27,7 +27,12 @@ Compute: TypeAlias = "Callable[[SentShard], Results]"
 
 
 def refuse_other_results(
-    peers: Peers, step: int, cut: Cut, seed: Callable[[int], int], compute: Compute
+    peers: Peers,
+    step: int,
+    cut: Cut,
+    seed: Callable[[int], int],
+    compute: Compute,
+    attributes: Mapping[str, str],
 ) -> None:
     """Compute one shard in every process, each of which must call this, and compare the bits.
 
@@ -37,6 +42,7 @@ def refuse_other_results(
         cut: its batch, of which this process may hold only its own shards.
         seed: returns the seed of a shard's random numbers.
         compute: computes a shard.
+        attributes: the modes, numbers and strings of the model's layers, by name.
 
     Raises:
         ContractError: the bits differ; or what the batches have besides tensors.
@@ -54,7 +60,11 @@ def refuse_other_results(
         return cut.structure_of(_SHARD).unflatten(map(place, tensors))
 
     error: Exception | None = None
-    answer: dict[str, Any] = {"hash": hash("evenstep"), "nesting": _digest_of_nesting(cut)}
+    answer: dict[str, Any] = {
+        "hash": hash("evenstep"),
+        "nesting": _digest_of_nesting(cut),
+        "attributes": attributes,
+    }
     try:
         answer["results"] = compute(SentShard(_SHARD, take, examples, cut.divisor, its_seed))
     except Exception as caught:
@@ -116,16 +126,25 @@ def _compare(peers: Peers, step: int, judged: Mapping[int, Mapping[str, Any]]) -
             f"{peers.hosts[rank]}) computed the same shard from the same parameters, buffers and "
             f"random numbers, and the bits differ: the first that differs is {name}. So the "
             f"result would depend on which process computes which shard. "
-            f"{_cause(other_hashes=one['hash'] != usual['hash'])}"
+            f"{_cause(usual, one)}"
         )
 
 
-def _cause(*, other_hashes: bool) -> str:
+def _cause(usual: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return what probably makes two processes compute differently."""
+    here, there = usual["attributes"], other["attributes"]
+    names = [name for name in {**here, **there} if here.get(name) != there.get(name)]
+    if names:
+        found = [
+            f"model.{name} ({here.get(name, 'missing')} and {there.get(name, 'missing')})"
+            for name in names[:3]
+        ]
+        return f"Their models differ in {', '.join(found)}: give every process the same model"
     others = (
         "code that reads RANK, the host's name, os.environ, the locale, the clock or a file, or a "
         "variable or an attribute that the script gives another value in one process"
     )
-    if other_hashes:
+    if usual["hash"] != other["hash"]:
         return (
             f"The processes hash strings differently, so the most likely cause is code that "
             f"iterates over a set of strings: sort it, or set PYTHONHASHSEED to the same number "
