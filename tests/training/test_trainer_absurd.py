@@ -247,7 +247,8 @@ _OPTIONS = sorted(set(TrainerOptions.__annotations__) - {"lanes"})
 _TENSORS = st.sampled_from([
     X, Y, X.double(), X[:0], X[:1], X.to("meta"), X.flatten(1).to_sparse(), X.half(), X.bool(),
     X[:, :, ::2], X.expand(2, *X.shape), torch.tensor(3.0),
-    X.to(torch.complex64), torch.empty(24, 0), Y - 100, Y + 10**9, X * math.nan, X.clone().requires_grad_(),
+    X.to(torch.complex64), torch.empty(24, 0), Y - 100, Y + 10**9, X * math.nan,
+    X.clone().requires_grad_(),
     evenstep.shared(X.detach()), None, 3, "x", object(), Y.numpy(),
 ])  # fmt: skip
 
