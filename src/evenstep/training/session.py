@@ -6,6 +6,9 @@ import atexit
 import contextlib
 import logging
 import sys
+import threading
+import weakref
+from collections.abc import Iterator
 from types import TracebackType
 
 import torch
@@ -29,6 +32,8 @@ from evenstep.training.parts import Parts
 
 logger = logging.getLogger("evenstep")
 
+_OPEN = weakref.WeakSet["Session"]()
+
 
 class Session:
     """Opens and closes a trainer, as often as the user likes.
@@ -44,6 +49,7 @@ class Session:
     Attributes:
         is_open: whether the trainer is open.
         owner: the process that has opened it last; None before the first time.
+        turn: held by the thread that computes a step.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class Session:
         self._notes = notes
         self._others = others
         self._opened = contextlib.ExitStack()
+        self.turn = threading.RLock()
 
     def refuse_fork(self) -> None:
         """Refuse a call in a fork of the process that opened the trainer."""
@@ -84,6 +91,25 @@ class Session:
             "as `trainer = evenstep.Trainer(...).open()`"
         )
 
+    @staticmethod
+    def two_threads_error() -> InputError:
+        """Return the error for a step that begins while another thread computes one."""
+        return InputError(
+            f"the thread {threading.current_thread().name} began a step while another thread "
+            f"computes one of the same trainer: let one thread take all steps (the trainer uses "
+            f"all devices by itself), or give each thread a model and a trainer of its own"
+        )
+
+    @contextlib.contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Refuse a step of another thread inside `with`."""
+        if not self.turn.acquire(blocking=False):
+            raise self.two_threads_error()
+        try:
+            yield
+        finally:
+            self.turn.release()
+
     # ---- opening; the caller is shielded from signals
 
     def open(self) -> None:
@@ -92,6 +118,7 @@ class Session:
         if self.is_open:
             raise ClosedError("the trainer is open already: remove the second `with` or `open`")
         self._refuse_shared_optimizer()
+        self._refuse_shared_parameters()
         if self._parts.partition is not None:
             self._parts.partition.refuse_again()
         for note in self._notes.lines:
@@ -126,6 +153,7 @@ class Session:
             INTERRUPTS.check()
             self._opened = opened.pop_all()
         self.is_open = True
+        _OPEN.add(self)
         self.owner = Ownership("trainer", self._close_at_exit)
 
     def _refuse_shared_optimizer(self) -> None:
@@ -135,6 +163,23 @@ class Session:
                 "another trainer with this optimizer is open: close that one first (end its "
                 "`with`, or call its `close`), or give each trainer an optimizer of its own"
             )
+
+    def _refuse_shared_parameters(self) -> None:
+        """Refuse parameters that another open trainer trains, if either has steps in flight.
+
+        One at a time, each trainer sees what the other has done. Steps in flight don't.
+        """
+        own = {id(one) for one in self._parts.replicas.home.parameters if one.requires_grad}
+        for other in _OPEN:
+            if not (self._layout.overlaps or other._layout.overlaps):
+                continue
+            for name, one in other._parts.replicas.home.module.named_parameters():
+                if id(one) in own:
+                    raise InputError(
+                        f"another open trainer trains {name} too, and with max_in_flight above 1 "
+                        f"a step of one would begin before the other's update: close that one "
+                        f"first, or give both max_in_flight=1"
+                    )
 
     def _join(self, opened: contextlib.ExitStack) -> Group:
         """Join the other processes, until `opened` is closed, and make sure that all agree."""
@@ -198,6 +243,7 @@ class Session:
                 parts.update.give_back()
         finally:
             self.is_open = False
+            _OPEN.discard(self)
             atexit.unregister(self.close_with_program)
             if self.owner is not None:
                 self.owner.end()

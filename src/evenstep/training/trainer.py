@@ -452,19 +452,25 @@ class Trainer(Habits):
 
     @INTERRUPTS.shielded
     def _step(self, batch: tuple[Batch, ...]) -> StepLoss:
-        self._open_step(leave=self._max_in_flight - 1)
-        step = self._next_step(batch)
-        if step.attempt.cut.part.examples < self._lone_examples.looked_at_below:
-            self._refuse_lone_examples(step)
-        check = self._self_check
-        if step.number >= check.due_at or check.structure is not self._replicas.structure:
-            self._check_contract(step)
-        if not self._executor.group.is_alone:
-            self._agreement.compare_results(step)
-        step.settings = self._update.record()
-        self._update.may_step_elsewhere = False
-        self._progress.advance()
-        return self._take(step)
+        turn = self._session.turn
+        if not turn.acquire(blocking=False):
+            raise self._session.two_threads_error()
+        try:
+            self._open_step(leave=self._max_in_flight - 1)
+            step = self._next_step(batch)
+            if step.attempt.cut.part.examples < self._lone_examples.looked_at_below:
+                self._refuse_lone_examples(step)
+            check = self._self_check
+            if step.number >= check.due_at or check.structure is not self._replicas.structure:
+                self._check_contract(step)
+            if not self._executor.group.is_alone:
+                self._agreement.compare_results(step)
+            step.settings = self._update.record()
+            self._update.may_step_elsewhere = False
+            self._progress.advance()
+            return self._take(step)
+        finally:
+            turn.release()
 
     @hides_own_frames
     @INTERRUPTS.uninterrupted
@@ -507,32 +513,33 @@ class Trainer(Habits):
         check_flags(accumulate=accumulate)
         if self._partition is not None:
             refuse_backward()
-        self._open_step(leave=0)
-        step = self._next_step(batch if not named else (*batch, Keywords(named)))
-        step.updates, step.finish = False, self._update.leave_gradients
-        is_new = objective is not None and self._others.is_new(objective)
-        if objective is not None:
-            step.objective, step.may_compile = choose_objective(None, objective), False
-            if is_new:
-                self._replicas.forget_objective()
-                self._self_check.begin_again(step.number)
-        if step.attempt.cut.part.examples < self._lone_examples.looked_at_below:
-            self._refuse_lone_examples(step)
-        if step.number >= self._self_check.due_at:
-            self._check_contract(step)
-        if not self._executor.group.is_alone:
-            self._agreement.compare_results(step, is_new=is_new)
-        with kept_gradients(self.model, accumulate=accumulate):
-            self._progress.advance()
-            loss = self._pipeline.submit(step)
-            self._pipeline.wait()
-        if objective is not None:
-            self._others.note(objective)
-        self._update.give_back()
-        self._update.may_step_elsewhere = True
-        self._reporter.add_step(step)
-        self._reporter.tell()
-        return loss
+        with self._session.one_thread():
+            self._open_step(leave=0)
+            step = self._next_step(batch if not named else (*batch, Keywords(named)))
+            step.updates, step.finish = False, self._update.leave_gradients
+            is_new = objective is not None and self._others.is_new(objective)
+            if objective is not None:
+                step.objective, step.may_compile = choose_objective(None, objective), False
+                if is_new:
+                    self._replicas.forget_objective()
+                    self._self_check.begin_again(step.number)
+            if step.attempt.cut.part.examples < self._lone_examples.looked_at_below:
+                self._refuse_lone_examples(step)
+            if step.number >= self._self_check.due_at:
+                self._check_contract(step)
+            if not self._executor.group.is_alone:
+                self._agreement.compare_results(step, is_new=is_new)
+            with kept_gradients(self.model, accumulate=accumulate):
+                self._progress.advance()
+                loss = self._pipeline.submit(step)
+                self._pipeline.wait()
+            if objective is not None:
+                self._others.note(objective)
+            self._update.give_back()
+            self._update.may_step_elsewhere = True
+            self._reporter.add_step(step)
+            self._reporter.tell()
+            return loss
 
     def epoch(self, loader: Batches, *, whole: bool = False) -> Iterator[Batch]:
         """Yield the remaining batches of the current epoch; then the next epoch begins.
