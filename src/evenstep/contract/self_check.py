@@ -85,7 +85,7 @@ class SelfCheck:
         self._side_by_side = side_by_side
         self._failed = set[int]()  # the steps in which it could not be made
         self._is_half_done = False  # all but the comparison of two shards
-        self._later = 0  # checks after the first
+        self._later = 0  # which pair the last later check compared
         self._is_thorough = True  # the next check is the first of what it checks
         self.due_at: float = 0 if self._every else math.inf
         self.structure: Any = None if self._every else replicas.structure
@@ -271,7 +271,7 @@ class SelfCheck:
         objective: ShardObjective,
     ) -> None:
         rehearsal = self._rehearsal(cut, shards, seed, objective)
-        self._later += 1
+        self._later += not self._side_by_side  # such shards may number their rows from the first
         pairs = [*itertools.pairwise(cut.part.run)]
         pair = pairs[self._later % len(pairs)] if pairs else ()
         neighbours = self._neighbours(cut, pair, rehearsal.replica)

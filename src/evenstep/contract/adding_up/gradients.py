@@ -112,7 +112,8 @@ def gradients_of(replica: Replica, total: torch.Tensor, divisor: int) -> Gradien
     if not total.requires_grad or not parameters:
         return None
     try:
-        return torch.autograd.grad(total / divisor, parameters, allow_unused=True)
+        found = torch.autograd.grad(total / divisor, parameters, allow_unused=True)
+        return [None if one is None else one.clone() for one in found]  # functions may reuse theirs
     except EvenstepError:
         raise
     except Exception as error:
