@@ -274,6 +274,7 @@ EXPORTS = {
         "move_home",
         "optimizer_settings",
         "parameter_proxy",
+        "plain_attributes",
         "python_number",
         "refuse_coupled",
         "refuse_strangers",

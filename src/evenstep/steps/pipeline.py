@@ -80,7 +80,7 @@ class Pipeline(abc.ABC):
             InputError: the caller's autocast, or a mode of torch, would not reach the lanes.
             DeviceLostError: a device was given up that training needs.
         """
-        self._refuse_here()
+        self.refuse_here()
         if self.steps:
             may_compile = self._executor.programs is not None  # beside nothing in flight
             self.wait(leave=0 if may_compile else leave)
@@ -91,7 +91,7 @@ class Pipeline(abc.ABC):
                 self._replicas.mark_written()
             self.follow_user()
 
-    def _refuse_here(self) -> None:
+    def refuse_here(self) -> None:
         """Refuse to compute for a caller whose settings the lanes don't have, or in a lane."""
         engine = self._engine
         if self._executor.side_by_side or threading.get_ident() in engine.lanes.threads:

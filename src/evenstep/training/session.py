@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 
@@ -91,10 +92,10 @@ class Session:
             "as `trainer = evenstep.Trainer(...).open()`"
         )
 
-    @staticmethod
-    def two_threads_error() -> InputError:
-        """Return the error for a step that begins while another thread computes one."""
-        return InputError(
+    def refuse_two_threads(self) -> NoReturn:
+        """Refuse a step that begins while another thread computes one."""
+        self._parts.pipeline.refuse_here()
+        raise InputError(
             f"the thread {threading.current_thread().name} began a step while another thread "
             f"computes one of the same trainer: let one thread take all steps (the trainer uses "
             f"all devices by itself), or give each thread a model and a trainer of its own"
@@ -104,7 +105,7 @@ class Session:
     def one_thread(self) -> Iterator[None]:
         """Refuse a step of another thread inside `with`."""
         if not self.turn.acquire(blocking=False):
-            raise self.two_threads_error()
+            self.refuse_two_threads()
         try:
             yield
         finally:

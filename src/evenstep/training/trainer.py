@@ -454,7 +454,7 @@ class Trainer(Habits):
     def _step(self, batch: tuple[Batch, ...]) -> StepLoss:
         turn = self._session.turn
         if not turn.acquire(blocking=False):
-            raise self._session.two_threads_error()
+            self._session.refuse_two_threads()
         try:
             self._open_step(leave=self._max_in_flight - 1)
             step = self._next_step(batch)
