@@ -53,18 +53,18 @@ def test_several_exceptions_that_cannot_be_printed_are_counted(lanes):
 # ---- a thread that ends
 
 
-@pytest.mark.parametrize("role", ["evenstep", "evenstep copy"])
-def test_a_lane_that_ends_is_a_device_that_is_lost(role):
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_lane_that_ends_is_a_device_that_is_lost(copies):
     with Engine(TWO) as engine:
         before = engine.submit(int, device="cpu:1")
         assert before.result() == 0
-        end_lane(f"{role} cpu:1")
+        end_lane(engine, engine.copy_lane(1) if copies else 1)
         calls = [
             lambda: engine.submit(int, device="cpu:1"),
             lambda: engine.copy(1, "cpu:1"),
             lambda: engine.submit(str, engine.copy(1, "cpu:1")),
         ]
-        for call in calls[role == "evenstep copy" :]:
+        for call in calls[copies:]:
             with pytest.raises(DeviceLostError, match="cpu:1 was lost") as caught:
                 call().result()
             assert isinstance(caught.value.__cause__, SystemExit)
@@ -90,8 +90,8 @@ def test_a_lane_that_ends_within_a_task_ends_what_waits_for_it():
 
 def test_an_engine_whose_lanes_have_all_ended_closes():
     with Engine(TWO) as engine:
-        for name in ("evenstep cpu:0", "evenstep cpu:1"):
-            end_lane(name)
+        for lane in (0, 1):
+            end_lane(engine, lane)
         for device in (*TWO, None):
             with pytest.raises(DeviceLostError):
                 [engine.submit(int, device=device).result() for _ in range(2)]

@@ -193,6 +193,15 @@ def test_the_line_says_what_is_gained_and_compiling_does_not_count_as_step_time(
     assert ("does not pay here" in line) == (result.shard_ms >= result.eager_ms)
 
 
+@pytest.fixture
+def recompiles_are_explained():
+    """Dynamo says on stderr which guard has failed."""
+    torch._logging.set_logs(recompiles=True)
+    yield
+    torch._logging.set_logs()
+
+
+@pytest.mark.usefixtures("recompiles_are_explained")
 def test_only_the_thread_that_begins_steps_compiles(monkeypatch):
     from torch._inductor import compile_fx
 

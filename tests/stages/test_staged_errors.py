@@ -241,7 +241,7 @@ def test_nothing_waits_for_a_lane_that_has_ended(waiting, max_in_flight):
         trainer.step(*BATCHES[0])
         trainer.waitall()
         before = trainer.fingerprint()
-        end_lane("evenstep cpu:1")
+        end_lane(trainer._engine, 1)
         for _ in range(2):
             with pytest.raises(DeviceLostError, match="cpu:1 was lost"):
                 CALLS[waiting](trainer)

@@ -1,8 +1,6 @@
 """Exceptions that no code may touch, and lanes whose threads end."""
 
-import ctypes
 import dataclasses
-import threading
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +47,11 @@ class StrangeError(BaseException):
 KINDS = [FrozenError, SlottedError, SilentError, NoNotesError, StrangeError, SystemExit]
 
 
-def end_lane(lane_name, kind=SystemExit):
-    """Have the thread of a lane end with an exception of this kind as soon as it gets work."""
-    (thread,) = [one for one in threading.enumerate() if one.name == lane_name]
-    ident, exception = ctypes.c_ulong(thread.ident), ctypes.py_object(kind)
-    assert ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, exception) == 1
+def end_lane(engine, lane, kind=SystemExit):
+    """Have the thread of a lane end with an exception of this kind when it next gets work."""
+    put = engine.lanes.put
+
+    def end(lane):
+        raise kind
+
+    engine.lanes.put = lambda to, work: put(to, end if to == lane else work)

@@ -1,6 +1,7 @@
 """A lane that ends while a trainer is open: training goes on without its device, or is refused."""
 
 import logging
+import sys
 import threading
 
 import pytest
@@ -12,7 +13,7 @@ from evenstep import Trainer
 from evenstep.errors import DeviceError, DeviceLostError
 from evenstep.metrics import accuracy
 from layouts import own, shared
-from patience import HUNG_TESTS_ABORT
+from patience import HUNG_TESTS_ABORT, wait_until
 from reference import assert_same_bits
 from trainers import open_trainer, sgd, state_of
 from zoo import build, make_batches
@@ -51,13 +52,27 @@ def test_training_goes_on_without_a_device_whose_lane_has_ended(devices, max_in_
     def act(trainer, number):
         if number == 2:
             trainer.waitall()  # else the lane might end inside the model: the user's own sys.exit()
-            end_lane(f"evenstep {devices[1]}")
+            end_lane(trainer._engine, 1)
 
     with caplog.at_level(logging.WARNING, "evenstep"):
         state = trained(devices, act, max_in_flight=max_in_flight)
     assert_same_bits(state, trained(1))
     (line,) = [record.message for record in caplog.records if "was lost" in record.message]
     assert line.startswith(f"{devices[1]} was lost in step ")
+
+
+@pytest.mark.parametrize("devices", [shared(2), own(2)], ids=["shared", "own"])
+def test_a_lane_that_ended_between_two_steps_is_named_too(devices, caplog):
+    def act(trainer, number):
+        if number == 2:
+            trainer._engine.lanes.put(1, lambda lane: sys.exit())
+            wait_until(lambda: trainer._engine.lost_lanes)
+
+    with caplog.at_level(logging.WARNING, "evenstep"):
+        state = trained(devices, act)
+    assert_same_bits(state, trained(1))
+    (line,) = [record.message for record in caplog.records if "was lost" in record.message]
+    assert line.startswith(f"{devices[1]} was lost before step 2 (its thread ended)")
 
 
 @flights
@@ -67,7 +82,7 @@ def test_without_any_device_every_call_says_why_and_nothing_hangs(max_in_flight,
         trainer.step(*BATCHES[0])
         trainer.waitall()
         before = trainer.fingerprint()
-        end_lane("evenstep cpu:0")
+        end_lane(trainer._engine, 0)
         for _ in range(2):
             with pytest.raises(DeviceLostError, match="cpu:0 was lost") as caught:
                 CALLS[waiting](trainer)
@@ -80,7 +95,7 @@ def test_without_any_device_every_call_says_why_and_nothing_hangs(max_in_flight,
 def test_shards_side_by_side_do_not_wait_for_a_lane_that_has_ended(waiting):
     with open_trainer(build("convolution"), side_by_side=True) as trainer:
         trainer.step(*BATCHES[0])
-        end_lane("evenstep cpu:1")
+        end_lane(trainer._engine, 1)
         with pytest.raises(DeviceLostError, match="cpu:1 was lost") as caught:
             CALLS[waiting](trainer)
         assert isinstance(caught.value.__cause__, SystemExit)

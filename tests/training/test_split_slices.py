@@ -243,7 +243,7 @@ def test_training_goes_on_without_a_device_whose_lane_has_ended(devices, caplog)
     with caplog.at_level(logging.WARNING, "evenstep"), open_trainer(devices=devices) as trainer:
         for number, batch in enumerate(make_batches(SIZES)):
             if number == 1:
-                end_lane(f"evenstep {devices[1]}")
+                end_lane(trainer._engine, 1)
             trainer.step(*batch)
         state = state_of(trainer)
     assert_same_bits(state, {name: torch.as_tensor(one) for name, one in expected.items()})
@@ -255,7 +255,7 @@ def test_without_the_device_that_holds_the_model_training_is_refused():
     batch = make_batches((16,))[0]
     with open_trainer(devices=own(2)) as trainer:
         trainer.step(*batch)
-        end_lane("evenstep cpu:0:own")
+        end_lane(trainer._engine, 0)
         for call in (trainer.step, lambda *batch: trainer.evaluate([batch], {"a": accuracy})):
             with pytest.raises(DeviceLostError, match="cpu:0:own was lost"):
                 call(*batch)

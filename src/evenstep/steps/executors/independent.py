@@ -97,6 +97,8 @@ class IndependentExecutor:
             may_accumulate=self.adds_once,
             observe=step.observe,
         )
+        if self.engine.lost_lanes:
+            self.losses.go_on_without_idle(f"step {step.number}")
         self.assign(attempt)
 
     def _programs_of(self, programs: ShardPrograms, step: Step) -> Mapping[int, Program]:
@@ -238,6 +240,8 @@ class IndependentExecutor:
             while True:
                 attempt = Attempt(0, cut, seed)
                 attempt.compute = compute
+                if self.engine.lost_lanes:
+                    self.losses.go_on_without_idle("an evaluation")
                 self._assign_evaluation(attempt)
                 error = self._run_everywhere(attempt)
                 if error is None:

@@ -55,15 +55,26 @@ class Losses:
             after: the error that the loss has caused.
             when: what was being computed, such as "step 3".
         """
+        return self._go_on(f"in {when} ({text_of(after)})")
+
+    def go_on_without_idle(self, before: str) -> None:
+        """Do without the devices whose threads ended when no work was theirs.
+
+        Args:
+            before: what is computed next, such as "step 3".
+        """
+        if self._engine.dead_lanes - self._done_without:
+            self._go_on(f"before {before} (its thread ended)")
+
+    def _go_on(self, when: str) -> bool:
         lost = self._engine.lost_lanes
         newly_lost = lost - self._done_without - self._engine.given_up
         if not newly_lost or not self._replicas.drop_lanes(lost):
             return False
         self._done_without = lost
-        why = text_of(after)
         for lane in sorted(newly_lost):
             logger.warning(
-                f"{self._engine.devices[lane]} was lost in {when} ({why}): the other devices go on "
-                f"without it, with the same result"
+                f"{self._engine.devices[lane]} was lost {when}: the other devices go on without "
+                f"it, with the same result"
             )
         return True
