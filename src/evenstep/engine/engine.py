@@ -317,7 +317,7 @@ class Engine:
         self.lanes.work()
         while not ended.wait(POLL_S):
             late = time.monotonic() - since_s > self.patience_s
-            if gives_up and late and INTERRUPTS.has_come:
+            if gives_up and late and INTERRUPTS.ctrl_c_has_come:
                 self._give_up_at_work()
 
     def run_and_wait(

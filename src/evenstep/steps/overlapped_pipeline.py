@@ -48,6 +48,7 @@ class OverlappedPipeline(Pipeline):
         else:
             self._open(step)
         self.steps.append(step)
+        self._progress.count(step)
         engine.submit_tasks([*shards, attempt.end])
 
     def _copies(self, attempt: Attempt) -> list[Task]:

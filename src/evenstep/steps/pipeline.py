@@ -136,7 +136,7 @@ class Pipeline(abc.ABC):
     # ---- steps, begun and waited for
 
     def submit(self, step: Step) -> StepLoss:
-        """Begin a step; return a handle of its mean loss at once.
+        """Count and begin a step; return a handle of its mean loss at once.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed; the step and those before it were abandoned.
@@ -204,7 +204,10 @@ class Pipeline(abc.ABC):
         except BaseException as interrupt:  # Ctrl-C
             self.abandon(interrupt)
             raise
-        if error is None:
+        if step not in self.steps:  # a handler of a signal has waited for it
+            if step.error is not None:
+                raise step.error
+        elif error is None:
             self._close_oldest()
         elif shall_retry:
             self._retry()
@@ -310,6 +313,7 @@ class DirectPipeline(Pipeline):
         attempt.clock.ready_s = attempt.clock.ready_s or time.perf_counter()
         executor.take_opening(attempt)
         self.steps.append(step)
+        self._progress.count(step)
         alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes
         attempt.working = {lane for lane in alive if attempt.runs[lane]} if attempt.alone else alive
         attempt.lanes = frozenset(attempt.working)
@@ -373,7 +377,7 @@ class DirectPipeline(Pipeline):
             while not reached.acquire(timeout=POLL_S):
                 if lane in self._engine.dead_lanes:
                     break
-                if INTERRUPTS.has_come and time.monotonic() - since_s > self._engine.patience_s:
+                if INTERRUPTS.ctrl_c_has_come and time.monotonic() - since_s > self._engine.patience_s:
                     self._engine.give_up(lane)
                     break
 

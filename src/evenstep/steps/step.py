@@ -80,10 +80,12 @@ class Progress:
         self.position = Position()
         self.drawn = Cursor()
 
-    def advance(self) -> None:
-        """Count one more step, on the last batch that was drawn."""
+    def count(self, step: Step) -> None:
+        """Count a step, on the last batch that was drawn, unless this attempt is a later one."""
         done, epoch, batch, data = self.position
-        self.position = Position(done + 1, epoch, batch + 1, None if data is None else self.drawn)
+        if step.counts and step.number == done:
+            data = None if data is None else self.drawn
+            self.position = Position(done + 1, epoch, batch + 1, data)
 
     def go_back(self, step: Step) -> None:
         """Go back to the position before `step`, which was not taken.
@@ -231,6 +233,7 @@ class Step:
         finish: ends the step, in a lane.
         updates: whether the step ends with the optimizer's update.
         may_compile: whether its shards may be compiled.
+        counts: whether it is a step of the training, not one evaluation of a step's batch.
         observe: called with every shard's number and own value; None for nobody.
         settings: changes of the optimizer's groups since the step before.
         digest: of the whole batch, where several processes compare it.
@@ -249,6 +252,7 @@ class Step:
     attempt: Attempt
     updates: bool = True
     may_compile: bool = True
+    counts: bool = True
     observe: Callable[[int, PartialSum], None] | None = None
     settings: Sequence[Any] = ()
     digest: int = NO_DIGEST

@@ -6,7 +6,7 @@ import contextlib
 import math
 import operator
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -352,22 +352,6 @@ def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor | None) -> to
     if gradient is None or is_like:
         return gradient
     return torch.empty_like(parameter).copy_(gradient)
-
-
-@contextlib.contextmanager
-def kept_gradients(model: nn.Module, *, accumulate: bool) -> Iterator[None]:
-    """Put gradients back after an error; after success, add them to the new ones if asked to."""
-    before = {parameter: parameter.grad for parameter in model.parameters()}
-    try:
-        yield
-    except BaseException:
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
-        raise
-    for parameter, gradient in before.items() if accumulate else ():
-        if gradient is not None and parameter.grad is not None:
-            gradient = gradient + parameter.grad
-        parameter.grad = parameter.grad if gradient is None else gradient
 
 
 def sum_floats(values: Sequence[Number | None]) -> float:

@@ -21,6 +21,7 @@ from evenstep.stages.plan import Stages
 from evenstep.steps.executors import IndependentExecutor, LockstepExecutor, SlicedExecutor
 from evenstep.steps.executors.losses import Losses
 from evenstep.steps.groups.group import Group
+from evenstep.steps.left_gradients import LeftGradients
 from evenstep.steps.minimise import Minimiser, minimises
 from evenstep.steps.overlapped_pipeline import OverlappedPipeline
 from evenstep.steps.owners.partition import Partition
@@ -45,6 +46,7 @@ class Parts:
         executor: computes the shards of a batch; `executor.group` has the other processes.
         update: ends a step.
         pipeline: the steps in flight.
+        left: the gradients that `Trainer.backward` has left to the user.
         reporter: calls the callbacks.
         take: begins a step and reports it.
         partition: splits the optimizer by owners; None if it is whole everywhere.
@@ -57,6 +59,7 @@ class Parts:
     executor: IndependentExecutor
     update: Update
     pipeline: Pipeline
+    left: LeftGradients
     reporter: Reporter
     take: Take
     partition: Partition | None = None
@@ -131,6 +134,7 @@ def choose_parts(
         executor=executor,
         update=update,
         pipeline=pipeline,
+        left=LeftGradients(replicas, progress),
         reporter=reporter,
         take=reporter.watching(take),
         partition=partition,

@@ -78,6 +78,12 @@ class Session:
         if self.owner is not None:
             self.owner.refuse_elsewhere()
 
+    def refuse_here(self, call: str) -> None:
+        """Refuse a call in a fork, and by a signal handler in the middle of another call."""
+        self.refuse_fork()
+        if INTERRUPTS.is_handling:
+            INTERRUPTS.refuse_in_handler(call)
+
     def refuse_closed(self) -> None:
         """Refuse a call of a trainer that is not open."""
         if self.is_open:
@@ -115,7 +121,7 @@ class Session:
 
     def open(self) -> None:
         """Start the worker threads, and find the other processes."""
-        self.refuse_fork()
+        self.refuse_here("open")
         if self.is_open:
             raise ClosedError("the trainer is open already: remove the second `with` or `open`")
         self._refuse_shared_optimizer()

@@ -34,7 +34,7 @@ from evenstep.devices import Device, Devices, find_devices
 from evenstep.distributed import local_share
 from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine import Lanes, ThreadLanes
-from evenstep.engine.interrupts import INTERRUPTS
+from evenstep.engine.interrupts import INTERRUPTS, SIGNALS, handler_of
 from evenstep.errors import InputError, hide_own_frames, hides_own_frames
 from evenstep.experiment import Experiment
 from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Precision, Split
@@ -57,7 +57,7 @@ from evenstep.stages.plan import StageNames
 from evenstep.steps.executors import SlicedExecutor
 from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
-from evenstep.steps.update import Hook, kept_gradients
+from evenstep.steps.update import Hook
 from evenstep.training.agreement import Agreement
 from evenstep.training.arguments import (
     Layout,
@@ -85,7 +85,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _TENSORS = {torch.Tensor}
-_FOLLOW_EVERY = 16  # steps between two looks for handlers of signals that the user has installed
 
 
 class Trainer(Habits):
@@ -309,7 +308,7 @@ class Trainer(Habits):
         self._progress, self._timekeeper = parts.progress, parts.timekeeper
         self._engine, self._replicas, self._executor = parts.engine, parts.replicas, parts.executor
         self._update, self._pipeline, self._reporter = parts.update, parts.pipeline, parts.reporter
-        self._take, self._partition = parts.take, parts.partition
+        self._take, self._partition, self._left = parts.take, parts.partition, parts.left
         notes = Notes(self.devices if split == "shards" else self.devices[:1], self.experiment)
         self.notes = notes.lines
         self._notes = notes
@@ -375,7 +374,7 @@ class Trainer(Habits):
 
         The model stays usable. Calling `close` again has no effect.
         """
-        self._session.refuse_fork()
+        self._session.refuse_here("close")
         if self._session.is_open:
             self.__exit__(None, None, None)
 
@@ -452,6 +451,8 @@ class Trainer(Habits):
 
     @INTERRUPTS.shielded
     def _step(self, batch: tuple[Batch, ...]) -> StepLoss:
+        if INTERRUPTS.is_handling:
+            INTERRUPTS.refuse_in_handler("step")
         turn = self._session.turn
         if not turn.acquire(blocking=False):
             self._session.refuse_two_threads()
@@ -467,13 +468,12 @@ class Trainer(Habits):
                 self._agreement.compare_results(step)
             step.settings = self._update.record()
             self._update.may_step_elsewhere = False
-            self._progress.advance()
             return self._take(step)
         finally:
             turn.release()
 
     @hides_own_frames
-    @INTERRUPTS.uninterrupted
+    @INTERRUPTS.shielded
     def backward(
         self,
         *batch: Batch,
@@ -507,9 +507,25 @@ class Trainer(Habits):
             A handle of the batch's mean loss.
 
         Raises:
-            EvenstepError: as for `step`. The gradients are as they were before the call.
+            EvenstepError: as for `step`. After every error, and after Ctrl-C, the call was not
+                made: gradients, buffers and `steps_done` are as they were. (With several processes
+                it stays made if all of them have the gradients; then `steps_done` has grown.)
+                Ctrl-C that comes too late for that is raised when the optimizer has stepped.
         """
-        self._session.refuse_fork()
+        try:
+            return self._backward(batch, objective, accumulate, named)
+        except BaseException:
+            INTERRUPTS.deliver()
+            raise
+
+    def _backward(
+        self,
+        batch: tuple[Batch, ...],
+        objective: UserObjective | None,
+        accumulate: bool,
+        named: dict[str, Batch],
+    ) -> StepLoss:
+        self._session.refuse_here("backward")
         check_flags(accumulate=accumulate)
         if self._partition is not None:
             refuse_backward()
@@ -527,15 +543,16 @@ class Trainer(Habits):
                 self._refuse_lone_examples(step)
             if step.number >= self._self_check.due_at:
                 self._check_contract(step)
-            if not self._executor.group.is_alone:
+            is_alone = self._executor.group.is_alone
+            if not is_alone:
                 self._agreement.compare_results(step, is_new=is_new)
-            with kept_gradients(self.model, accumulate=accumulate):
-                self._progress.advance()
+            with self._left.whole(step, accumulate=accumulate, is_alone=is_alone):
                 loss = self._pipeline.submit(step)
                 self._pipeline.wait()
-            if objective is not None:
-                self._others.note(objective)
-            self._update.give_back()
+                if objective is not None:
+                    self._others.note(objective)
+                self._update.give_back()
+                INTERRUPTS.check()
             self._update.may_step_elsewhere = True
             self._reporter.add_step(step)
             self._reporter.tell()
@@ -570,7 +587,7 @@ class Trainer(Habits):
             CheckpointError: the loader could not restore its state from a checkpoint, or its data
                 have changed.
         """
-        self._session.refuse_fork()
+        self._session.refuse_here("epoch")
         check_flags(whole=whole)
         try:
             yield from self._epochs.epoch(loader, whole=whole)
@@ -619,7 +636,7 @@ class Trainer(Habits):
             ModelError: `model` has another structure.
             InputError: the states of an object can't be merged.
         """
-        self._session.refuse_fork()
+        self._session.refuse_here("evaluate")
         self._agreement.compare("evaluate", model)
         return self._evaluator.evaluate(batches, metrics, other=model)
 
@@ -654,7 +671,7 @@ class Trainer(Habits):
             ModelError: an output does not have one row for each example, or has as many along
                 `batch_dim` as along the first dimension.
         """
-        self._session.refuse_fork()
+        self._session.refuse_here("predict")
         self._agreement.compare("predict", model)
         return self._evaluator.predict(batches, forward, dim, other=model)
 
@@ -820,7 +837,7 @@ class Trainer(Habits):
         """Get ready for a step: nothing has failed, states agree, replicas are up to date."""
         if self._saver.writer.pending is not None:
             self._saver.writer.check()
-        if not self._progress.position.steps_done % _FOLLOW_EVERY:
+        if [*map(handler_of, SIGNALS)] != INTERRUPTS.known:
             INTERRUPTS.follow()
         if not self._executor.group.is_alone:
             self._agreement.compare_if_due()
