@@ -13,11 +13,11 @@ reset. The stack is right at every moment.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import functools
 import signal
 import sys
 import threading
-from _signal import getsignal as handler_of  # of `signal`, without a conversion that takes 1 µs
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
@@ -34,7 +34,9 @@ POLL_S = 0.1
 """The longest time, in seconds, until a wait notices a signal."""
 
 SIGNALS = sorted(map(int, signal.valid_signals()))
-"""The numbers of all signals; `handler_of` returns the handler of one."""
+"""The numbers of all signals."""
+handler_of: Callable[[int], object] = _signal.getsignal
+"""Returns the handler of a signal; `signal.getsignal` takes 1 µs to spell it."""
 _CALLS = {
     "__enter__": "open",
     "__exit__": "close",
@@ -252,3 +254,12 @@ INTERRUPTS = Interrupts()
 def interruptible(function: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
     """Return `function(*arguments)`; a signal may interrupt it anywhere."""
     return function(*arguments, **options)
+
+
+def surely(restore: Callable[[], object]) -> None:
+    """Call `restore`, again if an exception thrown into this thread from outside interrupts it."""
+    try:
+        restore()
+    except BaseException:
+        restore()
+        raise

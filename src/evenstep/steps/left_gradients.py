@@ -45,7 +45,9 @@ class LeftGradients:
             is_alone: whether there are no other processes.
         """
         before, bits = self.before, self._bits()
-        had = {one: one.grad for one in self._replicas.home.module.parameters()}
+        had: dict[torch.Tensor, torch.Tensor | None] = {
+            one: one.grad for one in self._replicas.home.module.parameters()
+        }
         try:
             if before is None or not _are_same(before[2], bits):  # the first since an update
                 self.before = step.position, self._buffers(), bits

@@ -142,14 +142,15 @@ class OverlappedPipeline(Pipeline):
         return error
 
     def _forget(self) -> None:
-        super()._forget()
         self._model = self._engine.Var(None, "the model")  # the writer of the old one failed
+        super()._forget()
 
     def _reopen(self) -> None:
         super()._reopen()
         self._model = self._engine.Var(None, "the model")
 
     def _drain(self) -> None:
+        self._engine.mend()
         for step in self.steps:
             if step.attempt.end is not None and step.attempt.end.was_submitted:
                 self._engine.drain(step.attempt.end)

@@ -20,7 +20,7 @@ import torch
 from evenstep.batch.assignment import Help
 from evenstep.contract import refuse_modes
 from evenstep.distributed.step_report import AgainError
-from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
+from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible, surely
 from evenstep.engine.lanes import has_own_modes
 from evenstep.engine.task import PLAIN, Task
 from evenstep.errors import DeviceLostError, InputError
@@ -81,6 +81,8 @@ class Pipeline(abc.ABC):
             DeviceLostError: a device was given up that training needs.
         """
         self.refuse_here()
+        if self._engine.broken_by is not None:
+            self._engine.mend()
         if self.steps:
             may_compile = self._executor.programs is not None  # beside nothing in flight
             self.wait(leave=0 if may_compile else leave)
@@ -179,6 +181,9 @@ class Pipeline(abc.ABC):
 
     def abandon(self, error: BaseException) -> None:
         """Drop the steps whose update has not begun, and leave the model as it was before them."""
+        surely(functools.partial(self._abandon, error))
+
+    def _abandon(self, error: BaseException) -> None:
         self._drop_all()
         self._left_an_update |= bool(self._engine.given_up) and any(
             step.attempt.committed and not step.finished for step in self.steps
@@ -190,8 +195,8 @@ class Pipeline(abc.ABC):
         if not self.steps:
             return
         steps = [*self.steps]
-        self._forget()
         self._give_up(steps, error)
+        self._forget()
         interruptible(self._executor.group.reducer.announce_failure, steps[0], error)
 
     def _finish_oldest(self) -> None:
@@ -221,19 +226,15 @@ class Pipeline(abc.ABC):
 
     def _retry(self) -> None:
         """Attempt all unfinished steps again, the oldest of which has failed."""
-        self._drop_all()
         steps = [*self.steps]
         try:
+            self._drop_all()
             interruptible(self._executor.group.reducer.announce_retry, steps[0])
-        except BaseException as error:  # a process is gone, or Ctrl-C
-            self.abandon(error)
-            raise
-        self._forget()
-        try:
+            self._forget()
             for step in steps:
                 step.attempt = step.attempt.again()
                 self._start(step)
-        except BaseException as error:  # Ctrl-C
+        except BaseException as error:  # a process is gone, or Ctrl-C
             self.abandon(error)
             self._give_up([step for step in steps if not (step.is_taken or step.error)], error)
             raise
@@ -248,8 +249,8 @@ class Pipeline(abc.ABC):
             self._update.renew()
 
     def _forget(self) -> None:
-        self.steps.clear()
         self._replicas.abandon_step()
+        self.steps.clear()
 
     def _reopen(self) -> None:
         """Go on from a step whose update was made, though what came behind it has failed."""
@@ -364,23 +365,5 @@ class DirectPipeline(Pipeline):
                 attempt.is_over = True
 
     def _drain(self) -> None:
-        INTERRUPTS.follow()
-        lanes, since_s = self._engine.lanes, time.monotonic()
-        behind: dict[int, threading.Lock] = {}
-        for lane in range(len(self._engine.devices)):
-            if lane not in self._engine.lost_lanes:
-                behind[lane] = threading.Lock()
-                behind[lane].acquire()
-                lanes.put(lane, functools.partial(_release, behind[lane]))
-        lanes.work()
-        for lane, reached in behind.items():
-            while not reached.acquire(timeout=POLL_S):
-                if lane in self._engine.dead_lanes:
-                    break
-                if INTERRUPTS.ctrl_c_has_come and time.monotonic() - since_s > self._engine.patience_s:
-                    self._engine.give_up(lane)
-                    break
-
-
-def _release(lock: threading.Lock, lane: int) -> None:
-    lock.release()
+        self._engine.mend()
+        self._engine.wait_for_lanes()

@@ -31,6 +31,7 @@ from evenstep.steps.proxy_update import ProxyUpdate
 from evenstep.steps.step import Progress
 from evenstep.steps.update import Hook, Update
 from evenstep.training.arguments import Layout, shards_at_once
+from evenstep.training.evaluation.other_model import OtherValues
 from evenstep.training.reporting import Reporter, Take
 
 
@@ -46,6 +47,7 @@ class Parts:
         executor: computes the shards of a batch; `executor.group` has the other processes.
         update: ends a step.
         pipeline: the steps in flight.
+        values: of other models, evaluated in the place of the user's.
         left: the gradients that `Trainer.backward` has left to the user.
         reporter: calls the callbacks.
         take: begins a step and reports it.
@@ -59,6 +61,7 @@ class Parts:
     executor: IndependentExecutor
     update: Update
     pipeline: Pipeline
+    values: OtherValues
     left: LeftGradients
     reporter: Reporter
     take: Take
@@ -134,6 +137,7 @@ def choose_parts(
         executor=executor,
         update=update,
         pipeline=pipeline,
+        values=OtherValues(model),
         left=LeftGradients(replicas, progress),
         reporter=reporter,
         take=reporter.watching(take),

@@ -74,6 +74,7 @@ class Saver:
         self._sources = sources
         self._notes = notes
         self._left = parts.left
+        self._values = parts.values
         self._was_saved = False
 
     def save(
@@ -87,7 +88,7 @@ class Saver:
         try:
             self._reporter.tell()  # before a checkpoint that has these steps
         finally:
-            with self._left.undone():
+            with self._values.put_away(), self._left.undone():
                 path = self._save(folder, scheduler, keep, background=background)
                 steps_done = self._progress.position.steps_done
         written: Future[Path] | None = self.writer.pending if background else None

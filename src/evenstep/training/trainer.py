@@ -329,7 +329,7 @@ class Trainer(Habits):
         self._session = Session(optimizer, parts, layout, self._agreement, notes, others)
         measure = measure_model if loss is None else measure_output
         self._evaluator = Evaluator(
-            model, parts.executor, measure, parts.progress, self._open_flight
+            model, parts.executor, measure, parts.progress, parts.values, self._open_flight
         )
 
     @hides_own_frames

@@ -28,7 +28,7 @@ from evenstep.steps.executors import IndependentExecutor
 from evenstep.steps.step import Progress, SeedOf
 from evenstep.steps.update import sum_floats
 from evenstep.training.evaluation.metric_objects import split_metrics
-from evenstep.training.evaluation.other_model import values_of
+from evenstep.training.evaluation.other_model import OtherValues
 
 _TENSOR = {torch.Tensor}
 
@@ -41,6 +41,7 @@ class Evaluator:
         executor: computes the shards of a batch.
         measure: gives the metrics what they are computed from.
         progress: says how many steps were done.
+        values: of other models, evaluated in the place of this one.
         open_flight: waits for the steps in flight, and brings the replicas up to date with `model`,
             also after writes that only `may_be_written=True` reckons with.
     """
@@ -51,12 +52,14 @@ class Evaluator:
         executor: IndependentExecutor,
         measure: Measure,
         progress: Progress,
+        values: OtherValues,
         open_flight: Callable[..., None],
     ) -> None:
         self._model = model
         self._executor = executor
         self._measure = measure
         self._progress = progress
+        self._values = values
         self._open_flight = open_flight
 
     def evaluate(
@@ -112,7 +115,7 @@ class Evaluator:
     def _evaluating(self, batches: Iterable[Batch], other: nn.Module | None) -> Iterator[None]:
         """Inside `with`, the model is in evaluation mode, maybe with the values of another one."""
         self._open_flight(may_be_written=True)
-        with evaluation_mode(self._model), values_of(other, self._model), _explained(batches):
+        with evaluation_mode(self._model), self._values.of(other), _explained(batches):
             yield
 
     def _cuts(self, batches: Iterable[Batch], call: str) -> Iterator[tuple[Cut, SeedOf]]:
