@@ -1,6 +1,7 @@
 """A small training that is interrupted, and its undisturbed course, to be compared with."""
 
 import contextlib
+import ctypes
 import signal
 import sys
 import threading
@@ -58,6 +59,10 @@ class Training:
         self.loader = loader()
         self.losses = {}
 
+    def take(self, batch):
+        """Take a step on a batch; return its loss."""
+        return self.trainer.step(*batch)
+
     def run(self, until):
         """Train until `until` steps are done, each with a rate of its own."""
         trainer = self.trainer
@@ -65,7 +70,7 @@ class Training:
             for batch in trainer.epoch(self.loader):
                 step = trainer.steps_done
                 self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step % 5)
-                self.losses[step] = trainer.step(*batch)
+                self.losses[step] = self.take(batch)
                 if step - 1 in self.losses:
                     self.losses[step - 1] = float(self.losses[step - 1])
                 if trainer.steps_done >= until:
@@ -84,6 +89,27 @@ class Training:
         assert_same_bits(state_of(trainer), undisturbed[trainer.steps_done])
 
 
+class InTwoCalls(Training):
+    """Takes each step by `backward`, and an update of its own; after an interrupt, the latter."""
+
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+        self.left = None
+
+    def take(self, batch):
+        self.left = self.trainer.steps_done
+        loss = self.trainer.backward(*batch)
+        self.optimizer.step()
+        self.left = None
+        return loss
+
+    def update_if_left(self):
+        """Make the update of a `backward` that was made, but did not return."""
+        if self.left is not None and self.trainer.steps_done > self.left:
+            self.optimizer.step()
+        self.left = None
+
+
 def cursor_of(steps_done):
     return Cursor(*divmod(steps_done, BATCHES))
 
@@ -100,6 +126,16 @@ def undisturbed_course(steps):
 
 def press_ctrl_c():
     signal.raise_signal(signal.SIGINT)
+
+
+class OutsideError(Exception):
+    """Thrown into the main thread from outside, as notebooks and test runners end what is late."""
+
+
+def throw():
+    """Throw an error into the main thread, wherever it is."""
+    main = ctypes.c_ulong(threading.main_thread().ident)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(main, ctypes.py_object(OutsideError))
 
 
 @contextlib.contextmanager

@@ -34,7 +34,8 @@ def wait_until(condition):
     raise AssertionError("it never came to be")
 
 
-_STACKS = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
+_STACKS, _name = tempfile.mkstemp()
+os.unlink(_name)
 faulthandler.register(signal.SIGURG, _STACKS, all_threads=False)
 
 
@@ -45,12 +46,12 @@ def main_thread_is_in(*functions):
     Another thread must not look: Python 3.11 may crash or hang where one thread walks the frames of
     another one that runs.
     """
-    os.lseek(_STACKS.fileno(), 0, os.SEEK_SET)
-    os.ftruncate(_STACKS.fileno(), 0)
+    os.lseek(_STACKS, 0, os.SEEK_SET)
+    os.ftruncate(_STACKS, 0)
     signal.pthread_kill(threading.main_thread().ident, signal.SIGURG)
     before = ""
     for _ in range(1000):
-        stack = os.pread(_STACKS.fileno(), 1 << 16, 0).decode()
+        stack = os.pread(_STACKS, 1 << 16, 0).decode()
         if stack and stack == before:
             return any(line.split()[-1] in functions for line in stack.splitlines())
         before = stack

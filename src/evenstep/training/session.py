@@ -79,8 +79,12 @@ class Session:
             self.owner.refuse_elsewhere()
 
     def refuse_here(self, call: str) -> None:
-        """Refuse a call in a fork, and by a signal handler in the middle of another call."""
+        """Refuse a call in a fork, and by a signal handler in the middle of another call.
+
+        In others, handlers that the user has installed meanwhile are replaced first.
+        """
         self.refuse_fork()
+        INTERRUPTS.follow()
         if INTERRUPTS.is_handling:
             INTERRUPTS.refuse_in_handler(call)
 

@@ -16,7 +16,7 @@ from evenstep.batch.nesting import nest
 from evenstep.batch.rng import derive_seed
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
-from evenstep.engine.interrupts import interruptible
+from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.errors import BatchError, InputError, add_note, shown
 from evenstep.shard.evaluation import (
     Forward,
@@ -165,5 +165,7 @@ def _each(batches: Iterable[Batch]) -> Iterator[Batch]:
             f"or a list, [(X, y)]"
         )
     iterator, end = interruptible(iter, batches), object()
+    INTERRUPTS.check()
     while (batch := interruptible(next, iterator, end)) is not end:
         yield batch
+        INTERRUPTS.check()  # waits for short batches don't
