@@ -8,7 +8,9 @@ import contextlib
 import itertools
 import multiprocessing
 import os
+import random
 import signal
+import threading
 
 import pytest
 import torch
@@ -23,16 +25,18 @@ from interrupting import (
     OutsideError,
     Training,
     interrupted_at,
+    interrupting,
     lanes_left,
     loader,
     press_ctrl_c,
-    throw,
+    throw_after,
+    thrown_at,
     undisturbed_course,
 )
 from layouts import own
-from patience import HUNG_TESTS_ABORT
+from patience import HUNG_TESTS_ABORT, wait
 from reference import assert_same_bits
-from trainers import open_trainer, state_of
+from trainers import state_of
 
 pytestmark = [HUNG_TESTS_ABORT, pytest.mark.usefixtures("own_handlers")]
 
@@ -60,7 +64,7 @@ def test_thrown_into_steps(layout, undisturbed):
     for boundary in itertools.count(503, 1009):
         training = Training(**{**QUICK, **LAYOUTS[layout]})
         with training.trainer:
-            with interrupted_at(boundary, throw) as passed, contextlib.suppress(OutsideError):
+            with thrown_at(boundary) as passed, contextlib.suppress(OutsideError):
                 training.run(STEPS)
             training.assert_is_at_a_step_of(undisturbed)
             training.run(STEPS)
@@ -70,7 +74,26 @@ def test_thrown_into_steps(layout, undisturbed):
     assert boundary > 5000
 
 
-@pytest.mark.parametrize("act", [press_ctrl_c, throw])
+@pytest.mark.parametrize("layout", ["two", "in flight"])
+def test_thrown_by_another_thread_at_random_moments(layout, undisturbed):
+    delays, thrown = random.Random(3), 0
+    for _ in range(20):
+        training = Training(**{**QUICK, **LAYOUTS[layout]})
+        with training.trainer:
+            timer = throw_after(0.03 * delays.random())
+            try:
+                training.run(STEPS)
+                timer.join()
+                wait(threading.Event())  # it was faster
+            except OutsideError:
+                thrown += 1
+            training.assert_is_at_a_step_of(undisturbed)
+            training.run(STEPS)
+            assert_same_bits(state_of(training.trainer), undisturbed[STEPS])
+    assert thrown == 20
+
+
+@pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
 @pytest.mark.parametrize("layout", ["one", "two", "in flight", "own in flight"])
 def test_a_backward_pass_is_made_or_not(layout, act, undisturbed):
     """If it was made, its gradients are there; else gradients, buffers and the count are as before.
@@ -80,7 +103,7 @@ def test_a_backward_pass_is_made_or_not(layout, act, undisturbed):
     for boundary in itertools.count(503, 1009):
         training = InTwoCalls(**{**QUICK, **LAYOUTS[layout]})
         with training.trainer:
-            interrupted = interrupted_at(boundary, act)
+            interrupted = interrupting(act, boundary)
             with interrupted as passed, contextlib.suppress(OutsideError, KeyboardInterrupt):
                 training.run(STEPS)
             training.update_if_left()
@@ -95,7 +118,7 @@ def gradients_of(model):
     return [None if one.grad is None else one.grad.clone() for one in model.parameters()]
 
 
-@pytest.mark.parametrize("act", [press_ctrl_c, throw])
+@pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
 @pytest.mark.parametrize("layout", ["one", "in flight"])
 def test_an_accumulating_backward_pass_is_made_or_not(layout, act):
     X, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(2)), torch.arange(8) % 4
@@ -117,7 +140,7 @@ def test_an_accumulating_backward_pass_is_made_or_not(layout, act):
     seen = set()
     for boundary in itertools.count(97, 409):
         trainer = begun()
-        interrupted = interrupted_at(boundary, act)
+        interrupted = interrupting(act, boundary)
         with interrupted as passed, contextlib.suppress(OutsideError, KeyboardInterrupt):
             trainer.backward(X, y, accumulate=True)
         steps, state, gradients = noted(trainer)
@@ -150,7 +173,7 @@ def test_thrown_into_other_calls(call, devices, undisturbed, tmp_path):
         training.run(2)
         expected = calls[call]()
         for boundary in itertools.count(53, 457):
-            with interrupted_at(boundary, throw) as passed, contextlib.suppress(OutsideError):
+            with thrown_at(boundary) as passed, contextlib.suppress(OutsideError):
                 calls[call]()
             assert trainer.model.training
             assert_same_bits(state_of(trainer), undisturbed[2])
@@ -167,7 +190,7 @@ def test_thrown_while_a_trainer_is_opened_and_closed(layout, undisturbed):
     handler = signal.getsignal(signal.SIGINT)
     for boundary in itertools.count(7, 263):
         training = Training(**{**QUICK, **LAYOUTS[layout]})
-        interrupted = interrupted_at(boundary, throw)
+        interrupted = thrown_at(boundary)
         with interrupted as passed, contextlib.suppress(OutsideError), training.trainer:
             pass
         assert lanes_left() == []
@@ -180,7 +203,7 @@ def test_thrown_while_a_trainer_is_opened_and_closed(layout, undisturbed):
     assert boundary > 2000
 
 
-@pytest.mark.parametrize("act", [press_ctrl_c, throw])
+@pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
 def test_a_training_is_loaded_or_not(act, undisturbed, tmp_path):
     """The model has the saved values, or its own; loaded again, it is the saved one."""
     saved = Training(**QUICK)
@@ -191,7 +214,7 @@ def test_a_training_is_loaded_or_not(act, undisturbed, tmp_path):
         fresh = Training(**QUICK)
         given = fresh.trainer.model, fresh.optimizer, nn.CrossEntropyLoss()
         before = state_of(fresh.trainer)
-        interrupted = interrupted_at(boundary, act)
+        interrupted = interrupting(act, boundary)
         with interrupted as passed, contextlib.suppress(OutsideError, KeyboardInterrupt):
             evenstep.Trainer.load(tmp_path, *given, devices=1)
         now = state_of(fresh.trainer)

@@ -114,6 +114,7 @@ class Engine:
         self._failed: set[Task] = set()
         self._waiters: list[tuple[int, threading.Lock]] = []
         self.broken_by: BaseException | None = None
+        self._forgotten = 0  # the tasks with smaller numbers
         self._is_dropping = False
         self._vars = 0
 
@@ -321,6 +322,8 @@ class Engine:
         with `gives_up=False`.
         """
         INTERRUPTS.follow()
+        if task.number < self._forgotten:
+            return
         ended, since_s = self._end_of(task), time.monotonic()
         self.lanes.work()
         while not ended.acquire(timeout=POLL_S):
@@ -665,7 +668,8 @@ class Engine:
             return
         self.wait_for_lanes()
         lost, count = self.scheduler.lost, len(self.devices)
-        self.scheduler = Scheduler(count, bound_only=count)
+        self._forgotten = self.scheduler.graph.submitted + 1
+        self.scheduler = Scheduler(count, bound_only=count, first=self._forgotten)
         for lane in lost:
             self.scheduler.lose(lane)
         self._failed.clear()

@@ -95,22 +95,28 @@ class ThreadLanes:
         try:
             for lane, (device, name) in enumerate(roles):
                 run = functools.partial(self._run, lane, device, outcomes)
-                thread = threading.Thread(target=run, name=name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                self._threads.append(threading.Thread(target=run, name=name, daemon=True))
+                self._start_last()
             for _ in roles:
                 if (error := outcomes.get()) is not None:
-                    raise error
-        except Exception as error:
-            count = len(self._threads)
-            self.close(set())
-            raise DeviceError(
-                f"{len(self.devices)} devices need two threads each, but after {count} threads one "
-                f"could not be started ({error}): use fewer devices, or fewer threads of each"
-            ) from error
-        except BaseException:  # Ctrl-C
+                    raise self._not_started(error) from error
+        except BaseException:
             self.close(set())
             raise
+
+    def _start_last(self) -> None:
+        try:
+            self._threads[-1].start()
+        except RuntimeError as error:
+            self._threads.pop()
+            raise self._not_started(error) from error
+
+    def _not_started(self, error: BaseException) -> DeviceError:
+        return DeviceError(
+            f"{len(self.devices)} devices need two threads each, but after {len(self._threads)} "
+            f"threads one could not be started ({error}): use fewer devices, or fewer threads of "
+            f"each"
+        )
 
     def put(self, lane: int, work: Work) -> None:
         """Queue a call for a lane's thread."""
@@ -124,7 +130,8 @@ class ThreadLanes:
         for inbox in self._inboxes:
             inbox.put(None)
         for lane, thread in enumerate(self._threads):
-            thread.join(_GRACE_S if lane in lost else None)
+            if thread.ident is not None:
+                thread.join(_GRACE_S if lane in lost else None)
         self._inboxes, self._threads = [], []
         self.threads.clear()
 

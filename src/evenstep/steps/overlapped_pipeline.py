@@ -41,15 +41,13 @@ class OverlappedPipeline(Pipeline):
         copies = self._copies(attempt) if self._overlap else []
         shards = self._shards(attempt, copies)
         attempt.end = self._writer("update", self._end_in_task, step, *map(engine.handle, shards))
-        if copies:
-            engine.submit_tasks(copies)
-        if self.steps:
-            engine.submit_tasks([self._writer("open", self._open, step)])
-        else:
+        opens = [self._writer("open", self._open, step)] if self.steps else []
+        if not opens:
             self._open(step)
         self.steps.append(step)
         self._progress.count(step)
-        engine.submit_tasks([*shards, attempt.end])
+        # Together, so that all of them are submitted or none.
+        engine.submit_tasks([*copies, *opens, *shards, attempt.end])
 
     def _copies(self, attempt: Attempt) -> list[Task]:
         """Return tasks that copy shards' examples to the devices whose runs they begin in."""
@@ -114,6 +112,7 @@ class OverlappedPipeline(Pipeline):
         if not self._overlap:
             step.attempt.clock.data_are_ready()
         self._executor.take_opening(step.attempt)
+        step.attempt.has_opening = True
         if self._overlap:
             self._replicas.refuse_written()
 

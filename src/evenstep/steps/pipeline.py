@@ -194,6 +194,8 @@ class Pipeline(abc.ABC):
             self._close_oldest()
         if not self.steps:
             return
+        if not self.steps[0].attempt.has_opening:
+            self._reopen()
         steps = [*self.steps]
         self._give_up(steps, error)
         self._forget()
@@ -313,6 +315,7 @@ class DirectPipeline(Pipeline):
         executor.open(step)
         attempt.clock.ready_s = attempt.clock.ready_s or time.perf_counter()
         executor.take_opening(attempt)
+        attempt.has_opening = True
         self.steps.append(step)
         self._progress.count(step)
         alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes

@@ -138,6 +138,7 @@ class Attempt:
         programs: the compiled shards by their number of examples; empty for eager shards.
         before: the states of the default generators at its start; None if nobody looks.
         clock: its times.
+        has_opening: whether the buffers' opening values are its own, not those of a step before.
         dropped: whether no further shard, and no update, may begin.
         committed: whether its update has begun.
         reported: whether the other processes know how it ended.
@@ -163,6 +164,7 @@ class Attempt:
         self.sending: GradientReduction | None = None
         self.programs: Mapping[int, Program] = {}
         self.clock = StepClock(ready_s)
+        self.has_opening = False
         self.dropped = False
         self.committed = False
         self.reported = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import sys
 import threading
@@ -16,7 +17,7 @@ import torch
 
 from evenstep.batch.rng import callers_generators
 from evenstep.devices import deterministic_kernels, kept_memory
-from evenstep.engine.interrupts import INTERRUPTS, interruptible
+from evenstep.engine.interrupts import INTERRUPTS, interruptible, surely
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
 from evenstep.replicas import channels_last_weights, hookable
@@ -253,13 +254,23 @@ class Session:
                 parts.executor.group.reducer.leave(error)
                 parts.update.give_back()
         finally:
-            self.is_open = False
-            _OPEN.discard(self)
-            atexit.unregister(self.close_with_program)
-            if self.owner is not None:
-                self.owner.end()
-            parts.executor.group = parts.executor.group.alone()
-            self._opened.__exit__(kind, error, traceback)
+            surely(functools.partial(self._end, kind, error, traceback))
+
+    def _end(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.is_open = False
+        _OPEN.discard(self)
+        atexit.unregister(self.close_with_program)
+        if self.owner is not None:
+            self.owner.end()
+        executor = self._parts.executor
+        executor.group = executor.group.alone()
+        self._opened.__exit__(kind, error, traceback)
+        self._parts.engine.close()  # if an exception from outside has interrupted that
 
     @INTERRUPTS.uninterrupted
     def close_with_program(self) -> None:

@@ -332,12 +332,19 @@ class Trainer(Habits):
             model, parts.executor, measure, parts.progress, parts.values, self._open_flight
         )
 
-    @hides_own_frames
     @INTERRUPTS.shielded
     def __enter__(self) -> Trainer:
         """Start the worker threads, and find the other processes."""
-        self._session.open()
-        return self
+        was_open = self._session.is_open
+        try:
+            self._session.open()
+            return self
+        except BaseException as error:
+            if self._session.is_open and not was_open:
+                self._session.close(type(error), error)
+            if isinstance(error, Exception):
+                hide_own_frames(error)
+            raise
 
     @INTERRUPTS.shielded
     def __exit__(
@@ -352,6 +359,10 @@ class Trainer(Habits):
         """
         try:
             self._session.close(kind, error, traceback)
+        except BaseException as late:
+            if self._session.is_open:  # it came from outside, before anything was closed
+                self._session.close(type(late), late)
+            raise
         finally:
             INTERRUPTS.deliver()
 
