@@ -34,7 +34,7 @@ from interrupting import (
     undisturbed_course,
 )
 from layouts import own
-from patience import HUNG_TESTS_ABORT, wait
+from patience import HUNG_TESTS_ABORT, wait, wait_until
 from reference import assert_same_bits
 from trainers import state_of
 
@@ -193,7 +193,7 @@ def test_thrown_while_a_trainer_is_opened_and_closed(layout, undisturbed):
         interrupted = thrown_at(boundary)
         with interrupted as passed, contextlib.suppress(OutsideError), training.trainer:
             pass
-        assert lanes_left() == []
+        wait_until(lambda: not lanes_left())  # one may just begin, and end
         assert signal.getsignal(signal.SIGINT) == handler
         with training.trainer:
             training.run(2)
@@ -203,6 +203,8 @@ def test_thrown_while_a_trainer_is_opened_and_closed(layout, undisturbed):
     assert boundary > 2000
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that has just been opened
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
 def test_a_training_is_loaded_or_not(act, undisturbed, tmp_path):
     """The model has the saved values, or its own; loaded again, it is the saved one."""

@@ -195,7 +195,7 @@ class Interrupts:
         finally:
             self._opened -= 1
             if not self._opened and _is_main():
-                self._restore()
+                surely(self._restore)
 
     def follow(self) -> None:
         """Replace handlers that the user has installed meanwhile, if `handled` is open."""

@@ -94,7 +94,7 @@ class ThreadLanes:
         outcomes: _Outcomes = queue.SimpleQueue()
         try:
             for lane, (device, name) in enumerate(roles):
-                run = functools.partial(self._run, lane, device, outcomes)
+                run = functools.partial(self._run, lane, device, self._inboxes[lane], outcomes)
                 self._threads.append(threading.Thread(target=run, name=name, daemon=True))
                 self._start_last()
             for _ in roles:
@@ -130,7 +130,7 @@ class ThreadLanes:
         for inbox in self._inboxes:
             inbox.put(None)
         for lane, thread in enumerate(self._threads):
-            if thread.ident is not None:
+            with contextlib.suppress(RuntimeError):  # it has not begun, and will end at once
                 thread.join(_GRACE_S if lane in lost else None)
         self._inboxes, self._threads = [], []
         self.threads.clear()
@@ -152,9 +152,14 @@ class ThreadLanes:
         _fix_threads(self.devices[lane].threads)
         _fix_modes()
 
-    def _run(self, lane: int, device: Device, outcomes: _Outcomes) -> None:
+    def _run(
+        self,
+        lane: int,
+        device: Device,
+        inbox: queue.SimpleQueue[Work | None],
+        outcomes: _Outcomes,
+    ) -> None:
         """Work as a lane; report the outcome of its start, and the error that ends it."""
-        inbox = self._inboxes[lane]
         try:
             self._set_up(lane, device)
         except BaseException as error:
