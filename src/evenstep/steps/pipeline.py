@@ -153,6 +153,16 @@ class Pipeline(abc.ABC):
             self.wait()
         return StepLoss(step, self.wait_until)
 
+    def take_now(self, step: Step) -> StepLoss:
+        """Begin a step and wait for it; after an error, wherever it came, it is abandoned."""
+        try:
+            loss = self.submit(step)
+            self.wait()
+            return loss
+        except BaseException as error:
+            self.abandon(error)
+            raise
+
     def wait(self, *, leave: int = 0) -> None:
         """Wait for the oldest steps until at most `leave` are unfinished.
 

@@ -558,8 +558,7 @@ class Trainer(Habits):
             if not is_alone:
                 self._agreement.compare_results(step, is_new=is_new)
             with self._left.whole(step, accumulate=accumulate, is_alone=is_alone):
-                loss = self._pipeline.submit(step)
-                self._pipeline.wait()
+                loss = self._pipeline.take_now(step)
                 if objective is not None:
                     self._others.note(objective)
                 self._update.give_back()
