@@ -140,9 +140,7 @@ def throw_after(delay_s):
     """Throw an error into the main thread from another one, later; return that one."""
     main = ctypes.c_ulong(threading.main_thread().ident)
     error = ctypes.py_object(OutsideError)
-    timer = threading.Timer(
-        delay_s, ctypes.pythonapi.PyThreadState_SetAsyncExc, (main, error)
-    )
+    timer = threading.Timer(delay_s, ctypes.pythonapi.PyThreadState_SetAsyncExc, (main, error))
     timer.start()
     return timer
 

@@ -18,7 +18,7 @@ from interrupting import InTwoCalls, Training, interrupted_at, undisturbed_cours
 from layouts import own
 from patience import HUNG_TESTS_ABORT
 from reference import assert_same_bits
-from trainers import open_trainer, state_of
+from trainers import state_of
 
 pytestmark = [HUNG_TESTS_ABORT, pytest.mark.usefixtures("own_handlers")]
 
@@ -83,7 +83,7 @@ def train_and_save(kind, boundary, folder, undisturbed, **options):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_in_steps(layout, undisturbed, tmp_path):
-    for boundary in itertools.count(307, 2503):
+    for boundary in itertools.count(307, 5507):
         folder = tmp_path / str(boundary)
         passed = train_and_save(Training, boundary, folder, undisturbed, **LAYOUTS[layout])
         if len(passed) < boundary:
@@ -95,22 +95,24 @@ def test_in_steps(layout, undisturbed, tmp_path):
 @pytest.mark.parametrize("layout", ["one", "two", "in flight"])
 def test_between_backward_and_the_update_too(layout, undisturbed, tmp_path):
     """The checkpoint, which holds no gradients, is of the state before the backward pass."""
-    for boundary in itertools.count(307, 2503):
+    for boundary in itertools.count(307, 5507):
         folder = tmp_path / str(boundary)
         passed = train_and_save(InTwoCalls, boundary, folder, undisturbed, **LAYOUTS[layout])
         if len(passed) < boundary:
             break
     assert boundary > 5000
-    for place in ("before the update", "in it"):
-        training = InTwoCalls(**QUICK)
-        saved = saving(training.trainer, tmp_path / place)
-        with training.trainer as trainer:
-            training.run(1)
-            add = training.optimizer.register_step_pre_hook(lambda *_: press())
-            training.run(2)
-            add.remove()
-            assert saved == [2]
-        assert_same_bits(resumed(tmp_path / place, InTwoCalls), undisturbed[STEPS])
+
+
+def test_in_the_update_of_a_loop_it_waits_for_its_end(undisturbed, tmp_path):
+    training = InTwoCalls(**QUICK)
+    saved = saving(training.trainer, tmp_path)
+    with training.trainer:
+        training.run(1)
+        early = training.optimizer.register_step_pre_hook(lambda *_: (press(), saved.append("no")))
+        training.run(2)
+        early.remove()
+        assert saved == ["no", 2]
+    assert_same_bits(resumed(tmp_path, InTwoCalls), undisturbed[STEPS])
 
 
 def test_gradients_that_are_accumulated_are_not_lost(tmp_path):
@@ -182,7 +184,7 @@ def test_in_other_calls(call, devices, undisturbed, tmp_path):
     with trainer:
         training.run(2)
         expected = None if call == "close" else calls[call]()
-        for boundary in itertools.count(53, 1009):
+        for boundary in itertools.count(53, 2003):
             with interrupted_at(boundary, press) as passed:
                 assert calls[call]() == expected
             if call == "close" and not trainer.steps_done % 2:
@@ -276,7 +278,7 @@ def test_between_calls_a_handler_may_call_everything(call):
 
 @pytest.mark.parametrize("layout", ["two", "in flight"])
 def test_waiting_and_fingerprints_in_the_middle_of_a_step(layout, undisturbed):
-    for boundary in itertools.count(401, 2003):
+    for boundary in itertools.count(401, 4001):
         training, seen = Training(**{**QUICK, **LAYOUTS[layout]}), []
         trainer = training.trainer
 
