@@ -719,7 +719,9 @@ class Trainer(Habits):
     def save(self, folder: str | Path, *, keep: int = 3, background: bool = False) -> Path:
         """Save everything that training resumes from, in a new folder `step-…` in `folder`.
 
-        With several processes, each must call this; the first one writes.
+        With several processes, each must call this; the first one writes. In one process, a signal
+        handler may call it anywhere. A checkpoint holds no gradients: between `backward` and an
+        optimizer's step, it is of the state before `backward`.
 
         Args:
             folder: the folder of this training's checkpoints; created if it doesn't exist.
