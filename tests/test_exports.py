@@ -291,6 +291,7 @@ EXPORTS = {
         "lockstep_option",
     ],
     "evenstep.steps.groups": [],
+    "evenstep.steps.optimizers": [],
     "evenstep.steps.owners": [],
     "evenstep.training": [],
     "evenstep.training.evaluation": [],
