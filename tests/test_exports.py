@@ -291,7 +291,6 @@ EXPORTS = {
         "lockstep_option",
     ],
     "evenstep.steps.groups": [],
-    "evenstep.steps.optimizers": [],
     "evenstep.steps.owners": [],
     "evenstep.training": [],
     "evenstep.training.evaluation": [],

@@ -16,7 +16,7 @@ from evenstep.replicas.optimizer_proxy import (
     inner_optimizers,
     parameter_proxy,
 )
-from evenstep.replicas.replica import Replica
+from evenstep.replicas.replica import Replica, sum_of_bits
 from evenstep.replicas.replicas import Replicas
 from evenstep.replicas.separate_updates import refuse_coupled
 from evenstep.replicas.settings import (
@@ -47,5 +47,6 @@ __all__ = [
     "python_number",
     "refuse_coupled",
     "refuse_strangers",
+    "sum_of_bits",
     "written_error",
 ]

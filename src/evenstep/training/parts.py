@@ -21,8 +21,8 @@ from evenstep.stages.plan import Stages
 from evenstep.steps.executors import IndependentExecutor, LockstepExecutor, SlicedExecutor
 from evenstep.steps.executors.losses import Losses
 from evenstep.steps.groups.group import Group
-from evenstep.steps.optimizers.left_gradients import LeftGradients
-from evenstep.steps.optimizers.minimise import Minimiser, minimises
+from evenstep.steps.left_gradients import LeftGradients
+from evenstep.steps.minimise import Minimiser, minimises
 from evenstep.steps.overlapped_pipeline import OverlappedPipeline
 from evenstep.steps.owners.partition import Partition
 from evenstep.steps.owners.update import OwnedProxyUpdate, OwnedUpdate

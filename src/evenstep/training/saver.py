@@ -24,7 +24,7 @@ from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError
 from evenstep.replicas import refuse_strangers
 from evenstep.stages.executor import StagedExecutor
-from evenstep.steps.optimizers.other_optimizers import OtherOptimizers
+from evenstep.steps.other_optimizers import OtherOptimizers
 from evenstep.steps.step import Position
 from evenstep.training.agreement import Agreement
 from evenstep.training.notes import Notes

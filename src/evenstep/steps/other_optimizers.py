@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.replicas import inner_optimizers
-from evenstep.steps.optimizers.left_gradients import LeftGradients
+from evenstep.steps.left_gradients import LeftGradients
 from evenstep.steps.update import is_in_a_trainer
 
 logger = logging.getLogger("evenstep")

@@ -1,1 +1,0 @@
-"""Optimizers that step beside the trainer, or evaluate a batch as often as they like."""
