@@ -82,7 +82,6 @@ def train(recipe, shards, devices):
     model, (gradients, record) = make_model(recipe), recorder(recipe)
     optimizer = recipe.make_optimizer(model.parameters())
     options = {**recipe.options, "shards": shards, "before_update": record, "check": "off"}
-    options["memory_format"] = "contiguous"  # as plain torch has it
     with evenstep.Trainer(
         model, optimizer, recipe.loss, objective=recipe.objective, devices=devices, **options
     ) as trainer:

@@ -8,7 +8,7 @@ from evenstep.replicas.checks import (
     written_error,
 )
 from evenstep.replicas.copying import move_home
-from evenstep.replicas.layouts import channels_last_weights
+from evenstep.replicas.layouts import with_safe_format
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
     complete,
@@ -32,7 +32,6 @@ __all__ = [
     "OptimizerProxy",
     "Replica",
     "Replicas",
-    "channels_last_weights",
     "check_followed",
     "check_trainable",
     "complete",
@@ -47,5 +46,6 @@ __all__ = [
     "python_number",
     "refuse_coupled",
     "refuse_strangers",
+    "with_safe_format",
     "written_error",
 ]

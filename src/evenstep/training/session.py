@@ -19,7 +19,7 @@ from evenstep.devices import deterministic_kernels, kept_memory
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
-from evenstep.replicas import channels_last_weights, hookable
+from evenstep.replicas import hookable
 from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.joining import OPEN, joined
 from evenstep.steps.owners.reducer import OwnerReducer
@@ -128,10 +128,6 @@ class Session:
         parts = self._parts
         with contextlib.ExitStack() as opened:
             opened.enter_context(INTERRUPTS.handled())
-            if parts.executor.experiment.memory_format == "channels_last":
-                home = parts.replicas.home.module
-                opened.enter_context(channels_last_weights(home, self._optimizer))
-                parts.replicas.rebuild()
             group = self._join(opened)
             steps_done = parts.progress.position.steps_done
             opened.enter_context(parts.reporter.opened(steps_done, is_first=group.is_first))

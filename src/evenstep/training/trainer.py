@@ -41,7 +41,7 @@ from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Pr
 from evenstep.nn.crew import Exchanged
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
-from evenstep.replicas import check_trainable, complete, move_home
+from evenstep.replicas import check_trainable, complete, move_home, with_safe_format
 from evenstep.shard.compile_policy import Hybridized
 from evenstep.shard.evaluation import Forward, measure_model, measure_output, output_of
 from evenstep.shard.loss import (
@@ -111,9 +111,10 @@ class Trainer(Habits):
         shards: V, the number of shards that every minibatch is cut into; at most 65,536.
         seed: the seed of the random ops in the model.
         precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
-        memory_format: memory format of images and convolution weights: "auto" (a fixed rule),
-            "contiguous" or "channels_last". State dicts, and the model and the optimizer after
-            the trainer is closed, have their original memory format.
+        memory_format: order of the dimensions of input tensors in memory: "preserve" (as in the
+            batch), "contiguous" or "channels_last" (images; often faster, but then outputs of
+            convolutions are channels-last too, and torch refuses `x.view(len(x), -1)` on them).
+            Parameters, gradients and optimizer states keep their formats.
         threads: intra-op threads of each device; at most 1,024.
         compile: whether to compile a shard's forward and backward pass, on CPUs. A log line says
             how much time this saves, or why shards are computed eagerly; `hybridized` has the
@@ -224,7 +225,7 @@ class Trainer(Habits):
         shards: int = 8,
         seed: int = 0,
         precision: Precision = "fp32",
-        memory_format: MemoryFormat = "auto",
+        memory_format: MemoryFormat = "preserve",
         threads: int = 1,
         compile: bool = False,  # noqa: A002 - as torch names it
         hybridize: bool = False,
@@ -296,7 +297,7 @@ class Trainer(Habits):
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.experiment = experiment.resolved_for(model, self.devices[0].kind)
+        self.experiment = with_safe_format(experiment, model)
         self.on_shard: Callable[[int, PartialSum], None] | None = None
         own = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         user_state = UserState(state, {k: v for k, v in own.items() if v is not None})
