@@ -19,12 +19,14 @@ def side_by_side(job: Mapping[str, Any], workers: int) -> list[Contender]:
         job: fields of `workload.Job` that all share.
         workers: number of processes or devices of those that use several.
     """
+    is_text = job["network"] in TEXT
     return [
         plain(job, 1),
         plain(job, workers),
         *peers(job, workers),
-        *(trainers(job, workers) if job["network"] in TEXT else ()),
+        *(trainers(job, workers) if is_text else ()),
         devices(job, workers),
+        *(() if is_text else [devices(job, workers, memory_format="channels_last")]),
         devices(job, workers, hybridize=True),
         processes(job, workers),
     ]
