@@ -263,6 +263,7 @@ EXPORTS = {
         "OptimizerProxy",
         "Replica",
         "Replicas",
+        "align_state",
         "channels_last_weights",
         "check_followed",
         "check_trainable",

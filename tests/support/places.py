@@ -61,7 +61,7 @@ class Projected(nn.Module):
 def odd_copy(tensor, offset=3):
     """Return a copy that begins `offset` elements behind a multiple of 64 bytes."""
     memory = torch.empty(offset + tensor.numel(), dtype=tensor.dtype)
-    return memory[offset:].view(tensor.shape).copy_(tensor.detach())
+    return memory[offset:].view(tensor.shape).copy_(tensor.detach()).data
 
 
 def aligned_clone(model):

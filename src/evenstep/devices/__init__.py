@@ -14,25 +14,17 @@ from evenstep.devices.discovery import (
     usable_cores,
 )
 from evenstep.devices.malloc import kept_memory
-from evenstep.devices.placement import (
-    ALIGNMENT,
-    carry,
-    copy_with_strides,
-    deterministic_kernels,
-    intra_op_threads,
-)
+from evenstep.devices.placement import carry, deterministic_kernels, intra_op_threads
 from evenstep.devices.process_wide import process_wide
 from evenstep.devices.switch_interval import short_switch_interval
 
 __all__ = [
-    "ALIGNMENT",
     "Device",
     "Devices",
     "arithmetic_facts",
     "as_device",
     "carry",
     "cgroup_quota_cores",
-    "copy_with_strides",
     "deterministic_kernels",
     "find_devices",
     "gpu_count",

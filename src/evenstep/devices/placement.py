@@ -10,8 +10,6 @@ import torch
 from evenstep.devices.device import Device
 from evenstep.devices.process_wide import process_wide
 
-ALIGNMENT = 64  # bytes, of torch's allocations
-
 
 def carry(
     tensor: torch.Tensor, device: Device, memory_format: torch.memory_format = torch.preserve_format
@@ -27,25 +25,6 @@ def carry(
         pinned = tensor.pin_memory()
         return pinned.to(target, copy=True, memory_format=memory_format, non_blocking=True)
     return tensor.to(target, copy=True, memory_format=memory_format)
-
-
-def copy_with_strides(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
-    """Return a copy with the same strides: kernels may round by them, even where they leave gaps.
-
-    Args:
-        tensor: a dense tensor; an expanded one is copied as one.
-        offset: the elements of its allocation before its first one.
-    """
-    source = tensor.detach().resolve_conj().resolve_neg()
-    for dim, stride in enumerate(source.stride()):
-        if stride == 0 and source.shape[dim] > 1:  # expanded: one element in memory
-            source = source.narrow(dim, 0, 1)
-    pairs = zip(source.shape, source.stride(), strict=True)
-    extent = 1 + sum((size - 1) * stride for size, stride in pairs) if source.numel() else 0
-    memory = source.new_empty(offset + extent)
-    memory.as_strided(source.shape, source.stride(), offset).copy_(source)
-    # Not a view: torch refuses to write to views that a function of autograd returns.
-    return source.new_empty(0).set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from evenstep.devices import ALIGNMENT
+from evenstep.devices.addresses import ALIGNMENT
 
 Gradients: TypeAlias = "Sequence[torch.Tensor | None]"
 Vectors: TypeAlias = "Sequence[torch.Tensor] | Mapping[int, torch.Tensor]"

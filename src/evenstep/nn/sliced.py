@@ -17,7 +17,7 @@ from torch import nn
 
 from evenstep.collectives import tree_sum
 from evenstep.collectives.tree import split_point
-from evenstep.devices import ALIGNMENT
+from evenstep.devices.addresses import ALIGNMENT
 from evenstep.nn.crew import ALONE, Argument, Crew, Held, Result, crew_here
 from evenstep.nn.products import Product, Slice, Wanted
 

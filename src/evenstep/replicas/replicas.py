@@ -23,8 +23,8 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
+from evenstep.devices.addresses import align, are_aligned, has_foreign_attributes, rounding
 from evenstep.errors import ContractError, InputError
-from evenstep.replicas.addresses import align, are_aligned, has_foreign_attributes, rounding
 from evenstep.replicas.buffer_rules import buffer_rules
 from evenstep.replicas.checks import (
     refuse_aliases,

@@ -20,10 +20,10 @@ import torch
 
 from evenstep.collectives import tree_sum
 from evenstep.devices import Device, carry
+from evenstep.devices.addresses import USERS_OF_ONE, users_of
 from evenstep.engine import streams
 from evenstep.errors import ContractError, EvenstepError
 from evenstep.replicas import JUDGE, Replica
-from evenstep.replicas.addresses import USERS_OF_ONE, users_of
 
 Tensors: TypeAlias = "list[torch.Tensor | None]"
 Add: TypeAlias = "Callable[[PartialSum, PartialSum], PartialSum]"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from evenstep.devices import ALIGNMENT, copy_with_strides
+from evenstep.devices.addresses import ALIGNMENT, copy_with_strides
 
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
 
@@ -139,4 +139,4 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with the same strides and the same alignment: kernels may round by them."""
     if tensor.layout is not torch.strided:
         return tensor.detach().clone()
-    return copy_with_strides(tensor, tensor.storage_offset() % (ALIGNMENT // tensor.itemsize))
+    return copy_with_strides(tensor, int(tensor.storage_offset()) % (ALIGNMENT // tensor.itemsize))

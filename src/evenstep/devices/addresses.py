@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenstep.devices import ALIGNMENT, copy_with_strides
-
+ALIGNMENT = 64  # bytes, of torch's allocations
 _OF_TORCH = frozenset(nn.Module().__dict__)
 address_of = torch.Tensor.data_ptr
 users_of: Any = torch._C._storage_Use_Count  # of a storage's `_cdata`
@@ -103,8 +102,30 @@ def _are_alone(own: Sequence[torch.Tensor]) -> bool:
     )
 
 
+def copy_with_strides(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
+    """Return a copy with the same strides: kernels may round by them, even where they leave gaps.
+
+    Args:
+        tensor: a dense tensor; an expanded one is copied as one.
+        offset: the elements of its allocation before its first one.
+    """
+    source = tensor.detach().resolve_conj().resolve_neg()
+    for dim, stride in enumerate(source.stride()):
+        if stride == 0 and source.shape[dim] > 1:  # expanded: one element in memory
+            source = source.narrow(dim, 0, 1)
+    memory = source.new_empty(offset + _extent(source))
+    memory.as_strided(source.shape, source.stride(), offset).copy_(source)
+    # Not a view: torch refuses to write to views that a function of autograd returns.
+    return source.new_empty(0).set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
+
+
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses between which a tensor lies."""
+    begin = tensor.data_ptr()
+    return begin, begin + _extent(tensor) * tensor.itemsize
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    """Return how many elements lie from a tensor's first one to its last one in memory."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
-    extent = 1 + sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else 0
-    return tensor.data_ptr(), tensor.data_ptr() + extent * tensor.itemsize
+    return 1 + sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else 0
