@@ -64,6 +64,14 @@ def odd_copy(tensor, offset=3):
     return memory[offset:].view(tensor.shape).copy_(tensor.detach()).data
 
 
+def in_array(tensor, offset=3):
+    """Return a copy in a numpy array that begins `offset` elements after a multiple of 64 bytes."""
+    memory = np.zeros(tensor.numel() + 32, np.float32)
+    start = (offset - memory.ctypes.data // 4) % 16
+    found = torch.from_numpy(memory[start:][: tensor.numel()]).view(tensor.shape)
+    return found.copy_(tensor.detach())
+
+
 def aligned_clone(model):
     """Return a copy of a model whose parameters and buffers lie at multiples of 64 bytes."""
     copied = copy.deepcopy(model)

@@ -1,12 +1,11 @@
 """Optimizers that multiply: gradients and state at any address give the bits of aligned ones."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import evenstep
-from places import by_address, odd_copy
+from places import by_address, in_array, odd_copy
 from reference import assert_same_bits, whole_state
 
 OPTIONS = {"shards": 1, "memory_format": "contiguous", "devices": 1}
@@ -117,16 +116,10 @@ def test_a_state_at_an_odd_address_that_is_loaded(when):
     assert_same_bits(found, expected)
 
 
-def in_numpy(tensor):
-    memory = np.zeros(tensor.numel() + 32, np.float32)
-    start = 3 - memory.ctypes.data // 4 % 16
-    return torch.from_numpy(memory[start % 16 :][: tensor.numel()]).view(tensor.shape).copy_(tensor)
-
-
 @pytest.mark.parametrize("when", ["load", "load_inside"])
 def test_a_state_whose_memory_is_not_torchs_is_refused_for_optimizers_that_may_multiply(when):
     with pytest.raises(evenstep.errors.ContractError, match=r"Whitened for 0\.weight .*64 bytes"):
-        train(**{when: lambda optimizer: optimizer.load_state_dict(state_dict(in_numpy))})
+        train(**{when: lambda optimizer: optimizer.load_state_dict(state_dict(in_array))})
 
 
 def test_torchs_own_optimizers_that_compute_each_element_by_itself_take_any_state():
@@ -144,4 +137,4 @@ def test_torchs_own_optimizers_that_compute_each_element_by_itself_take_any_stat
                 trainer.step(X, y)
         return whole_state(model, optimizer)
 
-    assert_same_bits(trained(in_numpy), trained(torch.clone))
+    assert_same_bits(trained(in_array), trained(torch.clone))
