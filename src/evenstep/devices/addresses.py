@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 ALIGNMENT = 64  # bytes, of torch's allocations
+PAGE = 4096  # bytes, of memory
 _OF_TORCH = frozenset(nn.Module().__dict__)
 address_of = torch.Tensor.data_ptr
 users_of: Any = torch._C._storage_Use_Count  # of a storage's `_cdata`
@@ -87,6 +88,11 @@ def align(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return stay
 
 
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Return whether nothing else holds the memory of a tensor."""
+    return tensor.layout is torch.strided and _are_alone([tensor])
+
+
 def _are_alone(own: Sequence[torch.Tensor]) -> bool:
     """Return whether nothing but these tensors holds the memory of them, and none overlap.
 
@@ -109,11 +115,29 @@ def copy_with_strides(tensor: torch.Tensor, offset: int = 0) -> torch.Tensor:
         tensor: a dense tensor; an expanded one is copied as one.
         offset: the elements of its allocation before its first one.
     """
+    source = _in_memory(tensor)
+    return _copied(tensor, source, source.new_empty(offset + _extent(source)), offset)
+
+
+def copy_in_page(tensor: torch.Tensor, begin: int) -> torch.Tensor:
+    """Return such a copy that begins `begin` bytes behind a multiple of 4,096 bytes."""
+    source = _in_memory(tensor)
+    memory = source.new_empty(PAGE // source.itemsize + _extent(source))
+    return _copied(tensor, source, memory, (begin - memory.data_ptr()) % PAGE // source.itemsize)
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the elements of a tensor in memory: an expanded one has fewer than it shows."""
     source = tensor.detach().resolve_conj().resolve_neg()
     for dim, stride in enumerate(source.stride()):
-        if stride == 0 and source.shape[dim] > 1:  # expanded: one element in memory
+        if stride == 0 and source.shape[dim] > 1:
             source = source.narrow(dim, 0, 1)
-    memory = source.new_empty(offset + _extent(source))
+    return source
+
+
+def _copied(
+    tensor: torch.Tensor, source: torch.Tensor, memory: torch.Tensor, offset: int
+) -> torch.Tensor:
     memory.as_strided(source.shape, source.stride(), offset).copy_(source)
     # Not a view: torch refuses to write to views that a function of autograd returns.
     return source.new_empty(0).set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
