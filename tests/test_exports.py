@@ -263,6 +263,7 @@ EXPORTS = {
         "OptimizerProxy",
         "Replica",
         "Replicas",
+        "align_state",
         "check_followed",
         "check_trainable",
         "complete",

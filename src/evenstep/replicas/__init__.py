@@ -7,7 +7,7 @@ from evenstep.replicas.checks import (
     refuse_strangers,
     written_error,
 )
-from evenstep.replicas.copying import move_home
+from evenstep.replicas.copying import align_state, move_home
 from evenstep.replicas.layouts import with_safe_format
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
@@ -32,6 +32,7 @@ __all__ = [
     "OptimizerProxy",
     "Replica",
     "Replicas",
+    "align_state",
     "check_followed",
     "check_trainable",
     "complete",

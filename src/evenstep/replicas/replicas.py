@@ -7,11 +7,15 @@ buffers. A device with another memory (a GPU, or `cpu:1:own`) holds copies.
 There is one update, by the user's optimizer; then the new parameters are copied to the other
 memories. That moves as many bytes as sending the summed gradients to a replica of the optimizer
 would, needs no second optimizer state, works for any optimizer, and copies can't drift apart.
+
+The user's own tensors are computed with only if they begin at multiples of 64 bytes. Where they
+don't, and something else holds their memory, every device computes on copies.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -19,6 +23,7 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
+from evenstep.devices.addresses import align, are_aligned, has_foreign_attributes, rounding
 from evenstep.errors import ContractError, InputError
 from evenstep.replicas.buffer_rules import buffer_rules
 from evenstep.replicas.checks import (
@@ -93,15 +98,18 @@ class Replicas:
         refuse_aliases(model)
         named = enumerate(model.named_parameters())
         self.hooked = [(number, name) for number, (name, one) in named if one._backward_hooks]
-        self._home_computes = self._home_may_compute and not self.hooked
+        self._owners: dict[str, Replica] = {}  # by memory: whose parameters others share
+        self._home_computes = self._align_home() and self._home_may_compute and not self.hooked
         self._rules = buffer_rules(model, self._given_rules)
         self.home = Replica(self._devices[0], model, rules=self._rules)
         self.all = [self.home] if self._home_computes else []
-        self._owners = {self.home.device.memory: self.home}  # whose parameters others share
+        if are_aligned(rounding(self.home.parameters)):
+            self._owners[self.home.device.memory] = self.home
         for device in self._devices[len(self.all) :]:
             self._add(device)
         self._others = [replica for replica in self.all if replica is not self.home]
-        self._distinct = [one for owner in self._owners.values() for one in owner.parameters]
+        distinct = dict.fromkeys((self.home, *self._owners.values()))
+        self._distinct = [one for replica in distinct for one in replica.parameters]
         self._modules = [list(replica.module.modules()) for replica in self._others]
         self._find_copies()
         self._home_modules = list(model.modules())
@@ -112,6 +120,22 @@ class Replicas:
         )
         self._synchronised: list[tuple[int, int]] = []
         self._bits: torch.Tensor | None = None
+        self._note_places()
+
+    def _align_home(self) -> bool:
+        """Move parameters and buffers to multiples of 64 bytes, where nothing can notice it.
+
+        Returns:
+            Whether all that the module's products read begins there.
+        """
+        stay = align(rounding((*self._model.parameters(), *self._model.buffers())))
+        return not stay and not has_foreign_attributes(self._model)
+
+    def _note_places(self) -> None:
+        """Note which of the user's own tensors devices compute with."""
+        shares = self._owners.get(self.home.device.memory) is self.home
+        parameters = self.home.parameters if shares else ()
+        self._placed = rounding((*parameters, *(self.home.buffers if self._home_computes else ())))
 
     def _build_again(self) -> None:
         """Make all replicas again from the module as the user has changed it."""
@@ -175,6 +199,7 @@ class Replicas:
         found = self.home.adopt_assigned()
         if found:
             self.structure[:] = [found.get(id(part), part) for part in self.structure]
+            self._note_places()
         return bool(found)
 
     def _follow(self, difference: Difference) -> None:
@@ -190,7 +215,11 @@ class Replicas:
 
     def _difference(self) -> Difference | None:
         """Return what the user has changed in the module since `refresh`."""
-        if not self._has_its_parts or self._forms != forms_of(self.home.parameters):
+        if (
+            not self._has_its_parts
+            or self._forms != forms_of(self.home.parameters)
+            or not are_aligned(self._placed)
+        ):
             return Difference(needs_rebuild=True)
         return None if self._watch is None else self._watch.difference()
 
@@ -270,7 +299,7 @@ class Replicas:
 
     def _find_copies(self) -> None:
         used = [replica for lane, replica in enumerate(self.all) if lane not in self._lost]
-        owners = [one for one in used if self._owners[one.device.memory] is one]
+        owners = dict.fromkeys(self._owners[one.device.memory] for one in used)
         self.copies = [owner for owner in owners if owner is not self.home]
 
     def update_copies(self) -> None:
@@ -337,8 +366,8 @@ class Replicas:
         """
         now = [*map(_VERSION, self._distinct)]
         if now != self._opened:
-            names = [name for name, _ in self.home.module.named_parameters()] * len(self._owners)
-            pairs = zip(names, now, self._opened, strict=True)
+            names = itertools.cycle(name for name, _ in self.home.module.named_parameters())
+            pairs = zip(names, now, self._opened, strict=False)
             written = dict.fromkeys(name for name, late, early in pairs if late != early)
             raise written_error([*written])
 
@@ -393,6 +422,7 @@ class Replicas:
         }
         module = copy_module(source.module, parameters)
         module = module if share else module.to(device.torch_device)
+        align(rounding(module.buffers()))
         return Replica(device, module, copied=self._model, rules=self._rules)
 
     def _sums_of_bits(self) -> torch.Tensor:

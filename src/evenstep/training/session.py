@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import sys
 import threading
@@ -19,7 +20,7 @@ from evenstep.devices import deterministic_kernels, kept_memory
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
-from evenstep.replicas import hookable
+from evenstep.replicas import align_state, hookable, inner_optimizers
 from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.joining import OPEN, joined
 from evenstep.steps.owners.reducer import OwnerReducer
@@ -147,11 +148,23 @@ class Session:
             for one in hookable(self._optimizer):
                 hook = one.register_step_pre_hook(parts.update.refuse_foreign_step)
                 opened.callback(hook.remove)
+            self._align_state(opened)
             INTERRUPTS.check()
             self._opened = opened.pop_all()
         self.is_open = True
         _OPEN.add(self)
         self.owner = Ownership("trainer", self._close_at_exit)
+
+    def _align_state(self, opened: contextlib.ExitStack) -> None:
+        """Move the optimizer's state where its products have the same bits each time.
+
+        Until `opened` is closed, also a state that the user loads.
+        """
+        model = self._parts.replicas.home.module
+        aligned = functools.partial(align_state, model=model)
+        for one in (self._optimizer, *inner_optimizers(self._optimizer).values()):
+            aligned(one)
+            opened.callback(one.register_load_state_dict_post_hook(aligned).remove)
 
     def _refuse_shared_optimizer(self) -> None:
         """Refuse an optimizer that another open trainer steps."""
