@@ -140,7 +140,71 @@ class CountsGradients(OneByOne):
         one.sub_(one.grad, alpha=self.param_groups[0]["lr"])
 
 
-COUPLED = [NormOfAll, ByDistance, Draws]
+class Lamb(torch.optim.Optimizer):
+    """You et al., "Large Batch Optimization for Deep Learning", 2020; it may clip, as NVIDIA's.
+
+    Args:
+        params: as of every optimizer.
+        max_grad_norm: the largest norm of all gradients together; None to leave them as they are.
+    """
+
+    def __init__(self, params, max_grad_norm=None, lr=1e-2, betas=(0.9, 0.999), eps=1e-6):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        most = self.defaults["max_grad_norm"]
+        held = [one for group in self.param_groups for one in group["params"]]
+        held = [one for one in held if one.grad is not None]
+        norm = torch.nn.utils.get_total_norm([one.grad for one in held])
+        scale = 1.0 if most is None or norm <= most else most / norm
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    self.update(one, one.grad * scale, group)
+
+    def update(self, one, grad, group):
+        first, second = group["betas"]
+        state = self.state[one]
+        mean = state.setdefault("mean", torch.zeros_like(one)).lerp_(grad, 1 - first)
+        square = state.setdefault("square", torch.zeros_like(one)).lerp_(grad**2, 1 - second)
+        update = mean / (square.sqrt() + group["eps"]) + 0.01 * one
+        trust = one.norm() / update.norm()
+        one.sub_(update, alpha=group["lr"] * (float(trust) if 0 < trust < 10 else 1.0))
+
+
+class ClampedTrust(OneByOne):
+    """Its rate follows the norm of all weights over that of all gradients, between 0.1 and 10."""
+
+    def step(self, closure=None):
+        held = [one for group in self.param_groups for one in group["params"]]
+        held = [one for one in held if one.grad is not None]
+        norms = [torch.nn.utils.get_total_norm(tensors) for tensors in
+                 (held, [one.grad for one in held])]  # fmt: skip
+        self.rate = float((norms[0] / norms[1]).clamp(0.1, 10)) if held else 0.0
+        super().step()
+
+    def update(self, one):
+        one.sub_(one.grad, alpha=self.rate)
+
+
+class AverageOfMatrices(OneByOne):
+    """It subtracts the mean of all matrices' gradients, and leaves vectors alone."""
+
+    def step(self, closure=None):
+        held = [one for group in self.param_groups for one in group["params"] if one.ndim > 1]
+        means = [one.grad.mean() for one in held if one.grad is not None]
+        self.mean = float(sum(means)) / len(means) if means else 0.0
+        super().step()
+
+    def update(self, one):
+        one.sub_(one.grad - (self.mean if one.ndim > 1 else 0.0), alpha=0.1)
+
+
+COUPLED = [NormOfAll, ByDistance, Draws, ClampedTrust, AverageOfMatrices] + [
+    functools.partial(Lamb, max_grad_norm=most) for most in (1e-7, 0.01, 1.0, 100.0)
+]
 
 
 def _of_torch():
@@ -153,7 +217,7 @@ def _of_torch():
             yield f"{cls.__name__}, foreach", functools.partial(cls, foreach=True, **settings)
 
 
-OPTIMIZERS = {**dict(_of_torch()), "Lion": Lion, "ScheduleFree": ScheduleFree}
+OPTIMIZERS = {**dict(_of_torch()), "Lion": Lion, "Lamb": Lamb, "ScheduleFree": ScheduleFree}
 
 
 def model_of(name):
