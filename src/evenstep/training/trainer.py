@@ -719,6 +719,7 @@ class Trainer(Habits):
 
     @classmethod
     @hides_own_frames
+    @torch.inference_mode(False)
     def load(
         cls,
         folder: str | Path,
