@@ -13,11 +13,13 @@ from optimizers import embedding, model_for
 from owned_optimizers import (
     COUPLED,
     OPTIMIZERS,
+    OWN_LISTS,
     ByDistance,
     CountsGradients,
     DecaysAll,
     KeepsElsewhere,
     Lion,
+    OwnList,
     model_of,
 )
 from reference import assert_same_bits, whole_state
@@ -78,6 +80,13 @@ def test_an_optimizer_that_keeps_state_in_attributes_is_refused():
 def test_an_optimizer_whose_settings_follow_gradients_is_refused():
     with pytest.raises(ModelError, match="CountsGradients changes the settings of a group only"):
         refuse_coupled(CountsGradients(build("convolution").parameters()))
+
+
+@pytest.mark.parametrize("hold", OWN_LISTS.values(), ids=OWN_LISTS)
+def test_an_optimizer_with_parameters_of_its_own_is_refused(hold):
+    optimizer = OwnList(build("convolution").parameters(), hold)
+    with pytest.raises(ModelError, match=r"OwnList\.mine holds parameters outside of"):
+        refuse_coupled(optimizer)
 
 
 def test_coupling_is_seen_although_the_learning_rate_begins_at_zero():

@@ -202,6 +202,48 @@ class AverageOfMatrices(OneByOne):
         one.sub_(one.grad - (self.mean if one.ndim > 1 else 0.0), alpha=0.1)
 
 
+class OwnList(torch.optim.Optimizer):
+    """It updates the parameters that an attribute of its own leads to, not those of its groups."""
+
+    def __init__(self, params, hold=list):
+        params = list(params)
+        super().__init__(params, {"lr": 0.1})
+        self.mine = hold(params)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        is_list = isinstance(self.mine, torch.nn.ParameterList) or not callable(self.mine)
+        for one in self.mine if is_list else self.mine():
+            one = one[-1] if isinstance(one, tuple) else one
+            if one.grad is not None:
+                one.sub_(one.grad, alpha=self.param_groups[0]["lr"])
+
+
+class Holder:
+    """An object with parameters."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def __call__(self):
+        return self.params
+
+    def get(self):
+        return self.params
+
+
+OWN_LISTS = {
+    "list": list,
+    "pairs": lambda params: [(str(number), one) for number, one in enumerate(params)],
+    "dict": lambda params: dict.fromkeys(params, 1),
+    "closure": lambda params: lambda: params,
+    "default": lambda params: lambda found=params: found,
+    "partial": lambda params: functools.partial(list, params),
+    "method": lambda params: Holder(params).get,
+    "object": Holder,
+    "module": lambda params: torch.nn.ParameterList(params),
+}
+
 COUPLED = [NormOfAll, ByDistance, Draws, ClampedTrust, AverageOfMatrices] + [
     functools.partial(Lamb, max_grad_norm=most) for most in (1e-7, 0.01, 1.0, 100.0)
 ]

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import ModelError
-from evenstep.replicas.optimizer_proxy import inner_optimizers
+from evenstep.replicas.optimizer_proxy import inner_optimizers, own_parameters
 from evenstep.replicas.replica import same_bits
 from evenstep.replicas.settings import is_plain
 
@@ -66,6 +66,13 @@ def _refuse_by_kind(optimizer: torch.optim.Optimizer, name: str) -> None:
         )
     for place in inner_optimizers(optimizer, own_state=False):
         raise _error(f"{name}{place} is an optimizer inside another one")
+    held = own_parameters(optimizer)
+    if held is not None:
+        raise _error(
+            f"{name}{held} holds parameters outside of the optimizer's param_groups, which has "
+            f"those of one owner only",
+            "read the parameters from self.param_groups, or leave partition out",
+        )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise _error(
             f"{name} has hooks on its step, which would see the gradients of one owner only",
