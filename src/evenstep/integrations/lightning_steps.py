@@ -128,7 +128,7 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
         module, shards = self.lightning_module, self._shards
         assert shards is not None
         dim = self._options.get("batch_dim", 0)
-        rows = torch.arange(count_examples(nest(batch, dim), dim))
+        rows = torch.arange(count_examples(nest(batch), dim))
         parameters = [*module.parameters()]
         before = [parameter.grad for parameter in parameters]
         with intra_op_threads(self._threads), shards.attached(module):

@@ -91,6 +91,7 @@ class Replicas:
         """Make all copies again, in the layout that the user's weights have now."""
         self._build()
 
+    @torch.inference_mode(False)
     def _build(self) -> None:
         model = self._model
         refuse_hooks_on_sums(model)
@@ -202,6 +203,7 @@ class Replicas:
             self._note_places()
         return bool(found)
 
+    @torch.inference_mode(False)
     def _follow(self, difference: Difference) -> None:
         if difference.needs_rebuild:
             self._build_again()

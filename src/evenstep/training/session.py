@@ -17,6 +17,7 @@ import torch
 
 from evenstep.batch.rng import callers_generators
 from evenstep.devices import deterministic_kernels, kept_memory
+from evenstep.devices.forward_mode import one_level_at_a_time
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
@@ -135,6 +136,7 @@ class Session:
             opened.enter_context(kept_memory(self._layout.tune_malloc))
             opened.enter_context(deterministic_kernels(parts.engine.devices))
             opened.enter_context(callers_generators())
+            opened.enter_context(one_level_at_a_time())
             opened.enter_context(parts.engine)
             if parts.executor.side_by_side:
                 refuse_lockstep_apart(

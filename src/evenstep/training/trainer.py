@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from evenstep.batch import Batch
-from evenstep.batch.nesting import Keywords, nest
+from evenstep.batch.nesting import Keywords, Nesting
 from evenstep.batch.own_shards import in_own_memory, refuse_wanted_gradient
 from evenstep.callbacks import Callback
 from evenstep.checkpoint import fingerprint as fingerprints
@@ -290,6 +290,7 @@ class Trainer(Habits):
         self._objective = choose_objective(loss, objective)
         self._objective_of_unlike = of_unlike_shards(self._objective)
         self._others = Objectives()
+        self._nesting = Nesting(experiment.batch_dim)
         check_trainable(model, optimizer)
         staged = chosen_stages(
             stages, model, self.devices, experiment, side_by_side=side_by_side, split=split
@@ -720,6 +721,7 @@ class Trainer(Habits):
 
     @classmethod
     @hides_own_frames
+    @torch.inference_mode(False)
     def load(
         cls,
         folder: str | Path,
@@ -843,9 +845,9 @@ class Trainer(Habits):
                 refuse_wanted_gradient(batch)
                 break
         if not {*map(type, batch)} <= _TENSORS:
-            batch = nest(batch, experiment.batch_dim)
+            batch = self._nesting(batch)
         if self._max_in_flight > 1:
-            batch = nest(in_own_memory(batch), experiment.batch_dim)
+            batch = self._nesting(in_own_memory(batch))
         position = self._progress.position
         cut = group.cut(batch, experiment.shards, position.steps_done)
         return Step.of(

@@ -12,7 +12,7 @@ from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
-from evenstep.batch.nesting import nest
+from evenstep.batch.nesting import Nesting
 from evenstep.batch.rng import derive_seed
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
@@ -58,6 +58,7 @@ class Evaluator:
         self._measure = measure
         self._progress = progress
         self._open_flight = open_flight
+        self._nesting = Nesting(executor.experiment.batch_dim)
 
     def evaluate(
         self,
@@ -123,7 +124,7 @@ class Evaluator:
             batches = executor.group.batches(batches, Cursor(), lambda: steps_done, call)
         for number, batch in enumerate(_each(batches)):
             whole = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-            arguments = nest(whole, experiment.batch_dim)
+            arguments = self._nesting(whole)
             interruptible(executor.group.refuse_other_batches, arguments, call, number)
             cut = executor.group.cut(arguments, experiment.shards, steps_done)
             self._open_flight()
