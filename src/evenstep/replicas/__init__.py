@@ -16,7 +16,13 @@ from evenstep.replicas.optimizer_proxy import (
     inner_optimizers,
     parameter_proxy,
 )
-from evenstep.replicas.replica import Replica
+from evenstep.replicas.replica import (
+    Replica,
+    is_left,
+    note_left,
+    own_gradients,
+    refuse_own_gradients,
+)
 from evenstep.replicas.replicas import Replicas
 from evenstep.replicas.separate_updates import refuse_coupled
 from evenstep.replicas.settings import (
@@ -38,14 +44,18 @@ __all__ = [
     "complete",
     "hookable",
     "inner_optimizers",
+    "is_left",
     "is_plain",
     "layer_settings",
     "move_home",
+    "note_left",
     "optimizer_settings",
+    "own_gradients",
     "parameter_proxy",
     "plain_attributes",
     "python_number",
     "refuse_coupled",
+    "refuse_own_gradients",
     "refuse_strangers",
     "written_error",
 ]

@@ -375,6 +375,10 @@ class Replicas:
         self.restore_opening()
         if is_synchronised:
             self.mark_synchronised()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Leave no gradient in the user's module and its copies."""
         for replica in (self.home, *self._others):
             for parameter in replica.parameters:
                 parameter.grad = None

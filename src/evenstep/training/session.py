@@ -13,13 +13,14 @@ from types import TracebackType
 from typing import NoReturn
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.batch.rng import callers_generators
 from evenstep.devices import deterministic_kernels, kept_memory
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
-from evenstep.replicas import channels_last_weights, hookable
+from evenstep.replicas import channels_last_weights, hookable, note_left
 from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.joining import OPEN, joined
 from evenstep.steps.owners.reducer import OwnerReducer
@@ -151,6 +152,9 @@ class Session:
             for one in hookable(self._optimizer):
                 hook = one.register_step_pre_hook(parts.update.refuse_foreign_step)
                 opened.callback(hook.remove)
+            used = register_optimizer_step_post_hook(parts.update.note_step)
+            opened.callback(used.remove)
+            note_left(parts.replicas.home.parameters)
             INTERRUPTS.check()
             self._opened = opened.pop_all()
         self.is_open = True
