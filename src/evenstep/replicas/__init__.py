@@ -9,6 +9,7 @@ from evenstep.replicas.checks import (
 )
 from evenstep.replicas.copying import move_home
 from evenstep.replicas.layouts import channels_last_weights
+from evenstep.replicas.module_sync import Computed
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
     complete,
@@ -21,7 +22,7 @@ from evenstep.replicas.replica import (
     is_left,
     note_left,
     own_gradients,
-    refuse_own_gradients,
+    refuse_gradients_in_flight,
 )
 from evenstep.replicas.replicas import Replicas
 from evenstep.replicas.separate_updates import refuse_coupled
@@ -35,6 +36,7 @@ from evenstep.replicas.settings import (
 
 __all__ = [
     "JUDGE",
+    "Computed",
     "OptimizerProxy",
     "Replica",
     "Replicas",
@@ -55,7 +57,7 @@ __all__ = [
     "plain_attributes",
     "python_number",
     "refuse_coupled",
-    "refuse_own_gradients",
+    "refuse_gradients_in_flight",
     "refuse_strangers",
     "written_error",
 ]

@@ -193,7 +193,7 @@ def own_gradients(home: Replica) -> Sequence[torch.Tensor | None]:
     return found
 
 
-def refuse_own_gradients(home: Replica) -> None:
+def refuse_gradients_in_flight(home: Replica) -> None:
     """Refuse gradients that the user has put into the parameters with a step in flight."""
     for number, gradient in enumerate(own_gradients(home)):
         if gradient is not None:

@@ -19,7 +19,7 @@ from evenstep.replicas import (
     check_followed,
     hookable,
     note_left,
-    refuse_own_gradients,
+    refuse_gradients_in_flight,
 )
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
@@ -135,7 +135,7 @@ class Update:
 
     def refuse_own_gradients(self) -> None:
         """Refuse gradients that the user has set with a step in flight."""
-        refuse_own_gradients(self._replicas.home)
+        refuse_gradients_in_flight(self._replicas.home)
 
     def renew(self) -> None:
         """Follow the user's optimizer again, after steps that were not taken."""
@@ -201,7 +201,7 @@ class Update:
 
     def _close_buffers(self, root: PartialSum) -> None:
         """Write the closing buffers, before the user's hooks and the optimizer may write them."""
-        if root.buffers or self._replicas.forward_writes:
+        if root.buffers or self._replicas.forward_writes or self._replicas.computed:
             self._receive(root)
             self._replicas.close_step(closing_buffers(root))
 

@@ -110,6 +110,7 @@ class Session:
         try:
             yield
         finally:
+            self._parts.replicas.computed.show()
             self.turn.release()
 
     # ---- opening; the caller is shielded from signals

@@ -474,6 +474,7 @@ class Trainer(Habits):
             self._progress.advance()
             return self._take(step)
         finally:
+            self._replicas.computed.show()
             turn.release()
 
     @hides_own_frames
