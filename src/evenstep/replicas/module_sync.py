@@ -348,6 +348,7 @@ class ComputedBefore:
         self._seen: list[Sequence[Any]] = [()] * len(modules)
         self._in_module: list[Mapping[_Place, Any]] = [{}] * len(modules)
         self._found: dict[_Place, tuple[Any, Any]] = {}
+        self._hidden: list[tuple[Any, Any, Any, Any]] = []
 
     def __bool__(self) -> bool:
         return bool(self._found)
@@ -396,17 +397,19 @@ class ComputedBefore:
 
     def hide(self, modules: Sequence[nn.Module]) -> None:
         """Put the stand-ins into the modules of the model, or of a copy."""
-        for place, (_, stand_in) in self._found.items():
+        for place, (value, stand_in) in self._found.items():
             holder = _holder_of(modules, place)
             if holder is not None:
                 holder[place[-1]] = stand_in
+                if modules is self._modules:
+                    self._hidden.append((holder, place[-1], value, stand_in))
 
     def show(self) -> None:
         """Put the tensors back into the model, where forward has written nothing else."""
-        for place, (value, stand_in) in self._found.items():
-            holder = _holder_of(self._modules, place)
-            if holder is not None and _at(holder, place[-1]) is stand_in:
-                holder[place[-1]] = value
+        while self._hidden:
+            holder, key, value, stand_in = self._hidden.pop()
+            if _at(holder, key) is stand_in:
+                holder[key] = value
 
     def _withdraw(
         self, modules: Sequence[nn.Module], device: Device, place: _Place, stand_in: object
