@@ -9,6 +9,7 @@ from evenstep.replicas.checks import (
 )
 from evenstep.replicas.copying import align_state, move_home
 from evenstep.replicas.layouts import with_safe_format
+from evenstep.replicas.module_sync import Computed
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
     complete,
@@ -16,7 +17,13 @@ from evenstep.replicas.optimizer_proxy import (
     inner_optimizers,
     parameter_proxy,
 )
-from evenstep.replicas.replica import Replica
+from evenstep.replicas.replica import (
+    Replica,
+    is_left,
+    note_left,
+    own_gradients,
+    refuse_gradients_in_flight,
+)
 from evenstep.replicas.replicas import Replicas
 from evenstep.replicas.separate_updates import refuse_coupled
 from evenstep.replicas.settings import (
@@ -29,6 +36,7 @@ from evenstep.replicas.settings import (
 
 __all__ = [
     "JUDGE",
+    "Computed",
     "OptimizerProxy",
     "Replica",
     "Replicas",
@@ -38,14 +46,18 @@ __all__ = [
     "complete",
     "hookable",
     "inner_optimizers",
+    "is_left",
     "is_plain",
     "layer_settings",
     "move_home",
+    "note_left",
     "optimizer_settings",
+    "own_gradients",
     "parameter_proxy",
     "plain_attributes",
     "python_number",
     "refuse_coupled",
+    "refuse_gradients_in_flight",
     "refuse_strangers",
     "with_safe_format",
     "written_error",

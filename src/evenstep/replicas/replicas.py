@@ -33,7 +33,7 @@ from evenstep.replicas.checks import (
     written_error,
 )
 from evenstep.replicas.copying import copy_module, copy_parameter
-from evenstep.replicas.module_sync import Difference, ModuleWatch
+from evenstep.replicas.module_sync import ComputedBefore, Difference, ModuleWatch
 from evenstep.replicas.replica import Replica, broadcast, sum_of_bits
 
 _VERSION = operator.attrgetter("_version")
@@ -61,6 +61,7 @@ class Replicas:
             on the user's module: the hooks are for the mean gradient, not for each shard's.
         structure: the model's layers, parameters, buffers and hooks; a new object after a change,
             and where an attribute was set to a function.
+        computed: the tensors with a graph in attributes of the model, which shards must not use.
         forward_writes: whether shards may change attributes of the user's module.
         were_rebuilt: whether `refresh` has made all replicas again since this was last reset.
     """
@@ -119,6 +120,7 @@ class Replicas:
         self._watch = (
             ModuleWatch(model, keeps_results=self._home_computes) if self._others else None
         )
+        self.computed = ComputedBefore(self._home_modules)
         self._synchronised: list[tuple[int, int]] = []
         self._bits: torch.Tensor | None = None
         self._note_places()
@@ -176,6 +178,7 @@ class Replicas:
             Whether the copies are stale, because the parameters were written since
             `mark_synchronised`.
         """
+        self.computed.show()
         difference = self._difference()
         if difference is not None and difference.needs_rebuild and self.adopt_buffers():
             difference = self._difference()
@@ -183,6 +186,8 @@ class Replicas:
             self._follow(difference)
         for update in self._updates():
             update()
+        devices = [replica.device for replica in self._others]
+        self.computed.follow(zip(self._modules, devices, strict=True))
         if not self.copies:
             self.mark_synchronised()
         return bool(self.copies) and self._synchronised != self._home_versions()
@@ -190,7 +195,11 @@ class Replicas:
     @property
     def is_outdated(self) -> bool:
         """Whether the user has changed the module since `refresh`."""
-        return self._difference() is not None or any(True for _ in self._updates())
+        return (
+            self._difference() is not None
+            or any(True for _ in self._updates())
+            or self.computed.are_others()
+        )
 
     def adopt_buffers(self) -> bool:
         """Take tensors that the user has assigned to buffers; return whether there were any.
@@ -347,6 +356,9 @@ class Replicas:
 
     def open_step(self) -> None:
         """Take the home's buffers as the opening values of every replica."""
+        if self.computed:
+            for modules in [self._home_modules] * self._home_computes + self._modules:
+                self.computed.hide(modules)
         opening = [buffer.detach().clone() for buffer in self.home.buffers]
         self._opened = [*map(_VERSION, self._distinct)]
         per_memory = {self.home.device.memory: opening}
@@ -375,6 +387,7 @@ class Replicas:
 
     def close_step(self, closing: Sequence[torch.Tensor | None]) -> None:
         """Write the buffers' closing values into the user's module (None: the opening value)."""
+        self.computed.show()
         if self.forward_writes:
             self._look_after_shards()
         if self.home.buffers:
@@ -406,6 +419,10 @@ class Replicas:
         self.restore_opening()
         if is_synchronised:
             self.mark_synchronised()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Leave no gradient in the user's module and its copies."""
         for replica in (self.home, *self._others):
             for parameter in replica.parameters:
                 parameter.grad = None

@@ -10,6 +10,7 @@ import torch
 
 from evenstep.checkpoint.restore import rolled_back_on_error
 from evenstep.devices import intra_op_threads
+from evenstep.errors import InputError
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.steps.executors import IndependentExecutor
@@ -52,6 +53,12 @@ class Minimiser:
 
     def take(self, step: Step) -> StepLoss:
         """Take a step; return a handle of its mean loss, which is there."""
+        if step.own:
+            raise InputError(
+                f"the parameters have gradients of your own, but {type(self._optimizer).__name__} "
+                f"computes the gradients of a batch several times in a step: call "
+                f"optimizer.zero_grad() before the step, and add a penalty in objective=..."
+            )
         closure = _Closure(step, self._executor, self._update, self._pipeline)
         progress, home = self._progress, self._executor.replicas.home.module
         self._pipeline.wait()

@@ -240,10 +240,13 @@ class Pipeline(abc.ABC):
 
     def _give_up(self, steps: Sequence[Step], error: BaseException) -> None:
         """Note that `steps` are not taken."""
+        own = steps[0].own if steps else ()
         for step in steps:
             step.error = step.error or error
             step.release()
         if steps:
+            for parameter, gradient in zip(self._replicas.home.parameters, own):  # noqa: B905
+                parameter.grad = gradient
             self._progress.go_back(steps[0])
             self._update.renew()
 

@@ -15,10 +15,23 @@ from torch import nn
 from evenstep.collectives import tree_sum
 from evenstep.devices.addresses import are_aligned, copy_with_strides, rounding
 from evenstep.errors import ContractError, ModelError, NonFiniteLossError
-from evenstep.replicas import Replicas, check_followed, hookable
+from evenstep.replicas import (
+    Replicas,
+    check_followed,
+    hookable,
+    note_left,
+    refuse_gradients_in_flight,
+)
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
-from evenstep.shard.partial_sum import PartialSum, closing_buffers, divide_gradients, receive
+from evenstep.shard.partial_sum import (
+    PartialSum,
+    Tensors,
+    add_gradients,
+    closing_buffers,
+    divide_gradients,
+    receive,
+)
 from evenstep.steps.outputs import join_step_outputs
 from evenstep.steps.step import Step
 
@@ -82,16 +95,16 @@ class Update:
         if root.gradients and root.gradients[0] is None:
             refuse_no_gradient(step, root, self._replicas.home.parameters)
         self._close_buffers(root)
-        self._divide(root, count)
+        self._divide(step, root, count)
         home = self._replicas.home.parameters
         root.gradients = [*map(_laid_out_like, home, root.gradients)]
-        self._show(root.gradients)
+        self._leave(root.gradients)
         step.is_taken = True
         self._replicas.mark_written()
 
     def install(self, step: Step, count: float, root: PartialSum) -> None:
         """Put the mean gradients into the user's parameters, call the user's hook, and clip."""
-        self._divide(root, count)
+        self._divide(step, root, count)
         self._show(root.gradients)
         if self._before_update:
             self._call(self._before_update, "before_update")
@@ -120,6 +133,13 @@ class Update:
     def give_back(self) -> None:
         """Leave the optimizer to the user; no step is in flight."""
 
+    def show_left(self) -> None:
+        """Show the user the gradients of the last step; no step is in flight."""
+
+    def refuse_own_gradients(self) -> None:
+        """Refuse gradients that the user has set with a step in flight."""
+        refuse_gradients_in_flight(self._replicas.home)
+
     def renew(self) -> None:
         """Follow the user's optimizer again, after steps that were not taken."""
 
@@ -134,6 +154,7 @@ class Update:
         """
         self._receive(root)
         self._replicas.write_buffers(closing_buffers(root))
+        note_left(self._replicas.home.parameters)
         self._close()
 
     def refuse_foreign_step(
@@ -161,11 +182,18 @@ class Update:
 
         return args[:1], {**options, "closure": checked}
 
+    def note_step(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
+        """Note that an optimizer has used its gradients: called after each step of any."""
+        if not self._is_stepping:
+            for group in optimizer.param_groups:
+                note_left(group["params"])
+
     _ready = install
 
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
         self._ready(step, count, root)
         self._step()
+        note_left(self._replicas.home.parameters)
 
     def _step(self, *closure: Callable[[], float]) -> None:
         self._is_stepping = True
@@ -176,7 +204,7 @@ class Update:
 
     def _close_buffers(self, root: PartialSum) -> None:
         """Write the closing buffers, before the user's hooks and the optimizer may write them."""
-        if root.buffers or self._replicas.forward_writes:
+        if root.buffers or self._replicas.forward_writes or self._replicas.computed:
             self._receive(root)
             self._replicas.close_step(closing_buffers(root))
 
@@ -195,12 +223,18 @@ class Update:
         hook(self._replicas.home.module)
         self._replicas.adopt_buffers()
 
-    def _divide(self, root: PartialSum, count: float) -> None:
+    def _divide(self, step: Step, root: PartialSum, count: float) -> None:
+        """Make mean gradients of the sums; add those of the user's own."""
         if root.fence is not None:
             self._receive(root)
         divide_gradients(root.gradients, count)
         if self._replicas.hooked:
             self._call_hooks(root)
+        if step.own:
+            self._add_own([*step.own], root)
+
+    def _add_own(self, own: Tensors, root: PartialSum) -> None:
+        root.gradients = add_gradients(root.gradients, own)
 
     def _clip(self, step: Step, holders: Sequence[Any]) -> None:
         """Scale the gradients of `holders` (each has one as `grad`) to the largest norm."""
@@ -249,6 +283,8 @@ class Update:
     def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self._replicas.home.parameters, gradients, strict=True):
             parameter.grad = gradient
+
+    _leave = _show
 
 
 def is_in_a_trainer(optimizer: torch.optim.Optimizer) -> bool:

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import NoReturn
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.batch.rng import callers_generators
 from evenstep.devices import deterministic_kernels, kept_memory
@@ -21,7 +22,7 @@ from evenstep.devices.forward_mode import one_level_at_a_time
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
-from evenstep.replicas import align_state, hookable, inner_optimizers
+from evenstep.replicas import align_state, hookable, inner_optimizers, note_left
 from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.joining import OPEN, joined
 from evenstep.steps.owners.reducer import OwnerReducer
@@ -111,6 +112,7 @@ class Session:
         try:
             yield
         finally:
+            self._parts.replicas.computed.show()
             self.turn.release()
 
     # ---- opening; the caller is shielded from signals
@@ -151,6 +153,9 @@ class Session:
                 hook = one.register_step_pre_hook(parts.update.refuse_foreign_step)
                 opened.callback(hook.remove)
             self._align_state(opened)
+            used = register_optimizer_step_post_hook(parts.update.note_step)
+            opened.callback(used.remove)
+            note_left(parts.replicas.home.parameters)
             INTERRUPTS.check()
             self._opened = opened.pop_all()
         self.is_open = True

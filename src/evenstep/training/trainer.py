@@ -41,7 +41,14 @@ from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Pr
 from evenstep.nn.crew import Exchanged
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
-from evenstep.replicas import check_trainable, complete, move_home, with_safe_format
+from evenstep.replicas import (
+    check_trainable,
+    complete,
+    move_home,
+    note_left,
+    own_gradients,
+    with_safe_format,
+)
 from evenstep.shard.compile_policy import Hybridized
 from evenstep.shard.evaluation import Forward, measure_model, measure_output, output_of
 from evenstep.shard.loss import (
@@ -458,8 +465,12 @@ class Trainer(Habits):
         if not turn.acquire(blocking=False):
             self._session.refuse_two_threads()
         try:
+            if self._pipeline.steps:
+                self._update.refuse_own_gradients()
             self._open_step(leave=self._max_in_flight - 1)
             step = self._next_step(batch)
+            if not self._pipeline.steps:
+                step.own = own_gradients(self._replicas.home)
             if step.attempt.cut.part.examples < self._lone_examples.looked_at_below:
                 self._refuse_lone_examples(step)
             check = self._self_check
@@ -472,6 +483,7 @@ class Trainer(Habits):
             self._progress.advance()
             return self._take(step)
         finally:
+            self._replicas.computed.show()
             turn.release()
 
     @hides_own_frames
@@ -535,6 +547,7 @@ class Trainer(Habits):
                 self._progress.advance()
                 loss = self._pipeline.submit(step)
                 self._pipeline.wait()
+            note_left(self._replicas.home.parameters)
             if objective is not None:
                 self._others.note(objective)
             self._update.give_back()

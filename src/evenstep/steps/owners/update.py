@@ -18,7 +18,7 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from evenstep.errors import PeerError
 from evenstep.shard.forward_backward import Leaf
-from evenstep.shard.partial_sum import PartialSum
+from evenstep.shard.partial_sum import PartialSum, Tensors
 from evenstep.steps.owners.devices import DeviceOwners
 from evenstep.steps.owners.reducer import READY, UPDATED, OwnerReducer, refuse_half_step
 from evenstep.steps.proxy_update import ProxyUpdate
@@ -87,11 +87,21 @@ class OwnedUpdate(Update):
         else:
             self.devices.update_copies()
 
-    def _divide(self, root: PartialSum, count: float) -> None:
+    def _divide(self, step: Step, root: PartialSum, count: float) -> None:
         if self.devices is not None:
             self.devices.divide(root.gradients, count)
             count = 1
-        super()._divide(root, count)
+        super()._divide(step, root, count)
+
+    def _add_own(self, own: Tensors, root: PartialSum) -> None:
+        if self.owners is not None:
+            root.present = [
+                is_present or one is not None
+                for is_present, one in zip(root.present, own, strict=True)
+            ]
+            pairs = zip(own, self.owners.owner_of, strict=True)
+            own = [one if owner == self.owners.rank else None for one, owner in pairs]
+        super()._add_own(own, root)
 
     def _step(self, *closure: Callable[[], float]) -> None:
         if self.devices is None:
