@@ -260,7 +260,6 @@ EXPORTS = {
     "evenstep.profiling": [],
     "evenstep.replicas": [
         "JUDGE",
-        "Computed",
         "OptimizerProxy",
         "Replica",
         "Replicas",

@@ -9,7 +9,6 @@ from evenstep.replicas.checks import (
 )
 from evenstep.replicas.copying import align_state, move_home
 from evenstep.replicas.layouts import with_safe_format
-from evenstep.replicas.module_sync import Computed
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
     complete,
@@ -36,7 +35,6 @@ from evenstep.replicas.settings import (
 
 __all__ = [
     "JUDGE",
-    "Computed",
     "OptimizerProxy",
     "Replica",
     "Replicas",
