@@ -120,7 +120,8 @@ def judge_separability(
             raise ContractError(_explain(together, apart, examples))
         gradients = [one.gradients for one in apart if one.gradients is not None]
         if together.gradients is not None and len(gradients) == len(apart):
-            refuse_other_sum(replica, together.gradients, gradients, tolerance)
+            loss = together.total / work.divisor
+            refuse_other_sum(replica, together.gradients, gradients, tolerance, loss=loss)
     return ""
 
 
