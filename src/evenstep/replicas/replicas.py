@@ -329,14 +329,19 @@ class Replicas:
             replica.opening = per_memory[memory]
             replica.graph_nodes = -1
 
+    @property
+    def were_written_since_open(self) -> bool:
+        """Whether parameters were written since `open_step`, as torch's version counters say."""
+        return [*map(_VERSION, self._distinct)] != self._opened
+
     def refuse_written_by_shards(self) -> None:
         """Refuse parameters that shards have written since `open_step`.
 
         Raises:
             ContractError: names them.
         """
-        now = [*map(_VERSION, self._distinct)]
-        if now != self._opened:
+        if self.were_written_since_open:
+            now = map(_VERSION, self._distinct)
             names = [name for name, _ in self.home.module.named_parameters()] * len(self._owners)
             pairs = zip(names, now, self._opened, strict=True)
             written = dict.fromkeys(name for name, late, early in pairs if late != early)

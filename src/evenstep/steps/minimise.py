@@ -64,11 +64,13 @@ class Minimiser:
         assert closure.first is not None
         assert closure.root is not None
         progress.position = after
-        close = functools.partial(self._update.close_minimised, closure.root)
-        self._pipeline.run_in_first_lane(close)
         step.loss, step.outputs = closure.first.loss, closure.first.outputs
         step.is_taken = step.finished = True
-        step.release()
+        close = functools.partial(self._update.close_minimised, step, closure.root)
+        try:
+            self._pipeline.run_in_first_lane(close)
+        finally:
+            step.release()
         return StepLoss(step, lambda step: None)
 
 

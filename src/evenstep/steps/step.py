@@ -18,7 +18,7 @@ from evenstep.distributed.gradient_reduce import GradientReduction
 from evenstep.distributed.step_report import NO_DIGEST, Facts
 from evenstep.engine import PendingNumber, Task
 from evenstep.engine.handle import Instead
-from evenstep.errors import ClosedError, hides_own_frames
+from evenstep.errors import ClosedError, add_note, hides_own_frames
 from evenstep.nn.crew import DeviceCrew
 from evenstep.profiling.clock import StepClock
 from evenstep.replicas import Replica
@@ -297,6 +297,10 @@ class Step:
         """The facts about the step that must be the same in every process."""
         place, ends = self.position.cursor, (run.stop for run in self.part.runs)
         return (self.number, place.epoch, place.step, self.part.examples, self.updates, *ends)
+
+    def note_taken(self, error: BaseException) -> None:
+        """Say of an error that it came behind the update."""
+        add_note(error, f"step {self.number} was taken: its update was made before this error")
 
     def release(self) -> None:
         """Forget the batch and what was computed: a kept loss must not keep them alive."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import operator
 import sys
@@ -13,7 +14,14 @@ import torch
 from torch import nn
 
 from evenstep.collectives import tree_sum
-from evenstep.errors import ContractError, ModelError, NonFiniteLossError
+from evenstep.errors import (
+    ClosedError,
+    ContractError,
+    ModelError,
+    NonFiniteLossError,
+    add_note,
+    was_entered,
+)
 from evenstep.replicas import Replicas, check_followed, hookable
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
@@ -40,7 +48,12 @@ class Update:
             its gradients to the user.
         record: returns the hyper-parameters that a step is submitted with, where the user may
             change them before its update.
+        half_step: the number of a step that failed within its update, when some of the parameters
+            may have been written; None so far. Nothing goes on from there.
     """
+
+    half_step: int | None = None
+    _is_half = False  # where owners update side by side: some may have
 
     def __init__(
         self,
@@ -57,7 +70,7 @@ class Update:
         self._clip_norm = clip_norm
         self.may_step_elsewhere = False
         self.record: Callable[[], Sequence[Any]] = tuple
-        self._is_stepping = False
+        self._is_stepping = self._is_made = False
         self._stepped = hookable(optimizer)
         self._known = {*replicas.home.parameters}  # those that the optimizer was made for
 
@@ -67,10 +80,17 @@ class Update:
         if root.gradients and root.gradients[0] is None:
             refuse_no_gradient(step, root, self._replicas.home.parameters)
         self._close_buffers(root)
-        with _no_compiling():
-            self._update(step, count, root)
-        step.is_taken = True
-        self._close()
+        self._is_made = False
+        try:
+            with _no_compiling():
+                self._update(step, count, root)
+            step.is_taken = True
+        except BaseException as error:
+            self._judge(step, error)
+            raise
+        finally:
+            if step.is_taken:
+                self._close(step)
 
     def leave_gradients(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
         """End a step without an update: the user's parameters get the mean gradients.
@@ -102,8 +122,23 @@ class Update:
         """Whether the user has changed the optimizer since `follow_user`, for steps in flight."""
         return False
 
+    def refuse_half_step(self) -> None:
+        """Refuse to use or save a training state that lies between two steps.
+
+        Raises:
+            ClosedError: a step failed within its update.
+        """
+        if self.half_step is not None:
+            raise ClosedError(_half_step(self.half_step))
+
     def follow_user(self) -> None:
-        """Follow what the user did to the model's layers and to the optimizer."""
+        """Follow what the user did to the model's layers and to the optimizer.
+
+        Raises:
+            ClosedError: a step failed within its update.
+        """
+        if self.half_step is not None:
+            self.refuse_half_step()
         replicas = self._replicas
         if replicas.were_rebuilt:
             check_followed(replicas.home.module, self._optimizer, self._known)
@@ -124,14 +159,33 @@ class Update:
         """Update with an optimizer that evaluates the batch by `closure`."""
         self._step(closure)
 
-    def close_minimised(self, root: PartialSum) -> None:
+    def close_minimised(self, step: Step, root: PartialSum) -> None:
         """End such an update: called in a lane with the sum of the last evaluation.
 
         Buffers that no shard has changed keep what the user's hook has written.
         """
         self._receive(root)
         self._replicas.write_buffers(closing_buffers(root))
-        self._close()
+        self._close(step)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside `with`, the optimizer calls `refuse_foreign_step`, and says when it has stepped.
+
+        It says so before it calls the user's own hooks, which may fail.
+        """
+        with contextlib.ExitStack() as hooks:
+            for one in self._stepped:
+                made = one.register_step_post_hook(self._note_made)
+                one._optimizer_step_post_hooks.move_to_end(made.id, last=False)
+                for hook in (made, one.register_step_pre_hook(self.refuse_foreign_step)):
+                    hooks.callback(hook.remove)
+            hook = self._optimizer.register_state_dict_pre_hook(lambda _: self.refuse_half_step())
+            hooks.callback(hook.remove)
+            yield
+
+    def _note_made(self, *_: object) -> None:
+        self._is_made = True
 
     def refuse_foreign_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]
@@ -177,7 +231,21 @@ class Update:
             self._receive(root)
             self._replicas.close_step(closing_buffers(root))
 
-    def _close(self) -> None:
+    def _judge(self, step: Step, error: BaseException) -> None:
+        """Say of a step that failed within its update whether it is taken, or half of it.
+
+        It is taken if a hook has failed that the optimizer calls after its step. Of an optimizer
+        that has failed itself nobody knows what it has written, maybe past the version counters.
+        """
+        is_inside = self._is_half or _is_inside(self._optimizer, error)
+        if self._is_made and not is_inside:
+            step.is_taken = True
+            step.note_taken(error)
+        elif is_inside or self._replicas.were_written_since_open:
+            self.half_step = step.number
+            add_note(error, _half_step(step.number))
+
+    def _close(self, step: Step) -> None:
         """Call the user's hook; the next step copies the parameters to every other memory.
 
         Until then the user may write to them, even past the version counters.
@@ -185,6 +253,9 @@ class Update:
         try:
             if self._after_update:
                 self._call(self._after_update, "after_update")
+        except BaseException as error:
+            step.note_taken(error)
+            raise
         finally:
             self._replicas.mark_written()
 
@@ -335,6 +406,25 @@ def _check_gradient(changed: object, gradient: torch.Tensor, name: str) -> None:
             f"a hook of the parameter {name} returned a value {shape}: a gradient of shape "
             f"{tuple(gradient.shape)} is needed, or None to leave it as it is"
         )
+
+
+def _half_step(number: int) -> str:
+    return (
+        f"step {number} failed within its update, and some of the parameters may be updated already, "
+        f"so the training state is between two steps: load the last checkpoint"
+    )
+
+
+def _is_inside(optimizer: torch.optim.Optimizer, error: BaseException) -> bool:
+    """Return whether an error was raised in an optimizer's own step, not in a hook around it."""
+
+    def is_own(function: Callable[..., Any]) -> bool:
+        module = getattr(function, "__globals__", {}).get("__name__", "")
+        return module.partition(".")[0] != "torch"  # which wraps a step, for hooks and schedulers
+
+    step = inspect.unwrap(optimizer.step, stop=is_own)
+    code = getattr(step, "__code__", None)
+    return code is None or was_entered(code, error)
 
 
 def _foreign_step_error(optimizer: torch.optim.Optimizer) -> ContractError:

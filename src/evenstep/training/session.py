@@ -19,7 +19,7 @@ from evenstep.devices import deterministic_kernels, kept_memory
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
-from evenstep.replicas import channels_last_weights, hookable
+from evenstep.replicas import channels_last_weights
 from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.joining import OPEN, joined
 from evenstep.steps.owners.reducer import OwnerReducer
@@ -148,9 +148,7 @@ class Session:
                 )
             for other in self._others:
                 opened.enter_context(other)
-            for one in hookable(self._optimizer):
-                hook = one.register_step_pre_hook(parts.update.refuse_foreign_step)
-                opened.callback(hook.remove)
+            opened.enter_context(parts.update.watching())
             INTERRUPTS.check()
             self._opened = opened.pop_all()
         self.is_open = True
@@ -226,9 +224,9 @@ class Session:
     ) -> None:
         """Finish the steps in flight (after an error, drop them), and stop the threads.
 
-        The caller is shielded from signals.
+        Closed already, it does nothing. The caller is shielded from signals.
         """
-        if self.owner is not None and self.owner.is_elsewhere:  # a fork has no threads to stop
+        if not self.is_open or (self.owner and self.owner.is_elsewhere):  # a fork has no threads
             return
         parts = self._parts
         try:

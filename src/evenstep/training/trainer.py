@@ -669,6 +669,7 @@ class Trainer(Habits):
         self._session.refuse_fork()
         self._pipeline.finish()
         self._reporter.tell()
+        self._update.refuse_half_step()
 
     @hides_own_frames
     def fingerprint(self, version: int = 1) -> str:

@@ -20,7 +20,7 @@ from evenstep.errors import PeerError
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.steps.owners.devices import DeviceOwners
-from evenstep.steps.owners.reducer import READY, UPDATED, OwnerReducer, refuse_half_step
+from evenstep.steps.owners.reducer import READY, UPDATED, OwnerReducer
 from evenstep.steps.proxy_update import ProxyUpdate
 from evenstep.steps.step import Step
 from evenstep.steps.update import Update, refuse_other_norm
@@ -33,15 +33,11 @@ class OwnedUpdate(Update):
         owners: brings gradients to their owners, and new values from them; None while the process
             trains alone: then it owns everything.
         devices: updates on all devices of this process, side by side; None to update on one.
-        half_step: the number of a step in which the optimizer failed on one of these devices, when
-            others may have updated their parameters; None so far.
     """
 
     owners: OwnerReducer | None = None
     devices: DeviceOwners | None = None
-    half_step: int | None = None
     _meetings: Sequence[str] = ()
-    _is_half = False
 
     def __call__(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
         """Settle the loss and update the model; called in a lane.
@@ -57,16 +53,7 @@ class OwnedUpdate(Update):
             if self._meetings:
                 with contextlib.suppress(PeerError):  # this error came first
                     self._meet(step, failure=error)
-            if self._is_half and self.owners is not None:
-                self.owners.half_step = step.number
-            elif self._is_half:
-                self.half_step = step.number
             raise
-
-    def follow_user(self) -> None:
-        """Follow what the user did; refuse to begin from half a step."""
-        refuse_half_step(self.half_step)
-        super().follow_user()
 
     def _ready(self, step: Step, count: float, root: PartialSum) -> None:
         super()._ready(step, count, root)
