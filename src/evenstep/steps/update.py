@@ -177,7 +177,8 @@ class Update:
         with contextlib.ExitStack() as hooks:
             for one in self._stepped:
                 made = one.register_step_post_hook(self._note_made)
-                one._optimizer_step_post_hooks.move_to_end(made.id, last=False)
+                others: Any = one._optimizer_step_post_hooks
+                others.move_to_end(made.id, last=False)
                 for hook in (made, one.register_step_pre_hook(self.refuse_foreign_step)):
                     hooks.callback(hook.remove)
             hook = self._optimizer.register_state_dict_pre_hook(lambda _: self.refuse_half_step())
@@ -410,8 +411,8 @@ def _check_gradient(changed: object, gradient: torch.Tensor, name: str) -> None:
 
 def _half_step(number: int) -> str:
     return (
-        f"step {number} failed within its update, and some of the parameters may be updated already, "
-        f"so the training state is between two steps: load the last checkpoint"
+        f"step {number} failed within its update, when some of the parameters may have been "
+        f"written, so the training state is between two steps: load the last checkpoint"
     )
 
 
@@ -419,7 +420,7 @@ def _is_inside(optimizer: torch.optim.Optimizer, error: BaseException) -> bool:
     """Return whether an error was raised in an optimizer's own step, not in a hook around it."""
 
     def is_own(function: Callable[..., Any]) -> bool:
-        module = getattr(function, "__globals__", {}).get("__name__", "")
+        module: str = getattr(function, "__globals__", {}).get("__name__", "")
         return module.partition(".")[0] != "torch"  # which wraps a step, for hooks and schedulers
 
     step = inspect.unwrap(optimizer.step, stop=is_own)
