@@ -323,9 +323,7 @@ def test_lbfgs_is_rolled_back_or_counted(layout):
     once = Once()
     hooked = open_trainer(layout, lbfgs, prepare=lambda one: one.register_step_post_hook(once))
     assert_nothing(hooked, once, open_trainer(layout, lbfgs))
-    assert_whole(
-        open_trainer(layout, lbfgs, after_update=once), once, open_trainer(layout, lbfgs)
-    )
+    assert_whole(open_trainer(layout, lbfgs, after_update=once), once, open_trainer(layout, lbfgs))
 
 
 # ---- after the step

@@ -1,0 +1,104 @@
+"""User code fails, at every place where it is called, in six ways: the error arrives as it is.
+
+Afterwards the step is taken as a whole, or not at all, or the trainer refuses to go on by name. A
+training in which the call is repeated has the bits of one that no error has disturbed.
+"""
+
+import threading
+import traceback
+
+import pytest
+import torch
+
+from evenstep.errors import ClosedError
+from reference import assert_same_bits, whole_state
+from user_errors import KINDS, LAYOUTS, PLACES, Bang, X, Y, trainer_of
+
+ENDS = {(place, "StopIteration") for place in ("an iterator of batches", "predict's batches")}
+"""It is how an iterator says that it has no more batches."""
+
+EVERY = [
+    (place, kind, layout)
+    for place, one in PLACES.items()
+    for kind in KINDS
+    for layout in one.layouts
+    if (place, kind) not in ENDS
+]
+SAMPLE = [EVERY[number] for number in range(0, len(EVERY), 37)]
+
+
+def state_of(trainer):
+    found = whole_state(trainer.model, trainer.optimizer)
+    return {name: torch.as_tensor(value).clone() for name, value in found.items()}
+
+
+def steps(trainer, number):
+    for _ in range(number):
+        trainer.step(X, Y)
+    trainer.waitall()
+
+
+def fail(call, bang):
+    """Return the error that leaves `call`."""
+    bang.is_due = True
+    try:
+        call()
+    except BaseException as error:
+        return error
+    finally:
+        bang.is_due = False
+    raise AssertionError("nothing was raised")
+
+
+def assert_arrived(error, bang):
+    """It is the user's own error, with the traceback from the line that raised it."""
+    if bang.kind == "StopIteration" and isinstance(error, RuntimeError):
+        error = error.__cause__  # so Python itself lets it leave a generator
+    assert any(error is one for one in bang.raised), repr(type(error))
+    assert error.args == ("enough",)
+    assert traceback.extract_tb(error.__traceback__)[-1].name == "__call__"
+
+
+def check(name, kind, layout, folder, before):
+    """Fail in step number `before` (0: where the contract is checked), and go on."""
+    place, bang, quiet = PLACES[name], Bang(kind), Bang(kind)
+    begun = threading.active_count()
+    with (
+        trainer_of(layout, **place.given(bang)) as trainer,
+        trainer_of(layout, **place.given(quiet)) as undisturbed,
+    ):
+        for _ in range(before):
+            place.call(trainer, bang, folder / "before")
+            place.call(undisturbed, quiet, folder / "undisturbed before")
+        opening = state_of(trainer), trainer.position
+        assert_arrived(fail(lambda: place.call(trainer, bang, folder / "saved"), bang), bang)
+        if place.leaves == "half":
+            with pytest.raises(ClosedError, match=f"step {before} failed"):
+                place.call(trainer, bang, folder / "saved")
+            return
+        if place.leaves == "nothing" and not hasattr(bang, "loader"):
+            trainer.waitall()
+            assert_same_bits(state_of(trainer), opening[0])
+            assert trainer.position == opening[1]
+            place.call(trainer, bang, folder / "again")
+        elif place.leaves == "nothing":
+            place.call(trainer, bang, folder / "again")
+        place.call(undisturbed, quiet, folder / "undisturbed")
+        assert trainer.position == undisturbed.position
+        assert_same_bits(state_of(trainer), state_of(undisturbed))
+        place.call(trainer, bang, folder / "later")
+        place.call(undisturbed, quiet, folder / "undisturbed later")
+        assert_same_bits(state_of(trainer), state_of(undisturbed))
+    assert threading.active_count() == begun
+
+
+@pytest.mark.parametrize(("place", "kind", "layout"), SAMPLE)
+def test_some_errors_of_user_code(place, kind, layout, tmp_path):
+    check(place, kind, layout, tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", [0, 2])
+@pytest.mark.parametrize(("place", "kind", "layout"), EVERY)
+def test_every_error_of_user_code(place, kind, layout, before, tmp_path):
+    check(place, kind, layout, tmp_path, before)
