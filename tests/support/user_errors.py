@@ -29,11 +29,11 @@ EXAMPLES = [*zip(X, Y, strict=True)]
 # ---- the errors
 
 
-class Ordinary(LookupError):
+class OrdinaryError(LookupError):
     pass
 
 
-class Awkward(Exception):
+class AwkwardError(Exception):
     """Needs arguments, and can't be copied, pickled, changed or printed in full."""
 
     def __init__(self, text, *, code):
@@ -53,12 +53,12 @@ class Awkward(Exception):
 
 
 KINDS = {
-    "an exception": lambda: Ordinary("enough"),
+    "an exception": lambda: OrdinaryError("enough"),
     "Ctrl-C": lambda: KeyboardInterrupt("enough"),
     "exit": lambda: SystemExit("enough"),
     "StopIteration": lambda: StopIteration("enough"),
     "GeneratorExit": lambda: GeneratorExit("enough"),
-    "an awkward one": lambda: Awkward("enough", code=3),
+    "an awkward one": lambda: AwkwardError("enough", code=3),
 }
 
 

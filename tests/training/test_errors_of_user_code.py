@@ -12,7 +12,7 @@ import torch
 
 from evenstep.errors import ClosedError
 from reference import assert_same_bits, whole_state
-from user_errors import KINDS, LAYOUTS, PLACES, Bang, X, Y, trainer_of
+from user_errors import KINDS, PLACES, Bang, X, Y, trainer_of
 
 ENDS = {(place, "StopIteration") for place in ("an iterator of batches", "predict's batches")}
 """It is how an iterator says that it has no more batches."""

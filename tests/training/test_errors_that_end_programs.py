@@ -1,4 +1,4 @@
-"""Errors that are no `Exception`, raised by user code while the trainer checks it; early `close`s."""
+"""Errors that are no `Exception`, raised by user code while it is checked; `close` in a `with`."""
 
 import threading
 

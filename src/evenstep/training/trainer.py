@@ -166,7 +166,8 @@ class Trainer(Habits):
             with any number of steps in flight. It runs in a worker thread, in every process.
             What it writes into the module (also parameters with `requires_grad=False`) reaches all
             devices and the checkpoint; what it writes elsewhere (an `AveragedModel`) is yours to
-            save, after `waitall`. If it raises, the optimizer's update has already been made.
+            save, after `waitall`. If it raises, the optimizer's update has already been made, and
+            the step counts.
         scheduler: a learning-rate scheduler, which is saved in checkpoints and restored from them.
             The trainer never steps it: call its `step` yourself.
         state: objects of your own, by name, that are saved in checkpoints and restored from them,
@@ -437,6 +438,14 @@ class Trainer(Habits):
                 handle, a later `step`, or `waitall`; the steps after it were not taken.
             KeyboardInterrupt: Ctrl-C was pressed. A step whose update had begun was finished; the
                 others in flight were not taken. `steps_done` and `cursor` count accordingly.
+            ClosedError: an earlier step failed within its update: load the last checkpoint.
+            BaseException: your own code has raised it. Before the optimizer's step (in the model, a
+                hook, `before_update`), the step was not taken. After it (in a hook that the
+                optimizer calls then, `after_update`, a callback), the step was taken and counts,
+                which a note of the error says. If the optimizer itself has raised it, or what runs
+                before it had written parameters, the state is between two steps: the trainer
+                refuses to train, evaluate or save from there, and a note says so. LBFGS is put
+                back to where the step began.
         """
         owner = self._session.owner
         if owner is not None and owner.pid != os.getpid():
@@ -665,6 +674,7 @@ class Trainer(Habits):
 
         Raises:
             Exception: the error of a step in flight; it and those after it were not taken.
+            ClosedError: a step failed within its update.
         """
         self._session.refuse_fork()
         self._pipeline.finish()
