@@ -119,7 +119,15 @@ class Model(nn.Module):
 
 
 def trainer_of(
-    layout, *, resumed_from=None, loss=None, inside=None, make=None, prepare=None, **options
+    layout,
+    *,
+    resumed_from=None,
+    loss=None,
+    inside=None,
+    make=None,
+    prepare=None,
+    schedule=None,
+    **options,
 ):
     """Return a trainer, with what a place needs."""
     model = Model(inside or (lambda x: x))
@@ -127,6 +135,8 @@ def trainer_of(
     optimizer = make(model.parameters())
     if prepare is not None:
         prepare(model, optimizer)
+    if schedule is not None:
+        options["scheduler"] = Scheduler(optimizer, schedule)
     options = {"shards": 4, **LAYOUTS[layout], **options}
     if "objective" not in options:
         options["loss"] = loss or nn.CrossEntropyLoss()
@@ -455,6 +465,37 @@ def on_the_optimizer(register):
     return lambda bang: {"prepare": lambda model, optimizer: register(optimizer, bang)}
 
 
+def extra_state(bang):
+    class Counting(nn.Identity):
+        def get_extra_state(self):
+            bang()
+            return {"a": 1}
+
+        def set_extra_state(self, state):
+            pass
+
+    return {"prepare": lambda model, optimizer: model.add_module("counting", Counting())}
+
+
+class Scheduler(torch.optim.lr_scheduler.ConstantLR):
+    def __init__(self, optimizer, bang):
+        self.bang = bang
+        super().__init__(optimizer)
+
+    def state_dict(self):
+        self.bang()
+        return {"last_epoch": self.last_epoch}
+
+
+def step_observed(trainer, bang, folder):
+    trainer.on_shard = bang
+    step(trainer, bang, folder)
+
+
+def lbfgs(parameters):
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=2)
+
+
 def nothing_given(bang):
     return {}
 
@@ -529,6 +570,15 @@ PLACES = {
     "a state's state_dict": Place(lambda bang: {"state": {"a": State(bang, "state_dict")}}, save),
     "the same in the background": Place(
         lambda bang: {"state": {"a": State(bang, "state_dict")}}, save_in_background
+    ),
+    "a module's extra state": Place(extra_state, save),
+    "a scheduler's state_dict": Place(lambda bang: {"schedule": bang}, save),
+    "a step that is observed": Place(nothing_given, step_observed),
+    "forward, with LBFGS": Place(
+        lambda bang: {"inside": bang.then(None), "make": lbfgs}, step, layouts=NOT_OWNERS
+    ),
+    "after_update, with LBFGS": Place(
+        lambda bang: {"after_update": bang, "make": lbfgs}, step, "whole", NOT_OWNERS
     ),
     "a hook on the optimizer's state": Place(
         on_the_optimizer(lambda optimizer, bang: optimizer.register_state_dict_post_hook(bang)),

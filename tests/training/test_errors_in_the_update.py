@@ -13,7 +13,8 @@ from torch import nn
 import evenstep
 from evenstep.errors import ClosedError
 from layouts import own
-from reference import assert_same_bits, whole_state
+from reference import assert_same_bits
+from trainers import state_of
 
 LAYOUTS = {
     "one": {"devices": 1},
@@ -74,14 +75,6 @@ def open_trainer(layout, make=adam, *, once=None, prepare=None, **options):
         prepare(optimizer)
     given = {"shards": 4, **LAYOUTS[layout], **options}
     return evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **given)
-
-
-def state_of(trainer):
-    found = whole_state(trainer.model, trainer.optimizer)
-    return {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in found.items()
-    }
 
 
 def steps(trainer, number):

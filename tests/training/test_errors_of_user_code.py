@@ -9,10 +9,13 @@ import traceback
 
 import pytest
 import torch
+from torch.nn import CrossEntropyLoss
 
-from evenstep.errors import ClosedError
-from reference import assert_same_bits, whole_state
-from user_errors import KINDS, PLACES, Bang, X, Y, trainer_of
+from evenstep import Trainer
+from evenstep.errors import CheckpointError, ClosedError
+from reference import assert_same_bits
+from trainers import state_of
+from user_errors import KINDS, LAYOUTS, PLACES, Bang, Callback, State, X, Y, trainer_of
 
 ENDS = {(place, "StopIteration") for place in ("an iterator of batches", "predict's batches")}
 """It is how an iterator says that it has no more batches."""
@@ -25,11 +28,6 @@ EVERY = [
     if (place, kind) not in ENDS
 ]
 SAMPLE = [EVERY[number] for number in range(0, len(EVERY), 37)]
-
-
-def state_of(trainer):
-    found = whole_state(trainer.model, trainer.optimizer)
-    return {name: torch.as_tensor(value).clone() for name, value in found.items()}
 
 
 def steps(trainer, number):
@@ -102,3 +100,64 @@ def test_some_errors_of_user_code(place, kind, layout, tmp_path):
 @pytest.mark.parametrize(("place", "kind", "layout"), EVERY)
 def test_every_error_of_user_code(place, kind, layout, before, tmp_path):
     check(place, kind, layout, tmp_path, before)
+
+
+# ---- a trainer that is opened, closed or loaded
+
+
+def cases(*layouts):
+    return pytest.mark.parametrize(("kind", "layout"), [(k, one) for k in KINDS for one in layouts])
+
+
+@cases("two", "in flight")
+@pytest.mark.parametrize("method", ["open", "close"])
+def test_a_callback_that_fails_while_a_trainer_is_opened_or_closed(method, kind, layout):
+    """The trainer is closed afterwards, and can be opened again."""
+    bang, begun = Bang(kind), threading.active_count()
+    trainer = trainer_of(layout, callbacks=[Callback(bang, method)])
+    with trainer:
+        steps(trainer, 1)
+    if method == "open":
+        assert_arrived(fail(trainer.open, bang), bang)
+    else:
+        trainer.open()
+        steps(trainer, 1)
+        assert_arrived(fail(trainer.close, bang), bang)
+    assert threading.active_count() == begun
+    with pytest.raises(ClosedError):
+        trainer.step(X, Y)
+    with trainer, trainer_of(layout) as undisturbed:
+        steps(trainer, 1)
+        steps(undisturbed, trainer.steps_done)
+        assert_same_bits(state_of(trainer), state_of(undisturbed))
+
+
+@cases("two", "in flight")
+@pytest.mark.parametrize("where", ["state", "model", "optimizer"])
+def test_what_fails_while_a_checkpoint_is_loaded_changes_nothing(where, kind, layout, tmp_path):
+    bang = Bang(kind)
+    with trainer_of(layout, state={"a": State(bang, "load_state_dict")}) as trainer:
+        steps(trainer, 2)
+        trainer.save(tmp_path)
+        expected = state_of(trainer)
+    model, optimizer = trainer.model, trainer.optimizer
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(2)
+    if where == "model":
+        model.register_load_state_dict_post_hook(bang)
+    elif where == "optimizer":
+        optimizer.register_load_state_dict_post_hook(bang)
+    before = state_of(trainer)
+
+    def load():
+        options = {**LAYOUTS[layout], "state": {"a": State(bang, "load_state_dict")}}
+        return Trainer.load(tmp_path, model, optimizer, CrossEntropyLoss(), **options)
+
+    error = fail(load, bang)
+    if isinstance(error, CheckpointError):  # it names the object that can't be loaded
+        error = error.__cause__
+    assert_arrived(error, bang)
+    assert_same_bits(state_of(trainer), before)
+    with load() as again:
+        assert_same_bits(state_of(again), expected)
