@@ -63,20 +63,22 @@ KINDS = {
 
 
 class Bang:
-    """Raises a new error of one kind at each call while it is due, in any copy."""
+    """Raises a new error of one kind while it is due, in any copy: once, or at each call."""
 
-    def __init__(self, kind):
-        self.kind = kind
+    def __init__(self, kind, *, once=False):
+        self.kind, self.once = kind, once
         self.is_due = False
         self.raised = []
         self.lock = threading.Lock()
 
     def __call__(self, *_):
-        if self.is_due:
+        with self.lock:
+            if not self.is_due:
+                return
+            self.is_due = not self.once
             error = KINDS[self.kind]()
-            with self.lock:
-                self.raised.append(error)
-            raise error
+            self.raised.append(error)
+        raise error
 
     def __deepcopy__(self, memo):
         return self

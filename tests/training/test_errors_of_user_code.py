@@ -58,8 +58,12 @@ def assert_arrived(error, bang):
 
 
 def check(name, kind, layout, folder, before):
-    """Fail in step number `before` (0: where the contract is checked), and go on."""
-    place, bang, quiet = PLACES[name], Bang(kind), Bang(kind)
+    """Fail behind `before` undisturbed calls, and go on.
+
+    In the first step the contract is checked: the error of a check is left to the step. Later it
+    comes once.
+    """
+    place, bang, quiet = PLACES[name], Bang(kind, once=before > 0), Bang(kind)
     begun = threading.active_count()
     with (
         trainer_of(layout, **place.given(bang)) as trainer,
