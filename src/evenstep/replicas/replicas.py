@@ -340,8 +340,8 @@ class Replicas:
         Raises:
             ContractError: names them.
         """
-        if self.were_written_since_open:
-            now = map(_VERSION, self._distinct)
+        now = [*map(_VERSION, self._distinct)]
+        if now != self._opened:
             names = [name for name, _ in self.home.module.named_parameters()] * len(self._owners)
             pairs = zip(names, now, self._opened, strict=True)
             written = dict.fromkeys(name for name, late, early in pairs if late != early)

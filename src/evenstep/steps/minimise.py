@@ -14,8 +14,9 @@ from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.steps.executors import IndependentExecutor
 from evenstep.steps.pipeline import Pipeline
+from evenstep.steps.refusals import refuse_no_gradient
 from evenstep.steps.step import Progress, Step, StepLoss
-from evenstep.steps.update import Update, refuse_no_gradient, settle
+from evenstep.steps.update import Update, settle
 
 
 def minimises(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -22,8 +22,9 @@ from evenstep.shard.partial_sum import PartialSum
 from evenstep.steps.owners.devices import DeviceOwners
 from evenstep.steps.owners.reducer import READY, UPDATED, OwnerReducer
 from evenstep.steps.proxy_update import ProxyUpdate
+from evenstep.steps.refusals import refuse_other_norm
 from evenstep.steps.step import Step
-from evenstep.steps.update import Update, refuse_other_norm
+from evenstep.steps.update import Update
 
 
 class OwnedUpdate(Update):
@@ -61,7 +62,12 @@ class OwnedUpdate(Update):
             self._meet(step)
 
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
-        super()._update(step, count, root)
+        if self.devices is None:
+            super()._update(step, count, root)
+        else:
+            self._ready(step, count, root)
+            self._is_half = self._is_stepping = True
+            self.devices.step(self._optimizer.step)
         if self.owners is not None:
             self._meet(step)
             self.owners.spread(step.number, root.present)
@@ -79,13 +85,6 @@ class OwnedUpdate(Update):
             self.devices.divide(root.gradients, count)
             count = 1
         super()._divide(root, count)
-
-    def _step(self, *closure: Callable[[], float]) -> None:
-        if self.devices is None:
-            super()._step(*closure)
-        else:
-            self._is_half = True
-            self.devices.step(super()._step)
 
     def _clip(self, step: Step, holders: Sequence[Any]) -> None:
         """Scale the gradients to the largest norm of all processes' gradients together."""
