@@ -13,8 +13,8 @@ from evenstep.devices import intra_op_threads
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.steps.executors import IndependentExecutor
+from evenstep.steps.failures import refuse_no_gradient
 from evenstep.steps.pipeline import Pipeline
-from evenstep.steps.refusals import refuse_no_gradient
 from evenstep.steps.step import Progress, Step, StepLoss
 from evenstep.steps.update import Update, settle
 

@@ -18,8 +18,7 @@ from evenstep.replicas import Replicas, check_followed, hookable
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
 from evenstep.shard.partial_sum import PartialSum, closing_buffers, divide_gradients, receive
-from evenstep.steps.outputs import join_step_outputs
-from evenstep.steps.refusals import (
+from evenstep.steps.failures import (
     check_gradient,
     foreign_step_error,
     half_step_text,
@@ -29,6 +28,7 @@ from evenstep.steps.refusals import (
     refuse_non_finite,
     refuse_other_norm,
 )
+from evenstep.steps.outputs import join_step_outputs
 from evenstep.steps.step import Step
 
 Hook: TypeAlias = Callable[[nn.Module], object]

@@ -19,10 +19,10 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from evenstep.errors import PeerError
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum
+from evenstep.steps.failures import refuse_other_norm
 from evenstep.steps.owners.devices import DeviceOwners
 from evenstep.steps.owners.reducer import READY, UPDATED, OwnerReducer
 from evenstep.steps.proxy_update import ProxyUpdate
-from evenstep.steps.refusals import refuse_other_norm
 from evenstep.steps.step import Step
 from evenstep.steps.update import Update
 

@@ -1,4 +1,4 @@
-"""What an update refuses, and how it judges an error: the messages, apart from threads."""
+"""Steps that fail: what is refused, what an error has left, and whether another attempt helps."""
 
 from __future__ import annotations
 
@@ -10,10 +10,48 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from evenstep.errors import ContractError, ModelError, NonFiniteLossError, was_entered
+from evenstep.distributed.step_report import AgainError
+from evenstep.errors import (
+    BatchError,
+    ContractError,
+    InputError,
+    ModelError,
+    NonFiniteLossError,
+    was_entered,
+)
 from evenstep.shard.forward_backward import Leaf
-from evenstep.shard.partial_sum import PartialSum
+from evenstep.shard.partial_sum import AccumulatedTwiceError, PartialSum
+from evenstep.steps.executors import IndependentExecutor
 from evenstep.steps.step import Step
+
+
+class Recovery:
+    """Decides whether a failed step is attempted again.
+
+    Another attempt helps after two failures: a gradient that a backward pass added to twice, and a
+    device that failed or hung; in this process or in another one.
+
+    Args:
+        executor: computes the shards; `can_retry` changes its settings before another attempt.
+    """
+
+    def __init__(self, executor: IndependentExecutor) -> None:
+        self._executor = executor
+
+    def can_retry(self, step: Step, error: BaseException) -> bool:
+        """Return whether another attempt can succeed, after preparing the executor for it."""
+        if isinstance(error, AccumulatedTwiceError):
+            self._executor.adds_once = False
+            return True
+        if type(error) in (BatchError, InputError):  # a batch or a model was written to
+            return False
+        if isinstance(error, AgainError):
+            return True
+        if step.attempt.committed:
+            return False
+        losses = self._executor.losses
+        losses.give_up_failed(step.attempt.errors)
+        return losses.can_go_on(error, f"step {step.number}")
 
 
 def refuse_no_gradient(step: Step, root: PartialSum, parameters: Sequence[nn.Parameter]) -> None:
