@@ -152,6 +152,12 @@ def step(trainer, bang, folder):
     trainer.waitall()
 
 
+def two_steps(trainer, bang, folder):
+    for _ in range(2):
+        trainer.step(X, Y)
+    trainer.waitall()
+
+
 def backward(trainer, bang, folder):
     trainer.backward(X, Y)
     trainer.optimizer.step()
@@ -505,7 +511,7 @@ def nothing_given(bang):
 NOT_OWNERS = tuple(name for name in LAYOUTS if name != "owners")
 """There, hooks on the optimizer and backward are refused."""
 
-DIRECT = ("one", "two", "own", "stages", "side by side")
+IN_FLIGHT = ("in flight", "in flight, own")
 
 PLACES = {
     "forward": Place(lambda bang: {"inside": bang.then(None)}, step),
@@ -550,6 +556,18 @@ PLACES = {
         NOT_OWNERS,
     ),
     "after_update": Place(lambda bang: {"after_update": bang}, step, "whole"),
+    "forward, and a step behind it": Place(
+        lambda bang: {"inside": bang.then(None)}, two_steps, layouts=IN_FLIGHT
+    ),
+    "before_update, and a step behind it": Place(
+        lambda bang: {"before_update": bang}, two_steps, layouts=IN_FLIGHT
+    ),
+    "the optimizer, and a step behind it": Place(
+        lambda bang: {"make": lambda parameters: ByHand(parameters, bang)},
+        two_steps,
+        "half",
+        IN_FLIGHT,
+    ),
     "on_step": Place(lambda bang: {"callbacks": [Callback(bang, "on_step")]}, step, "whole"),
     "on_save": Place(lambda bang: {"callbacks": [Callback(bang, "on_save")]}, save),
     "on_epoch": Place(
