@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import evenstep
+from evenstep.engine import InlineLanes
 from layouts import own
 
 LAYOUTS = {
@@ -21,6 +22,8 @@ LAYOUTS = {
     "stages": {"devices": 2, "stages": {"first": 0, "last": 1}},
     "side by side": {"devices": 2, "side_by_side": True},
     "owners": {"devices": 2, "partition": "optimizer"},
+    "inline": {"devices": 2, "lanes": InlineLanes},
+    "sync": {"devices": 2, "batch_norm": "sync"},
 }
 X, Y = torch.arange(48.0).reshape(16, 3) / 48, torch.arange(16) % 4
 EXAMPLES = [*zip(X, Y, strict=True)]

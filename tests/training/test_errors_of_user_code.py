@@ -27,7 +27,9 @@ EVERY = [
     for layout in one.layouts
     if (place, kind) not in ENDS
 ]
-SAMPLE = [EVERY[number] for number in range(0, len(EVERY), 37)]
+SAMPLE = [EVERY[number] for number in range(0, len(EVERY), 59)]
+TABLE = [(*case, 2 * (number // 3 % 2)) for number, case in enumerate(EVERY) if not number % 3]
+"""A third of the layouts for each place and kind, and of these half in the first call."""
 
 
 def steps(trainer, number):
@@ -106,8 +108,7 @@ def test_some_errors_of_user_code(place, kind, layout, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("before", [0, 2])
-@pytest.mark.parametrize(("place", "kind", "layout"), EVERY)
+@pytest.mark.parametrize(("place", "kind", "layout", "before"), TABLE)
 def test_every_error_of_user_code(place, kind, layout, before, tmp_path):
     check(place, kind, layout, tmp_path, before)
 
@@ -115,11 +116,10 @@ def test_every_error_of_user_code(place, kind, layout, before, tmp_path):
 # ---- a trainer that is opened, closed or loaded
 
 
-def cases(*layouts):
-    return pytest.mark.parametrize(("kind", "layout"), [(k, one) for k in KINDS for one in layouts])
+KINDS_AND_LAYOUTS = [*zip(KINDS, ["two", "in flight"] * 3, strict=True)]
 
 
-@cases("two", "in flight")
+@pytest.mark.parametrize(("kind", "layout"), KINDS_AND_LAYOUTS)
 @pytest.mark.parametrize("method", ["open", "close"])
 def test_a_callback_that_fails_while_a_trainer_is_opened_or_closed(method, kind, layout):
     """The trainer is closed afterwards, and can be opened again."""
@@ -142,7 +142,7 @@ def test_a_callback_that_fails_while_a_trainer_is_opened_or_closed(method, kind,
         assert_same_bits(state_of(trainer), state_of(undisturbed))
 
 
-@cases("two", "in flight")
+@pytest.mark.parametrize(("kind", "layout"), KINDS_AND_LAYOUTS)
 @pytest.mark.parametrize("where", ["state", "model", "optimizer"])
 def test_what_fails_while_a_checkpoint_is_loaded_changes_nothing(where, kind, layout, tmp_path):
     bang = Bang(kind)
