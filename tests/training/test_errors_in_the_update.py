@@ -113,6 +113,8 @@ def assert_half(trainer, once, folder):
         assert trainer.steps_done == 2
         assert_refuses(trainer, folder)
     assert [one.name for one in folder.iterdir()] == ["step-00000002"]
+    with trainer, pytest.raises(ClosedError, match=REFUSED):
+        trainer.step(X, Y)  # opened again
 
 
 def assert_whole(trainer, once, undisturbed):

@@ -516,7 +516,8 @@ class Trainer(Habits):
             A handle of the batch's mean loss.
 
         Raises:
-            EvenstepError: as for `step`. The gradients are as they were before the call.
+            EvenstepError: as for `step`. The gradients are as they were before the call. If your
+                own `optimizer.step` fails afterwards, the trainer does not notice it.
         """
         self._session.refuse_fork()
         check_flags(accumulate=accumulate)
@@ -715,6 +716,7 @@ class Trainer(Habits):
         Raises:
             SaveError: the checkpoint can't be written; earlier ones are unchanged.
             ModelError: the optimizer holds parameters that no longer belong to the model.
+            ClosedError: a step failed within its update.
         """
         self._session.refuse_fork()
         return self._saver.save(Path(folder), self.scheduler, keep, background=background)
