@@ -30,5 +30,8 @@ def open_trainer(model, loss=None, **options):
 
 
 def state_of(trainer):
-    return {name: torch.as_tensor(value).clone() for name, value in whole_state(
-        trainer.model, trainer.optimizer).items()}  # fmt: skip
+    """Return copies of a trainer's whole state, by name."""
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in whole_state(trainer.model, trainer.optimizer).items()
+    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
@@ -15,7 +16,7 @@ from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
 from evenstep.data.generators import order_of
 from evenstep.data.order import Cursor, epoch_order
-from evenstep.data.seeded import SeededExamples
+from evenstep.data.seeded import SeededExamples, without_end
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import DataError, InputError, hides_own_frames, shown
@@ -244,7 +245,7 @@ class Loader:
                 SeededExamples(self.dataset, self.seed, epoch),
                 batch_sampler=(index.tolist() for index in indices),
                 num_workers=workers,
-                collate_fn=self.collate,
+                collate_fn=self.collate and functools.partial(without_end, self.collate),
                 # Without a generator, a DataLoader draws from the global one.
                 generator=torch.Generator().manual_seed(derive_seed("workers", self.seed, epoch)),
             )

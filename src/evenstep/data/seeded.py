@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +14,8 @@ from torch.utils.data import Dataset, get_worker_info
 
 from evenstep.batch.rng import DEFAULT_GENERATORS, derive_seed
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,20 @@ class SeededExamples(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         """Return example `index`, augmented for this epoch."""
         with seeded(derive_seed("example", self.seed, self.epoch, index)):
-            return interruptible(self.dataset.__getitem__, index)
+            return interruptible(without_end, self.dataset.__getitem__, index)
+
+
+def without_end(function: Callable[..., T], *arguments: Any) -> T:
+    """Return `function(*arguments)`, which makes a part of a batch.
+
+    Raises:
+        RuntimeError: it has raised StopIteration, which would end the loop over the batches; so
+            Python lets it leave generators.
+    """
+    try:
+        return function(*arguments)
+    except StopIteration as error:
+        raise RuntimeError("the data set, or its collate_fn, raised StopIteration") from error
 
 
 @contextmanager

@@ -372,6 +372,11 @@ class Replicas:
             replica.opening = per_memory[memory]
             replica.graph_nodes = -1
 
+    @property
+    def were_written_since_open(self) -> bool:
+        """Whether parameters were written since `open_step`, as torch's version counters say."""
+        return [*map(_VERSION, self._distinct)] != self._opened
+
     def refuse_written_by_shards(self) -> None:
         """Refuse parameters that shards have written since `open_step`.
 

@@ -27,7 +27,7 @@ from evenstep.engine.task import PLAIN, Task
 from evenstep.errors import DeviceLostError, InputError
 from evenstep.profiling.clock import ADD_UP_EVERY, Timekeeper
 from evenstep.steps.executors import IndependentExecutor
-from evenstep.steps.recovery import Recovery
+from evenstep.steps.failures import Recovery
 from evenstep.steps.step import Attempt, Progress, Step, StepLoss
 from evenstep.steps.update import Update
 

@@ -64,9 +64,9 @@ class ProxyUpdate(Update):
         self._proxy.refuse_written()
         super()._close_buffers(root)
 
-    def _close(self) -> None:
+    def _close(self, step: Step) -> None:
         try:
-            super()._close()
+            super()._close(step)
         finally:
             self._replicas.update_copies()
             self._proxy.mark()

@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import NoReturn
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.batch.rng import callers_generators
 from evenstep.devices import deterministic_kernels, kept_memory
@@ -22,7 +21,7 @@ from evenstep.devices.forward_mode import one_level_at_a_time
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
-from evenstep.replicas import align_state, hookable, inner_optimizers, note_left
+from evenstep.replicas import align_state, inner_optimizers, note_left
 from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.joining import OPEN, joined
 from evenstep.steps.owners.reducer import OwnerReducer
@@ -149,12 +148,8 @@ class Session:
                 )
             for other in self._others:
                 opened.enter_context(other)
-            for one in hookable(self._optimizer):
-                hook = one.register_step_pre_hook(parts.update.refuse_foreign_step)
-                opened.callback(hook.remove)
+            opened.enter_context(parts.update.watching())
             self._align_state(opened)
-            used = register_optimizer_step_post_hook(parts.update.note_step)
-            opened.callback(used.remove)
             note_left(parts.replicas.home.parameters)
             INTERRUPTS.check()
             self._opened = opened.pop_all()
@@ -242,9 +237,9 @@ class Session:
     ) -> None:
         """Finish the steps in flight (after an error, drop them), and stop the threads.
 
-        The caller is shielded from signals.
+        Closed already, it does nothing. The caller is shielded from signals.
         """
-        if self.owner is not None and self.owner.is_elsewhere:  # a fork has no threads to stop
+        if not self.is_open or (self.owner and self.owner.is_elsewhere):  # a fork has no threads
             return
         parts = self._parts
         try:

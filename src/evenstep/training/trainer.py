@@ -174,7 +174,8 @@ class Trainer(Habits):
             with any number of steps in flight. It runs in a worker thread, in every process.
             What it writes into the module (also parameters with `requires_grad=False`) reaches all
             devices and the checkpoint; what it writes elsewhere (an `AveragedModel`) is yours to
-            save, after `waitall`. If it raises, the optimizer's update has already been made.
+            save, after `waitall`. If it raises, the optimizer's update has already been made, and
+            the step counts.
         scheduler: a learning-rate scheduler, which is saved in checkpoints and restored from them.
             The trainer never steps it: call its `step` yourself.
         state: objects of your own, by name, that are saved in checkpoints and restored from them,
@@ -446,6 +447,14 @@ class Trainer(Habits):
                 handle, a later `step`, or `waitall`; the steps after it were not taken.
             KeyboardInterrupt: Ctrl-C was pressed. A step whose update had begun was finished; the
                 others in flight were not taken. `steps_done` and `cursor` count accordingly.
+            ClosedError: an earlier step failed within its update: load the last checkpoint.
+            BaseException: your own code has raised it. Before the optimizer's step (in the model, a
+                hook, `before_update`), the step was not taken. After it (in a hook that the
+                optimizer calls then, `after_update`, a callback), the step was taken and counts,
+                which a note of the error says. If the optimizer itself has raised it, or what runs
+                before it had written parameters, the state is between two steps: the trainer
+                refuses to train, evaluate or save from there, and a note says so. LBFGS is put
+                back to where the step began.
         """
         owner = self._session.owner
         if owner is not None and owner.pid != os.getpid():
@@ -521,7 +530,8 @@ class Trainer(Habits):
             A handle of the batch's mean loss.
 
         Raises:
-            EvenstepError: as for `step`. The gradients are as they were before the call.
+            EvenstepError: as for `step`. The gradients are as they were before the call. If your
+                own `optimizer.step` fails afterwards, the trainer does not notice it.
         """
         self._session.refuse_fork()
         check_flags(accumulate=accumulate)
@@ -680,10 +690,12 @@ class Trainer(Habits):
 
         Raises:
             Exception: the error of a step in flight; it and those after it were not taken.
+            ClosedError: a step failed within its update.
         """
         self._session.refuse_fork()
         self._pipeline.finish()
         self._reporter.tell()
+        self._update.refuse_half_step()
 
     @hides_own_frames
     def fingerprint(self, version: int = 1) -> str:
@@ -719,6 +731,7 @@ class Trainer(Habits):
         Raises:
             SaveError: the checkpoint can't be written; earlier ones are unchanged.
             ModelError: the optimizer holds parameters that no longer belong to the model.
+            ClosedError: a step failed within its update.
         """
         self._session.refuse_fork()
         return self._saver.save(Path(folder), self.scheduler, keep, background=background)

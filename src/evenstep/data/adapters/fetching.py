@@ -13,6 +13,7 @@ from torch.utils.data import Dataset, default_collate, default_convert, get_work
 
 from evenstep.batch.rng import derive_seed
 from evenstep.data.generators import Generator, Lent, drew_nothing, generators_of, tell_epoch
+from evenstep.data.seeded import without_end
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
 
@@ -60,7 +61,7 @@ class Examples(Dataset[Any]):
         if wanted.epoch != self._epoch:
             self._epoch = wanted.epoch
             tell_epoch(wanted.epoch, self.dataset)
-        return _Fetched(self._fetch(wanted), wanted)
+        return _Fetched(without_end(self._fetch, wanted), wanted)
 
     @INTERRUPTS.uninterrupted
     def _fetch(self, wanted: Wanted) -> Any:
@@ -111,7 +112,7 @@ class Collate:
         numbers = Lent(generators_of(self._collate))
         numbers.seed(derive_seed("collate", self._seed, wanted.epoch, wanted.step))
         with intra_op_threads(1):
-            return numbers.call(self._collate, examples)
+            return numbers.call(without_end, self._collate, examples)
 
 
 class Start:
