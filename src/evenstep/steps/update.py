@@ -189,6 +189,7 @@ class Update:
             self._optimizer.step(closure)
         finally:
             self._is_stepping = False
+            note_left(self._replicas.home.parameters)
 
     def close_minimised(self, step: Step, root: PartialSum) -> None:
         """End such an update: called in a lane with the sum of the last evaluation.
@@ -197,7 +198,6 @@ class Update:
         """
         self._receive(root)
         self._replicas.write_buffers(closing_buffers(root))
-        note_left(self._replicas.home.parameters)
         self._close(step)
 
     @contextlib.contextmanager
