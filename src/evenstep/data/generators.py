@@ -7,7 +7,7 @@ import itertools
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -82,8 +82,7 @@ class Lent:
     def seed(self, seed: int) -> None:
         """Let the next call draw what follows from `seed`."""
         with _alone(), _put_back(self._generators):
-            for number, generator in enumerate(self._generators):
-                generator.seed(derive_seed("generator", seed, number) if number > 2 else seed)
+            _seed(self._generators, seed)
             self._states = [generator.read() for generator in self._generators]
 
     @INTERRUPTS.uninterrupted
@@ -106,6 +105,19 @@ class Lent:
         if len(states) != len(self._generators):
             raise ValueError(f"{len(states)} generators were saved, {len(self._generators)} exist")
         self._states = [_from_plain(state) for state in states]
+
+
+@INTERRUPTS.uninterrupted
+def call_seeded(
+    generators: Sequence[Generator], seed: int, function: Callable[..., T], *arguments: Any
+) -> T:
+    """Return `function(*arguments)`, which draws what follows from `seed`.
+
+    Afterwards the generators have the states that the user left them in.
+    """
+    with _alone(), _put_back(generators):
+        _seed(generators, seed)
+        return interruptible(function, *arguments)
 
 
 def drew_nothing(generators: Sequence[Generator], function: Callable[[], T]) -> tuple[T, bool]:
@@ -220,6 +232,11 @@ def _alone() -> Any:
     return DEFAULT_GENERATORS if get_worker_info() is None else nullcontext()
 
 
+def _seed(generators: Sequence[Generator], seed: int) -> None:
+    for number, generator in enumerate(generators):
+        generator.seed(derive_seed("generator", seed, number) if number > 2 else seed)
+
+
 @contextmanager
 def _put_back(generators: Sequence[Generator]) -> Iterator[None]:
     before = [generator.read() for generator in generators]
@@ -267,7 +284,22 @@ def _inside(one: object) -> list[object]:
     if type(one).__module__.startswith("datasets."):  # Hugging Face's follow from set_epoch
         return []
     attributes = getattr(one, "__dict__", None)
-    return [*attributes.values()] if isinstance(attributes, dict) else []
+    held = [*attributes.values()] if isinstance(attributes, dict) else []
+    return held + _in_slots(one)
+
+
+def _in_slots(one: object) -> list[object]:
+    slots = [
+        slot
+        for kind in type(one).__mro__
+        for slot in vars(kind).values()
+        if isinstance(slot, types.MemberDescriptorType)
+    ]
+    held = []
+    for slot in slots:
+        with suppress(AttributeError):  # nothing was assigned
+            held.append(slot.__get__(one))
+    return held
 
 
 def _is_filled(cell: Any) -> bool:

@@ -12,9 +12,17 @@ from typing import Any, NamedTuple
 from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
 
 from evenstep.batch.rng import derive_seed
-from evenstep.data.generators import Generator, Lent, drew_nothing, generators_of, tell_epoch
+from evenstep.data.digests import digest_of
+from evenstep.data.generators import (
+    Generator,
+    call_seeded,
+    drew_nothing,
+    generators_of,
+    tell_epoch,
+)
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
+from evenstep.errors import InputError, shown
 
 
 class Wanted(NamedTuple):
@@ -43,24 +51,46 @@ class _Fetched(NamedTuple):
 class Examples(Dataset[Any]):
     """A data set whose examples draw from seeded generators, in any process.
 
+    Args:
+        dataset: the user's.
+        seed: the seed of the training.
+        is_batched: whether a batch is a list of examples.
+        by_index: whether an example's seed follows from its index, and not from its place in a
+            batch: an index that comes twice in an epoch gives the same example.
+        compares: whether the first batch of each process is fetched twice, and compared.
+
     Most data sets draw nothing. So a batch is fetched at once, as torch does; from the first one
     that drew on, each example is fetched by itself, with the generators seeded for it.
     """
 
-    def __init__(self, dataset: Any, seed: int, is_batched: bool) -> None:
+    def __init__(
+        self, dataset: Any, seed: int, *, is_batched: bool, by_index: bool, compares: bool
+    ) -> None:
         self.dataset = dataset
         self._seed = seed
         self._is_batched = is_batched
-        self._draws = False
+        self._by_index = by_index
+        self._compares = compares
+        self._draws = by_index
         self._epoch: int | None = None
         self._generators: tuple[Generator, ...] | None = None
 
     def __getitems__(self, wanted: Wanted) -> _Fetched:
-        """Return the examples of a batch."""
+        """Return the examples of a batch.
+
+        Raises:
+            InputError: they are others when they are fetched again.
+        """
         if wanted.epoch != self._epoch:
             self._epoch = wanted.epoch
             tell_epoch(wanted.epoch, self.dataset)
-        return _Fetched(self._fetch(wanted), wanted)
+        examples = self._fetch(wanted)
+        if self._compares:
+            first = digest_of(examples)
+            examples = self._fetch(wanted)
+            self._refuse_others(first, digest_of(examples), wanted)
+            self._compares = False
+        return _Fetched(examples, wanted)
 
     @INTERRUPTS.uninterrupted
     def _fetch(self, wanted: Wanted) -> Any:
@@ -79,12 +109,25 @@ class Examples(Dataset[Any]):
             ]
 
     def _seeded(self, wanted: Wanted, place: int, index: Any) -> Any:
-        numbers = Lent(self._generators_here())
-        numbers.seed(derive_seed("example", self._seed, wanted.epoch, wanted.step, place))
+        where = (index,) if self._by_index else (wanted.step, place)
+        seed = derive_seed("example", self._seed, wanted.epoch, *where)
+        generators = self._generators_here()
         if not self._is_batched or not _fetches_lists(self.dataset):
-            return numbers.call(self.dataset.__getitem__, index)
-        (example,) = numbers.call(self.dataset.__getitems__, [index])
+            return call_seeded(generators, seed, self.dataset.__getitem__, index)
+        (example,) = call_seeded(generators, seed, self.dataset.__getitems__, [index])
         return example
+
+    def _refuse_others(self, first: int, second: int, wanted: Wanted) -> None:
+        if first != second:
+            raise InputError(
+                f"{type(self.dataset).__name__} gave other examples when batch {wanted.step} of "
+                f"epoch {wanted.epoch} was fetched again with the same random numbers: it draws "
+                f"from a generator that evenstep can't find and seed, such as one at module level "
+                f"or one that it makes later, or it changes its examples in place. So they would "
+                f"depend on worker processes, and differ after a resume. Let it draw from the "
+                f"default generators of torch, Python or numpy, or from a generator that is an "
+                f"attribute from the start"
+            )
 
     def _generators_here(self) -> tuple[Generator, ...]:
         if self._generators is None:
@@ -97,21 +140,42 @@ class Examples(Dataset[Any]):
 
 
 class Collate:
-    """A `collate_fn` that draws from generators seeded for the batch."""
+    """A `collate_fn` that draws from generators seeded for the batch.
 
-    def __init__(self, collate: Callable[[Any], Any], seed: int) -> None:
+    Args:
+        collate: the user's, or torch's.
+        seed: the seed of the training.
+        of_parts: whether it gets parts of batches, for which it must not draw.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], seed: int, *, of_parts: bool = False) -> None:
         self._collate = collate
         self._seed = seed
+        self._of_parts = of_parts
 
     def __call__(self, fetched: _Fetched) -> Any:
-        """Return the batch that the user's function makes of the examples."""
+        """Return the batch that the user's function makes of the examples.
+
+        Raises:
+            InputError: it draws random numbers for a part of a batch.
+        """
         examples, wanted = fetched
         if self._collate is default_collate or self._collate is default_convert:
             return self._collate(examples)
-        numbers = Lent(generators_of(self._collate))
-        numbers.seed(derive_seed("collate", self._seed, wanted.epoch, wanted.step))
+        generators = generators_of(self._collate)
+        seed = derive_seed("collate", self._seed, wanted.epoch, wanted.step)
         with intra_op_threads(1):
-            return numbers.call(self._collate, examples)
+            if not self._of_parts:
+                return call_seeded(generators, seed, self._collate, examples)
+            collate = functools.partial(self._collate, examples)
+            batch, is_quiet = drew_nothing(generators, collate)
+        if not is_quiet:
+            raise InputError(
+                f"{shown(self._collate)} drew random numbers for a part of a batch, so they "
+                f"would depend on the number of processes: give trainer.epoch a "
+                f"torch.utils.data.DataLoader, of which it collates whole batches"
+            )
+        return batch
 
 
 class Start:
