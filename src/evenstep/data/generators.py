@@ -190,6 +190,17 @@ def tell_epoch(epoch: int, *parts: object) -> None:
             tell(epoch)
 
 
+def states_of(generators: Sequence[Generator]) -> list[Any]:
+    """Return the states of generators as plain values and tensors."""
+    return [_plain(generator.read()) for generator in generators]
+
+
+def restore_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
+    """Set the states that `states_of` returned."""
+    for generator, state in zip(generators, states, strict=True):
+        generator.write(_from_plain(state))
+
+
 class GeneratorStates:
     """The states of the random generators of this process, saved and restored with a training.
 
@@ -205,14 +216,12 @@ class GeneratorStates:
     def state_dict(self) -> dict[str, Any]:
         """Return the states as plain values and tensors."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        torch_state, python, numpy = (_plain(generator.read()) for generator in DEFAULTS)
+        torch_state, python, numpy = states_of(DEFAULTS)
         return {"torch": torch_state, "python": python, "numpy": numpy, "cuda": cuda}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the states; skip those of GPUs that this machine does not have."""
-        states = [_from_plain(state_dict[name]) for name in ("torch", "python", "numpy")]
-        for generator, state in zip(DEFAULTS, states, strict=True):
-            generator.write(state)
+        restore_states(DEFAULTS, [state_dict[name] for name in ("torch", "python", "numpy")])
         for number, state in enumerate(state_dict["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state, number)
 
@@ -239,6 +248,7 @@ def _seed(generators: Sequence[Generator], seed: int) -> None:
 
 @contextmanager
 def _put_back(generators: Sequence[Generator]) -> Iterator[None]:
+    """Inside `with`, code may draw from generators, which have their states again at the end."""
     before = [generator.read() for generator in generators]
     try:
         yield
