@@ -265,9 +265,12 @@ def _has_exact_state(loader: Any) -> bool:
     """Whether a loader goes on exactly from its own state.
 
     Not if worker processes draw its batches: their generators are not in the state. Nor if Hugging
-    Face's streams shuffle: their buffers are not in it.
+    Face's streams shuffle: their buffers are not in it. Nor torchdata's loader if its data set has
+    no state: a state that it gives after a resume counts the batches before the resume twice.
     """
     if isinstance(loader, DataLoader) and loader.num_workers:
+        return False
+    if is_torchdatas(loader) and not hasattr(loader.dataset, "state_dict"):
         return False
     has_state = all(callable(getattr(loader, n, None)) for n in ("state_dict", "load_state_dict"))
     return has_state and not any(
