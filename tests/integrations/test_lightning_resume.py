@@ -61,6 +61,9 @@ def with_state(cases, kind):
         return cases.make_loader(generator=torch.Generator().manual_seed(6))
     if kind in ("stream", "unsized"):
         stream = CountingStream(cases) if kind == "stream" else Unsized(cases)
+    if kind == "stateless":
+        stream = Stateless(cases)
+    if kind in ("stream", "unsized", "stateless"):
         return torchdata.StatefulDataLoader(stream, batch_size=18)
     options = loading.workers() if kind == "workers" else {}
     if kind == "generator":
@@ -100,6 +103,15 @@ class CountingStream(IterableDataset):
 
 class Unsized(CountingStream):
     __len__ = None
+
+
+class Stateless(Unsized):
+    """Draws its order, and has no state."""
+
+    state_dict = load_state_dict = None
+
+    def __iter__(self):
+        return ((self.X[row], self.y[row]) for row in torch.randperm(44))
 
 
 class Counting:
@@ -172,6 +184,20 @@ def test_resumed_in_the_middle_with_what_the_loader_draws(cases, tmp_path, kind,
     saved = tmp_path / f"step={step}.ckpt"
     cases.trained(rest, cases.Classifier(dropout=0.3), with_state(cases, kind), resume=saved)
     assert rest.global_step == 9
+    assert_same_bits(cases.state_of(rest), cases.state_of(whole))
+
+
+def test_a_loader_whose_state_only_counts_batches_is_refused_in_the_middle(cases, tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = cases.even(1, callbacks=[save], enable_checkpointing=True, max_epochs=2)
+    cases.trained(whole, loader=with_state(cases, "stateless"))
+    rest = cases.even(1, max_epochs=2)
+    with pytest.raises(InputError, match="the data set Stateless.*state_dict.*end of an epoch"):
+        cases.trained(rest, loader=with_state(cases, "stateless"), resume=tmp_path / "step=2.ckpt")
+    rest = cases.even(1, max_epochs=2)
+    cases.trained(rest, loader=with_state(cases, "stateless"), resume=tmp_path / "step=3.ckpt")
     assert_same_bits(cases.state_of(rest), cases.state_of(whole))
 
 

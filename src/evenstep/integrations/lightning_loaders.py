@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from evenstep.data import GeneratorStates
 from evenstep.data.adapters.map_style import is_torchdatas, samplers_of
+from evenstep.data.adapters.streams import has_own_state
 from evenstep.data.generators import Generator, generators_of, restore_states, states_of
 from evenstep.errors import InputError
 
@@ -58,9 +59,11 @@ class Resumed:
         """
         loop, loaders = self._loop, _loaders_of(self._loop)
         if self._is_at_end:
-            self._give_states([one for one in loaders if hasattr(one, "load_state_dict")])
-        elif self._states and hasattr(loop._data_fetcher, "batches"):
-            loop._data_fetcher.batches[:0] = self._place.get("ahead", [])
+            self._give_states([one for one in loaders if has_own_state(one)])
+        elif self._states:
+            _refuse_counts(loaders)
+            if hasattr(loop._data_fetcher, "batches"):
+                loop._data_fetcher.batches[:0] = self._place.get("ahead", [])
         self._restore(loaders)
         if (
             self._is_at_end and not loop.epoch_loop.restarted_on_last
@@ -97,6 +100,23 @@ def _begin_behind(loader: Any, state: Any) -> None:
         ended = loader._get_iterator()
         if loader.num_workers:
             ended._shutdown_workers()
+
+
+def _refuse_counts(loaders: list[Any]) -> None:
+    """Refuse a place in torchdata's loader that only counts batches, and loses some.
+
+    Raises:
+        InputError: neither a stream of examples nor, in this process, its iterator has a state.
+    """
+    for loader in filter(is_torchdatas, loaders):
+        fetcher = getattr(loader._iterator, "_dataset_fetcher", None)
+        parts = loader.dataset, getattr(fetcher, "dataset_iter", None)
+        if isinstance(loader.dataset, IterableDataset) and not any(map(has_own_state, parts)):
+            raise InputError(
+                f"the data set {type(loader.dataset).__name__} has no state, so the checkpoint "
+                f"only has the number of batches that its StatefulDataLoader has given: give it "
+                f"state_dict and load_state_dict, or resume at the end of an epoch"
+            )
 
 
 def _loaders_of(loop: Any) -> list[Any]:

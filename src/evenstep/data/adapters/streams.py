@@ -270,12 +270,16 @@ def _has_exact_state(loader: Any) -> bool:
     """
     if isinstance(loader, DataLoader) and loader.num_workers:
         return False
-    if is_torchdatas(loader) and not hasattr(loader.dataset, "state_dict"):
+    if is_torchdatas(loader) and not has_own_state(loader.dataset):
         return False
-    has_state = all(callable(getattr(loader, n, None)) for n in ("state_dict", "load_state_dict"))
-    return has_state and not any(
+    return has_own_state(loader) and not any(
         map(_has_shuffle_buffer, (loader, getattr(loader, "dataset", None)))
     )
+
+
+def has_own_state(part: object) -> bool:
+    """Return whether an object can save its place and load it."""
+    return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
