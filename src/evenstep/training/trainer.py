@@ -630,9 +630,9 @@ class Trainer(Habits):
             batches: an iterable of batches, each a tuple or list of the arguments of `step`, or its
                 one argument.
             metrics: name to `metric(output, *targets) -> (total, count)`; a trainer with an
-                objective calls `metric(model, *batch)`. Or name to an object of torchmetrics, of
-                which each shard updates a copy; their states are merged in the shards' order, and
-                the object itself is not changed. A `MetricCollection` is accepted, too.
+                objective calls `metric(model, *batch)`. Or name to an object of torchmetrics: a
+                copy is updated with the output and the targets of each whole batch, on the CPU. A
+                `MetricCollection` is accepted, too.
             model: another module with the structure of the trainer's model, such as an average of
                 its weights, to evaluate instead.
 
@@ -641,8 +641,9 @@ class Trainer(Habits):
 
         Raises:
             BatchError: there is no batch, or none that counts.
-            ModelError: `model` has another structure.
-            InputError: the states of an object can't be merged.
+            ModelError: `model` has another structure; for objects, the model's output does not have
+                one row for each example.
+            InputError: there are objects, and the trainer has an objective.
         """
         self._session.refuse_fork()
         self._agreement.compare("evaluate", model)

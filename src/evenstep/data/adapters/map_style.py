@@ -22,7 +22,7 @@ from torch.utils.data import (
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
-from evenstep.data.adapters.fetching import Collate, Examples, Start, Wanted
+from evenstep.data.fetching import Collate, Examples, Start, Wanted
 from evenstep.data.generators import order_of, samplers_in
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.errors import CheckpointError, InputError
@@ -90,7 +90,8 @@ class MapStyle:
         self._samplers = samplers_of(loader)
         self._feed = _Feed()
         self._fetcher: DataLoader[Any] | None = None
-        self._is_repeatable = False
+        self._is_repeatable = False  # its order
+        self._is_compared = False  # its first batch
         self._digests: dict[int, int] = {}
         self._wanted: Iterator[Wanted] = iter(())
         self._first = 0
@@ -239,7 +240,9 @@ class MapStyle:
         self._feed.wanted = wanted
         batches: Any = iter(fetcher)
         try:
-            yield from batches
+            for batch in batches:
+                self._is_compared = True
+                yield batch
         finally:
             if fetcher.num_workers and not fetcher.persistent_workers:
                 # Its `__del__` does this too, but not while a traceback holds it.
@@ -259,11 +262,17 @@ class MapStyle:
                 "persistent_workers": loader.persistent_workers,
                 "timeout": loader.timeout,
             }
-        is_batched = loader.batch_sampler is not None
         seed = derive_seed("workers", self._seed)
+        examples = Examples(
+            loader.dataset,
+            self._seed,
+            is_batched=loader.batch_sampler is not None,
+            by_index=False,
+            compares=not self._is_compared,
+        )
         collate: Any = Collate(loader.collate_fn, self._seed)
         return DataLoader(
-            Examples(loader.dataset, self._seed, is_batched),
+            examples,
             batch_sampler=self._feed,
             collate_fn=collate,
             pin_memory=loader.pin_memory,
