@@ -159,6 +159,7 @@ EXPORTS = {
         "find_devices",
         "gpu_count",
         "hash_seed",
+        "instruction_facts",
         "intra_op_threads",
         "kept_memory",
         "known_results",

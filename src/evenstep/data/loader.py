@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
@@ -13,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
+from evenstep.data.digests import COMPARED, digest_of, digest_of_fetched
 from evenstep.data.generators import order_of
 from evenstep.data.order import Cursor, epoch_order
 from evenstep.data.seeded import SeededExamples
@@ -42,10 +42,6 @@ class Loader:
 
         for batch in loader.epoch(Cursor(epoch=2, step=3)): ...
     """
-
-    fetches_parts = True
-    whole_because = ""
-    name = "Loader"
 
     @hides_own_frames
     def __init__(
@@ -121,15 +117,8 @@ class Loader:
         """The number of examples in an epoch's last batch."""
         return self.epoch_examples - (len(self) - 1) * self.batch_size
 
-    def facts_at_end(self) -> dict[str, object]:
-        """Return what must be compared between processes after an epoch: nothing."""
-        return {}
-
-    def facts(self, cursor: Cursor | None = None) -> dict[str, object]:
-        """Return what the batches depend on, to compare it between processes.
-
-        For a `TensorDataset` this includes a digest of about 64 evenly spaced examples.
-        """
+    def facts(self) -> dict[str, object]:
+        """Return what the batches of every epoch depend on, besides the data set's contents."""
         facts: dict[str, object] = {
             "the data set": type(self.dataset).__name__,
             "its examples": self.examples,
@@ -139,18 +128,26 @@ class Loader:
             "drop_last": self.drop_last,
         }
         if self.sampler is not None:
-            order = str(self._order(cursor.epoch if cursor else 0).tolist())
             facts["the sampler"] = type(self.sampler).__name__
-            facts["a digest of its order"] = hashlib.sha256(order.encode()).hexdigest()
-        if _is_indexable(self.dataset):
-            some = torch.arange(0, self.examples, max(1, self.examples // 64))
-            rows = [tensor.cpu()[some].contiguous() for tensor in self.dataset.tensors]
-            digest = hashlib.sha256()
-            for row in rows:
-                digest.update(f"{row.dtype} {tuple(row.shape)}".encode())
-                digest.update(row.flatten().view(torch.uint8).numpy().data)
-            facts["a digest of some examples"] = digest.hexdigest()
         return facts
+
+    def digest_of_examples(self) -> int | None:
+        """Return a checksum of some examples; None if they can't be repeated.
+
+        Of a `TensorDataset` these are about 64, evenly spaced; of others the first ones of epoch 0,
+        which are fetched twice, by one worker process if the loader has some.
+        """
+        if _is_indexable(self.dataset):
+            count = len(self.dataset)
+            some = torch.arange(0, count, max(1, count // 64))
+            return digest_of(_rows(self.dataset.tensors, some))
+        seeded = SeededExamples(self.dataset, self.seed, epoch=0)
+        first = self._order(0)[:COMPARED].tolist()
+        return digest_of_fetched(seeded, first, num_workers=min(1, self.workers))
+
+    def drawn_order(self, epoch: int) -> list[int] | None:
+        """Return the order that the sampler draws for an epoch; None without a sampler."""
+        return None if self.sampler is None else self._order(epoch).tolist()
 
     def in_order(self) -> Loader:
         """Return a loader of the same data set that visits all examples without shuffling."""

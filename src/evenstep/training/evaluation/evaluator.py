@@ -120,7 +120,8 @@ class Evaluator:
         executor, experiment = self._executor, self._executor.experiment
         steps_done = self._progress.position.steps_done
         if isinstance(batches, Loader):
-            batches = executor.group.batches(batches, Cursor(), lambda: steps_done, call)
+            source = Sources(experiment.seed, locked=False, are_kept=False).of(batches)
+            batches = executor.group.batches(source, Cursor(), lambda: steps_done, call)
         for number, batch in enumerate(_each(batches)):
             whole = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
             arguments = nest(whole, experiment.batch_dim)
