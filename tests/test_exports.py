@@ -184,6 +184,7 @@ EXPORTS = {
         "is_first",
         "job_share",
         "join",
+        "listed",
         "local_share",
         "refuse_divergence",
         "restarts",

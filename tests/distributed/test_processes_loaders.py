@@ -61,6 +61,30 @@ def test_a_loop_may_ask_for_whole_batches_to_draw_numbers_for_every_example(tmp_
     assert not [line for one in found for line in one["lines"] if "whole batches" in line]
 
 
+DATA_SETS = ["listed", "listed, collate_fn", "listed, own", "changed", "changed, own"]
+DATA_SETS += ["listed, workers"]
+
+
+@pytest.mark.parametrize("kind", DATA_SETS)
+def test_processes_with_other_data_sets_of_one_length_are_refused(tmp_path, kind):
+    """As `os.listdir` gives two machines."""
+    launched(2, "loaders.py", tmp_path, "apart", kind)
+    for text, steps_done in (of_rank(tmp_path, rank) for rank in range(2)):
+        assert re.match(
+            r"InputError: the processes disagree about the data: a digest of some examples is \d+ "
+            r"on rank 1 \(\S+\), but \d+ on rank 0",
+            text,
+        )
+        assert steps_done == 0
+
+
+def test_a_data_set_that_nobody_can_seed_tells_nothing_about_its_contents(tmp_path):
+    """That it can't be repeated is another matter."""
+    launched(2, "loaders.py", tmp_path, "apart", "odd")
+    for text, steps_done in (of_rank(tmp_path, rank) for rank in range(2)):
+        assert (text, steps_done) == ("nothing", 20)
+
+
 @pytest.mark.parametrize(
     ("kind", "pattern", "steps"),
     [

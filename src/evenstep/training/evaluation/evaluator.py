@@ -14,6 +14,7 @@ from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
 from evenstep.batch.nesting import nest
 from evenstep.batch.rng import derive_seed
+from evenstep.data.adapters.sources import Sources
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
 from evenstep.engine.interrupts import interruptible
