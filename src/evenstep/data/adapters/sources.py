@@ -157,10 +157,10 @@ class Adapted:
             InputError: there are none, or fewer than `cursor.step`, or they are not repeatable.
         """
         self._epoch, self._step = cursor.epoch, 0
-        began_s = time.perf_counter()
         saved = self._held.at(cursor)
         if self._is_kept:
             self._compare(cursor, {} if saved is None else saved.facts)
+        began_s = time.perf_counter()
         how = self._inner.open(cursor, saved)
         self._held.saved = None
         if cursor.step and how:
