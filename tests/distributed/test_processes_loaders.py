@@ -90,7 +90,11 @@ def test_a_data_set_that_nobody_can_seed_tells_nothing_about_its_contents(tmp_pa
 @pytest.mark.parametrize(
     ("kind", "pattern", "steps"),
     [
-        ("another order", r"InputError: the processes disagree about the data: a digest of (the|some)", 0),
+        (
+            "another order",
+            r"InputError: the processes disagree about the data: a digest of (the|some)",
+            0,
+        ),
         pytest.param(
             "unseeded", r"InputError: the sampler .*gave two orders", 0, marks=pytest.mark.slow
         ),
