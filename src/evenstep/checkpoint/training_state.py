@@ -66,7 +66,7 @@ class ModelState:
         """Return what must be the same when training resumes."""
         tensors = {f"parameter {name}": _spell(value) for name, value in self.parameters.items()}
         tensors |= {f"buffer {name}": _spell(value) for name, value in self.buffers.items()}
-        found = {"slices": {f"slices of layer {k}": v for k, v in self.slices.items()}}
+        found = {"slices": {f"layer {k}": v for k, v in self.slices.items()}}
         if self.extra is not None:
             found["extra"] = {f"extra state of {name}": "some" for name in self.extra}
         if self.frozen is not None:
