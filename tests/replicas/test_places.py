@@ -246,3 +246,36 @@ def test_a_device_that_is_lost_with_the_copies_that_others_share():
     flat = one_vector_kept(model, generator(1))
     assert_same_bits(trained(model, 3, break_in=3), expected)
     del flat
+
+
+OTHERS = {
+    "stages": {"devices": 2, "stages": {"0": 0, "2": 1}},
+    "stages in flight": {"devices": 2, "stages": "balanced", "max_in_flight": 2},
+    "owners": {"devices": ["cpu:0", "cpu:1:own"], "partition": "optimizer"},
+    "side by side": {"devices": 2, "side_by_side": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+def test_other_layouts(options, way):
+    expected, _ = reference(build())
+    model = build()
+    kept = way(model, generator(6))
+    assert_same_bits(train(model, **options), expected)
+    del kept
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_slices(way):
+    def sliced():
+        model = build()
+        model[1] = evenstep.nn.slice_(nn.Linear(9, 9), 3)
+        return model
+
+    torch.manual_seed(0)
+    model = sliced()
+    expected = train(aligned_clone(model), 1)
+    kept = way(model, generator(6))
+    assert_same_bits(train(model, ["cpu:0", "cpu:1:own"], split="slices"), expected)
+    del kept
