@@ -87,6 +87,19 @@ def test_a_vector_that_nobody_holds_is_divided_and_one_that_is_held_stays_tied()
     assert any(odd(tied.parameters()))
 
 
+def test_a_note_says_where_devices_compute_on_copies():
+    def notes(way):
+        model = build()
+        kept = way(model, generator(0))
+        trainer = evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1)
+        del kept
+        return " ".join(trainer.notes)
+
+    assert "0.weight and 3 more of the model" in notes(one_vector_kept)
+    assert not notes(one_vector)
+    assert not notes(lambda model, rng: None)
+
+
 def test_numpy_arrays_stay_tied():
     model = build()
     arrays = from_numpy(model, generator(0))

@@ -88,6 +88,18 @@ def align(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return stay
 
 
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or a copy of it that begins at a multiple of 64 bytes."""
+    return tensor if are_aligned(rounding([tensor])) else copy_with_strides(tensor)
+
+
+def align_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Give parameters aligned copies of gradients that don't begin at multiples of 64 bytes."""
+    for one in parameters:
+        if one.grad is not None:
+            one.grad = aligned(one.grad)
+
+
 def is_alone(tensor: torch.Tensor) -> bool:
     """Return whether nothing else holds the memory of a tensor."""
     return tensor.layout is torch.strided and _are_alone([tensor])

@@ -62,6 +62,8 @@ class Replicas:
         structure: the model's layers, parameters, buffers and hooks; a new object after a change,
             and where an attribute was set to a function.
         forward_writes: whether shards may change attributes of the user's module.
+        held_elsewhere: the names of the parameters and buffers that don't begin at multiples of 64
+            bytes, in memory that something else may hold. Then all devices compute on copies.
         were_rebuilt: whether `refresh` has made all replicas again since this was last reset.
     """
 
@@ -128,7 +130,9 @@ class Replicas:
         Returns:
             Whether all that the module's products read begins there.
         """
-        stay = align(rounding((*self._model.parameters(), *self._model.buffers())))
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        stay = {*map(id, align(rounding(one for _, one in named)))}
+        self.held_elsewhere = [name for name, one in named if id(one) in stay]
         return not stay and not has_foreign_attributes(self._model)
 
     def _note_places(self) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from evenstep.collectives import tree_sum
-from evenstep.devices.addresses import are_aligned, copy_with_strides, rounding
+from evenstep.devices.addresses import align_gradients, aligned
 from evenstep.errors import ContractError, ModelError, NonFiniteLossError
 from evenstep.replicas import Replicas, check_followed, hookable
 from evenstep.shard.forward_backward import Leaf
@@ -98,7 +98,7 @@ class Update:
         if self._clip_norm is not None:
             self._clip(step, self._replicas.home.parameters)
         if self._before_update:
-            self._align_gradients()
+            align_gradients(self._replicas.home.parameters)
 
     @property
     def is_outdated(self) -> bool:
@@ -232,19 +232,8 @@ class Update:
                     changed = hook(gradient)
                 if changed is not None:
                     _check_gradient(changed, gradient, name)
-                    is_aligned = are_aligned(rounding([changed]))
-                    gradient = changed if is_aligned else copy_with_strides(changed)
+                    gradient = aligned(changed)
             root.gradients[number] = gradient
-
-    def _align_gradients(self) -> None:
-        """Copy gradients that the user's hook has set and that lie where products round otherwise.
-
-        What the hook holds on to stays as it is: each step has other gradients anyway.
-        """
-        for parameter in self._replicas.home.parameters:
-            gradient = parameter.grad
-            if gradient is not None and not are_aligned(rounding([gradient])):
-                parameter.grad = copy_with_strides(gradient)
 
     def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self._replicas.home.parameters, gradients, strict=True):
