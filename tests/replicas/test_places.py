@@ -261,6 +261,20 @@ def test_a_device_that_is_lost_with_the_copies_that_others_share():
     del flat
 
 
+def test_new_odd_addresses_in_each_step_cost_no_new_check():
+    model = build()
+    reports = []
+    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **OPTIONS) as trainer:
+        for step, (X, y) in enumerate([batches()[0]] * 4):
+            trainer.step(X, y)
+            reports.append(trainer.contract)
+            one_vector(model, generator(step))
+            model[3].basis = odd_copy(model[3].basis)
+        trainer.step(*batches()[0])
+    assert reports[2] is reports[1]  # steps 1, 2 and 4 are checked
+    assert not any(odd([*model.parameters(), *model.buffers()]))
+
+
 OTHERS = {
     "stages": {"devices": 2, "stages": {"0": 0, "2": 1}},
     "stages in flight": {"devices": 2, "stages": "balanced", "max_in_flight": 2},

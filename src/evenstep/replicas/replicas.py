@@ -105,7 +105,7 @@ class Replicas:
         self._rules = buffer_rules(model, self._given_rules)
         self.home = Replica(self._devices[0], model, rules=self._rules)
         self.all = [self.home] if self._home_computes else []
-        if are_aligned(rounding(self.home.parameters)):
+        if not self._stay.intersection(map(id, self.home.parameters)):
             self._owners[self.home.device.memory] = self.home
         for device in self._devices[len(self.all) :]:
             self._add(device)
@@ -131,9 +131,9 @@ class Replicas:
             Whether all that the module's products read begins there.
         """
         named = (*self._model.named_parameters(), *self._model.named_buffers())
-        stay = {*map(id, align(rounding(one for _, one in named)))}
-        self.held_elsewhere = [name for name, one in named if id(one) in stay]
-        return not stay and not has_foreign_attributes(self._model)
+        self._stay = {*map(id, align(rounding(one for _, one in named)))}
+        self.held_elsewhere = [name for name, one in named if id(one) in self._stay]
+        return not self._stay and not has_foreign_attributes(self._model)
 
     def _note_places(self) -> None:
         """Note which of the user's own tensors devices compute with."""
@@ -180,7 +180,7 @@ class Replicas:
             `mark_synchronised`.
         """
         difference = self._difference()
-        if difference is not None and difference.needs_rebuild and self.adopt_buffers():
+        if difference is not None and difference.needs_rebuild and self._take_over():
             difference = self._difference()
         if difference is not None:
             self._follow(difference)
@@ -205,6 +205,12 @@ class Replicas:
             self.structure[:] = [found.get(id(part), part) for part in self.structure]
             self._note_places()
         return bool(found)
+
+    def _take_over(self) -> bool:
+        """Adopt buffers, and align what devices compute with; return whether there was any."""
+        adopted, lay_aligned = self.adopt_buffers(), are_aligned(self._placed)
+        align(self._placed)
+        return adopted or not lay_aligned
 
     def _follow(self, difference: Difference) -> None:
         if difference.needs_rebuild:
