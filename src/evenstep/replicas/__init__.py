@@ -9,7 +9,7 @@ from evenstep.replicas.checks import (
 )
 from evenstep.replicas.copying import move_home
 from evenstep.replicas.layouts import channels_last_weights
-from evenstep.replicas.module_sync import Computed
+from evenstep.replicas.module_sync import StandIn
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
     complete,
@@ -36,10 +36,10 @@ from evenstep.replicas.settings import (
 
 __all__ = [
     "JUDGE",
-    "Computed",
     "OptimizerProxy",
     "Replica",
     "Replicas",
+    "StandIn",
     "channels_last_weights",
     "check_followed",
     "check_trainable",

@@ -133,6 +133,12 @@ class Update:
     def show_left(self) -> None:
         """Show the user the gradients of the last step; no step is in flight."""
 
+    def note_outside(self) -> None:
+        """Note what the user's code reads outside of the model, for steps in flight."""
+
+    def refuse_changed_outside(self) -> None:
+        """Refuse a change of what steps in flight read outside of the model."""
+
     def refuse_own_gradients(self) -> None:
         """Refuse gradients that the user has set with a step in flight."""
         refuse_gradients_in_flight(self._replicas.home)
@@ -178,12 +184,6 @@ class Update:
             return loss
 
         return args[:1], {**options, "closure": checked}
-
-    def note_step(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
-        """Note that an optimizer has used its gradients: called after each step of any."""
-        if not self._is_stepping:
-            for group in optimizer.param_groups:
-                note_left(group["params"])
 
     _ready = install
 

@@ -13,7 +13,6 @@ from types import TracebackType
 from typing import NoReturn
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.batch.rng import callers_generators
 from evenstep.devices import deterministic_kernels, kept_memory
@@ -153,8 +152,6 @@ class Session:
             for one in hookable(self._optimizer):
                 hook = one.register_step_pre_hook(parts.update.refuse_foreign_step)
                 opened.callback(hook.remove)
-            used = register_optimizer_step_post_hook(parts.update.note_step)
-            opened.callback(used.remove)
             note_left(parts.replicas.home.parameters)
             INTERRUPTS.check()
             self._opened = opened.pop_all()

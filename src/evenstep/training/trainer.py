@@ -55,6 +55,8 @@ from evenstep.shard.partial_sum import PartialSum
 from evenstep.stages.executor import StagedExecutor
 from evenstep.stages.plan import StageNames
 from evenstep.steps.executors import SlicedExecutor
+from evenstep.steps.in_flight.outside import OutsideValues
+from evenstep.steps.in_flight.proxy_update import ProxyUpdate
 from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook, kept_gradients
@@ -309,6 +311,8 @@ class Trainer(Habits):
         self._progress, self._timekeeper = parts.progress, parts.timekeeper
         self._engine, self._replicas, self._executor = parts.engine, parts.replicas, parts.executor
         self._update, self._pipeline, self._reporter = parts.update, parts.pipeline, parts.reporter
+        if isinstance(parts.update, ProxyUpdate):
+            parts.update.outside = OutsideValues(model, loss, objective, *hooks)
         self._take, self._partition = parts.take, parts.partition
         notes = Notes(self.devices if split == "shards" else self.devices[:1], self.experiment)
         self.notes = notes.lines

@@ -19,9 +19,9 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 from evenstep.errors import PeerError
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum, Tensors
+from evenstep.steps.in_flight.proxy_update import ProxyUpdate
 from evenstep.steps.owners.devices import DeviceOwners
 from evenstep.steps.owners.reducer import READY, UPDATED, OwnerReducer, refuse_half_step
-from evenstep.steps.proxy_update import ProxyUpdate
 from evenstep.steps.step import Step
 from evenstep.steps.update import Update, refuse_other_norm
 
