@@ -312,7 +312,7 @@ class Trainer(Habits):
         self._engine, self._replicas, self._executor = parts.engine, parts.replicas, parts.executor
         self._update, self._pipeline, self._reporter = parts.update, parts.pipeline, parts.reporter
         if isinstance(parts.update, ProxyUpdate):
-            parts.update.outside = OutsideValues(model, loss, objective, *hooks)
+            parts.update.outside = OutsideValues(model, loss or objective, hooks)
         self._take, self._partition = parts.take, parts.partition
         notes = Notes(self.devices if split == "shards" else self.devices[:1], self.experiment)
         self.notes = notes.lines

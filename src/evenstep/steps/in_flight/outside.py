@@ -5,9 +5,10 @@ the loss when its turn comes. If the user's loop sets the next step's number mea
 decides which of the two it gets. So all that the code reads is noted when a step is submitted, as
 far as its bytecode shows, and a change before the step was waited for is refused.
 
-Not seen are: what lists and sets hold, objects behind more than a few others, attributes of Python
-modules, numpy arrays, writes to tensors that torch doesn't count, functions of installed packages,
-and places that the code itself writes to, which are taken for notes.
+Not seen are: what lists and sets hold, attributes of Python modules, numpy arrays, writes to
+tensors that torch doesn't count, what code of torch and numpy reads, and places that the code
+itself writes to, which are taken for notes. Hooks are called once in a step, and may keep whole
+modules (an average of the weights): of what they read, only numbers and words are looked at.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,18 +36,22 @@ class OutsideValues:
 
     Args:
         model: the user's model, whose attributes the copies of it have.
-        code: the loss or the objective, and the hooks; None among them counts for nothing.
+        loss: the loss or the objective.
+        hooks: what is called in the update; None for nothing.
     """
 
-    def __init__(self, model: nn.Module, *code: object) -> None:
+    def __init__(self, model: nn.Module, loss: object, hooks: Sequence[object]) -> None:
         self._model = model
-        self._code = [one for one in code if one is not None]
+        self._loss = loss
+        self._hooks = [one for one in hooks if one is not None]
         self._places: list[_Place] = []
 
     def note(self) -> None:
         """Note what is there now."""
         if not self._places or next(self._changed(), None) is not None:
-            self._places = _Search(self._model).places(self._code)
+            of_loss = _Search(self._model, is_hook=False).places([self._loss])
+            of_hooks = _Search(self._model, is_hook=True).places(self._hooks)
+            self._places = [*of_loss, *of_hooks]
 
     def refuse_changed(self) -> None:
         """Refuse a change since `note`.
@@ -130,7 +135,8 @@ def _names_in(code: types.CodeType) -> _Names:
 class _Search:
     """Finds the places that code reads, from its functions on."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, is_hook: bool) -> None:
+        self._is_hook = is_hook
         self._known = {id(one) for one in model.modules()}
         self._found: list[tuple[_Place, bool]] = []
         self._todo: list[tuple[str, Any]] = []
@@ -139,9 +145,13 @@ class _Search:
         self._writes = set[str]()
         self._writes_items = False
 
-    def places(self, code: list[object]) -> list[_Place]:
+    def places(self, code: Sequence[object]) -> list[_Place]:
         """Return what functions and objects read, without what they write."""
-        self._todo = [(type(one).__name__, one) for one in code]
+        for one in code:
+            if isinstance(one, nn.Module):
+                self._read_module("the loss", one, with_tensors=True)
+            else:
+                self._todo.append((type(one).__name__, one))
         while self._todo or self._objects:
             if len(self._found) > _MOST_PLACES:
                 break
@@ -166,11 +176,12 @@ class _Search:
             self._todo += [(type(value.__self__).__name__, value.__self__), (name, value.__func__)]
         elif isinstance(value, types.FunctionType):
             self._read_function(value)
-        elif type(value) is dict:
+        elif type(value) is dict and not self._is_hook:
             plain = {key: one for key, one in value.items() if isinstance(one, _PLAIN)}
             self._add(name, value, plain, is_item=True)
-        elif isinstance(value, nn.Module):
-            self._read_module(name, value)
+        elif isinstance(value, nn.Module | dict):
+            if isinstance(value, nn.Module) and not self._is_hook:
+                self._read_module(name, value, with_tensors=False)
         elif not isinstance(value, type | types.ModuleType) and not _is_of_a_library(type(value)):
             self._objects.append((name, value))
 
@@ -178,7 +189,8 @@ class _Search:
         for key, value in read.items():
             spelled = f"{name}[{key!r}]" if is_item else f"{name}.{key}" if name else str(key)
             version = -1
-            if isinstance(value, torch.Tensor) and not value.is_inference():
+            counts = isinstance(value, torch.Tensor) and not value.is_inference()
+            if counts and not self._is_hook:
                 version = value._version
             self._found.append((_Place(spelled, holder, key, value, version), is_item))
             self._todo.append((spelled, value))
@@ -197,14 +209,19 @@ class _Search:
         read = {name: of_module[name] for name in names.reads if name in of_module}
         self._add("", of_module, read, is_item=False)
 
-    def _read_module(self, name: str, module: nn.Module) -> None:
+    def _read_module(self, name: str, module: nn.Module, *, with_tensors: bool) -> None:
         layers = [*module.modules()]
         for layer in layers if len(layers) <= _MOST_LAYERS else ():
             self._known.add(id(layer))
             own = vars(layer)
-            held = {key: one for key, one in own.items() if key[0] != "_" and key != "training"}
+            kinds = (*_PLAIN, torch.Tensor) if with_tensors else _PLAIN
+            held = {
+                key: one
+                for key, one in own.items()
+                if key[0] != "_" and key != "training" and isinstance(one, kinds)
+            }
             self._add(name, own, held, is_item=False)
-            for tensors in (layer._parameters, layer._buffers):
+            for tensors in (layer._parameters, layer._buffers) if with_tensors else ():
                 self._add(name, tensors, tensors, is_item=False)
             self._todo.append((name, type(layer).forward))
 
