@@ -14,7 +14,7 @@ from torch import nn
 
 from evenstep.devices.addresses import ALIGNMENT, PAGE, copy_in_page, is_alone, rounding
 from evenstep.replicas import Replica
-from evenstep.replicas.module_sync import Computed
+from evenstep.replicas.module_sync import StandIn
 from evenstep.replicas.replica import same_bits, sum_of_bits
 
 _INTERNALS = frozenset(nn.Module().__dict__)
@@ -151,7 +151,7 @@ def _copied(value: Any, depth: int = _DEPTH) -> Any:
 
 def _copied_leaf(value: Any, depth: int) -> Any:
     if isinstance(value, torch.Tensor):
-        return repr(value) if type(value) is Computed else value.detach().clone()
+        return repr(value) if type(value) is StandIn else value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
     if depth and hasattr(value, "__dict__") and not isinstance(value, _ATOMS):

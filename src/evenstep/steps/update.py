@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.collectives import tree_sum
 from evenstep.devices.addresses import align_gradients, aligned
@@ -175,6 +174,12 @@ class Update:
     def show_left(self) -> None:
         """Show the user the gradients of the last step; no step is in flight."""
 
+    def note_outside(self) -> None:
+        """Note what the user's code reads outside of the model, for steps in flight."""
+
+    def refuse_changed_outside(self) -> None:
+        """Refuse a change of what steps in flight read outside of the model."""
+
     def refuse_own_gradients(self) -> None:
         """Refuse gradients that the user has set with a step in flight."""
         refuse_gradients_in_flight(self._replicas.home)
@@ -215,7 +220,6 @@ class Update:
                     hooks.callback(hook.remove)
             hook = self._optimizer.register_state_dict_pre_hook(lambda _: self.refuse_half_step())
             hooks.callback(hook.remove)
-            hooks.callback(register_optimizer_step_post_hook(self.note_step).remove)
             yield
 
     def _note_made(self, *_: object) -> None:
@@ -245,12 +249,6 @@ class Update:
             return loss
 
         return args[:1], {**options, "closure": checked}
-
-    def note_step(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
-        """Note that an optimizer has used its gradients: called after each step of any."""
-        if not self._is_stepping:
-            for group in optimizer.param_groups:
-                note_left(group["params"])
 
     _ready = install
 
