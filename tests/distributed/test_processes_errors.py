@@ -71,6 +71,14 @@ def test_an_uncaught_error_shows_its_traceback_once(tmp_path):
     assert re.fullmatch(expected, others.strip())
 
 
+def test_a_process_that_is_killed_is_named_without_lines_of_gloo(tmp_path):
+    (code, _, errors), (killed, *_) = apart("fail.py", tmp_path, "die", "uncaught")
+    assert (code, killed) == (1, -9)
+    assert errors.count("Traceback") == 1
+    assert "PeerError: rank 1 has left" in errors
+    assert not re.search("gloo|direct cause", errors, re.IGNORECASE)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [(), ("in buckets",)], ids=["", "in buckets"])
 def test_an_error_while_gradients_are_in_flight_reaches_the_others(tmp_path, how):

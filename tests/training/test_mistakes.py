@@ -592,9 +592,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
     with pytest.raises(EvenstepError) as caught:
         evenstep.Trainer.load(tmp_path, model, sgd(model), nn.CrossEntropyLoss())
     assert answers(caught.value) == [
-        "the checkpoint is of another model: parameter 1.weight is not in the checkpoint; "
-        "parameter 1.bias is not in the checkpoint; its parameter 0.weight is not in the model; "
-        "and 3 more: build the model that was trained, or train from the start in a new folder"
+        "can't resume with parameter 1.weight float32 (5, 36) instead of none, parameter 1.bias "
+        "float32 (5,) instead of none, parameter 0.weight none instead of float32 (4, 1, 3, 3) and "
+        "3 more: the checkpoint is of another model: build the model that was trained, or train "
+        "from the start in a new folder"
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
@@ -19,6 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
+from evenstep.data.digests import COMPARED, digest_of, digest_of_fetched
 from evenstep.data.fetching import Collate, Examples, Wanted
 from evenstep.data.generators import order_of
 from evenstep.data.order import Cursor, epoch_order
@@ -48,10 +48,6 @@ class Loader:
 
         for batch in loader.epoch(Cursor(epoch=2, step=3)): ...
     """
-
-    fetches_parts = True
-    whole_because = ""
-    name = "Loader"
 
     @hides_own_frames
     def __init__(
@@ -129,15 +125,8 @@ class Loader:
         """The number of examples in an epoch's last batch."""
         return self.epoch_examples - (len(self) - 1) * self.batch_size
 
-    def facts_at_end(self) -> dict[str, object]:
-        """Return what must be compared between processes after an epoch: nothing."""
-        return {}
-
-    def facts(self, cursor: Cursor | None = None) -> dict[str, object]:
-        """Return what the batches depend on, to compare it between processes.
-
-        For a `TensorDataset` this includes a digest of about 64 evenly spaced examples.
-        """
+    def facts(self) -> dict[str, object]:
+        """Return what the batches of every epoch depend on, besides the data set's contents."""
         facts: dict[str, object] = {
             "the data set": type(self.dataset).__name__,
             "its examples": self.examples,
@@ -147,18 +136,27 @@ class Loader:
             "drop_last": self.drop_last,
         }
         if self.sampler is not None:
-            order = str(self._order(cursor.epoch if cursor else 0).tolist())
             facts["the sampler"] = type(self.sampler).__name__
-            facts["a digest of its order"] = hashlib.sha256(order.encode()).hexdigest()
-        if _is_indexable(self.dataset):
-            some = torch.arange(0, self.examples, max(1, self.examples // 64))
-            rows = [tensor.cpu()[some].contiguous() for tensor in self.dataset.tensors]
-            digest = hashlib.sha256()
-            for row in rows:
-                digest.update(f"{row.dtype} {tuple(row.shape)}".encode())
-                digest.update(row.flatten().view(torch.uint8).numpy().data)
-            facts["a digest of some examples"] = digest.hexdigest()
         return facts
+
+    def digest_of_examples(self) -> int | None:
+        """Return a checksum of some examples; None if they can't be repeated.
+
+        Of a `TensorDataset` these are about 64, evenly spaced; of others the first ones of epoch 0,
+        which are fetched twice, by one worker process if the loader has some.
+        """
+        if _is_indexable(self.dataset):
+            count = len(self.dataset)
+            some = torch.arange(0, count, max(1, count // 64))
+            return digest_of(_rows(self.dataset.tensors, some))
+        wanted = Wanted(0, 0, 0, self._order(0)[:COMPARED].tolist())
+        return digest_of_fetched(
+            self._examples(compares=False), wanted, num_workers=min(1, self.workers)
+        )
+
+    def drawn_order(self, epoch: int) -> list[int] | None:
+        """Return the order that the sampler draws for an epoch; None without a sampler."""
+        return None if self.sampler is None else self._order(epoch).tolist()
 
     def in_order(self) -> Loader:
         """Return a loader of the same data set that visits all examples without shuffling."""
@@ -251,13 +249,7 @@ class Loader:
         collate: Any = Collate(self.collate or default_collate, self.seed, of_parts=of_parts)
         batches: Any = iter(
             DataLoader(
-                Examples(
-                    self.dataset,
-                    self.seed,
-                    is_batched=True,
-                    by_index=True,
-                    compares=not self._is_compared,
-                ),
+                self._examples(compares=not self._is_compared),
                 batch_sampler=wanted,  # type: ignore[arg-type]
                 num_workers=workers,
                 collate_fn=collate,
@@ -273,6 +265,9 @@ class Loader:
             if workers:
                 # Its `__del__` does this too, but not while a traceback holds it.
                 batches._shutdown_workers()
+
+    def _examples(self, *, compares: bool) -> Examples:
+        return Examples(self.dataset, self.seed, is_batched=True, by_index=True, compares=compares)
 
 
 @INTERRUPTS.uninterrupted

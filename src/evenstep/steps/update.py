@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.collectives import tree_sum
-from evenstep.devices.addresses import are_aligned, copy_with_strides, rounding
+from evenstep.devices.addresses import align_gradients, aligned
 from evenstep.errors import ClosedError, add_note
 from evenstep.replicas import (
     Replicas,
@@ -135,7 +135,7 @@ class Update:
         if self._clip_norm is not None:
             self._clip(step, self._replicas.home.parameters)
         if self._before_update:
-            self._align_gradients()
+            align_gradients(self._replicas.home.parameters)
 
     @property
     def is_outdated(self) -> bool:
@@ -346,19 +346,8 @@ class Update:
                     changed = hook(gradient)
                 if changed is not None:
                     check_gradient(changed, gradient, name)
-                    is_aligned = are_aligned(rounding([changed]))
-                    gradient = changed if is_aligned else copy_with_strides(changed)
+                    gradient = aligned(changed)
             root.gradients[number] = gradient
-
-    def _align_gradients(self) -> None:
-        """Copy gradients that the user's hook has set and that lie where products round otherwise.
-
-        What the hook holds on to stays as it is: each step has other gradients anyway.
-        """
-        for parameter in self._replicas.home.parameters:
-            gradient = parameter.grad
-            if gradient is not None and not are_aligned(rounding([gradient])):
-                parameter.grad = copy_with_strides(gradient)
 
     def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self._replicas.home.parameters, gradients, strict=True):

@@ -321,6 +321,7 @@ class Trainer(Habits):
         self._update, self._pipeline, self._reporter = parts.update, parts.pipeline, parts.reporter
         self._take, self._partition = parts.take, parts.partition
         notes = Notes(self.devices if split == "shards" else self.devices[:1], self.experiment)
+        notes.note_copies(parts.replicas.held_elsewhere)
         self.notes = notes.lines
         self._notes = notes
         self._self_check = SelfCheck(

@@ -70,10 +70,19 @@ class Stream:
                 f"order in which worker processes finish: leave it out"
             )
 
-    def facts(self, cursor: Cursor) -> dict[str, object]:
-        """Return what the batches depend on, to compare it between processes."""
+    def data(self) -> dict[str, object]:
+        """Return what the batches of every epoch depend on."""
         dataset = getattr(self._loader, "dataset", None)
-        return {} if dataset is None else {"the data set": type(dataset).__name__}
+        named = {} if dataset is None else {"the data set": type(dataset).__name__}
+        return {"the kind of loader": "a stream", **named}
+
+    def digest_of_examples(self) -> int | None:
+        """Return None: a stream can't be asked for examples."""
+        return None
+
+    def facts(self, cursor: Cursor) -> dict[str, object]:
+        """Return what the batches of an epoch depend on besides: nothing that is known."""
+        return {}
 
     def digest_before(self, step: int) -> int | None:
         """Return a checksum of the epoch's first batch; None if it was not drawn here."""

@@ -16,7 +16,7 @@ from evenstep.batch.cut import Cut
 from evenstep.batch.own_shards import Shards, cut_own_shards, only
 from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.data import Cursor
-from evenstep.data.adapters.sources import Source
+from evenstep.data.adapters.sources import EXAMPLES, Source
 from evenstep.distributed import Exchange, agree, follow_the_first, refuse_divergence
 from evenstep.distributed.step_report import NO_DIGEST, batch_digest, refuse_other_batches
 from evenstep.errors import SaveError, text_of
@@ -71,8 +71,10 @@ class LinkedGroup(Group):
         A part is fixed when it is fetched, some batches ahead of the steps with worker processes.
         Otherwise the whole batches are yielded.
         """
-        place = {"the next batch": [cursor.epoch, cursor.step]}
-        agree(self._peers, {**source.facts(cursor), **place}, "the data", call)
+        facts = {**source.facts(cursor), "the next batch": [cursor.epoch, cursor.step]}
+        if self.differences:
+            facts.pop(EXAMPLES, None)  # if they are computed, they are rounded differently, too
+        agree(self._peers, facts, "the data", call)
         if whole or not source.fetches_parts:
             yield from self._whole_batches(source, cursor, is_wanted=whole)
             return

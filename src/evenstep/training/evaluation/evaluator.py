@@ -14,6 +14,7 @@ from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
 from evenstep.batch.nesting import Nesting
 from evenstep.batch.rng import derive_seed
+from evenstep.data.adapters.sources import Sources
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
 from evenstep.engine.interrupts import interruptible
@@ -130,7 +131,8 @@ class Evaluator:
         executor, experiment = self._executor, self._executor.experiment
         steps_done = self._progress.position.steps_done
         if isinstance(batches, Loader):
-            batches = executor.group.batches(batches, Cursor(), lambda: steps_done, call)
+            source = Sources(experiment.seed, locked=False, are_kept=False).of(batches)
+            batches = executor.group.batches(source, Cursor(), lambda: steps_done, call)
         for number, batch in enumerate(_each(batches)):
             whole = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
             arguments = self._nesting(whole)
