@@ -162,7 +162,7 @@ def test_a_resume_with_other_slices_is_refused(tmp_path):
         trainer.step(*make_batches((8,))[0])
         trainer.save(tmp_path)
     model = sliced_model(2)
-    message = r"can't resume with 2 slices \(outputs\) of the layer table instead of 4 slices"
+    message = r"can't resume with layer table 2 slices \(outputs\) instead of 4 slices"
     with pytest.raises(CheckpointError, match=message):
         Trainer.load(tmp_path, model, ADAM(model.parameters()), nn.CrossEntropyLoss(), devices=1)
 

@@ -7,8 +7,8 @@ from evenstep.replicas.checks import (
     refuse_strangers,
     written_error,
 )
-from evenstep.replicas.copying import move_home
-from evenstep.replicas.layouts import channels_last_weights
+from evenstep.replicas.copying import align_state, move_home
+from evenstep.replicas.layouts import with_safe_format
 from evenstep.replicas.module_sync import StandIn
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
@@ -40,7 +40,7 @@ __all__ = [
     "Replica",
     "Replicas",
     "StandIn",
-    "channels_last_weights",
+    "align_state",
     "check_followed",
     "check_trainable",
     "complete",
@@ -59,5 +59,6 @@ __all__ = [
     "refuse_coupled",
     "refuse_gradients_in_flight",
     "refuse_strangers",
+    "with_safe_format",
     "written_error",
 ]

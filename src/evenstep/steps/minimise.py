@@ -14,9 +14,10 @@ from evenstep.errors import InputError
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.steps.executors import IndependentExecutor
+from evenstep.steps.failures import refuse_no_gradient
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.step import Progress, Step, StepLoss
-from evenstep.steps.update import Update, refuse_no_gradient, settle
+from evenstep.steps.update import Update, settle
 
 
 def minimises(optimizer: torch.optim.Optimizer) -> bool:
@@ -71,11 +72,13 @@ class Minimiser:
         assert closure.first is not None
         assert closure.root is not None
         progress.position = after
-        close = functools.partial(self._update.close_minimised, closure.root)
-        self._pipeline.run_in_first_lane(close)
         step.loss, step.outputs = closure.first.loss, closure.first.outputs
         step.is_taken = step.finished = True
-        step.release()
+        close = functools.partial(self._update.close_minimised, step, closure.root)
+        try:
+            self._pipeline.run_in_first_lane(close)
+        finally:
+            step.release()
         return StepLoss(step, lambda step: None)
 
 

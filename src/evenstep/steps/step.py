@@ -20,7 +20,7 @@ from evenstep.distributed.gradient_reduce import GradientReduction
 from evenstep.distributed.step_report import NO_DIGEST, Facts, batch_digest
 from evenstep.engine import PendingNumber, Task
 from evenstep.engine.handle import Instead
-from evenstep.errors import ClosedError, hides_own_frames
+from evenstep.errors import ClosedError, add_note, hides_own_frames
 from evenstep.nn.crew import DeviceCrew
 from evenstep.profiling.clock import StepClock
 from evenstep.replicas import Replica
@@ -303,6 +303,10 @@ class Step:
         dense = tuple(one if one is None else one.to_dense() for one in self.own)
         own = batch_digest(dense, is_whole=True) if self.own else 0
         return self.number, place.epoch, place.step, self.part.examples, self.updates, own, *ends
+
+    def note_taken(self, error: BaseException) -> None:
+        """Say of an error that it came behind the update."""
+        add_note(error, f"step {self.number} was taken: its update was made before this error")
 
     def release(self) -> None:
         """Forget the batch and what was computed: a kept loss must not keep them alive."""

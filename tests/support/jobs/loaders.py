@@ -83,7 +83,37 @@ class Short(loading.Generated):
         return iter(batches[: 5 - RANK])
 
 
+class Listed(loading.Quiet):
+    """Files in the order in which a machine lists them: in rank 1 it is another one."""
+
+    def __getitem__(self, index):
+        return super().__getitem__((index + 7 * RANK) % len(self))
+
+
+class Changed(loading.Quiet):
+    """In rank 1 the files have other contents."""
+
+    def __getitem__(self, index):
+        X, y = super().__getitem__(index)
+        return X * (1 + RANK), y
+
+
+class Odd(loading.Quiet):
+    """Draws from a generator that nobody can seed."""
+
+    def __getitem__(self, index):
+        X, y = super().__getitem__(index)
+        return X + int.from_bytes(os.urandom(1), "big") / 256, y
+
+
 APART = {
+    "listed": lambda: DataLoader(Listed(), 4, shuffle=True),
+    "listed, workers": lambda: DataLoader(Listed(), 4, shuffle=True, num_workers=2),
+    "listed, collate_fn": lambda: DataLoader(Listed(), 4, collate_fn=loading.masked),
+    "listed, own": lambda: evenstep.data.Loader(Listed(), 4),
+    "changed": lambda: DataLoader(Changed(), 4, shuffle=True),
+    "changed, own": lambda: evenstep.data.Loader(Changed(), 4, workers=2),
+    "odd": lambda: DataLoader(Odd(), 4, shuffle=True),
     "unseeded": lambda: DataLoader(loading.plain(), 4, sampler=loading.Unseeded()),
     "another length": lambda: loading.KINDS["list"]()[RANK:],
     "another kind": lambda: loading.KINDS["stream" if RANK else "list"](),

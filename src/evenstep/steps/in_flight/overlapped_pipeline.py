@@ -69,6 +69,7 @@ class OverlappedPipeline(Pipeline):
                 lane=engine.copy_lane(lane),
                 name=f"copy shards [{shards[0]},{shards[-1] + 1})",
                 category="copy",
+                modes=PLAIN,
                 story={"step": attempt.number},
                 quiet=True,
             )
