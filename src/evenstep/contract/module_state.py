@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from evenstep.devices.addresses import ALIGNMENT, PAGE, copy_in_page, is_alone, rounding
-from evenstep.replicas import Replica
-from evenstep.replicas.module_sync import StandIn
+from evenstep.replicas import Replica, StandIn
 from evenstep.replicas.replica import same_bits, sum_of_bits
 
 _INTERNALS = frozenset(nn.Module().__dict__)

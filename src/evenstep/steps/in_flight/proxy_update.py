@@ -67,7 +67,7 @@ class ProxyUpdate(Update):
         """
         for kind in ("pre", "post"):
             for hook in getattr(self._optimizer, f"_optimizer_step_{kind}_hooks").values():
-                if getattr(hook, "__func__", None) is not Update.refuse_foreign_step:
+                if getattr(hook, "__self__", None) is not self:
                     raise InputError(
                         f"the optimizer has a hook of register_step_{kind}_hook, but the update of "
                         f"a step in flight is made by a copy of the optimizer, while the model's "
