@@ -86,7 +86,7 @@ def test_shards_and_seed_come_from_the_checkpoint(saved):
         ({"shards": 8}, "shards 8 instead of 4"),
         ({"seed": 0}, "seed 0 instead of 6"),
         ({"precision": "bf16"}, "precision bf16 instead of fp32"),
-        ({"memory_format": "contiguous"}, "memory_format contiguous instead of channels_last"),
+        ({"memory_format": "contiguous"}, "memory_format contiguous instead of preserve"),
         ({"threads": 2}, "threads 2 instead of 1"),
     ],
 )

@@ -69,7 +69,7 @@ KEYS_OF_ALL.remove("cut_by_time")  # only with stages that were chosen by time
 
 def test_a_state_becomes_a_tree_and_a_state_again(tree, tmp_path):
     state = TrainingState.from_tree(tree, tmp_path)
-    assert state.experiment == Experiment(shards=4, seed=6, memory_format="channels_last")
+    assert state.experiment == Experiment(shards=4, seed=6)
     assert state.cursor == Cursor(0, 1)
     assert (state.steps_done, state.compiles) == (1, None)
     assert state.model.parameters.keys() == dict(parts()[0].named_parameters()).keys()

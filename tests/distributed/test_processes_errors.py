@@ -43,6 +43,15 @@ def test_an_error_of_one_process_reaches_the_others(tmp_path, kind, own, of_othe
     assert re.search(of_others, reported(tmp_path, kind, 0)[1])
 
 
+def test_a_process_whose_optimizer_has_failed_takes_no_further_step(tmp_path):
+    run(tmp_path, "optimizer")
+    half = "ClosedError: step 3 failed .* between two steps: load the last checkpoint"
+    assert re.match(half, reported(tmp_path, "optimizer", 1)[1])
+    seconds, text = reported(tmp_path, "optimizer", 0)
+    assert re.match(f"PeerError: rank 1 .*failed: {half}", text)
+    assert seconds < LIMIT_S
+
+
 @pytest.mark.slow
 def test_shards_of_several_processes_cannot_run_in_lockstep(tmp_path):
     run(tmp_path, "sync")

@@ -1,17 +1,22 @@
 """Changes to the optimizer while steps are in flight have the same effect as one step at a time."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+import evenstep
+from evenstep.errors import ContractError
 from evenstep.replicas import OptimizerProxy
 from in_flight import DEVICES, assert_same_as_one_at_a_time, numbered, opened
 from optimizers import OPTIMIZERS, SETTINGS, model_for
-from reference import assert_same_bits, whole_state
+from owned_optimizers import OWN_LISTS, OwnList
+from reference import assert_same_bits, reference_training, whole_state
 from trainers import sgd
+from zoo import build, make_batches
 
 on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
 
@@ -339,3 +344,26 @@ def test_values_of_any_kind_in_the_groups_are_compared():
     group["betas"] = (torch.tensor([0.9, 0.7], dtype=torch.float64), 0.5)
     assert len(proxy.record()) == 1
     assert proxy.record() == []
+
+
+# Parameters elsewhere
+
+
+@pytest.mark.parametrize("hold", OWN_LISTS.values(), ids=OWN_LISTS)
+def test_an_optimizer_with_parameters_of_its_own_is_refused_with_steps_in_flight(hold):
+    model = build("convolution")
+    optimizer = OwnList(model.parameters(), hold)
+    with pytest.raises(ContractError, match=r"OwnList\.mine holds parameters outside of"):
+        evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=1, max_in_flight=2)
+
+
+@pytest.mark.parametrize("hold", OWN_LISTS.values(), ids=OWN_LISTS)
+def test_one_step_at_a_time_it_has_the_bits_of_a_plain_loop(hold):
+    model, batches = build("convolution"), make_batches((24, 17))
+    make = functools.partial(OwnList, hold=hold)
+    plain, _ = reference_training(model, make, batches, shards=8)
+    optimizer = make(model.parameters())
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=2) as trainer:
+        for batch in batches:
+            trainer.step(*batch)
+    assert_same_bits(whole_state(model, optimizer), plain)

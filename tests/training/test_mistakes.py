@@ -470,13 +470,15 @@ MISTAKES = {
     ),
     "strings in a batch": (
         inside(lambda trainer: trainer.step(**next(iter(NAMED)))),
-        "batch[0]['name'] is a list of 4 values of type str in a batch of 4 examples: give a "
-        "tensor, of which every shard gets its own rows, or leave it out",
+        "batch[0]['name'] is a list of 4 values of type str in a batch of 4 examples: if there is "
+        "one for each example, give a tensor, of which every shard gets its own rows; if every "
+        "shard needs all of them, give evenstep.shared(torch.tensor(...)), or leave them out",
     ),
     "images as lists": (
         step(X.tolist(), y),
-        "batch[0] is a list of 16 values of type list in a batch of 16 examples: give a tensor, of "
-        "which every shard gets its own rows, or leave it out",
+        "batch[0] is a list of 16 values of type list in a batch of 16 examples: if there is "
+        "one for each example, give a tensor, of which every shard gets its own rows; if every "
+        "shard needs all of them, give evenstep.shared(torch.tensor(...)), or leave them out",
     ),
     "a loss as a batch": (
         inside(lambda trainer: trainer.step(F.cross_entropy(trainer.model(X), y))),

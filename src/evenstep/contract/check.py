@@ -55,7 +55,9 @@ def check_contract(
     replica, work, objective = rehearsal.replica, rehearsal.works[0], rehearsal.objective
     with kept(replica):
         copied = rehearsal.copy()
-        first, second = compute_twice(copied or replica, work, objective)
+        first, second = compute_twice(
+            copied or replica, work, objective, is_copy=copied is not None
+        )
         refuse_strange_leaves(first.leaves, second.leaves, objective)
         if copied is not None and len(rehearsal.works) > 1:
             _check_beside_another(rehearsal, copied, first)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from evenstep.devices import Device
-from evenstep.errors import ModelError
+from evenstep.errors import InputError, ModelError
 
 
 class Replica:
@@ -145,6 +145,67 @@ def broadcast(home: Replica, replica: Replica) -> None:
     """Copy the parameters of `home` into a replica with memory of its own."""
     with torch.no_grad():
         torch._foreach_copy_(list[torch.Tensor](replica.parameters), list(home.parameters))
+
+
+def note_left(parameters: Iterable[torch.Tensor]) -> None:
+    """Note that the gradients of parameters were used, by a step or by an optimizer's update.
+
+    The next step replaces them, as `zero_grad` would. What is written to them later shows in their
+    version counters.
+    """
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is not None and not gradient.is_inference():
+            gradient._left_by_step = id(gradient), gradient._version
+
+
+def is_left(gradient: Any) -> bool:
+    """Return whether a gradient was used, and holds nothing that was added to it since."""
+    left = getattr(gradient, "_left_by_step", None)
+    if left is None or left[0] != id(gradient):  # a copy takes the note with it
+        return False
+    return bool(left[1] == gradient._version) or not gradient.to_dense().any()
+
+
+def own_gradients(home: Replica) -> Sequence[torch.Tensor | None]:
+    """Return the gradients that the user has put into the parameters since the last update.
+
+    Returns:
+        One for each parameter, None where there is none; nothing at all if all are None.
+
+    Raises:
+        InputError: one was added to a gradient that had been used.
+    """
+    found: list[torch.Tensor | None] = []
+    for number, parameter in enumerate(home.parameters):
+        gradient: Any = parameter.grad
+        if gradient is None or is_left(gradient):
+            continue
+        left = getattr(gradient, "_left_by_step", None)
+        if left is not None and left[0] == id(gradient):
+            raise InputError(
+                f"the gradient of {_name_of(home, number)} still held what the last step or update "
+                f"had left there when it was written to: call optimizer.zero_grad() first, before "
+                f"backward() of a loss whose gradient the next trainer.step is to add to its own"
+            )
+        found = found or [None] * len(home.parameters)
+        found[number] = gradient.detach()
+    return found
+
+
+def refuse_gradients_in_flight(home: Replica) -> None:
+    """Refuse gradients that the user has put into the parameters with a step in flight."""
+    for number, gradient in enumerate(own_gradients(home)):
+        if gradient is not None:
+            raise InputError(
+                f"the gradient of {_name_of(home, number)} was set with a step in flight, whose "
+                f"update was perhaps not made yet: call trainer.waitall() before you compute "
+                f"gradients that trainer.step is to add to its own, or use max_in_flight=1"
+            )
+
+
+def _name_of(replica: Replica, number: int) -> str:
+    return [name for name, _ in replica.module.named_parameters()][number]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from evenstep.collectives import tree_sum
 from evenstep.devices import Device, carry
+from evenstep.devices.addresses import USERS_OF_ONE, users_of
 from evenstep.engine import streams
 from evenstep.errors import ContractError, EvenstepError
 from evenstep.replicas import JUDGE, Replica
@@ -28,10 +29,6 @@ Tensors: TypeAlias = "list[torch.Tensor | None]"
 Add: TypeAlias = "Callable[[PartialSum, PartialSum], PartialSum]"
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
-
-_users: Any = torch._C._storage_Use_Count
-_ONE_TENSOR = torch.empty(1)
-_USERS_OF_ONE = _users(_ONE_TENSOR.untyped_storage()._cdata)  # the tensor, and what counts them
 
 
 class AccumulatedTwiceError(EvenstepError):
@@ -257,7 +254,7 @@ def with_own_memory(gradient: torch.Tensor) -> torch.Tensor:
     """
     storage = gradient.untyped_storage()
     is_alone = (
-        _users(storage._cdata) == _USERS_OF_ONE
+        users_of(storage._cdata) == USERS_OF_ONE
         and storage.nbytes() == gradient.nbytes
         and storage.resizable()
     )

@@ -37,6 +37,8 @@ class OverlappedPipeline(Pipeline):
 
     def _start(self, step: Step) -> None:
         engine, executor, attempt = self._engine, self._executor, step.attempt
+        if self._overlap and not self.steps:
+            self._replicas.drop_gradients()
         executor.open(step)
         copies = self._copies(attempt) if self._overlap else []
         shards = self._shards(attempt, copies)
@@ -60,6 +62,7 @@ class OverlappedPipeline(Pipeline):
                 lane=engine.copy_lane(lane),
                 name=f"copy shards [{shards[0]},{shards[-1] + 1})",
                 category="copy",
+                modes=PLAIN,
                 story={"step": attempt.number},
                 quiet=True,
             )
@@ -139,6 +142,11 @@ class OverlappedPipeline(Pipeline):
             written.__cause__ = error
             return written
         return error
+
+    def _close_oldest(self) -> None:
+        super()._close_oldest()
+        if not self.steps:
+            self._update.show_left()
 
     def _forget(self) -> None:
         super()._forget()

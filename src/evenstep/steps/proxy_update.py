@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
 
-from evenstep.replicas import OptimizerProxy, Replicas
+from evenstep.replicas import (
+    OptimizerProxy,
+    Replicas,
+    is_left,
+    note_left,
+)
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.steps.step import Step
 from evenstep.steps.update import Hook, Update
@@ -31,7 +37,8 @@ class ProxyUpdate(Update):
     ) -> None:
         super().__init__(optimizer, replicas, before_update, after_update, clip_norm)
         self._proxy = proxy
-        self._shown: Sequence[torch.Tensor | None] = ()
+        self._left: Sequence[torch.Tensor | None] = ()
+        self._showing = threading.Lock()
         self.record = proxy.record
 
     @property
@@ -57,9 +64,9 @@ class ProxyUpdate(Update):
         self._proxy.refuse_written()
         super()._close_buffers(root)
 
-    def _close(self) -> None:
+    def _close(self, step: Step) -> None:
         try:
-            super()._close()
+            super()._close(step)
         finally:
             self._replicas.update_copies()
             self._proxy.mark()
@@ -71,11 +78,13 @@ class ProxyUpdate(Update):
         """
         home = self._replicas.home.parameters
         if self._before_update:
-            self.install(step, count, root)
-            root.gradients = [parameter.grad for parameter in home]
-            self._show([None] * len(home))
+            with self._showing:
+                before = [parameter.grad for parameter in home]
+                self.install(step, count, root)
+                root.gradients = [parameter.grad for parameter in home]
+                self._show(before)
         else:
-            self._divide(root, count)
+            self._divide(step, root, count)
             if self._clip_norm is not None:
                 self._clip(step, [SimpleNamespace(grad=one) for one in root.gradients])
 
@@ -83,7 +92,7 @@ class ProxyUpdate(Update):
         self._ready(step, count, root)
         home = self._replicas.home.parameters
         self._proxy.step(step.settings, dict(zip(home, root.gradients, strict=True)))
-        self._show(root.gradients)
+        self._leave(root.gradients)
 
     def _call(self, hook: Hook, name: str) -> None:
         # Not a context manager of contextlib: it replaces an exception that refuses attributes.
@@ -91,11 +100,26 @@ class ProxyUpdate(Update):
         super()._call(hook, name)
         refuse_changes()
 
-    def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Put gradients into the user's parameters, and keep them alive.
+    def _leave(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        """Keep gradients until no step is in flight.
 
-        Otherwise `zero_grad` in the user's thread would free them; torch lets other threads run
-        meanwhile, and a lane that reads the same `.grad` would crash.
+        Until then `.grad` is the user's: `zero_grad` may free it in the user's thread at any time,
+        and a lane that reads it meanwhile would crash.
         """
-        super()._show(gradients)
-        self._shown = gradients
+        self._left = gradients
+
+    def show_left(self) -> None:
+        """Show the user the gradients of the last step; no step is in flight.
+
+        Gradients that the user has set meanwhile stay, for the next step to refuse or to add.
+        """
+        home = self._replicas.home.parameters
+        if self._left and all(one.grad is None or is_left(one.grad) for one in home):
+            self._show(self._left)
+            note_left(home)
+        self._left = ()
+
+    def refuse_own_gradients(self) -> None:
+        """Refuse gradients that the user has set with a step in flight."""
+        with self._showing:
+            super().refuse_own_gradients()

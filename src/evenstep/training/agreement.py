@@ -57,6 +57,7 @@ class Agreement:
         self._progress = parts.progress
         self._every = layout.check_every
         self._allow_rounding = layout.allow_rounding
+        self._update = parts.update
         self._partition, self._split = layout.partition, parts.partition
         self._devices = parts.engine.devices
         self._arithmetic = arithmetic_facts(self._devices)
@@ -88,13 +89,12 @@ class Agreement:
         Raises:
             DivergedError: a process is in another state; the message names what differs first.
             PeerError: a process is lost.
-            ClosedError: an error came between the updates of two owners.
+            ClosedError: a step failed within its update.
         """
         group = self._executor.group
         if group.is_alone:
             return
-        if self._split is not None:
-            self._split.refuse_half_step()
+        self._update.refuse_half_step()
         if group.differences:
             self._pipeline.finish()  # what is compared is written to
         else:

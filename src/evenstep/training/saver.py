@@ -69,6 +69,7 @@ class Saver:
         self._pipeline = parts.pipeline
         self._progress = parts.progress
         self._reporter = parts.reporter
+        self._update = parts.update
         self._partition = parts.partition
         self._agreement = agreement
         self._sources = sources
@@ -140,8 +141,7 @@ class Saver:
     def _save(
         self, folder: Path, scheduler: Scheduler | None, keep: int, *, background: bool
     ) -> Path:
-        if self._partition is not None:
-            self._partition.refuse_half_step()
+        self._update.refuse_half_step()
         self._say_what_is_not_saved()
         self.other_optimizers.say_what_is_lost(self._user_state.read)
         refuse_strangers(self._model, self._optimizer)

@@ -21,8 +21,8 @@ from torch.utils.data import (
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
-from evenstep.data.adapters.fetching import Collate, Examples, Start, Wanted
-from evenstep.data.digests import COMPARED, digest_of_fetched, digest_of_index
+from evenstep.data.digests import digest_of_index
+from evenstep.data.fetching import Collate, Examples, Start, Wanted, digest_of_examples
 from evenstep.data.generators import order_of, samplers_in
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.errors import CheckpointError, InputError
@@ -90,7 +90,8 @@ class MapStyle:
         self._samplers = samplers_of(loader)
         self._feed = _Feed()
         self._fetcher: DataLoader[Any] | None = None
-        self._is_repeatable = False
+        self._is_repeatable = False  # its order
+        self._is_compared = False  # its first batch
         self._digests: dict[int, int] = {}
         self._wanted: Iterator[Wanted] = iter(())
         self._first = 0
@@ -126,16 +127,15 @@ class MapStyle:
         }
 
     def digest_of_examples(self) -> int | None:
-        """Return a checksum of the first examples of epoch 0; None if they can't be repeated.
+        """Return a checksum of the first examples of epoch 0; None if there are none.
 
         They are fetched twice, by one worker process if the loader has some.
         """
         self._refuse_unseeded_order(0)
-        for index in itertools.islice(self._order(0), 1):
-            some = index[:COMPARED] if isinstance(index, list | tuple) else index
-            wanted = Wanted(0, 0, 0, some)
-            return digest_of_fetched(self._examples(), wanted, **self._workers(1))
-        return None
+        first = [*itertools.islice(self._order(0), 1)]
+        if not first:
+            return None
+        return digest_of_examples(self._examples(compares=True), first[0], **self._workers(1))
 
     def facts(self, cursor: Cursor) -> dict[str, object]:
         """Return what the batches of an epoch depend on besides."""
@@ -255,7 +255,9 @@ class MapStyle:
         self._feed.wanted = wanted
         batches: Any = iter(fetcher)
         try:
-            yield from batches
+            for batch in batches:
+                self._is_compared = True
+                yield batch
         finally:
             if fetcher.num_workers and not fetcher.persistent_workers:
                 # Its `__del__` does this too, but not while a traceback holds it.
@@ -271,7 +273,7 @@ class MapStyle:
         seed = derive_seed("workers", self._seed)
         collate: Any = Collate(loader.collate_fn, self._seed)
         return DataLoader(
-            self._examples(),
+            self._examples(compares=not self._is_compared),
             batch_sampler=self._feed,
             collate_fn=collate,
             pin_memory=loader.pin_memory,
@@ -279,8 +281,14 @@ class MapStyle:
             **workers,
         )
 
-    def _examples(self) -> Examples:
-        return Examples(self.loader.dataset, self._seed, self.loader.batch_sampler is not None)
+    def _examples(self, *, compares: bool) -> Examples:
+        return Examples(
+            self.loader.dataset,
+            self._seed,
+            is_batched=self.loader.batch_sampler is not None,
+            by_index=False,
+            compares=compares,
+        )
 
     def _workers(self, most: int) -> dict[str, Any]:
         """Return the arguments of a loader with at most so many of the user's worker processes."""

@@ -274,14 +274,21 @@ def _has_exact_state(loader: Any) -> bool:
     """Whether a loader goes on exactly from its own state.
 
     Not if worker processes draw its batches: their generators are not in the state. Nor if Hugging
-    Face's streams shuffle: their buffers are not in it.
+    Face's streams shuffle: their buffers are not in it. Nor torchdata's loader if its data set has
+    no state: a state that it gives after a resume counts the batches before the resume twice.
     """
     if isinstance(loader, DataLoader) and loader.num_workers:
         return False
-    has_state = all(callable(getattr(loader, n, None)) for n in ("state_dict", "load_state_dict"))
-    return has_state and not any(
+    if is_torchdatas(loader) and not has_own_state(loader.dataset):
+        return False
+    return has_own_state(loader) and not any(
         map(_has_shuffle_buffer, (loader, getattr(loader, "dataset", None)))
     )
+
+
+def has_own_state(part: object) -> bool:
+    """Return whether an object can save its place and load it."""
+    return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
