@@ -9,7 +9,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
 
 from evenstep.batch.rng import derive_seed
 from evenstep.data.digests import digest_of
@@ -25,6 +32,9 @@ from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError, shown
 
 T = TypeVar("T")
+
+COMPARED = 4
+"""Examples of an epoch's first batch that stand for a data set."""
 
 
 class Wanted(NamedTuple):
@@ -191,6 +201,29 @@ class Collate:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a worker process gets: it finds the generators of its own copy."""
         return {**vars(self), "_generators": None}
+
+
+def digest_of_examples(examples: Examples, index: Any, **workers: Any) -> int:
+    """Return a checksum of the first examples of a batch of epoch 0, which stand for a data set.
+
+    Args:
+        examples: the data set; it compares what it fetches with what it fetches again.
+        index: what the batch is made of.
+        workers: the arguments of a `DataLoader` for worker processes, of which one is started.
+
+    Raises:
+        InputError: the examples are others when they are fetched again.
+    """
+    some = index[:COMPARED] if isinstance(index, list | tuple) else index
+    generator = torch.Generator().manual_seed(0)  # else it draws from the default one
+    options: Any = {"collate_fn": _digest, "generator": generator, **workers}
+    wanted: Any = Wanted(0, 0, 0, some)
+    (digest,) = DataLoader(examples, batch_sampler=[wanted], **options)
+    return int(digest)
+
+
+def _digest(fetched: _Fetched) -> int:
+    return digest_of(fetched.examples)
 
 
 def without_end(function: Callable[..., T], *arguments: Any) -> T:
