@@ -29,7 +29,8 @@ def ctrl_c_works():
 @pytest.fixture
 def own_handlers():
     """Put back the handlers of signals that a test installs; no signal is left pending."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGCHLD)
+    before = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

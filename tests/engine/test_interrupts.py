@@ -11,7 +11,7 @@ from patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("own_handlers")
 
-NUMBERS = [signal.SIGINT, signal.SIGTERM]
+NUMBERS = [signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGWINCH, signal.SIGRTMIN]
 
 
 def press_ctrl_c():
@@ -122,6 +122,27 @@ def test_the_users_own_handler_is_called_and_put_back(number):
         signal.raise_signal(number)
         assert len(calls) == 3
     assert signal.getsignal(number) == own
+    signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.mark.usefixtures("handled")
+def test_while_held_only_ctrl_c_is_raised_in_a_wait():
+    """A handler that saves waits for the end."""
+    done = []
+    signal.signal(signal.SIGTERM, lambda number, frame: done.append("saved"))
+    INTERRUPTS.follow()
+
+    def wait_held():
+        with INTERRUPTS.held():
+            signal.raise_signal(signal.SIGTERM)
+            INTERRUPTS.check()
+            assert done == []
+            press_ctrl_c()
+            with pytest.raises(KeyboardInterrupt):
+                INTERRUPTS.check()
+
+    whole(done, wait_held)
+    assert done == ["all", "saved"]
 
 
 @pytest.mark.parametrize("ignored", [signal.SIG_IGN, signal.SIG_DFL])

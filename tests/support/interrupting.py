@@ -1,6 +1,9 @@
 """A small training that is interrupted, and its undisturbed course, to be compared with."""
 
 import contextlib
+import ctypes
+import dis
+import functools
 import signal
 import sys
 import threading
@@ -58,6 +61,10 @@ class Training:
         self.loader = loader()
         self.losses = {}
 
+    def take(self, batch):
+        """Take a step on a batch; return its loss."""
+        return self.trainer.step(*batch)
+
     def run(self, until):
         """Train until `until` steps are done, each with a rate of its own."""
         trainer = self.trainer
@@ -65,7 +72,7 @@ class Training:
             for batch in trainer.epoch(self.loader):
                 step = trainer.steps_done
                 self.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step % 5)
-                self.losses[step] = trainer.step(*batch)
+                self.losses[step] = self.take(batch)
                 if step - 1 in self.losses:
                     self.losses[step - 1] = float(self.losses[step - 1])
                 if trainer.steps_done >= until:
@@ -84,6 +91,29 @@ class Training:
         assert_same_bits(state_of(trainer), undisturbed[trainer.steps_done])
 
 
+class InTwoCalls(Training):
+    """Takes each step by `backward`, and an update of its own."""
+
+    def __init__(self, *given, **options):
+        super().__init__(*given, **options)
+        self.left = None  # the number of a step whose update was not made yet
+        self.optimizer.register_step_post_hook(self._note_update)
+
+    def _note_update(self, *_):
+        self.left = None
+
+    def take(self, batch):
+        self.left = self.trainer.steps_done
+        loss = self.trainer.backward(*batch)
+        self.optimizer.step()
+        return loss
+
+    def update_if_left(self):
+        """Make the update if an interrupt came behind the backward pass and before the update."""
+        if self.left is not None and self.trainer.steps_done > self.left:
+            self.optimizer.step()
+
+
 def cursor_of(steps_done):
     return Cursor(*divmod(steps_done, BATCHES))
 
@@ -100,6 +130,68 @@ def undisturbed_course(steps):
 
 def press_ctrl_c():
     signal.raise_signal(signal.SIGINT)
+
+
+class OutsideError(Exception):
+    """Thrown into the main thread from outside, as notebooks and test runners end what is late."""
+
+
+def throw_after(delay_s):
+    """Throw an error into the main thread from another one, later; return that one."""
+    main = ctypes.c_ulong(threading.main_thread().ident)
+    error = ctypes.py_object(OutsideError)
+    timer = threading.Timer(delay_s, ctypes.pythonapi.PyThreadState_SetAsyncExc, (main, error))
+    timer.start()
+    return timer
+
+
+@contextlib.contextmanager
+def thrown_at(boundary):
+    """Inside `with`, raise an error where Python would raise one that comes from outside.
+
+    That is at the first such place from the given bytecode boundary on: where a function or another
+    round of a loop begins, and behind a call. Yields a list as `interrupted_at` does.
+    """
+    passed, last = [], None
+
+    def trace(frame, event, argument):
+        nonlocal last
+        if not frame.f_code.co_filename.startswith(CODE):
+            return None
+        frame.f_trace_opcodes = True
+        frame.f_trace_lines = False
+        if event == "opcode":
+            passed.append((frame.f_code.co_qualname, frame.f_lineno))
+            name = _opcode_at(frame.f_code, frame.f_lasti)
+            is_behind_call = last is not None and last[0] is frame and last[1] in _CALLS
+            last = frame, name
+            if len(passed) >= boundary and (name in _CHECKED or is_behind_call):
+                raise OutsideError
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield passed
+    finally:
+        sys.settrace(None)
+
+
+_CHECKED = {"RESUME", "JUMP_BACKWARD"}
+_CALLS = {"CALL", "CALL_KW", "CALL_FUNCTION_EX"}
+
+
+@functools.cache
+def _names_of(code):
+    return {one.offset: one.opname for one in dis.get_instructions(code)}
+
+
+def _opcode_at(code, offset):
+    return _names_of(code).get(offset, "")
+
+
+def interrupting(act, boundary):
+    """Return what lets `act` happen at a boundary: `press_ctrl_c`, or "throw"."""
+    return thrown_at(boundary) if act == "throw" else interrupted_at(boundary, act)
 
 
 @contextlib.contextmanager

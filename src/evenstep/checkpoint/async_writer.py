@@ -83,6 +83,8 @@ class AsyncWriter:
 
     @INTERRUPTS.uninterrupted
     def _submit(self, thread: ThreadPoolExecutor, *given: Any) -> None:
+        while self.pending is not None:  # again, if a handler of a signal has saved meanwhile
+            self.wait()
         self.pending = thread.submit(_write, *given)
 
     def check(self) -> None:
@@ -93,13 +95,15 @@ class AsyncWriter:
     @INTERRUPTS.uninterrupted
     def wait(self) -> None:
         """Wait until the last checkpoint is on the disk; raise the writer's error."""
-        if self.pending is None:
+        written = self.pending
+        if written is None:
             return
-        while not wait([self.pending], POLL_S).done:
+        while not wait([written], POLL_S).done:
             if INTERRUPTS.pending:
                 INTERRUPTS.check()
-        written, self.pending = self.pending, None
-        written.result()
+        if self.pending is written:  # else a handler of a signal has waited for it
+            self.pending = None
+            written.result()
 
 
 class _Copies:

@@ -73,6 +73,8 @@ class Engine:
         lanes: the lanes of an open engine, also for work that needs no order.
         lost_lanes: the computing lanes of lost devices.
         given_up: the lost lanes that were still at work when Ctrl-C was pressed twice.
+        broken_by: an exception, thrown into a thread from outside, that has interrupted a change of
+            the scheduler; None while tasks can be relied on.
         patience_s: seconds after the first Ctrl-C; a second one pressed later than this gives up
             the devices that are still at work.
 
@@ -110,7 +112,9 @@ class Engine:
         self._numbers = {device.name: number for number, device in enumerate(self.devices)}
         self._has_gpu = any(device.kind == "cuda" for device in self.devices)
         self._failed: set[Task] = set()
-        self._waiters: list[tuple[int, threading.Event]] = []
+        self._waiters: list[tuple[int, threading.Lock]] = []
+        self.broken_by: BaseException | None = None
+        self._forgotten = 0  # the tasks with smaller numbers
         self._is_dropping = False
         self._vars = 0
 
@@ -120,11 +124,13 @@ class Engine:
         if self._lanes is not None:
             raise ClosedError("the engine is open already")
         self._deaths.clear()
+        self.broken_by = None
         with contextlib.ExitStack() as opened:
             opened.enter_context(INTERRUPTS.handled())
             opened.enter_context(short_switch_interval())
             lanes = self._make_lanes(self.devices)
             lanes.died = self._lane_died
+            opened.callback(lanes.close, set())
             lanes.open()
             self._opened = opened.pop_all()
         self._lanes = self.lanes = lanes
@@ -186,7 +192,10 @@ class Engine:
         interrupted: BaseException | None = None
         finished = self._when_at_most(0)
         self.lanes.work()
-        while not finished.wait(POLL_S):
+        while not finished.acquire(timeout=POLL_S):
+            if self.broken_by is not None:
+                self.mend()
+                return None
             if (error := _raised_by(self._refuse_to_stand_still)) is not None:
                 return error
             error = _raised_by(INTERRUPTS.check)
@@ -294,7 +303,7 @@ class Engine:
             for task in tasks:
                 task.after = fences
         submissions = [_submission(task) for task in tasks]
-        self._lock.change(lambda: self._act(self.scheduler.submit(submissions)))
+        self._change(lambda: self.scheduler.submit(submissions))
         lanes.work()
 
     def handle(self, task: Task) -> Handle:
@@ -313,12 +322,35 @@ class Engine:
         with `gives_up=False`.
         """
         INTERRUPTS.follow()
+        if task.number < self._forgotten:
+            return
         ended, since_s = self._end_of(task), time.monotonic()
         self.lanes.work()
-        while not ended.wait(POLL_S):
+        while not ended.acquire(timeout=POLL_S):
+            if self.broken_by is not None:
+                self.mend()
+                return
             late = time.monotonic() - since_s > self.patience_s
-            if gives_up and late and INTERRUPTS.has_come:
+            if gives_up and late and INTERRUPTS.ctrl_c_has_come:
                 self._give_up_at_work()
+
+    @INTERRUPTS.uninterrupted
+    def wait_for_lanes(self) -> None:
+        """Wait until the lanes have made the calls given to them so far, even if Ctrl-C is pressed.
+
+        When it is pressed after `patience_s`, devices that are at work are given up.
+        """
+        INTERRUPTS.follow()
+        since_s, behind = time.monotonic(), dict[int, threading.Lock]()
+        for lane in set(range(2 * len(self.devices))) - self.scheduler.lost:
+            behind[lane] = _locked()
+            self.lanes.put(lane, functools.partial(_release, behind[lane]))
+        self.lanes.work()
+        for lane, reached in behind.items():
+            while not reached.acquire(timeout=POLL_S) and lane not in self.scheduler.lost:
+                late = time.monotonic() - since_s > self.patience_s
+                if late and INTERRUPTS.ctrl_c_has_come:
+                    self.give_up(lane % len(self.devices))
 
     def run_and_wait(
         self,
@@ -411,7 +443,7 @@ class Engine:
         """Give up a device: its tasks fail at once, and no further tasks are assigned to it."""
         self.lost_lanes |= {lane}
         for one in (lane, self.copy_lane(lane)):
-            self._lock.change(lambda one=one: self._act(self.scheduler.lose(one)))  # type: ignore[misc]
+            self._change(lambda one=one: self.scheduler.lose(one))  # type: ignore[misc]
         if self._lanes is not None:
             self._lanes.work()
 
@@ -476,33 +508,33 @@ class Engine:
             self.refuse_inside(f"submit a task beyond max_in_flight={self.max_in_flight}")
             self._await(self._when_at_most(unfinished))
 
-    def _when_at_most(self, unfinished: int) -> threading.Event:
-        """Return an event that is set when at most `unfinished` tasks are unfinished."""
-        reached = threading.Event()
-        with self._lock:
+    def _when_at_most(self, unfinished: int) -> threading.Lock:
+        """Return a lock that is released when at most `unfinished` tasks are unfinished."""
+        reached = _locked()
+
+        def wait() -> None:
             if self.scheduler.graph.unfinished <= unfinished:
-                reached.set()
+                reached.release()
             else:
                 self._waiters.append((unfinished, reached))
+
+        self._lock.change(wait)
         return reached
 
-    def _end_of(self, task: Task) -> threading.Event:
-        """Return an event that is set when `task` has ended."""
-        ended = threading.Event()
-        with self._lock:
-            if task.ended:
-                ended.set()
-            else:
-                task.wakes.append(ended)
+    def _end_of(self, task: Task) -> threading.Lock:
+        """Return a lock that is released when `task` has ended."""
+        ended = _locked()
+        self._lock.change(lambda: ended.release() if task.ended else task.wakes.append(ended))
         return ended
 
-    def _await(self, event: threading.Event, timeout_s: float | None = None) -> bool:
-        """Wait until `event` is set; return whether it is. Signals are handled meanwhile."""
+    def _await(self, reached: threading.Lock, timeout_s: float | None = None) -> bool:
+        """Wait until `reached` is released; return whether it is. Signals are handled meanwhile."""
         self.lanes.work()
         ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
-        while not event.wait(min(POLL_S, max(0.0, ends_s - time.monotonic()))):
+        while not reached.acquire(timeout=min(POLL_S, max(0.0, ends_s - time.monotonic()))):
             if INTERRUPTS.pending:
                 INTERRUPTS.check()
+            self._refuse_broken()
             self._refuse_to_stand_still()
             if time.monotonic() >= ends_s:
                 return False
@@ -514,10 +546,9 @@ class Engine:
         Raises:
             DeadlockError: tasks have not ended, and none runs or can start.
         """
-        with self._lock:
-            stands_still = self.scheduler.stands_still
-            unfinished = self.scheduler.graph.unfinished
-        if stands_still:
+        scheduler = self.scheduler
+        if self._lock.change(lambda: scheduler.stands_still):
+            unfinished = scheduler.graph.unfinished
             raise DeadlockError(
                 f"{counted(unfinished, 'task')} of the engine can't start, although no task is "
                 f"running: either one depends on a task of another engine, or this is a bug in "
@@ -545,9 +576,8 @@ class Engine:
             )
 
     def _raise_unseen(self) -> None:
-        with self._lock:
-            unseen = sorted(self._failed, key=lambda task: task.number)
-            self._failed.clear()
+        unseen = sorted(self._lock.change(self._failed.copy) or (), key=lambda task: task.number)
+        self._failed.difference_update(unseen)
         for task in unseen:
             task.seen = True
         if unseen:
@@ -589,7 +619,9 @@ class Engine:
                 task.result = result
                 task.error, task.traceback = error, traceback
             dropped = self.trace.add(Span(lane, task.name, task.category, began, ended, task.story))
-            left = self._act(self.scheduler.ended(lane, task, failed=error is not None))
+            left: object = None
+            if self.broken_by is None:
+                left = self._act(self.scheduler.ended(lane, task, failed=error is not None))
         del dropped, left  # without the lock: destructors may call the engine
 
     def _call(self, task: Task, device: Device) -> Any:
@@ -609,6 +641,45 @@ class Engine:
         self._deaths.setdefault(device, error)
         self.lose(device)
 
+    def _change(self, decide: Callable[[], Decisions]) -> None:
+        """Change the scheduler, and carry out its decisions."""
+
+        def change() -> object:
+            try:
+                return self._act(decide())
+            except BaseException as error:  # from outside: thrown into this thread
+                self.broken_by = error
+                raise
+
+        self._lock.change(change)
+
+    def _refuse_broken(self) -> None:
+        """Refuse to wait after an exception from outside has interrupted a change.
+
+        Raises:
+            ClosedError: names the exception.
+        """
+        if self.broken_by is not None:
+            raise ClosedError(
+                f"{type(self.broken_by).__name__}, thrown into this thread from outside, has "
+                f"interrupted the engine while it was changing its own state, so its tasks are "
+                f"lost: end its `with`, and open a new one (of a trainer: load the last checkpoint)"
+            ) from self.broken_by
+
+    def mend(self) -> None:
+        """After such an exception, wait until the lanes are idle, and forget all tasks."""
+        if self.broken_by is None:
+            return
+        self.wait_for_lanes()
+        lost, count = self.scheduler.lost, len(self.devices)
+        self._forgotten = self.scheduler.graph.submitted + 1
+        self.scheduler = Scheduler(count, bound_only=count, first=self._forgotten)
+        for lane in lost:
+            self.scheduler.lose(lane)
+        self._failed.clear()
+        self._waiters.clear()
+        self.broken_by = None
+
     def _act(self, decisions: Decisions) -> object:
         """Carry out decisions of the scheduler; called with the lock held.
 
@@ -624,13 +695,13 @@ class Engine:
             if task.cause is task:
                 self._record_failure(task)
             left.append(task.release())
-            for event in task.wakes:
-                event.set()
+            for ended in task.wakes:
+                ended.release()
         if self._waiters and decisions.ends:
             unfinished = self.scheduler.graph.unfinished
             for waiter in [waiter for waiter in self._waiters if unfinished <= waiter[0]]:
                 self._waiters.remove(waiter)
-                waiter[1].set()
+                waiter[1].release()
         return left
 
     def _record_failure(self, task: Task) -> None:
@@ -645,6 +716,17 @@ class Engine:
             add_note(task.error, task.describe(device))
         if not task.seen:
             self._failed.add(task)
+
+
+def _locked() -> threading.Lock:
+    """Return a lock that a lane will release: unlike an event, an exception can't break it."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+def _release(lock: threading.Lock, lane: int) -> None:
+    lock.release()
 
 
 def _raised_by(function: Callable[[], object]) -> BaseException | None:

@@ -75,13 +75,17 @@ N = TypeVar("N", bound=Node)
 class Graph(Generic[N]):
     """The tasks that have not ended.
 
+    Args:
+        first: the number of the first task.
+
     Attributes:
-        unfinished: their number.
+        unfinished: the number of tasks that have not ended.
+        submitted: the number of the next task.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 0) -> None:
         self.unfinished = 0
-        self._submitted = 0
+        self.submitted = first
 
     def add(
         self,
@@ -101,8 +105,8 @@ class Graph(Generic[N]):
         Returns:
             [node] if it can start at once, else [].
         """
-        node.number = self._submitted
-        self._submitted += 1
+        node.number = self.submitted
+        self.submitted += 1
         self.unfinished += 1
         for source in inputs:
             _take(node, source)

@@ -1,11 +1,11 @@
 """Signals such as Ctrl-C, kept out of code that must run as a whole.
 
-Python runs signal handlers in the main thread, between any two instructions, and most of them
-raise an exception there. While a trainer or an engine is open, evenstep's own handlers replace
-them. They look at the stack of the main thread: if a `shielded` function is on it, the signal is
-only recorded. It is passed to the user's handler where an exception leaves nothing half done: in a
-wait (`check`), or when the call ends (`deliver`). User code that a shielded function calls is
-`interruptible` again.
+Python runs signal handlers in the main thread, between any two instructions. They raise an
+exception there, or save the training. While a trainer or an engine is open, evenstep's own handlers
+replace all that are Python code. They look at the stack of the main thread: if a `shielded`
+function is on it, the signal is only recorded. It is passed to the user's handler where an
+exception, or a call of the trainer, finds nothing half done: in a wait (`check`), or when the call
+ends (`deliver`). User code that a shielded function calls is `interruptible` again.
 
 Why the stack, and not a flag: a signal may arrive just before a flag is set or just after it was
 reset. The stack is right at every moment.
@@ -13,6 +13,7 @@ reset. The stack is right at every moment.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import functools
 import signal
 import sys
@@ -22,6 +23,8 @@ from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+from evenstep.errors import InputError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -30,8 +33,16 @@ Handler: TypeAlias = "Callable[[int, FrameType | None], object]"
 POLL_S = 0.1
 """The longest time, in seconds, until a wait notices a signal."""
 
-_NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGBREAK")
-_NUMBERS = [number for name in _NAMES if (number := getattr(signal, name, None)) is not None]
+SIGNALS = sorted(map(int, signal.valid_signals()))
+"""The numbers of all signals."""
+handler_of: Callable[[int], object] = _signal.getsignal
+"""Returns the handler of a signal; `signal.getsignal` takes 1 µs to spell it."""
+_CALLS = {
+    "__enter__": "open",
+    "__exit__": "close",
+    "wait_until": "float(loss)",
+    "wrapper": "optimizer.step",
+}
 
 
 def _code(function: Callable[..., Any]) -> CodeType:
@@ -44,16 +55,21 @@ def _is_main() -> bool:
 
 
 class Interrupts:
-    """The signals of the process that end a program, or ask it to end.
+    """The signals of the process whose handlers are Python code.
 
     Attributes:
         pending: the signals that were recorded, and the user's handler of each.
+        is_handling: whether a handler may be running (`interrupted_call` knows for sure).
+        known: the handlers of `SIGNALS` when `follow` was called last.
     """
 
     def __init__(self) -> None:
         self.pending: dict[int, Handler] = {}
-        self._is_shielded: dict[CodeType, bool] = {}
+        self.is_handling = False
+        self._is_shielded: dict[CodeType, bool] = {_code(Interrupts._handle): False}
+        self._holds = 0
         self._opened = 0
+        self.known: list[object] = []
 
     # ---- marks of functions
 
@@ -83,20 +99,82 @@ class Interrupts:
     # ---- recorded signals
 
     @property
-    def has_come(self) -> bool:
-        """Whether a signal was recorded; always false outside the main thread."""
-        return bool(self.pending) and _is_main()
+    def ctrl_c_has_come(self) -> bool:
+        """Whether Ctrl-C was recorded; always false outside the main thread."""
+        return signal.SIGINT in self.pending and _is_main()
 
     def check(self) -> None:
         """In the main thread, call the user's handlers of recorded signals; they may raise."""
         while self.pending and _is_main():
-            number, handler = self.pending.popitem()
-            handler(number, sys._getframe(1))
+            ready = [one for one, handler in self.pending.items() if self._may_run(handler)]
+            if not ready:
+                return
+            self._handle(self.pending.pop(ready[0]), ready[0], sys._getframe(1))
 
-    def deliver(self) -> None:
-        """Call `check`, unless the caller runs in a shielded function, which delivers later."""
-        if self.pending and not self._shields(sys._getframe(2)):
+    def deliver(self, beyond: int = 1) -> None:
+        """Call `check`, unless a shielded function has called the caller: it delivers later.
+
+        Args:
+            beyond: the innermost frames that don't count: the caller's, and perhaps its caller's.
+        """
+        if self.pending and not self._shields(sys._getframe(1 + beyond)):
             self.check()
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside `with`, waits call no handler but Python's own for Ctrl-C, which only raises.
+
+        Any other might save a state that lies between two steps.
+        """
+        self._holds += 1
+        try:
+            yield
+        finally:
+            self._holds -= 1
+
+    def _may_run(self, handler: Handler) -> bool:
+        return not self._holds or handler is signal.default_int_handler
+
+    def _handle(self, handler: Handler, number: int, frame: FrameType | None) -> None:
+        """Call a handler of the user's, which may itself be interrupted."""
+        outer, self.is_handling = self.is_handling, True
+        try:
+            handler(number, frame)
+        finally:
+            self.is_handling = outer
+
+    # ---- calls of handlers
+
+    @property
+    def handler_runs(self) -> bool:
+        """Whether a handler runs, and has called the caller."""
+        return self.is_handling and self._interrupted() is not None
+
+    def _interrupted(self) -> str | None:
+        """Return the shielded call that a running handler has interrupted; "" if there was none."""
+        frame: FrameType | None = sys._getframe(1)
+        name = None
+        while frame is not None:
+            if frame.f_code is _code(Interrupts._handle):
+                name = name or ""
+            elif name is not None and self._is_shielded.get(frame.f_code):
+                name = frame.f_code.co_name
+            frame = frame.f_back
+        return name and _CALLS.get(name, name.strip("_"))
+
+    def refuse_in_handler(self, what: str) -> None:
+        """Refuse a call by a handler that has interrupted another call.
+
+        Raises:
+            InputError: names both.
+        """
+        interrupted = self._interrupted() if self.is_handling else None
+        if interrupted:
+            raise InputError(
+                f"a signal handler called {what} in the middle of {interrupted}: set a flag in the "
+                f"handler, and call {what} in your loop when the flag is set (a handler may call "
+                f"save, waitall and fingerprint anywhere, or raise an exception)"
+            )
 
     # ---- handlers
 
@@ -117,22 +195,23 @@ class Interrupts:
         finally:
             self._opened -= 1
             if not self._opened and _is_main():
-                self._restore()
+                surely(self._restore)
 
     def follow(self) -> None:
         """Replace handlers that the user has installed meanwhile, if `handled` is open."""
         if not self._opened or not _is_main():
             return
-        for number in _NUMBERS:
-            handler = signal.getsignal(number)
+        for number, handler in zip(SIGNALS, [*map(handler_of, SIGNALS)], strict=True):
             if callable(handler) and not isinstance(handler, _Recorder):
                 signal.signal(number, _Recorder(self, handler))
+        self.known = [*map(handler_of, SIGNALS)]
 
     def _restore(self) -> None:
-        for number in _NUMBERS:
-            handler = signal.getsignal(number)
+        for number in SIGNALS:
+            handler = handler_of(number)
             if isinstance(handler, _Recorder):
                 signal.signal(number, handler.replaced)
+        self.known = []
 
     def on_signal(self, number: int, frame: FrameType | None, handler: Handler) -> None:
         """Record a signal, or hand it to the user's handler at once."""
@@ -140,7 +219,7 @@ class Interrupts:
             self.pending[number] = handler
         else:
             self.pending.pop(number, None)  # a signal that comes again counts once
-            handler(number, frame)
+            self._handle(handler, number, frame)
 
     def _shields(self, frame: FrameType | None) -> bool:
         """Return what the innermost marked function on the stack says."""
@@ -175,3 +254,12 @@ INTERRUPTS = Interrupts()
 def interruptible(function: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
     """Return `function(*arguments)`; a signal may interrupt it anywhere."""
     return function(*arguments, **options)
+
+
+def surely(restore: Callable[[], object]) -> None:
+    """Call `restore`, again if an exception thrown into this thread from outside interrupts it."""
+    try:
+        restore()
+    except BaseException:
+        restore()
+        raise

@@ -95,23 +95,29 @@ class ThreadLanes:
         outcomes: _Outcomes = queue.SimpleQueue()
         try:
             for lane, (device, name) in enumerate(roles):
-                run = functools.partial(self._run, lane, device, outcomes)
-                thread = threading.Thread(target=run, name=name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
+                run = functools.partial(self._run, lane, device, self._inboxes[lane], outcomes)
+                self._threads.append(threading.Thread(target=run, name=name, daemon=True))
+                self._start_last()
             for _ in roles:
                 if (error := outcomes.get()) is not None:
-                    raise error
-        except Exception as error:
-            count = len(self._threads)
-            self.close(set())
-            raise DeviceError(
-                f"{len(self.devices)} devices need two threads each, but after {count} threads one "
-                f"could not be started ({error}): use fewer devices, or fewer threads of each"
-            ) from error
-        except BaseException:  # Ctrl-C
+                    raise self._not_started(error) from error
+        except BaseException:
             self.close(set())
             raise
+
+    def _start_last(self) -> None:
+        try:
+            self._threads[-1].start()
+        except RuntimeError as error:
+            self._threads.pop()
+            raise self._not_started(error) from error
+
+    def _not_started(self, error: BaseException) -> DeviceError:
+        return DeviceError(
+            f"{len(self.devices)} devices need two threads each, but after {len(self._threads)} "
+            f"threads one could not be started ({error}): use fewer devices, or fewer threads of "
+            f"each"
+        )
 
     def put(self, lane: int, work: Work) -> None:
         """Queue a call for a lane's thread."""
@@ -125,7 +131,8 @@ class ThreadLanes:
         for inbox in self._inboxes:
             inbox.put(None)
         for lane, thread in enumerate(self._threads):
-            thread.join(_GRACE_S if lane in lost else None)
+            with contextlib.suppress(RuntimeError):  # it has not begun, and will end at once
+                thread.join(_GRACE_S if lane in lost else None)
         self._inboxes, self._threads = [], []
         self.threads.clear()
 
@@ -146,9 +153,14 @@ class ThreadLanes:
         _fix_threads(self.devices[lane].threads)
         _fix_modes()
 
-    def _run(self, lane: int, device: Device, outcomes: _Outcomes) -> None:
+    def _run(
+        self,
+        lane: int,
+        device: Device,
+        inbox: queue.SimpleQueue[Work | None],
+        outcomes: _Outcomes,
+    ) -> None:
         """Work as a lane; report the outcome of its start, and the error that ends it."""
-        inbox = self._inboxes[lane]
         try:
             self._set_up(lane, device)
         except BaseException as error:

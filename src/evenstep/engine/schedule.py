@@ -57,9 +57,9 @@ class Scheduler:
         running: the job that each lane runs; None for an idle lane.
     """
 
-    def __init__(self, compute: int, bound_only: int = 0) -> None:
+    def __init__(self, compute: int, bound_only: int = 0, first: int = 0) -> None:
         lanes = compute + bound_only
-        self.graph: Graph[Job] = Graph()
+        self.graph: Graph[Job] = Graph(first)
         self.compute = compute
         self.lost: set[int] = set()
         self.running: list[Job | None] = [None] * lanes

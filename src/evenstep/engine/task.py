@@ -93,7 +93,7 @@ class Task(Job):
         ran_on: the lane that it ran on.
         after: on GPUs: events recorded behind the submitting thread's own kernels.
         fence: on a GPU: the event recorded behind the task's kernels.
-        wakes: events to set when the task ends.
+        wakes: locks to release when the task ends.
     """
 
     __slots__ = (
@@ -133,7 +133,7 @@ class Task(Job):
         self.ran_on: int | None = None
         self.after: Sequence[Any] = ()
         self.fence: Any = None
-        self.wakes: list[threading.Event] = []
+        self.wakes: list[threading.Lock] = []
 
     def call(self) -> Any:
         """Make the call in the modes and context of the submitting thread; return its result."""

@@ -14,7 +14,7 @@ from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.batch.rng import ShardRandomness
-from evenstep.engine.interrupts import INTERRUPTS, interruptible
+from evenstep.engine.interrupts import INTERRUPTS, interruptible, surely
 from evenstep.errors import ModelError, counted, shown
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica
@@ -208,9 +208,13 @@ def _undisturbed(replica: Replica, work: ShardWork) -> Iterator[None]:
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Inside `with`, put `model` into evaluation mode; restore every module's mode at the end."""
     modes = {module: module.training for module in model.modules()}
+
+    def restore() -> None:
+        for module, training in modes.items():
+            module.training = training
+
     try:
         model.eval()
         yield
     finally:
-        for module, training in modes.items():
-            module.training = training
+        surely(restore)

@@ -10,6 +10,7 @@ import torch
 
 from evenstep.checkpoint.restore import rolled_back_on_error
 from evenstep.devices import intra_op_threads
+from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum
@@ -35,7 +36,7 @@ class Minimiser:
         executor: computes the shards of a batch.
         update: puts gradients where the optimizer reads them.
         pipeline: takes each evaluation as a step.
-        progress: stays at the step until its update is made.
+        progress: counts the step when its update is made.
     """
 
     def __init__(
@@ -63,15 +64,15 @@ class Minimiser:
         closure = _Closure(step, self._executor, self._update, self._pipeline)
         progress, home = self._progress, self._executor.replicas.home.module
         self._pipeline.wait()
-        after, progress.position = progress.position, step.position
         with (
+            INTERRUPTS.held(),
             rolled_back_on_error(home.parameters(), self._optimizer),
             intra_op_threads(self._executor.experiment.threads),
         ):
             self._update.minimise(closure)
         assert closure.first is not None
         assert closure.root is not None
-        progress.position = after
+        progress.count(step)
         step.loss, step.outputs = closure.first.loss, closure.first.outputs
         step.is_taken = step.finished = True
         close = functools.partial(self._update.close_minimised, step, closure.root)
@@ -107,7 +108,9 @@ class _Closure:
         """Evaluate the batch once; return its mean loss."""
         attempt = self._step.attempt
         self._pipeline.follow_user()
-        evaluation = dataclasses.replace(self._step, finish=self._install, attempt=attempt.again())
+        evaluation = dataclasses.replace(
+            self._step, finish=self._install, attempt=attempt.again(), counts=False
+        )
         self._pipeline.submit(evaluation).wait_to_read()
         attempt.clock.add(evaluation.attempt.clock)
         self.first = self.first or evaluation

@@ -18,7 +18,9 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.replicas import inner_optimizers, note_left
+from evenstep.steps.left_gradients import LeftGradients
 from evenstep.steps.update import is_in_a_trainer
 
 logger = logging.getLogger("evenstep")
@@ -30,17 +32,22 @@ class OtherOptimizers:
     Args:
         model: the user's model.
         optimizer: the trainer's own optimizer, which is saved with those inside it.
+        left: forgets gradients that an optimizer has used.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, left: LeftGradients
+    ) -> None:
         self._model = model
         self._own = optimizer
+        self._left = left
         self._stepped = weakref.WeakSet[torch.optim.Optimizer]()
         self._judged = weakref.WeakSet[torch.optim.Optimizer]()
         self._hook: RemovableHandle | None = None
 
     def __enter__(self) -> None:
-        """Begin to note steps."""
+        """Begin to note steps; a signal that comes in the middle of one is handled at its end."""
+        INTERRUPTS.shielded(type(self._own).step)
         self._hook = register_optimizer_step_post_hook(self._note)
 
     def __exit__(
@@ -72,6 +79,9 @@ class OtherOptimizers:
         """Torch calls this after each step of an optimizer, in any thread."""
         for group in optimizer.param_groups:
             note_left(group["params"])
+        self._left.before = None
+        if INTERRUPTS.pending:  # they came in the middle of a step of the user's own
+            INTERRUPTS.deliver(beyond=2)
         if optimizer is self._own or optimizer in self._stepped:
             return
         if not is_in_a_trainer(optimizer):

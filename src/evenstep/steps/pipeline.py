@@ -21,7 +21,7 @@ from evenstep.batch.assignment import Help
 from evenstep.contract import refuse_modes
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.distributed.step_report import AgainError
-from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
+from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible, surely
 from evenstep.engine.lanes import has_own_modes
 from evenstep.engine.task import PLAIN, Task
 from evenstep.errors import DeviceLostError, InputError
@@ -82,6 +82,8 @@ class Pipeline(abc.ABC):
             DeviceLostError: a device was given up that training needs.
         """
         self.refuse_here()
+        if self._engine.broken_by is not None:
+            self._engine.mend()
         if self.steps:
             may_compile = self._executor.programs is not None  # beside nothing in flight
             self.wait(leave=0 if may_compile else leave)
@@ -137,7 +139,7 @@ class Pipeline(abc.ABC):
     # ---- steps, begun and waited for
 
     def submit(self, step: Step) -> StepLoss:
-        """Begin a step; return a handle of its mean loss at once.
+        """Count and begin a step; return a handle of its mean loss at once.
 
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed; the step and those before it were abandoned.
@@ -151,6 +153,16 @@ class Pipeline(abc.ABC):
         if not self._overlap:
             self.wait()
         return StepLoss(step, self.wait_until)
+
+    def take_now(self, step: Step) -> StepLoss:
+        """Begin a step and wait for it; after an error, wherever it came, it is abandoned."""
+        try:
+            loss = self.submit(step)
+            self.wait()
+            return loss
+        except BaseException as error:
+            self.abandon(error)
+            raise
 
     def wait(self, *, leave: int = 0) -> None:
         """Wait for the oldest steps until at most `leave` are unfinished.
@@ -180,6 +192,9 @@ class Pipeline(abc.ABC):
 
     def abandon(self, error: BaseException) -> None:
         """Drop the steps whose update has not begun, and leave the model as it was before them."""
+        surely(functools.partial(self._abandon, error))
+
+    def _abandon(self, error: BaseException) -> None:
         self._drop_all()
         self._left_an_update |= bool(self._engine.given_up) and any(
             step.attempt.committed and not step.finished for step in self.steps
@@ -190,9 +205,11 @@ class Pipeline(abc.ABC):
             self._close_oldest()
         if not self.steps:
             return
+        if not self.steps[0].attempt.has_opening:
+            self._reopen()
         steps = [*self.steps]
-        self._forget()
         self._give_up(steps, error)
+        self._forget()
         interruptible(self._executor.group.reducer.announce_failure, steps[0], error)
 
     def _finish_oldest(self) -> None:
@@ -207,7 +224,10 @@ class Pipeline(abc.ABC):
         except BaseException as interrupt:  # Ctrl-C
             self.abandon(interrupt)
             raise
-        if error is None:
+        if step not in self.steps:  # a handler of a signal has waited for it
+            if step.error is not None:
+                raise step.error
+        elif error is None:
             self._close_oldest()
         elif shall_retry:
             self._retry()
@@ -221,19 +241,15 @@ class Pipeline(abc.ABC):
 
     def _retry(self) -> None:
         """Attempt all unfinished steps again, the oldest of which has failed."""
-        self._drop_all()
         steps = [*self.steps]
         try:
+            self._drop_all()
             interruptible(self._executor.group.reducer.announce_retry, steps[0])
-        except BaseException as error:  # a process is gone, or Ctrl-C
-            self.abandon(error)
-            raise
-        self._forget()
-        try:
+            self._forget()
             for step in steps:
                 step.attempt = step.attempt.again()
                 self._start(step)
-        except BaseException as error:  # Ctrl-C
+        except BaseException as error:  # a process is gone, or Ctrl-C
             self.abandon(error)
             self._give_up([step for step in steps if not (step.is_taken or step.error)], error)
             raise
@@ -251,8 +267,8 @@ class Pipeline(abc.ABC):
             self._update.renew()
 
     def _forget(self) -> None:
-        self.steps.clear()
         self._replicas.abandon_step()
+        self.steps.clear()
 
     def _reopen(self) -> None:
         """Go on from a step whose update was made, though what came behind it has failed."""
@@ -315,7 +331,9 @@ class DirectPipeline(Pipeline):
         executor.open(step)
         attempt.clock.ready_s = attempt.clock.ready_s or time.perf_counter()
         executor.take_opening(attempt)
+        attempt.has_opening = True
         self.steps.append(step)
+        self._progress.count(step)
         alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes
         attempt.working = {lane for lane in alive if attempt.runs[lane]} if attempt.alone else alive
         attempt.lanes = frozenset(attempt.working)
@@ -366,23 +384,5 @@ class DirectPipeline(Pipeline):
                 attempt.is_over = True
 
     def _drain(self) -> None:
-        INTERRUPTS.follow()
-        lanes, since_s = self._engine.lanes, time.monotonic()
-        behind: dict[int, threading.Lock] = {}
-        for lane in range(len(self._engine.devices)):
-            if lane not in self._engine.lost_lanes:
-                behind[lane] = threading.Lock()
-                behind[lane].acquire()
-                lanes.put(lane, functools.partial(_release, behind[lane]))
-        lanes.work()
-        for lane, reached in behind.items():
-            while not reached.acquire(timeout=POLL_S):
-                if lane in self._engine.dead_lanes:
-                    break
-                if INTERRUPTS.has_come and time.monotonic() - since_s > self._engine.patience_s:
-                    self._engine.give_up(lane)
-                    break
-
-
-def _release(lock: threading.Lock, lane: int) -> None:
-    lock.release()
+        self._engine.mend()
+        self._engine.wait_for_lanes()

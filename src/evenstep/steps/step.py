@@ -82,10 +82,12 @@ class Progress:
         self.position = Position()
         self.drawn = Cursor()
 
-    def advance(self) -> None:
-        """Count one more step, on the last batch that was drawn."""
+    def count(self, step: Step) -> None:
+        """Count a step, on the last batch that was drawn, unless this attempt is a later one."""
         done, epoch, batch, data = self.position
-        self.position = Position(done + 1, epoch, batch + 1, None if data is None else self.drawn)
+        if step.counts and step.number == done:
+            data = None if data is None else self.drawn
+            self.position = Position(done + 1, epoch, batch + 1, data)
 
     def go_back(self, step: Step) -> None:
         """Go back to the position before `step`, which was not taken.
@@ -138,6 +140,7 @@ class Attempt:
         programs: the compiled shards by their number of examples; empty for eager shards.
         before: the states of the default generators at its start; None if nobody looks.
         clock: its times.
+        has_opening: whether the buffers' opening values are its own, not those of a step before.
         dropped: whether no further shard, and no update, may begin.
         committed: whether its update has begun.
         reported: whether the other processes know how it ended.
@@ -163,6 +166,7 @@ class Attempt:
         self.sending: GradientReduction | None = None
         self.programs: Mapping[int, Program] = {}
         self.clock = StepClock(ready_s)
+        self.has_opening = False
         self.dropped = False
         self.committed = False
         self.reported = False
@@ -233,6 +237,7 @@ class Step:
         finish: ends the step, in a lane.
         updates: whether the step ends with the optimizer's update.
         may_compile: whether its shards may be compiled.
+        counts: whether it is a step of the training, not one evaluation of a step's batch.
         observe: called with every shard's number and own value; None for nobody.
         settings: changes of the optimizer's groups since the step before.
         digest: of the whole batch, where several processes compare it.
@@ -252,6 +257,7 @@ class Step:
     attempt: Attempt
     updates: bool = True
     may_compile: bool = True
+    counts: bool = True
     observe: Callable[[int, PartialSum], None] | None = None
     settings: Sequence[Any] = ()
     digest: int = NO_DIGEST

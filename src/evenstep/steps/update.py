@@ -402,22 +402,6 @@ def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor | None) -> to
     return torch.empty_like(parameter).copy_(gradient)
 
 
-@contextlib.contextmanager
-def kept_gradients(model: nn.Module, *, accumulate: bool) -> Iterator[None]:
-    """Put gradients back after an error; after success, add them to the new ones if asked to."""
-    before = {parameter: parameter.grad for parameter in model.parameters()}
-    try:
-        yield
-    except BaseException:
-        for parameter, gradient in before.items():
-            parameter.grad = gradient
-        raise
-    for parameter, gradient in before.items() if accumulate else ():
-        if gradient is not None and parameter.grad is not None:
-            gradient = gradient + parameter.grad
-        parameter.grad = parameter.grad if gradient is None else gradient
-
-
 def sum_floats(values: Sequence[Number | None]) -> float:
     """Return the canonical sum of shards' numbers (None for an empty shard), in float64."""
     total = tree_sum([None if value is None else float(value) for value in values], operator.add)

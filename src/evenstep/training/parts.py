@@ -23,6 +23,7 @@ from evenstep.steps.executors.losses import Losses
 from evenstep.steps.groups.group import Group
 from evenstep.steps.in_flight.overlapped_pipeline import OverlappedPipeline
 from evenstep.steps.in_flight.proxy_update import ProxyUpdate
+from evenstep.steps.left_gradients import LeftGradients
 from evenstep.steps.minimise import Minimiser, minimises
 from evenstep.steps.owners.partition import Partition
 from evenstep.steps.owners.update import OwnedProxyUpdate, OwnedUpdate
@@ -30,6 +31,7 @@ from evenstep.steps.pipeline import DirectPipeline, Pipeline
 from evenstep.steps.step import Progress
 from evenstep.steps.update import Hook, Update
 from evenstep.training.arguments import Layout, shards_at_once
+from evenstep.training.evaluation.other_model import OtherValues
 from evenstep.training.reporting import Reporter, Take
 
 
@@ -45,6 +47,8 @@ class Parts:
         executor: computes the shards of a batch; `executor.group` has the other processes.
         update: ends a step.
         pipeline: the steps in flight.
+        values: of other models, evaluated in the place of the user's.
+        left: the gradients that `Trainer.backward` has left to the user.
         reporter: calls the callbacks.
         take: begins a step and reports it.
         partition: splits the optimizer by owners; None if it is whole everywhere.
@@ -57,6 +61,8 @@ class Parts:
     executor: IndependentExecutor
     update: Update
     pipeline: Pipeline
+    values: OtherValues
+    left: LeftGradients
     reporter: Reporter
     take: Take
     partition: Partition | None = None
@@ -131,6 +137,8 @@ def choose_parts(
         executor=executor,
         update=update,
         pipeline=pipeline,
+        values=OtherValues(model),
+        left=LeftGradients(replicas, progress),
         reporter=reporter,
         take=reporter.watching(take),
         partition=partition,

@@ -22,6 +22,8 @@ from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Sources
 from evenstep.devices import hash_seed
 from evenstep.devices.facts import KINDS, Difference, differences, listed, refuse_to_resume
+from evenstep.engine.interrupts import INTERRUPTS
+from evenstep.errors import InputError
 from evenstep.replicas import refuse_strangers
 from evenstep.stages.executor import StagedExecutor
 from evenstep.steps.other_optimizers import OtherOptimizers
@@ -61,7 +63,7 @@ class Saver:
         notes: Notes,
     ) -> None:
         self.writer = AsyncWriter()
-        self.other_optimizers = OtherOptimizers(model, optimizer)
+        self.other_optimizers = OtherOptimizers(model, optimizer, parts.left)
         self._model = model
         self._optimizer = optimizer
         self._user_state = user_state
@@ -74,20 +76,36 @@ class Saver:
         self._agreement = agreement
         self._sources = sources
         self._notes = notes
+        self._left = parts.left
+        self._values = parts.values
         self._was_saved = False
 
     def save(
         self, folder: Path, scheduler: Scheduler | None, keep: int, *, background: bool
     ) -> Path:
         """Save everything that training resumes from (see `Trainer.save`)."""
+        if INTERRUPTS.handler_runs:
+            self._refuse_in_processes()
+            self._executor.engine.waitall()  # a check or an evaluation may be in progress
         self._pipeline.finish()
         try:
             self._reporter.tell()  # before a checkpoint that has these steps
         finally:
-            path = self._save(folder, scheduler, keep, background=background)
+            with self._values.put_away(), self._left.undone():
+                path = self._save(folder, scheduler, keep, background=background)
+                steps_done = self._progress.position.steps_done
         written: Future[Path] | None = self.writer.pending if background else None
-        self._reporter.saved(path, self._progress.position.steps_done, written)
+        self._reporter.saved(path, steps_done, written)
         return path
+
+    def _refuse_in_processes(self) -> None:
+        """Refuse to save in a signal handler, which runs at another place in each process."""
+        if not self._executor.group.is_alone:
+            raise InputError(
+                "a signal handler called save, but a signal reaches each of several processes at "
+                "another place, and all must save together: call trainer.ask_to_stop() in the "
+                "handler, and save in your loop where trainer.should_stop is true"
+            )
 
     def restore(
         self, saved: TrainingState, scheduler: Scheduler | None, *, is_part: bool = False

@@ -18,7 +18,7 @@ import torch
 from evenstep.batch.rng import callers_generators
 from evenstep.devices import deterministic_kernels, kept_memory
 from evenstep.devices.forward_mode import one_level_at_a_time
-from evenstep.engine.interrupts import INTERRUPTS, interruptible
+from evenstep.engine.interrupts import INTERRUPTS, interruptible, surely
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
 from evenstep.replicas import align_state, inner_optimizers, note_left
@@ -80,6 +80,16 @@ class Session:
         if self.owner is not None:
             self.owner.refuse_elsewhere()
 
+    def refuse_here(self, call: str) -> None:
+        """Refuse a call in a fork, and by a signal handler in the middle of another call.
+
+        In others, handlers that the user has installed meanwhile are replaced first.
+        """
+        self.refuse_fork()
+        INTERRUPTS.follow()
+        if INTERRUPTS.is_handling:
+            INTERRUPTS.refuse_in_handler(call)
+
     def refuse_closed(self) -> None:
         """Refuse a call of a trainer that is not open."""
         if self.is_open:
@@ -118,7 +128,7 @@ class Session:
 
     def open(self) -> None:
         """Start the worker threads, and find the other processes."""
-        self.refuse_fork()
+        self.refuse_here("open")
         if self.is_open:
             raise ClosedError("the trainer is open already: remove the second `with` or `open`")
         self._refuse_shared_optimizer()
@@ -254,13 +264,23 @@ class Session:
                 parts.executor.group.reducer.leave(error)
                 parts.update.give_back()
         finally:
-            self.is_open = False
-            _OPEN.discard(self)
-            atexit.unregister(self.close_with_program)
-            if self.owner is not None:
-                self.owner.end()
-            parts.executor.group = parts.executor.group.alone()
-            self._opened.__exit__(kind, error, traceback)
+            surely(functools.partial(self._end, kind, error, traceback))
+
+    def _end(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.is_open = False
+        _OPEN.discard(self)
+        atexit.unregister(self.close_with_program)
+        if self.owner is not None:
+            self.owner.end()
+        executor = self._parts.executor
+        executor.group = executor.group.alone()
+        self._opened.__exit__(kind, error, traceback)
+        self._parts.engine.close()  # if an exception from outside has interrupted that
 
     @INTERRUPTS.uninterrupted
     def close_with_program(self) -> None:

@@ -35,7 +35,7 @@ from evenstep.devices.facts import Facts
 from evenstep.distributed import local_share
 from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine import Lanes, ThreadLanes
-from evenstep.engine.interrupts import INTERRUPTS
+from evenstep.engine.interrupts import INTERRUPTS, SIGNALS, handler_of
 from evenstep.errors import InputError, hide_own_frames, hides_own_frames
 from evenstep.experiment import Experiment
 from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Precision, Split
@@ -67,7 +67,7 @@ from evenstep.steps.in_flight.outside import OutsideValues
 from evenstep.steps.in_flight.proxy_update import ProxyUpdate
 from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
-from evenstep.steps.update import Hook, kept_gradients
+from evenstep.steps.update import Hook
 from evenstep.training.agreement import Agreement
 from evenstep.training.arguments import (
     Layout,
@@ -95,7 +95,6 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _TENSORS = {torch.Tensor}
-_FOLLOW_EVERY = 16  # steps between two looks for handlers of signals that the user has installed
 
 
 class Trainer(Habits):
@@ -324,7 +323,7 @@ class Trainer(Habits):
         self._update, self._pipeline, self._reporter = parts.update, parts.pipeline, parts.reporter
         if isinstance(parts.update, ProxyUpdate):
             parts.update.outside = OutsideValues(model, loss or objective, hooks)
-        self._take, self._partition = parts.take, parts.partition
+        self._take, self._partition, self._left = parts.take, parts.partition, parts.left
         notes = Notes(self.devices if split == "shards" else self.devices[:1], self.experiment)
         notes.note_copies(parts.replicas.held_elsewhere)
         self.notes = notes.lines
@@ -346,15 +345,22 @@ class Trainer(Habits):
         self._session = Session(optimizer, parts, layout, self._agreement, notes, others)
         measure = measure_model if loss is None else measure_output
         self._evaluator = Evaluator(
-            model, parts.executor, measure, parts.progress, self._open_flight
+            model, parts.executor, measure, parts.progress, parts.values, self._open_flight
         )
 
-    @hides_own_frames
     @INTERRUPTS.shielded
     def __enter__(self) -> Trainer:
         """Start the worker threads, and find the other processes."""
-        self._session.open()
-        return self
+        was_open = self._session.is_open
+        try:
+            self._session.open()
+            return self
+        except BaseException as error:
+            if self._session.is_open and not was_open:
+                self._session.close(type(error), error)
+            if isinstance(error, Exception):
+                hide_own_frames(error)
+            raise
 
     @INTERRUPTS.shielded
     def __exit__(
@@ -369,6 +375,10 @@ class Trainer(Habits):
         """
         try:
             self._session.close(kind, error, traceback)
+        except BaseException as late:
+            if self._session.is_open:  # it came from outside, before anything was closed
+                self._session.close(type(late), late)
+            raise
         finally:
             INTERRUPTS.deliver()
 
@@ -391,7 +401,7 @@ class Trainer(Habits):
 
         The model stays usable. Calling `close` again has no effect.
         """
-        self._session.refuse_fork()
+        self._session.refuse_here("close")
         if self._session.is_open:
             self.__exit__(None, None, None)
 
@@ -491,6 +501,8 @@ class Trainer(Habits):
 
     @INTERRUPTS.shielded
     def _step(self, batch: tuple[Batch, ...]) -> StepLoss:
+        if INTERRUPTS.is_handling:
+            INTERRUPTS.refuse_in_handler("step")
         turn = self._session.turn
         if not turn.acquire(blocking=False):
             self._session.refuse_two_threads()
@@ -510,14 +522,13 @@ class Trainer(Habits):
                 self._agreement.compare_results(step)
             step.settings = self._update.record()
             self._update.may_step_elsewhere = False
-            self._progress.advance()
             return self._take(step)
         finally:
             self._replicas.computed.show()
             turn.release()
 
     @hides_own_frames
-    @INTERRUPTS.uninterrupted
+    @INTERRUPTS.shielded
     def backward(
         self,
         *batch: Batch,
@@ -551,10 +562,26 @@ class Trainer(Habits):
             A handle of the batch's mean loss.
 
         Raises:
-            EvenstepError: as for `step`. The gradients are as they were before the call. If your
-                own `optimizer.step` fails afterwards, the trainer does not notice it.
+            EvenstepError: as for `step`. After every error, and after Ctrl-C, the call was not
+                made: gradients, buffers and `steps_done` are as they were. (With several processes
+                it stays made if all of them have the gradients; then `steps_done` has grown.)
+                Ctrl-C that comes too late for that is raised when the optimizer has stepped. If
+                your own `optimizer.step` fails afterwards, the trainer does not notice it.
         """
-        self._session.refuse_fork()
+        try:
+            return self._backward(batch, objective, accumulate, named)
+        except BaseException:
+            INTERRUPTS.deliver()
+            raise
+
+    def _backward(
+        self,
+        batch: tuple[Batch, ...],
+        objective: UserObjective | None,
+        accumulate: bool,
+        named: dict[str, Batch],
+    ) -> StepLoss:
+        self._session.refuse_here("backward")
         check_flags(accumulate=accumulate)
         if self._partition is not None:
             refuse_backward()
@@ -572,16 +599,16 @@ class Trainer(Habits):
                 self._refuse_lone_examples(step)
             if step.number >= self._self_check.due_at:
                 self._check_contract(step)
-            if not self._executor.group.is_alone:
+            is_alone = self._executor.group.is_alone
+            if not is_alone:
                 self._agreement.compare_results(step, is_new=is_new)
-            with kept_gradients(self.model, accumulate=accumulate):
-                self._progress.advance()
-                loss = self._pipeline.submit(step)
-                self._pipeline.wait()
+            with self._left.whole(step, accumulate=accumulate, is_alone=is_alone):
+                loss = self._pipeline.take_now(step)
+                if objective is not None:
+                    self._others.note(objective)
+                self._update.give_back()
+                INTERRUPTS.check()
             note_left(self._replicas.home.parameters)
-            if objective is not None:
-                self._others.note(objective)
-            self._update.give_back()
             self._update.may_step_elsewhere = True
             self._reporter.add_step(step)
             self._reporter.tell()
@@ -616,7 +643,7 @@ class Trainer(Habits):
             CheckpointError: the loader could not restore its state from a checkpoint, or its data
                 have changed.
         """
-        self._session.refuse_fork()
+        self._session.refuse_here("epoch")
         check_flags(whole=whole)
         try:
             yield from self._epochs.epoch(loader, whole=whole)
@@ -666,7 +693,7 @@ class Trainer(Habits):
                 one row for each example.
             InputError: there are objects, and the trainer has an objective.
         """
-        self._session.refuse_fork()
+        self._session.refuse_here("evaluate")
         self._agreement.compare("evaluate", model)
         return self._evaluator.evaluate(batches, metrics, other=model)
 
@@ -701,7 +728,7 @@ class Trainer(Habits):
             ModelError: an output does not have one row for each example, or has as many along
                 `batch_dim` as along the first dimension.
         """
-        self._session.refuse_fork()
+        self._session.refuse_here("predict")
         self._agreement.compare("predict", model)
         return self._evaluator.predict(batches, forward, dim, other=model)
 
@@ -741,7 +768,9 @@ class Trainer(Habits):
     def save(self, folder: str | Path, *, keep: int = 3, background: bool = False) -> Path:
         """Save everything that training resumes from, in a new folder `step-…` in `folder`.
 
-        With several processes, each must call this; the first one writes.
+        With several processes, each must call this; the first one writes. In one process, a signal
+        handler may call it anywhere. A checkpoint holds no gradients: between `backward` and an
+        optimizer's step, it is of the state before `backward`.
 
         Args:
             folder: the folder of this training's checkpoints; created if it doesn't exist.
@@ -871,7 +900,7 @@ class Trainer(Habits):
         """Get ready for a step: nothing has failed, states agree, replicas are up to date."""
         if self._saver.writer.pending is not None:
             self._saver.writer.check()
-        if not self._progress.position.steps_done % _FOLLOW_EVERY:
+        if [*map(handler_of, SIGNALS)] != INTERRUPTS.known:
             INTERRUPTS.follow()
         if not self._executor.group.is_alone:
             self._agreement.compare_if_due()

@@ -152,6 +152,7 @@ class MapStyle:
         """
         self._refuse_unseeded_order(cursor.epoch)
         self._first = cursor.step
+        self._digests = {0: 0}
         self._wanted = self._numbered(cursor.epoch)
         skipped = sum(1 for _ in itertools.islice(self._wanted, cursor.step))
         if skipped < cursor.step:
@@ -206,7 +207,6 @@ class MapStyle:
 
     def _numbered(self, epoch: int) -> Iterator[Wanted]:
         """Yield the batches of an epoch, and keep a checksum of those before each."""
-        self._digests = {0: 0}
         digest = 0
         for step, index in enumerate(self._order(epoch)):
             digest = digest_of_index(index, digest)

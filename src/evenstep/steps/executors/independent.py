@@ -282,8 +282,8 @@ class IndependentExecutor:
             )
             for lane in sorted(self.losses.alive)
         }
-        engine.submit_tasks([*tasks.values()])
         try:
+            engine.submit_tasks([*tasks.values()])
             for task in tasks.values():
                 while not engine.wait_for(task, timeout_s=_LOOK_EVERY_S):
                     lost = self.lose_stuck(attempt)
@@ -293,7 +293,8 @@ class IndependentExecutor:
         except BaseException:  # Ctrl-C
             attempt.drop()
             for task in tasks.values():
-                engine.drain(task)
+                if task.was_submitted:
+                    engine.drain(task)
             raise
         failed = {lane: task.error for lane, task in tasks.items() if task.error is not None}
         attempt.errors = failed | attempt.errors

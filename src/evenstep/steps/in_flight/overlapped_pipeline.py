@@ -50,14 +50,13 @@ class OverlappedPipeline(Pipeline):
         copies = self._copies(attempt) if self._overlap else []
         shards = self._shards(attempt, copies)
         attempt.end = self._writer("update", self._end_in_task, step, *map(engine.handle, shards))
-        if copies:
-            engine.submit_tasks(copies)
-        if self.steps:
-            engine.submit_tasks([self._writer("open", self._open, step)])
-        else:
+        opens = [self._writer("open", self._open, step)] if self.steps else []
+        if not opens:
             self._open(step)
         self.steps.append(step)
-        engine.submit_tasks([*shards, attempt.end])
+        self._progress.count(step)
+        # Together, so that all of them are submitted or none.
+        engine.submit_tasks([*copies, *opens, *shards, attempt.end])
 
     def _copies(self, attempt: Attempt) -> list[Task]:
         """Return tasks that copy shards' examples to the devices whose runs they begin in."""
@@ -123,6 +122,7 @@ class OverlappedPipeline(Pipeline):
         if not self._overlap:
             step.attempt.clock.data_are_ready()
         self._executor.take_opening(step.attempt)
+        step.attempt.has_opening = True
         if self._overlap:
             self._replicas.refuse_written()
 
@@ -163,14 +163,15 @@ class OverlappedPipeline(Pipeline):
             self._update.show_left()
 
     def _forget(self) -> None:
-        super()._forget()
         self._model = self._engine.Var(None, "the model")  # the writer of the old one failed
+        super()._forget()
 
     def _reopen(self) -> None:
         super()._reopen()
         self._model = self._engine.Var(None, "the model")
 
     def _drain(self) -> None:
+        self._engine.mend()
         for step in self.steps:
             if step.attempt.end is not None and step.attempt.end.was_submitted:
                 self._engine.drain(step.attempt.end)

@@ -17,7 +17,7 @@ from evenstep.batch.rng import derive_seed
 from evenstep.data.adapters.sources import Sources
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
-from evenstep.engine.interrupts import interruptible
+from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.errors import BatchError, InputError, add_note, shown
 from evenstep.shard.evaluation import (
     Forward,
@@ -34,7 +34,7 @@ from evenstep.training.evaluation.metric_objects import (
     collect,
     split_metrics,
 )
-from evenstep.training.evaluation.other_model import values_of
+from evenstep.training.evaluation.other_model import OtherValues
 
 _TENSOR = {torch.Tensor}
 
@@ -47,6 +47,7 @@ class Evaluator:
         executor: computes the shards of a batch.
         measure: gives the metrics what they are computed from.
         progress: says how many steps were done.
+        values: of other models, evaluated in the place of this one.
         open_flight: waits for the steps in flight, and brings the replicas up to date with `model`,
             also after writes that only `may_be_written=True` reckons with.
     """
@@ -57,12 +58,14 @@ class Evaluator:
         executor: IndependentExecutor,
         measure: Measure,
         progress: Progress,
+        values: OtherValues,
         open_flight: Callable[..., None],
     ) -> None:
         self._model = model
         self._executor = executor
         self._measure = measure
         self._progress = progress
+        self._values = values
         self._open_flight = open_flight
         self._nesting = Nesting(executor.experiment.batch_dim)
 
@@ -123,7 +126,7 @@ class Evaluator:
     def _evaluating(self, batches: Iterable[Batch], other: nn.Module | None) -> Iterator[None]:
         """Inside `with`, the model is in evaluation mode, maybe with the values of another one."""
         self._open_flight(may_be_written=True)
-        with evaluation_mode(self._model), values_of(other, self._model), _explained(batches):
+        with evaluation_mode(self._model), self._values.of(other), _explained(batches):
             yield
 
     def _cuts(self, batches: Iterable[Batch], call: str) -> Iterator[tuple[Cut, SeedOf]]:
@@ -174,5 +177,7 @@ def _each(batches: Iterable[Batch]) -> Iterator[Batch]:
             f"or a list, [(X, y)]"
         )
     iterator, end = interruptible(iter, batches), object()
+    INTERRUPTS.check()
     while (batch := interruptible(next, iterator, end)) is not end:
         yield batch
+        INTERRUPTS.check()  # waits for short batches don't

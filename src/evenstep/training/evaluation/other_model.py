@@ -3,29 +3,77 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
+from evenstep.engine.interrupts import surely
 from evenstep.errors import ModelError
 
 
-@contextlib.contextmanager
-def values_of(other: nn.Module | None, model: nn.Module) -> Iterator[None]:
-    """Inside `with`, give `model` the parameters and buffers of another module of its structure.
+class OtherValues:
+    """Values of other modules, which a model has while they are evaluated in its place.
 
     Args:
-        other: the module, such as an average of the model's weights; None for the model itself.
-        model: the user's model; at the end it has its own values again, bit for bit.
-
-    Raises:
-        ModelError: `other` has other parameters or buffers.
+        model: the user's model.
     """
-    if other is None:
-        yield
-        return
-    own, theirs = _tensors_by_name(model), _tensors_by_name(other)
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._own: Mapping[str, torch.Tensor] | None = None
+
+    @contextlib.contextmanager
+    def of(self, other: nn.Module | None) -> Iterator[None]:
+        """Inside `with`, give the model the parameters and buffers of another module.
+
+        At the end it has its own values again, bit for bit.
+
+        Args:
+            other: a module of its structure, such as an average of the model's weights; None for
+                the model itself.
+
+        Raises:
+            ModelError: `other` has other parameters or buffers.
+        """
+        if other is None:
+            yield
+            return
+        own, theirs = _tensors_by_name(self._model), _tensors_by_name(other)
+        _refuse_other_structure(own, theirs)
+        with _having(theirs, own) as self._own:
+            try:
+                yield
+            finally:
+                self._own = None
+
+    @contextlib.contextmanager
+    def put_away(self) -> Iterator[None]:
+        """Inside `with`, the model has its own values: a handler of a signal saves it."""
+        if self._own is None:
+            yield
+            return
+        with _having(self._own, _tensors_by_name(self._model)):
+            yield
+
+
+@contextlib.contextmanager
+def _having(
+    values: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Inside `with`, write values into tensors; yield those that they had, and have at the end."""
+    before = {name: tensor.clone() for name, tensor in targets.items()}
+    try:
+        _copy_all(values, targets)
+        yield before
+    finally:
+        surely(functools.partial(_copy_all, before, targets))
+
+
+def _refuse_other_structure(
+    own: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
+) -> None:
     for name in {**own, **theirs}:
         shapes = [
             f"shape {tuple(each[name].shape)}" if name in each else "no tensor"
@@ -36,12 +84,6 @@ def values_of(other: nn.Module | None, model: nn.Module) -> Iterator[None]:
                 f"the given model has {shapes[1]} named {name}, the trainer's model {shapes[0]}: "
                 f"give a module of the same structure (of an AveragedModel, its .module)"
             )
-    before = {name: tensor.clone() for name, tensor in own.items()}
-    try:
-        _copy_all(theirs, own)
-        yield
-    finally:
-        _copy_all(before, own)
 
 
 def _tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:

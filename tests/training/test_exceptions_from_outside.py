@@ -1,0 +1,317 @@
+"""Exceptions that come from outside, anywhere: a call is made wholly or not at all, and none hangs.
+
+They are thrown into the thread (`PyThreadState_SetAsyncExc`, as notebooks and test runners do), or
+raised by a signal handler of the user's or of torch's, as when a worker of a DataLoader is killed.
+"""
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import evenstep
+from evenstep.callbacks import Callback
+from interrupting import (
+    BATCHES,
+    InTwoCalls,
+    OutsideError,
+    Training,
+    interrupted_at,
+    interrupting,
+    lanes_left,
+    loader,
+    press_ctrl_c,
+    throw_after,
+    thrown_at,
+    undisturbed_course,
+)
+from layouts import own
+from patience import HUNG_TESTS_ABORT, wait, wait_until
+from reference import assert_same_bits
+from trainers import state_of
+
+pytestmark = [HUNG_TESTS_ABORT, pytest.mark.usefixtures("own_handlers")]
+
+STEPS = 4
+QUICK = {"check": "off", "tune_malloc": False}
+LAYOUTS = {
+    "one": {},
+    "two": {"devices": 2},
+    "own": {"devices": own(2)},
+    "in flight": {"devices": 2, "max_in_flight": 2},
+    "own in flight": {"devices": own(2), "max_in_flight": 2},
+    "stages": {"devices": 2, "stages": "balanced"},
+    "owners in flight": {"devices": 2, "partition": "optimizer", "max_in_flight": 2},
+    "checked": {"check": "first"},
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return undisturbed_course(STEPS)[0]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_thrown_into_steps(layout, undisturbed):
+    for boundary in itertools.count(503, 4013):
+        training = Training(**{**QUICK, **LAYOUTS[layout]})
+        with training.trainer:
+            with thrown_at(boundary) as passed, contextlib.suppress(OutsideError):
+                training.run(STEPS)
+            training.assert_is_at_a_step_of(undisturbed)
+            training.run(STEPS)
+            assert_same_bits(state_of(training.trainer), undisturbed[STEPS])
+        if len(passed) < boundary:
+            break
+    assert boundary > 5000
+
+
+@pytest.mark.parametrize("layout", ["two", "in flight"])
+def test_thrown_by_another_thread_at_random_moments(layout, undisturbed):
+    delays, thrown = random.Random(3), 0
+    for _ in range(20):
+        training = Training(**{**QUICK, **LAYOUTS[layout]})
+        with training.trainer:
+            timer = throw_after(0.03 * delays.random())
+            try:
+                training.run(STEPS)
+                timer.join()
+                wait(threading.Event())  # it was faster
+            except OutsideError:
+                thrown += 1
+            training.assert_is_at_a_step_of(undisturbed)
+            training.run(STEPS)
+            assert_same_bits(state_of(training.trainer), undisturbed[STEPS])
+    assert thrown == 20
+
+
+@pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
+@pytest.mark.parametrize("layout", ["one", "two", "in flight", "own in flight"])
+def test_a_backward_pass_is_made_or_not(layout, act, undisturbed):
+    """If it was made, its gradients are there; else gradients, buffers and the count are as before.
+
+    A loop that goes on from `steps_done` then has lost no update.
+    """
+    for boundary in itertools.count(503, 4013):
+        training = InTwoCalls(**{**QUICK, **LAYOUTS[layout]})
+        with training.trainer:
+            interrupted = interrupting(act, boundary)
+            with interrupted as passed, contextlib.suppress(OutsideError, KeyboardInterrupt):
+                training.run(STEPS)
+            training.update_if_left()
+            training.run(STEPS)
+            assert_same_bits(state_of(training.trainer), undisturbed[STEPS])
+        if len(passed) < boundary:
+            break
+    assert boundary > 5000
+
+
+def gradients_of(model):
+    return [None if one.grad is None else one.grad.clone() for one in model.parameters()]
+
+
+@pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
+@pytest.mark.parametrize("layout", ["one", "in flight"])
+def test_an_accumulating_backward_pass_is_made_or_not(layout, act):
+    X, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(2)), torch.arange(8) % 4
+
+    def begun():
+        training = Training(**{**QUICK, **LAYOUTS[layout]})
+        training.trainer.open()
+        training.trainer.backward(X, y)
+        return training.trainer
+
+    def noted(trainer):
+        return trainer.steps_done, state_of(trainer), gradients_of(trainer.model)
+
+    whole = begun()
+    ends = [noted(whole)]
+    whole.backward(X, y, accumulate=True)
+    ends.append(noted(whole))
+    whole.close()
+    seen = set()
+    for boundary in itertools.count(97, 811):
+        trainer = begun()
+        interrupted = interrupting(act, boundary)
+        with interrupted as passed, contextlib.suppress(OutsideError, KeyboardInterrupt):
+            trainer.backward(X, y, accumulate=True)
+        steps, state, gradients = noted(trainer)
+        assert_same_bits(state, ends[steps - 1][1])
+        assert all(map(torch.equal, gradients, ends[steps - 1][2]))
+        seen.add(steps)
+        trainer.close()
+        if len(passed) < boundary:
+            break
+    assert seen == {1, 2}
+    assert boundary > 1000
+
+
+@pytest.mark.parametrize("devices", [1, 2, own(2)], ids=str)
+@pytest.mark.parametrize("call", ["evaluate", "another model", "predict", "waitall", "save"])
+def test_thrown_into_other_calls(call, devices, undisturbed, tmp_path):
+    """Called again, they give what they would have given."""
+    training = Training(devices, **QUICK)
+    trainer = training.trainer
+    other = Training().trainer.model
+    metrics = {"mean": lambda output, y: (output.sum(), len(y))}
+    calls = {
+        "evaluate": lambda: trainer.evaluate(training.loader, metrics),
+        "another model": lambda: trainer.evaluate(training.loader, metrics, model=other),
+        "predict": lambda: trainer.predict(training.loader).sum().item(),
+        "waitall": trainer.waitall,
+        "save": lambda: trainer.save(tmp_path),
+    }
+    with trainer:
+        training.run(2)
+        expected = calls[call]()
+        for boundary in itertools.count(53, 1301):
+            with thrown_at(boundary) as passed, contextlib.suppress(OutsideError):
+                calls[call]()
+            assert trainer.model.training
+            assert_same_bits(state_of(trainer), undisturbed[2])
+            assert not [*tmp_path.glob(".*")]
+            assert calls[call]() == expected
+            if len(passed) < boundary:
+                break
+        training.run(STEPS)
+        assert_same_bits(state_of(trainer), undisturbed[STEPS])
+
+
+@pytest.mark.parametrize("layout", ["two", "in flight"])
+def test_thrown_while_a_trainer_is_opened_and_closed(layout, undisturbed):
+    handler = signal.getsignal(signal.SIGINT)
+    for boundary in itertools.count(7, 797):
+        training = Training(**{**QUICK, **LAYOUTS[layout]})
+        interrupted = thrown_at(boundary)
+        with interrupted as passed, contextlib.suppress(OutsideError), training.trainer:
+            pass
+        wait_until(lambda: not lanes_left())  # one may just begin, and end
+        assert signal.getsignal(signal.SIGINT) == handler
+        with training.trainer:
+            training.run(2)
+            assert_same_bits(state_of(training.trainer), undisturbed[2])
+        if len(passed) < boundary:
+            break
+    assert boundary > 2000
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that has just been opened
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
+def test_a_training_is_loaded_or_not(act, undisturbed, tmp_path):
+    """The model has the saved values, or its own; loaded again, it is the saved one."""
+    saved = Training(**QUICK)
+    with saved.trainer as trainer:
+        saved.run(2)
+        trainer.save(tmp_path)
+    for boundary in itertools.count(211, 5101):
+        fresh = Training(**QUICK)
+        given = fresh.trainer.model, fresh.optimizer, nn.CrossEntropyLoss()
+        before = state_of(fresh.trainer)
+        interrupted = interrupting(act, boundary)
+        with interrupted as passed, contextlib.suppress(OutsideError, KeyboardInterrupt):
+            evenstep.Trainer.load(tmp_path, *given, devices=1)
+        now = state_of(fresh.trainer)
+        if now.keys() == before.keys():
+            assert_same_bits(now, before)
+        else:
+            assert_same_bits(now, undisturbed[2])
+        fresh.trainer = evenstep.Trainer.load(tmp_path, *given, devices=1)
+        with fresh.trainer:
+            fresh.run(STEPS)
+        assert_same_bits(state_of(fresh.trainer), undisturbed[STEPS])
+        if len(passed) < boundary:
+            break
+    assert boundary > 3000
+
+
+# ---- a worker of a loader that is killed
+
+
+def kill_a_worker():
+    """Kill a worker process of a loader; when this returns, SIGCHLD has been sent."""
+    for worker in multiprocessing.active_children():
+        os.kill(worker.pid, signal.SIGKILL)
+        os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
+        return
+
+
+@pytest.fixture
+def torchs_handler():
+    """Torch's handler of SIGCHLD raises if a worker has died; it is set once in a process."""
+    before = signal.getsignal(signal.SIGCHLD)
+    utils = torch.utils.data._utils.signal_handling
+    utils._SIGCHLD_handler_set = False
+    yield
+    signal.signal(signal.SIGCHLD, before)
+    utils._SIGCHLD_handler_set = False
+
+
+@pytest.mark.usefixtures("torchs_handler")
+@pytest.mark.parametrize("layout", ["two", "in flight", "own in flight"])
+def test_a_killed_worker_of_a_loader_ends_the_loop_with_torchs_error(layout, undisturbed):
+    X, y = zip(*loader().dataset, strict=True)
+    data = TensorDataset(torch.stack(X), torch.stack(y))
+
+    def train(training, until):
+        batches = DataLoader(data, 8, shuffle=True, num_workers=1)
+        while training.trainer.steps_done < until:
+            for batch in training.trainer.epoch(batches):
+                training.trainer.step(*batch)
+                if training.trainer.steps_done >= until:
+                    break
+        training.trainer.waitall()
+
+    steps, states = 2 * BATCHES, {}
+    whole = Training(**QUICK)
+    with whole.trainer:
+        for number in range(steps + 1):
+            train(whole, number)
+            states[number] = state_of(whole.trainer)
+    ends = set()
+    for boundary in range(2000, 12000, 1999):
+        training = Training(**{**QUICK, **LAYOUTS[layout]})
+        with training.trainer as trainer:
+            try:
+                with interrupted_at(boundary, kill_a_worker):
+                    train(training, steps)
+                ends.add("done")
+            except RuntimeError as error:
+                ends.add("killed" if "DataLoader worker" in str(error) else str(error))
+            trainer.waitall()
+            assert_same_bits(state_of(trainer), states[trainer.steps_done])
+            train(training, steps)
+            assert_same_bits(state_of(trainer), states[steps])
+    assert "killed" in ends
+    assert ends <= {"killed", "done"}
+
+
+# ---- counted and begun
+
+
+class Silent(Callback):
+    pass
+
+
+def test_a_step_that_fails_before_it_begins_is_not_counted():
+    training = Training(callbacks=[Silent()], **QUICK)
+    with training.trainer as trainer:
+        training.run(1)
+        before = state_of(trainer)
+        rate = training.optimizer.param_groups[0]["lr"]
+        training.optimizer.param_groups[0]["lr"] = "fast"
+        with pytest.raises(ValueError, match="fast"):
+            trainer.step(torch.ones(8, 3), torch.zeros(8).long())
+        assert trainer.steps_done == 1
+        training.optimizer.param_groups[0]["lr"] = rate
+        assert_same_bits(state_of(trainer), before)
+        training.run(2)
+        assert trainer.steps_done == 2

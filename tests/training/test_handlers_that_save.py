@@ -1,0 +1,344 @@
+"""A handler of a signal saves the training, wherever the signal comes, as before preemption."""
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import InputError
+from interrupting import InTwoCalls, Training, interrupted_at, undisturbed_course
+from layouts import own
+from patience import HUNG_TESTS_ABORT
+from reference import assert_same_bits
+from trainers import state_of
+
+pytestmark = [HUNG_TESTS_ABORT, pytest.mark.usefixtures("own_handlers")]
+
+STEPS = 4
+QUICK = {"check": "off", "tune_malloc": False}
+LAYOUTS = {
+    "one": {},
+    "two": {"devices": 2},
+    "own": {"devices": own(2)},
+    "in flight": {"devices": 2, "max_in_flight": 2},
+    "own in flight": {"devices": own(2), "max_in_flight": 2},
+    "stages": {"devices": 2, "stages": "balanced"},
+    "owners": {"devices": 2, "partition": "optimizer"},
+    "owners in flight": {"devices": 2, "partition": "optimizer", "max_in_flight": 2},
+    "checked": {"check": "first"},
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    return undisturbed_course(STEPS)[0]
+
+
+def saving(trainer, folder):
+    """Have SIGTERM save; return the steps that were done when it came."""
+    seen = []
+
+    def save(number, frame):
+        trainer.save(folder)
+        seen.append(trainer.steps_done)
+
+    signal.signal(signal.SIGTERM, save)
+    return seen
+
+
+def press():
+    signal.raise_signal(signal.SIGTERM)
+
+
+def resumed(folder, kind=Training):
+    """Resume a training on one device, and train to the end; return its state."""
+    training = kind(**QUICK)
+    given = training.trainer.model, training.optimizer, nn.CrossEntropyLoss()
+    training.trainer = evenstep.Trainer.load(folder, *given, devices=1)
+    with training.trainer as trainer:
+        training.run(STEPS)
+        return state_of(trainer)
+
+
+def train_and_save(kind, boundary, folder, undisturbed, **options):
+    """Train with one signal, and resume what its handler saved; return the places passed."""
+    training = kind(**{**QUICK, **options})
+    saved = saving(training.trainer, folder)
+    with training.trainer as trainer:
+        with interrupted_at(boundary, press) as passed:
+            training.run(STEPS)
+        assert_same_bits(state_of(trainer), undisturbed[STEPS])
+    if saved:
+        assert_same_bits(resumed(folder, kind), undisturbed[STEPS])
+    return passed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_steps(layout, undisturbed, tmp_path):
+    for boundary in itertools.count(307, 5507):
+        folder = tmp_path / str(boundary)
+        passed = train_and_save(Training, boundary, folder, undisturbed, **LAYOUTS[layout])
+        if len(passed) < boundary:
+            break
+        assert len([*folder.iterdir()]) == 1
+    assert boundary > 5000
+
+
+@pytest.mark.parametrize("layout", ["one", "two", "in flight"])
+def test_between_backward_and_the_update_too(layout, undisturbed, tmp_path):
+    """The checkpoint, which holds no gradients, is of the state before the backward pass."""
+    for boundary in itertools.count(307, 5507):
+        folder = tmp_path / str(boundary)
+        passed = train_and_save(InTwoCalls, boundary, folder, undisturbed, **LAYOUTS[layout])
+        if len(passed) < boundary:
+            break
+    assert boundary > 5000
+
+
+def test_in_the_update_of_a_loop_it_waits_for_its_end(undisturbed, tmp_path):
+    training = InTwoCalls(**QUICK)
+    saved = saving(training.trainer, tmp_path)
+    with training.trainer:
+        training.run(1)
+        early = training.optimizer.register_step_pre_hook(lambda *_: press())
+        late = training.optimizer.register_step_pre_hook(lambda *_: saved.append("later"))
+        training.run(2)
+        early.remove()
+        late.remove()
+        assert saved == ["later", 2]
+    assert_same_bits(resumed(tmp_path, InTwoCalls), undisturbed[STEPS])
+
+
+def test_gradients_that_are_accumulated_are_not_lost(tmp_path):
+    """A checkpoint between two backward passes of one update is of the state before both."""
+
+    def train(trainer, until, act=lambda: None):
+        while trainer.steps_done < until:
+            number = trainer.steps_done
+            generator = torch.Generator().manual_seed(number)
+            X, y = torch.randn(8, 3, generator=generator), torch.arange(8) % 4
+            trainer.backward(X, y, accumulate=number % 2 == 1)
+            act()
+            if number % 2:
+                trainer.optimizer.step()
+
+    def made(load=None):
+        training = Training(**QUICK)
+        if load is None:
+            return training.trainer
+        given = training.trainer.model, training.optimizer, nn.CrossEntropyLoss()
+        return evenstep.Trainer.load(load, *given, devices=1)
+
+    with made() as whole:
+        train(whole, 8)
+    with made() as trainer:
+        train(trainer, 4)
+        trainer.backward(torch.ones(8, 3), torch.zeros(8).long())
+        kept = state_of(trainer)
+        trainer.save(tmp_path)
+        assert_same_bits(state_of(trainer), kept)
+        assert trainer.steps_done == 5
+    with made(load=tmp_path) as again:
+        assert again.steps_done == 4
+        train(again, 8)
+        assert_same_bits(state_of(again), state_of(whole))
+
+
+def test_an_update_by_hand_uses_the_gradients(tmp_path):
+    """Torch's hooks don't see it; the parameters have changed."""
+    training = Training(**QUICK)
+    with training.trainer as trainer:
+        trainer.backward(torch.ones(8, 3), torch.zeros(8).long())
+        for parameter in trainer.model.parameters():
+            parameter.data.sub_(parameter.grad, alpha=0.1)
+        trainer.save(tmp_path)
+        state = state_of(trainer)
+    loaded = Training(**QUICK)
+    given = loaded.trainer.model, loaded.optimizer, nn.CrossEntropyLoss()
+    again = evenstep.Trainer.load(tmp_path, *given, devices=1)
+    assert again.steps_done == 1
+    assert_same_bits(state_of(again), state)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("call", ["evaluate", "another model", "predict", "save", "close"])
+def test_in_other_calls(call, devices, undisturbed, tmp_path):
+    training = Training(devices, **QUICK)
+    trainer = training.trainer
+    other = Training().trainer.model
+    metrics = {"mean": lambda output, y: (output.sum(), len(y))}
+    calls = {
+        "evaluate": lambda: trainer.evaluate(training.loader, metrics),
+        "another model": lambda: trainer.evaluate(training.loader, metrics, model=other),
+        "predict": lambda: trainer.predict(training.loader).sum().item(),
+        "save": lambda: trainer.save(tmp_path / "own"),
+        "close": trainer.close,
+    }
+    saved = saving(trainer, tmp_path / "saved")
+    with trainer:
+        training.run(2)
+        expected = None if call == "close" else calls[call]()
+        for boundary in itertools.count(53, 2003):
+            with interrupted_at(boundary, press) as passed:
+                assert calls[call]() == expected
+            if call == "close" and not trainer.steps_done % 2:
+                trainer.open()
+            if len(passed) < boundary:
+                break
+            assert saved.pop() == 2
+            assert_same_bits(state_of(trainer), undisturbed[2])
+            assert_same_bits(resumed(tmp_path / "saved"), undisturbed[STEPS])
+    assert boundary > 2000
+
+
+def test_a_step_of_lbfgs_ends_before_the_handler_runs(tmp_path):
+    def made(load=None):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 4)
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)
+        given = model, optimizer, nn.CrossEntropyLoss()
+        if load is None:
+            return evenstep.Trainer(*given, devices=1, **QUICK)
+        return evenstep.Trainer.load(load, *given, devices=1, **QUICK)
+
+    X, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
+    with made() as whole:
+        for _ in range(3):
+            whole.step(X, y)
+    for boundary in range(1500, 9000, 2500):
+        with made() as trainer:
+            saved = saving(trainer, tmp_path / str(boundary))
+            with interrupted_at(boundary, press):
+                for _ in range(3):
+                    trainer.step(X, y)
+        with made(load=tmp_path / str(boundary)) as again:
+            assert again.steps_done == saved[0]
+            while again.steps_done < 3:
+                again.step(X, y)
+        assert again.fingerprint() == whole.fingerprint()
+
+
+# ---- what else a handler may call
+
+
+def calls_of(trainer):
+    X, y = torch.ones(8, 3), torch.zeros(8).long()
+    metrics = {"mean": lambda output, y: (output.sum(), len(y))}
+    return {
+        "step": lambda: trainer.step(X, y),
+        "backward": lambda: trainer.backward(X, y),
+        "evaluate": lambda: trainer.evaluate([(X, y)] * 2, metrics),
+        "predict": lambda: trainer.predict([(X, y)]),
+        "epoch": lambda: next(trainer.epoch([(X, y)])),
+        "close": trainer.close,
+        "open": trainer.open,
+    }
+
+
+@pytest.mark.parametrize("call", ["step", "backward", "evaluate", "predict", "epoch", "close"])
+@pytest.mark.parametrize("within", ["step", "backward", "evaluate"])
+def test_other_calls_are_refused_by_name_in_the_middle_of_one(call, within, undisturbed):
+    training = Training(**QUICK)
+    with training.trainer as trainer:
+        training.run(1)
+        calls, refused = calls_of(trainer), []
+        within_now = calls[within]
+        expected = state_of(trainer)
+
+        def act(number, frame):
+            with pytest.raises(InputError, match=f"called {call} in the middle of {within}: set"):
+                calls[call]()
+            refused.append(call)
+
+        signal.signal(signal.SIGUSR1, act)
+        with interrupted_at(600, lambda: signal.raise_signal(signal.SIGUSR1)):
+            within_now()
+        assert refused == [call]
+        if within == "evaluate":
+            assert_same_bits(state_of(trainer), expected)
+
+
+@pytest.mark.parametrize("call", ["step", "backward", "evaluate", "predict", "close"])
+def test_between_calls_a_handler_may_call_everything(call):
+    training = Training(**QUICK)
+    made = []
+    with training.trainer as trainer:
+        training.run(1)
+        act = calls_of(trainer)[call]
+        signal.signal(signal.SIGUSR1, lambda number, frame: made.append([act()]))
+        signal.raise_signal(signal.SIGUSR1)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("layout", ["two", "in flight"])
+def test_waiting_and_fingerprints_in_the_middle_of_a_step(layout, undisturbed):
+    for boundary in itertools.count(401, 4001):
+        training, seen = Training(**{**QUICK, **LAYOUTS[layout]}), []
+        trainer = training.trainer
+
+        def act(number, frame, trainer=trainer, seen=seen):
+            trainer.waitall()
+            seen.append((trainer.steps_done, trainer.fingerprint(), state_of(trainer)))
+
+        signal.signal(signal.SIGTERM, act)
+        with trainer:
+            with interrupted_at(boundary, press) as passed:
+                training.run(STEPS)
+            assert_same_bits(state_of(trainer), undisturbed[STEPS])
+        for steps, _, state in seen:
+            assert_same_bits(state, undisturbed[steps])
+        if len(passed) < boundary:
+            break
+    assert boundary > 5000
+
+
+# ---- a program with real signals
+
+
+def program():
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(encoding="utf-8")
+    section = page.partition("## Before a job is preempted\n")[2].partition("\n## ")[0]
+    return re.findall(r"^```python\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)[0]
+
+
+def run_program(folder, *, end_after_s=None):
+    """Run the program of docs/clusters.md; return its lines."""
+    source = str(Path(evenstep.__file__).parents[1])
+    with subprocess.Popen(
+        [sys.executable, "-c", program()],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": source},
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        lines = [process.stdout.readline()]
+        if end_after_s is not None:
+            try:
+                process.wait(end_after_s)
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGTERM)
+        lines += process.stdout.readlines()
+        assert process.wait(40) == 0
+    return lines
+
+
+@pytest.mark.slow  # four processes
+@pytest.mark.timeout(300)
+def test_the_program_of_the_page_is_ended_by_real_signals(tmp_path):
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "ended").mkdir()
+    *_, expected = run_program(tmp_path / "whole")
+    begun = [run_program(tmp_path / "ended", end_after_s=delay_s) for delay_s in (0.05, 0.5)]
+    begun.append(run_program(tmp_path / "ended"))
+    from_steps = [int(lines[0].split()[-1]) for lines in begun]
+    assert from_steps == sorted(from_steps)
+    assert any(0 < step < 3 * 256 for step in from_steps)  # in the middle, and on from there
+    assert begun[-1][-1] == expected
