@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.errors import DeviceLostError
+from evenstep.errors import DeviceLostError, ModelError
 from places import (
     WAYS,
     Peeled,
@@ -98,6 +98,19 @@ def test_a_note_says_where_devices_compute_on_copies():
     assert "0.weight and 3 more of the model" in notes(one_vector_kept)
     assert not notes(one_vector)
     assert not notes(lambda model, rng: None)
+
+
+def test_a_model_that_cannot_be_copied_says_which_tensor_needs_a_copy():
+    class Locked(nn.Sequential):
+        def __deepcopy__(self, memo):
+            raise TypeError("it has a lock")
+
+    model = Locked(*build())
+    flat = one_vector_kept(model, generator(0))
+    with pytest.raises(ModelError, match=r"can't be copied") as caught:
+        evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1)
+    assert "since 0.weight, 0.bias, 2.weight" in " ".join(caught.value.__notes__)
+    del flat
 
 
 def test_numpy_arrays_stay_tied():

@@ -24,7 +24,7 @@ from torch import nn
 
 from evenstep.devices import Device, carry
 from evenstep.devices.addresses import align, are_aligned, has_foreign_attributes, rounding
-from evenstep.errors import ContractError, InputError
+from evenstep.errors import ContractError, InputError, ModelError, add_note
 from evenstep.replicas.buffer_rules import buffer_rules
 from evenstep.replicas.checks import (
     refuse_aliases,
@@ -103,14 +103,25 @@ class Replicas:
         named = enumerate(model.named_parameters())
         self.hooked = [(number, name) for number, (name, one) in named if one._backward_hooks]
         self._owners: dict[str, Replica] = {}  # by memory: whose parameters others share
-        self._home_computes = self._align_home() and self._home_may_compute and not self.hooked
+        is_aligned = self._align_home()
+        self._home_computes = is_aligned and self._home_may_compute and not self.hooked
         self._rules = buffer_rules(model, self._given_rules)
         self.home = Replica(self._devices[0], model, rules=self._rules)
         self.all = [self.home] if self._home_computes else []
         if not self._stay.intersection(map(id, self.home.parameters)):
             self._owners[self.home.device.memory] = self.home
-        for device in self._devices[len(self.all) :]:
-            self._add(device)
+        try:
+            for device in self._devices[len(self.all) :]:
+                self._add(device)
+        except ModelError as error:
+            if not is_aligned:
+                odd = ", ".join(self.held_elsewhere[:3]) or "a tensor in an attribute"
+                add_note(
+                    error,
+                    f"every device needs a copy, since {odd} doesn't begin at a multiple of 64 "
+                    f"bytes, in memory that something else may hold: put a clone() in its place",
+                )
+            raise
         self._others = [replica for replica in self.all if replica is not self.home]
         distinct = dict.fromkeys((self.home, *self._owners.values()))
         self._distinct = [one for replica in distinct for one in replica.parameters]

@@ -45,7 +45,7 @@ class Notes:
                 f"{names[0]}{more} of the model don't begin at multiples of 64 bytes, and "
                 f"something else may hold their memory (a flat tensor, a numpy array, a mapped "
                 f"file), so the devices compute on copies, which every step updates. To spare "
-                f"them, set parameter.data = parameter.data.clone() first"
+                f"them: for one in model.parameters(): one.data = one.data.clone()"
             )
 
     def say_mode(self, model: nn.Module) -> None:
