@@ -150,9 +150,9 @@ def test_any_exception_of_the_users_code_comes_through(where, kind, max_in_fligh
 
     class Failing(torch.optim.SGD):
         def step(self, closure=None):
-            super().step(closure)
             if where == "optimizer":
                 fails()
+            super().step(closure)
 
     model = build("convolution")
     optimizer = Failing(model.parameters(), lr=0.1, momentum=0.9)
