@@ -117,14 +117,14 @@ def swapped():
 LOADERS = {"own": own, "own, of items": lambda: own(Items()), "torch's": lambda: of_torch(Items())}
 
 REFUSED = {  # fact: what has changed, and what the error names
-    "shards": ({"shards": 8}, "shards 8 instead of 4"),
+    "the number of shards": ({"shards": 8}, "shards 8 instead of 4"),
     "the seed": ({"seed": 1}, "seed 1 instead of 0"),
     "the precision": ({"precision": "bf16"}, "precision bf16 instead of fp32"),
     "the threads of a device": ({"threads": 2}, "threads 2 instead of 1"),
     "a layer's class": ({"squash": nn.ReLU}, r"layer 1 ReLU\(.*\) instead of Tanh\(\)"),
     "the rate of dropout": ({"drop": 0.3}, r"layer 2 Dropout\(p=0\.3.*instead of Dropout\(p=0\.2"),
     "the momentum of batch norm": ({"momentum": 0.2}, r"layer 3 .*momentum=0\.2.*momentum=0\.1"),
-    "another layer without parameters": ({"last": [nn.Sigmoid()]}, r"layer 6 Sigmoid\(\) instead"),
+    "one more layer without parameters": ({"last": [nn.Sigmoid()]}, r"layer 6 Sigmoid\(\) instead"),
     "a layer of one's own": ({"own_layer": Clipped}, r"layer 4 Clipped\(\) instead of Squashed"),
     "a frozen parameter": ({"frozen": True}, r"requires_grad of 0\.weight False instead of True"),
     "the optimizer": (
@@ -174,8 +174,14 @@ REWRITTEN = {  # facts of another machine, played by the checkpoint: what it has
 }
 DATA = {  # in the middle of an epoch: what has changed, and what the error names
     "the batch size": ({"size": 20}, "batch_size 20 instead of 8|gives other batches"),
-    "the length": ({"data": lambda: Items(examples=39)}, "its examples 39 instead of 40"),
-    "the contents": ({"data": lambda: Items(factor=2.0)}, "a digest of some examples"),
+    "the length of the data set": (
+        {"data": lambda: Items(examples=39)},
+        "its examples 39 instead of 40",
+    ),
+    "the contents of the data set": (
+        {"data": lambda: Items(factor=2.0)},
+        "a digest of some examples",
+    ),
     "the order of the files": ({"data": swapped}, "a digest of some examples"),
 }
 FREE = {  # nothing: the bits of an uninterrupted training
@@ -185,6 +191,30 @@ FREE = {  # nothing: the bits of an uninterrupted training
     "worker processes": {"loader": lambda: own(workers=2)},
     "a function as the loss": {"loss": lambda: nn.functional.cross_entropy},
 }
+
+
+IN_THE_MIDDLE = ", in the middle of an epoch"
+SETTINGS = {"the CPU capability": "within rounding"} | {
+    "a setting of a library that moves bits": "within rounding",
+    "a setting of a library that moves no bit here": "the same bits",
+}
+TABLE = {
+    **dict.fromkeys(REFUSED, "refused"),
+    **{f"{fact}{IN_THE_MIDDLE}": "refused" for fact in [*DATA, "another kind of loader"]},
+    "other data at the start of an epoch": "said",
+    "the seed of Python's hashes": "said",  # tests/checkpoint/test_saved_hash_seed.py
+    **dict.fromkeys([*SAID, *REWRITTEN], "within rounding"),
+    **SETTINGS,
+    **dict.fromkeys(FREE, "the same bits"),
+}
+
+
+def test_the_page_has_this_table():
+    page = (Path(__file__).parents[2] / "docs" / "promise.md").read_text()
+    _, _, rows = page.partition("| changed since the checkpoint | the resume |\n|---|---|\n")
+    rows, _, _ = rows.partition("\n\n")
+    assert len(TABLE) >= 20
+    assert dict(row[2:-2].split(" | ") for row in rows.splitlines()) == TABLE
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from evenstep.data.digests import COMPARED
+from evenstep.data.fetching import COMPARED
 from launched import alone, launched
-from loading import EXAMPLES
+from loading import EXAMPLES, OWN
 
 PARTS = ["shuffled", "quiet", "augmented", "in lists", "weighted", "fork"]
 WHOLE = ["collate_fn", "stream", "stream fork", "list", "generators", "own state"]
@@ -33,13 +33,14 @@ def trained(folder, kinds, processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_all_loaders_give_what_they_give_in_one_process(tmp_path, processes):
-    kinds = [*PARTS, *WHOLE]
+    kinds = [*PARTS, *WHOLE, *OWN]
     for name, more in OPTIONAL.items():
         kinds += more if importlib.util.find_spec(name) else []
     (expected,) = trained(tmp_path / "one", kinds, 1)
     for found in trained(tmp_path / "several", kinds, processes):
         for kind in kinds:
             assert found[kind]["fingerprint"] == expected[kind]["fingerprint"], kind
+    assert len({expected[kind]["fingerprint"] for kind in OWN}) == 1
 
 
 def test_each_process_fetches_its_part_where_it_can(tmp_path):
@@ -80,11 +81,11 @@ def test_processes_with_other_data_sets_of_one_length_are_refused(tmp_path, kind
         assert steps_done == 0
 
 
-def test_a_data_set_that_nobody_can_seed_tells_nothing_about_its_contents(tmp_path):
-    """That it can't be repeated is another matter."""
+def test_a_data_set_that_nobody_can_seed_is_not_taken_for_another_one(tmp_path):
     launched(2, "loaders.py", tmp_path, "apart", "odd")
     for text, steps_done in (of_rank(tmp_path, rank) for rank in range(2)):
-        assert (text, steps_done) == ("nothing", 20)
+        assert text.startswith("InputError: Odd gave other examples when")
+        assert steps_done == 0
 
 
 @pytest.mark.parametrize(

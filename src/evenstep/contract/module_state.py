@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -119,6 +119,25 @@ def differing_attributes(ours: Attributes, theirs: Attributes) -> list[str]:
         for (name, key), value in ours.items()
         if _leaves_differ(value, theirs.get((name, key)))
     ]
+
+
+def differing_counts(ours: Attributes, theirs: Attributes) -> list[tuple[str, str]]:
+    """Return the keys of the single integers that differ in two copies of a module."""
+    return [
+        key
+        for key, value in ours.items()
+        if _counts(value)
+        and (not isinstance(value, torch.Tensor) or value.ndim == 0)
+        and _differs(value, theirs.get(key))
+    ]
+
+
+def set_counts(module: nn.Module, keys: Sequence[tuple[str, str]], count: int) -> None:
+    """Give attributes of a module that hold an integer another one."""
+    for name, key in keys:
+        held = module.get_submodule(name).__dict__
+        is_tensor = isinstance(held[key], torch.Tensor)
+        held[key] = torch.full_like(held[key], count) if is_tensor else count
 
 
 _ATOMS = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Tensor)

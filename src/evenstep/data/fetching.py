@@ -9,7 +9,14 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from torch.utils.data import Dataset, default_collate, default_convert, get_worker_info
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    default_collate,
+    default_convert,
+    get_worker_info,
+)
 
 from evenstep.batch.rng import derive_seed
 from evenstep.data.digests import digest_of
@@ -25,6 +32,9 @@ from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError, shown
 
 T = TypeVar("T")
+
+COMPARED = 4
+"""Examples of an epoch's first batch that stand for a data set."""
 
 
 class Wanted(NamedTuple):
@@ -157,6 +167,7 @@ class Collate:
         self._collate = collate
         self._seed = seed
         self._of_parts = of_parts
+        self._generators: tuple[Generator, ...] | None = None
 
     def __call__(self, fetched: _Fetched) -> Any:
         """Return the batch that the user's function makes of the examples.
@@ -170,7 +181,9 @@ class Collate:
         examples, wanted = fetched
         if self._collate is default_collate or self._collate is default_convert:
             return self._collate(examples)
-        generators = generators_of(self._collate)
+        if self._generators is None:
+            self._generators = generators_of(self._collate)
+        generators = self._generators
         seed = derive_seed("collate", self._seed, wanted.epoch, wanted.step)
         with intra_op_threads(1):
             if not self._of_parts:
@@ -184,6 +197,33 @@ class Collate:
                 f"torch.utils.data.DataLoader, of which it collates whole batches"
             )
         return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker process gets: it finds the generators of its own copy."""
+        return {**vars(self), "_generators": None}
+
+
+def digest_of_examples(examples: Examples, index: Any, **workers: Any) -> int:
+    """Return a checksum of the first examples of a batch of epoch 0, which stand for a data set.
+
+    Args:
+        examples: the data set; it compares what it fetches with what it fetches again.
+        index: what the batch is made of.
+        workers: the arguments of a `DataLoader` for worker processes, of which one is started.
+
+    Raises:
+        InputError: the examples are others when they are fetched again.
+    """
+    some = index[:COMPARED] if isinstance(index, list | tuple) else index
+    generator = torch.Generator().manual_seed(0)  # else it draws from the default one
+    options: Any = {"collate_fn": _digest, "generator": generator, **workers}
+    wanted: Any = Wanted(0, 0, 0, some)
+    (digest,) = DataLoader(examples, batch_sampler=[wanted], **options)
+    return int(digest)
+
+
+def _digest(fetched: _Fetched) -> int:
+    return digest_of(fetched.examples)
 
 
 def without_end(function: Callable[..., T], *arguments: Any) -> T:

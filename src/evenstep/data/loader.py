@@ -18,8 +18,8 @@ from torch.utils.data.distributed import DistributedSampler
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
-from evenstep.data.digests import COMPARED, digest_of, digest_of_fetched
-from evenstep.data.fetching import Collate, Examples, Wanted
+from evenstep.data.digests import digest_of
+from evenstep.data.fetching import COMPARED, Collate, Examples, Wanted, digest_of_examples
 from evenstep.data.generators import order_of
 from evenstep.data.order import Cursor, epoch_order
 from evenstep.devices import intra_op_threads
@@ -139,8 +139,8 @@ class Loader:
             facts["the sampler"] = type(self.sampler).__name__
         return facts
 
-    def digest_of_examples(self) -> int | None:
-        """Return a checksum of some examples; None if they can't be repeated.
+    def digest_of_examples(self) -> int:
+        """Return a checksum of some examples.
 
         Of a `TensorDataset` these are about 64, evenly spaced; of others the first ones of epoch 0,
         which are fetched twice, by one worker process if the loader has some.
@@ -149,10 +149,12 @@ class Loader:
             count = len(self.dataset)
             some = torch.arange(0, count, max(1, count // 64))
             return digest_of(_rows(self.dataset.tensors, some))
-        wanted = Wanted(0, 0, 0, self._order(0)[:COMPARED].tolist())
-        return digest_of_fetched(
-            self._examples(compares=False), wanted, num_workers=min(1, self.workers)
-        )
+        first = self._order(0)[:COMPARED].tolist()
+        examples = self._examples(compares=True)
+        return digest_of_examples(examples, first, num_workers=min(1, self.workers))
+
+    def _examples(self, *, compares: bool) -> Examples:
+        return Examples(self.dataset, self.seed, is_batched=True, by_index=True, compares=compares)
 
     def drawn_order(self, epoch: int) -> list[int] | None:
         """Return the order that the sampler draws for an epoch; None without a sampler."""
@@ -265,9 +267,6 @@ class Loader:
             if workers:
                 # Its `__del__` does this too, but not while a traceback holds it.
                 batches._shutdown_workers()
-
-    def _examples(self, *, compares: bool) -> Examples:
-        return Examples(self.dataset, self.seed, is_batched=True, by_index=True, compares=compares)
 
 
 @INTERRUPTS.uninterrupted

@@ -6,6 +6,8 @@ again. Facts have names, and are sorted by kind: `{"layers": {"layer 1": "ReLU()
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -141,10 +143,9 @@ def refuse_to_resume(then: Facts, now: Facts, kinds: Collection[str] = KINDS) ->
     Raises:
         CheckpointError: names what differs, and how to resume.
     """
-    for kind in kinds:
-        different = [one for one in differences(then, now) if one.kind == kind]
-        if different and KINDS[kind].resumed == "refused":
-            raise CheckpointError(f"can't resume with {listed(different)}: {KINDS[kind].fix}")
+    for kind, ones in itertools.groupby(differences(then, now), operator.attrgetter("kind")):
+        if kind in kinds and KINDS[kind].resumed == "refused":
+            raise CheckpointError(f"can't resume with {listed([*ones])}: {KINDS[kind].fix}")
 
 
 def listed(different: Collection[Difference]) -> str:

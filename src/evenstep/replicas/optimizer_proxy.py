@@ -11,10 +11,7 @@ hyper-parameters.
 
 from __future__ import annotations
 
-import collections
 import copy
-import functools
-import types
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,11 +19,11 @@ import torch
 from torch import nn
 
 from evenstep.errors import ContractError, InputError, ModelError
+from evenstep.replicas.checks import own_parameters
 from evenstep.replicas.replicas import forms_of
 
 _ATTRIBUTES = -1  # the "group" of the optimizer's own attributes
 _SHARED = {"param_groups", "state", "step", "_opt_called"}  # attributes that are handled otherwise
-_LOOKED_AT = 100_000  # objects in an optimizer's attributes, to find parameters there
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -357,51 +354,6 @@ def _refuse_own_parameters(optimizer: torch.optim.Optimizer) -> None:
             f"param_groups, which the gradients of a step in flight don't reach: read the "
             f"parameters from self.param_groups, or use max_in_flight=1"
         )
-
-
-def own_parameters(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the place in an optimizer's attributes that leads to parameters of it, if one does.
-
-    Looked through are containers, objects, modules, and what functions refer to.
-    """
-    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    own = vars(optimizer).items()
-    stack = [(f".{k}", v) for k, v in own if k not in _SHARED and not k.startswith("_optimizer_")]
-    groups = optimizer.param_groups
-    seen = {*map(id, [optimizer, groups, optimizer.state]), *(id(one["params"]) for one in groups)}
-    while stack and len(seen) < _LOOKED_AT:
-        place, value = stack.pop()
-        if id(value) in held:
-            return place
-        if id(value) not in seen and not isinstance(value, (torch.Tensor, *_PLAIN)):
-            seen.add(id(value))
-            stack += [(place, one) for one in _inside(value)]
-    return None
-
-
-def _inside(value: Any) -> list[Any]:
-    """Return what a value refers to."""
-    if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
-        return []
-    found = [*vars(value).values()] if hasattr(value, "__dict__") else []
-    if isinstance(value, Mapping):
-        found += [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
-        found += value
-    elif isinstance(value, types.FunctionType):
-        found += [*(value.__defaults__ or ()), *map(_content, value.__closure__ or ())]
-    elif isinstance(value, types.MethodType):
-        found += [value.__self__, value.__func__]
-    elif isinstance(value, functools.partial):
-        found += [value.func, *value.args, *value.keywords.values()]
-    return found
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it has none yet
-        return None
 
 
 def _parameter_ids(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:

@@ -430,6 +430,7 @@ class Replicas:
         """Leave the user's module as `open_step` found it, without gradients."""
         for replica in {*self.all, self.home}:
             replica.put_back_buffers()
+            replica.put_back_shapes()
         is_synchronised = bool(self._synchronised) and not self._were_written
         self.restore_opening()
         if is_synchronised:

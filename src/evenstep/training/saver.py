@@ -107,9 +107,8 @@ class Saver:
         data = saved.cursor if saved.seeds_at else None
         position = Position(saved.steps_done, seeds.epoch, seeds.step, data)
         self._progress.resume(position, drawn=saved.cursor)
-        rounds = any(KINDS[one.kind].resumed == "rounds" for one in differences(then, now))
+        rounds = self._say_differences(saved, [*differences(then, now)])
         self._sources.restore(saved.data, rounds=rounds)
-        self._say_rounding(saved, [*differences(then, now)])
         if self._executor.programs:
             self._executor.programs.compiles = saved.compiles
         if isinstance(self._executor, StagedExecutor):
@@ -121,8 +120,8 @@ class Saver:
             saved.check_fingerprint(fingerprints.fingerprint(self._model, self._optimizer))
         self._user_state.restore(saved.user_state)
 
-    def _say_rounding(self, saved: TrainingState, different: Sequence[Difference]) -> None:
-        """Note what makes this process round differently; log what else may matter."""
+    def _say_differences(self, saved: TrainingState, different: Sequence[Difference]) -> bool:
+        """Log what may matter; note, and return, whether numbers are rounded differently here."""
         rounds, said = (
             [one for one in different if KINDS[one.kind].resumed == verdict]
             for verdict in ("rounds", "said")
@@ -137,6 +136,7 @@ class Saver:
             self._notes.note_rounding("the checkpoint is from devices or processes of mixed kinds")
         for one in said:
             logger.warning("the training resumes with %s: %s", one, KINDS[one.kind].fix)
+        return bool(rounds)
 
     def _save(
         self, folder: Path, scheduler: Scheduler | None, keep: int, *, background: bool

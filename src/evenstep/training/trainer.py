@@ -31,6 +31,7 @@ from evenstep.contract.lone_examples import LoneExamples
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Batches
 from evenstep.devices import Device, Devices, find_devices
+from evenstep.devices.facts import Facts
 from evenstep.distributed import local_share
 from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine import Lanes, ThreadLanes
@@ -420,6 +421,15 @@ class Trainer(Habits):
         A note says why.
         """
         return self._notes.within_rounding
+
+    @property
+    def facts(self) -> Facts:
+        """What the bits of this training depend on besides the data: values by name, by kind.
+
+        Processes compare them when they open their trainers; a checkpoint holds them, and a resume
+        compares them again (see docs/promise.md).
+        """
+        return self._agreement.resumed_facts()
 
     @property
     def steps_done(self) -> int:

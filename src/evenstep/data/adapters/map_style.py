@@ -21,8 +21,8 @@ from torch.utils.data import (
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
-from evenstep.data.digests import COMPARED, digest_of_fetched, digest_of_index
-from evenstep.data.fetching import Collate, Examples, Start, Wanted
+from evenstep.data.digests import digest_of_index
+from evenstep.data.fetching import Collate, Examples, Start, Wanted, digest_of_examples
 from evenstep.data.generators import order_of, samplers_in
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.errors import CheckpointError, InputError
@@ -127,16 +127,15 @@ class MapStyle:
         }
 
     def digest_of_examples(self) -> int | None:
-        """Return a checksum of the first examples of epoch 0; None if they can't be repeated.
+        """Return a checksum of the first examples of epoch 0; None if there are none.
 
         They are fetched twice, by one worker process if the loader has some.
         """
         self._refuse_unseeded_order(0)
-        for index in itertools.islice(self._order(0), 1):
-            some = index[:COMPARED] if isinstance(index, list | tuple) else index
-            wanted = Wanted(0, 0, 0, some)
-            return digest_of_fetched(self._examples(compares=False), wanted, **self._workers(1))
-        return None
+        first = [*itertools.islice(self._order(0), 1)]
+        if not first:
+            return None
+        return digest_of_examples(self._examples(compares=True), first[0], **self._workers(1))
 
     def facts(self, cursor: Cursor) -> dict[str, object]:
         """Return what the batches of an epoch depend on besides."""

@@ -31,8 +31,8 @@ class Own:
         """Return what the batches of every epoch depend on."""
         return {"the kind of loader": "evenstep's own", **self._loader.facts()}
 
-    def digest_of_examples(self) -> int | None:
-        """Return a checksum of some examples; None if they can't be repeated."""
+    def digest_of_examples(self) -> int:
+        """Return a checksum of some examples."""
         return self._loader.digest_of_examples()
 
     def facts(self, cursor: Cursor) -> dict[str, object]:
