@@ -1,5 +1,6 @@
 """A lane that ends while a trainer is open: training goes on without its device, or is refused."""
 
+import itertools
 import logging
 import sys
 import threading
@@ -15,7 +16,7 @@ from evenstep.metrics import accuracy
 from layouts import own, shared
 from patience import HUNG_TESTS_ABORT, wait_until
 from reference import assert_same_bits
-from trainers import open_trainer, state_of
+from trainers import open_trainer, sgd, state_of
 from zoo import build, make_batches
 
 pytestmark = HUNG_TESTS_ABORT
@@ -135,9 +136,11 @@ class Fails:
             raise self.kind
 
 
-@flights
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("where", ["before_update", "after_update", "objective", "optimizer"])
+@pytest.mark.parametrize(
+    ("where", "max_in_flight"),
+    [*itertools.product(("before_update", "after_update", "objective"), (1, 2)), ("scheduled", 1)],
+)
 def test_any_exception_of_the_users_code_comes_through(where, kind, max_in_flight):
     fails = Fails(kind)
 
@@ -148,14 +151,10 @@ def test_any_exception_of_the_users_code_comes_through(where, kind, max_in_fligh
 
     hooks = {where: fails} if where.endswith("update") else {}
 
-    class Failing(torch.optim.SGD):
-        def step(self, closure=None):
-            super().step(closure)
-            if where == "optimizer":
-                fails()
-
     model = build("convolution")
-    optimizer = Failing(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = sgd(model)
+    if where == "scheduled":
+        optimizer.register_step_post_hook(fails)
     options = {"devices": 2, "check": "off", "max_in_flight": max_in_flight, **hooks}
     with Trainer(model, optimizer, objective=objective, **options) as trainer:
         with pytest.raises(kind):
