@@ -9,7 +9,7 @@ import pytest
 
 from evenstep.data.fetching import COMPARED
 from launched import alone, launched
-from loading import EXAMPLES
+from loading import EXAMPLES, OWN
 
 PARTS = ["shuffled", "quiet", "augmented", "in lists", "weighted", "fork"]
 WHOLE = ["collate_fn", "stream", "stream fork", "list", "generators", "own state"]
@@ -33,13 +33,14 @@ def trained(folder, kinds, processes):
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 3])
 def test_all_loaders_give_what_they_give_in_one_process(tmp_path, processes):
-    kinds = [*PARTS, *WHOLE]
+    kinds = [*PARTS, *WHOLE, *OWN]
     for name, more in OPTIONAL.items():
         kinds += more if importlib.util.find_spec(name) else []
     (expected,) = trained(tmp_path / "one", kinds, 1)
     for found in trained(tmp_path / "several", kinds, processes):
         for kind in kinds:
             assert found[kind]["fingerprint"] == expected[kind]["fingerprint"], kind
+    assert len({expected[kind]["fingerprint"] for kind in OWN}) == 1
 
 
 def test_each_process_fetches_its_part_where_it_can(tmp_path):

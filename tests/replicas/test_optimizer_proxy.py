@@ -224,14 +224,17 @@ def test_zero_grad_in_the_middle_of_an_update_changes_nothing(devices, set_to_no
     """The user's `zero_grad` comes just before the optimizer reads its gradients."""
 
     def run(zero):
-        with opened(devices) as (trainer, _):
-
-            def drop(optimizer, args, kwargs):
+        class Dropping(torch.optim.SGD):
+            def step(self, closure=None):
                 if zero:
                     trainer.optimizer.zero_grad(set_to_none)
                     trainer.model.zero_grad(set_to_none)
+                return super().step(closure)
 
-            trainer.optimizer.register_step_pre_hook(drop)
+        def make(model):
+            return Dropping(model.parameters(), lr=0.1, momentum=0.9)
+
+        with opened(devices, make_optimizer=make) as (trainer, _):
             for batch in numbered(4):
                 trainer.step(*batch)
             return trainer.fingerprint()

@@ -87,6 +87,19 @@ def test_a_vector_that_nobody_holds_is_divided_and_one_that_is_held_stays_tied()
     assert any(odd(tied.parameters()))
 
 
+def test_a_note_says_where_devices_compute_on_copies():
+    def notes(way):
+        model = build()
+        kept = way(model, generator(0))
+        trainer = evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1)
+        del kept
+        return " ".join(trainer.notes)
+
+    assert "0.weight and 3 more of the model" in notes(one_vector_kept)
+    assert not notes(one_vector)
+    assert not notes(lambda model, rng: None)
+
+
 def test_numpy_arrays_stay_tied():
     model = build()
     arrays = from_numpy(model, generator(0))
@@ -246,3 +259,50 @@ def test_a_device_that_is_lost_with_the_copies_that_others_share():
     flat = one_vector_kept(model, generator(1))
     assert_same_bits(trained(model, 3, break_in=3), expected)
     del flat
+
+
+def test_new_odd_addresses_in_each_step_cost_no_new_check():
+    model = build()
+    reports = []
+    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **OPTIONS) as trainer:
+        for step, (X, y) in enumerate([batches()[0]] * 4):
+            trainer.step(X, y)
+            reports.append(trainer.contract)
+            one_vector(model, generator(step))
+            model[3].basis = odd_copy(model[3].basis)
+        trainer.step(*batches()[0])
+    assert reports[2] is reports[1]  # steps 1, 2 and 4 are checked
+    assert not any(odd([*model.parameters(), *model.buffers()]))
+
+
+OTHERS = {
+    "stages": {"devices": 2, "stages": {"0": 0, "2": 1}},
+    "stages in flight": {"devices": 2, "stages": "balanced", "max_in_flight": 2},
+    "owners": {"devices": ["cpu:0", "cpu:1:own"], "partition": "optimizer"},
+    "side by side": {"devices": 2, "side_by_side": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
+def test_other_layouts(options, way):
+    expected, _ = reference(build())
+    model = build()
+    kept = way(model, generator(6))
+    assert_same_bits(train(model, **options), expected)
+    del kept
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_slices(way):
+    def sliced():
+        model = build()
+        model[1] = evenstep.nn.slice_(nn.Linear(9, 9), 3)
+        return model
+
+    torch.manual_seed(0)
+    model = sliced()
+    expected = train(aligned_clone(model), 1)
+    kept = way(model, generator(6))
+    assert_same_bits(train(model, ["cpu:0", "cpu:1:own"], split="slices"), expected)
+    del kept

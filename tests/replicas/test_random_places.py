@@ -20,9 +20,11 @@ def test_random_models_at_random_addresses():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)  # each part trains 400 models
+@pytest.mark.parametrize("first", [0, 100])
 @pytest.mark.parametrize("settings", PROCESSORS.values(), ids=PROCESSORS)
-def test_200_random_models_at_random_addresses(settings):
-    program = [sys.executable, random_places.__file__, "0", "200"]
+def test_200_random_models_at_random_addresses(settings, first):
+    program = [sys.executable, random_places.__file__, str(first), str(first + 100)]
     done = subprocess.run(
         program, env={**os.environ, **settings}, stdout=subprocess.PIPE, text=True, check=True
     )

@@ -22,6 +22,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from evenstep.data import Loader
+
 EXAMPLES, BATCH, FEATURES, CLASSES = 46, 4, 3, 5
 BATCHES = 12  # of an epoch; the last has two examples
 
@@ -309,6 +311,11 @@ KINDS = {
     "datasets stream shuffled": lambda: of_hugging_face(streaming=True, shuffled=True),
     "datasets itself": of_hugging_face_itself,
     "datasets itself shuffled": lambda: of_hugging_face_itself(shuffled=True),
+}
+
+OWN = {  # evenstep's, whose order follows from a seed of its own
+    "evenstep's": lambda: Loader(Augmented(), BATCH, seed=3),
+    "evenstep's fork": lambda: Loader(Augmented(), BATCH, seed=3, workers=2),
 }
 
 PROCESSES = {"fork", "persistent", "stream fork", "stream persistent", "torchdata fork"}

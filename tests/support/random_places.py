@@ -16,7 +16,7 @@ if __name__ == "__main__":
 
 import evenstep
 from places import WAYS, Peeled, Projected, aligned_clone, generator, in_array, odd_copy
-from reference import assert_same_bits, reference_training, whole_state
+from reference import bits_of, reference_training, whole_state
 
 LAYOUTS = [1, 2, ["cpu:0", "cpu:1:own"], ["cpu:0:own", "cpu:1:own", "cpu:2"]]
 SHARDS, EXAMPLES, STEPS, CLASSES = 4, 13, 2, 5
@@ -152,10 +152,10 @@ def difference(seed):
         shards=SHARDS,
     )  # fmt: skip
     for devices in LAYOUTS:
-        try:
-            assert_same_bits(train(seed, devices), expected)
-        except AssertionError as error:
-            return f"seed {seed} on {devices}: {error}"
+        found = train(seed, devices)
+        for name, value in expected.items():
+            if bits_of(torch.as_tensor(found[name])) != bits_of(torch.as_tensor(value)):
+                return f"seed {seed} on {devices}: {name}"
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import optree
@@ -12,6 +12,7 @@ import torch
 from optree.registry import __GLOBAL_NAMESPACE as EVERYWHERE
 
 from evenstep.batch.cut import Batch, dim_of, too_deep
+from evenstep.batch.graphs import Template, is_graphs, refuse_graphs, tensors_in
 from evenstep.batch.whole import Shared
 from evenstep.errors import BatchError
 
@@ -57,6 +58,7 @@ class Nesting:
             BatchError: a list has as many items as the batch has examples.
         """
         nested = nest(batch)
+        refuse_graphs(batch)
         rows = (_rows_of(leaf, self._dim) for leaf in optree.tree_leaves(nested))
         examples = next((count for count in rows if count is not None), None)
         if examples is not None:
@@ -128,8 +130,11 @@ def _nested(leaf: Any) -> Any:
         return Constant(leaf)
     if isinstance(leaf, Mapping):
         return optree.tree_map(_nested, cast(Any, dict(leaf)))
+    if is_graphs(leaf):
+        _register(type(leaf), lambda one: (tensors_in(one), Template(one), None), Template.filled)
+        return leaf
     if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        _register(type(leaf))
+        _register_dataclass(type(leaf))
         return optree.tree_map(_nested, cast(Any, leaf))
     return leaf
 
@@ -152,7 +157,7 @@ def _is_plain(value: object) -> bool:
     return isinstance(value, _CONSTANTS)
 
 
-def _register(kind: type[Any]) -> None:
+def _register_dataclass(kind: type[Any]) -> None:
     """Make optree take the instances of a dataclass apart, and put them together again."""
     names = tuple(field.name for field in dataclasses.fields(kind))
 
@@ -165,6 +170,12 @@ def _register(kind: type[Any]) -> None:
             object.__setattr__(new, name, value)  # also of a frozen one
         return new
 
+    _register(kind, flatten, unflatten)
+
+
+def _register(
+    kind: type[Any], flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]
+) -> None:
     with _REGISTERING:
         if kind not in _REGISTERED:
             _register_node(kind, flatten, unflatten, namespace=EVERYWHERE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,8 +13,7 @@ import torch
 from torch import nn
 
 from evenstep.devices.addresses import ALIGNMENT, PAGE, copy_in_page, is_alone, rounding
-from evenstep.replicas import Replica
-from evenstep.replicas.module_sync import Computed
+from evenstep.replicas import Replica, StandIn
 from evenstep.replicas.replica import same_bits, sum_of_bits
 
 _INTERNALS = frozenset(nn.Module().__dict__)
@@ -122,6 +121,25 @@ def differing_attributes(ours: Attributes, theirs: Attributes) -> list[str]:
     ]
 
 
+def differing_counts(ours: Attributes, theirs: Attributes) -> list[tuple[str, str]]:
+    """Return the keys of the single integers that differ in two copies of a module."""
+    return [
+        key
+        for key, value in ours.items()
+        if _counts(value)
+        and (not isinstance(value, torch.Tensor) or value.ndim == 0)
+        and _differs(value, theirs.get(key))
+    ]
+
+
+def set_counts(module: nn.Module, keys: Sequence[tuple[str, str]], count: int) -> None:
+    """Give attributes of a module that hold an integer another one."""
+    for name, key in keys:
+        held = module.get_submodule(name).__dict__
+        is_tensor = isinstance(held[key], torch.Tensor)
+        held[key] = torch.full_like(held[key], count) if is_tensor else count
+
+
 _ATOMS = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Tensor)
 _DEPTH = 2  # of objects within objects
 
@@ -132,7 +150,7 @@ def _copied(value: Any, depth: int = _DEPTH) -> Any:
 
 def _copied_leaf(value: Any, depth: int) -> Any:
     if isinstance(value, torch.Tensor):
-        return repr(value) if type(value) is Computed else value.detach().clone()
+        return repr(value) if type(value) is StandIn else value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
     if depth and hasattr(value, "__dict__") and not isinstance(value, _ATOMS):

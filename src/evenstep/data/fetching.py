@@ -167,6 +167,7 @@ class Collate:
         self._collate = collate
         self._seed = seed
         self._of_parts = of_parts
+        self._generators: tuple[Generator, ...] | None = None
 
     def __call__(self, fetched: _Fetched) -> Any:
         """Return the batch that the user's function makes of the examples.
@@ -180,7 +181,9 @@ class Collate:
         examples, wanted = fetched
         if self._collate is default_collate or self._collate is default_convert:
             return self._collate(examples)
-        generators = generators_of(self._collate)
+        if self._generators is None:
+            self._generators = generators_of(self._collate)
+        generators = self._generators
         seed = derive_seed("collate", self._seed, wanted.epoch, wanted.step)
         with intra_op_threads(1):
             if not self._of_parts:
@@ -194,6 +197,10 @@ class Collate:
                 f"torch.utils.data.DataLoader, of which it collates whole batches"
             )
         return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker process gets: it finds the generators of its own copy."""
+        return {**vars(self), "_generators": None}
 
 
 def digest_of_examples(examples: Examples, index: Any, **workers: Any) -> int:

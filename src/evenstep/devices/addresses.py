@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 
 ALIGNMENT = 64  # bytes, of torch's allocations
 PAGE = 4096  # bytes, of memory
+_ATOMS = {bool, int, float, str, type(None)}
 _OF_TORCH = frozenset(nn.Module().__dict__)
 address_of = torch.Tensor.data_ptr
 users_of: Any = torch._C._storage_Use_Count  # of a storage's `_cdata`
@@ -30,14 +31,15 @@ USERS_OF_ONE: int = users_of(_ONE_TENSOR.untyped_storage()._cdata)
 
 
 def rounding(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the dense tensors that products of them may round: not integers."""
+    """Return the dense tensors that products of them may round, each once: not integers."""
     distinct = {id(one): one for one in tensors if isinstance(one, torch.Tensor)}
     return [
         one
         for one in distinct.values()
-        if one.layout is torch.strided
+        if (one.dtype.is_floating_point or one.dtype.is_complex)
+        and one.layout is torch.strided
         and not nn.parameter.is_lazy(one)
-        and (one.is_floating_point() or one.is_complex())
+        and not hasattr(one, "__tensor_flatten__")  # which holds others, and has no memory
     ]
 
 
@@ -46,16 +48,16 @@ def has_foreign_attributes(module: nn.Module) -> bool:
 
     Such memory is not torch's own. `copy.deepcopy` copies it to a multiple of 64 bytes.
     """
-    values = [one for child in module.modules() for one in _attributes(child)]
-    held = itertools.chain(*(one.values() if isinstance(one, dict) else one for one in values))
+    held: list[Any] = []
+    for child in module.modules():
+        for key, value in vars(child).items():
+            if type(value) in _ATOMS or key in _OF_TORCH:
+                continue
+            if isinstance(value, list | tuple | dict):
+                held += value.values() if isinstance(value, dict) else value
+            else:
+                held.append(value)
     return any(one.untyped_storage().data_ptr() % ALIGNMENT for one in rounding(held))
-
-
-def _attributes(module: nn.Module) -> Iterator[Any]:
-    """Yield the containers in a module's plain attributes, and each other value as one."""
-    for key, value in vars(module).items():
-        if key not in _OF_TORCH:
-            yield value if isinstance(value, list | tuple | dict) else (value,)
 
 
 def are_aligned(tensors: Iterable[torch.Tensor]) -> bool:
@@ -73,7 +75,9 @@ def align(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     Returns:
         Those that stay elsewhere.
     """
-    stay: list[torch.Tensor] = []
+    tensors, stay = [*tensors], list[torch.Tensor]()
+    if are_aligned(tensors):
+        return stay
     by_memory: dict[int, list[torch.Tensor]] = {}
     for one in tensors:
         by_memory.setdefault(one.untyped_storage()._cdata, []).append(one)
@@ -86,6 +90,18 @@ def align(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         else:
             stay += [one for one in own if not are_aligned([one])]
     return stay
+
+
+def aligned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor, or a copy of it that begins at a multiple of 64 bytes."""
+    return tensor if are_aligned(rounding([tensor])) else copy_with_strides(tensor)
+
+
+def align_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Give parameters aligned copies of gradients that don't begin at multiples of 64 bytes."""
+    for one in parameters:
+        if one.grad is not None:
+            one.grad = aligned(one.grad)
 
 
 def is_alone(tensor: torch.Tensor) -> bool:

@@ -27,8 +27,10 @@ def place_in(loop: Any) -> dict[str, Any]:
     Args:
         loop: Lightning's fit loop.
     """
-    held = [states_of(_held_by(loader)) for loader in _loaders_of(loop)]
-    ahead = [*getattr(loop._data_fetcher, "batches", ())]
+    loaders = _loaders_of(loop)
+    held = [states_of(_held_by(loader)) for loader in loaders]
+    has_place = any(map(has_own_state, loaders))
+    ahead = [*getattr(loop._data_fetcher, "batches", ())] if has_place else []
     return {**GeneratorStates().state_dict(), "loaders": held, "ahead": ahead}
 
 

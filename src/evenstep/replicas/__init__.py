@@ -9,6 +9,7 @@ from evenstep.replicas.checks import (
 )
 from evenstep.replicas.copying import align_state, move_home
 from evenstep.replicas.layouts import with_safe_format
+from evenstep.replicas.module_sync import StandIn
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
     complete,
@@ -38,6 +39,7 @@ __all__ = [
     "OptimizerProxy",
     "Replica",
     "Replicas",
+    "StandIn",
     "align_state",
     "check_followed",
     "check_trainable",

@@ -12,7 +12,7 @@ from torch import nn
 from evenstep.devices import Device, carry
 from evenstep.devices.addresses import align, rounding
 from evenstep.errors import ContractError, ModelError, text_of
-from evenstep.replicas.module_sync import Computed
+from evenstep.replicas.module_sync import StandIn
 
 
 def move_home(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> None:
@@ -115,6 +115,6 @@ def _copied_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
     return {
         id(one): one.detach().clone()
         for one in tensors
-        if type(one) is not Computed
+        if type(one) is not StandIn
         and (one.grad_fn is not None or one.layout not in (torch.strided, torch.sparse_coo))
     }

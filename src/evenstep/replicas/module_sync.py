@@ -295,7 +295,7 @@ def _carried(value: Any, device: Device) -> Any:
 # ---- tensors that were computed before the step
 
 
-class Computed(torch.Tensor):
+class StandIn(torch.Tensor):
     """Stands, while shards are computed, for a tensor that has a graph from before the step.
 
     A backward pass would go through that graph once for each shard, and from a copy of the model it
@@ -309,7 +309,7 @@ class Computed(torch.Tensor):
     place: str
 
     @classmethod
-    def at(cls, place: str) -> Computed:
+    def at(cls, place: str) -> StandIn:
         """Return what stands for a tensor in the attribute `place`."""
         found = torch.Tensor._make_subclass(cls, torch.empty(0))
         found.place = place
@@ -322,14 +322,14 @@ class Computed(torch.Tensor):
         """Refuse whatever is computed with it."""
         given: Any = (args, kwargs or {})
         leaves: list[object] = optree.tree_leaves(given)
-        place = next(one.place for one in leaves if isinstance(one, Computed))
+        place = next(one.place for one in leaves if isinstance(one, StandIn))
         raise ContractError(
             f"a shard has used the attribute {place} of the model, which holds a tensor that was "
             f"computed before the step and has a graph: the shards of a step can't divide its "
             f"gradient. Compute it in forward, or set its value only: (...).detach()"
         )
 
-    def __deepcopy__(self, memo: object) -> Computed:
+    def __deepcopy__(self, memo: object) -> StandIn:
         return self
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -454,13 +454,13 @@ def _pairs_of(value: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _has_graph(tensor: torch.Tensor) -> bool:
-    return type(tensor) is not Computed and tensor.grad_fn is not None
+    return type(tensor) is not StandIn and tensor.grad_fn is not None
 
 
 def _with_stand_ins(value: Any, name: str) -> Any:
     def stand_in(leaf: Any) -> Any:
         is_computed = isinstance(leaf, torch.Tensor) and _has_graph(leaf)
-        return Computed.at(name) if is_computed else leaf
+        return StandIn.at(name) if is_computed else leaf
 
     return optree.tree_map(stand_in, value, none_is_leaf=True)
 

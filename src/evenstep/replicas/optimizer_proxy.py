@@ -5,15 +5,13 @@ While a step is in flight, the user's thread continues: a scheduler sets the nex
 that the update needs. So the lanes call `step` on a proxy. The proxy shares the optimizer's state
 and the parameters' memory, but has parameter groups and gradients of its own. Each step records the
 hyper-parameters that were changed before it was submitted, and its update applies them. Attributes
-of the optimizer with plain values (those of a custom optimizer) are treated as hyper-parameters.
+of the optimizer with plain values, or dicts of such (those of a custom optimizer), are treated as
+hyper-parameters.
 """
 
 from __future__ import annotations
 
-import collections
 import copy
-import functools
-import types
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,11 +19,11 @@ import torch
 from torch import nn
 
 from evenstep.errors import ContractError, InputError, ModelError
+from evenstep.replicas.checks import own_parameters
 from evenstep.replicas.replicas import forms_of
 
 _ATTRIBUTES = -1  # the "group" of the optimizer's own attributes
 _SHARED = {"param_groups", "state", "step", "_opt_called"}  # attributes that are handled otherwise
-_LOOKED_AT = 100_000  # objects in an optimizer's attributes, to find parameters there
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -93,7 +91,7 @@ class OptimizerProxy:
         """Return the hyper-parameters that the user has changed since the last `record`."""
         # Schedulers warn when they are stepped before the optimizer: this one will be.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        groups = [_attributes(self._optimizer), *self._optimizer.param_groups]
+        groups = [_attributes(self._optimizer), *self._optimizer.param_groups, *self._dicts]
         pairs = zip(groups, self._seen, strict=True)
         changes = [
             Change(number, key, copy.deepcopy(value))
@@ -135,8 +133,8 @@ class OptimizerProxy:
 
         Groups that the user has replaced meanwhile (`load_state_dict`) stay as they are.
         """
-        present = {id(group) for group in self._optimizer.param_groups}
-        ours = [_attributes(self._proxy), *self._proxy.param_groups]
+        present = {id(group) for group in (*self._optimizer.param_groups, *self._dicts)}
+        ours = [_attributes(self._proxy), *self._owned[1:]]
         for group, own, seen in zip(self._groups, ours, self._seen, strict=True):
             is_present = group is self._optimizer.__dict__ or id(group) in present
             for key, value in own.items():
@@ -144,7 +142,8 @@ class OptimizerProxy:
                     group[key] = copy.deepcopy(value)
                     seen[key] = copy.deepcopy(value)
         for key, value in self._proxy.__dict__.items():
-            if key in self._references and id(value) != self._references[key]:
+            is_own = any(value is one for one in self._owned)
+            if key in self._references and id(value) != self._references[key] and not is_own:
                 self._optimizer.__dict__[key] = value
                 self._references[key] = id(value)
 
@@ -159,7 +158,9 @@ class OptimizerProxy:
         # A scheduler wraps `step` on the instance, bound to the instance.
         proxy.__dict__.pop("step", None)
         groups = list(optimizer.param_groups)
-        self._groups = [optimizer.__dict__, *groups]
+        dicts = _dicts_of(optimizer)
+        self._dicts = [*dicts.values()]
+        self._groups = [optimizer.__dict__, *groups, *self._dicts]
         self._held = _parameter_ids(groups)
         self._state = optimizer.state
         self._references = _references(optimizer)
@@ -170,9 +171,11 @@ class OptimizerProxy:
         ]
         proxy.state = _StateOfProxy(optimizer.state, self._originals)  # type: ignore[assignment]
         self._proxy = proxy
-        self._owned = [proxy.__dict__, *proxy.param_groups]
+        own = {key: copy.deepcopy(one) for key, one in dicts.items()}
+        proxy.__dict__.update(own)
+        self._owned = [proxy.__dict__, *proxy.param_groups, *own.values()]
         self._recorded: list[Change] = []
-        self._seen = [_attributes(optimizer), *map(_hyper_parameters, groups)]
+        self._seen = [_attributes(optimizer), *map(_hyper_parameters, (*groups, *self._dicts))]
         self.mark()
 
     def _proxy_of(self, original: nn.Parameter) -> nn.Parameter:
@@ -291,6 +294,18 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def _dicts_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Return the dicts of plain values in the optimizer's attributes; they are taken for groups."""
+    return {
+        key: value
+        for key, value in optimizer.__dict__.items()
+        if type(value) is dict
+        and key not in (*_SHARED, "defaults")
+        and value
+        and all(isinstance(one, _PLAIN) for one in value.values())
+    }
+
+
 def _references(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return the `id`s of the optimizer's other attributes, which the proxy shares."""
     return {
@@ -339,51 +354,6 @@ def _refuse_own_parameters(optimizer: torch.optim.Optimizer) -> None:
             f"param_groups, which the gradients of a step in flight don't reach: read the "
             f"parameters from self.param_groups, or use max_in_flight=1"
         )
-
-
-def own_parameters(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return the place in an optimizer's attributes that leads to parameters of it, if one does.
-
-    Looked through are containers, objects, modules, and what functions refer to.
-    """
-    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
-    own = vars(optimizer).items()
-    stack = [(f".{k}", v) for k, v in own if k not in _SHARED and not k.startswith("_optimizer_")]
-    groups = optimizer.param_groups
-    seen = {*map(id, [optimizer, groups, optimizer.state]), *(id(one["params"]) for one in groups)}
-    while stack and len(seen) < _LOOKED_AT:
-        place, value = stack.pop()
-        if id(value) in held:
-            return place
-        if id(value) not in seen and not isinstance(value, (torch.Tensor, *_PLAIN)):
-            seen.add(id(value))
-            stack += [(place, one) for one in _inside(value)]
-    return None
-
-
-def _inside(value: Any) -> list[Any]:
-    """Return what a value refers to."""
-    if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
-        return []
-    found = [*vars(value).values()] if hasattr(value, "__dict__") else []
-    if isinstance(value, Mapping):
-        found += [*value.keys(), *value.values()]
-    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
-        found += value
-    elif isinstance(value, types.FunctionType):
-        found += [*(value.__defaults__ or ()), *map(_content, value.__closure__ or ())]
-    elif isinstance(value, types.MethodType):
-        found += [value.__self__, value.__func__]
-    elif isinstance(value, functools.partial):
-        found += [value.func, *value.args, *value.keywords.values()]
-    return found
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it has none yet
-        return None
 
 
 def _parameter_ids(groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:

@@ -62,8 +62,24 @@ class Replica:
     def open_shard(self) -> None:
         """Reset every buffer to its opening value."""
         if self.buffers:
-            with torch.no_grad():
-                torch._foreach_copy_(self.buffers, self.opening)
+            try:
+                with torch.no_grad():
+                    torch._foreach_copy_(self.buffers, self.opening)
+            except RuntimeError:
+                self._refuse_reshaped()
+                raise
+
+    def put_back_shapes(self) -> None:
+        """Give every buffer that a shard has resized its opening shape again."""
+        for buffer, opening in zip(self.buffers, self.opening, strict=False):
+            if buffer.shape != opening.shape:
+                buffer.resize_(opening.shape)
+
+    def _refuse_reshaped(self) -> None:
+        pairs = zip(self.buffer_names, self.opening, self.buffers, strict=True)
+        for name, opening, buffer in pairs:
+            if opening.shape != buffer.shape:
+                raise reshaped_error(name, opening, buffer)
 
     def changed_buffers(self) -> list[torch.Tensor | None]:
         """Return each buffer whose value the shard has changed (None for the others).
@@ -139,6 +155,16 @@ def _changed(value: object, opening: torch.Tensor, name: str) -> torch.Tensor | 
         )
     now = value.detach()
     return None if same_bits(now, opening) else now
+
+
+def reshaped_error(name: str, before: torch.Tensor, after: torch.Tensor) -> ModelError:
+    """Return the error for a buffer that a shard has given another shape."""
+    return ModelError(
+        f"the buffer {name} changed its shape from {tuple(before.shape)} to {tuple(after.shape)} "
+        f"in forward, but its values in all shards need one shape. If it gets its shape from the "
+        f"first batch, as that of an observer, call model(X) once before training; keep a cache in "
+        f"a plain attribute"
+    )
 
 
 def broadcast(home: Replica, replica: Replica) -> None:

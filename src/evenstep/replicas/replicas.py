@@ -63,6 +63,8 @@ class Replicas:
             and where an attribute was set to a function.
         computed: the tensors with a graph in attributes of the model, which shards must not use.
         forward_writes: whether shards may change attributes of the user's module.
+        held_elsewhere: the names of the parameters and buffers that don't begin at multiples of 64
+            bytes, in memory that something else may hold. Then all devices compute on copies.
         were_rebuilt: whether `refresh` has made all replicas again since this was last reset.
     """
 
@@ -105,7 +107,7 @@ class Replicas:
         self._rules = buffer_rules(model, self._given_rules)
         self.home = Replica(self._devices[0], model, rules=self._rules)
         self.all = [self.home] if self._home_computes else []
-        if are_aligned(rounding(self.home.parameters)):
+        if not self._stay.intersection(map(id, self.home.parameters)):
             self._owners[self.home.device.memory] = self.home
         for device in self._devices[len(self.all) :]:
             self._add(device)
@@ -131,8 +133,10 @@ class Replicas:
         Returns:
             Whether all that the module's products read begins there.
         """
-        stay = align(rounding((*self._model.parameters(), *self._model.buffers())))
-        return not stay and not has_foreign_attributes(self._model)
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        self._stay = {*map(id, align(rounding(one for _, one in named)))}
+        self.held_elsewhere = [name for name, one in named if id(one) in self._stay]
+        return not self._stay and not has_foreign_attributes(self._model)
 
     def _note_places(self) -> None:
         """Note which of the user's own tensors devices compute with."""
@@ -180,7 +184,7 @@ class Replicas:
         """
         self.computed.show()
         difference = self._difference()
-        if difference is not None and difference.needs_rebuild and self.adopt_buffers():
+        if difference is not None and difference.needs_rebuild and self._take_over():
             difference = self._difference()
         if difference is not None:
             self._follow(difference)
@@ -211,6 +215,12 @@ class Replicas:
             self.structure[:] = [found.get(id(part), part) for part in self.structure]
             self._note_places()
         return bool(found)
+
+    def _take_over(self) -> bool:
+        """Adopt buffers, and align what devices compute with; return whether there was any."""
+        adopted, lay_aligned = self.adopt_buffers(), are_aligned(self._placed)
+        align(self._placed)
+        return adopted or not lay_aligned
 
     @torch.inference_mode(False)
     def _follow(self, difference: Difference) -> None:
@@ -420,6 +430,7 @@ class Replicas:
         """Leave the user's module as `open_step` found it, without gradients."""
         for replica in {*self.all, self.home}:
             replica.put_back_buffers()
+            replica.put_back_shapes()
         is_synchronised = bool(self._synchronised) and not self._were_written
         self.restore_opening()
         if is_synchronised:

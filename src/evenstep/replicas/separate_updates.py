@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from evenstep.errors import ModelError
-from evenstep.replicas.optimizer_proxy import inner_optimizers, own_parameters
+from evenstep.replicas.checks import own_parameters
+from evenstep.replicas.optimizer_proxy import inner_optimizers
 from evenstep.replicas.replica import same_bits
 from evenstep.replicas.settings import is_plain
 

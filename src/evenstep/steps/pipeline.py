@@ -1,7 +1,7 @@
 """The order of steps: submitted, waited for oldest first, attempted again or abandoned.
 
 `DirectPipeline` takes one step at a time, and gives it straight to the lanes of the devices. The
-pipeline for several steps in flight, and for GPUs, is in `overlapped_pipeline`.
+pipeline for several steps in flight, and for GPUs, is in `in_flight`.
 """
 
 from __future__ import annotations

@@ -11,10 +11,9 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from evenstep.collectives import tree_sum
-from evenstep.devices.addresses import are_aligned, copy_with_strides, rounding
+from evenstep.devices.addresses import align_gradients, aligned
 from evenstep.errors import ClosedError, add_note
 from evenstep.replicas import (
     Replicas,
@@ -135,7 +134,7 @@ class Update:
         if self._clip_norm is not None:
             self._clip(step, self._replicas.home.parameters)
         if self._before_update:
-            self._align_gradients()
+            align_gradients(self._replicas.home.parameters)
 
     @property
     def is_outdated(self) -> bool:
@@ -174,6 +173,12 @@ class Update:
 
     def show_left(self) -> None:
         """Show the user the gradients of the last step; no step is in flight."""
+
+    def note_outside(self) -> None:
+        """Note what the user's code reads outside of the model, for steps in flight."""
+
+    def refuse_changed_outside(self) -> None:
+        """Refuse a change of what steps in flight read outside of the model."""
 
     def refuse_own_gradients(self) -> None:
         """Refuse gradients that the user has set with a step in flight."""
@@ -215,7 +220,6 @@ class Update:
                     hooks.callback(hook.remove)
             hook = self._optimizer.register_state_dict_pre_hook(lambda _: self.refuse_half_step())
             hooks.callback(hook.remove)
-            hooks.callback(register_optimizer_step_post_hook(self.note_step).remove)
             yield
 
     def _note_made(self, *_: object) -> None:
@@ -245,12 +249,6 @@ class Update:
             return loss
 
         return args[:1], {**options, "closure": checked}
-
-    def note_step(self, optimizer: torch.optim.Optimizer, *given: Any) -> None:
-        """Note that an optimizer has used its gradients: called after each step of any."""
-        if not self._is_stepping:
-            for group in optimizer.param_groups:
-                note_left(group["params"])
 
     _ready = install
 
@@ -346,19 +344,8 @@ class Update:
                     changed = hook(gradient)
                 if changed is not None:
                     check_gradient(changed, gradient, name)
-                    is_aligned = are_aligned(rounding([changed]))
-                    gradient = changed if is_aligned else copy_with_strides(changed)
+                    gradient = aligned(changed)
             root.gradients[number] = gradient
-
-    def _align_gradients(self) -> None:
-        """Copy gradients that the user's hook has set and that lie where products round otherwise.
-
-        What the hook holds on to stays as it is: each step has other gradients anyway.
-        """
-        for parameter in self._replicas.home.parameters:
-            gradient = parameter.grad
-            if gradient is not None and not are_aligned(rounding([gradient])):
-                parameter.grad = copy_with_strides(gradient)
 
     def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self._replicas.home.parameters, gradients, strict=True):

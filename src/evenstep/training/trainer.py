@@ -63,6 +63,8 @@ from evenstep.shard.partial_sum import PartialSum
 from evenstep.stages.executor import StagedExecutor
 from evenstep.stages.plan import StageNames
 from evenstep.steps.executors import SlicedExecutor
+from evenstep.steps.in_flight.outside import OutsideValues
+from evenstep.steps.in_flight.proxy_update import ProxyUpdate
 from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook, kept_gradients
@@ -320,8 +322,11 @@ class Trainer(Habits):
         self._progress, self._timekeeper = parts.progress, parts.timekeeper
         self._engine, self._replicas, self._executor = parts.engine, parts.replicas, parts.executor
         self._update, self._pipeline, self._reporter = parts.update, parts.pipeline, parts.reporter
+        if isinstance(parts.update, ProxyUpdate):
+            parts.update.outside = OutsideValues(model, loss or objective, hooks)
         self._take, self._partition = parts.take, parts.partition
         notes = Notes(self.devices if split == "shards" else self.devices[:1], self.experiment)
+        notes.note_copies(parts.replicas.held_elsewhere)
         self.notes = notes.lines
         self._notes = notes
         self._self_check = SelfCheck(
@@ -434,6 +439,10 @@ class Trainer(Habits):
     def step(self, *batch: Batch, **named: Batch) -> StepLoss:
         """Train on one minibatch: split, compute the shards, sum, update.
 
+        Gradients that you have put into `.grad` since the last update (`penalty.backward()`) are
+        added to the step's mean gradient. What a step, `backward` or an optimizer has left there is
+        replaced.
+
         Args:
             batch: tensors, or nestings of tuples, lists, mappings and dataclasses of tensors,
                 examples first (or along `batch_dim`); `evenstep.shared(tensor)` for a tensor that
@@ -451,6 +460,8 @@ class Trainer(Habits):
             BatchError: the batch can't be cut into shards, or a shard of one example is too few for
                 BatchNorm, in this batch or in the epoch's last.
             ContractError: the code breaks the contract of a step; the message names what does.
+            InputError: a gradient of your own was added to one that a step had left, or set with a
+                step in flight; or what the code reads outside of the model has changed then.
             NonFiniteLossError: a shard's loss is NaN or infinite. As after Ctrl-C and every other
                 error before the update, the model is as it was before the step. With
                 `max_in_flight` above 1, a step's error is raised when you wait for it: by its

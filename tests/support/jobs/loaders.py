@@ -24,6 +24,7 @@ import evenstep
 import loading
 from evenstep.errors import EvenstepError
 
+KINDS = {**loading.KINDS, **loading.OWN}
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -62,13 +63,13 @@ def trained(kind, out):
     first = evenstep.Trainer(*parts(), shards=4, **options)
     with first:
         for _ in range(2):
-            for batch in first.epoch(loading.KINDS[kind]()):
+            for batch in first.epoch(KINDS[kind]()):
                 first.step(*loading.arguments_of(batch))
                 if first.steps_done == 15:
                     first.save(out / kind)
                     break
     torch.manual_seed(RANK + 1)  # processes that differ in what must not matter
-    loader = loading.KINDS[kind]()
+    loader = KINDS[kind]()
     resumed = evenstep.Trainer.load(out / kind, *parts(), **options)
     train(resumed, loader)
     dataset = getattr(loader, "dataset", None)

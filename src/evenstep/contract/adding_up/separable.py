@@ -22,6 +22,7 @@ from evenstep.engine.task import is_device_failure
 from evenstep.errors import ContractError, EvenstepError, text_of
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica
+from evenstep.replicas.buffer_rules import switches_of_observers
 from evenstep.shard.evaluation import evaluation_mode
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.lockstep import shard_here
@@ -171,8 +172,15 @@ def _refuse_scaled_by_frequency(module: nn.Module) -> None:
 def _fixed_statistics(replica: Replica) -> Iterator[None]:
     """Inside `with`, batch normalisation without running statistics has fixed ones.
 
-    Otherwise it would normalise by those of the shard in evaluation mode too.
+    Otherwise it would normalise by those of the shard in evaluation mode too. Layers that quantise
+    by the range of the shard have the range at the opening of the step.
     """
+    switches, opening = switches_of_observers(replica.module), replica.opening
+    if switches:
+        pairs = zip(replica.buffer_names, opening, strict=True)
+        replica.opening = [
+            torch.zeros_like(one) if name in switches else one for name, one in pairs
+        ]
     layers = [
         module
         for module in replica.module.modules()
@@ -185,6 +193,7 @@ def _fixed_statistics(replica: Replica) -> Iterator[None]:
     try:
         yield
     finally:
+        replica.opening = opening
         for layer in layers:
             layer.running_mean = layer.running_var = None
 

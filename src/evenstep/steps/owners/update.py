@@ -20,9 +20,9 @@ from evenstep.errors import PeerError
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum, Tensors
 from evenstep.steps.failures import refuse_other_norm
+from evenstep.steps.in_flight.proxy_update import ProxyUpdate
 from evenstep.steps.owners.devices import DeviceOwners
 from evenstep.steps.owners.reducer import READY, UPDATED, OwnerReducer
-from evenstep.steps.proxy_update import ProxyUpdate
 from evenstep.steps.step import Step
 from evenstep.steps.update import Update
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
+from evenstep.errors import InputError
 from evenstep.replicas import (
     OptimizerProxy,
     Replicas,
@@ -15,6 +17,7 @@ from evenstep.replicas import (
     note_left,
 )
 from evenstep.shard.partial_sum import PartialSum
+from evenstep.steps.in_flight.outside import OutsideValues
 from evenstep.steps.step import Step
 from evenstep.steps.update import Hook, Update
 
@@ -24,7 +27,12 @@ class ProxyUpdate(Update):
 
     Args:
         proxy: applies updates with the hyper-parameters in force when a step was submitted.
+
+    Attributes:
+        outside: what the user's code reads outside of the model.
     """
+
+    outside: OutsideValues
 
     def __init__(
         self,
@@ -39,7 +47,7 @@ class ProxyUpdate(Update):
         self._proxy = proxy
         self._left: Sequence[torch.Tensor | None] = ()
         self._showing = threading.Lock()
-        self.record = proxy.record
+        self.record = self._record
 
     @property
     def is_outdated(self) -> bool:
@@ -50,6 +58,31 @@ class ProxyUpdate(Update):
         """Follow what the user did to the model's layers and to the optimizer."""
         super().follow_user()
         self._proxy.mark() if self._proxy.fits else self._proxy.renew()
+
+    def _record(self) -> Sequence[Any]:
+        """Return the hyper-parameters that have changed since the last step.
+
+        Raises:
+            InputError: the user has registered a hook on the optimizer's step.
+        """
+        for kind in ("pre", "post"):
+            for hook in getattr(self._optimizer, f"_optimizer_step_{kind}_hooks").values():
+                if getattr(hook, "__self__", None) is not self:
+                    raise InputError(
+                        f"the optimizer has a hook of register_step_{kind}_hook, but the update of "
+                        f"a step in flight is made by a copy of the optimizer, while the model's "
+                        f"parameters show no gradients: use Trainer(clip_norm=...) or "
+                        f"before_update=..., or after_update=..., or max_in_flight=1"
+                    )
+        return self._proxy.record()
+
+    def note_outside(self) -> None:
+        """Note what the user's code reads outside of the model."""
+        self.outside.note()
+
+    def refuse_changed_outside(self) -> None:
+        """Refuse a change of what steps in flight read outside of the model."""
+        self.outside.refuse_changed()
 
     def give_back(self) -> None:
         """Leave the optimizer to the user; no step is in flight."""
