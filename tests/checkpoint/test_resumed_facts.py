@@ -320,6 +320,14 @@ def test_what_the_bits_do_not_depend_on_may_change(folder, caplog, uninterrupted
     assert resumed(folder, caplog, **FREE[fact]) == (uninterrupted, False, [])
 
 
+def test_a_checkpoint_of_an_older_version_loads_as_before(tmp_path, caplog):
+    """It has neither the facts, nor the place in the own loader."""
+    save(tmp_path)
+    rewritten(tmp_path, lambda tree: [tree.pop(key) for key in ("facts", "data")])
+    changed = {"squash": nn.ReLU, "loader": lambda: own(Items(factor=2.0))}
+    assert resumed(tmp_path, caplog, **changed)[1:] == (False, [])
+
+
 PROGRAM = """
 import logging, sys
 sys.path[:0] = sys.argv[1:3]

@@ -593,7 +593,7 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
         evenstep.Trainer.load(tmp_path, model, sgd(model), nn.CrossEntropyLoss())
     assert answers(caught.value) == [
         "can't resume with parameter 1.weight float32 (5, 36) instead of none, parameter 1.bias "
-        "float32 (5,) instead of none, parameter 0.weight none instead of float32 (4, 1, 3, 3) and "
+        "float32 (5,) instead of none, parameter 0.weight none instead of float32 (2, 1, 3, 3) and "
         "3 more: the checkpoint is of another model: build the model that was trained, or train "
         "from the start in a new folder"
     ]
