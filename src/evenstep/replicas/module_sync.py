@@ -341,63 +341,67 @@ class ComputedBefore:
 
     Args:
         modules: the modules of the user's model.
+
+    Attributes:
+        found: by place, what the attributes held at the last `follow`, and what stands for it.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._seen: list[Sequence[Any]] = [()] * len(modules)
         self._in_module: list[Mapping[_Place, Any]] = [{}] * len(modules)
-        self._found: dict[_Place, tuple[Any, Any]] = {}
+        self._now: Mapping[_Place, Any] = {}
+        self._are_others = False
+        self.found: dict[_Place, tuple[Any, Any]] = {}
         self._hidden: list[tuple[Any, Any, Any, Any]] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._found)
-
     def are_others(self) -> bool:
-        """Whether the attributes hold others by now than at the last `follow`."""
-        now = self._look()
-        return now.keys() != self._found.keys() or any(
-            value is not self._found[place][0] for place, value in now.items()
-        )
+        """Whether the attributes hold others by now than at the last `follow`.
+
+        Modules that hold the same objects as before, and no lists or dicts, are passed over.
+        """
+        looked = False
+        for number, module in enumerate(self._modules):
+            own, seen = module.__dict__, self._seen[number]
+            if len(own) != len(seen) or not all(map(operator.is_, own.values(), seen)):
+                self._look_into(number, own)
+                looked = True
+        if looked:
+            now = {place: one for found in self._in_module for place, one in found.items()}
+            self._now, known = now, self.found
+            self._are_others = now.keys() != known.keys() or any(
+                value is not known[place][0] for place, value in now.items()
+            )
+        return self._are_others
 
     def follow(self, copies: Iterable[tuple[Sequence[nn.Module], Device]]) -> None:
-        """Take the tensors that the attributes hold now.
+        """Take the tensors that the attributes held when `are_others` was last called.
 
         Args:
             copies: the modules of each copy, in which nothing stands for former ones any more.
         """
-        if not self.are_others():
-            return
-        before, self._found = self._found, {}
+        before, self.found, self._are_others = self.found, {}, False
         names = [name for name, _ in self._modules[0].named_modules()]
-        for place, value in self._look().items():
+        for place, value in self._now.items():
             name = f"{names[place[0]]}.{place[1]}".removeprefix(".")
-            self._found[place] = value, _with_stand_ins(value, name)
+            self.found[place] = value, _with_stand_ins(value, name)
         for modules, device in copies:
-            for place in before.keys() - self._found.keys():
+            for place in before.keys() - self.found.keys():
                 self._withdraw(modules, device, place, before[place][1])
 
-    def _look(self) -> dict[_Place, Any]:
-        """Return the tensors with a graph, and the tuples with such, in attributes of the model.
-
-        Modules that hold the same objects as before, and no lists or dicts, are passed over.
-        """
-        for number, module in enumerate(self._modules):
-            own, seen = module.__dict__, self._seen[number]
-            if len(own) == len(seen) and all(map(operator.is_, own.values(), seen)):
-                continue
-            found: dict[_Place, Any] = {}
-            self._in_module[number], self._seen[number] = found, [*own.values()]
-            for key, value in own.items():
-                if isinstance(value, _MAY_HOLD_COMPUTED) and key not in _TORCHS_OWN:
-                    _find_computed((number, key), value, found)
-                    if isinstance(value, dict | list):
-                        self._seen[number] = ()  # whose contents may change
-        return {place: one for found in self._in_module for place, one in found.items()}
+    def _look_into(self, number: int, own: Mapping[str, Any]) -> None:
+        """Note the tensors with a graph, and the tuples with such, in attributes of a module."""
+        found: dict[_Place, Any] = {}
+        self._in_module[number], self._seen[number] = found, [*own.values()]
+        for key, value in own.items():
+            if isinstance(value, _MAY_HOLD_COMPUTED) and key not in _TORCHS_OWN:
+                _find_computed((number, key), value, found)
+                if isinstance(value, dict | list):
+                    self._seen[number] = ()  # whose contents may change
 
     def hide(self, modules: Sequence[nn.Module]) -> None:
         """Put the stand-ins into the modules of the model, or of a copy."""
-        for place, (value, stand_in) in self._found.items():
+        for place, (value, stand_in) in self.found.items():
             holder = _holder_of(modules, place)
             if holder is not None:
                 holder[place[-1]] = stand_in

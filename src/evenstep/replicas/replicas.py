@@ -201,8 +201,9 @@ class Replicas:
             self._follow(difference)
         for update in self._updates():
             update()
-        devices = [replica.device for replica in self._others]
-        self.computed.follow(zip(self._modules, devices, strict=True))
+        if self.computed.are_others():
+            devices = [replica.device for replica in self._others]
+            self.computed.follow(zip(self._modules, devices, strict=True))
         if not self.copies:
             self.mark_synchronised()
         return bool(self.copies) and self._synchronised != self._home_versions()
@@ -377,7 +378,7 @@ class Replicas:
 
     def open_step(self) -> None:
         """Take the home's buffers as the opening values of every replica."""
-        if self.computed:
+        if self.computed.found:
             for modules in [self._home_modules] * self._home_computes + self._modules:
                 self.computed.hide(modules)
         opening = [buffer.detach().clone() for buffer in self.home.buffers]

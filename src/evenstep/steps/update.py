@@ -265,7 +265,7 @@ class Update:
 
     def _close_buffers(self, root: PartialSum) -> None:
         """Write the closing buffers, before the user's hooks and the optimizer may write them."""
-        if root.buffers or self._replicas.forward_writes or self._replicas.computed:
+        if root.buffers or self._replicas.forward_writes or self._replicas.computed.found:
             self._receive(root)
             self._replicas.close_step(closing_buffers(root))
 
