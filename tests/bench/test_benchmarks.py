@@ -365,7 +365,7 @@ def test_a_step_stays_simple():
     """The main path of one eager step: few files, few functions, few calls."""
     counted = overhead.count_calls()
     # Since the targets were met: gradients take memory of their own; optimizers that step are noted;
-    # the user's own gradients are added; addresses and tensors with a graph from before are seen.
+    # the user's own gradients are added; addresses and tensors computed before are looked at.
     counted["files"] -= 4
     counted["functions"] -= 10
     assert {name for name in counted if counted[name] > overhead.COUNTED[name][2]} == set()
