@@ -1,14 +1,13 @@
 """The experiment: checked when it is created, and frozen."""
 
 import dataclasses
-import itertools
 
 import pytest
 import torch
-from torch import nn
 
+from evenstep.devices import Device
 from evenstep.errors import InputError
-from evenstep.experiment import Experiment, resolve_format
+from evenstep.experiment import Experiment
 
 
 def test_the_defaults_are_the_designs():
@@ -16,7 +15,7 @@ def test_the_defaults_are_the_designs():
         "shards": 8,
         "seed": 0,
         "precision": "fp32",
-        "memory_format": "auto",
+        "memory_format": "preserve",
         "threads": 1,
         "compile": False,
         "batch_norm": "shard",
@@ -52,7 +51,7 @@ def test_numbers_are_whole_and_large_enough(name, least, needed):
 
 @pytest.mark.parametrize(
     ("name", "choices"),
-    [("precision", "fp32, bf16"), ("memory_format", "auto, contiguous, channels_last")],
+    [("precision", "fp32, bf16"), ("memory_format", "preserve, contiguous, channels_last")],
 )
 def test_choices_are_checked(name, choices):
     for value in choices.split(", "):
@@ -71,42 +70,27 @@ def test_an_experiment_is_frozen_and_made_by_keywords():
         Experiment(8)
 
 
-MODELS = {
-    "linear": lambda: nn.Linear(3, 3),
-    "conv1d": lambda: nn.Conv1d(3, 3, 2),
-    "conv3d": lambda: nn.Conv3d(3, 3, 2),
-    "conv2d": lambda: nn.Conv2d(3, 3, 2),
-    "nested": lambda: nn.Sequential(nn.ReLU(), nn.ModuleList([nn.Conv2d(1, 1, 1)])),
-    "transposed": lambda: nn.Sequential(nn.ConvTranspose2d(3, 3, 2)),
-}
-CONVOLVING = ("conv2d", "nested", "transposed")
+FORMATS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_the_memory_format_is_a_rule(model):
-    for kind, precision in itertools.product(("cpu", "cuda"), ("fp32", "bf16")):
-        last = model in CONVOLVING and (kind, precision) != ("cuda", "fp32")
-        expected = "channels_last" if last else "contiguous"
-        assert resolve_format(MODELS[model](), kind, precision) == expected
-        experiment = Experiment(precision=precision, shards=3, seed=7, threads=2)
-        resolved = experiment.resolved_for(MODELS[model](), kind)
-        assert resolved == dataclasses.replace(experiment, memory_format=expected)
-
-
-@pytest.mark.parametrize("chosen", ["contiguous", "channels_last"])
-def test_a_chosen_memory_format_stays(chosen):
-    experiment = Experiment(memory_format=chosen)
-    for model, kind in itertools.product(MODELS.values(), ("cpu", "cuda")):
-        assert experiment.resolved_for(model(), kind) == experiment
+@pytest.mark.parametrize("given", FORMATS)
+@pytest.mark.parametrize("wanted", ["preserve", *FORMATS])
+def test_images_are_copied_in_the_wanted_format(wanted, given):
+    images = torch.randn(4, 3, 5, 5).to(memory_format=FORMATS[given])
+    expected = torch.empty(
+        4, 3, 5, 5, memory_format=FORMATS[given if wanted == "preserve" else wanted]
+    )
+    copy = Experiment(memory_format=wanted).placement(Device("cpu", 0))(images[1:3])
+    assert copy.equal(images[1:3])
+    assert copy.stride() == expected[1:3].stride()
+    assert copy.data_ptr() != images[1:3].data_ptr()
 
 
 def test_only_images_are_laid_out_channels_last():
-    last, contiguous = (Experiment(memory_format=name) for name in ("channels_last", "contiguous"))
-    for ndim in (1, 2, 3, 4, 5):
-        tensor = torch.zeros([1] * ndim)
-        expected = torch.channels_last if ndim == 4 else torch.contiguous_format
-        assert last.image_format(tensor) == expected
-        assert contiguous.image_format(tensor) == torch.contiguous_format
+    place = Experiment(memory_format="channels_last").placement(Device("cpu", 0))
+    for ndim in (1, 2, 3, 5):
+        tensor = torch.zeros([2] * ndim)
+        assert place(tensor).stride() == tensor.stride()
 
 
 def test_autocast_computes_in_bf16_or_not_at_all():

@@ -120,6 +120,32 @@ def test_a_model_that_keeps_the_promise_is_identical_on_every_layout():
     assert len(set(expected)) == STEPS
 
 
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("layer", r"layer first Tanh\(\) instead of Linear\("),
+        ("rate", r"lr of the optimizer 0\.2 instead of 0\.1"),
+        ("shards", "shards 4 instead of 8"),
+    ],
+)
+def test_a_training_that_follows_the_devices_is_named(change, named):
+    """The verdict was that results differ, and not why."""
+
+    def make_trainer(devices):
+        many = devices == 2
+        torch.manual_seed(0)
+        model = Plain()
+        if many and change == "layer":
+            model.first = nn.Tanh()
+        rate = 0.2 if many and change == "rate" else 0.1
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        shards = 4 if many and change == "shards" else 8
+        return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices, shards=shards)
+
+    with pytest.raises(InputError, match=named):
+        verify(make_trainer, batches, [1, 2], 1)
+
+
 def test_each_result_is_reported_as_soon_as_it_is_known():
     seen = []
     verdict = verify(maker(Dropped), batches, [1, ["cpu:0", "cpu:1:own"]], 1, on_result=seen.append)
@@ -194,7 +220,8 @@ def test_the_state_is_named_when_all_shards_agree():
     def make_trainer(devices):
         torch.manual_seed(0)
         model = mlp(6, (4,), 3)
-        optimizer = torch.optim.SGD(model.parameters(), lr=next(rates))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.param_groups[0]["lr"] = next(rates)
         return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices, check="off")
 
     found = verify(make_trainer, batches, [1, 2], 1).difference

@@ -49,9 +49,9 @@ def lineup() -> list[Contender]:
         devices(lenet, 2, max_in_flight=2),
         *(devices(lenet, count, hybridize=True) for count in (1, 2)),
         devices(lenet, 2, shards=2),
-        *(devices(lenet, count, memory_format="contiguous") for count in (1, 2)),
-        keeping(plain(lenet, 1, "channels_last")),
-        keeping(ddp(lenet, 2, "channels_last")),
+        *(devices(lenet, count, memory_format="channels_last") for count in (1, 2)),
+        *(keeping(plain(lenet, 1, memory_format)) for memory_format in MEMORY_FORMATS),
+        *(keeping(ddp(lenet, 2, memory_format)) for memory_format in MEMORY_FORMATS),
         plain(one, 1),
         *peers(two, 2),
         *(devices(one, 1), devices(two, 1), devices(two, 2)),
@@ -60,7 +60,8 @@ def lineup() -> list[Contender]:
         devices(two, 2, batch_norm="sync"),
         *(devices(one, 1, shards=2), devices(two, 2, shards=2)),
         *(devices(one, 1, precision="bf16"), devices(two, 2, precision="bf16")),
-        keeping(ddp(two, 2, "channels_last")),
+        devices(two, 2, memory_format="channels_last"),
+        keeping(ddp(two, 2)),
     ]
 
 

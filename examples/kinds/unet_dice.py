@@ -63,7 +63,6 @@ def even(devices="auto", shards=8, steps=6):
     model, losses = UNet(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     options = {"devices": devices, "shards": shards, "side_by_side": True}
-    options["memory_format"] = "contiguous"  # as in the plain loop; "auto" is faster
     with evenstep.Trainer(model, optimizer, objective=gathered, **options) as trainer:
         for images, masks in batches(steps):
             loss = trainer.step(images, masks)

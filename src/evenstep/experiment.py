@@ -8,10 +8,9 @@ import operator
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
-from torch import nn
 
 from evenstep.devices import Device, carry
 from evenstep.errors import InputError, shown
@@ -39,7 +38,8 @@ class Experiment:
         shards: V, the number of shards that every minibatch is cut into; at most 65,536.
         seed: seed of all random ops in the model.
         precision: "fp32" computes in the dtype of the parameters, "bf16" with autocast.
-        memory_format: layout of images and convolution weights; `resolve_format` resolves "auto".
+        memory_format: order of the dimensions of input tensors in memory. "preserve": as in the
+            batch; "contiguous"; "channels_last": images (4 dimensions) channels-last.
         threads: number of intra-op threads of each device; at most 1,024.
         compile: compile the forward and backward pass of shards, where that is possible.
         batch_norm: "shard": BatchNorm layers normalise with the statistics of each shard during
@@ -59,7 +59,7 @@ class Experiment:
     shards: int = 8
     seed: int = 0
     precision: Precision = "fp32"
-    memory_format: MemoryFormat = "auto"
+    memory_format: MemoryFormat = "preserve"
     threads: int = 1
     compile: bool = False
     batch_norm: BatchNorm = "shard"
@@ -85,7 +85,7 @@ class Experiment:
         for name, rule in self.buffers.items():
             check_choice(f"buffers[{name!r}]", rule, get_args(BufferRule))
         check_choice("precision", self.precision, ("fp32", "bf16"))
-        check_choice("memory_format", self.memory_format, ("auto", "contiguous", "channels_last"))
+        check_choice("memory_format", self.memory_format, get_args(MemoryFormat))
         check_choice("batch_norm", self.batch_norm, ("shard", "sync"))
         if self.compile and self.batch_norm == "sync":
             raise InputError(
@@ -98,38 +98,21 @@ class Experiment:
         """The dtype for autocast; None without autocast."""
         return torch.bfloat16 if self.precision == "bf16" else None
 
-    def resolved_for(self, model: nn.Module, kind: str) -> Experiment:
-        """Return the experiment with memory_format "auto" replaced by the one that is used."""
-        if self.memory_format != "auto":
-            return self
-        return dataclasses.replace(self, memory_format=resolve_format(model, kind, self.precision))
-
-    def image_format(self, tensor: torch.Tensor) -> torch.memory_format:
-        """Return the memory format of an input tensor (images have 4 dimensions)."""
-        if self.memory_format == "channels_last" and tensor.ndim == 4:
-            return torch.channels_last
-        return torch.contiguous_format
-
     def placement(self, device: Device) -> Callable[[torch.Tensor], torch.Tensor]:
         """Return a function that copies an input tensor to `device`, in its memory format."""
-        if self.memory_format != "channels_last" and device.kind == "cpu":
+        if self.memory_format == "channels_last":
+            return lambda tensor: carry(tensor, device, _last_if_images(tensor))
+        preserve = self.memory_format == "preserve"
+        layout = torch.preserve_format if preserve else torch.contiguous_format
+        if device.kind == "cpu":
             # What `carry` does on CPUs, without a call into Python for each tensor.
-            target, layout = device.torch_device, torch.contiguous_format
+            target = device.torch_device
             return operator.methodcaller("to", target, copy=True, memory_format=layout)
-        return lambda tensor: carry(tensor, device, self.image_format(tensor))
+        return lambda tensor: carry(tensor, device, layout)
 
 
-def resolve_format(
-    model: nn.Module, kind: str, precision: Precision
-) -> Literal["contiguous", "channels_last"]:
-    """Choose the memory format by a fixed rule of model, kind of device and precision.
-
-    Choosing by timing would make results depend on it. Models with two-dimensional convolutions use
-    channels-last on CPUs (measured on one core: LeNet 1.5×, ResNet-18 1.08× faster) and, for tensor
-    cores, on GPUs in bf16. All others use the contiguous format.
-    """
-    convolves = any(isinstance(child, nn.Conv2d | nn.ConvTranspose2d) for child in model.modules())
-    return "channels_last" if convolves and (kind == "cpu" or precision == "bf16") else "contiguous"
+def _last_if_images(tensor: torch.Tensor) -> torch.memory_format:
+    return torch.channels_last if tensor.ndim == 4 else torch.contiguous_format
 
 
 def autocast(kind: str, precision: torch.dtype | None) -> AbstractContextManager[object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 Precision: TypeAlias = Literal["fp32", "bf16"]
-MemoryFormat: TypeAlias = Literal["auto", "contiguous", "channels_last"]
+MemoryFormat: TypeAlias = Literal["preserve", "contiguous", "channels_last"]
 BatchNorm: TypeAlias = Literal["shard", "sync"]
 PartitionOf: TypeAlias = Literal["optimizer"]
 

@@ -22,6 +22,7 @@ from evenstep.batch import Batch
 from evenstep.checkpoint.fingerprint import digests, fingerprint, tensor_digest
 from evenstep.data import Loader
 from evenstep.devices import Devices, find_devices
+from evenstep.devices.facts import KINDS, Facts, differences, listed
 from evenstep.distributed import local_share
 from evenstep.errors import InputError, hides_own_frames, shown
 from evenstep.shard.partial_sum import PartialSum
@@ -186,6 +187,7 @@ class _Maker:
         self._make_trainer = make_trainer
         self._last: weakref.ref[nn.Module] | None = None
         self._opening = ""  # the fingerprint of the first trainer
+        self._facts: Facts = {}  # what it trains
 
     def __call__(self, devices: Devices) -> Trainer:
         trainer = call_with(lambda: "make_trainer(devices)", self._make_trainer, devices)
@@ -209,7 +211,22 @@ class _Maker:
                 "make model, optimizer and trainer inside make_trainer"
             )
         self._last = weakref.ref(trainer.model)
+        self._refuse_another_training(trainer, names[1])
         return trainer
+
+    def _refuse_another_training(self, trainer: Trainer, devices: str) -> None:
+        """Refuse a trainer of other facts than the first one's, which depend on the devices."""
+        self._facts = self._facts or trainer.facts
+        different = [
+            one
+            for one in differences(self._facts, trainer.facts)
+            if KINDS[one.kind].between == "refused" and one.name != "memory_format"
+        ]
+        if different:
+            raise InputError(
+                f"make_trainer returned another training on {devices}: with {listed(different)}. "
+                f"Nothing but the devices may depend on the devices that it is given"
+            )
 
 
 @dataclasses.dataclass(frozen=True)

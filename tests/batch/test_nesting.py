@@ -6,6 +6,7 @@ import functools
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import nn
 
 import evenstep
 from evenstep.batch import cut_batch
-from evenstep.batch.nesting import Keywords, nest
+from evenstep.batch.nesting import Keywords, Nesting, nest
 from evenstep.errors import BatchError, ModelError
 from layouts import own
 from trainers import sgd
@@ -87,11 +88,44 @@ def test_constants_go_to_every_shard(constant):
     assert second_shard((X, {"a": [constant]}))[1]["a"] == [constant]
 
 
-def test_a_list_with_something_for_each_example_is_refused():
-    names = ["a", "b", "c", "d", "e", "f"]
-    with pytest.raises(BatchError, match="a list of 6 values of type str in a batch of 6"):
-        nest((X, {"names": names}))
-    assert second_shard((X, names[:2]))[1] == ["a", "b"]
+ONE_EACH = {
+    "names": ({"names": ["a", "b", "c", "d", "e", "f"]}, r"batch\[1\]\['names'\] is a list of 6"),
+    "numbers": ((1, 2.0, 3, 4, 5, 6), r"batch\[1\] is a tuple of 6 values of type int"),
+    "tensors": ([X + number for number in range(6)], r"batch\[1\] is a list of 6 tensors"),
+    "inside": ({"crops": [Y] * 6}, r"batch\[1\]\['crops'\] is a list of 6 tensors"),
+}
+
+
+def first_rows(part, examples):
+    return optree.tree_map(lambda one: one[:examples] if torch.is_tensor(one) else one, part)
+
+
+@pytest.mark.parametrize(("part", "message"), ONE_EACH.values(), ids=ONE_EACH)
+def test_a_list_as_long_as_the_first_batch_is_refused(part, message):
+    with pytest.raises(BatchError, match=message + ".* in a batch of 6 examples"):
+        Nesting(0)((X, part))
+
+
+@pytest.mark.parametrize(("part", "message"), ONE_EACH.values(), ids=ONE_EACH)
+def test_a_list_that_once_was_of_another_length_never_is(part, message):
+    nested = Nesting(0)
+    nested((X[:5], first_rows(part, 5)))
+    nested((X, part))
+    with pytest.raises(BatchError, match=r"batch\[2\] is a list"):  # at another place
+        nested((X, part, ["a"] * 6))
+
+
+def test_a_tuple_of_tensors_is_cut_whatever_its_length():
+    batch = (X, tuple(X + number for number in range(6)))
+    shard = cut_batch(Nesting(0)(batch), 3).take(1, torch.clone)
+    assert [one.tolist() for one in shard[1]] == [(X + n)[2:4].tolist() for n in range(6)]
+
+
+def test_micro_batches_hold_any_lists():
+    own_shards = evenstep.Shards([(X, [1, 2, 3, 4, 5, 6]), (X[:2], [X, X[:2]])])
+    cut = own_shards.cut_alone((own_shards,), 2)
+    assert cut.take(0, torch.clone)[1] == [1, 2, 3, 4, 5, 6]
+    assert [len(one) for one in cut.take(1, torch.clone)[1]] == [6, 2]
 
 
 def test_what_is_neither_is_still_named():
@@ -103,7 +137,7 @@ def test_a_batch_that_holds_itself_is_refused():
     endless = []
     endless.append(endless)
     with pytest.raises(BatchError, match="nested too deeply"):
-        nest((X, endless))
+        Nesting(0)((X, endless))
 
 
 def test_keywords_stay_apart():
@@ -195,6 +229,21 @@ def reference():
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_trains_the_same(way, devices, in_flight):
     assert trained(way, devices, max_in_flight=in_flight) == reference()
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_short_batch_as_long_as_a_list_is_trained(devices):
+    def objective(model, X, y, scales, crops):
+        loss = F.cross_entropy(model.body(X + sum(crops)), y, reduction="sum")
+        return loss * sum(scales), len(y)
+
+    model = Model()
+    with evenstep.Trainer(model, sgd(model), objective=objective, devices=devices) as trainer:
+        for examples in (6, 3, 2):
+            trainer.step(X[:examples], Y[:examples], [0.5, 0.25, 0.25], [X[:examples]] * 2)
+            batch = X[:examples], Y[:examples], [0.5, 0.25, 0.25], [X[:examples]] * 2
+            trainer.evaluate([batch], {"loss": objective})
+        assert trainer.steps_done == 3
 
 
 def test_compiled_shards_follow_a_constant():

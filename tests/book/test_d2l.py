@@ -119,6 +119,10 @@ def test_an_accumulator_sums_side_by_side():
     sums.add(1, torch.tensor(2.5))
     sums.add(3, 0.5)
     assert (sums[0], sums[1]) == (4.0, 3.0)
+    sums.add(1)  # the book's takes fewer numbers
+    assert sums.data == [5.0, 3.0]
+    with pytest.raises(ValueError, match="got 3 numbers to add to 2 sums"):
+        sums.add(1, 2, 3)
     sums.reset()
     assert sums.data == [0.0, 0.0]
 
@@ -225,6 +229,27 @@ def test_a_batch_on_several_devices_updates_as_the_whole_batch_does(count):
     for params in device_params:
         torch.testing.assert_close([p.detach() for p in params], expected)
         assert all(map(torch.equal, params, device_params[0]))
+
+
+class Pairs(nn.Module):
+    """Takes a list, as the book's BERT does."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, inputs):
+        words, lengths = inputs
+        return self.linear(words / lengths)
+
+
+@pytest.mark.parametrize("device", [None, *OWN[:1]])
+def test_accuracy_of_a_net_that_takes_a_list_of_inputs(device):
+    torch.manual_seed(0)
+    net = Pairs()
+    batches = [([torch.randn(7, 3), torch.ones(7, 1)], torch.arange(7) % 4) for _ in range(2)]
+    right = sum(int((net(X).argmax(1) == y).sum()) for X, y in batches)
+    assert d2l.evaluate_accuracy_gpu(net, batches, device) == right / 14
 
 
 def test_accuracy_is_the_same_over_all_ways_of_evaluating():

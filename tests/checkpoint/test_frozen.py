@@ -35,8 +35,9 @@ def test_a_model_that_is_frozen_otherwise_is_refused_and_unchanged(frozen, tmp_p
     saved(tmp_path, frozen=frozen)
     model, optimizer = parts(frozen=not frozen)
     before = [one.clone() for one in model.parameters()]
-    was = "frozen" if frozen else "not frozen"
-    with pytest.raises(CheckpointError, match=rf"0\.weight, 0\.bias.* {was} when"):
+    now, then = str(frozen), str(not frozen)
+    named = rf"requires_grad of 0\.weight {now} instead of {then}, .* of 0\.bias"
+    with pytest.raises(CheckpointError, match=named):
         evenstep.Trainer.load(tmp_path, model, optimizer, F.cross_entropy)
     assert all(map(torch.equal, before, model.parameters()))
     assert all(one.requires_grad == frozen for one in model[0].parameters())

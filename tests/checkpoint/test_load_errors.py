@@ -132,6 +132,8 @@ def test_ctrl_c_half_way(tree, tmp_path):
 
 
 def test_extra_state_that_is_not_taken_back(tree, tmp_path):
+    tree = copy.deepcopy(tree)
+    tree["facts"]["layers"]["layer 4"] = "Forgetting()"
     line = refused(tmp_path, tree, *parts(layer=Forgetting, seed=9))
     assert line.startswith("layer 4 of type Forgetting did not take its extra state back")
 

@@ -65,21 +65,18 @@ def test_the_state_of_another_optimizer_is_refused_by_naming_both(saved_adams, s
             run(trainer, 3)
         return
     line = refused_by(saved_adams[saved], lambda p: ADAMS[given](p, lr=0.01))
-    names = [f"torch.optim.{name.lower()}.{name}" for name in (saved, given)]
-    assert line == (
-        f"the checkpoint is of another optimizer: it was saved with {names[0]}, and Trainer.load "
-        f"got {names[1]}: give it the optimizer that was trained with"
-    )
+    then, now = (f"torch.optim.{name.lower()}.{name}" for name in (saved, given))
+    assert f"the class of the optimizer {now} instead of {then}" in line
+    assert "the checkpoint is of another optimizer: give the one" in line
 
 
 def test_other_settings_of_an_optimizer_are_refused_by_naming_both(tmp_path):
     """They had no effect: a checkpoint's settings replaced them, and nobody was told."""
     saved_with(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), tmp_path)
     line = refused_by(tmp_path, lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True))
-    assert line == (
-        "the checkpoint is of torch.optim.sgd.SGD with lr=0.1, nesterov=False, and Trainer.load "
-        "got one with lr=0.05, nesterov=True, which would have no effect: give the settings of the "
-        "checkpoint, and change optimizer.param_groups afterwards"
+    assert line.startswith(
+        "can't resume with lr of the optimizer 0.05 instead of 0.1, nesterov of the optimizer True "
+        "instead of False: "
     )
 
 
@@ -126,7 +123,7 @@ class Rule(torch.optim.SGD):
 def test_a_default_that_no_checkpoint_can_hold_is_not_compared(tmp_path):
     saved_with(lambda p: Rule(p, lr=0.1), tmp_path)
     line = refused_by(tmp_path, lambda p: Rule(p, lr=0.2))
-    assert "of test_other_optimizers.Rule with lr=0.1, and" in line
+    assert "with lr of the optimizer 0.2 instead of 0.1: " in line
     model = build("convolution")
     evenstep.Trainer.load(tmp_path, model, Rule(model.parameters(), lr=0.1), LOSS, devices=1)
 
@@ -146,7 +143,7 @@ def test_a_class_of_the_same_name_as_one_of_torch_is_another_one(tmp_path):
     SGD.__qualname__ = "SGD"
     saved_with(lambda p: torch.optim.SGD(p, lr=0.1), tmp_path)
     line = refused_by(tmp_path, lambda p: SGD(p, lr=0.1))
-    assert "saved with torch.optim.sgd.SGD, and Trainer.load got test_other_optimizers.SGD" in line
+    assert "the class of the optimizer SGD instead of torch.optim.sgd.SGD" in line
 
 
 class Outer(torch.optim.SGD):
@@ -159,7 +156,7 @@ class Outer(torch.optim.SGD):
 def test_an_optimizer_inside_another_one_is_compared_too(tmp_path):
     saved_with(Outer, tmp_path)
     line = refused_by(tmp_path, lambda p: Outer(p, torch.optim.RAdam))
-    assert "saved with torch.optim.adam.Adam, and Trainer.load got torch.optim.radam.RAdam" in line
+    assert "optimizer.inner torch.optim.radam.RAdam instead of torch.optim.adam.Adam" in line
 
 
 def test_a_checkpoint_without_the_class_loads_as_before(tmp_path):

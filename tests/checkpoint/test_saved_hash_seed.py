@@ -44,7 +44,7 @@ def test_another_seed_is_said_once(tmp_path, monkeypatch, caplog, saved, now):
     save(tmp_path)
     has_seed(monkeypatch, now)
     (line,) = lines_of_resuming(tmp_path, caplog)
-    assert f"PYTHONHASHSEED={saved or 'random'}" in line
+    assert f"PYTHONHASHSEED {now or 'random'} instead of {saved or 'random'}" in line
 
 
 @pytest.mark.parametrize(("saved", "now"), [("0", "0"), (None, None), (None, "random")])

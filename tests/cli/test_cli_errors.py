@@ -5,9 +5,13 @@ import re
 import sys
 
 import pytest
+import torch
+from click.testing import CliRunner
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from commands import MLP, complaint, steps_kept, trained
 from evenstep.checkpoint.files import list_checkpoints, read_checkpoint
+from evenstep.cli import main
 
 
 @pytest.fixture(autouse=True)
@@ -151,7 +155,7 @@ def test_a_checkpoint_of_a_changed_model_names_the_tensors(folder):
     (folder / "kept" / "run.json").write_text(json.dumps({**saved, "model": "mlp"}))
     line = complaint("train", "--resume", "--checkpoint-dir", "kept", code=2)
     assert "another model" in line
-    assert "parameter 1.weight is not in the checkpoint" in line
+    assert "parameter 1.weight float32 (256, 784) instead of none" in line
 
 
 def truncate(folder):
@@ -233,3 +237,24 @@ def test_a_damaged_run_is_not_resumed(folder, damage, part):
 def test_bad_input_gets_one_clear_line(folder, arguments, part):
     (folder / "broken_alone.py").write_text("import nothing_of_that_name\n")
     assert part in complaint(*arguments.split(" "), code=2)
+
+
+def test_an_error_in_the_update_is_not_hidden_by_the_save_that_it_forbids():
+    """The fourth update fails when a parameter was written: the third step is lost."""
+    updates = []
+
+    def fail(optimizer, *_):
+        updates.append(optimizer)
+        if len(updates) == 4:
+            with torch.no_grad():
+                optimizer.param_groups[0]["params"][0].mul_(2)
+            raise LookupError("bang")
+
+    hook = register_optimizer_step_pre_hook(fail)
+    try:
+        given = ["train", *MLP, "--checkpoint-dir", "kept", "--checkpoint-every", "2"]
+        result = CliRunner().invoke(main, [*given, "--steps", "4"])
+    finally:
+        hook.remove()
+    assert isinstance(result.exception, LookupError), result.output
+    assert steps_kept() == [2]

@@ -88,6 +88,70 @@ def test_counting_and_noting_shards_is_fine():
     assert model.calls == len(model.norms) == 4 * 8
 
 
+class Counting(nn.Linear):
+    """Counts the shards that it has computed, and computes by the count as `use` says."""
+
+    def __init__(self, use, zero=0):
+        super().__init__(6, CLASSES)
+        self.use, self.calls = use, zero
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return self.use(self, super().forward(x))
+
+
+def warms_up(model, output):
+    return output * (2.0 if model.calls > 100 else 1.0)
+
+
+def stops_learning(model, output):
+    return output.detach() + 0 * output if model.calls > 10_000 else output
+
+
+def begins_once(model, output):
+    if model.calls == 1:
+        model.scale = 3.0
+    return output * model.scale
+
+
+def logs(model, output):
+    if model.calls % 100 == 0:
+        model.mean = 1.0
+    return output
+
+
+@everywhere
+@pytest.mark.parametrize("zero", [0, torch.zeros((), dtype=torch.int64)], ids=["int", "tensor"])
+@pytest.mark.parametrize("use", [warms_up, stops_learning])
+def test_a_count_that_will_decide_is_refused_by_name(use, zero, devices):
+    with pytest.raises(ContractError, match=r"model\.calls"):
+        train(Counting(use, zero), devices=devices)
+
+
+@everywhere
+@pytest.mark.parametrize("use", [begins_once, logs])
+def test_a_count_that_decides_nothing_is_fine(use, devices):
+    model = Counting(use)
+    model.scale = 1.0
+    train(model, devices=devices)
+
+
+@everywhere
+def test_the_largest_number_of_a_shard_so_far_is_refused_by_name(devices):
+    class Largest(nn.Linear):
+        most = 0
+
+        def forward(self, x):
+            self.most = max(self.most, int(x[0].abs().sum() * 100))
+            return super().forward(x) * (1 + self.most / 1000)
+
+    order = X.abs().view(8, 4, 6)[:, 0].sum(1).sort(descending=True).indices
+    falling = X.view(8, 4, 6)[order].reshape(32, 6)
+    for batch in (falling, falling.flip(0)):
+        with pytest.raises(ContractError, match=r"model\.most"):
+            train(Largest(6, CLASSES), batches=[(batch, Y)] * 2, devices=devices)
+
+
 class Router(nn.Module):
     """Two experts, and a loss for their balance over the batch, behind a router at zero."""
 

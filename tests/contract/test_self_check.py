@@ -176,3 +176,44 @@ def test_a_frozen_teacher_and_a_penalty_on_the_inputs_gradient_are_fine():
 
 
 # ---- separability
+
+
+# ---- addresses
+
+
+class RoundsByPage(torch.autograd.Function):
+    """A product of one's own that rounds by where its weight lies in a page of memory."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        first = weight.data_ptr() // 64 % 64 % x.shape[1]
+        return x[:, :first] @ weight[:, :first].T + x[:, first:] @ weight[:, first:].T
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.T @ x
+
+
+class Paged(nn.Module):
+    def __init__(self, *, is_buffer=False):
+        super().__init__()
+        weight = torch.randn(6, 6)
+        if is_buffer:
+            self.register_buffer("weight", weight)
+        else:
+            self.weight = nn.Parameter(weight)
+        self.head = nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        return self.head(torch.tanh(RoundsByPage.apply(x, self.weight)))
+
+
+@everywhere
+@pytest.mark.parametrize("is_buffer", [False, True])
+@pytest.mark.parametrize("shards", [1, 4])
+def test_an_operation_that_rounds_by_the_address_of_a_weight_is_refused(devices, is_buffer, shards):
+    model = nn.Sequential(net(), nn.Linear(CLASSES, 6), Paged(is_buffer=is_buffer))
+    with pytest.raises(ContractError, match="other addresses in memory"):
+        train(model, devices=devices, shards=shards)

@@ -1,4 +1,4 @@
-"""A seeded block draws the same numbers everywhere, and leaves no trace."""
+"""A seeded call draws the same numbers everywhere, and leaves no trace."""
 
 import random
 
@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from evenstep.data.seeded import seeded
+from evenstep.data.generators import DEFAULTS, call_seeded, generators_of
 
 
-def draw() -> tuple[float, float, float]:
-    return torch.rand(()).item(), random.random(), np.random.random()
+def draw(own=None) -> tuple[float, ...]:
+    numbers = torch.rand(()).item(), random.random(), np.random.random()
+    return numbers if own is None else (*numbers, own.random())
 
 
 def disturb() -> None:
@@ -23,34 +24,35 @@ def global_state() -> tuple[list[int], object, str]:
     return torch.get_rng_state().tolist(), random.getstate(), repr(np.random.get_state())
 
 
-def test_a_seed_gives_the_same_draws_from_any_global_state():
-    with seeded(2**62 + 7):
-        first = draw()
+def test_a_seed_gives_the_same_draws_from_any_state():
+    own = np.random.default_rng()
+    generators = generators_of([own])
+    first = call_seeded(generators, 2**62 + 7, draw, own)
     disturb()
-    with seeded(2**62 + 7):
-        assert draw() == first
+    own.random()
+    assert call_seeded(generators, 2**62 + 7, draw, own) == first
 
 
 @pytest.mark.parametrize("other", [0, 1, 2**31 + 7])
 def test_another_seed_gives_other_draws_from_each_generator(other):
-    with seeded(7):
-        first = draw()
-    with seeded(other):
-        assert all(a != b for a, b in zip(draw(), first, strict=True))
+    own = random.Random()
+    generators = generators_of([own])
+    first, second = (call_seeded(generators, seed, draw, own) for seed in (7, other))
+    assert all(a != b for a, b in zip(first, second, strict=True))
 
 
 def test_everything_is_put_back():
-    before, threads = global_state(), torch.get_num_threads()
-    with seeded(7):
-        draw()
-        assert torch.get_num_threads() == 1
+    before = global_state()
+    call_seeded(DEFAULTS, 7, draw)
     assert global_state() == before
-    assert torch.get_num_threads() == threads
 
 
 def test_everything_is_put_back_after_an_exception():
-    before, threads = global_state(), torch.get_num_threads()
-    with pytest.raises(KeyError, match="lost"), seeded(7):
+    before = global_state()
+
+    def lose():
         raise KeyError("lost", draw())
+
+    with pytest.raises(KeyError, match="lost"):
+        call_seeded(DEFAULTS, 7, lose)
     assert global_state() == before
-    assert torch.get_num_threads() == threads

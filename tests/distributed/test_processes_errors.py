@@ -43,6 +43,15 @@ def test_an_error_of_one_process_reaches_the_others(tmp_path, kind, own, of_othe
     assert re.search(of_others, reported(tmp_path, kind, 0)[1])
 
 
+def test_a_process_whose_optimizer_has_failed_takes_no_further_step(tmp_path):
+    run(tmp_path, "optimizer")
+    half = "ClosedError: step 3 failed .* between two steps: load the last checkpoint"
+    assert re.match(half, reported(tmp_path, "optimizer", 1)[1])
+    seconds, text = reported(tmp_path, "optimizer", 0)
+    assert re.match(f"PeerError: rank 1 .*failed: {half}", text)
+    assert seconds < LIMIT_S
+
+
 @pytest.mark.slow
 def test_shards_of_several_processes_cannot_run_in_lockstep(tmp_path):
     run(tmp_path, "sync")
@@ -60,6 +69,14 @@ def test_an_uncaught_error_shows_its_traceback_once(tmp_path):
     assert "raise RuntimeError" in own
     expected = r"evenstep: rank 1 \(on \S+\) failed: RuntimeError: rank 1 has a problem of its own"
     assert re.fullmatch(expected, others.strip())
+
+
+def test_a_process_that_is_killed_is_named_without_lines_of_gloo(tmp_path):
+    (code, _, errors), (killed, *_) = apart("fail.py", tmp_path, "die", "uncaught")
+    assert (code, killed) == (1, -9)
+    assert errors.count("Traceback") == 1
+    assert "PeerError: rank 1 has left" in errors
+    assert not re.search("gloo|direct cause", errors, re.IGNORECASE)
 
 
 @pytest.mark.slow

@@ -12,6 +12,9 @@ from evenstep.devices.arithmetic import known_results
 
 GOLDEN = Path(__file__).with_name("golden.json")
 
+FIRST = "matrix products", "convolutions", "functions", "sums", "random numbers"
+"""The known results of the first version; later ones would move the keys of recorded results."""
+
 LAYERS = {
     "wide": (lambda: nn.Linear(257, 33), (17, 257)),
     "narrow": (lambda: nn.Linear(6, 5), (3, 6)),
@@ -27,7 +30,9 @@ def environment():
 
     Two processors on which these have the same bits share their golden results.
     """
-    digest = hashlib.sha256(json.dumps(known_results([parse_device("cpu")])).encode())
+    found = known_results([parse_device("cpu")])
+    named = {f"the result of known {name}": found[f"the result of known {name}"] for name in FIRST}
+    digest = hashlib.sha256(json.dumps(named).encode())
     for dtype in torch.float32, torch.float64, torch.bfloat16:
         for build, shape in LAYERS.values():
             for result in _computed(build, shape, dtype):

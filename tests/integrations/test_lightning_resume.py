@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.data import IterableDataset, TensorDataset
 
 from evenstep.errors import InputError
 from marks import LIGHTNING
@@ -45,6 +46,201 @@ def test_resumed_in_the_middle_of_an_epoch(cases, tmp_path, parts):
     rest = cases.even(2, **{**options, "enable_checkpointing": False})
     cases.trained(rest, module(), loader(), resume=tmp_path / "step=3.ckpt")
     assert rest.global_step == whole.global_step
+    assert_same_bits(cases.state_of(rest), cases.state_of(whole))
+
+
+def with_state(cases, kind):
+    """Return a loader with a state, of 3 batches an epoch, that draws numbers for its examples."""
+    import loading
+
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    torch.manual_seed(4)
+    if kind == "own":
+        return Counting(cases)
+    if kind == "plain":
+        return cases.make_loader(generator=torch.Generator().manual_seed(6))
+    if kind in ("stream", "unsized"):
+        stream = CountingStream(cases) if kind == "stream" else Unsized(cases)
+    if kind == "stateless":
+        stream = Stateless(cases)
+    if kind in ("stream", "unsized", "stateless"):
+        return torchdata.StatefulDataLoader(stream, batch_size=18)
+    options = loading.workers() if kind == "workers" else {}
+    if kind == "generator":
+        options = {"generator": torch.Generator().manual_seed(6)}
+    data = cases.make_data() if kind == "workers" else Noisy(*cases.make_data().tensors)
+    return torchdata.StatefulDataLoader(data, batch_size=18, shuffle=True, **options)
+
+
+class Noisy(TensorDataset):
+    def __getitem__(self, index):
+        X, y = super().__getitem__(index)
+        return X + torch.rand(()), y
+
+
+class CountingStream(IterableDataset):
+    """Goes on where it was, also into the next epoch."""
+
+    def __init__(self, cases):
+        self.X, self.y = cases.make_data().tensors
+        self.place = 0
+
+    def __len__(self):
+        return 44
+
+    def __iter__(self):
+        for _ in range(44 - self.place % 44):
+            self.place += 1
+            row = self.place * 7 % 43
+            yield self.X[row], self.y[row]
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+
+class Unsized(CountingStream):
+    __len__ = None
+
+
+class Stateless(Unsized):
+    """Draws its order, and has no state."""
+
+    state_dict = load_state_dict = None
+
+    def __iter__(self):
+        return ((self.X[row], self.y[row]) for row in torch.randperm(44))
+
+
+class Counting:
+    """A loader of one's own, with batches that depend on all before; it begins anew at an end."""
+
+    def __init__(self, cases):
+        self.stream = CountingStream(cases)
+
+    def __len__(self):
+        return 3
+
+    def __iter__(self):
+        for _ in range(3 - self.stream.place // 44 % 3):
+            self.stream.place += 44
+            rows = [(self.stream.place + one) * 7 % 43 for one in range(18)]
+            yield self.stream.X[rows], self.stream.y[rows]
+
+    def state_dict(self):
+        return self.stream.state_dict()
+
+    def load_state_dict(self, state):
+        self.stream.load_state_dict(state)
+
+
+WHEN = {
+    "batch": {"every_n_train_steps": 3},
+    "epoch": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+    "batch before a validation": {"every_n_train_steps": 3},
+    "validation": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+}
+
+
+def resumed_at_an_end(cases, tmp_path, loader, when, **options):
+    """Return the whole training, and one that was resumed where the second epoch ends."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    def module():
+        return cases.Classifier(dropout=0.3)
+
+    validate = cases.make_loader(shuffle=False) if "validation" in when else None
+    save = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **WHEN[when])
+    options = {"max_epochs": 4, **options}
+    whole = cases.even(1, callbacks=[save], enable_checkpointing=True, **options)
+    cases.trained(whole, module(), loader(), validate=validate)
+    (saved,) = tmp_path.glob(f"step={whole.global_step // 2}.ckpt")
+    rest = cases.even(2, **options)
+    cases.trained(rest, module(), loader(), resume=saved, validate=validate)
+    return whole, rest
+
+
+@pytest.mark.parametrize("when", WHEN)
+@pytest.mark.parametrize(
+    "kind", ["plain", "shuffled", "generator", "workers", "stream", "unsized", "own"]
+)
+def test_resumed_at_an_epochs_end_with_a_loader_that_has_a_state(cases, tmp_path, kind, when):
+    whole, rest = resumed_at_an_end(cases, tmp_path, lambda: with_state(cases, kind), when)
+    assert (rest.global_step, rest.current_epoch) == (12, 4)
+    assert_same_bits(cases.state_of(rest), cases.state_of(whole))
+
+
+@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("kind", ["shuffled", "generator", "workers", "stream", "unsized"])
+def test_resumed_in_the_middle_with_what_the_loader_draws(cases, tmp_path, kind, step):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=step, save_top_k=-1)
+    whole = cases.even(1, callbacks=[save], enable_checkpointing=True, max_epochs=3)
+    cases.trained(whole, cases.Classifier(dropout=0.3), with_state(cases, kind))
+    rest = cases.even(2, max_epochs=3)
+    saved = tmp_path / f"step={step}.ckpt"
+    cases.trained(rest, cases.Classifier(dropout=0.3), with_state(cases, kind), resume=saved)
+    assert rest.global_step == 9
+    assert_same_bits(cases.state_of(rest), cases.state_of(whole))
+
+
+def test_a_loader_whose_state_only_counts_batches_is_refused_in_the_middle(cases, tmp_path):
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    whole = cases.even(1, callbacks=[save], enable_checkpointing=True, max_epochs=2)
+    cases.trained(whole, loader=with_state(cases, "stateless"))
+    rest = cases.even(1, max_epochs=2)
+    with pytest.raises(InputError, match="the data set Stateless.*state_dict.*end of an epoch"):
+        cases.trained(rest, loader=with_state(cases, "stateless"), resume=tmp_path / "step=2.ckpt")
+    rest = cases.even(1, max_epochs=2)
+    cases.trained(rest, loader=with_state(cases, "stateless"), resume=tmp_path / "step=3.ckpt")
+    assert_same_bits(cases.state_of(rest), cases.state_of(whole))
+
+
+@pytest.mark.parametrize("when", ["batch", "epoch"])
+def test_resumed_at_the_end_of_an_epoch_that_was_cut_short(cases, tmp_path, when):
+    options = {"limit_train_batches": 2}
+    WHEN_SHORT = {"batch": {"every_n_train_steps": 2}, "epoch": WHEN["epoch"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(WHEN, when, WHEN_SHORT[when])
+        loader = lambda: with_state(cases, "shuffled")  # noqa: E731
+        whole, rest = resumed_at_an_end(cases, tmp_path, loader, when, **options)
+    assert rest.global_step == 8
+    assert_same_bits(cases.state_of(rest), cases.state_of(whole))
+
+
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [("shuffled", "got 0 loaders that have a state.* 1 states"), ("plain", "hold 0 .* 1: give")],
+)
+def test_a_loader_of_another_kind_is_refused(cases, tmp_path, kind, match):
+    whole = cases.even(1, max_epochs=1)
+    cases.trained(whole, loader=with_state(cases, kind))
+    whole.save_checkpoint(tmp_path / "saved.ckpt")
+    with pytest.raises(InputError, match=match):
+        cases.trained(cases.even(1), resume=tmp_path / "saved.ckpt")
+
+
+def test_a_module_that_asks_for_the_number_of_steps_resumes_in_the_middle(cases, tmp_path):
+    """Lightning loads the data to count them, before it knows the place in them."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    class Counted(cases.Classifier):
+        def configure_optimizers(self):
+            assert self.trainer.estimated_stepping_batches == 6
+            return super().configure_optimizers()
+
+    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    whole = cases.even(1, callbacks=[save], enable_checkpointing=True)
+    cases.trained(whole, Counted(), with_state(cases, "shuffled"))
+    rest = cases.even(2)
+    saved = tmp_path / "step=2.ckpt"
+    cases.trained(rest, Counted(), with_state(cases, "shuffled"), resume=saved)
+    assert rest.global_step == 6
     assert_same_bits(cases.state_of(rest), cases.state_of(whole))
 
 

@@ -35,6 +35,7 @@ LLAMA = {
 MODELS = {
     "classes": ("BertForSequenceClassification", "BertConfig", BERT),
     "hidden words": ("BertForMaskedLM", "BertConfig", BERT),
+    "answers": ("BertForQuestionAnswering", "BertConfig", {**BERT, "num_labels": 2}),
     "next word": ("GPT2LMHeadModel", "GPT2Config", GPT2),
     "next word, counted": ("LlamaForCausalLM", "LlamaConfig", LLAMA),  # without the first
 }
@@ -64,7 +65,12 @@ def sentences(task):
         elif task == "hidden words":  # in every third sentence
             labels[2:] = -100
             labels[:] = labels if number % 3 == 0 else -100
-        rows.append({"input_ids": words * mask, "attention_mask": mask.long(), "labels": labels})
+        row = {"input_ids": words * mask, "attention_mask": mask.long(), "labels": labels}
+        if task == "answers":  # every third one lies behind the sentence, and doesn't count
+            start = int(words[0]) % LENGTH if number % 3 else LENGTH + number
+            del row["labels"]
+            row |= {"start_positions": start, "end_positions": start + (start < LENGTH - 1)}
+        rows.append(row)
     return rows
 
 
@@ -119,7 +125,12 @@ def assert_same_curve(folder, args, task, kind=EvenTrainer, plain=transformers.T
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "parts"),
-    [(task, parts) for task in MODELS for parts in (1, 4) if (task, parts) != ("hidden words", 4)],
+    [
+        (task, parts)
+        for task in MODELS
+        for parts in (1, 4)
+        if parts == 1 or task not in ("hidden words", "answers")
+    ],  # or a micro-batch has no label
 )
 def test_one_result_on_any_devices(tmp_path, task, parts):
     one, two, three = (
@@ -163,6 +174,23 @@ def test_shards_without_a_label_that_counts(tmp_path):
     """BERT's loss is a mean over the counted words, which most shards of one sentence lack."""
     args = settings(tmp_path, num_train_epochs=1, optim="sgd")
     assert_same_curve(tmp_path, args, "hidden words")
+
+
+@pytest.mark.parametrize("shards", [1, 3, 8])
+def test_answers_that_do_not_count(tmp_path, shards):
+    """With 8 shards, many have none that counts."""
+    args = settings(tmp_path, num_train_epochs=1, optim="sgd")
+    assert_same_curve(tmp_path, args, "answers", even={"shards": shards})
+
+
+def test_answers_of_which_only_a_half_counts(tmp_path):
+    """A mean over starts and one over ends have two counts, which no shard's loss shows."""
+    rows = sentences("answers")
+    rows[1]["end_positions"] = LENGTH
+    args = settings(tmp_path, num_train_epochs=1, optim="sgd")
+    with pytest.raises(InputError, match="start.*end.*shards=1"):
+        trained(EvenTrainer, args, "answers", train_dataset=rows)
+    assert_same_curve(tmp_path, args, "answers", even={"shards": 1}, train_dataset=rows)
 
 
 @pytest.mark.slow

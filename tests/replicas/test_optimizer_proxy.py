@@ -1,17 +1,22 @@
 """Changes to the optimizer while steps are in flight have the same effect as one step at a time."""
 
 import copy
+import functools
 
 import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
+import evenstep
+from evenstep.errors import ContractError
 from evenstep.replicas import OptimizerProxy
 from in_flight import DEVICES, assert_same_as_one_at_a_time, numbered, opened
 from optimizers import OPTIMIZERS, SETTINGS, model_for
-from reference import assert_same_bits, whole_state
+from owned_optimizers import OWN_LISTS, OwnList
+from reference import assert_same_bits, reference_training, whole_state
 from trainers import sgd
+from zoo import build, make_batches
 
 on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
 
@@ -219,14 +224,17 @@ def test_zero_grad_in_the_middle_of_an_update_changes_nothing(devices, set_to_no
     """The user's `zero_grad` comes just before the optimizer reads its gradients."""
 
     def run(zero):
-        with opened(devices) as (trainer, _):
-
-            def drop(optimizer, args, kwargs):
+        class Dropping(torch.optim.SGD):
+            def step(self, closure=None):
                 if zero:
                     trainer.optimizer.zero_grad(set_to_none)
                     trainer.model.zero_grad(set_to_none)
+                return super().step(closure)
 
-            trainer.optimizer.register_step_pre_hook(drop)
+        def make(model):
+            return Dropping(model.parameters(), lr=0.1, momentum=0.9)
+
+        with opened(devices, make_optimizer=make) as (trainer, _):
             for batch in numbered(4):
                 trainer.step(*batch)
             return trainer.fingerprint()
@@ -339,3 +347,26 @@ def test_values_of_any_kind_in_the_groups_are_compared():
     group["betas"] = (torch.tensor([0.9, 0.7], dtype=torch.float64), 0.5)
     assert len(proxy.record()) == 1
     assert proxy.record() == []
+
+
+# Parameters elsewhere
+
+
+@pytest.mark.parametrize("hold", OWN_LISTS.values(), ids=OWN_LISTS)
+def test_an_optimizer_with_parameters_of_its_own_is_refused_with_steps_in_flight(hold):
+    model = build("convolution")
+    optimizer = OwnList(model.parameters(), hold)
+    with pytest.raises(ContractError, match=r"OwnList\.mine holds parameters outside of"):
+        evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=1, max_in_flight=2)
+
+
+@pytest.mark.parametrize("hold", OWN_LISTS.values(), ids=OWN_LISTS)
+def test_one_step_at_a_time_it_has_the_bits_of_a_plain_loop(hold):
+    model, batches = build("convolution"), make_batches((24, 17))
+    make = functools.partial(OwnList, hold=hold)
+    plain, _ = reference_training(model, make, batches, shards=8)
+    optimizer = make(model.parameters())
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=2) as trainer:
+        for batch in batches:
+            trainer.step(*batch)
+    assert_same_bits(whole_state(model, optimizer), plain)

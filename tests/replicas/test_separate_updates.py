@@ -13,11 +13,13 @@ from optimizers import embedding, model_for
 from owned_optimizers import (
     COUPLED,
     OPTIMIZERS,
+    OWN_LISTS,
     ByDistance,
     CountsGradients,
     DecaysAll,
     KeepsElsewhere,
     Lion,
+    OwnList,
     model_of,
 )
 from reference import assert_same_bits, whole_state
@@ -45,11 +47,22 @@ def test_also_with_state_and_a_scheduler_that_begins_at_zero():
     refuse_coupled(optimizer)
 
 
-@pytest.mark.parametrize("cls", COUPLED, ids=lambda cls: cls.__name__)
-def test_coupled_tensors_are_refused(cls):
-    optimizer = cls(build("convolution").parameters())
+def _name(make):
+    return "Lamb, clips at {max_grad_norm}".format(**make.keywords) if hasattr(make, "func") else (
+        make.__name__
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("make", COUPLED, ids=_name)
+@pytest.mark.parametrize("grouped", ["together", "one a group"])
+def test_coupled_tensors_are_refused(make, grouped):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))  # more than are tried out
+    apart = [{"params": [one]} for one in model.parameters()]
+    optimizer = make(model.parameters() if grouped == "together" else apart)
     drawn = torch.random.get_rng_state()
-    with pytest.raises(ModelError, match=f"{cls.__name__} updates a tensor with other bits"):
+    name = type(optimizer).__name__
+    with pytest.raises(ModelError, match=f"{name} updates a tensor with other bits"):
         refuse_coupled(optimizer)
     assert torch.equal(torch.random.get_rng_state(), drawn)
 
@@ -67,6 +80,13 @@ def test_an_optimizer_that_keeps_state_in_attributes_is_refused():
 def test_an_optimizer_whose_settings_follow_gradients_is_refused():
     with pytest.raises(ModelError, match="CountsGradients changes the settings of a group only"):
         refuse_coupled(CountsGradients(build("convolution").parameters()))
+
+
+@pytest.mark.parametrize("hold", OWN_LISTS.values(), ids=OWN_LISTS)
+def test_an_optimizer_with_parameters_of_its_own_is_refused(hold):
+    optimizer = OwnList(build("convolution").parameters(), hold)
+    with pytest.raises(ModelError, match=r"OwnList\.mine holds parameters outside of"):
+        refuse_coupled(optimizer)
 
 
 def test_coupling_is_seen_although_the_learning_rate_begins_at_zero():

@@ -22,6 +22,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from evenstep.data import Loader
+
 EXAMPLES, BATCH, FEATURES, CLASSES = 46, 4, 3, 5
 BATCHES = 12  # of an epoch; the last has two examples
 
@@ -158,6 +160,34 @@ class StatefulStream(IterableDataset):
         self.place = state["place"]
 
 
+class WithStatefulIterator(IterableDataset):
+    """Has no state, but its iterators have."""
+
+    def __iter__(self):
+        return _Rows()
+
+
+class _Rows:
+    def __init__(self):
+        self.next = 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        X, y = tensors()
+        if self.next == EXAMPLES:
+            raise StopIteration
+        self.next += 1
+        return X[self.next - 1] + torch.randn(1), y[self.next - 1]
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
 class StatefulBatches:
     """A loader of one's own with a state; knows how many batches it has made."""
 
@@ -273,12 +303,19 @@ KINDS = {
     "torchdata": lambda: of_torchdata(Augmented(), shuffle=True),
     "torchdata fork": lambda: of_torchdata(Augmented(), shuffle=True, **workers()),
     "torchdata stream": lambda: of_torchdata(StatefulStream()),
+    "torchdata without a state": lambda: of_torchdata(Stream()),
+    "torchdata iterator": lambda: of_torchdata(WithStatefulIterator()),
     "torchdata stream fork": lambda: of_torchdata(StatefulStream(), **workers()),
     "datasets": lambda: of_hugging_face(streaming=False),
     "datasets stream": lambda: of_hugging_face(streaming=True),
     "datasets stream shuffled": lambda: of_hugging_face(streaming=True, shuffled=True),
     "datasets itself": of_hugging_face_itself,
     "datasets itself shuffled": lambda: of_hugging_face_itself(shuffled=True),
+}
+
+OWN = {  # evenstep's, whose order follows from a seed of its own
+    "evenstep's": lambda: Loader(Augmented(), BATCH, seed=3),
+    "evenstep's fork": lambda: Loader(Augmented(), BATCH, seed=3, workers=2),
 }
 
 PROCESSES = {"fork", "persistent", "stream fork", "stream persistent", "torchdata fork"}

@@ -2,10 +2,15 @@
 
 import warnings
 
+import torch
+from torch.utils.data import TensorDataset
+
+import evenstep
 from trainers import open_trainer
 from zoo import CLASSES, build, make_batches
 
 BATCHES = make_batches((24, 17, 24))
+LOADER = evenstep.data.Loader(TensorDataset(*make_batches([30])[0]), 9)  # its parts are fetched
 
 
 def metrics():
@@ -18,6 +23,7 @@ def metrics():
             "f1": classification.MulticlassF1Score(CLASSES),
             "confusion": classification.MulticlassConfusionMatrix(CLASSES),
             "auroc": classification.MulticlassAUROC(CLASSES, thresholds=None),
+            "shifted": classification.MulticlassConfusionMatrix(CLASSES) + 1,
             "calibration": classification.MulticlassCalibrationError(CLASSES),
         }
 
@@ -30,7 +36,11 @@ def collection():
     )
 
 
-def evaluated(devices, **options):
+def evaluated(devices, batches=BATCHES, **options):
     """Return the metrics of a model, on some devices."""
     with open_trainer(build("convolution"), devices=devices, **options) as trainer:
-        return trainer.evaluate(BATCHES, metrics())
+        return trainer.evaluate(batches, metrics())
+
+
+def plainly(found):
+    return {name: torch.as_tensor(value).tolist() for name, value in found.items()}

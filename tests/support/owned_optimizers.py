@@ -140,7 +140,113 @@ class CountsGradients(OneByOne):
         one.sub_(one.grad, alpha=self.param_groups[0]["lr"])
 
 
-COUPLED = [NormOfAll, ByDistance, Draws]
+class Lamb(torch.optim.Optimizer):
+    """You et al., "Large Batch Optimization for Deep Learning", 2020; it may clip, as NVIDIA's.
+
+    Args:
+        params: as of every optimizer.
+        max_grad_norm: the largest norm of all gradients together; None to leave them as they are.
+    """
+
+    def __init__(self, params, max_grad_norm=None, lr=1e-2, betas=(0.9, 0.999), eps=1e-6):
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "max_grad_norm": max_grad_norm}
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        most = self.defaults["max_grad_norm"]
+        held = [one for group in self.param_groups for one in group["params"]]
+        held = [one for one in held if one.grad is not None]
+        norm = torch.nn.utils.get_total_norm([one.grad for one in held])
+        scale = 1.0 if most is None or norm <= most else most / norm
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    self.update(one, one.grad * scale, group)
+
+    def update(self, one, grad, group):
+        first, second = group["betas"]
+        state = self.state[one]
+        mean = state.setdefault("mean", torch.zeros_like(one)).lerp_(grad, 1 - first)
+        square = state.setdefault("square", torch.zeros_like(one)).lerp_(grad**2, 1 - second)
+        update = mean / (square.sqrt() + group["eps"]) + 0.01 * one
+        trust = one.norm() / update.norm()
+        one.sub_(update, alpha=group["lr"] * (float(trust) if 0 < trust < 10 else 1.0))
+
+
+class ClampedTrust(OneByOne):
+    """Its rate follows the norm of all weights over that of all gradients, between 0.1 and 10."""
+
+    def step(self, closure=None):
+        held = [one for group in self.param_groups for one in group["params"]]
+        held = [one for one in held if one.grad is not None]
+        norms = [torch.nn.utils.get_total_norm(tensors) for tensors in
+                 (held, [one.grad for one in held])]  # fmt: skip
+        self.rate = float((norms[0] / norms[1]).clamp(0.1, 10)) if held else 0.0
+        super().step()
+
+    def update(self, one):
+        one.sub_(one.grad, alpha=self.rate)
+
+
+class AverageOfMatrices(OneByOne):
+    """It subtracts the mean of all matrices' gradients, and leaves vectors alone."""
+
+    def step(self, closure=None):
+        held = [one for group in self.param_groups for one in group["params"] if one.ndim > 1]
+        means = [one.grad.mean() for one in held if one.grad is not None]
+        self.mean = float(sum(means)) / len(means) if means else 0.0
+        super().step()
+
+    def update(self, one):
+        one.sub_(one.grad - (self.mean if one.ndim > 1 else 0.0), alpha=0.1)
+
+
+class OwnList(torch.optim.Optimizer):
+    """It updates the parameters that an attribute of its own leads to, not those of its groups."""
+
+    def __init__(self, params, hold=list):
+        params = list(params)
+        super().__init__(params, {"lr": 0.1})
+        self.mine = hold(params)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        is_list = isinstance(self.mine, torch.nn.ParameterList) or not callable(self.mine)
+        for one in self.mine if is_list else self.mine():
+            one = one[-1] if isinstance(one, tuple) else one
+            if one.grad is not None:
+                one.sub_(one.grad, alpha=self.param_groups[0]["lr"])
+
+
+class Holder:
+    """An object with parameters."""
+
+    def __init__(self, params):
+        self.params = params
+
+    def __call__(self):
+        return self.params
+
+    def get(self):
+        return self.params
+
+
+OWN_LISTS = {
+    "list": list,
+    "pairs": lambda params: [(str(number), one) for number, one in enumerate(params)],
+    "dict": lambda params: dict.fromkeys(params, 1),
+    "closure": lambda params: lambda: params,
+    "default": lambda params: lambda found=params: found,
+    "partial": lambda params: functools.partial(list, params),
+    "method": lambda params: Holder(params).get,
+    "object": Holder,
+    "module": lambda params: torch.nn.ParameterList(params),
+}
+
+COUPLED = [NormOfAll, ByDistance, Draws, ClampedTrust, AverageOfMatrices] + [
+    functools.partial(Lamb, max_grad_norm=most) for most in (1e-7, 0.01, 1.0, 100.0)
+]
 
 
 def _of_torch():
@@ -153,7 +259,7 @@ def _of_torch():
             yield f"{cls.__name__}, foreach", functools.partial(cls, foreach=True, **settings)
 
 
-OPTIMIZERS = {**dict(_of_torch()), "Lion": Lion, "ScheduleFree": ScheduleFree}
+OPTIMIZERS = {**dict(_of_torch()), "Lion": Lion, "Lamb": Lamb, "ScheduleFree": ScheduleFree}
 
 
 def model_of(name):

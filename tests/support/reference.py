@@ -89,6 +89,8 @@ def shard_loss(model, batch, examples, *, objective=None, loss=CROSS_ENTROPY):
         return loss(output, *targets) * examples, examples
     target, settings = targets[0], getattr(loss, "keywords", None) or vars(loss) | loss._buffers
     names = {"weight", "ignore_index", "label_smoothing"} & settings.keys()
+    if settings.get("weight") is None and output.dtype in (torch.float16, torch.bfloat16):
+        output = output.float()  # sums in half precision are too coarse
     function = F.nll_loss if isinstance(loss, nn.NLLLoss) else F.cross_entropy
     total = function(output, target, reduction="sum", **{name: settings[name] for name in names})
     if target.is_floating_point():
@@ -112,7 +114,7 @@ def _counts_targets(loss):
 def _rows(piece, leaf):
     """Return a copy of a shard's rows of a tensor; whole what every shard gets."""
     if isinstance(leaf, torch.Tensor):
-        return leaf[piece[0] : piece[-1] + 1].clone(memory_format=torch.contiguous_format)
+        return leaf[piece[0] : piece[-1] + 1].clone()
     return leaf.tensor.clone() if hasattr(leaf, "tensor") else leaf
 
 

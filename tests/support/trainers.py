@@ -18,7 +18,7 @@ def sgd(model, lr=0.1):
 def train(model, make_optimizer, batches, **options):
     """Train `model` with lanes and shards that are late; return (its state by name, the losses)."""
     optimizer = make_optimizer(delayed(model).parameters())
-    options = {"memory_format": "contiguous", "lanes": DelayedLanes, **options_of(model), **options}
+    options = {"lanes": DelayedLanes, **options_of(model), **options}
     with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
         losses = [float(loss) for loss in [trainer.step(X, y) for X, y in batches]]
     return whole_state(model, optimizer), losses
@@ -30,5 +30,8 @@ def open_trainer(model, loss=None, **options):
 
 
 def state_of(trainer):
-    return {name: torch.as_tensor(value).clone() for name, value in whole_state(
-        trainer.model, trainer.optimizer).items()}  # fmt: skip
+    """Return copies of a trainer's whole state, by name."""
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in whole_state(trainer.model, trainer.optimizer).items()
+    }

@@ -76,15 +76,14 @@ def opened(model, **options):
     return evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **options)
 
 
-@pytest.mark.parametrize("memory_format", ["contiguous", "channels_last"])
-def test_one_shard_gives_the_gradients_of_the_plain_loop(memory_format):
+@pytest.mark.parametrize("weights", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("images", [torch.contiguous_format, torch.channels_last])
+def test_one_shard_gives_the_gradients_of_the_plain_loop(images, weights):
     ((X, y),) = make_batches((24,))
-    plain, model = build("convolution"), build("convolution")
-    if memory_format == "channels_last":
-        plain, placed = plain.to(memory_format=torch.channels_last), torch.channels_last
-        X = X.to(memory_format=placed)
+    plain, model = (build("convolution").to(memory_format=weights) for _ in range(2))
+    X = X.to(memory_format=images)
     F.cross_entropy(plain(X), y).backward()
-    with opened(model, shards=1, memory_format=memory_format) as trainer:
+    with opened(model, shards=1) as trainer:
         trainer.backward(X, y)
         for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, its.grad)
@@ -177,9 +176,7 @@ def test_a_closure_may_call_backward():
     for step, devices in ((in_one_call, 1), (by_closure, 1), (by_closure, 3)):
         model = build("convolution")
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
-        with evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), devices=devices, memory_format="contiguous"
-        ) as trainer:
+        with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices) as trainer:
             losses = [float(step(trainer, X, y)) for X, y in batches]
         results.append((trainer.fingerprint(), losses))
     assert results[0] == results[1] == results[2]

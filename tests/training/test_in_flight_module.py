@@ -4,11 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-import evenstep
 from changing import CHANGES, Changing
 from in_flight import DEVICES, assert_same_as_one_at_a_time, train
-from reference import assert_same_bits, whole_state
-from zoo import make_batches
 
 on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
 
@@ -102,28 +99,6 @@ def test_every_change_that_forward_can_read_holds_from_the_next_step_on(devices,
 
     changed = assert_same_as_one_at_a_time(devices, act, model=Changing, waits=True)
     assert changed[1] != train(1, lambda *step: None, model=Changing, max_in_flight=1)[1]
-
-
-@on_devices
-def test_a_computed_tensor_set_with_a_step_in_flight_counts_by_its_value(devices):
-    computed = torch.ones(36, requires_grad=True) * 0.5
-
-    def trained(mask, devices, max_in_flight):
-        torch.manual_seed(0)
-        model = Parts()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss = nn.CrossEntropyLoss()
-        with evenstep.Trainer(
-            model, optimizer, loss, devices=devices, max_in_flight=max_in_flight
-        ) as trainer:
-            for number, batch in enumerate(make_batches((24,) * 4)):
-                if number == 2:
-                    model.mask = mask
-                trainer.step(*batch)
-            trainer.waitall()
-        return whole_state(model, optimizer)
-
-    assert_same_bits(trained(computed, devices, 2), trained(computed.detach(), 1, 1))
 
 
 @on_devices

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.errors import BatchError, InputError
+from evenstep.errors import BatchError, InputError, ModelError
 from launched import launched
-from metric_objects import BATCHES, CLASSES, collection, evaluated, metrics
+from metric_objects import BATCHES, CLASSES, LOADER, collection, evaluated, metrics, plainly
 from trainers import LAYOUTS, open_trainer, sgd
 from zoo import build
 
@@ -47,7 +47,7 @@ def test_the_bits_are_the_same_on_any_devices(devices):
 def test_the_bits_are_the_same_in_two_processes(tmp_path):
     done = launched(2, "evaluated.py", tmp_path)
     assert done.returncode == 0, done.stderr
-    expected = {name: torch.as_tensor(value).tolist() for name, value in evaluated(1).items()}
+    expected = [plainly(evaluated(1)), plainly(evaluated(1, LOADER))]
     for rank in (0, 1):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == expected
 
@@ -74,77 +74,147 @@ def test_a_collection_is_taken_as_it_is():
 
 
 class Custom(torchmetrics.Metric):
-    """Counts examples, in a state with any reduction."""
+    """Sums the targets, in a state with any reduction over processes."""
 
     full_state_update = False
 
-    def __init__(self, reduce_fx, default=None):
+    def __init__(self, reduce_fx=None, default=None):
         super().__init__()
         self.add_state("seen", torch.tensor(0.0) if default is None else default, reduce_fx)
         self.calls = 0
 
-    def update(self, output, target):
+    def update(self, output, target, *others):
         if isinstance(self.seen, list):
             self.seen.append(output.sum().reshape(1))
         else:
-            self.seen = self.seen + len(target)
+            self.seen = self.seen + target.sum() + sum(map(len, others))
 
     def compute(self):
         return torch.cat(self.seen) if isinstance(self.seen, list) else self.seen
 
 
 class Hidden(Custom):
+    """Counts its updates in an attribute that is no state."""
+
     def update(self, output, target):
         self.calls += 1
 
-
-class Stateless(torchmetrics.Metric):
-    def update(self, output, target):
-        """Keep nothing."""
-
     def compute(self):
-        return torch.tensor(1.0)
+        return torch.tensor(self.calls)
+
+
+class Random(Custom):
+    """Keeps some of the examples."""
+
+    def update(self, output, target):
+        self.seen = self.seen + (torch.rand(len(target)) * target).sum()
 
 
 @pytest.mark.parametrize(
-    ("reduce_fx", "expected"), [("sum", 65), ("mean", 65 / 24), ("max", 3), ("min", 2)]
-)
-def test_states_are_merged_by_their_reduction(reduce_fx, expected):
-    with open_trainer(build("convolution"), devices=2) as trainer:
-        found = trainer.evaluate(BATCHES, {"seen": Custom(reduce_fx)})
-    assert found["seen"] == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("reduce_fx", ["cat", None])
-def test_lists_are_joined_in_the_order_of_the_shards(reduce_fx):
-    with open_trainer(build("convolution"), devices=2) as trainer:
-        (found,) = trainer.evaluate(BATCHES, {"seen": Custom(reduce_fx, [])}).values()
-        outputs = [trainer.predict([batch]) for batch in BATCHES]
-    sums = [part.sum() for output in outputs for part in output.tensor_split(8)]
-    torch.testing.assert_close(found, torch.stack(sums))
-
-
-@pytest.mark.parametrize(
-    ("make", "match"),
+    "make",
     [
-        (lambda: Custom(None), r'of type Custom can\'t .*"seen" has dist_reduce_fx=None'),
-        (lambda: Custom(torch.sum), '"seen" has dist_reduce_fx=<built-in method sum'),
-        (lambda: Custom("sum", []), '"seen" has dist_reduce_fx=<function dim_zero_sum'),
-        (lambda: Stateless(), "has no states of its own"),
-        (lambda: torchmetrics.MinMaxMetric(Custom("sum")), "wraps Custom: give metrics without"),
-        (lambda: Custom("sum") + 1.0, "wraps Custom: give metrics without"),
-        (lambda: torchmetrics.PearsonCorrCoef(), "dist_reduce_fx=None"),
-        (lambda: Hidden("sum"), "its update writes the attribute calls: let it be a state"),
+        lambda: Custom("mean"),
+        lambda: Custom("max"),
+        lambda: Custom(torch.sum),
+        lambda: Custom(None, []),
+        lambda: torchmetrics.MinMaxMetric(Custom("sum")),
+        lambda: Custom("sum") + 1.0,
+        lambda: Hidden("sum"),
     ],
-    ids=["none", "own", "list", "stateless", "wrapper", "sum", "pearson", "hidden"],
+    ids=["mean", "max", "own", "list", "wrapper", "sum", "hidden"],
 )
-def test_what_cant_be_merged_is_refused_by_name(make, match):
+def test_every_kind_of_object_is_updated_once_with_each_batch(make):
+    plain, outputs = make(), []
+    with open_trainer(build("convolution"), devices=2) as trainer:
+        (found,) = trainer.evaluate(BATCHES, {"mine": make()}).values()
+        outputs = [trainer.predict([batch]) for batch in BATCHES]
+    for output, (_, target) in zip(outputs, BATCHES, strict=True):
+        plain.update(output, target)
+    expected = plain.compute()
+    assert type(found) is dict or torch.equal(torch.as_tensor(found), expected.to(torch.float32))
+    assert type(found) is not dict or found == expected
+
+
+def test_what_an_object_draws_follows_from_the_seed():
+    with open_trainer(build("convolution"), devices=1) as trainer:
+        found = trainer.evaluate(BATCHES, {"mine": Random()})
+    torch.rand(3)
+    with open_trainer(build("convolution"), devices=2) as trainer:
+        before = torch.get_rng_state()
+        assert trainer.evaluate(BATCHES, {"mine": Random()}) == found
+        assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_shared_target_is_given_whole_and_once():
+    X, y = BATCHES[0]
+    with open_trainer(build("convolution"), devices=2) as trainer:
+        batch = X, y, evenstep.shared(torch.ones(3)), {"more": y}
+        found = trainer.evaluate([batch], {"mine": Custom()})
+    assert found == {"mine": float(y.sum() + 3 + 1)}
+
+
+class Turned(nn.Module):
+    """Takes and gives tensors whose examples lie along the second dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, CLASSES)
+
+    def forward(self, x):
+        return self.linear(x.transpose(0, 1).flatten(1)[:, :6]).T
+
+
+class Shapes(Custom):
+    def update(self, output, target):
+        self.seen = torch.tensor([*output.shape, *target.shape])
+
+
+def test_examples_along_another_dimension_are_joined_along_it():
+    X = torch.randn(6, 10, 1)
+    with open_trainer(Turned(), loss=nn.MSELoss(), batch_dim=1, shards=3) as trainer:
+        found = trainer.evaluate([(X, torch.zeros(CLASSES, 10))], {"mine": Shapes()})
+    assert found["mine"].tolist() == [CLASSES, 10, CLASSES, 10]
+
+
+def test_micro_batches_of_ones_own_update_an_object_one_by_one():
+    micro = [(torch.randn(n, 1, 6, 6), torch.ones(n)) for n in (2, 5, 3)]
+    with open_trainer(build("convolution"), devices=2) as trainer:
+        found = trainer.evaluate([evenstep.Shards(micro)], {"mine": Hidden(), "sum": Custom()})
+    assert found == {"mine": 3.0, "sum": 10.0}
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = build("convolution")
+
+    def forward(self, x):
+        return {"scores": self.net(x), "layers": 1}
+
+
+class Mean(Named):
+    def forward(self, x):
+        return self.net(x).mean(0)
+
+
+@pytest.mark.parametrize(("model", "match"), [(Named, "returned a int"), (Mean, r"\(5,\)")])
+def test_an_output_without_a_row_for_each_example_is_refused(model, match):
+    with (
+        open_trainer(model(), devices=2) as trainer,
+        pytest.raises(ModelError, match=match) as caught,
+    ):
+        trainer.evaluate(BATCHES, {"mine": Custom()})
+    told = [str(caught.value), *getattr(caught.value, "__notes__", ())]
+    assert any("use functions" in text for text in told)
+
+
+def test_an_error_of_an_object_names_it():
     with (
         open_trainer(build("convolution"), devices=2) as trainer,
-        pytest.raises(InputError, match=match) as caught,
+        pytest.raises(RuntimeError, match="same shape") as caught,
     ):
-        trainer.evaluate(BATCHES, {"mine": make()})
-    assert 'the metric "mine"' in str(caught.value)
+        trainer.evaluate(BATCHES, {"mine": torchmetrics.PearsonCorrCoef()})
+    assert any('"mine"' in note for note in caught.value.__notes__)
 
 
 def test_with_an_objective_it_is_refused():
@@ -165,25 +235,3 @@ def test_without_batches_nothing_is_counted():
         pytest.raises(BatchError, match="counted no examples"),
     ):
         trainer.evaluate([], {"mine": Custom("sum")})
-
-
-class Total(torchmetrics.Metric):
-    """Sums the targets."""
-
-    def __init__(self):
-        super().__init__()
-        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
-
-    def update(self, output, target):
-        self.total += target.sum()
-
-    def compute(self):
-        return self.total
-
-
-@pytest.mark.parametrize("devices", [1, 2])
-def test_sums_are_those_of_the_canonical_tree(devices):
-    targets = torch.tensor([1e8, -1e8, 1.0, 1.0])  # (a + b) + (c + d); another order loses the ones
-    model = nn.Linear(2, 1)
-    with open_trainer(model, loss=nn.MSELoss(), devices=devices, shards=4) as trainer:
-        assert trainer.evaluate([(torch.ones(4, 2), targets)], {"total": Total()}) == {"total": 2.0}

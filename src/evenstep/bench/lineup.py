@@ -19,12 +19,14 @@ def side_by_side(job: Mapping[str, Any], workers: int) -> list[Contender]:
         job: fields of `workload.Job` that all share.
         workers: number of processes or devices of those that use several.
     """
+    is_text = job["network"] in TEXT
     return [
         plain(job, 1),
         plain(job, workers),
         *peers(job, workers),
-        *(trainers(job, workers) if job["network"] in TEXT else ()),
+        *(trainers(job, workers) if is_text else ()),
         devices(job, workers),
+        *(() if is_text else [devices(job, workers, memory_format="channels_last")]),
         devices(job, workers, hybridize=True),
         processes(job, workers),
     ]
@@ -111,7 +113,7 @@ def ddp(job: Mapping[str, Any], workers: int, memory_format: str = "contiguous")
 
 def devices(job: Mapping[str, Any], count: int, **choices: Any) -> Contender:
     """Return evenstep in one process; `choices` are further fields of the job."""
-    job = {"shards": 8, "memory_format": "auto", **job, "workers": count, **choices}
+    job = {"shards": 8, "memory_format": "preserve", **job, "workers": count, **choices}
     special = _unusual_choices(job)
     return _contender(
         "evenstep",
@@ -125,7 +127,7 @@ def devices(job: Mapping[str, Any], count: int, **choices: Any) -> Contender:
 
 def processes(job: Mapping[str, Any], count: int) -> Contender:
     """Return evenstep in several processes with one device each."""
-    job = {"shards": 8, "memory_format": "auto", **job, "workers": count}
+    job = {"shards": 8, "memory_format": "preserve", **job, "workers": count}
     return _contender(
         "processes",
         f"processes.{count}.v{job['shards']}",
@@ -181,7 +183,7 @@ def _unusual_choices(job: Mapping[str, Any]) -> dict[str, str]:
     memory_format, precision = job["memory_format"], job.get("precision", "fp32")
     flight = job.get("max_in_flight", 1)
     choices = {
-        memory_format: spelled(memory_format) if memory_format != "auto" else "",
+        memory_format: spelled(memory_format) if memory_format != "preserve" else "",
         precision: precision if precision != "fp32" else "",
         f"flight{flight}": f"{flight} steps in flight" if flight != 1 else "",
         "hybridized": "hybridized" if job.get("hybridize") else "",

@@ -52,8 +52,9 @@ __all__ = [
     "try_gpu",
 ]
 
-Batches: TypeAlias = "Iterable[tuple[torch.Tensor, torch.Tensor]]"
-Net: TypeAlias = "Callable[[torch.Tensor], torch.Tensor]"
+Inputs: TypeAlias = "torch.Tensor | list[torch.Tensor]"
+Batches: TypeAlias = "Iterable[tuple[Inputs, torch.Tensor]]"
+Net: TypeAlias = "Callable[[Any], torch.Tensor]"
 
 
 def try_gpu(i: int = 0) -> Device:
@@ -115,8 +116,15 @@ class Accumulator:
         self.data = [0.0] * n
 
     def add(self, *numbers: float) -> None:
-        """Add a number to each sum."""
-        self.data = [total + float(one) for total, one in zip(self.data, numbers, strict=True)]
+        """Add a number to each sum; with fewer numbers, to the first ones.
+
+        Raises:
+            ValueError: there are more numbers than sums.
+        """
+        if len(numbers) > len(self.data):
+            raise ValueError(f"got {len(numbers)} numbers to add to {len(self.data)} sums")
+        for place, one in enumerate(numbers):
+            self.data[place] += float(one)
 
     def reset(self) -> None:
         """Set all sums to 0."""
@@ -201,14 +209,19 @@ def evaluate_accuracy(net: Net, data_iter: Batches) -> float:
 def evaluate_accuracy_gpu(
     net: nn.Module, data_iter: Batches, device: Device | torch.device | None = None
 ) -> float:
-    """Return the accuracy of a module, computed on `device` or where its parameters are."""
+    """Return the accuracy of a module, computed on `device` or where its parameters are.
+
+    The inputs of a batch are a tensor, or a list of tensors, as for the book's BERT.
+    """
     where = device if device is not None else next(net.parameters()).device
     with evaluation_mode(net):
         return _evaluated(net, data_iter, where)
 
 
 def evaluate_accuracy_gpus(
-    net: nn.Module, data_iter: Batches, devices: Sequence[Device] | None = None
+    net: nn.Module,
+    data_iter: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    devices: Sequence[Device] | None = None,
 ) -> float:
     """Return the accuracy of a module, with each batch split over several devices."""
     right, counted = 0.0, 0
@@ -314,12 +327,13 @@ def _evaluated(net: Net, data_iter: Batches, device: Any) -> float:
     right, counted = 0.0, 0
     for X, y in data_iter:
         if device is not None:
-            X, y = X.to(device), y.to(device)
+            X = [one.to(device) for one in X] if isinstance(X, list) else X.to(device)
+            y = y.to(device)
         right += _count_right(net, X, y)
         counted += len(y)
     return right / counted
 
 
-def _count_right(net: Net, X: torch.Tensor, y: torch.Tensor) -> float:
+def _count_right(net: Net, X: Inputs, y: torch.Tensor) -> float:
     with torch.no_grad():
         return accuracy(net(X), y)

@@ -11,11 +11,10 @@ import torch
 from torch import nn
 
 from evenstep.checkpoint.codec import Tree
-from evenstep.checkpoint.fingerprint import extra_states, frozen_parameters, tree_digest
-from evenstep.checkpoint.optimizer_kind import refuse_another_optimizer
-from evenstep.checkpoint.training_state import ModelState, Tensors, TrainingState
+from evenstep.checkpoint.fingerprint import extra_states, tree_digest
+from evenstep.checkpoint.training_state import ModelState, TrainingState
+from evenstep.devices.facts import refuse_to_resume
 from evenstep.errors import CheckpointError
-from evenstep.nn import sliced_layers
 from evenstep.replicas import inner_optimizers
 
 Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
@@ -39,9 +38,6 @@ def restore_all(
     Raises:
         CheckpointError: one of them is of another kind than the saved one.
     """
-    refuse_another_optimizer(saved.optimizers, optimizer)
-    _refuse_otherwise_frozen(model, saved.model)
-    _refuse_otherwise_sliced(model, saved.model)
     settings = [group.keys() for group in optimizer.param_groups]
     restore_model(model, saved.model)
     restore_optimizer(optimizer, saved.optimizer)
@@ -80,65 +76,13 @@ def restore_model(model: nn.Module, saved: ModelState) -> None:
             is written.
     """
     present = ModelState.of(model)
-    differences = _differences(present.parameters, saved.parameters, "parameter")
-    differences += _differences(present.buffers, saved.buffers, "buffer")
-    if saved.extra is not None:
-        differences += _missing(present.extra or {}, saved.extra, "extra state of")
-    if differences:
-        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise CheckpointError(
-            f"the checkpoint is of another model: {'; '.join(differences[:3])}{more}: "
-            f"build the model that was trained, or train from the start in a new folder"
-        )
+    refuse_to_resume(saved.facts(), present.facts(), ["tensors", "extra"])
     _restore_extra(model, saved.extra or {})
     with torch.no_grad():
         for name, tensor in present.parameters.items():
             tensor.copy_(saved.parameters[name])
         for name, tensor in present.buffers.items():
             tensor.copy_(saved.buffers[name])
-
-
-def _refuse_otherwise_sliced(model: nn.Module, saved: ModelState) -> None:
-    """Refuse a model whose layers are cut into other slices, which round differently.
-
-    Raises:
-        CheckpointError: names a layer, and nothing is written.
-    """
-    now, then = sliced_layers(model), saved.slices
-    for name in [*then, *now]:
-        is_cut, was_cut = now.get(name, "no slices"), then.get(name, "no slices")
-        if is_cut != was_cut:
-            raise CheckpointError(
-                f"can't resume with {is_cut} of the layer {name} instead of {was_cut}: slices are "
-                f"part of the experiment; call evenstep.nn.slice_ as before"
-            )
-
-
-def _refuse_otherwise_frozen(model: nn.Module, saved: ModelState) -> None:
-    """Refuse a model in which other parameters are frozen: they decide what the next steps train.
-
-    Raises:
-        CheckpointError: names the parameters, and nothing is written.
-    """
-    if saved.frozen is None:
-        return
-    now, then = frozen_parameters(model), saved.frozen
-    thawed, frozen = (
-        [one for one in then if one not in now],
-        [one for one in now if one not in then],
-    )
-    known = [one for one in frozen if one in saved.parameters]  # others are of another model
-    if thawed or known:
-        names, calls, was = (
-            (thawed, "requires_grad_(False)", "frozen")
-            if thawed
-            else (known, "requires_grad_(True)", "not frozen")
-        )
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise CheckpointError(
-            f"{', '.join(names[:3])}{more} was {was} when the checkpoint was saved: call {calls} "
-            f"of the model's parameters as before, and change it after Trainer.load"
-        )
 
 
 def _restore_extra(model: nn.Module, saved: Mapping[str, Any]) -> None:
@@ -303,22 +247,3 @@ def rolled_back_on_error(
             tensor.copy_(value)
         restore_optimizer(optimizer, saved)
         raise
-
-
-def _differences(present: Tensors, saved: Mapping[str, torch.Tensor], kind: str) -> list[str]:
-    other = [
-        f"{kind} {name} is {_spell(saved[name])} in the checkpoint, {_spell(tensor)} in the model"
-        for name, tensor in present.items()
-        if name in saved and _spell(saved[name]) != _spell(tensor)
-    ]
-    return _missing(present, saved, kind) + other
-
-
-def _missing(present: Mapping[str, Any], saved: Mapping[str, Any], kind: str) -> list[str]:
-    missing = [f"{kind} {name} is not in the checkpoint" for name in present if name not in saved]
-    unknown = [f"its {kind} {name} is not in the model" for name in saved if name not in present]
-    return missing + unknown
-
-
-def _spell(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import types
 import typing
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -19,6 +20,7 @@ from evenstep.checkpoint.fingerprint import extra_states, frozen_parameters
 from evenstep.checkpoint.optimizer_kind import OptimizerKind
 from evenstep.data import Cursor
 from evenstep.data.order import LoaderPlace
+from evenstep.devices.facts import Facts
 from evenstep.errors import CheckpointError, InputError
 from evenstep.experiment import LATER, Experiment
 from evenstep.nn import sliced_layers
@@ -60,6 +62,17 @@ class ModelState:
             slices=sliced_layers(model),
         )
 
+    def facts(self) -> Facts:
+        """Return what must be the same when training resumes."""
+        tensors = {f"parameter {name}": _spell(value) for name, value in self.parameters.items()}
+        tensors |= {f"buffer {name}": _spell(value) for name, value in self.buffers.items()}
+        found = {"slices": {f"layer {k}": v for k, v in self.slices.items()}}
+        if self.extra is not None:
+            found["extra"] = {f"extra state of {name}": "some" for name in self.extra}
+        if self.frozen is not None:
+            found["frozen"] = {f"requires_grad of {name}": "False" for name in self.frozen}
+        return {"tensors": tensors, **found}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingState:
@@ -84,6 +97,8 @@ class TrainingState:
         user_state: the states of the objects in `Trainer(state=...)`, by name.
         cut_by_time: the modules that begin stages which were chosen by time (`Trainer(stages=
             "balanced:time")`), with the stages' numbers; empty without.
+        facts: what the bits depend on besides, by kind and name (see `evenstep.devices.facts`);
+            empty in a checkpoint of version 0.1.0, which did not hold it.
         hash_seed: the seed with which Python hashed strings, or "random"; empty in a checkpoint of
             version 0.2.0, which did not hold it.
     """
@@ -102,6 +117,7 @@ class TrainingState:
     data: LoaderPlace | None = dataclasses.field(default=None, metadata=LATER)
     user_state: dict[str, Any] = dataclasses.field(default_factory=dict, metadata=LATER)
     cut_by_time: dict[str, int] = dataclasses.field(default_factory=dict, metadata=LATER)
+    facts: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict, metadata=LATER)
     hash_seed: str = dataclasses.field(default="", metadata=LATER)
 
     def to_tree(self) -> Tree:
@@ -131,16 +147,11 @@ class TrainingState:
             ) from error
         return state
 
-    def check_experiment(self, experiment: Experiment) -> None:
-        """Refuse to resume with another experiment than the checkpoint's, naming what differs."""
-        now, saved = dataclasses.asdict(experiment), dataclasses.asdict(self.experiment)
-        differing = [name for name in now if now[name] != saved[name]]
-        if differing:
-            got = ", ".join(f"{name} {now[name]} instead of {saved[name]}" for name in differing)
-            raise CheckpointError(
-                f"can't resume with {got}: {', '.join(now)} are part of the experiment; resume "
-                f"with those of the checkpoint (devices may differ)"
-            )
+    @property
+    def all_facts(self) -> Facts:
+        """Everything that is compared when training resumes."""
+        given = self.experiment, self.model, self.optimizers, self.hash_seed
+        return {**self.facts, **facts_of(*given)}
 
     def check_fingerprint(self, restored: str) -> None:
         """Make sure that the restored state is the saved one, bit for bit."""
@@ -150,6 +161,24 @@ class TrainingState:
                 f"{self.fingerprint[:16]}…: the model or the optimizer has state that its "
                 f"state_dict lacks, so training can't be resumed exactly"
             )
+
+
+def facts_of(
+    experiment: Experiment,
+    model: ModelState,
+    optimizers: Mapping[str, OptimizerKind],
+    hash_seed: str,
+) -> Facts:
+    """Return the facts that a checkpoint holds as other parts of its state."""
+    kinds = [kind.facts(place) for place, kind in optimizers.items()]
+    facts = {
+        "experiment": dataclasses.asdict(experiment),
+        **model.facts(),
+        "optimizer": dict(itertools.chain.from_iterable(map(dict.items, kinds))),
+    }
+    if hash_seed:
+        facts["strings"] = {"PYTHONHASHSEED": hash_seed}
+    return facts
 
 
 def read_training_state(folder: Path, without: Collection[int] = ()) -> TrainingState:
@@ -164,6 +193,10 @@ def read_training_state(folder: Path, without: Collection[int] = ()) -> Training
     """
     prune = functools.partial(_prune, without) if without else None
     return TrainingState.from_tree(read_checkpoint(folder, prune), folder)
+
+
+def _spell(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _prune(without: Collection[int], plain: Plain) -> Plain:

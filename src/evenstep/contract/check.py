@@ -7,6 +7,7 @@ that it changes is put back.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 
 from evenstep.contract.adding_up.gradients import refuse_own_gradients
@@ -14,10 +15,10 @@ from evenstep.contract.adding_up.separable import Neighbours, judge_separability
 from evenstep.contract.adding_up.sums import refuse_wrong_sum
 from evenstep.contract.leaves import refuse_strange_leaves
 from evenstep.contract.module_state import kept
-from evenstep.contract.order import refuse_history, refuse_passed_on
+from evenstep.contract.order import refuse_deciding_counts, refuse_history, refuse_passed_on
 from evenstep.contract.rehearsal import Rehearsal
 from evenstep.contract.repeat import ShardResult, compute_observed, compute_twice, unwritten
-from evenstep.errors import EvenstepError
+from evenstep.errors import EvenstepError, WrongSumError
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import ShardObjective
@@ -55,7 +56,9 @@ def check_contract(
     replica, work, objective = rehearsal.replica, rehearsal.works[0], rehearsal.objective
     with kept(replica):
         copied = rehearsal.copy()
-        first, second = compute_twice(copied or replica, work, objective)
+        first, second = compute_twice(
+            copied or replica, work, objective, is_copy=copied is not None
+        )
         refuse_strange_leaves(first.leaves, second.leaves, objective)
         if copied is not None and len(rehearsal.works) > 1:
             _check_beside_another(rehearsal, copied, first)
@@ -80,8 +83,18 @@ def _check_beside_another(rehearsal: Rehearsal, copied: Replica, first: ShardRes
     later = rehearsal.fresh_copy(replica)
     other_first = _computed(later, other, objective)
     if other_first is not None:
-        refuse_history(replica, first, compute_observed(later, work, objective))
-        refuse_wrong_sum(copied, first, other_first, other, objective)
+        again = compute_observed(later, work, objective)
+        refuse_history(replica, first, again)
+        refuse_deciding_counts(
+            later, first, again, functools.partial(_computed, later, work, objective)
+        )
+        try:
+            refuse_wrong_sum(copied, first, other_first, other, objective)
+        except WrongSumError:  # or the second shard gives something else after the first one
+            fresh = rehearsal.fresh_copy(replica)
+            other_alone = compute_observed(fresh, other, objective)
+            refuse_history(replica, other_alone, compute_observed(copied, other, objective))
+            raise
         refuse_passed_on(other_first.attributes, copied)
 
 
@@ -137,3 +150,5 @@ def _check_order(rehearsal: Rehearsal) -> None:
         again = compute_observed(later, work, rehearsal.objective)
     fresh = compute_observed(first, work, rehearsal.objective)
     refuse_history(rehearsal.replica, fresh, again)
+    compute = functools.partial(_computed, later, work, rehearsal.objective)
+    refuse_deciding_counts(later, fresh, again, compute)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -12,10 +12,12 @@ import optree
 import torch
 from torch import nn
 
-from evenstep.replicas import Replica
+from evenstep.devices.addresses import ALIGNMENT, PAGE, copy_in_page, is_alone, rounding
+from evenstep.replicas import Replica, StandIn
 from evenstep.replicas.replica import same_bits, sum_of_bits
 
 _INTERNALS = frozenset(nn.Module().__dict__)
+_ALIGNMENT_OF_A_GPU = 512  # bytes
 Attributes = Mapping[tuple[str, str], Any]
 """The plain attributes of every module, by the module's name and their own."""
 
@@ -38,6 +40,29 @@ def kept(replica: Replica) -> Iterator[None]:
             parameter.grad = gradient
         for module, attributes in modules:
             _rebind(module.__dict__, attributes)
+
+
+@contextmanager
+def elsewhere(copied: Replica) -> Iterator[None]:
+    """Inside `with`, the parameters and buffers of a copy lie at other multiples of 64 bytes.
+
+    That is where products round alike. Modulo 4,096, all addresses are others than before. Buffers
+    that share memory stay.
+
+    Args:
+        copied: a copy of the model, whose parameters are not written inside `with`.
+    """
+    held = rounding((*copied.parameters, *filter(is_alone, copied.buffers)))
+    before = [one.data for one in held]
+    line = ALIGNMENT if copied.device.kind == "cpu" else _ALIGNMENT_OF_A_GPU  # bytes
+    try:
+        for number, one in enumerate(held):
+            lines = 1 + 5 * number % (PAGE // line - 1)  # from where it was, never a whole page
+            one.data = copy_in_page(one, one.data_ptr() + lines * line)
+        yield
+    finally:
+        for one, data in zip(held, before, strict=True):
+            one.data = data
 
 
 def parameter_marks(module: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -96,6 +121,25 @@ def differing_attributes(ours: Attributes, theirs: Attributes) -> list[str]:
     ]
 
 
+def differing_counts(ours: Attributes, theirs: Attributes) -> list[tuple[str, str]]:
+    """Return the keys of the single integers that differ in two copies of a module."""
+    return [
+        key
+        for key, value in ours.items()
+        if _counts(value)
+        and (not isinstance(value, torch.Tensor) or value.ndim == 0)
+        and _differs(value, theirs.get(key))
+    ]
+
+
+def set_counts(module: nn.Module, keys: Sequence[tuple[str, str]], count: int) -> None:
+    """Give attributes of a module that hold an integer another one."""
+    for name, key in keys:
+        held = module.get_submodule(name).__dict__
+        is_tensor = isinstance(held[key], torch.Tensor)
+        held[key] = torch.full_like(held[key], count) if is_tensor else count
+
+
 _ATOMS = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Tensor)
 _DEPTH = 2  # of objects within objects
 
@@ -106,7 +150,7 @@ def _copied(value: Any, depth: int = _DEPTH) -> Any:
 
 def _copied_leaf(value: Any, depth: int) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return repr(value) if type(value) is StandIn else value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
     if depth and hasattr(value, "__dict__") and not isinstance(value, _ATOMS):

@@ -9,7 +9,16 @@ writes before it reads it, or whose value depends on shapes alone, is the same o
 
 from __future__ import annotations
 
-from evenstep.contract.module_state import Attributes, attributes_of, differing_attributes
+from collections.abc import Callable
+
+from evenstep.contract.module_state import (
+    Attributes,
+    attributes_of,
+    changed_attributes,
+    differing_attributes,
+    differing_counts,
+    set_counts,
+)
 from evenstep.contract.repeat import (
     REMEDY,
     ShardResult,
@@ -18,6 +27,8 @@ from evenstep.contract.repeat import (
 )
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica
+
+_VERY_MANY = 1_000_000  # shards, or whatever an integer counts
 
 
 def refuse_history(replica: Replica, fresh: ShardResult, later: ShardResult) -> None:
@@ -35,8 +46,42 @@ def refuse_history(replica: Replica, fresh: ShardResult, later: ShardResult) -> 
     differing = first_difference(replica, fresh, later)
     if differing:
         opening = attributes_of(replica.module)
-        raise repeat_error(differing, passed or differing_attributes(fresh.attributes, opening))
+        raise repeat_error(differing, passed or changed_attributes(opening, fresh.attributes))
     _refuse(passed)
+
+
+def refuse_deciding_counts(
+    replica: Replica,
+    fresh: ShardResult,
+    later: ShardResult,
+    compute: Callable[[], ShardResult | None],
+) -> None:
+    """Refuse a shard that gives something else after very many shards.
+
+    Integers that other shards have changed may be notes. So they are set to a large number.
+
+    Args:
+        replica: the replica that `later` was computed on.
+        fresh: the shard as computed first on a fresh copy.
+        later: the same shard, computed after others.
+        compute: computes the shard once more on the replica; returns None if it can't.
+
+    Raises:
+        ContractError: the result differs; it names the integers.
+    """
+    counts = differing_counts(fresh.attributes, later.attributes)
+    if not counts:
+        return
+    set_counts(replica.module, counts, _VERY_MANY)
+    result = compute()
+    differing = result and first_difference(replica, fresh, result)
+    if differing:
+        names = ", ".join(f"model.{name}.{key}" if name else f"model.{key}" for name, key in counts)
+        raise ContractError(
+            f"what a shard gives depends on {names}, which other shards change, too: with "
+            f"{_VERY_MANY} there, {differing.replace('the second time', 'from before')}. How many "
+            f"shards were computed before depends on the devices. {REMEDY}"
+        )
 
 
 def refuse_passed_on(fresh: Attributes, replica: Replica) -> None:

@@ -16,6 +16,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from evenstep.devices import torch_settings
+from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
 
 _THREADS = "the number of intra-op threads"
@@ -106,6 +107,7 @@ def refuse_modes(device: torch.device) -> None:
     Raises:
         ContractError: names the first of them.
     """
+    refuse_inside_a_level("a step")
     modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
     names = [
         f"the mode {type(mode).__name__}"

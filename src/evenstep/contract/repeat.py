@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import optree
 import torch
@@ -21,6 +21,7 @@ from evenstep.contract.module_state import (
     Attributes,
     attributes_of,
     changed_attributes,
+    elsewhere,
     parameter_marks,
 )
 from evenstep.contract.process_settings import ProcessSettings
@@ -51,9 +52,16 @@ class ShardResult:
 
 
 def compute_twice(
-    replica: Replica, work: ShardWork, objective: ShardObjective
+    replica: Replica, work: ShardWork, objective: ShardObjective, *, is_copy: bool
 ) -> tuple[ShardResult, ShardResult]:
     """Compute a shard twice and compare the bits.
+
+    Args:
+        replica: a copy of the model, or the model itself.
+        work: the shard.
+        objective: computes its loss as (total, count).
+        is_copy: whether it is a copy: then the second time its parameters and buffers lie at other
+            addresses.
 
     Returns:
         Both results.
@@ -69,14 +77,44 @@ def compute_twice(
     with unwritten(module), ForeignDraws() as first_draws, settings:
         first = compute()
     settings.refuse_changed()
-    with ForeignDraws() as second_draws:
+    moved = functools.partial(elsewhere, replica) if is_copy else nullcontext
+    with ForeignDraws() as second_draws, moved():
         second = compute()
     refuse_foreign_draws(first_draws, second_draws)
     differing = first_difference(replica, first, second)
     if differing:
+        if is_copy:
+            _refuse_rounding_by_address(replica, compute, first, second)
         _refuse_hidden_generators(compute)
         raise repeat_error(differing, changed_attributes(attributes, first.attributes))
     return first, second
+
+
+def _refuse_rounding_by_address(
+    replica: Replica, compute: Callable[[], ShardResult], here: ShardResult, there: ShardResult
+) -> None:
+    """Refuse a shard that gives one result at some addresses, and another one at others.
+
+    Args:
+        replica: a copy of the model.
+        compute: computes the shard on it.
+        here: the result at the replica's addresses.
+        there: the result at others.
+    """
+    again = [compute(), compute()]
+    with elsewhere(replica):
+        moved = compute()
+    differing = first_difference(replica, here, there)
+    if not any(first_difference(replica, here, one) for one in again) and not first_difference(
+        replica, there, moved
+    ):
+        raise ContractError(
+            f"the same shard gives two results where its parameters and buffers lie at other "
+            f"addresses in memory, though at multiples of 64 bytes: {differing}. Every device has "
+            f"other addresses, so an operation of the model (a kernel of your own, or of a "
+            f"library) must not round by them: compute with copies at fixed offsets, or with an "
+            f"operation of torch"
+        )
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import itertools
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -82,8 +82,7 @@ class Lent:
     def seed(self, seed: int) -> None:
         """Let the next call draw what follows from `seed`."""
         with _alone(), _put_back(self._generators):
-            for number, generator in enumerate(self._generators):
-                generator.seed(derive_seed("generator", seed, number) if number > 2 else seed)
+            _seed(self._generators, seed)
             self._states = [generator.read() for generator in self._generators]
 
     @INTERRUPTS.uninterrupted
@@ -106,6 +105,19 @@ class Lent:
         if len(states) != len(self._generators):
             raise ValueError(f"{len(states)} generators were saved, {len(self._generators)} exist")
         self._states = [_from_plain(state) for state in states]
+
+
+@INTERRUPTS.uninterrupted
+def call_seeded(
+    generators: Sequence[Generator], seed: int, function: Callable[..., T], *arguments: Any
+) -> T:
+    """Return `function(*arguments)`, which draws what follows from `seed`.
+
+    Afterwards the generators have the states that the user left them in.
+    """
+    with _alone(), _put_back(generators):
+        _seed(generators, seed)
+        return interruptible(function, *arguments)
 
 
 def drew_nothing(generators: Sequence[Generator], function: Callable[[], T]) -> tuple[T, bool]:
@@ -178,6 +190,17 @@ def tell_epoch(epoch: int, *parts: object) -> None:
             tell(epoch)
 
 
+def states_of(generators: Sequence[Generator]) -> list[Any]:
+    """Return the states of generators as plain values and tensors."""
+    return [_plain(generator.read()) for generator in generators]
+
+
+def restore_states(generators: Sequence[Generator], states: Sequence[Any]) -> None:
+    """Set the states that `states_of` returned."""
+    for generator, state in zip(generators, states, strict=True):
+        generator.write(_from_plain(state))
+
+
 class GeneratorStates:
     """The states of the random generators of this process, saved and restored with a training.
 
@@ -193,14 +216,12 @@ class GeneratorStates:
     def state_dict(self) -> dict[str, Any]:
         """Return the states as plain values and tensors."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        torch_state, python, numpy = (_plain(generator.read()) for generator in DEFAULTS)
+        torch_state, python, numpy = states_of(DEFAULTS)
         return {"torch": torch_state, "python": python, "numpy": numpy, "cuda": cuda}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the states; skip those of GPUs that this machine does not have."""
-        states = [_from_plain(state_dict[name]) for name in ("torch", "python", "numpy")]
-        for generator, state in zip(DEFAULTS, states, strict=True):
-            generator.write(state)
+        restore_states(DEFAULTS, [state_dict[name] for name in ("torch", "python", "numpy")])
         for number, state in enumerate(state_dict["cuda"][: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state, number)
 
@@ -220,8 +241,14 @@ def _alone() -> Any:
     return DEFAULT_GENERATORS if get_worker_info() is None else nullcontext()
 
 
+def _seed(generators: Sequence[Generator], seed: int) -> None:
+    for number, generator in enumerate(generators):
+        generator.seed(derive_seed("generator", seed, number) if number > 2 else seed)
+
+
 @contextmanager
 def _put_back(generators: Sequence[Generator]) -> Iterator[None]:
+    """Inside `with`, code may draw from generators, which have their states again at the end."""
     before = [generator.read() for generator in generators]
     try:
         yield
@@ -267,7 +294,22 @@ def _inside(one: object) -> list[object]:
     if type(one).__module__.startswith("datasets."):  # Hugging Face's follow from set_epoch
         return []
     attributes = getattr(one, "__dict__", None)
-    return [*attributes.values()] if isinstance(attributes, dict) else []
+    held = [*attributes.values()] if isinstance(attributes, dict) else []
+    return held + _in_slots(one)
+
+
+def _in_slots(one: object) -> list[object]:
+    slots = [
+        slot
+        for kind in type(one).__mro__
+        for slot in vars(kind).values()
+        if isinstance(slot, types.MemberDescriptorType)
+    ]
+    held = []
+    for slot in slots:
+        with suppress(AttributeError):  # nothing was assigned
+            held.append(slot.__get__(one))
+    return held
 
 
 def _is_filled(cell: Any) -> bool:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    TensorDataset,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
+from evenstep.data.digests import digest_of
+from evenstep.data.fetching import COMPARED, Collate, Examples, Wanted, digest_of_examples
 from evenstep.data.generators import order_of
 from evenstep.data.order import Cursor, epoch_order
-from evenstep.data.seeded import SeededExamples
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import DataError, InputError, hides_own_frames, shown
@@ -42,10 +48,6 @@ class Loader:
 
         for batch in loader.epoch(Cursor(epoch=2, step=3)): ...
     """
-
-    fetches_parts = True
-    whole_because = ""
-    name = "Loader"
 
     @hides_own_frames
     def __init__(
@@ -76,7 +78,8 @@ class Loader:
                 when several processes train together.
             collate: makes a batch from a list of examples; it may stack them along a dimension
                 other than the first (`batch_dim`), and mark tensors with `evenstep.shared`. None:
-                as torch's `DataLoader` does. With several processes it gets a part of a batch.
+                as torch's `DataLoader` does. With several processes it gets a part of a batch, and
+                must not draw random numbers.
             num_workers: torch's name for `workers`.
             collate_fn: torch's name for `collate`.
             sampler: yields the indices of an epoch's examples, instead of `shuffle`; it needs a
@@ -104,6 +107,7 @@ class Loader:
         self.workers = _either("workers", workers, "num_workers", num_workers)
         self.collate = _either("collate", collate, "collate_fn", collate_fn)
         self.sampler = sampler
+        self._is_compared = False  # the first batch that was fetched
         self.examples = _count(dataset) if sampler is None else _count_drawn(sampler)
 
     def __len__(self) -> int:
@@ -121,15 +125,8 @@ class Loader:
         """The number of examples in an epoch's last batch."""
         return self.epoch_examples - (len(self) - 1) * self.batch_size
 
-    def facts_at_end(self) -> dict[str, object]:
-        """Return what must be compared between processes after an epoch: nothing."""
-        return {}
-
-    def facts(self, cursor: Cursor | None = None) -> dict[str, object]:
-        """Return what the batches depend on, to compare it between processes.
-
-        For a `TensorDataset` this includes a digest of about 64 evenly spaced examples.
-        """
+    def facts(self) -> dict[str, object]:
+        """Return what the batches of every epoch depend on, besides the data set's contents."""
         facts: dict[str, object] = {
             "the data set": type(self.dataset).__name__,
             "its examples": self.examples,
@@ -139,18 +136,29 @@ class Loader:
             "drop_last": self.drop_last,
         }
         if self.sampler is not None:
-            order = str(self._order(cursor.epoch if cursor else 0).tolist())
             facts["the sampler"] = type(self.sampler).__name__
-            facts["a digest of its order"] = hashlib.sha256(order.encode()).hexdigest()
-        if _is_indexable(self.dataset):
-            some = torch.arange(0, self.examples, max(1, self.examples // 64))
-            rows = [tensor.cpu()[some].contiguous() for tensor in self.dataset.tensors]
-            digest = hashlib.sha256()
-            for row in rows:
-                digest.update(f"{row.dtype} {tuple(row.shape)}".encode())
-                digest.update(row.flatten().view(torch.uint8).numpy().data)
-            facts["a digest of some examples"] = digest.hexdigest()
         return facts
+
+    def digest_of_examples(self) -> int:
+        """Return a checksum of some examples.
+
+        Of a `TensorDataset` these are about 64, evenly spaced; of others the first ones of epoch 0,
+        which are fetched twice, by one worker process if the loader has some.
+        """
+        if _is_indexable(self.dataset):
+            count = len(self.dataset)
+            some = torch.arange(0, count, max(1, count // 64))
+            return digest_of(_rows(self.dataset.tensors, some))
+        first = self._order(0)[:COMPARED].tolist()
+        examples = self._examples(compares=True)
+        return digest_of_examples(examples, first, num_workers=min(1, self.workers))
+
+    def _examples(self, *, compares: bool) -> Examples:
+        return Examples(self.dataset, self.seed, is_batched=True, by_index=True, compares=compares)
+
+    def drawn_order(self, epoch: int) -> list[int] | None:
+        """Return the order that the sampler draws for an epoch; None without a sampler."""
+        return None if self.sampler is None else self._order(epoch).tolist()
 
     def in_order(self) -> Loader:
         """Return a loader of the same data set that visits all examples without shuffling."""
@@ -192,7 +200,7 @@ class Loader:
         rest = self._order(cursor.epoch)[cursor.step * self.batch_size : end]
         indices = [*rest.split(self.batch_size)] if len(rest) else []
         if part is None:
-            return self._batches(cursor.epoch, indices)
+            return self._batches(cursor, indices, of_parts=False)
         return self._parts(cursor, indices, part)
 
     def _order(self, epoch: int) -> torch.Tensor:
@@ -209,14 +217,17 @@ class Loader:
         return torch.arange(self.examples)
 
     def _batches(
-        self, epoch: int, indices: Iterable[torch.Tensor], most_workers: int | None = None
+        self, cursor: Cursor, indices: Iterable[torch.Tensor], *, of_parts: bool
     ) -> Iterator[Batch]:
         if _is_indexable(self.dataset) and self.collate is None:
             for index in indices:
                 yield _rows(self.dataset.tensors, index)
         else:
-            workers = self.workers if most_workers is None else min(self.workers, most_workers)
-            yield from self._collated(epoch, indices, workers)
+            wanted = (
+                Wanted(cursor.epoch, step, 0, index.tolist())
+                for step, index in enumerate(indices, cursor.step)
+            )
+            yield from self._fetched(cursor.epoch, wanted, of_parts)
 
     def _parts(self, cursor: Cursor, indices: list[torch.Tensor], part: PartOf) -> Iterator[Batch]:
         """Yield parts of batches. An empty part is an example of the batch, cut to length 0."""
@@ -230,27 +241,28 @@ class Loader:
                     empty[number] = own_part.dim
                 yield mine if len(mine) else index[:1]
 
-        batches = self._batches(cursor.epoch, own(), most_workers=MOST_WORKERS_FOR_PARTS)
-        for number, batch in enumerate(batches, cursor.step):
+        for number, batch in enumerate(self._batches(cursor, own(), of_parts=True), cursor.step):
             if number in empty:
                 batch = without_examples(batch, empty[number])
             yield batch
 
-    def _collated(
-        self, epoch: int, indices: Iterable[torch.Tensor], workers: int
-    ) -> Iterator[Batch]:
+    def _fetched(self, epoch: int, wanted: Iterator[Wanted], of_parts: bool) -> Iterator[Batch]:
+        workers = min(self.workers, MOST_WORKERS_FOR_PARTS) if of_parts else self.workers
+        collate: Any = Collate(self.collate or default_collate, self.seed, of_parts=of_parts)
         batches: Any = iter(
             DataLoader(
-                SeededExamples(self.dataset, self.seed, epoch),
-                batch_sampler=(index.tolist() for index in indices),
+                self._examples(compares=not self._is_compared),
+                batch_sampler=wanted,  # type: ignore[arg-type]
                 num_workers=workers,
-                collate_fn=self.collate,
+                collate_fn=collate,
                 # Without a generator, a DataLoader draws from the global one.
                 generator=torch.Generator().manual_seed(derive_seed("workers", self.seed, epoch)),
             )
         )
         try:
-            yield from batches
+            for batch in batches:
+                self._is_compared = True
+                yield batch
         finally:
             if workers:
                 # Its `__del__` does this too, but not while a traceback holds it.

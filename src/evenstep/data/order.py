@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ class LoaderPlace:
         digest: a checksum of what the loader gives before it; None if it is unknown.
         snapshot: the loader's own state before this batch or an earlier one, the number of that
             batch, and the states of the generators that the loader draws from; empty without it.
+        facts: what its batches depend on, by name; empty in a checkpoint of version 0.1.0.
     """
 
     loader: str
@@ -44,6 +45,7 @@ class LoaderPlace:
     step: int
     digest: int | None
     snapshot: dict[str, Any]
+    facts: dict[str, Any] = field(default_factory=dict, metadata={"later": True})
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> torch.Tensor:

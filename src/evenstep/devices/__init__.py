@@ -1,6 +1,12 @@
 """Devices: finding them, naming them, and moving tensors to them."""
 
-from evenstep.devices.arithmetic import arithmetic_facts, hash_seed, known_results, torch_settings
+from evenstep.devices.arithmetic import (
+    arithmetic_facts,
+    hash_seed,
+    instruction_facts,
+    known_results,
+    torch_settings,
+)
 from evenstep.devices.device import Device, as_device, parse_device
 from evenstep.devices.discovery import (
     Devices,
@@ -29,6 +35,7 @@ __all__ = [
     "find_devices",
     "gpu_count",
     "hash_seed",
+    "instruction_facts",
     "intra_op_threads",
     "kept_memory",
     "known_results",

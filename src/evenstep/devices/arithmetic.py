@@ -11,7 +11,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -22,16 +23,21 @@ from evenstep.devices.placement import intra_op_threads
 VARIABLES = (
     "DNNL_CPU_ISA_HINTS",
     "DNNL_DEFAULT_FPMATH_MODE",
-    "DNNL_MAX_CPU_ISA",
     "MKL_CBWR",
-    "MKL_DEBUG_CPU_TYPE",
-    "MKL_ENABLE_INSTRUCTIONS",
     "ONEDNN_CPU_ISA_HINTS",
     "ONEDNN_DEFAULT_FPMATH_MODE",
+)
+"""Settings in the environment that change which kernels libraries choose, or how these compute."""
+
+INSTRUCTIONS = (
+    "DNNL_MAX_CPU_ISA",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_ENABLE_INSTRUCTIONS",
     "ONEDNN_MAX_CPU_ISA",
     "OPENBLAS_CORETYPE",
 )
-"""Settings in the environment that change which kernels libraries choose, or how these compute."""
+"""Settings in the environment that choose the instructions of a processor. Whether they move a bit
+depends on the processor and on the library: the results of known computations tell."""
 
 THREAD_VARIABLES = ("MKL_DYNAMIC", "OMP_DYNAMIC")
 """Settings that change how many threads a computation is split over, where there are several."""
@@ -75,12 +81,16 @@ def arithmetic_facts(devices: Sequence[Device]) -> dict[str, str]:
     return facts
 
 
-def known_results(devices: Sequence[Device], dtype: torch.dtype | None = None) -> dict[str, str]:
+def instruction_facts() -> dict[str, str]:
+    """Return what may be why known results differ, by name: by itself it moves no bit."""
+    return _environment(INSTRUCTIONS)
+
+
+def known_results(devices: Sequence[Device]) -> dict[str, str]:
     """Return digests of known small computations on the CPU, which takes some milliseconds.
 
     Args:
         devices: the devices of this process; the computations use as many threads.
-        dtype: the dtype for autocast; None without autocast.
     """
     with (
         intra_op_threads(max(device.threads for device in devices)),
@@ -89,9 +99,8 @@ def known_results(devices: Sequence[Device], dtype: torch.dtype | None = None) -
         torch.autocast("cpu", enabled=False),
     ):
         found = {name: _digest(results()) for name, results in _KNOWN.items()}
-        if dtype is not None:
-            with torch.autocast("cpu", dtype=dtype, cache_enabled=False):
-                found |= {f"{name} in {dtype}": _digest(_KNOWN[name]()) for name in _CAST}
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            found |= {f"{name} in bfloat16": _digest(_KNOWN[name]()) for name in _CAST}
     return {f"the result of known {name}": digest for name, digest in found.items()}
 
 
@@ -121,8 +130,9 @@ def _gpu_facts() -> dict[str, str]:
         "the version of CUDA": str(torch.version.cuda),
         "the version of cuDNN": str(backends.cudnn.version()),
         "torch.backends.cudnn.enabled": str(backends.cudnn.enabled),
-        "torch.backends.cudnn.allow_tf32": _value_of(lambda: backends.cudnn.allow_tf32),
-        "torch.backends.cuda.matmul.allow_tf32": _value_of(lambda: backends.cuda.matmul.allow_tf32),
+        "the float32 precision of CUDA": _float32_precision(
+            {"matmul": backends.cuda, "conv": backends.cudnn, "rnn": backends.cudnn}
+        ),
         **_environment(GPU_VARIABLES),
     }
 
@@ -130,6 +140,20 @@ def _gpu_facts() -> dict[str, str]:
 def torch_settings() -> dict[str, str]:
     """Return settings of torch that change which kernels it uses, or how these compute."""
     return {name: _value_of(get) for name, get in _SETTINGS.items()}
+
+
+def _float32_precision(backends: Mapping[str, Any]) -> str:
+    """Return the precision in which each kind of operation computes with float32.
+
+    It can be set in two ways, and torch refuses to read the older one after the newer one.
+    """
+    if not hasattr(torch.backends, "fp32_precision"):  # of torch 2.9
+        allowed = getattr(backends["conv"], "allow_tf32", False)
+        return f"{torch.get_float32_matmul_precision()}, {allowed}"
+    found = {name: getattr(one, name).fp32_precision for name, one in backends.items()}
+    if found["matmul"] == "none":
+        found["matmul"] = "ieee"  # as `set_float32_matmul_precision("highest")` has it
+    return ", ".join(f"{name} {precision}" for name, precision in found.items())
 
 
 def _attention_kernels() -> str:
@@ -146,7 +170,9 @@ def _attention_kernels() -> str:
 
 _SETTINGS: dict[str, Callable[[], object]] = {
     "the default dtype": torch.get_default_dtype,
-    "the float32 matmul precision": torch.get_float32_matmul_precision,
+    "the float32 precision": lambda: _float32_precision(
+        dict.fromkeys(("matmul", "conv", "rnn"), torch.backends.mkldnn)
+    ),
     "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
     "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.enabled,
     "torch.backends.mkldnn.deterministic": lambda: torch.backends.mkldnn.deterministic,
@@ -202,6 +228,38 @@ def _products() -> list[torch.Tensor]:
     return [*wide, single @ single.T, single @ single[0], double @ double.T]
 
 
+def _long_products() -> list[torch.Tensor]:
+    """Return products over more numbers than libraries add up at once, and of odd numbers."""
+    found = []
+    for dtype in torch.float32, torch.float64, torch.bfloat16:
+        long, odd = _numbers(5, 4099, dtype=dtype), _numbers(3, 17, 23, dtype=dtype)
+        found += [long @ long.T, long @ long[0], torch.bmm(odd, odd.mT), *_recurrent(dtype)]
+    return found
+
+
+def _recurrent(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    state, x = _numbers(1, 4, 9, dtype=dtype), _numbers(3, 4, 6, dtype=dtype)
+    shapes = (36, 6), (36, 9), (36,), (36,)
+    weights = [_numbers(*shape, dtype=dtype) for shape in shapes]
+    return torch.lstm(x, [state, state], weights, True, 1, 0.0, False, False, False)
+
+
+def _strided_convolutions() -> list[torch.Tensor]:
+    """Return convolutions with steps, borders and groups."""
+    x, few, alone = _numbers(5, 8, 9, 9), _numbers(8, 8, 3, 3), _numbers(8, 1, 3, 3)
+    doubles = x.double(), few.double()
+    return [
+        *_with_gradients(lambda x, w: functional.conv2d(x, w, None, 2, 1), x, few),
+        *_with_gradients(lambda x, w: functional.conv2d(x, w, groups=8), x, alone),
+        *_with_gradients(lambda x, w: functional.conv2d(x, w, None, 2, 1), *doubles),
+    ]
+
+
+def _attention() -> list[torch.Tensor]:
+    x = _numbers(2, 3, 37, 16)
+    return _with_gradients(functional.scaled_dot_product_attention, x, x.flip(0), x.flip(1))
+
+
 def _convolutions() -> list[torch.Tensor]:
     images, weights = _numbers(4, 6, 14, 14), _numbers(16, 6, 5, 5)
     layouts = (torch.contiguous_format, torch.channels_last)
@@ -247,8 +305,11 @@ _KNOWN: dict[str, Callable[[], list[torch.Tensor]]] = {
     "functions": _functions,
     "sums": _sums,
     "random numbers": _random_numbers,
+    "long products": _long_products,
+    "strided convolutions": _strided_convolutions,
+    "attention": _attention,
 }
-_CAST = ("matrix products", "convolutions")
+_CAST = ("matrix products", "convolutions", "strided convolutions", "attention")
 
 
 def _digest(results: Sequence[torch.Tensor]) -> str:

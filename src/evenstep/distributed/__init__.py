@@ -4,6 +4,7 @@ from evenstep.distributed.consistency import (
     agree,
     differences,
     follow_the_first,
+    listed,
     refuse_divergence,
 )
 from evenstep.distributed.process_group import Exchange, Peers
@@ -31,6 +32,7 @@ __all__ = [
     "is_first",
     "job_share",
     "join",
+    "listed",
     "local_share",
     "refuse_divergence",
     "restarts",

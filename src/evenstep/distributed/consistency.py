@@ -4,42 +4,52 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from safetensors.torch import load, save
 
+from evenstep.devices.facts import Facts
 from evenstep.distributed.process_group import Exchange, Peers
 from evenstep.errors import DivergedError, InputError
 
 _NAMED = 4  # differences in one message
 
 
-def differences(peers: Peers, facts: Mapping[str, object], exchange: Exchange) -> str:
+def differences(peers: Peers, facts: Facts, exchange: Exchange) -> dict[str, list[str]]:
     """Return what differs between the processes, each of which must call this function.
 
     Args:
         peers: the processes.
-        facts: values that JSON can hold, by name.
+        facts: values that JSON can hold, by name, by kind.
         exchange: the call that compares them, for error messages.
 
     Returns:
-        The names of facts that differ, with both values and processes; empty if all agree. It is
-        the same in every process.
+        The names of facts that differ, with both values and processes, by kind; kinds in which all
+        agree are left out. It is the same in every process.
     """
-    message = json.dumps(dict(facts)).encode()
+    message = json.dumps(facts).encode()
     reported = [json.loads(other) for other in peers.gather(message, exchange)]
-    first = reported[0]
-    different = [
-        f"{name} is {other.get(name)} on rank {rank} ({peers.hosts[rank]}), but "
-        f"{first.get(name)} on rank 0 ({peers.hosts[0]})"
-        for rank, other in enumerate(reported)
-        for name in {**first, **other}
-        if other.get(name) != first.get(name)
-    ]
-    more = len(different) - _NAMED
-    return "; ".join(different[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
+    different: dict[str, list[str]] = {}
+    for kind in dict.fromkeys(itertools.chain(*reported)):
+        first = reported[0].get(kind, {})
+        for rank, all_facts in enumerate(reported):
+            other = all_facts.get(kind, {})
+            different.setdefault(kind, []).extend(
+                f"{name} is {other.get(name)} on rank {rank} ({peers.hosts[rank]}), but "
+                f"{first.get(name)} on rank 0 ({peers.hosts[0]})"
+                for name in {**first, **other}
+                if other.get(name) != first.get(name)
+            )
+    return {kind: texts for kind, texts in different.items() if texts}
+
+
+def listed(texts: Sequence[str]) -> str:
+    """Return the first of some texts, and the number of the others."""
+    more = len(texts) - _NAMED
+    return "; ".join(texts[:_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def agree(peers: Peers, facts: Mapping[str, object], what: str, call: str) -> None:
@@ -54,9 +64,9 @@ def agree(peers: Peers, facts: Mapping[str, object], what: str, call: str) -> No
     Raises:
         InputError: some facts differ; the message names them and the process.
     """
-    different = differences(peers, facts, Exchange(call, f"{what} to compare"))
+    different = differences(peers, {what: facts}, Exchange(call, f"{what} to compare"))
     if different:
-        raise InputError(f"the processes disagree about {what}: {different}")
+        raise InputError(f"the processes disagree about {what}: {listed(different[what])}")
 
 
 def refuse_divergence(

@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 import torch
 
+from evenstep.devices.addresses import ALIGNMENT
+
 Gradients: TypeAlias = "Sequence[torch.Tensor | None]"
 Vectors: TypeAlias = "Sequence[torch.Tensor] | Mapping[int, torch.Tensor]"
 """Flat vectors by their numbers, all of them or some."""
-
-_ALIGN_BYTES = 64  # a kernel may round differently at another alignment
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,5 +128,5 @@ class FlatSpace:
 
 def padded(tensor: torch.Tensor) -> int:
     """Return how many elements a tensor takes up, so that what follows is aligned."""
-    per = max(1, _ALIGN_BYTES // tensor.element_size())
+    per = max(1, ALIGNMENT // tensor.element_size())
     return -(-tensor.numel() // per) * per

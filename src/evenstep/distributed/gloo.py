@@ -80,13 +80,13 @@ class _Transfer:
         try:
             self._work = start([tensor], peer, tag)
         except RuntimeError as error:
-            raise self._peer_error(error) from error
+            raise self._peer_error(error) from None  # gloo's text has lines of C++
 
     def wait(self) -> None:
         try:
             self._work.wait(self._timeout)
         except RuntimeError as error:
-            raise self._peer_error(error) from error
+            raise self._peer_error(error) from None  # gloo's text has lines of C++
 
     def _peer_error(self, error: RuntimeError) -> PeerError:
         """Tell gloo's two failures apart by their text: a timeout, or a closed connection."""

@@ -101,7 +101,7 @@ class Peers:
         except PeerError as error:
             if error.rank is None:
                 raise
-            raise self.explained(error, exchange) from error
+            raise self.explained(error, exchange) from None
 
     def explained(self, error: PeerError, exchange: Exchange) -> PeerError:
         """Return the error with what is known of its process: host, last status, own error."""

@@ -24,8 +24,9 @@ from evenstep.distributed.process_group import Peers
 from evenstep.errors import ContractError, EvenstepError, PeerError
 
 Facts: TypeAlias = "tuple[int, ...]"
-"""The step, its epoch and batch, the batch's examples, whether the step ends with an update, and
-where each process's run ends."""
+"""The step, its epoch and batch, the batch's examples, whether the step ends with an update, a
+checksum of the gradients of the user's own that are added (0 for none), and where each process's
+run ends."""
 
 NO_DIGEST = -1
 """Of a batch that is not compared in this step."""
@@ -123,7 +124,7 @@ def heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> Non
             raise PeerError(
                 f"rank {peers.rank} is at {_spelled(own)}, but rank {rank} (on "
                 f"{peers.hosts[rank]}) is at {_spelled(report.facts)}: every process must take the "
-                f"same steps of the same batches",
+                f"same steps of the same batches, and add the same gradients of its own",
                 rank,
             )
     digests = {rank: one.digest for rank, one in enumerate(reports) if one.digest != NO_DIGEST}
@@ -197,10 +198,14 @@ def _refuse_mixed(reports: Sequence[Report], peers: Peers) -> None:
 
 
 def _spelled(facts: Facts) -> str:
-    step, epoch, batch, examples, updates, *ends = facts
+    step, epoch, batch, examples, updates, own, *ends = facts
     runs = ", ".join(map(str, ends))
     name = "step" if updates else "backward in step"
-    return f"{name} {step} (epoch {epoch}, batch {batch}, {examples} examples, runs end at {runs})"
+    added = f", gradients of your own added with checksum {own:08x}" if own else ""
+    return (
+        f"{name} {step} (epoch {epoch}, batch {batch}, {examples} examples, runs end at {runs}"
+        f"{added})"
+    )
 
 
 def named(

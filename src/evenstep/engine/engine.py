@@ -366,6 +366,7 @@ class Engine:
 
         Raises:
             DeviceLostError: the function takes longer than `limit_s`; its device is given up.
+            BaseException: the function has raised what is no `Exception`, such as SystemExit.
         """
         lane = self.first_lane
         task = Task(
@@ -379,11 +380,14 @@ class Engine:
         )
         self.submit_tasks([task])
         try:
-            if self.wait_for(task, None if limit_s == math.inf else limit_s):
-                return task
+            ended = self.wait_for(task, None if limit_s == math.inf else limit_s)
         except BaseException:
             self.drain(task)
             raise
+        if ended and task.error is not None and not isinstance(task.error, Exception):
+            raise task.error
+        if ended:
+            return task
         self.lose(lane)
         raise self.lost_error(lane)
 

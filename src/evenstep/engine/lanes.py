@@ -15,6 +15,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.autograd import forward_ad
 
 from evenstep.devices import Device
 from evenstep.engine.task import PLAIN, in_modes
@@ -263,6 +264,7 @@ def has_own_modes() -> bool:
         torch._C._len_torch_function_stack()
         or torch._C._len_torch_dispatch_stack()
         or _top_saved_tensors_default_hooks(False)
+        or forward_ad._current_level >= 0  # of any thread
     )
 
 

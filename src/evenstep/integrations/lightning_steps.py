@@ -15,10 +15,10 @@ from torch import nn
 
 from evenstep.batch.cut import count_examples
 from evenstep.batch.nesting import nest
-from evenstep.data import GeneratorStates
 from evenstep.devices import Devices, find_devices, intra_op_threads
 from evenstep.distributed import job_share
 from evenstep.errors import ContractError, InputError, add_note
+from evenstep.integrations.lightning_loaders import Resumed, place_in
 from evenstep.integrations.lightning_shards import ShardSteps
 from evenstep.steps.step import Position
 from evenstep.training.trainer import Trainer
@@ -100,6 +100,7 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
         self._even: Trainer | None = None
         self._opened = contextlib.ExitStack()
         self._shards: ShardSteps | None = None
+        self._resumed: Resumed | None = None
 
     # ---- what Lightning calls
 
@@ -109,6 +110,13 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
             self._refuse_settings(trainer)
             self._shards = ShardSteps(trainer)
         super().setup(trainer)
+
+    def on_train_start(self) -> None:
+        """Continue as Lightning does; the first batch comes from the place that was saved."""
+        super().on_train_start()
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None:
+            resumed.start()
 
     def teardown(self) -> None:
         """Stop the threads of all devices, and tear down as Lightning does."""
@@ -128,7 +136,7 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
         module, shards = self.lightning_module, self._shards
         assert shards is not None
         dim = self._options.get("batch_dim", 0)
-        rows = torch.arange(count_examples(nest(batch, dim), dim))
+        rows = torch.arange(count_examples(nest(batch), dim))
         parameters = [*module.parameters()]
         before = [parameter.grad for parameter in parameters]
         with intra_op_threads(self._threads), shards.attached(module):
@@ -163,7 +171,7 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
         """Save as Lightning does, with what the random layers of the next step follow from."""
         checkpoint[_SAVED] = {
             "batches_done": self._batches_done,
-            "random": GeneratorStates().state_dict(),
+            "random": place_in(self.lightning_module.trainer.fit_loop),
             "experiment": self._experiment,
         }
         super().save_checkpoint(checkpoint, *args, **named)
@@ -177,7 +185,7 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
             self._batches_done = checkpoint["global_step"]
             return
         self._batches_done, self._experiment = saved["batches_done"], saved["experiment"]
-        GeneratorStates().load_state_dict(saved["random"])
+        self._resumed = Resumed(self.lightning_module.trainer.fit_loop, saved["random"])
 
     # ---- the parts of a training step
 

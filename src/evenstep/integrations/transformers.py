@@ -169,12 +169,17 @@ class EvenTrainer(transformers.Trainer):
     def loss_count(self, inputs: Mapping[str, Any]) -> Number:
         """Return what the mean of `compute_loss` is over, for some rows of a batch.
 
-        By default the number of labels that aren't -100; without labels, that of examples. Define
-        it in a class of your own for another mean: with class weights, `weight[labels].sum()`.
+        By default the number of labels that aren't -100; of answers (`start_positions`), those that
+        lie inside the text; without either, that of examples. Define it in a class of your own for
+        another mean: with class weights, `weight[labels].sum()`.
+
+        Raises:
+            InputError: a shard has answers whose start counts, and whose end does not.
         """
         labels = inputs.get("labels")
         if not isinstance(labels, torch.Tensor):
-            return len(next(_tensors_of(inputs)))
+            answers = _counted_answers(inputs, is_whole=self._shards == 1)
+            return len(next(_tensors_of(inputs))) if answers is None else answers
         if getattr(self, "_loss_shifts_labels", False):
             labels = labels[..., 1:]
         return labels.ne(_IGNORED).sum()
@@ -349,6 +354,27 @@ def _refuse_other_experiment(here: Experiment, checkpoint: Path) -> None:
 
 def _tensors_of(inputs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
     return (value for value in inputs.values() if isinstance(value, torch.Tensor) and value.ndim)
+
+
+def _counted_answers(inputs: Mapping[str, Any], *, is_whole: bool) -> int | None:
+    """Return how many answers count in the losses of transformers; None if there are none.
+
+    A start or an end behind the text is ignored. The loss is the mean of two means, one over the
+    starts and one over the ends, which can be added up over shards if both counts are equal.
+    """
+    text = next((inputs[name] for name in ("input_ids", "inputs_embeds") if name in inputs), None)
+    both = [inputs.get("start_positions"), inputs.get("end_positions")]
+    if text is None or not all(isinstance(one, torch.Tensor) for one in both):
+        return None
+    starts, ends = (int((one < text.shape[1]).sum()) for one in both)
+    if starts != ends and not is_whole:
+        raise InputError(
+            f"{starts} start_positions lie inside the text of some examples, but {ends} "
+            f"end_positions, so the mean of the two losses doesn't add up over shards: leave such "
+            f"answers out, or set both positions to that of no answer; or use "
+            f"EvenTrainer(shards=1), or gradient_accumulation_steps, whose micro-batches stay whole"
+        )
+    return max(starts, ends)
 
 
 def _device_of(inputs: Mapping[str, Any]) -> torch.device:

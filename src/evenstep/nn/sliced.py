@@ -17,13 +17,12 @@ from torch import nn
 
 from evenstep.collectives import tree_sum
 from evenstep.collectives.tree import split_point
+from evenstep.devices.addresses import ALIGNMENT
 from evenstep.nn.crew import ALONE, Argument, Crew, Held, Result, crew_here
 from evenstep.nn.products import Product, Slice, Wanted
 
 Keys: TypeAlias = "tuple[int | None, ...]"
 """The `id` of a layer's weight and of its bias, while they are parameters."""
-
-_ALIGNMENT = 64  # bytes, of torch's own allocations
 
 
 def compute_sliced(
@@ -229,7 +228,7 @@ def _by_itself(tensor: torch.Tensor, memory_format: torch.memory_format) -> torc
     if (
         is_plain
         and tensor.stride() == _strides(tensor.shape, memory_format)
-        and tensor.data_ptr() % _ALIGNMENT == 0
+        and tensor.data_ptr() % ALIGNMENT == 0
     ):
         return tensor
     return tensor.clone(memory_format=memory_format)

@@ -7,8 +7,9 @@ from evenstep.replicas.checks import (
     refuse_strangers,
     written_error,
 )
-from evenstep.replicas.copying import move_home
-from evenstep.replicas.layouts import channels_last_weights
+from evenstep.replicas.copying import align_state, move_home
+from evenstep.replicas.layouts import with_safe_format
+from evenstep.replicas.module_sync import StandIn
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
     complete,
@@ -16,7 +17,14 @@ from evenstep.replicas.optimizer_proxy import (
     inner_optimizers,
     parameter_proxy,
 )
-from evenstep.replicas.replica import Replica, sum_of_bits
+from evenstep.replicas.replica import (
+    Replica,
+    is_left,
+    note_left,
+    own_gradients,
+    refuse_gradients_in_flight,
+    sum_of_bits,
+)
 from evenstep.replicas.replicas import Replicas
 from evenstep.replicas.separate_updates import refuse_coupled
 from evenstep.replicas.settings import (
@@ -32,21 +40,27 @@ __all__ = [
     "OptimizerProxy",
     "Replica",
     "Replicas",
-    "channels_last_weights",
+    "StandIn",
+    "align_state",
     "check_followed",
     "check_trainable",
     "complete",
     "hookable",
     "inner_optimizers",
+    "is_left",
     "is_plain",
     "layer_settings",
     "move_home",
+    "note_left",
     "optimizer_settings",
+    "own_gradients",
     "parameter_proxy",
     "plain_attributes",
     "python_number",
     "refuse_coupled",
+    "refuse_gradients_in_flight",
     "refuse_strangers",
     "sum_of_bits",
+    "with_safe_format",
     "written_error",
 ]

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import itertools
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from evenstep.errors import ContractError, ModelError
+
+_ANYWAY = {"param_groups", "state", "step"}  # attributes of an optimizer that lead to parameters
+_LEAVES = (torch.Tensor, bool, int, float, complex, str, type(None))
+_LOOKED_AT = 100_000  # objects in an optimizer's attributes, to find parameters there
 
 
 def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -191,3 +199,48 @@ def written_error(names: list[str]) -> ContractError:
         f"momentum encoder, an average of the weights) once for each step, in "
         f"Trainer(after_update=...)"
     )
+
+
+def own_parameters(optimizer: torch.optim.Optimizer) -> str | None:
+    """Return the place in an optimizer's attributes that leads to parameters of it, if one does.
+
+    Looked through are containers, objects, modules, and what functions refer to.
+    """
+    held = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    own = vars(optimizer).items()
+    stack = [(f".{k}", v) for k, v in own if k not in _ANYWAY and not k.startswith("_optimizer_")]
+    groups = optimizer.param_groups
+    seen = {*map(id, [optimizer, groups, optimizer.state]), *(id(one["params"]) for one in groups)}
+    while stack and len(seen) < _LOOKED_AT:
+        place, value = stack.pop()
+        if id(value) in held:
+            return place
+        if id(value) not in seen and not isinstance(value, _LEAVES):
+            seen.add(id(value))
+            stack += [(place, one) for one in _inside(value)]
+    return None
+
+
+def _inside(value: Any) -> list[Any]:
+    """Return what a value refers to."""
+    if isinstance(value, type | types.ModuleType | types.BuiltinFunctionType):
+        return []
+    found = [*vars(value).values()] if hasattr(value, "__dict__") else []
+    if isinstance(value, Mapping):
+        found += [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+        found += value
+    elif isinstance(value, types.FunctionType):
+        found += [*(value.__defaults__ or ()), *map(_content, value.__closure__ or ())]
+    elif isinstance(value, types.MethodType):
+        found += [value.__self__, value.__func__]
+    elif isinstance(value, functools.partial):
+        found += [value.func, *value.args, *value.keywords.values()]
+    return found
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it has none yet
+        return None

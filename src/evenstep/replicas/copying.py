@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
+from evenstep.devices.addresses import align, rounding
 from evenstep.errors import ContractError, ModelError, text_of
+from evenstep.replicas.module_sync import StandIn
 
 
 def move_home(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> None:
@@ -22,6 +24,33 @@ def move_home(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
                     state[key] = value.to(target)
+
+
+def align_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Move an optimizer's state to multiples of 64 bytes, where nothing can notice it.
+
+    State that something else holds too stays where it is. Torch's own optimizers compute each
+    element by itself, wherever it lies, except for those that multiply.
+
+    Raises:
+        ContractError: the update may multiply state that stays.
+    """
+    for owner, state in optimizer.state.items():
+        leaves: list[Any] = optree.tree_leaves(state)
+        if align(rounding(leaves)) and _may_multiply(optimizer):
+            names = {id(one): name for name, one in model.named_parameters()}
+            raise ContractError(
+                f"the state of {type(optimizer).__name__} for {names.get(id(owner), 'a parameter')}"
+                f" does not begin at a multiple of 64 bytes, in memory that something else holds "
+                f"too (a flat tensor, a numpy array, a mapped file), so the bits of products may "
+                f"differ the next time: load clones, value.clone() of each tensor in the state dict"
+            )
+
+
+def _may_multiply(optimizer: torch.optim.Optimizer) -> bool:
+    multiplying = torch.optim.LBFGS, getattr(torch.optim, "Muon", torch.optim.LBFGS)
+    is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+    return not is_torchs or isinstance(optimizer, multiplying)
 
 
 def copy_parameter(parameter: nn.Parameter, device: Device, *, share: bool) -> nn.Parameter:
@@ -86,5 +115,6 @@ def _copied_tensors(module: nn.Module) -> dict[int, torch.Tensor]:
     return {
         id(one): one.detach().clone()
         for one in tensors
-        if one.grad_fn is not None or one.layout not in (torch.strided, torch.sparse_coo)
+        if type(one) is not StandIn
+        and (one.grad_fn is not None or one.layout not in (torch.strided, torch.sparse_coo))
     }

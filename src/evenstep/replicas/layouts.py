@@ -1,73 +1,61 @@
-"""Convolution weights in the channels-last layout while a trainer is open, and the user's again."""
+"""Finds convolutions whose gradients are wrong if images are channels-last in memory."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+import dataclasses
 
 import torch
 from torch import nn
 
+from evenstep.errors import InputError
+from evenstep.experiment import Experiment
 
-@contextlib.contextmanager
-def channels_last_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Lay weights of images out channels-last while the context is open; no value changes.
+_FEW_CHANNELS = 16  # oneDNN's block of channels for AVX-512; 8 for AVX2
 
-    Their gradients and optimizer state follow. A `state_dict` taken meanwhile has the layout that
-    the user's weights had before, as the model and the optimizer have afterwards.
+
+def with_safe_format(experiment: Experiment, model: nn.Module) -> Experiment:
+    """Return the experiment with contiguous images if channels-last is not safe for the model.
+
+    For channels-last images, oneDNN computes the weight gradient of a 1×1 convolution with a stride
+    above 1 and fewer input channels than a block in too small a workspace: the gradient is wrong,
+    or the process crashes (https://github.com/uxlfoundation/oneDNN/issues/6035).
+
+    Raises:
+        InputError: `experiment` asks for channels-last, or a weight of such a convolution is
+            channels-last, which makes torch convert its images.
     """
-    weights = [parameter for parameter in model.parameters() if parameter.ndim == 4]
-    before = {id(weight): weight.stride() for weight in weights}
-    hooks = []
-    for child in model.modules():
-        owned = child.named_parameters(recurse=False)
-        strides = {name: before[id(one)] for name, one in owned if id(one) in before}
-        if strides:
-            hooks.append(child.register_state_dict_post_hook(_OwnLayout(strides)))
-    for weight in weights:
-        last = torch.empty_like(weight, memory_format=torch.channels_last, device="meta")
-        _lay_out(weight, optimizer, last.stride())
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for weight in weights:
-            _lay_out(weight, optimizer, before[id(weight)])
+    unsafe = [name for name, child in model.named_modules() if _is_unsafe(child)]
+    if not unsafe:
+        return experiment
+    reason = (
+        f"module {unsafe[0]!r} is a 1×1 convolution with a stride above 1 and fewer than "
+        f"{_FEW_CHANNELS} input channels, whose gradients are wrong, or crash the process, for "
+        "channels-last images (https://github.com/uxlfoundation/oneDNN/issues/6035)"
+    )
+    if experiment.memory_format == "channels_last":
+        raise InputError(f"got memory_format='channels_last', but {reason}: leave it out")
+    for name, weight in model.named_parameters():
+        if _is_channels_last(weight):
+            raise InputError(
+                f"parameter {name!r} is channels-last in memory, but {reason}: call "
+                "model.to(memory_format=torch.contiguous_format)"
+            )
+    return dataclasses.replace(experiment, memory_format="contiguous")
 
 
-class _OwnLayout:
-    """Gives the weights in a module's state dict strides of their own."""
-
-    def __init__(self, strides: Mapping[str, tuple[int, ...]]) -> None:
-        self._strides = strides
-
-    def __call__(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: object
-    ) -> None:
-        for name, strides in self._strides.items():
-            value = state.get(prefix + name)
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                state[prefix + name] = _with_strides(value, strides)
+def _is_unsafe(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Conv2d)
+        and module.kernel_size == (1, 1)
+        and max(module.stride) > 1
+        and module.in_channels // module.groups < _FEW_CHANNELS
+    )
 
 
-def _lay_out(
-    weight: nn.Parameter, optimizer: torch.optim.Optimizer, strides: tuple[int, ...]
-) -> None:
-    """Give a weight other strides, and its gradient and optimizer state where they had its own."""
-    layout = weight.shape, weight.stride()
-    if weight.grad is not None and weight.grad.layout == torch.strided:
-        weight.grad = _with_strides(weight.grad, strides)
-    state = optimizer.state.get(weight, {})
-    for key, value in state.items():
-        if isinstance(value, torch.Tensor) and (value.shape, value.stride()) == layout:
-            state[key] = _with_strides(value, strides)
-    weight.data = _with_strides(weight.data, strides)
-
-
-def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    if tensor.stride() == strides:
-        return tensor
-    same = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    return same.copy_(tensor.detach())
+def _is_channels_last(weight: torch.Tensor) -> bool:
+    """Whether torch computes a weight channels-last (`is_contiguous` is vague for 1×1)."""
+    if weight.ndim != 4:
+        return False
+    channels, height, width = weight.shape[1:]
+    strides = weight.stride()[1:]
+    return strides == (1, width * channels, channels) != (height * width, width, 1)

@@ -5,7 +5,8 @@ While a step is in flight, the user's thread continues: a scheduler sets the nex
 that the update needs. So the lanes call `step` on a proxy. The proxy shares the optimizer's state
 and the parameters' memory, but has parameter groups and gradients of its own. Each step records the
 hyper-parameters that were changed before it was submitted, and its update applies them. Attributes
-of the optimizer with plain values (those of a custom optimizer) are treated as hyper-parameters.
+of the optimizer with plain values, or dicts of such (those of a custom optimizer), are treated as
+hyper-parameters.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import ContractError, InputError, ModelError
+from evenstep.replicas.checks import own_parameters
 from evenstep.replicas.replicas import forms_of
 
 _ATTRIBUTES = -1  # the "group" of the optimizer's own attributes
@@ -89,7 +91,7 @@ class OptimizerProxy:
         """Return the hyper-parameters that the user has changed since the last `record`."""
         # Schedulers warn when they are stepped before the optimizer: this one will be.
         self._optimizer._opt_called = True  # type: ignore[attr-defined]
-        groups = [_attributes(self._optimizer), *self._optimizer.param_groups]
+        groups = [_attributes(self._optimizer), *self._optimizer.param_groups, *self._dicts]
         pairs = zip(groups, self._seen, strict=True)
         changes = [
             Change(number, key, copy.deepcopy(value))
@@ -131,8 +133,8 @@ class OptimizerProxy:
 
         Groups that the user has replaced meanwhile (`load_state_dict`) stay as they are.
         """
-        present = {id(group) for group in self._optimizer.param_groups}
-        ours = [_attributes(self._proxy), *self._proxy.param_groups]
+        present = {id(group) for group in (*self._optimizer.param_groups, *self._dicts)}
+        ours = [_attributes(self._proxy), *self._owned[1:]]
         for group, own, seen in zip(self._groups, ours, self._seen, strict=True):
             is_present = group is self._optimizer.__dict__ or id(group) in present
             for key, value in own.items():
@@ -140,7 +142,8 @@ class OptimizerProxy:
                     group[key] = copy.deepcopy(value)
                     seen[key] = copy.deepcopy(value)
         for key, value in self._proxy.__dict__.items():
-            if key in self._references and id(value) != self._references[key]:
+            is_own = any(value is one for one in self._owned)
+            if key in self._references and id(value) != self._references[key] and not is_own:
                 self._optimizer.__dict__[key] = value
                 self._references[key] = id(value)
 
@@ -149,12 +152,15 @@ class OptimizerProxy:
         self._step = optimizer.__dict__.get("step")
         _refuse_patched(optimizer, self._step)
         _refuse_nested(optimizer)
+        _refuse_own_parameters(optimizer)
         proxy = object.__new__(type(optimizer))
         proxy.__dict__.update(optimizer.__dict__)
         # A scheduler wraps `step` on the instance, bound to the instance.
         proxy.__dict__.pop("step", None)
         groups = list(optimizer.param_groups)
-        self._groups = [optimizer.__dict__, *groups]
+        dicts = _dicts_of(optimizer)
+        self._dicts = [*dicts.values()]
+        self._groups = [optimizer.__dict__, *groups, *self._dicts]
         self._held = _parameter_ids(groups)
         self._state = optimizer.state
         self._references = _references(optimizer)
@@ -165,9 +171,11 @@ class OptimizerProxy:
         ]
         proxy.state = _StateOfProxy(optimizer.state, self._originals)  # type: ignore[assignment]
         self._proxy = proxy
-        self._owned = [proxy.__dict__, *proxy.param_groups]
+        own = {key: copy.deepcopy(one) for key, one in dicts.items()}
+        proxy.__dict__.update(own)
+        self._owned = [proxy.__dict__, *proxy.param_groups, *own.values()]
         self._recorded: list[Change] = []
-        self._seen = [_attributes(optimizer), *map(_hyper_parameters, groups)]
+        self._seen = [_attributes(optimizer), *map(_hyper_parameters, (*groups, *self._dicts))]
         self.mark()
 
     def _proxy_of(self, original: nn.Parameter) -> nn.Parameter:
@@ -286,6 +294,18 @@ def _attributes(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     }
 
 
+def _dicts_of(optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Return the dicts of plain values in the optimizer's attributes; they are taken for groups."""
+    return {
+        key: value
+        for key, value in optimizer.__dict__.items()
+        if type(value) is dict
+        and key not in (*_SHARED, "defaults")
+        and value
+        and all(isinstance(one, _PLAIN) for one in value.values())
+    }
+
+
 def _references(optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return the `id`s of the optimizer's other attributes, which the proxy shares."""
     return {
@@ -322,6 +342,17 @@ def _refuse_nested(optimizer: torch.optim.Optimizer) -> None:
         raise ContractError(
             f"{type(optimizer).__name__}{place} is an optimizer inside another one, which the "
             f"gradients of a step in flight don't reach: use max_in_flight=1"
+        )
+
+
+def _refuse_own_parameters(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that holds parameters elsewhere: they lack the gradients of the step."""
+    place = own_parameters(optimizer)
+    if place is not None:
+        raise ContractError(
+            f"{type(optimizer).__name__}{place} holds parameters outside of the optimizer's "
+            f"param_groups, which the gradients of a step in flight don't reach: read the "
+            f"parameters from self.param_groups, or use max_in_flight=1"
         )
 
 

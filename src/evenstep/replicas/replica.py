@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from evenstep.devices import Device
-from evenstep.errors import ModelError
+from evenstep.errors import InputError, ModelError
 
 
 class Replica:
@@ -62,8 +62,24 @@ class Replica:
     def open_shard(self) -> None:
         """Reset every buffer to its opening value."""
         if self.buffers:
-            with torch.no_grad():
-                torch._foreach_copy_(self.buffers, self.opening)
+            try:
+                with torch.no_grad():
+                    torch._foreach_copy_(self.buffers, self.opening)
+            except RuntimeError:
+                self._refuse_reshaped()
+                raise
+
+    def put_back_shapes(self) -> None:
+        """Give every buffer that a shard has resized its opening shape again."""
+        for buffer, opening in zip(self.buffers, self.opening, strict=False):
+            if buffer.shape != opening.shape:
+                buffer.resize_(opening.shape)
+
+    def _refuse_reshaped(self) -> None:
+        pairs = zip(self.buffer_names, self.opening, self.buffers, strict=True)
+        for name, opening, buffer in pairs:
+            if opening.shape != buffer.shape:
+                raise reshaped_error(name, opening, buffer)
 
     def changed_buffers(self) -> list[torch.Tensor | None]:
         """Return each buffer whose value the shard has changed (None for the others).
@@ -141,10 +157,81 @@ def _changed(value: object, opening: torch.Tensor, name: str) -> torch.Tensor | 
     return None if same_bits(now, opening) else now
 
 
+def reshaped_error(name: str, before: torch.Tensor, after: torch.Tensor) -> ModelError:
+    """Return the error for a buffer that a shard has given another shape."""
+    return ModelError(
+        f"the buffer {name} changed its shape from {tuple(before.shape)} to {tuple(after.shape)} "
+        f"in forward, but its values in all shards need one shape. If it gets its shape from the "
+        f"first batch, as that of an observer, call model(X) once before training; keep a cache in "
+        f"a plain attribute"
+    )
+
+
 def broadcast(home: Replica, replica: Replica) -> None:
     """Copy the parameters of `home` into a replica with memory of its own."""
     with torch.no_grad():
         torch._foreach_copy_(list[torch.Tensor](replica.parameters), list(home.parameters))
+
+
+def note_left(parameters: Iterable[torch.Tensor]) -> None:
+    """Note that the gradients of parameters were used, by a step or by an optimizer's update.
+
+    The next step replaces them, as `zero_grad` would. What is written to them later shows in their
+    version counters.
+    """
+    for parameter in parameters:
+        gradient: Any = parameter.grad
+        if gradient is not None and not gradient.is_inference():
+            gradient._left_by_step = id(gradient), gradient._version
+
+
+def is_left(gradient: Any) -> bool:
+    """Return whether a gradient was used, and holds nothing that was added to it since."""
+    left = getattr(gradient, "_left_by_step", None)
+    if left is None or left[0] != id(gradient):  # a copy takes the note with it
+        return False
+    return bool(left[1] == gradient._version) or not gradient.to_dense().any()
+
+
+def own_gradients(home: Replica) -> Sequence[torch.Tensor | None]:
+    """Return the gradients that the user has put into the parameters since the last update.
+
+    Returns:
+        One for each parameter, None where there is none; nothing at all if all are None.
+
+    Raises:
+        InputError: one was added to a gradient that had been used.
+    """
+    found: list[torch.Tensor | None] = []
+    for number, parameter in enumerate(home.parameters):
+        gradient: Any = parameter.grad
+        if gradient is None or is_left(gradient):
+            continue
+        left = getattr(gradient, "_left_by_step", None)
+        if left is not None and left[0] == id(gradient):
+            raise InputError(
+                f"the gradient of {_name_of(home, number)} still held what the last step or update "
+                f"had left there when it was written to: call optimizer.zero_grad() first, before "
+                f"backward() of a loss whose gradient the next trainer.step is to add to its own"
+            )
+        found = found or [None] * len(home.parameters)
+        found[number] = gradient.detach()
+    return found
+
+
+def refuse_gradients_in_flight(home: Replica) -> None:
+    """Refuse gradients that the user has put into the parameters with a step in flight."""
+    for number, gradient in enumerate(own_gradients(home)):
+        if gradient is not None:
+            raise InputError(
+                f"the gradient of {_name_of(home, number)} was set with a step in flight, whose "
+                f"update was perhaps not made yet: call trainer.waitall() before you compute "
+                f"gradients that trainer.step is to add to its own, or use max_in_flight=1"
+            )
+
+
+def _name_of(replica: Replica, number: int) -> str:
+    return [name for name, _ in replica.module.named_parameters()][number]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

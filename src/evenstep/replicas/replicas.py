@@ -7,11 +7,15 @@ buffers. A device with another memory (a GPU, or `cpu:1:own`) holds copies.
 There is one update, by the user's optimizer; then the new parameters are copied to the other
 memories. That moves as many bytes as sending the summed gradients to a replica of the optimizer
 would, needs no second optimizer state, works for any optimizer, and copies can't drift apart.
+
+The user's own tensors are computed with only if they begin at multiples of 64 bytes. Where they
+don't, and something else holds their memory, every device computes on copies.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -19,7 +23,8 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
-from evenstep.errors import ContractError, InputError
+from evenstep.devices.addresses import align, are_aligned, has_foreign_attributes, rounding
+from evenstep.errors import ContractError, InputError, ModelError, add_note
 from evenstep.replicas.buffer_rules import buffer_rules
 from evenstep.replicas.checks import (
     refuse_aliases,
@@ -28,7 +33,7 @@ from evenstep.replicas.checks import (
     written_error,
 )
 from evenstep.replicas.copying import copy_module, copy_parameter
-from evenstep.replicas.module_sync import Difference, ModuleWatch
+from evenstep.replicas.module_sync import ComputedBefore, Difference, ModuleWatch
 from evenstep.replicas.replica import Replica, broadcast, sum_of_bits
 
 _VERSION = operator.attrgetter("_version")
@@ -56,7 +61,10 @@ class Replicas:
             on the user's module: the hooks are for the mean gradient, not for each shard's.
         structure: the model's layers, parameters, buffers and hooks; a new object after a change,
             and where an attribute was set to a function.
+        computed: the tensors with a graph in attributes of the model, which shards must not use.
         forward_writes: whether shards may change attributes of the user's module.
+        held_elsewhere: the names of the parameters and buffers that don't begin at multiples of 64
+            bytes, in memory that something else may hold. Then all devices compute on copies.
         were_rebuilt: whether `refresh` has made all replicas again since this was last reset.
     """
 
@@ -86,6 +94,7 @@ class Replicas:
         """Make all copies again, in the layout that the user's weights have now."""
         self._build()
 
+    @torch.inference_mode(False)
     def _build(self) -> None:
         model = self._model
         refuse_hooks_on_sums(model)
@@ -93,15 +102,29 @@ class Replicas:
         refuse_aliases(model)
         named = enumerate(model.named_parameters())
         self.hooked = [(number, name) for number, (name, one) in named if one._backward_hooks]
-        self._home_computes = self._home_may_compute and not self.hooked
+        self._owners: dict[str, Replica] = {}  # by memory: whose parameters others share
+        is_aligned = self._align_home()
+        self._home_computes = is_aligned and self._home_may_compute and not self.hooked
         self._rules = buffer_rules(model, self._given_rules)
         self.home = Replica(self._devices[0], model, rules=self._rules)
         self.all = [self.home] if self._home_computes else []
-        self._owners = {self.home.device.memory: self.home}  # whose parameters others share
-        for device in self._devices[len(self.all) :]:
-            self._add(device)
+        if not self._stay.intersection(map(id, self.home.parameters)):
+            self._owners[self.home.device.memory] = self.home
+        try:
+            for device in self._devices[len(self.all) :]:
+                self._add(device)
+        except ModelError as error:
+            if not is_aligned:
+                odd = ", ".join(self.held_elsewhere[:3]) or "a tensor in an attribute"
+                add_note(
+                    error,
+                    f"every device needs a copy, since {odd} doesn't begin at a multiple of 64 "
+                    f"bytes, in memory that something else may hold: put a clone() in its place",
+                )
+            raise
         self._others = [replica for replica in self.all if replica is not self.home]
-        self._distinct = [one for owner in self._owners.values() for one in owner.parameters]
+        distinct = dict.fromkeys((self.home, *self._owners.values()))
+        self._distinct = [one for replica in distinct for one in replica.parameters]
         self._modules = [list(replica.module.modules()) for replica in self._others]
         self._find_copies()
         self._home_modules = list(model.modules())
@@ -110,8 +133,27 @@ class Replicas:
         self._watch = (
             ModuleWatch(model, keeps_results=self._home_computes) if self._others else None
         )
+        self.computed = ComputedBefore(self._home_modules)
         self._synchronised: list[tuple[int, int]] = []
         self._bits: torch.Tensor | None = None
+        self._note_places()
+
+    def _align_home(self) -> bool:
+        """Move parameters and buffers to multiples of 64 bytes, where nothing can notice it.
+
+        Returns:
+            Whether all that the module's products read begins there.
+        """
+        named = (*self._model.named_parameters(), *self._model.named_buffers())
+        self._stay = {*map(id, align(rounding(one for _, one in named)))}
+        self.held_elsewhere = [name for name, one in named if id(one) in self._stay]
+        return not self._stay and not has_foreign_attributes(self._model)
+
+    def _note_places(self) -> None:
+        """Note which of the user's own tensors devices compute with."""
+        shares = self._owners.get(self.home.device.memory) is self.home
+        parameters = self.home.parameters if shares else ()
+        self._placed = rounding((*parameters, *(self.home.buffers if self._home_computes else ())))
 
     def _build_again(self) -> None:
         """Make all replicas again from the module as the user has changed it."""
@@ -151,13 +193,17 @@ class Replicas:
             Whether the copies are stale, because the parameters were written since
             `mark_synchronised`.
         """
+        self.computed.show()
         difference = self._difference()
-        if difference is not None and difference.needs_rebuild and self.adopt_buffers():
+        if difference is not None and difference.needs_rebuild and self._take_over():
             difference = self._difference()
         if difference is not None:
             self._follow(difference)
         for update in self._updates():
             update()
+        if self.computed.are_others():
+            devices = [replica.device for replica in self._others]
+            self.computed.follow(zip(self._modules, devices, strict=True))
         if not self.copies:
             self.mark_synchronised()
         return bool(self.copies) and self._synchronised != self._home_versions()
@@ -165,7 +211,11 @@ class Replicas:
     @property
     def is_outdated(self) -> bool:
         """Whether the user has changed the module since `refresh`."""
-        return self._difference() is not None or any(True for _ in self._updates())
+        return (
+            self._difference() is not None
+            or any(True for _ in self._updates())
+            or self.computed.are_others()
+        )
 
     def adopt_buffers(self) -> bool:
         """Take tensors that the user has assigned to buffers; return whether there were any.
@@ -175,8 +225,16 @@ class Replicas:
         found = self.home.adopt_assigned()
         if found:
             self.structure[:] = [found.get(id(part), part) for part in self.structure]
+            self._note_places()
         return bool(found)
 
+    def _take_over(self) -> bool:
+        """Adopt buffers, and align what devices compute with; return whether there was any."""
+        adopted, lay_aligned = self.adopt_buffers(), are_aligned(self._placed)
+        align(self._placed)
+        return adopted or not lay_aligned
+
+    @torch.inference_mode(False)
     def _follow(self, difference: Difference) -> None:
         if difference.needs_rebuild:
             self._build_again()
@@ -190,7 +248,11 @@ class Replicas:
 
     def _difference(self) -> Difference | None:
         """Return what the user has changed in the module since `refresh`."""
-        if not self._has_its_parts or self._forms != forms_of(self.home.parameters):
+        if (
+            not self._has_its_parts
+            or self._forms != forms_of(self.home.parameters)
+            or not are_aligned(self._placed)
+        ):
             return Difference(needs_rebuild=True)
         return None if self._watch is None else self._watch.difference()
 
@@ -270,7 +332,7 @@ class Replicas:
 
     def _find_copies(self) -> None:
         used = [replica for lane, replica in enumerate(self.all) if lane not in self._lost]
-        owners = [one for one in used if self._owners[one.device.memory] is one]
+        owners = dict.fromkeys(self._owners[one.device.memory] for one in used)
         self.copies = [owner for owner in owners if owner is not self.home]
 
     def update_copies(self) -> None:
@@ -316,6 +378,9 @@ class Replicas:
 
     def open_step(self) -> None:
         """Take the home's buffers as the opening values of every replica."""
+        if self.computed.found:
+            for modules in [self._home_modules] * self._home_computes + self._modules:
+                self.computed.hide(modules)
         opening = [buffer.detach().clone() for buffer in self.home.buffers]
         self._opened = [*map(_VERSION, self._distinct)]
         per_memory = {self.home.device.memory: opening}
@@ -329,6 +394,11 @@ class Replicas:
             replica.opening = per_memory[memory]
             replica.graph_nodes = -1
 
+    @property
+    def were_written_since_open(self) -> bool:
+        """Whether parameters were written since `open_step`, as torch's version counters say."""
+        return [*map(_VERSION, self._distinct)] != self._opened
+
     def refuse_written_by_shards(self) -> None:
         """Refuse parameters that shards have written since `open_step`.
 
@@ -337,13 +407,14 @@ class Replicas:
         """
         now = [*map(_VERSION, self._distinct)]
         if now != self._opened:
-            names = [name for name, _ in self.home.module.named_parameters()] * len(self._owners)
-            pairs = zip(names, now, self._opened, strict=True)
+            names = itertools.cycle(name for name, _ in self.home.module.named_parameters())
+            pairs = zip(names, now, self._opened, strict=False)
             written = dict.fromkeys(name for name, late, early in pairs if late != early)
             raise written_error([*written])
 
     def close_step(self, closing: Sequence[torch.Tensor | None]) -> None:
         """Write the buffers' closing values into the user's module (None: the opening value)."""
+        self.computed.show()
         if self.forward_writes:
             self._look_after_shards()
         if self.home.buffers:
@@ -371,10 +442,15 @@ class Replicas:
         """Leave the user's module as `open_step` found it, without gradients."""
         for replica in {*self.all, self.home}:
             replica.put_back_buffers()
+            replica.put_back_shapes()
         is_synchronised = bool(self._synchronised) and not self._were_written
         self.restore_opening()
         if is_synchronised:
             self.mark_synchronised()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Leave no gradient in the user's module and its copies."""
         for replica in (self.home, *self._others):
             for parameter in replica.parameters:
                 parameter.grad = None
@@ -393,6 +469,7 @@ class Replicas:
         }
         module = copy_module(source.module, parameters)
         module = module if share else module.to(device.torch_device)
+        align(rounding(module.buffers()))
         return Replica(device, module, copied=self._model, rules=self._rules)
 
     def _sums_of_bits(self) -> torch.Tensor:

@@ -1,9 +1,10 @@
 """Checks that an optimizer updates each tensor by itself, so that tensors can have owners.
 
-The optimizer's class says nothing about it, so it is tried out: on copies of a few small
+The optimizer's class says nothing about it, so it is tried out: on copies of some small
 parameters, with gradients drawn for the purpose, each tensor is updated for some steps alone and
 together with the others. Both must give the same bits, also of the optimizer's state and of the
-settings in its groups, and a tensor without a gradient must stay as it is.
+settings in its groups, and a tensor without a gradient must stay as it is. The gradients are tiny,
+then of size 1, then huge: a clip acts above a certain norm only, a limit on a ratio below one.
 """
 
 from __future__ import annotations
@@ -17,12 +18,15 @@ import torch
 from torch import nn
 
 from evenstep.errors import ModelError
+from evenstep.replicas.checks import own_parameters
 from evenstep.replicas.optimizer_proxy import inner_optimizers
 from evenstep.replicas.replica import same_bits
 from evenstep.replicas.settings import is_plain
 
 _STEPS = 3  # a rule that measures its own progress couples tensors from its second step on
-_GROUPS = 8
+_SCALES = (1e-6, 1.0, 1e4)  # of the gradients; float16 holds the largest
+_TENSORS = 16
+_ELEMENTS = 2**16  # in all of them, but for two of each kind, which are tried out in any case
 _OWN = {"param_groups", "state", "step"}  # attributes of an optimizer that are not copied as such
 _ASK = "leave partition out, or use another optimizer"
 
@@ -42,7 +46,9 @@ def refuse_coupled(optimizer: torch.optim.Optimizer) -> None:
         return
     try:
         with torch.random.fork_rng(devices=[]):
-            problem = _problem_of(optimizer, chosen)
+            problem = next(
+                filter(None, (_problem_of(optimizer, chosen, scale) for scale in _SCALES)), ""
+            )
     except Exception as error:
         raise _error(f"{name} could not be tried out on copies of its parameters: {error!r}") from (
             error
@@ -61,6 +67,13 @@ def _refuse_by_kind(optimizer: torch.optim.Optimizer, name: str) -> None:
         )
     for place in inner_optimizers(optimizer, own_state=False):
         raise _error(f"{name}{place} is an optimizer inside another one")
+    held = own_parameters(optimizer)
+    if held is not None:
+        raise _error(
+            f"{name}{held} holds parameters outside of the optimizer's param_groups, which has "
+            f"those of one owner only",
+            "read the parameters from self.param_groups, or leave partition out",
+        )
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         raise _error(
             f"{name} has hooks on its step, which would see the gradients of one owner only",
@@ -80,25 +93,44 @@ def _error(problem: str, ask: str = _ASK) -> ModelError:
 
 
 def _chosen(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the two smallest parameters of each of a few groups, in the optimizer's order."""
-    pairs: list[list[nn.Parameter]] = []
-    for group in optimizer.param_groups:
-        trained = [
-            one
-            for one in group["params"]
-            if one.requires_grad and one.numel() and not nn.parameter.is_lazy(one)
-        ]
-        pairs.append(sorted(trained, key=torch.Tensor.numel)[:2])
-    smallest = sorted(range(len(pairs)), key=lambda n: sum(map(torch.Tensor.numel, pairs[n])))
-    return [one for number in sorted(smallest[:_GROUPS]) for one in pairs[number]]
+    """Return small parameters of each group and number of dimensions, in the optimizer's order.
+
+    An optimizer may treat matrices and vectors differently. So the smallest of each kind come
+    first, then the second smallest, and so on.
+    """
+    given = [group["params"] for group in optimizer.param_groups]
+    groups = [[one for one in parameters if _is_trained(one)] for parameters in given]
+    sized = sorted(
+        ((number, one) for number, group in enumerate(groups) for one in group),
+        key=lambda pair: pair[1].numel(),
+    )
+    of_kind, of_dims = collections.Counter[Any](), collections.Counter[int]()
+    ranked: list[tuple[int, int, nn.Parameter]] = []
+    for number, one in sized:
+        kind = number, one.ndim
+        ranked.append((of_kind[kind], of_dims[one.ndim], one))
+        of_kind[kind] += 1
+        of_dims[one.ndim] += 1
+    chosen, left = set[nn.Parameter](), _ELEMENTS
+    for rank, _, one in sorted(ranked, key=lambda entry: entry[:2]):
+        if len(chosen) < _TENSORS and (rank < 2 or one.numel() <= left):
+            chosen.add(one)
+            left -= one.numel() if rank >= 2 else 0
+    return [one for group in groups for one in group if one in chosen]
 
 
-def _problem_of(optimizer: torch.optim.Optimizer, chosen: Sequence[nn.Parameter]) -> str:
-    """Return what shows that tensors are coupled; empty if nothing does."""
-    together = _Trial(optimizer, chosen)
+def _is_trained(one: nn.Parameter) -> bool:
+    return one.requires_grad and one.numel() > 0 and not nn.parameter.is_lazy(one)
+
+
+def _problem_of(
+    optimizer: torch.optim.Optimizer, chosen: Sequence[nn.Parameter], scale: float
+) -> str:
+    """Return what shows that tensors are coupled; empty if gradients of this scale don't."""
+    together = _Trial(optimizer, chosen, scale)
     kept = together.kept()
     together.run(range(len(chosen)))
-    idle = _Trial(optimizer, chosen)
+    unchanged, idle = (_Trial(optimizer, chosen, scale) for _ in range(2))
     idle.run([])
     if not _same(idle.settings(), together.settings()):
         return (
@@ -108,10 +140,9 @@ def _problem_of(optimizer: torch.optim.Optimizer, chosen: Sequence[nn.Parameter]
     if not _same(together.kept(), kept):
         return "keeps state in attributes of its own, where it can't be saved for each tensor"
     for number in range(len(chosen)):
-        alone = _Trial(optimizer, chosen)
-        before = alone.seen(but=number)
+        alone = _Trial(optimizer, chosen, scale)
         alone.run([number])
-        if not _same(alone.seen(but=number), before):
+        if not _same(alone.seen(but=number), unchanged.seen(but=number)):
             return "changes parameters that have no gradient, or makes state for them"
         if not _same(alone.of(number), together.of(number)):
             return (
@@ -124,7 +155,10 @@ def _problem_of(optimizer: torch.optim.Optimizer, chosen: Sequence[nn.Parameter]
 class _Trial:
     """A copy of an optimizer over copies of some of its parameters."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, chosen: Sequence[nn.Parameter]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, chosen: Sequence[nn.Parameter], scale: float
+    ) -> None:
+        self._scale = scale
         copies = {one: nn.Parameter(one.detach().clone()) for one in chosen}
         self.parameters = [*copies.values()]
         held = [one for group in optimizer.param_groups for one in group["params"]]
@@ -155,12 +189,12 @@ class _Trial:
 
     def run(self, numbers: Sequence[int]) -> None:
         """Take some steps in which only these parameters have gradients."""
-        random = torch.Generator().manual_seed(0)
+        random = {number: torch.Generator().manual_seed(number) for number in numbers}
         for _ in range(_STEPS):
-            for number, one in enumerate(self.parameters):
-                drawn = torch.randn(one.shape, generator=random, dtype=_drawn_dtype(one)) / 100
-                has_one = number in numbers
-                one.grad = torch.empty_like(one).copy_(drawn) if has_one else None
+            for number, generator in random.items():
+                one = self.parameters[number]
+                drawn = torch.randn(one.shape, generator=generator, dtype=_drawn_dtype(one))
+                one.grad = torch.empty_like(one).copy_(drawn * self._scale)
             self.optimizer.step()
 
     def kept(self) -> list[Any]:
@@ -185,10 +219,10 @@ class _Trial:
         )
 
     def seen(self, *, but: int) -> list[Any]:
-        """Return copies of all other parameters and of their state."""
+        """Return all other parameters and their state."""
         others = [one for number, one in enumerate(self.parameters) if number != but]
         states = [self.optimizer.state.get(one, {}) for one in others]
-        return copy.deepcopy(_leaves([[one.detach() for one in others], states]))
+        return _leaves([[one.detach() for one in others], states])
 
 
 def _drawn_dtype(one: torch.Tensor) -> torch.dtype:

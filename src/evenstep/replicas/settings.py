@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,26 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 def layer_settings(prefix: str, module: nn.Module) -> dict[str, str]:
-    """Return the class of each layer by name, and the settings of torch's and of ours."""
+    """Return the class of each layer by name, and the settings of torch's and of ours.
+
+    Settings are what a layer was made with. What else users note in a layer is theirs.
+    """
     found = {}
     for name, layer in module.named_modules():
         kind = type(layer)
-        settings = vars(layer) if kind.__module__.startswith(_OF_KNOWN_LAYERS) else {}
+        is_known = kind.__module__.startswith(_OF_KNOWN_LAYERS)
         shown = [
             f"{key}={value!r}"
-            for key, value in settings.items()
-            if key != "training" and not key.startswith("_") and is_plain(value)
+            for key, value in vars(layer).items()
+            if is_known and key in _settings_of(kind) and is_plain(value)
         ]
-        found[f"{prefix} {name}".rstrip()] = f"{kind.__qualname__}({', '.join(shown)})"
+        found[f"{prefix} {name}".rstrip()] = f"{kind.__name__}({', '.join(shown)})"
     return found
+
+
+def _settings_of(kind: type[nn.Module]) -> set[str]:
+    constants = getattr(kind, "__constants__", ())
+    return {*inspect.signature(kind.__init__).parameters, *constants} - {"inplace"}
 
 
 def plain_attributes(module: nn.Module) -> dict[str, str]:

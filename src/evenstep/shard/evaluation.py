@@ -63,7 +63,7 @@ def _call(name: str, metric: Metric, first: Any, what: str, others: Batch, kind:
 
 
 def _pair(name: str, value: Any) -> tuple[Number, Number]:
-    """Return what a metric has returned: (total, count), or a mapping of an object's states.
+    """Return what a metric has returned: (total, count), or a mapping of outputs and targets.
 
     Raises:
         ModelError: it is neither.

@@ -15,7 +15,7 @@ from evenstep.engine import streams
 from evenstep.errors import ContractError, ModelError
 from evenstep.experiment import autocast
 from evenstep.replicas import JUDGE, Replica
-from evenstep.replicas.replica import same_bits
+from evenstep.replicas.replica import reshaped_error, same_bits
 from evenstep.shard.compiler import Program
 from evenstep.shard.gradients import GradientStream
 from evenstep.shard.loss import Number, Outputs, ShardLoss, ShardObjective
@@ -370,11 +370,7 @@ def _contribution(
         replica.opening[number],
     )
     if buffer.shape != opening.shape:
-        raise ModelError(
-            f"the buffer {name} changed its shape from {tuple(opening.shape)} to "
-            f"{tuple(buffer.shape)} in forward: evenstep averages buffers over shards and needs "
-            f"one shape; keep such a cache in a plain attribute"
-        )
+        raise reshaped_error(name, opening, buffer)
     if rule == "refuse":
         raise ContractError(
             f"a shard has written the buffer {name}, which buffers= refuses: don't write it in "

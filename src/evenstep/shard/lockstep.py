@@ -19,6 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from evenstep.collectives import tree_sum
+from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError, EvenstepError
 
 T = TypeVar("T")
@@ -170,7 +171,11 @@ class ShardInStep:
             key: the same for all shards, and new in this step.
             value: this shard's value; it must not be changed afterwards.
             add: `add(left, right)`; it must not change its arguments.
+
+        Raises:
+            ContractError: the caller is inside a level of forward-mode AD, which others may want.
         """
+        refuse_inside_a_level("evenstep.all_gather or BatchNorm over the whole batch")
         if not self._lockstep.bring(self.number, key, value, add):
             self._turns.end(self.number)
             try:

@@ -29,7 +29,12 @@ from evenstep.batch.nesting import Keywords
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import ModelError, add_note, counted, shown
 from evenstep.shard.partial_sum import HALF_PRECISION
-from evenstep.shard.targets import advice_on_targets, call_with, refuse_unfit_output
+from evenstep.shard.targets import (
+    advice_on_targets,
+    call_with,
+    refuse_unfit_output,
+    refuse_weights_of_examples,
+)
 
 Number: TypeAlias = "torch.Tensor | float"
 Outputs: TypeAlias = "Mapping[str, Any]"
@@ -291,6 +296,8 @@ def _mean_objective(
     output = model(*inputs, **named)
     placed = loss.on(tensors_of(batch)[0].device)
     refuse_unfit_output(placed, output, targets)
+    if examples is not None:
+        refuse_weights_of_examples(placed, output, examples)
 
     def how() -> str:
         count = counted(len(targets), "target")

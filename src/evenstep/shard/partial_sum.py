@@ -20,18 +20,16 @@ import torch
 
 from evenstep.collectives import tree_sum
 from evenstep.devices import Device, carry
+from evenstep.devices.addresses import USERS_OF_ONE, users_of
 from evenstep.engine import streams
 from evenstep.errors import ContractError, EvenstepError
 from evenstep.replicas import JUDGE, Replica
+from evenstep.replicas.buffer_rules import RANGE, ranges_of
 
 Tensors: TypeAlias = "list[torch.Tensor | None]"
 Add: TypeAlias = "Callable[[PartialSum, PartialSum], PartialSum]"
 
 HALF_PRECISION = (torch.float16, torch.bfloat16)
-
-_users: Any = torch._C._storage_Use_Count
-_ONE_TENSOR = torch.empty(1)
-_USERS_OF_ONE = _users(_ONE_TENSOR.untyped_storage()._cdata)  # the tensor, and what counts them
 
 
 class AccumulatedTwiceError(EvenstepError):
@@ -153,8 +151,8 @@ def unjudged_error(name: str, found: str) -> ContractError:
     return ContractError(
         f"the buffer {name} is {found}, so its mean over the shards may make no sense: choose its "
         f"value after a step with Trainer(buffers={{{name!r}: ...}}), as 'mean', 'first' (the "
-        f"value after the first shard), 'sum' (of all changes), 'max' or 'min' (of the shards, as "
-        f"observers of a range need), or write it in after_update=..."
+        f"value after the first shard), 'sum' (of all changes), 'max' or 'min' (of the shards), or "
+        f"write it in after_update=...; observe ranges by torch's MovingAverageMinMaxObserver"
     )
 
 
@@ -170,7 +168,27 @@ def closing_buffers(root: PartialSum) -> Tensors:
         elif total is not None and rule == "sum":
             total = opening + total
         closings.append(total)
+    if RANGE in replica.rules:
+        _close_ranges(closings, replica)
     return closings
+
+
+def _close_ranges(closings: Tensors, replica: Replica) -> None:
+    """Compute the scale and the zero point of each quantiser from its closing range, in place."""
+    place = {name: number for number, name in enumerate(replica.buffer_names)}
+    for layer, observer in ranges_of(replica.module):
+        scale, zero_point = place[f"{layer}scale"], place[f"{layer}zero_point"]
+        if closings[scale] is None and closings[zero_point] is None:
+            continue
+        ends = []
+        for key in ("min_val", "max_val"):
+            number = place[f"{layer}activation_post_process.{key}"]
+            end = closings[number]
+            ends.append(replica.opening[number] if end is None else end)
+        found = observer._calculate_qparams(*ends)  # type: ignore[operator]
+        for number, value in zip((scale, zero_point), found, strict=True):
+            opening = replica.opening[number]
+            closings[number] = value.to(opening.dtype).reshape(opening.shape)
 
 
 def divide_gradients(gradients: Sequence[torch.Tensor | None], count: float) -> None:
@@ -257,7 +275,7 @@ def with_own_memory(gradient: torch.Tensor) -> torch.Tensor:
     """
     storage = gradient.untyped_storage()
     is_alone = (
-        _users(storage._cdata) == _USERS_OF_ONE
+        users_of(storage._cdata) == USERS_OF_ONE
         and storage.nbytes() == gradient.nbytes
         and storage.resizable()
     )

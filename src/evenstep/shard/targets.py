@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,39 @@ def refuse_unfit_output(loss: object, output: object, targets: Sequence[Any]) ->
             raise ModelError(
                 f"{_shapes(output, targets[0])}, so {name} would compare every example with all "
                 f"others: {_reshaped(output, targets[0])}"
+            )
+
+
+def refuse_weights_of_examples(loss: Any, output: object, examples: int) -> None:
+    """Refuse a loss of torch's that holds a weight for each example: shards have others.
+
+    Args:
+        loss: a module or function of torch's, or `functools.partial` of a function.
+        output: what the model has returned for a shard.
+        examples: the number of examples in the shard.
+
+    Raises:
+        ModelError: the message says where the weights belong.
+    """
+    if isinstance(loss, functools.partial):
+        held, function = loss.keywords, loss.func
+    else:
+        held, function = {**vars(loss).get("_buffers", {})}, loss
+    is_elementwise = _is_one_of(
+        function, (*_BINARY, *_BROADCASTING), (*_BINARY_FUNCTIONS, *_BROADCASTING_FUNCTIONS)
+    )
+    if not is_elementwise or not isinstance(output, torch.Tensor) or not output.ndim:
+        return
+    for name in ("weight", "pos_weight"):
+        weight = held.get(name)
+        if not isinstance(weight, torch.Tensor) or weight.ndim != output.ndim:
+            continue
+        if len(weight) > 1 and not len(output) % examples:
+            raise ModelError(
+                f"the loss {_name_of(function)} holds a {name} of shape {tuple(weight.shape)}, one "
+                f"for each example, but a shard has examples of its own: give the weights in the "
+                f"batch, and objective=lambda model, X, y, w: (total, count), such as "
+                f'F.binary_cross_entropy_with_logits(model(X), y, w, reduction="sum"), y.numel()'
             )
 
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-_ALIGNMENT = 64  # bytes, of torch's allocations
+from evenstep.devices.addresses import ALIGNMENT, copy_with_strides
+
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
 
 
@@ -138,14 +139,4 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy with the same strides and the same alignment: kernels may round by them."""
     if tensor.layout is not torch.strided:
         return tensor.detach().clone()
-    source = tensor.detach().resolve_conj().resolve_neg()
-    for dim, stride in enumerate(source.stride()):
-        if stride == 0 and source.shape[dim] > 1:  # expanded: one element in memory
-            source = source.narrow(dim, 0, 1)
-    pairs = zip(source.shape, source.stride(), strict=True)
-    extent = 1 + sum((size - 1) * stride for size, stride in pairs) if source.numel() else 0
-    offset = tensor.storage_offset() % (_ALIGNMENT // tensor.itemsize)
-    memory = source.new_empty(offset + extent)
-    memory.as_strided(source.shape, source.stride(), offset).copy_(source)
-    # Not a view: torch refuses to write to views that a function of autograd returns.
-    return source.new_empty(0).set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
+    return copy_with_strides(tensor, int(tensor.storage_offset()) % (ALIGNMENT // tensor.itemsize))

@@ -21,6 +21,7 @@ from torch import nn
 from torch._C._autograd import _get_sequence_nr
 from torch.utils.hooks import RemovableHandle
 
+from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica
 from evenstep.stages.carried import Carried
@@ -166,6 +167,7 @@ class StagedShard:
 
     def _move(self, after: Place, *, holds: bool) -> None:
         """Go to another stage, or to the backward pass on the same one."""
+        refuse_inside_a_level("modules of several stages")
         self._note_visit()
         before, self.place = self.place, after
         if before.stage != after.stage:

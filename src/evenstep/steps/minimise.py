@@ -11,12 +11,14 @@ import torch
 from evenstep.checkpoint.restore import rolled_back_on_error
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
+from evenstep.errors import InputError
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.steps.executors import IndependentExecutor
+from evenstep.steps.failures import refuse_no_gradient
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.step import Progress, Step, StepLoss
-from evenstep.steps.update import Update, refuse_no_gradient, settle
+from evenstep.steps.update import Update, settle
 
 
 def minimises(optimizer: torch.optim.Optimizer) -> bool:
@@ -53,6 +55,12 @@ class Minimiser:
 
     def take(self, step: Step) -> StepLoss:
         """Take a step; return a handle of its mean loss, which is there."""
+        if step.own:
+            raise InputError(
+                f"the parameters have gradients of your own, but {type(self._optimizer).__name__} "
+                f"computes the gradients of a batch several times in a step: call "
+                f"optimizer.zero_grad() before the step, and add a penalty in objective=..."
+            )
         closure = _Closure(step, self._executor, self._update, self._pipeline)
         progress, home = self._progress, self._executor.replicas.home.module
         self._pipeline.wait()
@@ -65,11 +73,13 @@ class Minimiser:
         assert closure.first is not None
         assert closure.root is not None
         progress.count(step)
-        close = functools.partial(self._update.close_minimised, closure.root)
-        self._pipeline.run_in_first_lane(close)
         step.loss, step.outputs = closure.first.loss, closure.first.outputs
         step.is_taken = step.finished = True
-        step.release()
+        close = functools.partial(self._update.close_minimised, step, closure.root)
+        try:
+            self._pipeline.run_in_first_lane(close)
+        finally:
+            step.release()
         return StepLoss(step, lambda step: None)
 
 

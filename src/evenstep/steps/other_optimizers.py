@@ -1,6 +1,7 @@
 """Optimizers that have stepped the model beside the trainer's own: a checkpoint must not lack them.
 
-Nothing but a step shows that an optimizer belongs to a training, so torch reports each one.
+Nothing but a step shows that an optimizer belongs to a training, so torch reports each one. The
+gradients that it has used are noted: the trainer's next step replaces them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from evenstep.engine.interrupts import INTERRUPTS
-from evenstep.replicas import inner_optimizers
+from evenstep.replicas import inner_optimizers, note_left
 from evenstep.steps.left_gradients import LeftGradients
 from evenstep.steps.update import is_in_a_trainer
 
@@ -76,6 +77,8 @@ class OtherOptimizers:
 
     def _note(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Torch calls this after each step of an optimizer, in any thread."""
+        for group in optimizer.param_groups:
+            note_left(group["params"])
         self._left.before = None
         if INTERRUPTS.pending:  # they came in the middle of a step of the user's own
             INTERRUPTS.deliver(beyond=2)

@@ -1,7 +1,7 @@
 """The order of steps: submitted, waited for oldest first, attempted again or abandoned.
 
 `DirectPipeline` takes one step at a time, and gives it straight to the lanes of the devices. The
-pipeline for several steps in flight, and for GPUs, is in `overlapped_pipeline`.
+pipeline for several steps in flight, and for GPUs, is in `in_flight`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 
 from evenstep.batch.assignment import Help
 from evenstep.contract import refuse_modes
+from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.distributed.step_report import AgainError
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible, surely
 from evenstep.engine.lanes import has_own_modes
@@ -26,7 +27,7 @@ from evenstep.engine.task import PLAIN, Task
 from evenstep.errors import DeviceLostError, InputError
 from evenstep.profiling.clock import ADD_UP_EVERY, Timekeeper
 from evenstep.steps.executors import IndependentExecutor
-from evenstep.steps.recovery import Recovery
+from evenstep.steps.failures import Recovery
 from evenstep.steps.step import Attempt, Progress, Step, StepLoss
 from evenstep.steps.update import Update
 
@@ -215,6 +216,8 @@ class Pipeline(abc.ABC):
         step = self.steps[0]
         if threading.get_ident() in self._engine.lanes.threads:
             self._engine.refuse_inside(f"wait for step {step.number}")
+        if self._overlap:
+            refuse_inside_a_level("the wait for a step in flight")
         try:
             error = self._wait_for(step)
             shall_retry = error is not None and self._recovery.can_retry(step, error)
@@ -253,10 +256,13 @@ class Pipeline(abc.ABC):
 
     def _give_up(self, steps: Sequence[Step], error: BaseException) -> None:
         """Note that `steps` are not taken."""
+        own = steps[0].own if steps else ()
         for step in steps:
             step.error = step.error or error
             step.release()
         if steps:
+            for parameter, gradient in zip(self._replicas.home.parameters, own):  # noqa: B905
+                parameter.grad = gradient
             self._progress.go_back(steps[0])
             self._update.renew()
 

@@ -244,7 +244,7 @@ class ProcessReducer(LocalReducer):
             self._dense.reserve(trees, step + self._in_flight)
         except PeerError as error:
             exchange = Exchange("step", "the gradients", step)
-            raise self.peers.explained(error, exchange) from error
+            raise self.peers.explained(error, exchange) from None
         parts = [
             self._small_part(trees, number, reports[owner], attempt.cut.weights)
             for number, owner in enumerate(trees.owners)

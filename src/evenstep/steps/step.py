@@ -9,16 +9,18 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
+import torch
+
 from evenstep.batch.assignment import ShardQueue
 from evenstep.batch.cut import NO_CUT, Cut, Part
 from evenstep.batch.rng import shard_seed
 from evenstep.collectives import Forest, TreeSum, forest
 from evenstep.data.order import Cursor
 from evenstep.distributed.gradient_reduce import GradientReduction
-from evenstep.distributed.step_report import NO_DIGEST, Facts
+from evenstep.distributed.step_report import NO_DIGEST, Facts, batch_digest
 from evenstep.engine import PendingNumber, Task
 from evenstep.engine.handle import Instead
-from evenstep.errors import ClosedError, hides_own_frames
+from evenstep.errors import ClosedError, add_note, hides_own_frames
 from evenstep.nn.crew import DeviceCrew
 from evenstep.profiling.clock import StepClock
 from evenstep.replicas import Replica
@@ -239,6 +241,7 @@ class Step:
         observe: called with every shard's number and own value; None for nobody.
         settings: changes of the optimizer's groups since the step before.
         digest: of the whole batch, where several processes compare it.
+        own: the gradients of the user's own that are added to the step's; empty for none.
         attempt: the current attempt at the batch.
         loss: the mean loss, once the step is finished.
         outputs: what the objective returned besides, once the step is finished.
@@ -258,6 +261,7 @@ class Step:
     observe: Callable[[int, PartialSum], None] | None = None
     settings: Sequence[Any] = ()
     digest: int = NO_DIGEST
+    own: Sequence[torch.Tensor | None] = ()
     loss: float = math.nan
     outputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_taken: bool = False
@@ -302,7 +306,13 @@ class Step:
     def facts(self) -> Facts:
         """The facts about the step that must be the same in every process."""
         place, ends = self.position.cursor, (run.stop for run in self.part.runs)
-        return (self.number, place.epoch, place.step, self.part.examples, self.updates, *ends)
+        dense = tuple(one if one is None else one.to_dense() for one in self.own)
+        own = batch_digest(dense, is_whole=True) if self.own else 0
+        return self.number, place.epoch, place.step, self.part.examples, self.updates, own, *ends
+
+    def note_taken(self, error: BaseException) -> None:
+        """Say of an error that it came behind the update."""
+        add_note(error, f"step {self.number} was taken: its update was made before this error")
 
     def release(self) -> None:
         """Forget the batch and what was computed: a kept loss must not keep them alive."""
@@ -310,6 +320,7 @@ class Step:
         self.attempt.compute = _not_open
         self.attempt.results = {}
         self.attempt.tree = None
+        self.own = ()
 
 
 NO_BACKWARD = (

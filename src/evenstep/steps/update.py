@@ -6,18 +6,42 @@ import contextlib
 import math
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from evenstep.collectives import tree_sum
-from evenstep.errors import ContractError, ModelError, NonFiniteLossError
-from evenstep.replicas import Replicas, check_followed, hookable
+from evenstep.devices.addresses import align_gradients, aligned
+from evenstep.errors import ClosedError, add_note
+from evenstep.replicas import (
+    Replicas,
+    check_followed,
+    hookable,
+    note_left,
+    refuse_gradients_in_flight,
+)
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
-from evenstep.shard.partial_sum import PartialSum, closing_buffers, divide_gradients, receive
+from evenstep.shard.partial_sum import (
+    PartialSum,
+    Tensors,
+    add_gradients,
+    closing_buffers,
+    divide_gradients,
+    receive,
+)
+from evenstep.steps.failures import (
+    check_gradient,
+    foreign_step_error,
+    half_step_text,
+    is_inside_step,
+    refuse_count,
+    refuse_no_gradient,
+    refuse_non_finite,
+    refuse_other_norm,
+)
 from evenstep.steps.outputs import join_step_outputs
 from evenstep.steps.step import Step
 
@@ -40,7 +64,12 @@ class Update:
             its gradients to the user.
         record: returns the hyper-parameters that a step is submitted with, where the user may
             change them before its update.
+        half_step: the number of a step that failed within its update, when some of the parameters
+            may have been written; None so far. Nothing goes on from there.
     """
+
+    half_step: int | None = None
+    _is_half = False  # where owners update side by side: some may have
 
     def __init__(
         self,
@@ -57,7 +86,7 @@ class Update:
         self._clip_norm = clip_norm
         self.may_step_elsewhere = False
         self.record: Callable[[], Sequence[Any]] = tuple
-        self._is_stepping = False
+        self._is_stepping = self._is_made = False
         self._stepped = hookable(optimizer)
         self._known = {*replicas.home.parameters}  # those that the optimizer was made for
 
@@ -67,10 +96,18 @@ class Update:
         if root.gradients and root.gradients[0] is None:
             refuse_no_gradient(step, root, self._replicas.home.parameters)
         self._close_buffers(root)
-        with _no_compiling():
-            self._update(step, count, root)
-        step.is_taken = True
-        self._close()
+        self._is_made = False
+        try:
+            with _no_compiling():
+                self._update(step, count, root)
+            step.is_taken = True
+        except BaseException as error:
+            self._judge(step, error)
+            raise
+        finally:
+            self._is_stepping = False
+            if step.is_taken:
+                self._close(step)
 
     def leave_gradients(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
         """End a step without an update: the user's parameters get the mean gradients.
@@ -81,29 +118,46 @@ class Update:
         if root.gradients and root.gradients[0] is None:
             refuse_no_gradient(step, root, self._replicas.home.parameters)
         self._close_buffers(root)
-        self._divide(root, count)
+        self._divide(step, root, count)
         home = self._replicas.home.parameters
         root.gradients = [*map(_laid_out_like, home, root.gradients)]
-        self._show(root.gradients)
+        self._leave(root.gradients)
         step.is_taken = True
         self._replicas.mark_written()
 
     def install(self, step: Step, count: float, root: PartialSum) -> None:
         """Put the mean gradients into the user's parameters, call the user's hook, and clip."""
-        self._divide(root, count)
+        self._divide(step, root, count)
         self._show(root.gradients)
         if self._before_update:
             self._call(self._before_update, "before_update")
         if self._clip_norm is not None:
             self._clip(step, self._replicas.home.parameters)
+        if self._before_update:
+            align_gradients(self._replicas.home.parameters)
 
     @property
     def is_outdated(self) -> bool:
         """Whether the user has changed the optimizer since `follow_user`, for steps in flight."""
         return False
 
+    def refuse_half_step(self) -> None:
+        """Refuse to use or save a training state that lies between two steps.
+
+        Raises:
+            ClosedError: a step failed within its update.
+        """
+        if self.half_step is not None:
+            raise ClosedError(half_step_text(self.half_step))
+
     def follow_user(self) -> None:
-        """Follow what the user did to the model's layers and to the optimizer."""
+        """Follow what the user did to the model's layers and to the optimizer.
+
+        Raises:
+            ClosedError: a step failed within its update.
+        """
+        if self.half_step is not None:
+            self.refuse_half_step()
         replicas = self._replicas
         if replicas.were_rebuilt:
             check_followed(replicas.home.module, self._optimizer, self._known)
@@ -117,21 +171,59 @@ class Update:
     def give_back(self) -> None:
         """Leave the optimizer to the user; no step is in flight."""
 
+    def show_left(self) -> None:
+        """Show the user the gradients of the last step; no step is in flight."""
+
+    def note_outside(self) -> None:
+        """Note what the user's code reads outside of the model, for steps in flight."""
+
+    def refuse_changed_outside(self) -> None:
+        """Refuse a change of what steps in flight read outside of the model."""
+
+    def refuse_own_gradients(self) -> None:
+        """Refuse gradients that the user has set with a step in flight."""
+        refuse_gradients_in_flight(self._replicas.home)
+
     def renew(self) -> None:
         """Follow the user's optimizer again, after steps that were not taken."""
 
     def minimise(self, closure: Callable[[], float]) -> None:
         """Update with an optimizer that evaluates the batch by `closure`."""
-        self._step(closure)
+        self._is_stepping = True
+        try:
+            self._optimizer.step(closure)
+        finally:
+            self._is_stepping = False
+            note_left(self._replicas.home.parameters)
 
-    def close_minimised(self, root: PartialSum) -> None:
+    def close_minimised(self, step: Step, root: PartialSum) -> None:
         """End such an update: called in a lane with the sum of the last evaluation.
 
         Buffers that no shard has changed keep what the user's hook has written.
         """
         self._receive(root)
         self._replicas.write_buffers(closing_buffers(root))
-        self._close()
+        self._close(step)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside `with`, the optimizer calls `refuse_foreign_step`, and says when it has stepped.
+
+        It says so before it calls the user's own hooks, which may fail.
+        """
+        with contextlib.ExitStack() as hooks:
+            for one in self._stepped:
+                made = one.register_step_post_hook(self._note_made)
+                others: Any = one._optimizer_step_post_hooks
+                others.move_to_end(made.id, last=False)
+                for hook in (made, one.register_step_pre_hook(self.refuse_foreign_step)):
+                    hooks.callback(hook.remove)
+            hook = self._optimizer.register_state_dict_pre_hook(lambda _: self.refuse_half_step())
+            hooks.callback(hook.remove)
+            yield
+
+    def _note_made(self, *_: object) -> None:
+        self._is_made = True
 
     def refuse_foreign_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], options: dict[str, Any]
@@ -148,12 +240,12 @@ class Update:
             return None
         closure = options.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            raise _foreign_step_error(self._optimizer)
+            raise foreign_step_error(self._optimizer)
 
         def checked() -> Any:
             loss = closure()
             if not self.may_step_elsewhere:
-                raise _foreign_step_error(self._optimizer)
+                raise foreign_step_error(self._optimizer)
             return loss
 
         return args[:1], {**options, "closure": checked}
@@ -161,23 +253,37 @@ class Update:
     _ready = install
 
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
-        self._ready(step, count, root)
-        self._step()
-
-    def _step(self, *closure: Callable[[], float]) -> None:
-        self._is_stepping = True
         try:
-            self._optimizer.step(*closure)
+            self._ready(step, count, root)
+            self._step()
         finally:
-            self._is_stepping = False
+            note_left(self._replicas.home.parameters)
+
+    def _step(self) -> None:
+        self._is_stepping = True
+        self._optimizer.step()
 
     def _close_buffers(self, root: PartialSum) -> None:
         """Write the closing buffers, before the user's hooks and the optimizer may write them."""
-        if root.buffers or self._replicas.forward_writes:
+        if root.buffers or self._replicas.forward_writes or self._replicas.computed.found:
             self._receive(root)
             self._replicas.close_step(closing_buffers(root))
 
-    def _close(self) -> None:
+    def _judge(self, step: Step, error: BaseException) -> None:
+        """Say of a step that failed within its update whether it is taken, or half of it.
+
+        It is taken if a hook has failed that the optimizer calls after its step. Of an optimizer
+        that has failed itself nobody knows what it has written, maybe past the version counters.
+        """
+        is_inside = self._is_half or is_inside_step(self._optimizer, error)
+        if self._is_made and not is_inside:
+            step.is_taken = True
+            step.note_taken(error)
+        elif is_inside or self._replicas.were_written_since_open:
+            self.half_step = step.number
+            add_note(error, half_step_text(step.number))
+
+    def _close(self, step: Step) -> None:
         """Call the user's hook; the next step copies the parameters to every other memory.
 
         Until then the user may write to them, even past the version counters.
@@ -185,6 +291,9 @@ class Update:
         try:
             if self._after_update:
                 self._call(self._after_update, "after_update")
+        except BaseException as error:
+            step.note_taken(error)
+            raise
         finally:
             self._replicas.mark_written()
 
@@ -192,12 +301,18 @@ class Update:
         hook(self._replicas.home.module)
         self._replicas.adopt_buffers()
 
-    def _divide(self, root: PartialSum, count: float) -> None:
+    def _divide(self, step: Step, root: PartialSum, count: float) -> None:
+        """Make mean gradients of the sums; add those of the user's own."""
         if root.fence is not None:
             self._receive(root)
         divide_gradients(root.gradients, count)
         if self._replicas.hooked:
             self._call_hooks(root)
+        if step.own:
+            self._add_own([*step.own], root)
+
+    def _add_own(self, own: Tensors, root: PartialSum) -> None:
+        root.gradients = add_gradients(root.gradients, own)
 
     def _clip(self, step: Step, holders: Sequence[Any]) -> None:
         """Scale the gradients of `holders` (each has one as `grad`) to the largest norm."""
@@ -228,13 +343,15 @@ class Update:
                 with torch.no_grad():
                     changed = hook(gradient)
                 if changed is not None:
-                    _check_gradient(changed, gradient, name)
-                    gradient = changed
+                    check_gradient(changed, gradient, name)
+                    gradient = aligned(changed)
             root.gradients[number] = gradient
 
     def _show(self, gradients: Sequence[torch.Tensor | None]) -> None:
         for parameter, gradient in zip(self._replicas.home.parameters, gradients, strict=True):
             parameter.grad = gradient
+
+    _leave = _show
 
 
 def is_in_a_trainer(optimizer: torch.optim.Optimizer) -> bool:
@@ -255,14 +372,14 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
     totals, counts = zip(*(leaf[:2] if leaf else (None, None) for leaf in leaves), strict=True)
     count = sum_floats(counts)
     if not 0 < count < math.inf:
-        _refuse_count(step, leaves, count)
+        refuse_count(step, leaves, count)
     mean = sum_floats(totals) / count
     if not math.isfinite(mean):
         fix = (
             "Try a lower learning rate, clip gradients in before_update, or look at those examples"
         )
         values = [None if total is None else float(total) for total in totals]
-        _refuse_non_finite(step, "loss", values, fix)
+        refuse_non_finite(step, "loss", values, fix)
     if len(leaves[0] or ()) > 2:
         part = step.part
         examples = [hi - lo for lo, hi in part.bounds]
@@ -270,80 +387,11 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
     return mean, count / step.attempt.cut.divisor
 
 
-def refuse_no_gradient(step: Step, root: PartialSum, parameters: Sequence[nn.Parameter]) -> None:
-    """Refuse a step in which no parameter has got a gradient, as torch's `backward` does."""
-    if any(gradient is not None for gradient in root.gradients) or any(root.present):
-        return
-    why = "the loss does not depend on them (look for detach(), item() or torch.no_grad())"
-    if not any(parameter.requires_grad for parameter in parameters):
-        why = "none requires a gradient: call requires_grad_() on those that are to be trained"
-    raise ModelError(
-        f"no parameter of the model has got a gradient in step {step.number}, since {why}; the "
-        f"step was not taken"
-    )
-
-
-def _refuse_count(step: Step, leaves: Sequence[Leaf | None], count: float) -> NoReturn:
-    """Raise the error for counts that nothing can be divided by."""
-    counts = [None if leaf is None else float(leaf[1]) for leaf in leaves]
-    fix = "The objective must return a finite number that its total can be divided by"
-    _refuse_non_finite(step, "count", counts, fix)
-    if count < 0:
-        raise ModelError(
-            f"the counts add up to {count} in step {step.number}: at least 0 is needed, because a "
-            f"negative count would maximise the total. The objective must return (total, count), "
-            f"such as a sum over examples and their number"
-        )
-    raise NonFiniteLossError(
-        f"step {step.number} counts nothing (is every target ignored?), so its mean loss is 0/0: "
-        f"the step was not taken; leave out such batches"
-    )
-
-
-def _refuse_non_finite(step: Step, what: str, values: Sequence[float | None], fix: str) -> None:
-    for shard, value in enumerate(values):
-        if value is not None and not math.isfinite(value):
-            lo, hi = step.part.bounds[shard]
-            place = step.position.cursor
-            raise NonFiniteLossError(
-                f"the {what} of shard {shard} (examples {lo} to {hi - 1} of the batch) in step "
-                f"{step.number} (epoch {place.epoch}, batch {place.step}) is {value}: the step was "
-                f"not taken. {fix}"
-            )
-
-
-def refuse_other_norm(step: Step) -> None:
-    """Refuse an objective that returns an output with the name of the gradients' norm."""
-    if "grad_norm" in step.outputs:
-        raise ModelError(
-            "the objective returns an output 'grad_norm', a name that clip_norm= uses: give it "
-            "another name"
-        )
-
-
 def _norm_of(holders: Sequence[Any]) -> float:
     """Return the norm of the gradients of `holders`, sparse ones too."""
     gradients = [one.grad for one in holders if one.grad is not None]
     dense = [one.coalesce().values() if one.is_sparse else one for one in gradients]
     return float(nn.utils.get_total_norm(dense))
-
-
-def _check_gradient(changed: object, gradient: torch.Tensor, name: str) -> None:
-    if not isinstance(changed, torch.Tensor) or changed.shape != gradient.shape:
-        shape = f"of shape {tuple(changed.shape)}" if isinstance(changed, torch.Tensor) else changed
-        raise ModelError(
-            f"a hook of the parameter {name} returned a value {shape}: a gradient of shape "
-            f"{tuple(gradient.shape)} is needed, or None to leave it as it is"
-        )
-
-
-def _foreign_step_error(optimizer: torch.optim.Optimizer) -> ContractError:
-    return ContractError(
-        f"{type(optimizer).__name__}.step() was called while a trainer is open, but "
-        f"Trainer.step has updated the parameters already: remove loss.backward() and "
-        f"optimizer.step() from the loop (a scheduler's step() stays), or call "
-        f"trainer.backward(...) instead of trainer.step(...)"
-    )
 
 
 def _laid_out_like(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn, optim
 
 from evenstep.batch import Batch
 from evenstep.checkpoint import fingerprint as fingerprints
+from evenstep.checkpoint.optimizer_kind import kinds_of
+from evenstep.checkpoint.training_state import ModelState, facts_of
 from evenstep.contract import SelfCheck
 from evenstep.contract.rehearsal import SentShard
+from evenstep.devices import arithmetic_facts, hash_seed, instruction_facts, known_results
+from evenstep.devices.facts import Facts
 from evenstep.distributed.process_group import END
 from evenstep.engine.interrupts import interruptible
 from evenstep.errors import DivergedError, PeerError
 from evenstep.replicas import layer_settings, optimizer_settings, plain_attributes
 from evenstep.shard.loss import Loss
-from evenstep.steps.groups.joining import FINGERPRINT
 from evenstep.steps.groups.same_shard import Results
 from evenstep.steps.step import Step
 from evenstep.training.arguments import Layout
@@ -52,12 +57,17 @@ class Agreement:
         self._progress = parts.progress
         self._every = layout.check_every
         self._allow_rounding = layout.allow_rounding
+        self._update = parts.update
         self._partition, self._split = layout.partition, parts.partition
+        self._devices = parts.engine.devices
+        self._arithmetic = arithmetic_facts(self._devices)
+        self._results: dict[str, str] = {}
         self._began_at = self._compared_at = 0  # steps done
 
     def begin(self) -> None:
         """Note that the processes open their trainers, whose states are equal."""
         self._began_at = self._compared_at = self._steps_done
+        self._arithmetic = arithmetic_facts(self._devices)
 
     def compare_if_due(self) -> None:
         """Compare states before the next step, if that is due."""
@@ -79,13 +89,12 @@ class Agreement:
         Raises:
             DivergedError: a process is in another state; the message names what differs first.
             PeerError: a process is lost.
-            ClosedError: an error came between the updates of two owners.
+            ClosedError: a step failed within its update.
         """
         group = self._executor.group
         if group.is_alone:
             return
-        if self._split is not None:
-            self._split.refuse_half_step()
+        self._update.refuse_half_step()
         if group.differences:
             self._pipeline.finish()  # what is compared is written to
         else:
@@ -145,22 +154,44 @@ class Agreement:
         """Return the digest of a step's batch, if the processes compare it."""
         return self._executor.group.digest_of(batch, is_due=self._is_due)
 
-    def facts(self) -> dict[str, object]:
-        """Return what must be the same in every process."""
+    def facts(self) -> Facts:
+        """Return everything that processes compare when they open their trainers."""
         position = self._progress.position
+        facts = {
+            **self.resumed_facts(),
+            "settings of the optimizer": optimizer_settings(self._optimizer),
+            "options": {
+                "allow_rounding": self._allow_rounding,
+                "partition": self._partition,
+                "check": self._self_check.check,
+            },
+            "values": {"the fingerprint of model and optimizer": self._fingerprint()},
+            "place": {
+                "the steps done": position.steps_done,
+                "the place in the data": dataclasses.astuple(position.cursor),
+                "the place of the seeds": dataclasses.astuple(position.seeds_at),
+            },
+        }
+        del facts["optimizer"]  # its settings say more
+        return facts
+
+    def resumed_facts(self) -> dict[str, Mapping[str, Any]]:
+        """Return everything that a resume compares, besides the data."""
+        model, kinds = ModelState.of(self._model), kinds_of(self._optimizer)
         return {
-            **dataclasses.asdict(self._executor.experiment),
-            "allow_rounding": self._allow_rounding,
-            "partition": self._partition,
-            "check": self._self_check.check,
-            **layer_settings("layer", self._model),
-            **self._loss_facts(),
-            **optimizer_settings(self._optimizer),
-            **self._frozen(),
-            FINGERPRINT: self._fingerprint(),
-            "the steps done": position.steps_done,
-            "the place in the data": dataclasses.astuple(position.cursor),
-            "the place of the seeds": dataclasses.astuple(position.seeds_at),
+            **facts_of(self._executor.experiment, model, kinds, hash_seed()),
+            **self.saved_facts(),
+        }
+
+    def saved_facts(self) -> dict[str, dict[str, Any]]:
+        """Return the facts that a checkpoint holds as such."""
+        self._results = self._results or known_results(self._devices)
+        loss = {"loss": self._loss_facts()} if isinstance(self._loss, nn.Module) else {}
+        return {
+            "layers": layer_settings("layer", self._model),
+            **loss,
+            "arithmetic": {**self._arithmetic, **self._results},
+            "instructions": instruction_facts(),
         }
 
     @property
@@ -190,8 +221,7 @@ class Agreement:
 
     def _loss_facts(self) -> dict[str, str]:
         """Return the settings and the class weights of a loss that is a module."""
-        if not isinstance(self._loss, nn.Module):
-            return {}
+        assert isinstance(self._loss, nn.Module)
         weights = {
             f"the digest of loss {name}": fingerprints.tensor_digest(value)
             for name, value in self._loss.named_buffers()

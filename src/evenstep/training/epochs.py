@@ -43,7 +43,7 @@ class Epochs:
         self._timekeeper = parts.timekeeper
         self._reporter = parts.reporter
         self._overlaps = layout.overlaps
-        self.sources = self._new_sources()
+        self.sources = self._new_sources(are_kept=True)
         self._is_inside = self._has_said_it = False
 
     def __enter__(self) -> Epochs:
@@ -77,7 +77,7 @@ class Epochs:
     def batches(self, loader: Batches) -> Iterator[Batch]:
         """Yield the batches of the loader's epoch 0 (see `Trainer.batches`)."""
         self._wait_before_exchange()
-        with contextlib.closing(self._new_sources()) as sources:
+        with contextlib.closing(self._new_sources(are_kept=False)) as sources:
             yield from self._batches(sources.of(loader), Cursor(), "batches")
 
     def refuse_inside_loader(self) -> None:
@@ -88,8 +88,8 @@ class Epochs:
                 "in flight: call the trainer in the loop instead, or use max_in_flight=1"
             )
 
-    def _new_sources(self) -> Sources:
-        return Sources(self._experiment.seed, locked=self._overlaps)
+    def _new_sources(self, *, are_kept: bool) -> Sources:
+        return Sources(self._experiment.seed, locked=self._overlaps, are_kept=are_kept)
 
     def _batches(
         self, source: Source, start: Cursor, call: str, *, whole: bool = False

@@ -37,6 +37,17 @@ class Notes:
                 f"separable=False: the result depends on the number of shards, {experiment.shards}"
             )
 
+    def note_copies(self, names: Sequence[str]) -> None:
+        """Note that devices compute on copies of the model, since these tensors lie badly."""
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.lines.append(
+                f"{names[0]}{more} of the model don't begin at multiples of 64 bytes, and "
+                f"something else may hold their memory (a flat tensor, a numpy array, a mapped "
+                f"file), so the devices compute on copies, which every step updates. To spare "
+                f"them: for one in model.parameters(): one.data = one.data.clone()"
+            )
+
     def say_mode(self, model: nn.Module) -> None:
         """Log once that a model is trained in evaluation mode, if that makes a difference."""
         if model.training or self._has_said_mode:

@@ -21,13 +21,13 @@ from evenstep.stages.plan import Stages
 from evenstep.steps.executors import IndependentExecutor, LockstepExecutor, SlicedExecutor
 from evenstep.steps.executors.losses import Losses
 from evenstep.steps.groups.group import Group
+from evenstep.steps.in_flight.overlapped_pipeline import OverlappedPipeline
+from evenstep.steps.in_flight.proxy_update import ProxyUpdate
 from evenstep.steps.left_gradients import LeftGradients
 from evenstep.steps.minimise import Minimiser, minimises
-from evenstep.steps.overlapped_pipeline import OverlappedPipeline
 from evenstep.steps.owners.partition import Partition
 from evenstep.steps.owners.update import OwnedProxyUpdate, OwnedUpdate
 from evenstep.steps.pipeline import DirectPipeline, Pipeline
-from evenstep.steps.proxy_update import ProxyUpdate
 from evenstep.steps.step import Progress
 from evenstep.steps.update import Hook, Update
 from evenstep.training.arguments import Layout, shards_at_once

@@ -188,7 +188,11 @@ class Reporter:
             loss=self._total / examples if examples else None,
             seconds=epoch.seconds + record.seconds,
         )
-        self._tell("on_step", record)
+        try:
+            self._tell("on_step", record)
+        except BaseException as error:
+            step.note_taken(error)
+            raise
 
     def _tell_epoch(self, epoch: int, steps_done: int) -> None:
         self._begin_epoch(epoch)

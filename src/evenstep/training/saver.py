@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from evenstep.checkpoint.user_state import UserState, encodable
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Sources
 from evenstep.devices import hash_seed
+from evenstep.devices.facts import KINDS, Difference, differences, listed, refuse_to_resume
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError
 from evenstep.replicas import refuse_strangers
@@ -69,6 +71,7 @@ class Saver:
         self._pipeline = parts.pipeline
         self._progress = parts.progress
         self._reporter = parts.reporter
+        self._update = parts.update
         self._partition = parts.partition
         self._agreement = agreement
         self._sources = sources
@@ -114,16 +117,16 @@ class Saver:
             scheduler: the user's scheduler.
             is_part: whether it lacks the optimizer state that other processes will own.
         """
-        saved.check_experiment(self._executor.experiment)
+        then, now = saved.all_facts, self._agreement.resumed_facts()
+        refuse_to_resume(then, now)
         self._user_state.check(saved.user_state)
         restore_all(saved, self._model, self._optimizer, scheduler)
         seeds = saved.seeds_at or saved.cursor
         data = saved.cursor if saved.seeds_at else None
         position = Position(saved.steps_done, seeds.epoch, seeds.step, data)
         self._progress.resume(position, drawn=saved.cursor)
-        self._sources.restore(saved.data)
-        if saved.within_rounding and not self._notes.within_rounding:
-            self._notes.note_rounding("the checkpoint is from devices or processes of mixed kinds")
+        rounds = self._say_differences(saved, [*differences(then, now)])
+        self._sources.restore(saved.data, rounds=rounds)
         if self._executor.programs:
             self._executor.programs.compiles = saved.compiles
         if isinstance(self._executor, StagedExecutor):
@@ -134,13 +137,29 @@ class Saver:
         else:
             saved.check_fingerprint(fingerprints.fingerprint(self._model, self._optimizer))
         self._user_state.restore(saved.user_state)
-        _say_other_hashes(saved.hash_seed, hash_seed())
+
+    def _say_differences(self, saved: TrainingState, different: Sequence[Difference]) -> bool:
+        """Log what may matter; note, and return, whether numbers are rounded differently here."""
+        rounds, said = (
+            [one for one in different if KINDS[one.kind].resumed == verdict]
+            for verdict in ("rounds", "said")
+        )
+        if rounds:
+            causes = [one for one in different if one.kind == "instructions"]
+            self._notes.note_rounding(
+                f"the checkpoint was saved where numbers are rounded differently: here "
+                f"{listed([*causes, *rounds])}"
+            )
+        elif saved.within_rounding and not self._notes.within_rounding:
+            self._notes.note_rounding("the checkpoint is from devices or processes of mixed kinds")
+        for one in said:
+            logger.warning("the training resumes with %s: %s", one, KINDS[one.kind].fix)
+        return bool(rounds)
 
     def _save(
         self, folder: Path, scheduler: Scheduler | None, keep: int, *, background: bool
     ) -> Path:
-        if self._partition is not None:
-            self._partition.refuse_half_step()
+        self._update.refuse_half_step()
         self._say_what_is_not_saved()
         self.other_optimizers.say_what_is_lost(self._user_state.read)
         refuse_strangers(self._model, self._optimizer)
@@ -185,6 +204,7 @@ class Saver:
             user_state=self._user_state.read(),
             cut_by_time=self._cut_by_time(),
             hash_seed=hash_seed(),
+            facts=self._agreement.saved_facts(),
         )
 
     def _cut_by_time(self) -> dict[str, int]:
@@ -211,16 +231,3 @@ class Saver:
             )
         if lacks:
             logger.warning("the checkpoint does not hold %s", "; nor ".join(lacks))
-
-
-def _say_other_hashes(saved: str, now: str) -> None:
-    """Log that strings are hashed otherwise than when the checkpoint was saved."""
-    if saved and saved != now:
-        logger.warning(
-            "the checkpoint was saved with PYTHONHASHSEED=%s, and this process has %s: code that "
-            "iterates over a set of strings may now compute something else; start Python with "
-            "PYTHONHASHSEED=%s to resume exactly",
-            saved,
-            now,
-            saved if saved != "random" else "0 from the beginning",
-        )

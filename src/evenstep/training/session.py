@@ -17,10 +17,11 @@ import torch
 
 from evenstep.batch.rng import callers_generators
 from evenstep.devices import deterministic_kernels, kept_memory
+from evenstep.devices.forward_mode import one_level_at_a_time
 from evenstep.engine.interrupts import INTERRUPTS, interruptible, surely
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
-from evenstep.replicas import channels_last_weights, hookable
+from evenstep.replicas import align_state, inner_optimizers, note_left
 from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.joining import OPEN, joined
 from evenstep.steps.owners.reducer import OwnerReducer
@@ -120,6 +121,7 @@ class Session:
         try:
             yield
         finally:
+            self._parts.replicas.computed.show()
             self.turn.release()
 
     # ---- opening; the caller is shielded from signals
@@ -139,16 +141,13 @@ class Session:
         parts = self._parts
         with contextlib.ExitStack() as opened:
             opened.enter_context(INTERRUPTS.handled())
-            if parts.executor.experiment.memory_format == "channels_last":
-                home = parts.replicas.home.module
-                opened.enter_context(channels_last_weights(home, self._optimizer))
-                parts.replicas.rebuild()
             group = self._join(opened)
             steps_done = parts.progress.position.steps_done
             opened.enter_context(parts.reporter.opened(steps_done, is_first=group.is_first))
             opened.enter_context(kept_memory(self._layout.tune_malloc))
             opened.enter_context(deterministic_kernels(parts.engine.devices))
             opened.enter_context(callers_generators())
+            opened.enter_context(one_level_at_a_time())
             opened.enter_context(parts.engine)
             if parts.executor.side_by_side:
                 refuse_lockstep_apart(
@@ -159,14 +158,25 @@ class Session:
                 )
             for other in self._others:
                 opened.enter_context(other)
-            for one in hookable(self._optimizer):
-                hook = one.register_step_pre_hook(parts.update.refuse_foreign_step)
-                opened.callback(hook.remove)
+            opened.enter_context(parts.update.watching())
+            self._align_state(opened)
+            note_left(parts.replicas.home.parameters)
             INTERRUPTS.check()
             self._opened = opened.pop_all()
         self.is_open = True
         _OPEN.add(self)
         self.owner = Ownership("trainer", self._close_at_exit)
+
+    def _align_state(self, opened: contextlib.ExitStack) -> None:
+        """Move the optimizer's state where its products have the same bits each time.
+
+        Until `opened` is closed, also a state that the user loads.
+        """
+        model = self._parts.replicas.home.module
+        aligned = functools.partial(align_state, model=model)
+        for one in (self._optimizer, *inner_optimizers(self._optimizer).values()):
+            aligned(one)
+            opened.callback(one.register_load_state_dict_post_hook(aligned).remove)
 
     def _refuse_shared_optimizer(self) -> None:
         """Refuse an optimizer that another open trainer steps."""
@@ -237,9 +247,9 @@ class Session:
     ) -> None:
         """Finish the steps in flight (after an error, drop them), and stop the threads.
 
-        The caller is shielded from signals.
+        Closed already, it does nothing. The caller is shielded from signals.
         """
-        if self.owner is not None and self.owner.is_elsewhere:  # a fork has no threads to stop
+        if not self.is_open or (self.owner and self.owner.is_elsewhere):  # a fork has no threads
             return
         parts = self._parts
         try:

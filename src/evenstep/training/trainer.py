@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from evenstep.batch import Batch
-from evenstep.batch.nesting import Keywords, nest
+from evenstep.batch.nesting import Keywords, Nesting
 from evenstep.batch.own_shards import in_own_memory, refuse_wanted_gradient
 from evenstep.callbacks import Callback
 from evenstep.checkpoint import fingerprint as fingerprints
@@ -31,6 +31,7 @@ from evenstep.contract.lone_examples import LoneExamples
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Batches
 from evenstep.devices import Device, Devices, find_devices
+from evenstep.devices.facts import Facts
 from evenstep.distributed import local_share
 from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine import Lanes, ThreadLanes
@@ -41,7 +42,14 @@ from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Pr
 from evenstep.nn.crew import Exchanged
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
-from evenstep.replicas import check_trainable, complete, move_home
+from evenstep.replicas import (
+    check_trainable,
+    complete,
+    move_home,
+    note_left,
+    own_gradients,
+    with_safe_format,
+)
 from evenstep.shard.compile_policy import Hybridized
 from evenstep.shard.evaluation import Forward, measure_model, measure_output, output_of
 from evenstep.shard.loss import (
@@ -55,6 +63,8 @@ from evenstep.shard.partial_sum import PartialSum
 from evenstep.stages.executor import StagedExecutor
 from evenstep.stages.plan import StageNames
 from evenstep.steps.executors import SlicedExecutor
+from evenstep.steps.in_flight.outside import OutsideValues
+from evenstep.steps.in_flight.proxy_update import ProxyUpdate
 from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook
@@ -110,9 +120,10 @@ class Trainer(Habits):
         shards: V, the number of shards that every minibatch is cut into; at most 65,536.
         seed: the seed of the random ops in the model.
         precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
-        memory_format: memory format of images and convolution weights: "auto" (a fixed rule),
-            "contiguous" or "channels_last". State dicts, and the model and the optimizer after
-            the trainer is closed, have their original memory format.
+        memory_format: order of the dimensions of input tensors in memory: "preserve" (as in the
+            batch), "contiguous" or "channels_last" (images; often faster, but then outputs of
+            convolutions are channels-last too, and torch refuses `x.view(len(x), -1)` on them).
+            Parameters, gradients and optimizer states keep their formats.
         threads: intra-op threads of each device; at most 1,024.
         compile: whether to compile a shard's forward and backward pass, on CPUs. A log line says
             how much time this saves, or why shards are computed eagerly; `hybridized` has the
@@ -165,7 +176,8 @@ class Trainer(Habits):
             with any number of steps in flight. It runs in a worker thread, in every process.
             What it writes into the module (also parameters with `requires_grad=False`) reaches all
             devices and the checkpoint; what it writes elsewhere (an `AveragedModel`) is yours to
-            save, after `waitall`. If it raises, the optimizer's update has already been made.
+            save, after `waitall`. If it raises, the optimizer's update has already been made, and
+            the step counts.
         scheduler: a learning-rate scheduler, which is saved in checkpoints and restored from them.
             The trainer never steps it: call its `step` yourself.
         state: objects of your own, by name, that are saved in checkpoints and restored from them,
@@ -223,7 +235,7 @@ class Trainer(Habits):
         shards: int = 8,
         seed: int = 0,
         precision: Precision = "fp32",
-        memory_format: MemoryFormat = "auto",
+        memory_format: MemoryFormat = "preserve",
         threads: int = 1,
         compile: bool = False,  # noqa: A002 - as torch names it
         hybridize: bool = False,
@@ -288,6 +300,7 @@ class Trainer(Habits):
         self._objective = choose_objective(loss, objective)
         self._objective_of_unlike = of_unlike_shards(self._objective)
         self._others = Objectives()
+        self._nesting = Nesting(experiment.batch_dim)
         check_trainable(model, optimizer)
         staged = chosen_stages(
             stages, model, self.devices, experiment, side_by_side=side_by_side, split=split
@@ -295,7 +308,7 @@ class Trainer(Habits):
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.experiment = experiment.resolved_for(model, self.devices[0].kind)
+        self.experiment = with_safe_format(experiment, model)
         self.on_shard: Callable[[int, PartialSum], None] | None = None
         own = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         user_state = UserState(state, {k: v for k, v in own.items() if v is not None})
@@ -308,8 +321,11 @@ class Trainer(Habits):
         self._progress, self._timekeeper = parts.progress, parts.timekeeper
         self._engine, self._replicas, self._executor = parts.engine, parts.replicas, parts.executor
         self._update, self._pipeline, self._reporter = parts.update, parts.pipeline, parts.reporter
+        if isinstance(parts.update, ProxyUpdate):
+            parts.update.outside = OutsideValues(model, loss or objective, hooks)
         self._take, self._partition, self._left = parts.take, parts.partition, parts.left
         notes = Notes(self.devices if split == "shards" else self.devices[:1], self.experiment)
+        notes.note_copies(parts.replicas.held_elsewhere)
         self.notes = notes.lines
         self._notes = notes
         self._self_check = SelfCheck(
@@ -417,12 +433,25 @@ class Trainer(Habits):
         return self._notes.within_rounding
 
     @property
+    def facts(self) -> Facts:
+        """What the bits of this training depend on besides the data: values by name, by kind.
+
+        Processes compare them when they open their trainers; a checkpoint holds them, and a resume
+        compares them again (see docs/promise.md).
+        """
+        return self._agreement.resumed_facts()
+
+    @property
     def steps_done(self) -> int:
         """The number of steps since the start of training, over all epochs and resumes."""
         return self._progress.position.steps_done
 
     def step(self, *batch: Batch, **named: Batch) -> StepLoss:
         """Train on one minibatch: split, compute the shards, sum, update.
+
+        Gradients that you have put into `.grad` since the last update (`penalty.backward()`) are
+        added to the step's mean gradient. What a step, `backward` or an optimizer has left there is
+        replaced.
 
         Args:
             batch: tensors, or nestings of tuples, lists, mappings and dataclasses of tensors,
@@ -441,12 +470,22 @@ class Trainer(Habits):
             BatchError: the batch can't be cut into shards, or a shard of one example is too few for
                 BatchNorm, in this batch or in the epoch's last.
             ContractError: the code breaks the contract of a step; the message names what does.
+            InputError: a gradient of your own was added to one that a step had left, or set with a
+                step in flight; or what the code reads outside of the model has changed then.
             NonFiniteLossError: a shard's loss is NaN or infinite. As after Ctrl-C and every other
                 error before the update, the model is as it was before the step. With
                 `max_in_flight` above 1, a step's error is raised when you wait for it: by its
                 handle, a later `step`, or `waitall`; the steps after it were not taken.
             KeyboardInterrupt: Ctrl-C was pressed. A step whose update had begun was finished; the
                 others in flight were not taken. `steps_done` and `cursor` count accordingly.
+            ClosedError: an earlier step failed within its update: load the last checkpoint.
+            BaseException: your own code has raised it. Before the optimizer's step (in the model, a
+                hook, `before_update`), the step was not taken. After it (in a hook that the
+                optimizer calls then, `after_update`, a callback), the step was taken and counts,
+                which a note of the error says. If the optimizer itself has raised it, or what runs
+                before it had written parameters, the state is between two steps: the trainer
+                refuses to train, evaluate or save from there, and a note says so. LBFGS is put
+                back to where the step began.
         """
         owner = self._session.owner
         if owner is not None and owner.pid != os.getpid():
@@ -468,8 +507,12 @@ class Trainer(Habits):
         if not turn.acquire(blocking=False):
             self._session.refuse_two_threads()
         try:
+            if self._pipeline.steps:
+                self._update.refuse_own_gradients()
             self._open_step(leave=self._max_in_flight - 1)
             step = self._next_step(batch)
+            if not self._pipeline.steps:
+                step.own = own_gradients(self._replicas.home)
             if step.attempt.cut.part.examples < self._lone_examples.looked_at_below:
                 self._refuse_lone_examples(step)
             check = self._self_check
@@ -481,6 +524,7 @@ class Trainer(Habits):
             self._update.may_step_elsewhere = False
             return self._take(step)
         finally:
+            self._replicas.computed.show()
             turn.release()
 
     @hides_own_frames
@@ -521,7 +565,8 @@ class Trainer(Habits):
             EvenstepError: as for `step`. After every error, and after Ctrl-C, the call was not
                 made: gradients, buffers and `steps_done` are as they were. (With several processes
                 it stays made if all of them have the gradients; then `steps_done` has grown.)
-                Ctrl-C that comes too late for that is raised when the optimizer has stepped.
+                Ctrl-C that comes too late for that is raised when the optimizer has stepped. If
+                your own `optimizer.step` fails afterwards, the trainer does not notice it.
         """
         try:
             return self._backward(batch, objective, accumulate, named)
@@ -563,6 +608,7 @@ class Trainer(Habits):
                     self._others.note(objective)
                 self._update.give_back()
                 INTERRUPTS.check()
+            note_left(self._replicas.home.parameters)
             self._update.may_step_elsewhere = True
             self._reporter.add_step(step)
             self._reporter.tell()
@@ -632,9 +678,9 @@ class Trainer(Habits):
             batches: an iterable of batches, each a tuple or list of the arguments of `step`, or its
                 one argument.
             metrics: name to `metric(output, *targets) -> (total, count)`; a trainer with an
-                objective calls `metric(model, *batch)`. Or name to an object of torchmetrics, of
-                which each shard updates a copy; their states are merged in the shards' order, and
-                the object itself is not changed. A `MetricCollection` is accepted, too.
+                objective calls `metric(model, *batch)`. Or name to an object of torchmetrics: a
+                copy is updated with the output and the targets of each whole batch, on the CPU. A
+                `MetricCollection` is accepted, too.
             model: another module with the structure of the trainer's model, such as an average of
                 its weights, to evaluate instead.
 
@@ -643,8 +689,9 @@ class Trainer(Habits):
 
         Raises:
             BatchError: there is no batch, or none that counts.
-            ModelError: `model` has another structure.
-            InputError: the states of an object can't be merged.
+            ModelError: `model` has another structure; for objects, the model's output does not have
+                one row for each example.
+            InputError: there are objects, and the trainer has an objective.
         """
         self._session.refuse_here("evaluate")
         self._agreement.compare("evaluate", model)
@@ -692,10 +739,12 @@ class Trainer(Habits):
 
         Raises:
             Exception: the error of a step in flight; it and those after it were not taken.
+            ClosedError: a step failed within its update.
         """
         self._session.refuse_fork()
         self._pipeline.finish()
         self._reporter.tell()
+        self._update.refuse_half_step()
 
     @hides_own_frames
     def fingerprint(self, version: int = 1) -> str:
@@ -733,6 +782,7 @@ class Trainer(Habits):
         Raises:
             SaveError: the checkpoint can't be written; earlier ones are unchanged.
             ModelError: the optimizer holds parameters that no longer belong to the model.
+            ClosedError: a step failed within its update.
         """
         self._session.refuse_fork()
         return self._saver.save(Path(folder), self.scheduler, keep, background=background)
@@ -748,6 +798,7 @@ class Trainer(Habits):
 
     @classmethod
     @hides_own_frames
+    @torch.inference_mode(False)
     def load(
         cls,
         folder: str | Path,
@@ -871,9 +922,9 @@ class Trainer(Habits):
                 refuse_wanted_gradient(batch)
                 break
         if not {*map(type, batch)} <= _TENSORS:
-            batch = nest(batch, experiment.batch_dim)
+            batch = self._nesting(batch)
         if self._max_in_flight > 1:
-            batch = nest(in_own_memory(batch), experiment.batch_dim)
+            batch = self._nesting(in_own_memory(batch))
         position = self._progress.position
         cut = group.cut(batch, experiment.shards, position.steps_done)
         return Step.of(

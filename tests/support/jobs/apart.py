@@ -73,6 +73,8 @@ def ended(kind):
         torch.set_flush_denormal(RANK == 1)
     if kind == "precision":
         torch.set_float32_matmul_precision("medium" if RANK == 1 else "highest")
+    if kind == "newer precision":
+        torch.backends.mkldnn.fp32_precision = "bf16" if RANK == 1 else "none"
     if kind == "dtype":
         torch.set_default_dtype(torch.float64 if RANK == 1 else torch.float32)
     threads = 1 + RANK if kind == "threads" else 1
@@ -100,6 +102,8 @@ def ended(kind):
     finally:
         torch.set_flush_denormal(False)
         torch.set_default_dtype(torch.float32)
+        torch.backends.mkldnn.fp32_precision = "none"
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
         torch.set_float32_matmul_precision("highest")
     return {
         "error": error,

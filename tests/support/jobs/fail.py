@@ -1,5 +1,6 @@
 """A script one of whose processes does what the argument says in step 3; what the others see."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -27,6 +28,18 @@ def fail(_):
 
 def die(_):
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Failing(torch.optim.SGD):
+    """Fails, when it is told to, behind the update of the parameters."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step()
+        if self.fails:
+            self.fails = False
+            fail(self)
 
 
 LATE = {"raise in backward": fail, "die in backward": die}
@@ -65,7 +78,7 @@ def main():
         gradient_reduce.SharedMemoryReducer = gradient_reduce.NetworkReducer
     options = {"batch_norm": "sync"} if kind == "sync" else {}
     model = build("convolution", seed=rank if kind == "other model" else 0)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = Failing(model.parameters(), lr=0.1)
     if kind != "nothing":  # then this process is alone
         meet()
     began = time.monotonic()
@@ -85,6 +98,11 @@ def main():
                 next(iter(trainer.epoch(Loader(TensorDataset(X, torch.zeros(64).long()), 32))))
             for step, batch in enumerate(make_batches([32] * 6)):
                 own = trouble(kind, model, batch) if (rank, step) == (1, 3) else batch
+                if kind == "optimizer" and (rank, step) == (1, 3):
+                    optimizer.fails = True
+                    with contextlib.suppress(RuntimeError):  # and goes on as if nothing was
+                        trainer.step(*own)
+                    continue
                 trainer.step(*own)
                 if kind == "cut cable" and step == 3:
                     (out / "cut").touch()

@@ -24,6 +24,7 @@ import evenstep
 import loading
 from evenstep.errors import EvenstepError
 
+KINDS = {**loading.KINDS, **loading.OWN}
 RANK = int(os.environ.get("RANK", "0"))
 
 
@@ -62,13 +63,13 @@ def trained(kind, out):
     first = evenstep.Trainer(*parts(), shards=4, **options)
     with first:
         for _ in range(2):
-            for batch in first.epoch(loading.KINDS[kind]()):
+            for batch in first.epoch(KINDS[kind]()):
                 first.step(*loading.arguments_of(batch))
                 if first.steps_done == 15:
                     first.save(out / kind)
                     break
     torch.manual_seed(RANK + 1)  # processes that differ in what must not matter
-    loader = loading.KINDS[kind]()
+    loader = KINDS[kind]()
     resumed = evenstep.Trainer.load(out / kind, *parts(), **options)
     train(resumed, loader)
     dataset = getattr(loader, "dataset", None)
@@ -83,7 +84,37 @@ class Short(loading.Generated):
         return iter(batches[: 5 - RANK])
 
 
+class Listed(loading.Quiet):
+    """Files in the order in which a machine lists them: in rank 1 it is another one."""
+
+    def __getitem__(self, index):
+        return super().__getitem__((index + 7 * RANK) % len(self))
+
+
+class Changed(loading.Quiet):
+    """In rank 1 the files have other contents."""
+
+    def __getitem__(self, index):
+        X, y = super().__getitem__(index)
+        return X * (1 + RANK), y
+
+
+class Odd(loading.Quiet):
+    """Draws from a generator that nobody can seed."""
+
+    def __getitem__(self, index):
+        X, y = super().__getitem__(index)
+        return X + int.from_bytes(os.urandom(1), "big") / 256, y
+
+
 APART = {
+    "listed": lambda: DataLoader(Listed(), 4, shuffle=True),
+    "listed, workers": lambda: DataLoader(Listed(), 4, shuffle=True, num_workers=2),
+    "listed, collate_fn": lambda: DataLoader(Listed(), 4, collate_fn=loading.masked),
+    "listed, own": lambda: evenstep.data.Loader(Listed(), 4),
+    "changed": lambda: DataLoader(Changed(), 4, shuffle=True),
+    "changed, own": lambda: evenstep.data.Loader(Changed(), 4, workers=2),
+    "odd": lambda: DataLoader(Odd(), 4, shuffle=True),
     "unseeded": lambda: DataLoader(loading.plain(), 4, sampler=loading.Unseeded()),
     "another length": lambda: loading.KINDS["list"]()[RANK:],
     "another kind": lambda: loading.KINDS["stream" if RANK else "list"](),

@@ -34,7 +34,9 @@ class Job:
     examples: int  # batch size over all processes and devices
     workers: int = 1  # number of processes (DDP, Accelerate, Fabric) or devices (evenstep)
     threads: int = 1  # intra-op threads per process; for evenstep per device
-    memory_format: Any = "contiguous"  # "contiguous" or "channels_last"; for evenstep also "auto"
+    memory_format: Any = (
+        "contiguous"  # "contiguous" or "channels_last"; for evenstep also "preserve"
+    )
     precision: Any = "fp32"  # "fp32" or "bf16"; evenstep only
     shards: int = 8  # number of shards V; evenstep only
     max_in_flight: int = 1  # number of steps in flight; evenstep only

@@ -120,8 +120,8 @@ class ExperimentOptions(OptionTable):
         "fp32", "bf16 computes under autocast; part of the experiment.", group=_ARITHMETIC
     )
     memory_format: MemoryFormat = _in_checkpoint(
-        "auto",
-        "Memory format of images; auto chooses by the model and the kind of device.",
+        "preserve",
+        "Memory format of images; preserve leaves them as they are.",
         group=_ARITHMETIC,
     )
     threads: int = _in_checkpoint(

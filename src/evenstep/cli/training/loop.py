@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator
 
@@ -21,7 +22,7 @@ from evenstep.cli.training.setup import train_batches
 from evenstep.cli.training.stop import StopRequest
 from evenstep.data import Loader
 from evenstep.distributed import was_launched
-from evenstep.errors import NonFiniteLossError, SaveError
+from evenstep.errors import ClosedError, NonFiniteLossError, SaveError
 from evenstep.models.registry import blamed_on_model
 from evenstep.training.trainer import Trainer
 
@@ -74,7 +75,8 @@ def train_and_test(training: Training, console: Console) -> TrainRecord:
         except SaveError:
             raise
         except BaseException:
-            saver.save()
+            with contextlib.suppress(ClosedError):  # between two steps: the error says so
+                saver.save()
             raise
         return _record(training, progress, accuracy)
 

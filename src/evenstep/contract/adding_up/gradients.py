@@ -123,24 +123,34 @@ def gradients_of(replica: Replica, total: torch.Tensor, divisor: int) -> Gradien
 
 
 def refuse_other_sum(
-    replica: Replica, together: Gradients, apart: Sequence[Gradients], tolerance: float
+    replica: Replica,
+    together: Gradients,
+    apart: Sequence[Gradients],
+    tolerance: float,
+    *,
+    loss: float,
 ) -> None:
     """Refuse gradients of some shards together that differ from the sum of those apart.
 
     Each parameter's gradient is judged by its length: rounding may change single elements much. It
-    may also be zero but for rounding, so the others' elements count as well.
+    may also be zero but for rounding, so the others' elements count as well. All may be zero but
+    for rounding, too (a model that is compared with itself): then they are so small that parameters
+    of twice their size would change the loss by less than its rounding.
 
     Args:
         replica: the model.
         together: its gradients for the examples of all these shards.
         apart: its gradients for each shard.
         tolerance: the relative difference that a sum of losses may have.
+        loss: what `together` are the gradients of.
 
     Raises:
         ContractError: names the parameter that differs most.
     """
     names = [name for name, one in replica.module.named_parameters() if one.requires_grad]
     noise = tolerance * max(map(_typical_size, together))
+    size = math.hypot(*(_length(one.detach()) for one in replica.parameters))
+    least = tolerance * abs(loss) / max(size, 1e-30)
     worst, worst_name = 1.0, ""
     for name, whole, *parts in zip(names, together, *apart, strict=True):
         signed = [(whole, -1), *((part, 1) for part in parts)]
@@ -151,7 +161,7 @@ def refuse_other_sum(
             every = [(one.to_dense() if one.is_sparse else one, sign) for one, sign in every]
         difference = _length(functools.reduce(torch.add, [one * sign for one, sign in every]))
         allowed = min(_MOST, _LARGER * tolerance) * sum(_length(one) for one, _ in every)
-        allowed += noise * every[0][0].numel() ** 0.5
+        allowed += noise * every[0][0].numel() ** 0.5 + least
         if difference > worst * allowed:
             worst, worst_name = difference / allowed, name
     if worst_name:

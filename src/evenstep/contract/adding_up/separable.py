@@ -22,6 +22,7 @@ from evenstep.engine.task import is_device_failure
 from evenstep.errors import ContractError, EvenstepError, text_of
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica
+from evenstep.replicas.buffer_rules import switches_of_observers
 from evenstep.shard.evaluation import evaluation_mode
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.lockstep import shard_here
@@ -100,13 +101,14 @@ def judge_separability(
             for two in itertools.pairwise(neighbours.shards):
                 learns = compares_gradients and not found
                 batch, examples = neighbours.take(two)
-                together = compute(batch, examples, learns=learns)
-                apart: Sequence[Loss] = _computed_apart(
-                    functools.partial(compute, learns=learns), neighbours, two, known
-                )
+                computed = functools.partial(compute, learns=learns)
+                together = _computed_together(computed, batch, examples, neighbours, two)
+                apart: Sequence[Loss] = _computed_apart(computed, neighbours, two, known)
                 found.append((together, apart, examples))
                 if not known:  # shards that gather may number their rows from the first shard on
                     break
+    except _OneAtATimeError:
+        raise
     except Exception as error:  # the model may not be made for evaluation mode
         if is_device_failure(error):
             raise
@@ -119,8 +121,39 @@ def judge_separability(
             raise ContractError(_explain(together, apart, examples))
         gradients = [one.gradients for one in apart if one.gradients is not None]
         if together.gradients is not None and len(gradients) == len(apart):
-            refuse_other_sum(replica, together.gradients, gradients, tolerance)
+            loss = together.total / work.divisor
+            refuse_other_sum(replica, together.gradients, gradients, tolerance, loss=loss)
     return ""
+
+
+class _OneAtATimeError(ContractError):
+    """Each of two examples gives a loss alone, but not both together."""
+
+
+def _computed_together(
+    compute: Callable[[Batch, int], Loss],
+    batch: Batch,
+    examples: int,
+    neighbours: Neighbours,
+    shards: Sequence[int],
+) -> Loss:
+    """Compute two shards as one batch.
+
+    Raises:
+        _OneAtATimeError: they are of one example each, which works alone only.
+    """
+    try:
+        return compute(batch, examples)
+    except (RuntimeError, IndexError) as error:
+        if is_device_failure(error) or examples > len(shards):
+            raise
+        _computed_apart(compute, neighbours, shards, {})  # raises if they don't work alone, either
+        raise _OneAtATimeError(
+            f"each of two examples gives a loss alone, but both together raise "
+            f"{type(error).__name__}: {text_of(error)}. If a tensor that every shard needs whole, "
+            f"such as class weights, was cut like examples, give it as evenstep.shared(tensor). If "
+            f"the code takes one example at a time: Trainer(separable=False)"
+        ) from error
 
 
 def _refuse_scaled_by_frequency(module: nn.Module) -> None:
@@ -139,8 +172,15 @@ def _refuse_scaled_by_frequency(module: nn.Module) -> None:
 def _fixed_statistics(replica: Replica) -> Iterator[None]:
     """Inside `with`, batch normalisation without running statistics has fixed ones.
 
-    Otherwise it would normalise by those of the shard in evaluation mode too.
+    Otherwise it would normalise by those of the shard in evaluation mode too. Layers that quantise
+    by the range of the shard have the range at the opening of the step.
     """
+    switches, opening = switches_of_observers(replica.module), replica.opening
+    if switches:
+        pairs = zip(replica.buffer_names, opening, strict=True)
+        replica.opening = [
+            torch.zeros_like(one) if name in switches else one for name, one in pairs
+        ]
     layers = [
         module
         for module in replica.module.modules()
@@ -153,6 +193,7 @@ def _fixed_statistics(replica: Replica) -> Iterator[None]:
     try:
         yield
     finally:
+        replica.opening = opening
         for layer in layers:
             layer.running_mean = layer.running_var = None
 

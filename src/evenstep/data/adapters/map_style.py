@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -22,7 +21,8 @@ from torch.utils.data import (
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
-from evenstep.data.adapters.fetching import Collate, Examples, Start, Wanted
+from evenstep.data.digests import digest_of_index
+from evenstep.data.fetching import Collate, Examples, Start, Wanted, digest_of_examples
 from evenstep.data.generators import order_of, samplers_in
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.errors import CheckpointError, InputError
@@ -90,7 +90,8 @@ class MapStyle:
         self._samplers = samplers_of(loader)
         self._feed = _Feed()
         self._fetcher: DataLoader[Any] | None = None
-        self._is_repeatable = False
+        self._is_repeatable = False  # its order
+        self._is_compared = False  # its first batch
         self._digests: dict[int, int] = {}
         self._wanted: Iterator[Wanted] = iter(())
         self._first = 0
@@ -116,16 +117,31 @@ class MapStyle:
         size = batches.batch_size
         return size if batches.drop_last else examples % size or min(size, examples) or None
 
-    def facts(self, cursor: Cursor) -> dict[str, object]:
-        """Return what the batches depend on, to compare it between processes."""
+    def data(self) -> dict[str, object]:
+        """Return what the batches of every epoch depend on, besides the data set's contents."""
         length = getattr(self.loader.dataset, "__len__", None)
-        self._refuse_unseeded_order(cursor.epoch)
-        first = [*itertools.islice(self._order(cursor.epoch), _FIRST)]
         return {
+            "the kind of loader": "map-style",
             "the data set": type(self.loader.dataset).__name__,
             "its examples": length() if length else None,
-            "a digest of the order of its first batches": digest_of_index(first),
         }
+
+    def digest_of_examples(self) -> int | None:
+        """Return a checksum of the first examples of epoch 0; None if there are none.
+
+        They are fetched twice, by one worker process if the loader has some.
+        """
+        self._refuse_unseeded_order(0)
+        first = [*itertools.islice(self._order(0), 1)]
+        if not first:
+            return None
+        return digest_of_examples(self._examples(compares=True), first[0], **self._workers(1))
+
+    def facts(self, cursor: Cursor) -> dict[str, object]:
+        """Return what the batches of an epoch depend on besides."""
+        self._refuse_unseeded_order(cursor.epoch)
+        first = [*itertools.islice(self._order(cursor.epoch), _FIRST)]
+        return {"a digest of the order of its first batches": digest_of_index(first)}
 
     def open(self, cursor: Cursor, saved: LoaderPlace | None) -> str:
         """Go to a batch of an epoch; return how, in words. The batches before are not fetched.
@@ -239,7 +255,9 @@ class MapStyle:
         self._feed.wanted = wanted
         batches: Any = iter(fetcher)
         try:
-            yield from batches
+            for batch in batches:
+                self._is_compared = True
+                yield batch
         finally:
             if fetcher.num_workers and not fetcher.persistent_workers:
                 # Its `__del__` does this too, but not while a traceback holds it.
@@ -247,29 +265,42 @@ class MapStyle:
 
     def _new_fetcher(self) -> DataLoader[Any]:
         """Return a loader like the user's that fetches what `_feed` says."""
-        loader = self.loader
-        workers: dict[str, Any] = {}
-        if loader.num_workers:
-            ahead = MOST_FETCHED_FIRST // min(loader.num_workers, MOST_FETCHED_FIRST)
-            workers = {
-                "num_workers": min(loader.num_workers, MOST_FETCHED_FIRST),
-                "prefetch_factor": max(1, min(loader.prefetch_factor or 2, ahead)),
-                "worker_init_fn": Start(loader.worker_init_fn),
-                "multiprocessing_context": loader.multiprocessing_context,
-                "persistent_workers": loader.persistent_workers,
-                "timeout": loader.timeout,
-            }
-        is_batched = loader.batch_sampler is not None
+        loader, workers = self.loader, self._workers(MOST_FETCHED_FIRST)
+        if workers:
+            ahead = MOST_FETCHED_FIRST // workers["num_workers"]
+            workers["prefetch_factor"] = max(1, min(loader.prefetch_factor or 2, ahead))
+            workers["persistent_workers"] = loader.persistent_workers
         seed = derive_seed("workers", self._seed)
         collate: Any = Collate(loader.collate_fn, self._seed)
         return DataLoader(
-            Examples(loader.dataset, self._seed, is_batched),
+            self._examples(compares=not self._is_compared),
             batch_sampler=self._feed,
             collate_fn=collate,
             pin_memory=loader.pin_memory,
             generator=torch.Generator().manual_seed(seed),  # else it draws from the default one
             **workers,
         )
+
+    def _examples(self, *, compares: bool) -> Examples:
+        return Examples(
+            self.loader.dataset,
+            self._seed,
+            is_batched=self.loader.batch_sampler is not None,
+            by_index=False,
+            compares=compares,
+        )
+
+    def _workers(self, most: int) -> dict[str, Any]:
+        """Return the arguments of a loader with at most so many of the user's worker processes."""
+        loader = self.loader
+        if not loader.num_workers:
+            return {}
+        return {
+            "num_workers": min(loader.num_workers, most),
+            "worker_init_fn": Start(loader.worker_init_fn),
+            "multiprocessing_context": loader.multiprocessing_context,
+            "timeout": loader.timeout,
+        }
 
 
 class _Feed:
@@ -280,17 +311,6 @@ class _Feed:
 
     def __iter__(self) -> Iterator[Any]:
         return self.wanted
-
-
-def digest_of_index(index: Any, before: int = 0) -> int:
-    """Return a checksum of what a sampler gave, after what has the checksum `before`."""
-    return zlib.crc32(repr(_as_lists(index)).encode(), before)
-
-
-def _as_lists(index: Any) -> Any:
-    if isinstance(index, list | tuple):
-        return [*map(_as_lists, index)]
-    return index.tolist() if hasattr(index, "tolist") else index
 
 
 def _has_state(part: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -13,15 +14,20 @@ from torch.utils.data.distributed import DistributedSampler
 
 from evenstep.batch import Batch, Part
 from evenstep.data.adapters.map_style import MapStyle, is_map_style, samplers_of
+from evenstep.data.adapters.own import Own
 from evenstep.data.adapters.streams import Stream
 from evenstep.data.loader import Loader, PartOf
 from evenstep.data.order import Cursor, LoaderPlace
+from evenstep.devices.facts import differences, listed, refuse_to_resume
 from evenstep.errors import InputError, shown
 
 logger = logging.getLogger("evenstep")
 
 Batches: TypeAlias = Iterable[Batch]
 """What `Trainer.epoch` takes: a loader of evenstep, of torch, or any iterable of batches."""
+
+EXAMPLES = "a digest of some examples"
+"""The fact that tells data sets of one length apart."""
 
 _MOST_KNOWN = 8  # loaders of a training that are remembered, the last ones
 _SLOW_S = 5.0  # to resume: worth a warning
@@ -75,13 +81,14 @@ class Held:
 
 
 class Adapted:
-    """A loader that is not evenstep's.
+    """A loader of a training.
 
     Args:
         loader: any iterable of batches.
         seed: the seed of the training.
         locked: whether steps may be in flight while a batch is drawn.
-        held: what a checkpoint has of the place in an epoch, until it is used.
+        held: what a checkpoint has of the place in an epoch, until it is used; None for a loader
+            whose place no checkpoint has.
     """
 
     def __init__(
@@ -90,17 +97,21 @@ class Adapted:
         seed: int,
         *,
         locked: bool,
-        held: Held,
+        held: Held | None,
     ) -> None:
         self.loader = loader
-        self._held = held
-        self._inner: MapStyle | Stream = (
-            MapStyle(loader, seed)
-            if isinstance(loader, DataLoader) and is_map_style(loader)
-            else Stream(loader, seed, locked=locked)
-        )
+        self._is_kept = held is not None
+        self._held = held or Held()
+        self._inner: Own | MapStyle | Stream
+        if isinstance(loader, Loader):
+            self._inner = Own(loader)
+        elif isinstance(loader, DataLoader) and is_map_style(loader):
+            self._inner = MapStyle(loader, seed)
+        else:
+            self._inner = Stream(loader, seed, locked=locked)
         self.fetches_parts = self._inner.fetches_parts
         self.whole_because = self._inner.whole_because
+        self._found: dict[str, object] | None = None
         self._epoch = 0
         self._step = 0  # batches of the epoch that were drawn
         self._length: int | None = None  # of the last epoch that ended
@@ -122,9 +133,15 @@ class Adapted:
 
     def facts(self, cursor: Cursor) -> dict[str, object]:
         """Return what must be the same in all processes before an epoch."""
-        return {"the loader": self.name, "its length": _length(self.loader)} | self._inner.facts(
-            cursor
-        )
+        named = {"the loader": self.name, "its length": _length(self.loader)}
+        return {**named, **self._data(), **self._inner.facts(cursor)}
+
+    def _data(self) -> dict[str, object]:
+        """Return what the batches of every epoch depend on; find it out once."""
+        if self._found is None:
+            digest = self._inner.digest_of_examples() if self._is_kept else None
+            self._found = {**self._inner.data(), EXAMPLES: digest}
+        return self._found
 
     def facts_at_end(self) -> dict[str, object]:
         """Return what must be the same in all processes after an epoch."""
@@ -140,10 +157,13 @@ class Adapted:
             InputError: there are none, or fewer than `cursor.step`, or they are not repeatable.
         """
         self._epoch, self._step = cursor.epoch, 0
+        saved = self._held.at(cursor)
+        if self._is_kept:
+            self._compare(cursor, {} if saved is None else saved.facts)
         began_s = time.perf_counter()
-        how = self._inner.open(cursor, self._held.at(cursor))
+        how = self._inner.open(cursor, saved)
         self._held.saved = None
-        if cursor.step:
+        if cursor.step and how:
             self._say_resumed(cursor, how, time.perf_counter() - began_s)
         self._step = cursor.step
         for batch in self._inner.batches(part):
@@ -165,11 +185,28 @@ class Adapted:
             step=cursor.step,
             digest=digest,
             snapshot=snapshot,
+            facts=self._data(),
         )
 
     def close(self) -> None:
         """End what was kept from epoch to epoch."""
         self._inner.close()
+
+    def _compare(self, cursor: Cursor, saved: Mapping[str, object]) -> None:
+        """Refuse other data than the checkpoint's in the middle of an epoch; else say so.
+
+        Raises:
+            CheckpointError: names what differs.
+        """
+        then, now = {"data": saved}, {"data": self._data()}
+        if cursor.step:
+            refuse_to_resume(then, now)
+        elif different := [*differences(then, now)]:
+            logger.warning(
+                "epoch %d begins with other data than the checkpoint's: %s",
+                cursor.epoch,
+                listed(different),
+            )
 
     def _say_resumed(self, cursor: Cursor, how: str, took_s: float) -> None:
         level = logging.WARNING if took_s > _SLOW_S else logging.INFO
@@ -210,14 +247,14 @@ class Sources:
     Args:
         seed: the seed of the training.
         locked: whether steps may be in flight while a batch is drawn.
-
+        are_kept: whether checkpoints have the places in them.
     """
 
-    def __init__(self, seed: int, *, locked: bool) -> None:
+    def __init__(self, seed: int, *, locked: bool, are_kept: bool = True) -> None:
         self._seed = seed
         self._locked = locked
         self._known: list[Adapted] = []
-        self._held = Held()
+        self._held = Held() if are_kept else None
 
     def of(self, loader: Batches) -> Source:
         """Return the source of a loader, the same one in every epoch.
@@ -225,8 +262,6 @@ class Sources:
         Raises:
             InputError: it is not an iterable of batches, or cut for several processes already.
         """
-        if isinstance(loader, Loader):
-            return loader
         known = next((one for one in self._known if one.loader is loader), None)
         if known is None:
             _check(loader)
@@ -238,12 +273,22 @@ class Sources:
             self._known.pop(0).close()
         return known
 
-    def restore(self, saved: LoaderPlace | None) -> None:
-        """Resume where `saved_at` was called, once the loader is given."""
+    def restore(self, saved: LoaderPlace | None, *, rounds: bool) -> None:
+        """Resume where `saved_at` was called, once the loader is given.
+
+        Args:
+            saved: what was returned there.
+            rounds: whether numbers are rounded differently here: examples too, if computed.
+        """
+        assert self._held is not None
+        if saved is not None and rounds:
+            facts = {name: value for name, value in saved.facts.items() if name != EXAMPLES}
+            saved = dataclasses.replace(saved, facts=facts)
         self._held.saved = saved
 
     def saved_at(self, cursor: Cursor) -> LoaderPlace | None:
         """Return what a checkpoint must hold of the loader that was drawn from last."""
+        assert self._held is not None
         held = self._held.at(cursor)
         if held is not None:  # nothing was drawn since the training was resumed
             return held

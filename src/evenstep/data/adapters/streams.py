@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import copy
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-import optree
-import torch
 from torch.utils.data import DataLoader
 
 from evenstep.batch import Batch, Part
 from evenstep.batch.rng import derive_seed
 from evenstep.data.adapters.map_style import is_torchdatas, samplers_of
+from evenstep.data.digests import digest_of
 from evenstep.data.generators import Lent, generators_of, tell_epoch
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.errors import CheckpointError, InputError, text_of
@@ -72,10 +70,19 @@ class Stream:
                 f"order in which worker processes finish: leave it out"
             )
 
-    def facts(self, cursor: Cursor) -> dict[str, object]:
-        """Return what the batches depend on, to compare it between processes."""
+    def data(self) -> dict[str, object]:
+        """Return what the batches of every epoch depend on."""
         dataset = getattr(self._loader, "dataset", None)
-        return {} if dataset is None else {"the data set": type(dataset).__name__}
+        named = {} if dataset is None else {"the data set": type(dataset).__name__}
+        return {"the kind of loader": "a stream", **named}
+
+    def digest_of_examples(self) -> int | None:
+        """Return None: a stream can't be asked for examples."""
+        return None
+
+    def facts(self, cursor: Cursor) -> dict[str, object]:
+        """Return what the batches of an epoch depend on besides: nothing that is known."""
+        return {}
 
     def digest_before(self, step: int) -> int | None:
         """Return a checksum of the epoch's first batch; None if it was not drawn here."""
@@ -263,33 +270,25 @@ class Stream:
             self.draws_in = None
 
 
-def digest_of(batch: Batch) -> int:
-    """Return a checksum of a batch: of its nesting, its tensors, and its plain values."""
-    leaves, structure = optree.tree_flatten(batch, none_is_leaf=True)
-    digest = zlib.crc32(str(structure).encode())
-    for leaf in leaves:
-        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
-            plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-            digest = zlib.crc32(f"{leaf.dtype} {tuple(leaf.shape)}".encode(), digest)
-            digest = zlib.crc32(plain.view(torch.uint8).numpy().data, digest)
-        else:
-            is_plain = isinstance(leaf, str | int | float | bool | None)
-            digest = zlib.crc32((repr(leaf) if is_plain else type(leaf).__name__).encode(), digest)
-    return digest
-
-
 def _has_exact_state(loader: Any) -> bool:
     """Whether a loader goes on exactly from its own state.
 
     Not if worker processes draw its batches: their generators are not in the state. Nor if Hugging
-    Face's streams shuffle: their buffers are not in it.
+    Face's streams shuffle: their buffers are not in it. Nor torchdata's loader if its data set has
+    no state: a state that it gives after a resume counts the batches before the resume twice.
     """
     if isinstance(loader, DataLoader) and loader.num_workers:
         return False
-    has_state = all(callable(getattr(loader, n, None)) for n in ("state_dict", "load_state_dict"))
-    return has_state and not any(
+    if is_torchdatas(loader) and not has_own_state(loader.dataset):
+        return False
+    return has_own_state(loader) and not any(
         map(_has_shuffle_buffer, (loader, getattr(loader, "dataset", None)))
     )
+
+
+def has_own_state(part: object) -> bool:
+    """Return whether an object can save its place and load it."""
+    return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:

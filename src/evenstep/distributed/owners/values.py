@@ -72,7 +72,7 @@ def streamed(
                     transport.receive(value, owner).wait()
             yield value if rank in readers else None
     except PeerError as error:
-        raise peers.explained(error, exchange) from error
+        raise peers.explained(error, exchange) from None
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -215,16 +215,20 @@ class IndependentExecutor:
         measure: Measure,
         metrics: Mapping[str, Metric],
         seed: Callable[[int], int],
-        with_states: Sequence[str] = (),
+        outputs: str,
     ) -> list[dict[str, Any]]:
         """Return each metric's (total, count) of all shards, in their order.
 
-        Of the metrics named in `with_states`, return the states instead.
+        Args:
+            cut: the batch.
+            measure: calls the metrics.
+            metrics: by name.
+            seed: returns the seed of a shard's random numbers.
+            outputs: the metric that returns tensors instead, if there is one of this name.
         """
         compute = functools.partial(measure_shard, measure=measure, metrics=metrics)
         own = self._evaluate(cut, compute, seed)
-        names = [name for name in metrics if name not in with_states]
-        return interruptible(self.group.measured_of_all, own, names, with_states)
+        return interruptible(self.group.measured_of_all, own, [*metrics], outputs)
 
     def predict(self, cut: Cut, forward: Forward, seed: Callable[[int], int]) -> list[Batch]:
         """Return the outputs of all shards, in their order."""

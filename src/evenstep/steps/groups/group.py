@@ -88,14 +88,15 @@ class Group:
         return function()
 
     def measured_of_all(
-        self, own: Sequence[Mapping[str, Any]], names: Sequence[str], with_states: Sequence[str]
+        self, own: Sequence[Mapping[str, Any]], names: Sequence[str], outputs: str
     ) -> list[dict[str, Any]]:
         """Return the metrics of all shards from those of this process's shards.
 
         Args:
             own: for each shard, what its metrics returned.
-            names: the metrics that returned (total, count).
-            with_states: those that returned states.
+            names: the metrics.
+            outputs: the one that returned tensors, if there is one of this name; the others
+                returned (total, count).
         """
         return [{**shard} for shard in own]
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
-import torch
-
-from evenstep.devices import Device, arithmetic_facts, known_results
 from evenstep.devices.discovery import WITHIN_ROUNDING
+from evenstep.devices.facts import KINDS, Facts
 from evenstep.distributed import (
     Exchange,
     LauncherWatch,
-    Peers,
-    agree,
     differences,
     join,
+    listed,
     show_reported_errors_in_one_line,
     was_launched,
 )
@@ -27,7 +24,6 @@ from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.linked import LinkedGroup
 from evenstep.steps.reducer import ProcessReducer
 
-FINGERPRINT = "the fingerprint of model and optimizer"
 OPEN = "the `with` that opens the trainer"
 
 
@@ -36,7 +32,7 @@ def joined(
     replicas: Replicas,
     experiment: Experiment,
     timeout_s: float,
-    facts: Callable[[], Mapping[str, object]],
+    facts: Callable[[], Facts],
     own_speed: Callable[[], float],
     in_flight: int,
     *,
@@ -49,7 +45,7 @@ def joined(
         replicas: the replicas of the model in this process.
         experiment: the choices that the result depends on.
         timeout_s: the most seconds that any wait for another process may take.
-        facts: returns what must be the same everywhere, by name.
+        facts: returns what the processes compare.
         own_speed: returns how many shards a second this process computes; 0 while unknown.
         in_flight: how many steps may be submitted and not finished.
         allow_rounding: whether the processes may round differently.
@@ -65,18 +61,8 @@ def joined(
         return
     show_reported_errors_in_one_line()
     with peers.status_board, LauncherWatch(), contextlib.closing(peers.transport):
-        devices = [replica.device for replica in replicas.all]
-        different = _other_rounding(peers, devices, experiment.autocast_dtype)
-        if different and not allow_rounding:
-            raise InputError(
-                f"the processes would round differently: {different}. Use the same processors, "
-                f"libraries and settings for all, or give allow_rounding=True: then "
-                f"{WITHIN_ROUNDING}"
-            )
-        same = dict(facts())
-        if different:
-            del same[FINGERPRINT]  # states are equal within rounding
-        agree(peers, same, "what is trained", OPEN)
+        exchange = Exchange(OPEN, "what it trains, and how it rounds")
+        different = _judged(differences(peers, facts(), exchange), allow_rounding=allow_rounding)
         own = json.dumps([len(replicas.all), replicas.on_cpus]).encode()
         named = peers.gather(own, Exchange(OPEN, "its number of devices"))
         counts, on_cpus = zip(*map(json.loads, named), strict=True)
@@ -85,13 +71,26 @@ def joined(
             yield LinkedGroup(reducer, experiment.shards, experiment.batch_dim, different)
 
 
-def _other_rounding(peers: Peers, devices: Sequence[Device], dtype: torch.dtype | None) -> str:
+def _judged(different: dict[str, list[str]], *, allow_rounding: bool) -> str:
     """Return what makes the processes round differently, in words; empty if nothing does.
 
-    Known computations are compared if all else is equal.
+    Raises:
+        InputError: they would train different things, or round differently without leave.
     """
-    facts = Exchange(OPEN, "its processor, libraries and settings")
-    results = Exchange(OPEN, "the results of known computations")
-    return differences(peers, arithmetic_facts(devices), facts) or differences(
-        peers, known_results(devices, dtype), results
-    )
+
+    def those(verdict: str) -> list[str]:
+        kinds = [kind for kind in different if KINDS[kind].between == verdict]
+        return [text for kind in kinds for text in different[kind]]
+
+    rounding = ""
+    if rounds := those("rounds"):
+        different.pop("values", None)  # states are equal within rounding
+        rounding = listed([*different.get("instructions", ()), *rounds])
+    if rounding and not allow_rounding:
+        raise InputError(
+            f"the processes would round differently: {rounding}. Use the same processors, "
+            f"libraries and settings for all, or give allow_rounding=True: then {WITHIN_ROUNDING}"
+        )
+    if refused := those("refused"):
+        raise InputError(f"the processes disagree about what is trained: {listed(refused)}")
+    return rounding

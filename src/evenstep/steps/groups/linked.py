@@ -16,7 +16,7 @@ from evenstep.batch.cut import Cut
 from evenstep.batch.own_shards import Shards, cut_own_shards, only
 from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.data import Cursor
-from evenstep.data.adapters.sources import Source
+from evenstep.data.adapters.sources import EXAMPLES, Source
 from evenstep.distributed import Exchange, agree, follow_the_first, refuse_divergence
 from evenstep.distributed.step_report import NO_DIGEST, batch_digest, refuse_other_batches
 from evenstep.errors import SaveError, text_of
@@ -71,8 +71,10 @@ class LinkedGroup(Group):
         A part is fixed when it is fetched, some batches ahead of the steps with worker processes.
         Otherwise the whole batches are yielded.
         """
-        place = {"the next batch": [cursor.epoch, cursor.step]}
-        agree(self._peers, {**source.facts(cursor), **place}, "the data", call)
+        facts = {**source.facts(cursor), "the next batch": [cursor.epoch, cursor.step]}
+        if self.differences:
+            facts.pop(EXAMPLES, None)  # if they are computed, they are rounded differently, too
+        agree(self._peers, facts, "the data", call)
         if whole or not source.fetches_parts:
             yield from self._whole_batches(source, cursor, is_wanted=whole)
             return
@@ -149,22 +151,23 @@ class LinkedGroup(Group):
         return Path(answer["path"])
 
     def measured_of_all(
-        self, own: Sequence[Mapping[str, Any]], names: Sequence[str], with_states: Sequence[str]
+        self, own: Sequence[Mapping[str, Any]], names: Sequence[str], outputs: str
     ) -> list[dict[str, Any]]:
         """Return the metrics of all shards from those of this process's shards."""
-        pairs = [[shard[name] for name in names] for shard in own]
+        counted = [name for name in names if name != outputs]
+        pairs = [[shard[name] for name in counted] for shard in own]
         numbers = [[[float(total), float(count)] for total, count in row] for row in pairs]
-        values = torch.tensor(numbers, dtype=torch.float64).reshape(len(own), len(names), 2)
+        values = torch.tensor(numbers, dtype=torch.float64).reshape(len(own), len(counted), 2)
         exchange = Exchange("evaluate", "the metrics of a batch")
         messages = self._peers.gather(save({"pairs": values}), exchange)
         rows = [row for message in messages for row in load(message)["pairs"].tolist()]
         measured = [
-            {name: tuple(pair) for name, pair in zip(names, row, strict=True)} for row in rows
+            {name: tuple(pair) for name, pair in zip(counted, row, strict=True)} for row in rows
         ]
-        if with_states:
-            states = [{name: shard[name] for name in with_states} for shard in own]
-            sent = self.outputs_of_all(states, "evaluate")
-            measured = [{**one, **more} for one, more in zip(measured, sent, strict=True)]
+        if outputs in names:
+            sent = self.outputs_of_all([shard[outputs] for shard in own], "evaluate")
+            for one, more in zip(measured, sent, strict=True):
+                one[outputs] = more
         return measured
 
     def outputs_of_all(self, own: Sequence[Batch], call: str = "predict") -> list[Batch]:

@@ -23,7 +23,7 @@ from evenstep.errors import ClosedError, InputError, ModelError
 from evenstep.replicas import Replicas, refuse_coupled
 from evenstep.steps.groups.group import Group
 from evenstep.steps.owners.devices import DeviceOwners
-from evenstep.steps.owners.reducer import OwnerReducer, deal_parameters, refuse_half_step
+from evenstep.steps.owners.reducer import OwnerReducer, deal_parameters
 from evenstep.steps.owners.update import OwnedProxyUpdate, OwnedUpdate
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.reducer import loose_parameters
@@ -93,16 +93,6 @@ class Partition:
         """Whether other processes hold a part of the optimizer's state now."""
         return self._owners is not None
 
-    def refuse_half_step(self) -> None:
-        """Refuse to use or save a training state that lies between two steps.
-
-        Raises:
-            ClosedError: an error came between the updates of two owners.
-        """
-        refuse_half_step(self._update.half_step)
-        if self._owners is not None:
-            self._owners.refuse_half_step()
-
     def refuse_again(self) -> None:
         """Refuse to open a trainer whose processes have split the state before.
 
@@ -120,11 +110,7 @@ class Partition:
     def split(self, group: Group) -> Iterator[None]:
         """Inside `with`, let each of several processes keep the state of its own parameters."""
         if not isinstance(group.reducer, OwnerReducer):
-            before = self._optimizer.register_state_dict_pre_hook(lambda _: self.refuse_half_step())
-            try:
-                yield
-            finally:
-                before.remove()
+            yield
             return
         owners, optimizer = group.reducer, self._optimizer
         if self._check_loaded is not None and self._loaded != owners.owner_of:
@@ -162,7 +148,7 @@ class Partition:
 
     def fingerprint(self, version: int = 1) -> str:
         """Return the fingerprint of the whole training state; each process must call this."""
-        self.refuse_half_step()
+        self._update.refuse_half_step()
         if self._owners is None:
             if self._was_split:
                 _refuse_part(self._optimizer)
@@ -216,7 +202,7 @@ class Partition:
     def _wait(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._reads_own:
             self._pipeline.finish()
-            self.refuse_half_step()
+            self._update.refuse_half_step()
 
     def _whole(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]

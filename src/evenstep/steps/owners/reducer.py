@@ -12,7 +12,7 @@ from evenstep.distributed import Exchange
 from evenstep.distributed.gradient_reduce import BUCKET_BYTES
 from evenstep.distributed.owners.reduce import ReducerToOwners
 from evenstep.distributed.owners.space import OwnerSpace
-from evenstep.errors import ClosedError, ContractError, PeerError, text_of
+from evenstep.errors import ContractError, PeerError, text_of
 from evenstep.shard.gradients import GradientStream
 from evenstep.shard.partial_sum import Add
 from evenstep.steps.reducer import ProcessReducer
@@ -29,26 +29,14 @@ class OwnerReducer(ProcessReducer):
 
     Attributes:
         owner_of: the rank of each parameter's owner.
-        half_step: the number of a step that some owners have taken and others not; None so far.
     """
-
-    half_step: int | None = None
 
     def begin(self, attempt: Attempt, add: Add, *, may_stream: bool) -> GradientStream | None:
         """Give an attempt its tree; return what takes gradients during backward passes, if any."""
-        self.refuse_half_step()
         if self._in_flight == 1:  # otherwise an update may still need them
             for parameter in self._home.parameters:
                 parameter.grad = None
         return super().begin(attempt, add, may_stream=may_stream)
-
-    def refuse_half_step(self) -> None:
-        """Refuse to use or save a training state that lies between two steps.
-
-        Raises:
-            ClosedError: an error came between the updates of two owners.
-        """
-        refuse_half_step(self.half_step)
 
     def _lay_out(self) -> None:
         """Assign the parameters to the processes."""
@@ -117,15 +105,6 @@ class OwnerReducer(ProcessReducer):
         except PeerError as error:
             exchange = Exchange("step", "the new parameters", step)
             raise self.peers.explained(error, exchange) from error
-
-
-def refuse_half_step(number: int | None) -> None:
-    """Refuse a training state that lies between two steps; `number` is the step's, or None."""
-    if number is not None:
-        raise ClosedError(
-            f"step {number} failed after some owners had updated their parameters, so the training "
-            f"state is between two steps: load the last checkpoint"
-        )
 
 
 def deal_parameters(parameters: Iterable[torch.Tensor], owners: int) -> list[int]:

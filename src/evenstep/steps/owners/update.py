@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,12 +18,13 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from evenstep.errors import PeerError
 from evenstep.shard.forward_backward import Leaf
-from evenstep.shard.partial_sum import PartialSum
+from evenstep.shard.partial_sum import PartialSum, Tensors
+from evenstep.steps.failures import refuse_other_norm
+from evenstep.steps.in_flight.proxy_update import ProxyUpdate
 from evenstep.steps.owners.devices import DeviceOwners
-from evenstep.steps.owners.reducer import READY, UPDATED, OwnerReducer, refuse_half_step
-from evenstep.steps.proxy_update import ProxyUpdate
+from evenstep.steps.owners.reducer import READY, UPDATED, OwnerReducer
 from evenstep.steps.step import Step
-from evenstep.steps.update import Update, refuse_other_norm
+from evenstep.steps.update import Update
 
 
 class OwnedUpdate(Update):
@@ -33,15 +34,11 @@ class OwnedUpdate(Update):
         owners: brings gradients to their owners, and new values from them; None while the process
             trains alone: then it owns everything.
         devices: updates on all devices of this process, side by side; None to update on one.
-        half_step: the number of a step in which the optimizer failed on one of these devices, when
-            others may have updated their parameters; None so far.
     """
 
     owners: OwnerReducer | None = None
     devices: DeviceOwners | None = None
-    half_step: int | None = None
     _meetings: Sequence[str] = ()
-    _is_half = False
 
     def __call__(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
         """Settle the loss and update the model; called in a lane.
@@ -57,16 +54,7 @@ class OwnedUpdate(Update):
             if self._meetings:
                 with contextlib.suppress(PeerError):  # this error came first
                     self._meet(step, failure=error)
-            if self._is_half and self.owners is not None:
-                self.owners.half_step = step.number
-            elif self._is_half:
-                self.half_step = step.number
             raise
-
-    def follow_user(self) -> None:
-        """Follow what the user did; refuse to begin from half a step."""
-        refuse_half_step(self.half_step)
-        super().follow_user()
 
     def _ready(self, step: Step, count: float, root: PartialSum) -> None:
         super()._ready(step, count, root)
@@ -80,6 +68,13 @@ class OwnedUpdate(Update):
             self.owners.spread(step.number, root.present)
         self._is_half = False
 
+    def _step(self) -> None:
+        if self.devices is None:
+            super()._step()
+        else:
+            self._is_half = self._is_stepping = True
+            self.devices.step(self._optimizer.step)
+
     def update_copies(self) -> None:
         """Copy the updated parameters to every memory that holds copies of them; in a lane."""
         if self.devices is None:
@@ -87,18 +82,21 @@ class OwnedUpdate(Update):
         else:
             self.devices.update_copies()
 
-    def _divide(self, root: PartialSum, count: float) -> None:
+    def _divide(self, step: Step, root: PartialSum, count: float) -> None:
         if self.devices is not None:
             self.devices.divide(root.gradients, count)
             count = 1
-        super()._divide(root, count)
+        super()._divide(step, root, count)
 
-    def _step(self, *closure: Callable[[], float]) -> None:
-        if self.devices is None:
-            super()._step(*closure)
-        else:
-            self._is_half = True
-            self.devices.step(super()._step)
+    def _add_own(self, own: Tensors, root: PartialSum) -> None:
+        if self.owners is not None:
+            root.present = [
+                is_present or one is not None
+                for is_present, one in zip(root.present, own, strict=True)
+            ]
+            pairs = zip(own, self.owners.owner_of, strict=True)
+            own = [one if owner == self.owners.rank else None for one, owner in pairs]
+        super()._add_own(own, root)
 
     def _clip(self, step: Step, holders: Sequence[Any]) -> None:
         """Scale the gradients to the largest norm of all processes' gradients together."""

@@ -12,8 +12,9 @@ from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
-from evenstep.batch.nesting import nest
+from evenstep.batch.nesting import Nesting
 from evenstep.batch.rng import derive_seed
+from evenstep.data.adapters.sources import Sources
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
@@ -27,7 +28,12 @@ from evenstep.shard.evaluation import (
 from evenstep.steps.executors import IndependentExecutor
 from evenstep.steps.step import Progress, SeedOf
 from evenstep.steps.update import sum_floats
-from evenstep.training.evaluation.metric_objects import split_metrics
+from evenstep.training.evaluation.metric_objects import (
+    COLLECTED,
+    MetricObjects,
+    collect,
+    split_metrics,
+)
 from evenstep.training.evaluation.other_model import OtherValues
 
 _TENSOR = {torch.Tensor}
@@ -61,6 +67,7 @@ class Evaluator:
         self._progress = progress
         self._values = values
         self._open_flight = open_flight
+        self._nesting = Nesting(executor.experiment.batch_dim)
 
     def evaluate(
         self,
@@ -70,23 +77,27 @@ class Evaluator:
         other: nn.Module | None,
     ) -> dict[str, Any]:
         """Return each metric over all `batches` (see `Trainer.evaluate`)."""
-        functions, objects = split_metrics(metrics, self._measure)
+        functions, given = split_metrics(metrics, self._measure)
+        experiment = self._executor.experiment
+        threads, no_shard = self._executor.engine.devices[0].threads, experiment.shards
+        objects = MetricObjects(given, threads, experiment.batch_dim)
+        of_shards: dict[str, Any] = {**functions, COLLECTED: collect} if given else functions
         sums, counted = dict.fromkeys(functions, (0.0, 0.0)), False
         with self._evaluating(batches, other):
             for cut, seed in self._cuts(batches, "evaluate"):
-                both: dict[str, Any] = {**functions, **objects}
-                shards = self._executor.measure(cut, self._measure, both, seed, [*objects])
+                shards = self._executor.measure(cut, self._measure, of_shards, seed, COLLECTED)
                 counted = True
                 for name, (total, count) in sums.items():
                     more_total = sum_floats([shard[name][0] for shard in shards])
                     more_count = sum_floats([shard[name][1] for shard in shards])
                     sums[name] = (total + more_total, count + more_count)
-                for name, one in objects.items():
-                    one.add([shard[name] for shard in shards])
+                if given:
+                    objects.update([one[COLLECTED] for one in shards], cut, seed(no_shard))
         if not counted or any(count == 0 for _, count in sums.values()):
             raise BatchError("evaluate counted no examples: give at least one batch")
         means = {name: total / count for name, (total, count) in sums.items()}
-        return {name: means[name] if name in means else objects[name].compute() for name in metrics}
+        found = means | objects.compute(derive_seed("metrics", experiment.seed))
+        return {name: found[name] for name in metrics}
 
     def predict(
         self,
@@ -123,10 +134,11 @@ class Evaluator:
         executor, experiment = self._executor, self._executor.experiment
         steps_done = self._progress.position.steps_done
         if isinstance(batches, Loader):
-            batches = executor.group.batches(batches, Cursor(), lambda: steps_done, call)
+            source = Sources(experiment.seed, locked=False, are_kept=False).of(batches)
+            batches = executor.group.batches(source, Cursor(), lambda: steps_done, call)
         for number, batch in enumerate(_each(batches)):
             whole = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
-            arguments = nest(whole, experiment.batch_dim)
+            arguments = self._nesting(whole)
             interruptible(executor.group.refuse_other_batches, arguments, call, number)
             cut = executor.group.cut(arguments, experiment.shards, steps_done)
             self._open_flight()

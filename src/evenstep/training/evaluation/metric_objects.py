@@ -1,44 +1,37 @@
-"""Metrics that keep their own state, such as those of torchmetrics, computed shard by shard.
+"""Metrics that keep their own state, such as those of torchmetrics, updated with whole batches.
 
-Each shard updates a fresh copy. Its states are merged in the order of the shards, as `reduce_fx` of
-each state says, so the result does not depend on which device, or process, has computed a shard.
+What an update gives may depend on all its examples: torchmetrics takes numbers for logits if any of
+an update lies outside [0, 1]. So the shards only compute outputs. Joined in their order, these
+update each object once for a batch, as in a plain loop, on the CPU of every process.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import optree
 import torch
 
-from evenstep.collectives import tree_sum
-from evenstep.errors import InputError, ModelError, shown
-from evenstep.shard.evaluation import Metric, measure_output
+from evenstep.batch import Batch
+from evenstep.batch.cut import Cut, dim_of
+from evenstep.batch.rng import ShardRandomness
+from evenstep.devices import intra_op_threads
+from evenstep.engine.interrupts import interruptible
+from evenstep.errors import InputError, ModelError, add_note, shown
+from evenstep.shard.evaluation import Metric, dim_of_rows, measure_output
+from evenstep.shard.loss import split_batch
 
-State: TypeAlias = "torch.Tensor | list[torch.Tensor]"
-States: TypeAlias = "dict[str, State]"
+COLLECTED = "\0outputs"
+"""The name of `collect` among the metrics of a shard, which no metric of a user has."""
 
-_REDUCTIONS = {
-    "dim_zero_sum": "sum",
-    "dim_zero_mean": "mean",
-    "dim_zero_max": "max",
-    "dim_zero_min": "min",
-    "dim_zero_cat": "cat",
-}
-_PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "mean": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-}
-_HOLDS_NUMBERS = (int, float, complex, list, dict, set, torch.Tensor)
+_USE_FUNCTIONS = "use functions, metric(output, *targets) -> (total, count), instead of objects"
 
 
 def split_metrics(
     metrics: Mapping[str, Any], measure: Callable[..., Any]
-) -> tuple[dict[str, Metric], dict[str, MetricObject]]:
+) -> tuple[dict[str, Metric], dict[str, Any]]:
     """Return the metrics that are functions, and those that are objects with states.
 
     Args:
@@ -46,8 +39,8 @@ def split_metrics(
         measure: what calls them for a shard.
 
     Raises:
-        InputError: there is no dict of functions and objects, an object's states can't be merged,
-            or the trainer has an objective.
+        InputError: there is no dict of functions and objects, or there are objects, and the trainer
+            has an objective.
     """
     if isinstance(metrics, type) or not hasattr(metrics, "items"):
         raise InputError(
@@ -55,7 +48,7 @@ def split_metrics(
             f'{{"accuracy": evenstep.metrics.accuracy}}'
         )
     functions: dict[str, Metric] = {}
-    objects: dict[str, MetricObject] = {}
+    objects: dict[str, Any] = {}
     for name, metric in metrics.items():
         if not callable(metric) or isinstance(metric, type):
             raise InputError(
@@ -70,140 +63,121 @@ def split_metrics(
                 f"the trainer has an objective: use trainer.predict, and update it with the result"
             )
         else:
-            objects[name] = MetricObject(name, metric)
+            objects[name] = metric
     return functions, objects
 
 
-class MetricObject:
-    """Updates copies of a metric with the outputs of shards, and merges their states.
-
-    Args:
-        name: its name in `evaluate`.
-        metric: the user's object, which stays as it is.
+def collect(output: Any, *targets: Any) -> dict[str, Any]:
+    """Return a shard's output and targets on the CPU; called in a lane, like a metric.
 
     Raises:
-        InputError: its states can't be merged.
+        ModelError: the output holds something else than tensors.
+    """
+    for leaf in optree.tree_leaves(output):
+        if not isinstance(leaf, torch.Tensor):
+            raise ModelError(
+                f"the model returned a {type(leaf).__name__}, but metric objects are updated with "
+                f"the outputs of a whole batch, which are tensors with a row for each example: "
+                f"{_USE_FUNCTIONS}"
+            )
+    own = optree.tree_map(lambda leaf: leaf.to("cpu", copy=True), output)  # may be a model's buffer
+    on_cpu: Batch = optree.tree_map(torch.Tensor.cpu, targets)  # type: ignore[arg-type]
+    return {"output": own, "targets": on_cpu}
+
+
+class MetricObjects:
+    """Copies of metrics, each updated once with every batch.
+
+    Args:
+        metrics: the user's objects by name, which stay as they are.
+        threads: the number of intra-op threads that they compute with, part of the experiment.
+        batch_dim: the dimension that the examples lie along, of tensors that have it.
     """
 
-    def __init__(self, name: str, metric: Any) -> None:
-        self._name = name
-        self._kind = type(metric).__name__
-        inner = [one for one in metric.modules() if one is not metric and _has_states(one)]
-        if inner or not metric._reductions:
-            found = f"wraps {type(inner[0]).__name__}" if inner else "has no states of its own"
-            raise self._refused(f"{found}: give metrics without a wrapper")
-        self._reductions = {
-            state: self._reduction_of(state, metric._defaults[state], reduce_fx)
-            for state, reduce_fx in metric._reductions.items()
-        }
-        self._template = metric.clone()
-        self._template.reset()
-        self._copies: list[Any] = []
-        self._lock = threading.Lock()
-        self._merged: States = {}
-        self._count = 0
+    def __init__(self, metrics: Mapping[str, Any], threads: int, batch_dim: int) -> None:
+        self._copies = {name: _alone(metric.clone()) for name, metric in metrics.items()}
+        self._threads = threads
+        self._batch_dim = batch_dim
 
-    def __call__(self, output: Any, *targets: Any) -> States:
-        """Return the states after an update with one shard's output; called in a lane."""
-        copy = self._copy()
-        before = _plain(copy)
-        device = next(iter(optree.tree_leaves(output))).device
-        if copy.device != device:
-            copy.to(device)
-        copy.update(output, *targets)
-        self._refuse_hidden(before, _plain(copy))
-        states = {name: _home(getattr(copy, name)) for name in self._reductions}
-        self._copies.append(copy)
-        return states
+    def update(self, shards: Sequence[Mapping[str, Any]], cut: Cut, seed: int) -> None:
+        """Update every object with a batch.
 
-    def add(self, shards: Sequence[States]) -> None:
-        """Merge the states of a batch's shards, in their order, with those of earlier batches."""
-        for name, reduction in self._reductions.items():
-            values = [states[name] for states in shards]
-            if name in self._merged:
-                values = [self._merged[name], *values]
-            self._merged[name] = self._merge(name, reduction, values)
-        self._count += len(shards)
+        Args:
+            shards: what `collect` returned for each shard, in order.
+            cut: the batch. Micro-batches of the user's own update an object one by one.
+            seed: of what the objects draw.
 
-    def compute(self) -> Any:
-        """Return the metric of everything that was added: a number if it is one."""
-        final = self._copies[0] if self._copies else self._template
-        final.to("cpu")
-        for name, reduction in self._reductions.items():
-            value = self._merged[name]
-            if reduction == "mean":
-                assert isinstance(value, torch.Tensor)
-                value = value / self._count
-            setattr(final, name, value)
-        result = type(final).compute(final)  # without a sum over processes
-        is_number = isinstance(result, torch.Tensor) and result.numel() == 1
-        return float(result) if is_number else result
+        Raises:
+            ModelError: an output does not have one row for each example.
+        """
+        updates = [self._joined(shards, cut)] if cut.can_join else shards
+        with self._computing(seed):
+            for one in updates:
+                for name, metric in self._copies.items():
+                    with _noted(f'in the metric "{name}", updated with the whole batch'):
+                        interruptible(metric.update, one["output"], *one["targets"])
 
-    def _merge(self, name: str, reduction: str, values: Sequence[Any]) -> State:
-        if reduction == "cat":
-            parts = [part for one in values for part in (one if isinstance(one, list) else [one])]
-            return (
-                parts if isinstance(values[0], list) else torch.cat([*map(torch.atleast_1d, parts)])
-            )
-        shapes = {tuple(value.shape) for value in values}
-        if len(shapes) > 1:
-            found = " and ".join(map(str, sorted(shapes)))
-            raise ModelError(
-                f'the state "{name}" of the metric "{self._name}" has the shapes {found} after '
-                f"different shards, which can't be merged: let it have one shape"
-            )
-        merged = tree_sum([*values], _PAIRWISE[reduction])
-        assert isinstance(merged, torch.Tensor)
-        return merged
+    def compute(self, seed: int) -> dict[str, Any]:
+        """Return each metric of everything that it was updated with: a number if it is one."""
+        with self._computing(seed):
+            return {name: _computed(name, metric) for name, metric in self._copies.items()}
 
-    def _copy(self) -> Any:
-        """Return a copy that was not updated: a new one, or that of an earlier shard."""
-        with self._lock:
-            copy = self._copies.pop() if self._copies else self._template.clone()
-        copy.reset()
-        return copy
+    def _joined(self, shards: Sequence[Mapping[str, Any]], cut: Cut) -> Mapping[str, Any]:
+        sizes = [hi - lo for lo, hi in cut.bounds[: cut.filled]]
+        dims = [*dict.fromkeys((self._batch_dim, 0))]
 
-    def _reduction_of(self, state: str, default: Any, reduce_fx: Any) -> str:
-        own = getattr(reduce_fx, "__module__", "") == "torchmetrics.utilities.data"
-        name = _REDUCTIONS.get(getattr(reduce_fx, "__name__", "")) if own else None
-        if isinstance(default, list) and (reduce_fx is None or name == "cat"):
-            return "cat"
-        if name is None or isinstance(default, list):
-            raise self._refused(
-                f'its state "{state}" has dist_reduce_fx={reduce_fx!r}: "sum", "mean", "max", '
-                f'"min" or "cat" is needed; use trainer.predict, and update it with the result'
-            )
-        return name
+        def rows(*parts: torch.Tensor) -> torch.Tensor:
+            with _noted(f"metric objects are updated with whole batches: {_USE_FUNCTIONS}"):
+                dim = dim_of_rows(parts, sizes, dims, "the output", _USE_FUNCTIONS)
+            return torch.cat(parts, dim)
 
-    def _refuse_hidden(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Refuse a metric that counts in attributes that are no states."""
-        for name, value in after.items():
-            old = before.get(name)
-            if name in self._reductions or not isinstance(value, _HOLDS_NUMBERS):
-                continue
-            if old is not value and (isinstance(value, torch.Tensor) or old != value):
-                raise self._refused(
-                    f"its update writes the attribute {name}: let it be a state (add_state)"
-                )
+        def cut_again(is_shared: bool, *parts: torch.Tensor) -> torch.Tensor:
+            return parts[0] if is_shared else torch.cat(parts, dim_of(parts[0], self._batch_dim))
 
-    def _refused(self, why: str) -> InputError:
-        return InputError(
-            f'the metric "{self._name}" of type {self._kind} can\'t be merged over shards; {why}'
-        )
+        output = optree.tree_map(rows, *[one["output"] for one in shards])
+        flags: Batch = _shared_targets(cut)
+        targets = optree.tree_map(cut_again, flags, *[one["targets"] for one in shards])
+        return {"output": output, "targets": targets}
+
+    @contextlib.contextmanager
+    def _computing(self, seed: int) -> Iterator[None]:
+        """Inside `with`, the results don't depend on the process's threads or generators."""
+        with torch.no_grad(), intra_op_threads(self._threads), ShardRandomness(lambda: seed):
+            yield
+
+
+def _shared_targets(cut: Cut) -> tuple[Any, ...]:
+    """Return for each target, in its nesting, whether every shard has got it whole."""
+    flags = (number in cut.shared for number in range(cut.structure.num_leaves))
+    batch: Batch = cut.structure.unflatten(flags)
+    return tuple(split_batch(batch)[1])
 
 
 def _has_states(metric: object) -> bool:
-    needed = ("_reductions", "_defaults", "update", "compute", "clone", "reset", "modules")
+    needed = ("update", "compute", "clone", "reset", "modules")
     return not isinstance(metric, type) and all(hasattr(metric, name) for name in needed)
 
 
-def _plain(metric: Any) -> dict[str, Any]:
-    """Return the attributes of a metric that are not private."""
-    return {name: value for name, value in vars(metric).items() if not name.startswith("_")}
+def _alone(metric: Any) -> Any:
+    """Return a copy without updates, on the CPU, that adds up nothing over processes."""
+    metric.to("cpu").reset()
+    for one in metric.modules():
+        one.sync_on_compute = one._to_sync = False  # every process has all examples
+    return metric
 
 
-def _home(state: State) -> State:
-    """Return a state on the CPU, which no later update writes to."""
-    if isinstance(state, torch.Tensor):
-        return state.detach().cpu()
-    return [one.detach().cpu() for one in state]
+def _computed(name: str, metric: Any) -> Any:
+    with _noted(f'in the metric "{name}"'):
+        result = interruptible(metric.compute)
+    is_number = isinstance(result, torch.Tensor) and result.numel() == 1
+    return float(result) if is_number else result
+
+
+@contextlib.contextmanager
+def _noted(text: str) -> Iterator[None]:
+    """Inside `with`, add a note to an error."""
+    try:
+        yield
+    except Exception as error:
+        add_note(error, text)
+        raise

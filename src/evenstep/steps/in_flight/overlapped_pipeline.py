@@ -15,7 +15,7 @@ from evenstep.engine.task import PLAIN
 from evenstep.errors import InputError, PeerError
 from evenstep.shard.forward_backward import OuterModelError
 from evenstep.steps.pipeline import Pipeline
-from evenstep.steps.step import Attempt, Step
+from evenstep.steps.step import Attempt, Step, StepLoss
 
 LOOK_EVERY_S = 1.0
 """The seconds between two looks for a device that stands still."""
@@ -35,8 +35,17 @@ class OverlappedPipeline(Pipeline):
         self._any_lane = len(kinds) == 1 and devices[0].kind == "cpu"
         self._model = self._engine.Var(None, "the model")
 
+    def submit(self, step: Step) -> StepLoss:
+        """Begin a step; return a handle of its mean loss at once."""
+        if self.steps:
+            self._update.refuse_changed_outside()
+        self._update.note_outside()
+        return super().submit(step)
+
     def _start(self, step: Step) -> None:
         engine, executor, attempt = self._engine, self._executor, step.attempt
+        if self._overlap and not self.steps:
+            self._replicas.drop_gradients()
         executor.open(step)
         copies = self._copies(attempt) if self._overlap else []
         shards = self._shards(attempt, copies)
@@ -59,6 +68,7 @@ class OverlappedPipeline(Pipeline):
                 lane=engine.copy_lane(lane),
                 name=f"copy shards [{shards[0]},{shards[-1] + 1})",
                 category="copy",
+                modes=PLAIN,
                 story={"step": attempt.number},
                 quiet=True,
             )
@@ -125,11 +135,18 @@ class OverlappedPipeline(Pipeline):
         while not engine.wait_for(end, timeout_s=LOOK_EVERY_S):
             self._executor.lose_stuck(step.attempt)
         engine.give_up_device_of(end)
-        error = engine.failure_of(end)
+        error = engine.failure_of(end) or self._changed_outside()
         early = not step.attempt.committed or isinstance(error, PeerError)
         if self._overlap and early and not isinstance(error, OuterModelError | None):
             return self._written_meanwhile(error)
         return error
+
+    def _changed_outside(self) -> BaseException | None:
+        try:
+            self._update.refuse_changed_outside()
+        except InputError as changed:
+            return changed
+        return None
 
     def _written_meanwhile(self, error: BaseException) -> BaseException:
         """Return that the model was written to meanwhile, if that is why a shard failed."""
@@ -139,6 +156,11 @@ class OverlappedPipeline(Pipeline):
             written.__cause__ = error
             return written
         return error
+
+    def _close_oldest(self) -> None:
+        super()._close_oldest()
+        if not self.steps:
+            self._update.show_left()
 
     def _forget(self) -> None:
         self._model = self._engine.Var(None, "the model")  # the writer of the old one failed

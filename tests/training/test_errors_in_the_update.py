@@ -1,0 +1,355 @@
+"""An error in or after the update: the step is whole, or nothing, or the trainer refuses to go on.
+
+Compared with trainings that no error has disturbed. What is counted, and what is refused, depends
+on how far the update was when the error came.
+"""
+
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.errors import ClosedError
+from layouts import own
+from reference import assert_same_bits
+from trainers import state_of
+
+LAYOUTS = {
+    "one": {"devices": 1},
+    "two": {"devices": 2},
+    "own": {"devices": own(2)},
+    "in flight": {"devices": 2, "max_in_flight": 2},
+    "in flight, own": {"devices": own(2), "max_in_flight": 2},
+    "stages": {"devices": 2, "stages": {"0": 0, "2": 1}},
+}
+on_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+X, Y = torch.arange(48.0).reshape(16, 3) / 48, torch.arange(16) % 4
+REFUSED = "step 2 failed .* between two steps: load the last checkpoint"
+
+
+class Once:
+    """Raises an error once, when it is told to."""
+
+    def __init__(self):
+        self.is_due = False
+
+    def __call__(self, *_):
+        if self.is_due:
+            self.is_due = False
+            raise LookupError("bang")
+
+
+class PerParameter(torch.optim.Optimizer):
+    """Momentum as people write it by hand, one parameter after the other; past the counters too."""
+
+    def __init__(self, parameters, once, *, past_counters=False):
+        super().__init__(parameters, {"lr": 0.1})
+        self.once, self.past_counters = once, past_counters
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for number, one in enumerate(self.param_groups[0]["params"]):
+            if number == 3:
+                self.once()
+            state = self.state[one]
+            state["velocity"] = 0.9 * state.get("velocity", 0) + one.grad
+            target = one.data if self.past_counters else one
+            target.sub_(self.param_groups[0]["lr"] * state["velocity"])
+
+
+def adam(parameters, once):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 4))
+
+
+def open_trainer(layout, make=adam, *, once=None, prepare=None, **options):
+    model = network()
+    optimizer = make(model.parameters(), once or Once())
+    if prepare is not None:
+        prepare(optimizer)
+    given = {"shards": 4, **LAYOUTS[layout], **options}
+    return evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **given)
+
+
+def steps(trainer, number):
+    for _ in range(number):
+        trainer.step(X, Y)
+    trainer.waitall()
+
+
+def assert_refuses(trainer, folder):
+    metrics = {"right": evenstep.metrics.accuracy}
+    calls = {
+        "step": lambda: trainer.step(X, Y),
+        "backward": lambda: trainer.backward(X, Y),
+        "evaluate": lambda: trainer.evaluate([(X, Y)], metrics),
+        "predict": lambda: trainer.predict([X]),
+        "save": lambda: trainer.save(folder),
+        "save in the background": lambda: trainer.save(folder, background=True),
+        "fingerprint": trainer.fingerprint,
+        "waitall": trainer.waitall,
+        "state_dict": trainer.optimizer.state_dict,
+    }
+    for call in calls.values():
+        with pytest.raises(ClosedError, match=REFUSED):
+            call()
+
+
+def assert_half(trainer, once, folder):
+    """Train two steps, fail in the third, and resume from a checkpoint after the second."""
+    with trainer:
+        steps(trainer, 2)
+        trainer.save(folder)
+        once.is_due = True
+        with pytest.raises(LookupError, match="bang") as caught:
+            steps(trainer, 1)
+        assert any("load the last checkpoint" in note for note in caught.value.__notes__)
+        assert trainer.steps_done == 2
+        assert_refuses(trainer, folder)
+    assert [one.name for one in folder.iterdir()] == ["step-00000002"]
+    with trainer, pytest.raises(ClosedError, match=REFUSED):
+        trainer.step(X, Y)  # opened again
+
+
+def assert_whole(trainer, once, undisturbed):
+    with trainer, undisturbed:
+        steps(trainer, 2)
+        steps(undisturbed, 3)
+        once.is_due = True
+        with pytest.raises(LookupError, match="bang") as caught:
+            steps(trainer, 1)
+        assert any("step 2 was taken" in note for note in caught.value.__notes__)
+        assert trainer.steps_done == 3
+        assert_same_bits(state_of(trainer), state_of(undisturbed))
+        steps(trainer, 2)
+        steps(undisturbed, 2)
+        assert_same_bits(state_of(trainer), state_of(undisturbed))
+
+
+def assert_nothing(trainer, once, undisturbed):
+    with trainer, undisturbed:
+        steps(trainer, 2)
+        steps(undisturbed, 2)
+        once.is_due = True
+        with pytest.raises(LookupError, match="bang"):
+            steps(trainer, 1)
+        assert trainer.steps_done == 2
+        assert_same_bits(state_of(trainer), state_of(undisturbed))
+        steps(trainer, 2)
+        steps(undisturbed, 2)
+        assert_same_bits(state_of(trainer), state_of(undisturbed))
+
+
+@pytest.mark.parametrize("past_counters", [False, True])
+@on_layouts
+def test_an_optimizer_that_fails_at_its_fourth_parameter(layout, past_counters, tmp_path):
+    once = Once()
+
+    def make(parameters, once):
+        return PerParameter(parameters, once, past_counters=past_counters)
+
+    trainer = open_trainer(layout, make, once=once)
+    assert_half(trainer, once, tmp_path)
+    with open_trainer("one", make) as whole:
+        steps(whole, 3)
+        options = {**LAYOUTS[layout]}
+        model, optimizer, loss = trainer.model, trainer.optimizer, nn.CrossEntropyLoss()
+        with evenstep.Trainer.load(tmp_path, model, optimizer, loss, **options) as again:
+            steps(again, 1)
+            assert_same_bits(state_of(again), state_of(whole))
+
+
+def test_a_step_behind_the_failed_one_is_not_taken(tmp_path):
+    once = Once()
+    with open_trainer("in flight", PerParameter, once=once) as trainer:
+        steps(trainer, 2)
+        once.is_due = True
+        with pytest.raises(LookupError, match="bang"):
+            steps(trainer, 3)
+        assert trainer.steps_done == 2
+        assert_refuses(trainer, tmp_path)
+
+
+@pytest.mark.parametrize("when", ["before it is opened", "inside the with"])
+@on_layouts
+def test_a_hook_after_the_optimizer_s_step(layout, when):
+    once = Once()
+
+    def prepare(optimizer):
+        if when == "before it is opened":
+            optimizer.register_step_post_hook(once)
+
+    calls = []
+    trainer = open_trainer(layout, prepare=prepare, after_update=calls.append)
+    undisturbed = open_trainer(layout, after_update=lambda module: None)
+    trainer.open()
+    if when == "inside the with":
+        trainer.optimizer.register_step_post_hook(once)
+    trainer.close()
+    assert_whole(trainer, once, undisturbed)
+    assert len(calls) == 5  # it is called for the step that was taken, too
+
+
+@on_layouts
+def test_after_update(layout):
+    once = Once()
+    assert_whole(open_trainer(layout, after_update=once), once, open_trainer(layout))
+
+
+@pytest.mark.parametrize("place", ["before_update", "a hook before the optimizer's step"])
+@on_layouts
+def test_before_the_optimizer_s_step(layout, place):
+    once = Once()
+    if place == "before_update":
+        trainer = open_trainer(layout, before_update=once)
+    else:
+        trainer = open_trainer(layout, prepare=lambda one: one.register_step_pre_hook(once))
+    assert_nothing(trainer, once, open_trainer(layout))
+
+
+@pytest.mark.parametrize("place", ["before_update", "a hook before the optimizer's step"])
+@on_layouts
+def test_before_the_optimizer_s_step_when_parameters_were_written(layout, place, tmp_path):
+    once, model = Once(), []
+
+    def decay(*_):
+        with torch.no_grad():
+            for number, one in enumerate(model[0].parameters()):
+                if number == 3:
+                    once()
+                one.mul_(0.9)
+
+    if place == "before_update":
+        trainer = open_trainer(layout, before_update=decay)
+    else:
+        trainer = open_trainer(layout, prepare=lambda one: one.register_step_pre_hook(decay))
+    model.append(trainer.model)
+    assert_half(trainer, once, tmp_path)
+
+
+# ---- optimizers that call others, or that were wrapped
+
+
+class Decaying(torch.optim.SGD):
+    """Calls the hooks twice: torch wraps the step of the parent class, too."""
+
+    def __init__(self, parameters, once):
+        torch.optim.SGD(parameters := [*parameters], lr=0.1)  # which torch then hooks
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.once = once
+
+    def step(self, closure=None):
+        super().step()
+        with torch.no_grad():
+            for number, one in enumerate(self.param_groups[0]["params"]):
+                if number == 3:
+                    self.once()
+                one.mul_(0.99)
+
+
+class Wrapping(torch.optim.Optimizer):
+    """Moves the parameters on after another optimizer's step, as Lookahead does."""
+
+    def __init__(self, parameters, once):
+        self.inner = torch.optim.SGD([*parameters], lr=0.1)
+        self.param_groups, self.state, self.once = self.inner.param_groups, self.inner.state, once
+
+    def step(self, closure=None):
+        self.inner.step()
+        with torch.no_grad():
+            for number, one in enumerate(self.param_groups[0]["params"]):
+                if number == 3:
+                    self.once()
+                one.mul_(0.99)
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+
+def patched(parameters, once):
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    original = optimizer.step
+
+    def step(self, closure=None):
+        original()
+        once()
+        with torch.no_grad():
+            for one in self.param_groups[0]["params"]:
+                one.mul_(0.99)
+
+    optimizer.step = types.MethodType(step, optimizer)
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [Decaying, Wrapping, patched])
+def test_an_update_in_two_parts_that_fails_between_them(make, tmp_path):
+    once = Once()
+    assert_half(open_trainer("two", make, once=once), once, tmp_path)
+
+
+@on_layouts
+def test_a_hook_of_an_optimizer_whose_rate_a_scheduler_sets(layout):
+    """A scheduler replaces the optimizer's `step`."""
+    once = Once()
+
+    def prepare(optimizer):
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.register_step_post_hook(once)
+
+    def schedule(optimizer):
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    undisturbed = open_trainer(layout, prepare=schedule)
+    assert_whole(open_trainer(layout, prepare=prepare), once, undisturbed)
+
+
+def lbfgs(parameters, once):
+    return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
+
+
+@pytest.mark.parametrize("layout", ["one", "two", "own"])
+def test_lbfgs_is_rolled_back_or_counted(layout):
+    once = Once()
+    hooked = open_trainer(layout, lbfgs, prepare=lambda one: one.register_step_post_hook(once))
+    assert_nothing(hooked, once, open_trainer(layout, lbfgs))
+    assert_whole(open_trainer(layout, lbfgs, after_update=once), once, open_trainer(layout, lbfgs))
+
+
+# ---- after the step
+
+
+@pytest.mark.parametrize("layout", ["two", "in flight"])
+def test_a_callback(layout):
+    once = Once()
+
+    class Failing(evenstep.callbacks.Callback):
+        def on_step(self, record):
+            once()
+
+    assert_whole(open_trainer(layout, callbacks=[Failing()]), once, open_trainer(layout))
+
+
+def test_a_scheduler_that_fails_leaves_the_step_taken():
+    once = Once()
+
+    def rate(step):
+        once()
+        return 1.0
+
+    trainer = open_trainer("two")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(trainer.optimizer, rate)
+    with trainer, open_trainer("two") as undisturbed:
+        steps(trainer, 1)
+        steps(undisturbed, 1)
+        once.is_due = True
+        with pytest.raises(LookupError, match="bang"):
+            scheduler.step()
+        steps(trainer, 1)
+        steps(undisturbed, 1)
+        assert_same_bits(state_of(trainer), state_of(undisturbed))

@@ -1,0 +1,173 @@
+"""User code fails, at every place where it is called, in six ways: the error arrives as it is.
+
+Afterwards the step is taken as a whole, or not at all, or the trainer refuses to go on by name. A
+training in which the call is repeated has the bits of one that no error has disturbed.
+"""
+
+import threading
+import traceback
+
+import pytest
+import torch
+from torch.nn import CrossEntropyLoss
+
+from evenstep import Trainer
+from evenstep.errors import CheckpointError, ClosedError
+from reference import assert_same_bits
+from trainers import state_of
+from user_errors import KINDS, LAYOUTS, PLACES, Bang, Callback, State, X, Y, trainer_of
+
+ENDS = {(place, "StopIteration") for place in ("an iterator of batches", "predict's batches")}
+"""It is how an iterator says that it has no more batches."""
+
+EVERY = [
+    (place, kind, layout)
+    for place, one in PLACES.items()
+    for kind in KINDS
+    for layout in one.layouts
+    if (place, kind) not in ENDS
+]
+SAMPLE = [EVERY[number] for number in range(0, len(EVERY), 59)]
+TABLE = [(*case, 2 * (number // 3 % 2)) for number, case in enumerate(EVERY) if not number % 3]
+"""A third of the layouts for each place and kind, and of these half in the first call."""
+
+
+def steps(trainer, number):
+    for _ in range(number):
+        trainer.step(X, Y)
+    trainer.waitall()
+
+
+def fail(call, bang):
+    """Return the error that leaves `call`."""
+    bang.is_due = True
+    try:
+        call()
+    except BaseException as error:
+        return error
+    finally:
+        bang.is_due = False
+    raise AssertionError("nothing was raised")
+
+
+def assert_arrived(error, bang):
+    """It is the user's own error, with the traceback from the line that raised it."""
+    if bang.kind == "StopIteration" and isinstance(error, RuntimeError):
+        error = error.__cause__  # so Python itself lets it leave a generator
+    assert any(error is one for one in bang.raised), repr(type(error))
+    assert error.args == ("enough",)
+    assert traceback.extract_tb(error.__traceback__)[-1].name == "__call__"
+
+
+def same(one, other):
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+def check(name, kind, layout, folder, before):
+    """Fail behind `before` undisturbed calls, and go on.
+
+    In the first step the contract is checked: the error of a check is left to the step. Later it
+    comes once.
+    """
+    place, bang, quiet = PLACES[name], Bang(kind, once=before > 0), Bang(kind)
+    begun = threading.active_count()
+    with (
+        trainer_of(layout, **place.given(bang)) as trainer,
+        trainer_of(layout, **place.given(quiet)) as undisturbed,
+    ):
+        for _ in range(before):
+            place.call(trainer, bang, folder / "before")
+            place.call(undisturbed, quiet, folder / "undisturbed before")
+        opening = state_of(trainer), trainer.position
+        assert_arrived(fail(lambda: place.call(trainer, bang, folder / "saved"), bang), bang)
+        if place.leaves == "half":
+            with pytest.raises(ClosedError, match=f"step {opening[1].steps_done} failed"):
+                place.call(trainer, bang, folder / "saved")
+            return
+        if place.leaves == "nothing" and not hasattr(bang, "loader"):
+            trainer.waitall()
+            assert_same_bits(state_of(trainer), opening[0])
+            assert trainer.position == opening[1]
+            assert name == "on_save" or not [*folder.glob("saved/step-*")]
+        again = None
+        if place.leaves == "nothing":
+            again = place.call(trainer, bang, folder / "again")
+        expected = place.call(undisturbed, quiet, folder / "undisturbed")
+        assert again is None or same(again, expected)
+        assert trainer.position == undisturbed.position
+        assert_same_bits(state_of(trainer), state_of(undisturbed))
+        later = place.call(trainer, bang, folder / "later")
+        assert same(later, place.call(undisturbed, quiet, folder / "undisturbed later"))
+        assert_same_bits(state_of(trainer), state_of(undisturbed))
+    assert threading.active_count() == begun
+
+
+@pytest.mark.parametrize(("place", "kind", "layout"), SAMPLE)
+def test_some_errors_of_user_code(place, kind, layout, tmp_path):
+    check(place, kind, layout, tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("place", "kind", "layout", "before"), TABLE)
+def test_every_error_of_user_code(place, kind, layout, before, tmp_path):
+    check(place, kind, layout, tmp_path, before)
+
+
+# ---- a trainer that is opened, closed or loaded
+
+
+KINDS_AND_LAYOUTS = [*zip(KINDS, ["two", "in flight"] * 3, strict=True)]
+
+
+@pytest.mark.parametrize(("kind", "layout"), KINDS_AND_LAYOUTS)
+@pytest.mark.parametrize("method", ["open", "close"])
+def test_a_callback_that_fails_while_a_trainer_is_opened_or_closed(method, kind, layout):
+    """The trainer is closed afterwards, and can be opened again."""
+    bang, begun = Bang(kind), threading.active_count()
+    trainer = trainer_of(layout, callbacks=[Callback(bang, method)])
+    with trainer:
+        steps(trainer, 1)
+    if method == "open":
+        assert_arrived(fail(trainer.open, bang), bang)
+    else:
+        trainer.open()
+        steps(trainer, 1)
+        assert_arrived(fail(trainer.close, bang), bang)
+    assert threading.active_count() == begun
+    with pytest.raises(ClosedError):
+        trainer.step(X, Y)
+    with trainer, trainer_of(layout) as undisturbed:
+        steps(trainer, 1)
+        steps(undisturbed, trainer.steps_done)
+        assert_same_bits(state_of(trainer), state_of(undisturbed))
+
+
+@pytest.mark.parametrize(("kind", "layout"), KINDS_AND_LAYOUTS)
+@pytest.mark.parametrize("where", ["state", "model", "optimizer"])
+def test_what_fails_while_a_checkpoint_is_loaded_changes_nothing(where, kind, layout, tmp_path):
+    bang = Bang(kind)
+    with trainer_of(layout, state={"a": State(bang, "load_state_dict")}) as trainer:
+        steps(trainer, 2)
+        trainer.save(tmp_path)
+        expected = state_of(trainer)
+    model, optimizer = trainer.model, trainer.optimizer
+    with torch.no_grad():
+        for one in model.parameters():
+            one.mul_(2)
+    if where == "model":
+        model.register_load_state_dict_post_hook(bang)
+    elif where == "optimizer":
+        optimizer.register_load_state_dict_post_hook(bang)
+    before = state_of(trainer)
+
+    def load():
+        options = {**LAYOUTS[layout], "state": {"a": State(bang, "load_state_dict")}}
+        return Trainer.load(tmp_path, model, optimizer, CrossEntropyLoss(), **options)
+
+    error = fail(load, bang)
+    if isinstance(error, CheckpointError):  # it names the object that can't be loaded
+        error = error.__cause__
+    assert_arrived(error, bang)
+    assert_same_bits(state_of(trainer), before)
+    with load() as again:
+        assert_same_bits(state_of(again), expected)

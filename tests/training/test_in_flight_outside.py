@@ -1,0 +1,362 @@
+"""Numbers outside of the model that code in a step in flight reads, and hooks of its optimizer."""
+
+import functools
+import threading
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import evenstep
+from evenstep.errors import InputError
+from layouts import own
+from patience import wait
+from reference import assert_same_bits, whole_state
+from zoo import make_batches
+
+BETA = 0.5
+SETTINGS = {"beta": 0.5}
+DEVICES = [1, 2, own(2)]
+on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
+BATCHES = make_batches((24,) * 5)
+
+
+class Gate:
+    """Holds the shards of steps until it is opened, so that a change is there before they read."""
+
+    def __init__(self):
+        self._open = threading.Event()
+
+    def pass_through(self):
+        wait(self._open)
+
+    def open(self):
+        self._open.set()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(36, 5))
+
+
+def scaled(model, X, y, beta):
+    return F.cross_entropy(model(X) * beta, y)
+
+
+class Annealed(nn.Module):
+    def __init__(self, gate):
+        super().__init__()
+        self.gate, self.beta, self.calls = gate, 0.5, 0
+
+    def forward(self, output, y):
+        self.gate.pass_through()
+        self.calls += 1  # a note of its own
+        return F.cross_entropy(output * self.beta, y)
+
+
+def in_a_closure(gate):
+    beta = 0.5
+
+    def objective(model, X, y):
+        gate.pass_through()
+        return scaled(model, X, y, beta)
+
+    def change():
+        nonlocal beta
+        beta = 0.1
+
+    return {"objective": objective}, change
+
+
+def in_a_global(gate):
+    def objective(model, X, y):
+        gate.pass_through()
+        return scaled(model, X, y, BETA)
+
+    return {"objective": objective}, lambda: globals().update(BETA=BETA / 2)
+
+
+def in_a_function_that_it_calls(gate):
+    def inner():
+        return BETA
+
+    def objective(model, X, y):
+        gate.pass_through()
+        return scaled(model, X, y, inner())
+
+    return {"objective": objective}, lambda: globals().update(BETA=BETA / 2)
+
+
+def in_a_dict(gate):
+    def objective(model, X, y):
+        gate.pass_through()
+        return scaled(model, X, y, SETTINGS["beta"])
+
+    return {"objective": objective}, lambda: SETTINGS.update(beta=SETTINGS["beta"] / 2)
+
+
+def in_a_namespace(gate):
+    args = types.SimpleNamespace(beta=0.5)
+
+    def objective(model, X, y):
+        gate.pass_through()
+        return scaled(model, X, y, args.beta)
+
+    return {"objective": objective}, functools.partial(setattr, args, "beta", 0.1)
+
+
+def in_a_tensor(gate):
+    beta = torch.tensor(0.5)
+
+    def objective(model, X, y):
+        gate.pass_through()
+        return scaled(model, X, y, beta)
+
+    return {"objective": objective}, lambda: beta.fill_(0.1)
+
+
+def in_the_loss(gate):
+    loss = Annealed(gate)
+    return {"loss": loss}, functools.partial(setattr, loss, "beta", 0.1)
+
+
+def in_torchs_loss(gate):
+    class Held(nn.Sequential):
+        pass
+
+    loss = nn.CrossEntropyLoss()
+
+    def objective(model, X, y):
+        gate.pass_through()
+        return loss(model(X), y)
+
+    return {"objective": objective}, functools.partial(setattr, loss, "label_smoothing", 0.3)
+
+
+def in_an_object(gate):
+    class Vae:
+        beta = 0.5
+
+        def loss(self, model, X, y):
+            gate.pass_through()
+            return scaled(model, X, y, self.beta)
+
+    vae = Vae()
+    vae.beta = 0.5
+    return {"objective": vae.loss}, functools.partial(setattr, vae, "beta", 0.1)
+
+
+def in_before_update(gate):
+    most = 0.5
+
+    def before_update(model):
+        gate.pass_through()
+        nn.utils.clip_grad_norm_(model.parameters(), most)
+
+    def change():
+        nonlocal most
+        most = 0.1
+
+    return {"loss": nn.CrossEntropyLoss(), "before_update": before_update}, change
+
+
+PLACES = [
+    (in_a_closure, "beta"),
+    (in_a_global, "BETA"),
+    (in_a_function_that_it_calls, "BETA"),
+    (in_a_dict, "SETTINGS"),
+    (in_a_namespace, "args"),
+    (in_a_tensor, "beta"),
+    (in_the_loss, "beta"),
+    (in_torchs_loss, "label_smoothing"),
+    (in_an_object, "beta"),
+    (in_before_update, "most"),
+]
+
+
+def opened(options, devices, max_in_flight=2, **others):
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return evenstep.Trainer(
+        model,
+        optimizer,
+        devices=devices,
+        max_in_flight=max_in_flight,
+        check="off",
+        **options,
+        **others,
+    )
+
+
+@on_devices
+@pytest.mark.parametrize(("place", "name"), PLACES)
+@pytest.mark.parametrize("then", ["step", "waitall", "item"])
+def test_a_number_changed_with_a_step_in_flight_is_refused(devices, place, name, then):
+    """The step would read the new number, or the old one, as its timing would have it."""
+    gate = Gate()
+    options, change = place(gate)
+    with opened(options, devices) as trainer:
+        try:
+            loss = trainer.step(*BATCHES[0])
+            change()
+        finally:
+            gate.open()
+        call = {"step": lambda: trainer.step(*BATCHES[1]), "waitall": trainer.waitall}
+        with pytest.raises(InputError, match=rf"\b{name}\b(?s:.*)waitall"):
+            call.get(then, loss.item)()
+
+
+@on_devices
+@pytest.mark.parametrize(("place", "name"), PLACES)
+def test_between_two_steps_it_may_change(devices, place, name):
+    gate = Gate()
+    gate.open()
+    options, change = place(gate)
+    with opened(options, devices) as trainer:
+        for X, y in BATCHES:
+            trainer.step(X, y)
+            trainer.waitall()
+            change()
+
+
+@on_devices
+def test_what_the_message_proposes_gives_plain_torchs_result(devices):
+    """A number in the batch, or in an attribute of the model, is that of its own step."""
+
+    def given(model, X, y, beta):
+        return scaled(model, X, y, beta)
+
+    def held(model, X, y):
+        return scaled(model, X, y, model.beta)
+
+    betas, states = [0.5, 0.4, 0.3, 0.2, 0.1], []
+    for objective, max_in_flight in ((given, 2), (held, 2)):
+        with opened({"objective": objective}, devices, max_in_flight, shards=1) as trainer:
+            for beta, (X, y) in zip(betas, BATCHES, strict=True):
+                trainer.model.beta = beta
+                trainer.step(X, y, *([beta] if objective is given else []))
+            trainer.waitall()
+            states.append(whole_state(trainer.model, trainer.optimizer))
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for beta, (X, y) in zip(betas, BATCHES, strict=True):
+        optimizer.zero_grad()
+        scaled(model, X, y, beta).backward()
+        optimizer.step()
+    for state in states:
+        assert_same_bits(state, whole_state(model, optimizer))
+
+
+@on_devices
+def test_notes_that_the_code_itself_takes_are_no_change(devices):
+    """Counts and lists that shards or hooks write, while the user's thread reads them."""
+    calls, seen, stats, total = 0, [], {"calls": 0}, [0.0]
+
+    def objective(model, X, y):
+        nonlocal calls
+        calls += 1
+        seen.append(len(X))
+        stats["calls"] += 1
+        return F.cross_entropy(model(X), y)
+
+    def after_update(model):
+        total[0] += 1.0
+        stats.update(done=total[0])
+
+    with opened({"objective": objective}, devices, after_update=after_update) as trainer:
+        loss = None
+        for X, y in BATCHES:
+            loss = float(trainer.step(X, y)) if loss is None else trainer.step(X, y)
+        trainer.waitall()
+    assert len(seen) == calls
+    assert stats["done"] == len(BATCHES)
+
+
+class Custom(torch.optim.Optimizer):
+    """Reads its own settings, which a loop may change."""
+
+    def __init__(self, parameters, settings):
+        super().__init__(parameters, {})
+        self.settings = settings
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.sub_(one.grad, alpha=self.settings["rate"])
+        self.settings["steps"] += 1
+
+
+@on_devices
+def test_a_dict_of_the_optimizer_is_that_of_its_own_step(devices):
+    states = []
+    for max_in_flight in (1, 2):
+        gate, model, settings = Gate(), net(), {"rate": 0.1, "steps": 0}
+        optimizer = Custom(model.parameters(), settings)
+
+        def objective(model, X, y, gate=gate):
+            gate.pass_through()
+            return F.cross_entropy(model(X), y)
+
+        options = {"devices": devices, "max_in_flight": max_in_flight, "check": "off"}
+        with evenstep.Trainer(model, optimizer, objective=objective, **options) as trainer:
+            for number, (X, y) in enumerate(BATCHES):
+                if max_in_flight == 1:
+                    gate.open()
+                settings["rate"] = 0.1 / (number + 1)
+                trainer.step(X, y)
+                if number == 1:
+                    gate.open()
+            trainer.waitall()
+            assert optimizer.settings is settings
+            assert settings["steps"] == len(BATCHES)
+        states.append(whole_state(model, optimizer))
+    assert_same_bits(*states)
+
+
+# Hooks of the optimizer's step
+
+
+@on_devices
+@pytest.mark.parametrize("when", ["before", "later"])
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_a_hook_on_the_optimizers_step_is_refused_with_steps_in_flight(devices, when, kind):
+    """It would see no gradients in the model's parameters: clipping there would do nothing."""
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def clip(*given):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    register = getattr(optimizer, f"register_step_{kind}_hook")
+    if when == "before":
+        register(clip)
+    options = {"devices": devices, "max_in_flight": 2}
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        if when == "later":
+            trainer.step(*BATCHES[0])
+            register(clip)
+        with pytest.raises(InputError, match=rf"register_step_{kind}_hook(?s:.*)update="):
+            trainer.step(*BATCHES[1])
+        trainer.waitall()
+
+
+def test_a_hook_that_clips_is_the_plain_loops_with_one_step_at_a_time():
+    def clip(model, *given):
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+
+    model, expected = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(functools.partial(clip, model))
+    options = {"devices": 2, "shards": 1}
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        for X, y in BATCHES:
+            trainer.step(X, y)
+            plain.zero_grad()
+            F.cross_entropy(expected(X), y).backward()
+            clip(expected)
+            plain.step()
+    assert_same_bits(whole_state(model, optimizer), whole_state(expected, plain))
