@@ -53,7 +53,8 @@ def main_thread_is_in(*functions):
     for _ in range(1000):
         stack = os.pread(_STACKS, 1 << 16, 0).decode()
         if stack and stack == before:
-            return any(line.split()[-1] in functions for line in stack.splitlines())
+            ends = tuple(f" in {name}" for name in functions)
+            return any(line.endswith(ends) for line in stack.splitlines())
         before = stack
         threading.Event().wait(0.001)
     return False

@@ -1,6 +1,7 @@
 """A handler of a signal saves the training, wherever the signal comes, as before preemption."""
 
 import itertools
+import json
 import os
 import re
 import signal
@@ -15,6 +16,7 @@ from torch import nn
 import evenstep
 from evenstep.errors import InputError
 from interrupting import InTwoCalls, Training, interrupted_at, undisturbed_course
+from launched import launched
 from layouts import own
 from patience import HUNG_TESTS_ABORT
 from reference import assert_same_bits
@@ -298,6 +300,17 @@ def test_waiting_and_fingerprints_in_the_middle_of_a_step(layout, undisturbed):
         if len(passed) < boundary:
             break
     assert boundary > 5000
+
+
+def test_with_several_processes_it_is_refused_and_they_stop_together(tmp_path):
+    finished = launched(2, "handlers.py", tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    assert first["refused"] == []
+    (refusal,) = second["refused"]
+    assert "ask_to_stop" in refusal
+    assert first["steps"] == second["steps"] > 0
+    assert [one.name for one in (tmp_path / "checkpoints").iterdir()] == [first["path"]]
 
 
 # ---- a program with real signals

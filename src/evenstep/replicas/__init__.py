@@ -23,7 +23,6 @@ from evenstep.replicas.replica import (
     note_left,
     own_gradients,
     refuse_gradients_in_flight,
-    sum_of_bits,
 )
 from evenstep.replicas.replicas import Replicas
 from evenstep.replicas.separate_updates import refuse_coupled
@@ -60,7 +59,6 @@ __all__ = [
     "refuse_coupled",
     "refuse_gradients_in_flight",
     "refuse_strangers",
-    "sum_of_bits",
     "with_safe_format",
     "written_error",
 ]

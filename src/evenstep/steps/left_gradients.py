@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from evenstep.errors import InputError
-from evenstep.replicas import Replicas, sum_of_bits
+from evenstep.replicas import Replicas
+from evenstep.replicas.replica import sum_of_bits
 from evenstep.steps.step import Position, Progress, Step
 
 
