@@ -87,7 +87,9 @@ def test_one_shard_gives_the_gradients_of_the_plain_loop(images, weights):
         trainer.backward(X, y)
         for ours, its in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, its.grad)
-            assert ours.grad.stride() == its.grad.stride()
+            sizes = [size > 1 for size in ours.shape]  # others have no stride that matters
+            for strides in zip(sizes, ours.grad.stride(), its.grad.stride(), strict=True):
+                assert not strides[0] or strides[1] == strides[2]
 
 
 def test_gradients_replace_those_before_or_are_added_to_them():

@@ -6,7 +6,7 @@ decides which of the two it gets. So all that the code reads is noted when a ste
 far as its bytecode shows, and a change before the step was waited for is refused.
 
 Not seen are: what lists and sets hold, attributes of Python modules, numpy arrays, writes to
-tensors that torch doesn't count, what code of torch and numpy reads, and places that the code
+tensors that torch doesn't count, what code of torch, numpy, logging and threads reads, and places that the code
 itself writes to, which are taken for notes. Hooks are called once in a step, and may keep whole
 modules (an average of the weights): of what they read, only numbers and words are looked at.
 """
@@ -26,7 +26,7 @@ from evenstep.errors import InputError
 
 _MOST_PLACES = 500
 _MOST_LAYERS = 50  # of a module outside of the model
-_LIBRARIES = ("torch", "numpy", "evenstep")
+_LIBRARIES = ("torch", "numpy", "evenstep", "logging", "threading", "queue", "multiprocessing")
 _PLAIN = (bool, int, float, complex, str, bytes, tuple, type(None))
 _WRITING = {"update", "setdefault", "pop", "popitem", "clear"}  # methods of dicts
 
