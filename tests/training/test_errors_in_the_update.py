@@ -25,6 +25,8 @@ LAYOUTS = {
     "stages": {"devices": 2, "stages": {"0": 0, "2": 1}},
 }
 on_layouts = pytest.mark.parametrize("layout", LAYOUTS)
+one_at_a_time = [name for name, layout in LAYOUTS.items() if "max_in_flight" not in layout]
+with_hooks = pytest.mark.parametrize("layout", one_at_a_time)  # in flight, hooks are refused
 X, Y = torch.arange(48.0).reshape(16, 3) / 48, torch.arange(16) % 4
 REFUSED = "step 2 failed .* between two steps: load the last checkpoint"
 
@@ -177,7 +179,7 @@ def test_a_step_behind_the_failed_one_is_not_taken(tmp_path):
 
 
 @pytest.mark.parametrize("when", ["before it is opened", "inside the with"])
-@on_layouts
+@with_hooks
 def test_a_hook_after_the_optimizer_s_step(layout, when):
     once = Once()
 
@@ -202,8 +204,13 @@ def test_after_update(layout):
     assert_whole(open_trainer(layout, after_update=once), once, open_trainer(layout))
 
 
-@pytest.mark.parametrize("place", ["before_update", "a hook before the optimizer's step"])
-@on_layouts
+PLACES = [
+    *(("before_update", layout) for layout in LAYOUTS),
+    *(("a hook before the optimizer's step", layout) for layout in one_at_a_time),
+]
+
+
+@pytest.mark.parametrize(("place", "layout"), PLACES)
 def test_before_the_optimizer_s_step(layout, place):
     once = Once()
     if place == "before_update":
@@ -213,8 +220,7 @@ def test_before_the_optimizer_s_step(layout, place):
     assert_nothing(trainer, once, open_trainer(layout))
 
 
-@pytest.mark.parametrize("place", ["before_update", "a hook before the optimizer's step"])
-@on_layouts
+@pytest.mark.parametrize(("place", "layout"), PLACES)
 def test_before_the_optimizer_s_step_when_parameters_were_written(layout, place, tmp_path):
     once, model = Once(), []
 
@@ -293,7 +299,7 @@ def test_an_update_in_two_parts_that_fails_between_them(make, tmp_path):
     assert_half(open_trainer("two", make, once=once), once, tmp_path)
 
 
-@on_layouts
+@with_hooks
 def test_a_hook_of_an_optimizer_whose_rate_a_scheduler_sets(layout):
     """A scheduler replaces the optimizer's `step`."""
     once = Once()
