@@ -92,8 +92,13 @@ class LinearProduct(Product):
 
     def backward(self, given: Slice, dy: torch.Tensor, wanted: Wanted) -> Gradients:
         """Return dy · weight, dyᵀ · x, and the sum of dy over the rows."""
+        dx = None
+        if wanted[0]:
+            # One number may pass for a column: then torch's derivative transposes the product.
+            by_column = given.x.stride() == (1, len(given.x))
+            dx = given.weight.t().mm(dy.t()).t() if by_column else dy.mm(given.weight)
         return (
-            dy.mm(given.weight) if wanted[0] else None,
+            dx,
             dy.t().mm(given.x) if wanted[1] else None,
             dy.sum(0) if wanted[2] else None,
         )
