@@ -364,8 +364,8 @@ def _profiled(method, shards, **operators):
 def test_a_step_stays_simple():
     """The main path of one eager step: few files, few functions, few calls."""
     counted = overhead.count_calls()
-    # Since the targets were met: gradients take memory of their own; optimizers that step are noted;
-    # the user's own gradients are added; addresses and tensors computed before are looked at.
+    # Since the targets were met: gradients take memory of their own, those of the user's own are
+    # added, optimizers that step are noted, addresses and tensors computed before are looked at.
     counted["files"] -= 4
     counted["functions"] -= 10
     assert {name for name in counted if counted[name] > overhead.COUNTED[name][2]} == set()
