@@ -190,7 +190,7 @@ def test_thrown_into_other_calls(call, devices, undisturbed, tmp_path):
 @pytest.mark.parametrize("layout", ["two", "in flight"])
 def test_thrown_while_a_trainer_is_opened_and_closed(layout, undisturbed):
     handler = signal.getsignal(signal.SIGINT)
-    for boundary in itertools.count(7, 797):
+    for boundary in itertools.count(7, 211):
         training = Training(**{**QUICK, **LAYOUTS[layout]})
         interrupted = thrown_at(boundary)
         with interrupted as passed, contextlib.suppress(OutsideError), training.trainer:

@@ -26,7 +26,7 @@ from evenstep.engine import streams
 from evenstep.engine.exclusive import Exclusive
 from evenstep.engine.graph import Place
 from evenstep.engine.handle import Handle
-from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
+from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible, surely
 from evenstep.engine.lanes import Lanes, ThreadLanes
 from evenstep.engine.ownership import Ownership
 from evenstep.engine.schedule import Decisions, Scheduler, Submission
@@ -125,17 +125,20 @@ class Engine:
             raise ClosedError("the engine is open already")
         self._deaths.clear()
         self.broken_by = None
-        with contextlib.ExitStack() as opened:
+        self._is_dropping = False
+        opened = contextlib.ExitStack()
+        try:
             opened.enter_context(INTERRUPTS.handled())
             opened.enter_context(short_switch_interval())
             lanes = self._make_lanes(self.devices)
             lanes.died = self._lane_died
             opened.callback(lanes.close, set())
             lanes.open()
-            self._opened = opened.pop_all()
-        self._lanes = self.lanes = lanes
-        self._is_dropping = False
-        self._owner = Ownership("engine", self._close_at_exit)
+            self._owner = Ownership("engine", self._close_at_exit)
+            self._opened, self._lanes, self.lanes = opened, lanes, lanes
+        except BaseException:
+            surely(opened.close)
+            raise
         return self
 
     @INTERRUPTS.shielded
@@ -174,9 +177,9 @@ class Engine:
         try:
             interrupted = self._finish()
             self._lanes.close(self.scheduler.lost)
-            self._lanes = None
             self._owner.end()
-            self._opened.close()
+            surely(self._opened.close)
+            self._lanes = None
             if interrupted is not None:
                 raise interrupted
             self._raise_unseen()

@@ -5,6 +5,7 @@ A lane makes the calls that `put` queues, in that order. The scheduler makes all
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import functools
 import queue
@@ -93,28 +94,32 @@ class ThreadLanes:
         roles += [(device, f"evenstep copy {device}") for device in self.devices]
         self._inboxes = [queue.SimpleQueue() for _ in roles]
         outcomes: _Outcomes = queue.SimpleQueue()
+        for lane, (device, name) in enumerate(roles):
+            run = functools.partial(self._run, lane, device, self._inboxes[lane], outcomes)
+            self._threads.append(threading.Thread(target=run, name=name, daemon=True))
         try:
-            for lane, (device, name) in enumerate(roles):
-                run = functools.partial(self._run, lane, device, self._inboxes[lane], outcomes)
-                self._threads.append(threading.Thread(target=run, name=name, daemon=True))
-                self._start_last()
-            for _ in roles:
-                if (error := outcomes.get()) is not None:
-                    raise self._not_started(error) from error
+            self._start(outcomes)
         except BaseException:
             self.close(set())
             raise
 
-    def _start_last(self) -> None:
-        try:
-            self._threads[-1].start()
-        except RuntimeError as error:
-            self._threads.pop()
-            raise self._not_started(error) from error
+    def _start(self, outcomes: _Outcomes) -> None:
+        """Start the threads in one that no exception from outside reaches, and wait for them.
 
-    def _not_started(self, error: BaseException) -> DeviceError:
+        In `Thread.start` it could leave a lock locked, and the new thread would wait for it forever.
+        """
+        threads = tuple(self._threads)
+        try:
+            _thread.start_new_thread(_start_each, (threads, outcomes))
+        except RuntimeError as error:
+            raise self._not_started(error, 0) from error
+        errors = [error for _ in threads if (error := outcomes.get()) is not None]
+        if errors:
+            raise self._not_started(errors[0], len(threads) - len(errors)) from errors[0]
+
+    def _not_started(self, error: BaseException, started: int) -> DeviceError:
         return DeviceError(
-            f"{len(self.devices)} devices need two threads each, but after {len(self._threads)} "
+            f"{len(self.devices)} devices need two threads each, but after {started} "
             f"threads one could not be started ({error}): use fewer devices, or fewer threads of "
             f"each"
         )
@@ -184,6 +189,17 @@ class ThreadLanes:
 
 _Outcomes: TypeAlias = "queue.SimpleQueue[BaseException | None]"
 """Of the starts of lanes: None, or the error."""
+
+
+def _start_each(threads: Sequence[threading.Thread], outcomes: _Outcomes) -> None:
+    """Start `threads`; from the first that can't be started on, the error is their outcome."""
+    for number, thread in enumerate(threads):
+        try:
+            thread.start()
+        except BaseException as error:
+            for _ in threads[number:]:
+                outcomes.put(error)
+            return
 
 
 def _ignore(lane: int, error: BaseException) -> None:

@@ -138,34 +138,41 @@ class Session:
         for note in self._notes.lines:
             logger.warning(note)
         self._agreement.begin()
+        opened = self._opened = contextlib.ExitStack()
+        try:
+            self._start(opened)
+            self.owner = Ownership("trainer", self._close_at_exit)
+            _OPEN.add(self)
+            self.is_open = True
+        except BaseException as error:
+            surely(functools.partial(self._end, type(error), error, error.__traceback__))
+            raise
+
+    def _start(self, opened: contextlib.ExitStack) -> None:
+        """Start everything, to be ended by `opened`."""
         parts = self._parts
-        with contextlib.ExitStack() as opened:
-            opened.enter_context(INTERRUPTS.handled())
-            group = self._join(opened)
-            steps_done = parts.progress.position.steps_done
-            opened.enter_context(parts.reporter.opened(steps_done, is_first=group.is_first))
-            opened.enter_context(kept_memory(self._layout.tune_malloc))
-            opened.enter_context(deterministic_kernels(parts.engine.devices))
-            opened.enter_context(callers_generators())
-            opened.enter_context(one_level_at_a_time())
-            opened.enter_context(parts.engine)
-            if parts.executor.side_by_side:
-                refuse_lockstep_apart(
-                    parts.executor.experiment,
-                    parts.engine.devices,
-                    is_alone=group.is_alone,
-                    has_threads=parts.engine.side_by_side,
-                )
-            for other in self._others:
-                opened.enter_context(other)
-            opened.enter_context(parts.update.watching())
-            self._align_state(opened)
-            note_left(parts.replicas.home.parameters)
-            INTERRUPTS.check()
-            self._opened = opened.pop_all()
-        self.is_open = True
-        _OPEN.add(self)
-        self.owner = Ownership("trainer", self._close_at_exit)
+        opened.enter_context(INTERRUPTS.handled())
+        group = self._join(opened)
+        steps_done = parts.progress.position.steps_done
+        opened.enter_context(parts.reporter.opened(steps_done, is_first=group.is_first))
+        opened.enter_context(kept_memory(self._layout.tune_malloc))
+        opened.enter_context(deterministic_kernels(parts.engine.devices))
+        opened.enter_context(callers_generators())
+        opened.enter_context(one_level_at_a_time())
+        opened.enter_context(parts.engine)
+        if parts.executor.side_by_side:
+            refuse_lockstep_apart(
+                parts.executor.experiment,
+                parts.engine.devices,
+                is_alone=group.is_alone,
+                has_threads=parts.engine.side_by_side,
+            )
+        for other in self._others:
+            opened.enter_context(other)
+        opened.enter_context(parts.update.watching())
+        self._align_state(opened)
+        note_left(parts.replicas.home.parameters)
+        INTERRUPTS.check()
 
     def _align_state(self, opened: contextlib.ExitStack) -> None:
         """Move the optimizer's state where its products have the same bits each time.
