@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
 DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --momentum 0.9 --epochs 20
 
-GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.contiguous,lenet.plain.1.contiguous.keeps,resnet18.evenstep.2.v8
+GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,lenet.plain.1.channels_last.keeps,resnet18.evenstep.2.v8
 SYNC := resnet18.evenstep.2.v8.n128,resnet18.evenstep.2.v8.n128.sync
 BENCHMARKS := step_overhead self_check memory step_profile uneven_devices processes cable engine_experiments hybridize kills interrupts checkpoints flips soak
 
