@@ -150,8 +150,7 @@ def thrown_after(delay_s):
         yield
     finally:
         timer.cancel()
-        _wait_for_end(timer)
-        throw(None)  # takes back one that was not raised yet
+        _wait_for_end(timer)  # one that was thrown is raised here at the latest
 
 
 def _wait_for_end(thread):
