@@ -136,13 +136,30 @@ class OutsideError(Exception):
     """Thrown into the main thread from outside, as notebooks and test runners end what is late."""
 
 
-def throw_after(delay_s):
-    """Throw an error into the main thread from another one, later; return that one."""
+@contextlib.contextmanager
+def thrown_after(delay_s):
+    """Inside `with`, throw an error into the main thread from another one, later.
+
+    At the end of the block it has been thrown, or never will be: it can't escape into other code.
+    """
     main = ctypes.c_ulong(threading.main_thread().ident)
-    error = ctypes.py_object(OutsideError)
-    timer = threading.Timer(delay_s, ctypes.pythonapi.PyThreadState_SetAsyncExc, (main, error))
+    throw = functools.partial(ctypes.pythonapi.PyThreadState_SetAsyncExc, main)
+    timer = threading.Timer(delay_s, throw, [ctypes.py_object(OutsideError)])
     timer.start()
-    return timer
+    try:
+        yield
+    finally:
+        timer.cancel()
+        _wait_for_end(timer)  # one that was thrown is raised here at the latest
+
+
+def _wait_for_end(thread):
+    """Join a thread, even if it throws an error into this one meanwhile."""
+    try:
+        thread.join()
+    except OutsideError:
+        thread.join()
+        raise
 
 
 @contextlib.contextmanager

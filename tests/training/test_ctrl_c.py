@@ -228,7 +228,7 @@ class Slow(nn.Module):
         return self.layer(x)
 
 
-HELD, STARTED, LET_GO = set(), threading.Event(), threading.Event()
+HELD, STARTED, LET_GO, OVER = set(), *(threading.Event() for _ in range(3))
 X, Y = torch.ones(8, 3), torch.zeros(8).long()
 
 
@@ -237,15 +237,18 @@ def let_go(monkeypatch):
     monkeypatch.setattr(Engine, "patience_s", 0.2)
     STARTED.clear()
     LET_GO.clear()
+    OVER.clear()
     yield
+    OVER.set()
     HELD.clear()
     LET_GO.set()
 
 
 def press_when(condition):
     def press():
-        wait_until(condition)
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        wait_until(lambda: OVER.is_set() or condition())
+        if not OVER.is_set():  # after a failure, it must not hit the next test
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     thread = threading.Thread(target=press)
     thread.start()

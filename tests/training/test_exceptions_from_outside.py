@@ -10,7 +10,6 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
 
 import pytest
 import torch
@@ -29,12 +28,12 @@ from interrupting import (
     lanes_left,
     loader,
     press_ctrl_c,
-    throw_after,
+    thrown_after,
     thrown_at,
     undisturbed_course,
 )
 from layouts import own
-from patience import HUNG_TESTS_ABORT, wait, wait_until
+from patience import HUNG_TESTS_ABORT, wait_until
 from reference import assert_same_bits
 from trainers import state_of
 
@@ -80,11 +79,10 @@ def test_thrown_by_another_thread_at_random_moments(layout, undisturbed):
     for _ in range(20):
         training = Training(**{**QUICK, **LAYOUTS[layout]})
         with training.trainer:
-            timer = throw_after(0.03 * delays.random())
             try:
-                training.run(STEPS)
-                timer.join()
-                wait(threading.Event())  # it was faster
+                with thrown_after(0.03 * delays.random()):
+                    training.run(STEPS)
+                    wait_until(lambda: False)  # it was faster
             except OutsideError:
                 thrown += 1
             training.assert_is_at_a_step_of(undisturbed)

@@ -106,13 +106,13 @@ class ThreadLanes:
     def _start(self, outcomes: _Outcomes) -> None:
         """Start the threads in one that no exception from outside reaches, and wait for them.
 
-        In `Thread.start` it could leave a lock locked, and the new thread would wait for it forever.
+        In `Thread.start` it could leave a lock locked, for which the new thread would wait forever.
         """
         threads = tuple(self._threads)
         try:
             _thread.start_new_thread(_start_each, (threads, outcomes))
-        except RuntimeError as error:
-            raise self._not_started(error, 0) from error
+        except RuntimeError as refused:
+            raise self._not_started(refused, 0) from refused
         errors = [error for _ in threads if (error := outcomes.get()) is not None]
         if errors:
             raise self._not_started(errors[0], len(threads) - len(errors)) from errors[0]
@@ -193,13 +193,14 @@ _Outcomes: TypeAlias = "queue.SimpleQueue[BaseException | None]"
 
 def _start_each(threads: Sequence[threading.Thread], outcomes: _Outcomes) -> None:
     """Start `threads`; from the first that can't be started on, the error is their outcome."""
-    for number, thread in enumerate(threads):
-        try:
-            thread.start()
-        except BaseException as error:
-            for _ in threads[number:]:
-                outcomes.put(error)
-            return
+    waiting = deque(threads)
+    try:
+        while waiting:
+            waiting[0].start()
+            waiting.popleft()
+    except BaseException as error:
+        for _ in waiting:
+            outcomes.put(error)
 
 
 def _ignore(lane: int, error: BaseException) -> None:
