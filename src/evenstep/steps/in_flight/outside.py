@@ -7,8 +7,9 @@ far as its bytecode shows, and a change before the step was waited for is refuse
 
 Not seen are: what lists and sets hold, attributes of Python modules, numpy arrays, writes to
 tensors that torch doesn't count, what code of torch, numpy, logging and threads reads, and places
-that the code itself writes to, which are taken for notes. Hooks are called once in a step, and may keep whole
-modules (an average of the weights): of what they read, only numbers and words are looked at.
+that the code itself writes to, which are taken for notes. Hooks are called once in a step, and may
+keep whole modules (an average of the weights): of what they read, only numbers and words are looked
+at.
 """
 
 from __future__ import annotations
