@@ -107,7 +107,7 @@ def test_a_step_is_copied_while_the_one_before_computes(devices, monkeypatch):
 
     monkeypatch.setattr("evenstep.experiment.carry", noted)
     batches[2][1].zero_()  # no target says 2
-    with opened(devices) as (trainer, gates):
+    with opened(devices, memory_format="channels_last") as (trainer, gates):
         trainer.step(*batches[0])
         gates.hold(1)
         trainer.step(*batches[1])
@@ -323,7 +323,7 @@ def test_no_more_than_two_batches_of_copies_are_alive(devices, monkeypatch):
 
     monkeypatch.setattr("evenstep.experiment.carry", noted)
     each = 8 * 3  # shards, and X, y, number
-    with opened(devices) as (trainer, gates):
+    with opened(devices, memory_format="channels_last") as (trainer, gates):
         for number, batch in enumerate(numbered(5)):
             if number:
                 gates.hold(number)

@@ -175,7 +175,7 @@ CALLS = {
 }
 
 PASSIVE = {"compile_s", "contract", "cursor", "exchanged", "hybridized", "load", "position"}
-PASSIVE |= {"stages", "steps_done", "within_rounding"}
+PASSIVE |= {"facts", "stages", "steps_done", "within_rounding"}
 """What needs no thread: it may be read in a fork too."""
 
 

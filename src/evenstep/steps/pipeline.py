@@ -208,8 +208,10 @@ class Pipeline(abc.ABC):
         if not self.steps[0].attempt.has_opening:
             self._reopen()
         steps = [*self.steps]
+        own = steps[0].own
         self._give_up(steps, error)
         self._forget()
+        self._show_own(own)
         interruptible(self._executor.group.reducer.announce_failure, steps[0], error)
 
     def _finish_oldest(self) -> None:
@@ -256,15 +258,19 @@ class Pipeline(abc.ABC):
 
     def _give_up(self, steps: Sequence[Step], error: BaseException) -> None:
         """Note that `steps` are not taken."""
-        own = steps[0].own if steps else ()
+        if steps:
+            self._show_own(steps[0].own)
         for step in steps:
             step.error = step.error or error
             step.release()
         if steps:
-            for parameter, gradient in zip(self._replicas.home.parameters, own):  # noqa: B905
-                parameter.grad = gradient
             self._progress.go_back(steps[0])
             self._update.renew()
+
+    def _show_own(self, own: Sequence[torch.Tensor | None]) -> None:
+        """Give the parameters the gradients of the user's own again that a step had."""
+        for parameter, gradient in zip(self._replicas.home.parameters, own, strict=False):
+            parameter.grad = gradient
 
     def _forget(self) -> None:
         self._replicas.abandon_step()
