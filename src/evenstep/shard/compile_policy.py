@@ -21,6 +21,7 @@ from evenstep.experiment import Experiment
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.compiler import NotCompiledError, Outcome, Program, ShardCompiler
 from evenstep.shard.loss import ShardObjective
+from evenstep.shard.partial_sum import HALF_PRECISION
 
 logger = logging.getLogger("evenstep")
 
@@ -58,6 +59,10 @@ class Hybridized:
             f"gradients {self.max_difference:.0e}; compiled in {self.compile_s:.1f} s (not counted "
             f"as training)"
         )
+
+
+_ROUNDING, _NARROW = 0.01, 0.3
+"""The largest differences that rounding makes in float32, and in half precision."""
 
 
 class ShardPrograms:
@@ -162,9 +167,21 @@ class ShardPrograms:
                 theirs = eager()
             with ShardRandomness(lambda: 0):
                 shard_s, eager_s = _timed(compiled, eager)
-        return Hybridized(
-            shard_ms=1e3 * shard_s, eager_ms=1e3 * eager_s, max_difference=_difference(ours, theirs)
-        )
+        difference = _difference(ours, theirs)
+        if not difference <= self._allowed:
+            raise NotCompiledError(
+                f"the gradients of a compiled shard differ from the eager ones by "
+                f"{difference:.2g} times the largest: more than rounding, so torch's compiler is "
+                f"wrong here"
+            )
+        return Hybridized(shard_ms=1e3 * shard_s, eager_ms=1e3 * eager_s, max_difference=difference)
+
+    @property
+    def _allowed(self) -> float:
+        """The difference that rounding may make, relative to the largest gradient."""
+        kinds = {one.dtype for one in self._replicas.home.parameters}
+        is_narrow = self._experiment.autocast_dtype or not kinds.isdisjoint(HALF_PRECISION)
+        return _NARROW if is_narrow else _ROUNDING
 
 
 def _timed(*calls: Callable[[], object]) -> list[float]:
