@@ -83,7 +83,8 @@ class Training:
         self.trainer = evenstep.Trainer(*self.given, **options)
         self._in_two_calls = in_two_calls
         self._left: int | None = None  # the number of a step whose update was not made yet
-        self.optimizer.register_step_post_hook(self._note_update)
+        if self._in_two_calls:
+            self.optimizer.register_step_post_hook(self._note_update)
         data = torch.randn(16 * BATCHES, 8), torch.arange(16 * BATCHES) % 4
         self.loader = Loader(TensorDataset(*data), 16)
         self.losses: dict[int, Any] = {}

@@ -38,6 +38,7 @@ def lineup() -> list[Contender]:
         {"network": network, "examples": examples, **TRAINING_STEPS[network]}
         for network, examples in (("lenet", 256), ("resnet18", 64), ("resnet18", 128))
     )
+    last = {"memory_format": "channels_last"}
     return [
         *(
             plain(lenet, threads, memory_format)
@@ -48,19 +49,21 @@ def lineup() -> list[Contender]:
         *(devices(lenet, count) for count in (1, 2)),
         devices(lenet, 2, max_in_flight=2),
         *(devices(lenet, count, hybridize=True) for count in (1, 2)),
-        devices(lenet, 2, shards=2),
-        *(devices(lenet, count, memory_format="channels_last") for count in (1, 2)),
+        devices(lenet, 2, shards=2, **last),
+        *(devices(lenet, count, **last) for count in (1, 2)),
         *(keeping(plain(lenet, 1, memory_format)) for memory_format in MEMORY_FORMATS),
         *(keeping(ddp(lenet, 2, memory_format)) for memory_format in MEMORY_FORMATS),
         plain(one, 1),
         *peers(two, 2),
-        *(devices(one, 1), devices(two, 1), devices(two, 2)),
+        *(devices(one, 1, **last), devices(two, 1, **last), devices(two, 2, **last)),
+        devices(two, 2),
         devices(two, 2, max_in_flight=2),
         devices(two, 2, hybridize=True),
         devices(two, 2, batch_norm="sync"),
-        *(devices(one, 1, shards=2), devices(two, 2, shards=2)),
-        *(devices(one, 1, precision="bf16"), devices(two, 2, precision="bf16")),
-        devices(two, 2, memory_format="channels_last"),
+        *(devices(one, 1, shards=2, **last), devices(two, 2, shards=2, **last)),
+        devices(one, 1, precision="bf16", **last),
+        devices(two, 2, precision="bf16", **last),
+        devices(two, 2, precision="bf16"),
         keeping(ddp(two, 2)),
     ]
 
