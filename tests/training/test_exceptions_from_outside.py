@@ -37,7 +37,7 @@ from patience import HUNG_TESTS_ABORT, wait_until
 from reference import assert_same_bits
 from trainers import state_of
 
-pytestmark = [HUNG_TESTS_ABORT, pytest.mark.usefixtures("own_handlers")]
+pytestmark = [HUNG_TESTS_ABORT, pytest.mark.usefixtures("own_handlers"), pytest.mark.slow]
 
 STEPS = 4
 QUICK = {"check": "off", "tune_malloc": False}
