@@ -361,6 +361,23 @@ def test_gradients_have_their_parameters_strides_and_memory_of_their_own():
     assert len(memories) == 4
 
 
+@pytest.mark.parametrize("wrong", [lambda g: g + 0.02, lambda g: g * torch.nan, lambda g: None])
+def test_a_compiler_that_is_wrong_makes_shards_eager(wrong, monkeypatch, caplog):
+    """Torch's was, for a convolution with batch normalisation on a processor without AVX-512."""
+    right = compiler.Program.run
+
+    def run(*arguments, **options):
+        outcome = right(*arguments, **options)
+        outcome.gradients[1] = wrong(outcome.gradients[1])
+        return outcome
+
+    monkeypatch.setattr(compiler.Program, "run", run)
+    compiled = train(build("convolution"), make_batches(SIZES))
+    assert "torch's compiler is wrong here" in compiled[2].why_not
+    assert compiled[2].why_not in caplog.text
+    assert compiled[:2] == train(build("convolution"), make_batches(SIZES), compile=False)[:2]
+
+
 def test_an_old_torch_is_a_reason(monkeypatch):
     monkeypatch.setattr(compiler, "_SETTINGS", {"no_such_setting": True})
     with pytest.raises(NotCompiledError, match="is too old for it"):

@@ -36,7 +36,6 @@ def wait_until(condition):
 
 _STACKS, _name = tempfile.mkstemp()
 os.unlink(_name)
-faulthandler.register(signal.SIGURG, _STACKS, all_threads=False)
 
 
 def main_thread_is_in(*functions):
@@ -46,6 +45,8 @@ def main_thread_is_in(*functions):
     Another thread must not look: Python 3.11 may crash or hang where one thread walks the frames of
     another one that runs.
     """
+    faulthandler.unregister(signal.SIGURG)  # Lightning replaces handlers that are not Python code
+    faulthandler.register(signal.SIGURG, _STACKS, all_threads=False)
     os.lseek(_STACKS, 0, os.SEEK_SET)
     os.ftruncate(_STACKS, 0)
     signal.pthread_kill(threading.main_thread().ident, signal.SIGURG)

@@ -255,7 +255,6 @@ def press_when(condition):
     return thread
 
 
-@pytest.mark.slow  # behind many other tests, the helper does not see where the main thread is
 @pytest.mark.usefixtures("let_go")
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 @pytest.mark.parametrize(("held", "needed"), [("evenstep cpu:0", True), ("evenstep cpu:1", False)])
@@ -302,7 +301,6 @@ def test_the_second_ctrl_c_gives_up_a_device_that_is_still_at_work(
         LET_GO.set()
 
 
-@pytest.mark.slow  # behind many other tests, the helper does not see where the main thread is
 @pytest.mark.usefixtures("let_go")
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_the_second_ctrl_c_leaves_an_update_that_hangs(max_in_flight):

@@ -115,7 +115,6 @@ def test_the_batch_in_hand_is_yielded_again_until_a_step_takes_it(trainer):
     assert trainer.cursor == Cursor(0, 4)
 
 
-@pytest.mark.slow  # not yet right with steps in flight and gradients of the user's own
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_a_step_broken_off_by_ctrl_c_is_taken_again_on_its_batch(tmp_path, max_in_flight):
     loop, updates = Loop("each", max_in_flight), []

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable
+
+import torch
 
 from evenstep.batch import Batch, Cut
 from evenstep.batch.rng import ShardRandomness
@@ -199,9 +202,16 @@ def _timed(*calls: Callable[[], object]) -> list[float]:
 
 
 def _difference(ours: Outcome, theirs: Outcome) -> float:
+    """Return the largest difference of the gradients, relative to the largest gradient."""
     largest = difference = 0.0
     for mine, its in zip(ours.gradients, theirs.gradients, strict=True):
-        if mine is not None and its is not None and mine.numel():
+        if mine is None and its is None:
+            continue
+        if mine is None or its is None:
+            mine, its = (torch.zeros(1) if one is None else one for one in (mine, its))
+        if mine.numel():
+            is_same = (mine == its) | (mine.isnan() & its.isnan())
+            apart = (mine - its).abs().masked_fill(is_same, 0).nan_to_num(nan=math.inf)
             largest = max(largest, its.abs().max().item())
-            difference = max(difference, (mine - its).abs().max().item())
+            difference = max(difference, apart.max().item())
     return difference / largest if largest else difference

@@ -14,7 +14,7 @@ from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.batch.rng import ShardRandomness
-from evenstep.engine.interrupts import INTERRUPTS, interruptible, surely
+from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.errors import ModelError, counted, shown
 from evenstep.experiment import autocast
 from evenstep.replicas import Replica
@@ -214,7 +214,10 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
     try:
-        model.eval()
-        yield
-    finally:
-        surely(restore)
+        try:
+            model.eval()
+            yield
+        finally:
+            restore()
+    finally:  # again, if an exception thrown into this thread has cut that off
+        restore()

@@ -113,9 +113,11 @@ class ProxyUpdate(Update):
         if self._before_update:
             with self._showing:
                 before = [parameter.grad for parameter in home]
-                self.install(step, count, root)
-                root.gradients = [parameter.grad for parameter in home]
-                self._show(before)
+                try:
+                    self.install(step, count, root)
+                    root.gradients = [parameter.grad for parameter in home]
+                finally:  # they would count as the user's own
+                    self._show(before)
         else:
             self._divide(step, root, count)
             if self._clip_norm is not None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
 
-from evenstep.engine.interrupts import surely
 from evenstep.errors import ModelError
 
 
@@ -65,10 +63,13 @@ def _having(
     """Inside `with`, write values into tensors; yield those that they had, and have at the end."""
     before = {name: tensor.clone() for name, tensor in targets.items()}
     try:
-        _copy_all(values, targets)
-        yield before
-    finally:
-        surely(functools.partial(_copy_all, before, targets))
+        try:
+            _copy_all(values, targets)
+            yield before
+        finally:
+            _put_back(before, targets)
+    finally:  # what is left, if an exception thrown into this thread has cut that off
+        _put_back(before, targets)
 
 
 def _refuse_other_structure(
@@ -94,3 +95,9 @@ def _tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
 def _copy_all(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
     for name, target in targets.items():
         target.copy_(sources[name])
+
+
+def _put_back(before: dict[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    for name in [*before]:
+        targets[name].copy_(before[name])
+        del before[name]
