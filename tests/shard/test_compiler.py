@@ -363,7 +363,7 @@ def test_gradients_have_their_parameters_strides_and_memory_of_their_own():
 
 @pytest.mark.parametrize("wrong", [lambda g: g + 0.02, lambda g: g * torch.nan, lambda g: None])
 def test_a_compiler_that_is_wrong_makes_shards_eager(wrong, monkeypatch, caplog):
-    """Torch's was, for a convolution with batch normalisation on a processor without AVX-512."""
+    """Torch's was, where it found a program made for another processor."""
     right = compiler.Program.run
 
     def run(*arguments, **options):
@@ -418,32 +418,39 @@ def test_training_resumes_with_the_same_bits_on_other_devices(tmp_path):
     assert second.fingerprint() == whole.fingerprint()
 
 
-@pytest.mark.slow
-def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
+def compiled_in_a_process(cache, model, **environment):
+    """Return the hits of inductor's cache, and the gradients' difference, of a first step."""
     script = (
-        "import torch, evenstep\n"
+        "import sys, torch, evenstep\n"
         "from torch._dynamo.utils import counters\n"
-        "model = evenstep.models.mlp()\n"
+        f"torch.manual_seed(0)\nmodel = {model}\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "loss = torch.nn.CrossEntropyLoss()\n"
         "with evenstep.Trainer(model, optimizer, loss, devices=1, compile=True) as trainer:\n"
-        "    trainer.step(torch.ones(16, 1, 28, 28), torch.zeros(16).long())\n"
-        "print(counters['inductor']['fxgraph_cache_hit'])\n"
+        "    trainer.step(torch.randn(16, 1, 28, 28), torch.zeros(16).long())\n"
+        "    result = trainer.hybridized\n"
+        "print(counters['inductor']['fxgraph_cache_hit'], result.max_difference, result.why_not)\n"
     )
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    hits = [
-        int(
-            subprocess.run(
-                [sys.executable, "-c", script],
-                env=environment,
-                capture_output=True,
-                text=True,
-                check=True,
-            ).stdout
-        )
-        for _ in range(2)
-    ]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment}
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    hits, difference, *why_not = run.stdout.split(maxsplit=2)
+    return int(hits), float(difference), " ".join(why_not)
+
+
+@pytest.mark.slow
+def test_a_second_process_finds_what_the_first_has_compiled(tmp_path):
+    hits = [compiled_in_a_process(tmp_path, "evenstep.models.mlp()")[0] for _ in range(2)]
     assert hits == [0, 1]
+
+
+@pytest.mark.slow
+def test_no_program_for_vectors_of_another_width_is_found(tmp_path):
+    """Inductor itself takes it, and its garbage is no rounding: some 1e30."""
+    model = "torch.nn.Sequential(evenstep.models.lenet(), torch.nn.BatchNorm1d(10))"
+    for capability in ("avx512", "avx2", "default"):
+        found = compiled_in_a_process(tmp_path, model, ATEN_CPU_CAPABILITY=capability)
+        assert found == (0, pytest.approx(0, abs=1e-5), "")
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ autograd, and with nothing that two of them could compile at the same time.
 
 from __future__ import annotations
 
+import contextlib
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -200,7 +201,7 @@ class ShardCompiler:
         from torch._inductor.compile_fx import compile_fx
 
         settings = {"cpp.threads": self._threads, "fallback_random": True}
-        with torch._inductor.config.patch(settings):
+        with torch._inductor.config.patch(settings), _cached_by_instruction_set():
             compiled = _Compiled(cast("Callable[..., Sequence[Any]]", compile_fx(graph, examples)))
         self.compiled += 1
 
@@ -212,6 +213,20 @@ class ShardCompiler:
             return compiled.outputs
 
         return found
+
+
+def _cached_by_instruction_set() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which inductor's files on disk are for this processor's vectors only.
+
+    Inductor writes the width of vectors into its code, but not into the code's key. A program made
+    with AVX-512 that another processor finds (of a cluster, or after a move of the machine) reads
+    and writes past the end of tensors.
+    """
+    from torch._inductor.cpu_vec_isa import pick_vec_isa
+
+    config: Any = torch.compiler.config
+    tag = f"{config.cache_key_tag} {pick_vec_isa()}".strip()
+    return cast("contextlib.AbstractContextManager[None]", config.patch(cache_key_tag=tag))
 
 
 class _Compiled:
