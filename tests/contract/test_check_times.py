@@ -95,6 +95,19 @@ def test_a_change_of_the_layers_is_checked_again():
     assert calls_per_step({}, change) == [30, 14, 30, 8]
 
 
+def test_later_checks_do_less_and_less():
+    calls = calls_per_step({}, steps=64)
+    checked = [step + 1 for step, called in enumerate(calls) if called > 8]
+    assert checked == [1, 2, 4, 8, 16, 32, 64]
+    order, sums = 3, 3  # shards A, B, A; losses of C, D and both
+    assert [calls[step - 1] - 8 for step in checked[1:]] == [
+        *[order + sums] * 3,
+        sums,
+        order,
+        sums,
+    ]
+
+
 def test_a_first_batch_of_one_shard_leaves_the_comparison_to_a_later_one():
     with pytest.raises(ContractError, match="does not add up"):
         train(nn.Linear(6, CLASSES), contrast, [(X[:1], Y[:1]), (X, Y)])

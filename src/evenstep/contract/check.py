@@ -66,7 +66,7 @@ def check_contract(
             refuse_own_gradients(copied, work, objective)
     unjudged = "separable=False was given"
     if separable:
-        unjudged = _judge_separability(rehearsal, neighbours, compares_gradients=True)
+        unjudged = check_sums(rehearsal, neighbours, compares_gradients=True)
     return ContractReport(time.perf_counter() - began_s, unjudged)
 
 
@@ -108,27 +108,23 @@ def _computed(replica: Replica, work: ShardWork, objective: ShardObjective) -> S
         return None
 
 
-def check_again(rehearsal: Rehearsal, neighbours: Neighbours, *, separable: bool) -> None:
-    """Check again, in less time, what a shard may do later that it did not do in the first step.
+def check_sums(rehearsal: Rehearsal, neighbours: Neighbours, *, compares_gradients: bool) -> str:
+    """Check that the objective adds up over shards.
 
-    Behind a weight that starts at zero, state and terms that compare examples have no effect yet.
+    Behind a weight that starts at zero, terms that compare examples have no effect yet: so this is
+    checked in later steps, too.
 
     Args:
         rehearsal: as for `check_contract`.
         neighbours: as for `check_contract`.
-        separable: as for `check_contract`.
+        compares_gradients: whether to compare gradients besides losses.
+
+    Returns:
+        Why it could not be judged; empty if it was.
 
     Raises:
-        ContractError: the contract is broken.
+        ContractError: it doesn't add up.
     """
-    _check_order(rehearsal)
-    if separable:
-        _judge_separability(rehearsal, neighbours, compares_gradients=False)
-
-
-def _judge_separability(
-    rehearsal: Rehearsal, neighbours: Neighbours, *, compares_gradients: bool
-) -> str:
     if len(neighbours.shards) < 2:
         return "this process has only one shard of the batch"
     replica, work = rehearsal.copy() or rehearsal.replica, rehearsal.works[0]
@@ -138,8 +134,14 @@ def _judge_separability(
         )
 
 
-def _check_order(rehearsal: Rehearsal) -> None:
-    """Refuse a shard that depends on one before it."""
+def check_order(rehearsal: Rehearsal) -> None:
+    """Refuse a shard that depends on one before it; quicker than `check_contract`.
+
+    Behind a weight that starts at zero, state has no effect in the first step.
+
+    Raises:
+        ContractError: it depends on it.
+    """
     work, *others = rehearsal.works
     first, later = rehearsal.copy(), rehearsal.copy()
     if first is None or later is None or not others:

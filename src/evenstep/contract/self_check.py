@@ -17,7 +17,7 @@ import torch
 from evenstep.batch import Batch
 from evenstep.batch.cut import NO_CUT, Cut
 from evenstep.contract.adding_up.separable import Neighbours
-from evenstep.contract.check import ContractReport, check_again, check_contract
+from evenstep.contract.check import ContractReport, check_contract, check_order, check_sums
 from evenstep.contract.module_state import kept
 from evenstep.contract.outer_module import refuse_outer_module
 from evenstep.contract.rehearsal import Rehearsal, SentShard
@@ -41,6 +41,7 @@ from evenstep.shard.loss import ShardObjective
 logger = logging.getLogger("evenstep")
 
 _TRIES = 3  # steps in which a check may fail to run before it is given up
+_BOTH = 3  # later checks that check all that later checks do
 _COMPARED = 16  # shards whose losses the first check compares
 _SHOWN = 300  # characters of an error of torch's, which may name every backend that it has
 
@@ -85,7 +86,8 @@ class SelfCheck:
         self._side_by_side = side_by_side
         self._failed = set[int]()  # the steps in which it could not be made
         self._is_half_done = False  # all but the comparison of two shards
-        self._later = 0  # which pair the last later check compared
+        self._later = 0  # later checks so far
+        self._pair = 0  # which pair of shards the last of them has compared
         self._is_thorough = True  # the next check is the first of what it checks
         self.due_at: float = 0 if self._every else math.inf
         self.structure: Any = None if self._every else replicas.structure
@@ -270,13 +272,19 @@ class SelfCheck:
         seed: Callable[[int], int],
         objective: ShardObjective,
     ) -> None:
+        """Check order and sums, and in later checks one of them at a time, which costs half."""
         rehearsal = self._rehearsal(cut, shards, seed, objective)
-        self._later += not self._side_by_side  # such shards may number their rows from the first
-        pairs = [*itertools.pairwise(cut.part.run)]
-        pair = pairs[self._later % len(pairs)] if pairs else ()
-        neighbours = self._neighbours(cut, pair, rehearsal.replica)
+        is_early, is_odd = self._later < _BOTH, self._later % 2
+        self._later += 1
         with self._apart(cut, rehearsal):
-            check_again(rehearsal, neighbours, separable=self._experiment.separable)
+            if is_early or not is_odd:
+                check_order(rehearsal)
+            if self._experiment.separable and (is_early or is_odd):
+                self._pair += not self._side_by_side  # these may number their rows from the first
+                pairs = [*itertools.pairwise(cut.part.run)]
+                pair = pairs[self._pair % len(pairs)] if pairs else ()
+                neighbours = self._neighbours(cut, pair, rehearsal.replica)
+                check_sums(rehearsal, neighbours, compares_gradients=False)
 
     def _neighbours(self, cut: Cut, shards: Sequence[int], replica: Replica) -> Neighbours:
         """Return shards to compare: none of the user's own, which may not fit together."""

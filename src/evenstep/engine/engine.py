@@ -26,7 +26,7 @@ from evenstep.engine import streams
 from evenstep.engine.exclusive import Exclusive
 from evenstep.engine.graph import Place
 from evenstep.engine.handle import Handle
-from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible, surely
+from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
 from evenstep.engine.lanes import Lanes, ThreadLanes
 from evenstep.engine.ownership import Ownership
 from evenstep.engine.schedule import Decisions, Scheduler, Submission
@@ -137,7 +137,11 @@ class Engine:
             self._owner = Ownership("engine", self._close_at_exit)
             self._opened, self._lanes, self.lanes = opened, lanes, lanes
         except BaseException:
-            surely(opened.close)
+            try:
+                opened.close()
+            except BaseException:  # maybe thrown into this thread, and has cut that off
+                opened.close()
+                raise
             raise
         return self
 
@@ -178,7 +182,11 @@ class Engine:
             interrupted = self._finish()
             self._lanes.close(self.scheduler.lost)
             self._owner.end()
-            surely(self._opened.close)
+            try:
+                self._opened.close()
+            except BaseException:  # maybe thrown into this thread, and has cut that off
+                self._opened.close()
+                raise
             self._lanes = None
             if interrupted is not None:
                 raise interrupted

@@ -68,7 +68,7 @@ class Interrupts:
         self.is_handling = False
         self._is_shielded: dict[CodeType, bool] = {_code(Interrupts._handle): False}
         self._holds = 0
-        self._opened = 0
+        self._open = set[object]()  # the blocks of `handled`
         self.known: list[object] = []
 
     # ---- marks of functions
@@ -188,25 +188,31 @@ class Interrupts:
         if not _is_main():
             yield
             return
+        block = object()
         try:
-            self._opened += 1
+            self._open.add(block)
             self.follow()
             yield
         finally:
-            self._opened -= 1
-            if not self._opened and _is_main():
-                surely(self._restore)
+            try:
+                self._leave(block)
+            except BaseException:  # maybe thrown into this thread, and has cut that off
+                self._leave(block)
+                raise
 
     def follow(self) -> None:
         """Replace handlers that the user has installed meanwhile, if `handled` is open."""
-        if not self._opened or not _is_main():
+        if not self._open or not _is_main():
             return
         for number, handler in zip(SIGNALS, [*map(handler_of, SIGNALS)], strict=True):
             if callable(handler) and not isinstance(handler, _Recorder):
                 signal.signal(number, _Recorder(self, handler))
         self.known = [*map(handler_of, SIGNALS)]
 
-    def _restore(self) -> None:
+    def _leave(self, block: object) -> None:
+        self._open.discard(block)
+        if self._open or not _is_main():
+            return
         for number in SIGNALS:
             handler = handler_of(number)
             if isinstance(handler, _Recorder):
@@ -254,12 +260,3 @@ INTERRUPTS = Interrupts()
 def interruptible(function: Callable[P, R], *arguments: P.args, **options: P.kwargs) -> R:
     """Return `function(*arguments)`; a signal may interrupt it anywhere."""
     return function(*arguments, **options)
-
-
-def surely(restore: Callable[[], object]) -> None:
-    """Call `restore`, again if an exception thrown into this thread from outside interrupts it."""
-    try:
-        restore()
-    except BaseException:
-        restore()
-        raise

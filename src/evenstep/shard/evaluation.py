@@ -214,10 +214,11 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
     try:
+        model.eval()
+        yield
+    finally:
         try:
-            model.eval()
-            yield
-        finally:
             restore()
-    finally:  # again, if an exception thrown into this thread has cut that off
-        restore()
+        except BaseException:  # maybe thrown into this thread, and has cut that off
+            restore()
+            raise

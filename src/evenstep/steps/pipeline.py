@@ -21,7 +21,7 @@ from evenstep.batch.assignment import Help
 from evenstep.contract import refuse_modes
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.distributed.step_report import AgainError
-from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible, surely
+from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
 from evenstep.engine.lanes import has_own_modes
 from evenstep.engine.task import PLAIN, Task
 from evenstep.errors import DeviceLostError, InputError
@@ -192,7 +192,11 @@ class Pipeline(abc.ABC):
 
     def abandon(self, error: BaseException) -> None:
         """Drop the steps whose update has not begun, and leave the model as it was before them."""
-        surely(functools.partial(self._abandon, error))
+        try:
+            self._abandon(error)
+        except BaseException:  # maybe thrown into this thread, and has cut that off
+            self._abandon(error)
+            raise
 
     def _abandon(self, error: BaseException) -> None:
         self._drop_all()

@@ -18,7 +18,7 @@ import torch
 from evenstep.batch.rng import callers_generators
 from evenstep.devices import deterministic_kernels, kept_memory
 from evenstep.devices.forward_mode import one_level_at_a_time
-from evenstep.engine.interrupts import INTERRUPTS, interruptible, surely
+from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.engine.ownership import Ownership
 from evenstep.errors import ClosedError, InputError
 from evenstep.replicas import align_state, inner_optimizers, note_left
@@ -145,7 +145,12 @@ class Session:
             _OPEN.add(self)
             self.is_open = True
         except BaseException as error:
-            surely(functools.partial(self._end, type(error), error, error.__traceback__))
+            kind, traceback = type(error), error.__traceback__
+            try:
+                self._end(kind, error, traceback)
+            except BaseException:  # maybe thrown into this thread, and has cut that off
+                self._end(kind, error, traceback)
+                raise
             raise
 
     def _start(self, opened: contextlib.ExitStack) -> None:
@@ -271,7 +276,11 @@ class Session:
                 parts.executor.group.reducer.leave(error)
                 parts.update.give_back()
         finally:
-            surely(functools.partial(self._end, kind, error, traceback))
+            try:
+                self._end(kind, error, traceback)
+            except BaseException:  # maybe thrown into this thread, and has cut that off
+                self._end(kind, error, traceback)
+                raise
 
     def _end(
         self,

@@ -63,13 +63,14 @@ def _having(
     """Inside `with`, write values into tensors; yield those that they had, and have at the end."""
     before = {name: tensor.clone() for name, tensor in targets.items()}
     try:
+        _copy_all(values, targets)
+        yield before
+    finally:
         try:
-            _copy_all(values, targets)
-            yield before
-        finally:
-            _put_back(before, targets)
-    finally:  # what is left, if an exception thrown into this thread has cut that off
-        _put_back(before, targets)
+            _copy_all(before, targets)
+        except BaseException:  # maybe thrown into this thread, and has cut that off
+            _copy_all(before, targets)
+            raise
 
 
 def _refuse_other_structure(
@@ -95,9 +96,3 @@ def _tensors_by_name(module: nn.Module) -> dict[str, torch.Tensor]:
 def _copy_all(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
     for name, target in targets.items():
         target.copy_(sources[name])
-
-
-def _put_back(before: dict[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
-    for name in [*before]:
-        targets[name].copy_(before[name])
-        del before[name]
