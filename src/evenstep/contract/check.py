@@ -9,6 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from typing import Any
+
+import torch
 
 from evenstep.contract.adding_up.gradients import refuse_own_gradients
 from evenstep.contract.adding_up.separable import Neighbours, judge_separability
@@ -21,7 +24,7 @@ from evenstep.contract.repeat import ShardResult, compute_observed, compute_twic
 from evenstep.errors import EvenstepError, WrongSumError
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork
-from evenstep.shard.loss import ShardObjective
+from evenstep.shard.loss import Number, ShardObjective
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +140,8 @@ def check_sums(rehearsal: Rehearsal, neighbours: Neighbours, *, compares_gradien
 def check_order(rehearsal: Rehearsal) -> None:
     """Refuse a shard that depends on one before it; quicker than `check_contract`.
 
-    Behind a weight that starts at zero, state has no effect in the first step.
+    Behind a weight that starts at zero, state has no effect in the first step. Of the shard before
+    it, the loss alone is computed.
 
     Raises:
         ContractError: it depends on it.
@@ -146,11 +150,17 @@ def check_order(rehearsal: Rehearsal) -> None:
     first, later = rehearsal.copy(), rehearsal.copy()
     if first is None or later is None or not others:
         return
+    objective = rehearsal.objective
+
+    def loss_alone(*given: Any) -> tuple[torch.Tensor, Number]:
+        total, count, *_ = objective(*given)
+        return total.detach(), count
+
     with unwritten(later.module):
-        if _computed(later, others[0], rehearsal.objective) is None:
+        if _computed(later, others[0], loss_alone) is None:
             return
-        again = compute_observed(later, work, rehearsal.objective)
-    fresh = compute_observed(first, work, rehearsal.objective)
+        again = compute_observed(later, work, objective)
+    fresh = compute_observed(first, work, objective)
     refuse_history(rehearsal.replica, fresh, again)
-    compute = functools.partial(_computed, later, work, rehearsal.objective)
+    compute = functools.partial(_computed, later, work, objective)
     refuse_deciding_counts(later, fresh, again, compute)

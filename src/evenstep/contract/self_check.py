@@ -41,7 +41,7 @@ from evenstep.shard.loss import ShardObjective
 logger = logging.getLogger("evenstep")
 
 _TRIES = 3  # steps in which a check may fail to run before it is given up
-_BOTH = 3  # later checks that check all that later checks do
+_BOTH = 2  # later checks that check all that later checks do
 _COMPARED = 16  # shards whose losses the first check compares
 _SHOWN = 300  # characters of an error of torch's, which may name every backend that it has
 
@@ -277,9 +277,9 @@ class SelfCheck:
         is_early, is_odd = self._later < _BOTH, self._later % 2
         self._later += 1
         with self._apart(cut, rehearsal):
-            if is_early or not is_odd:
+            if is_early or is_odd:
                 check_order(rehearsal)
-            if self._experiment.separable and (is_early or is_odd):
+            if self._experiment.separable and (is_early or not is_odd):
                 self._pair += not self._side_by_side  # these may number their rows from the first
                 pairs = [*itertools.pairwise(cut.part.run)]
                 pair = pairs[self._pair % len(pairs)] if pairs else ()
