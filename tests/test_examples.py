@@ -1,6 +1,7 @@
 """The programs in `examples/` do what they say, and are as short as they claim to be."""
 
 import importlib.util
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -109,3 +110,17 @@ def test_batch_normalisation_of_either_kind_is_the_same_on_any_devices(monkeypat
 def test_an_example_is_short(name, most):
     lines = (EXAMPLES / f"{name}.py").read_text().splitlines()
     assert sum(bool(line.strip()) for line in lines) < most
+
+
+def test_two_records_are_compared_and_what_differs_is_named(tmp_path, capsys):
+    example, paths = load("compare_runs"), [tmp_path / "1.json", tmp_path / "2.json"]
+    record = {"devices": ["cpu:0"], "test_accuracy": 0.96, "examples_per_second": 1000.0}
+    facts = {"layers": {"layer 1": "ReLU()"}, "arithmetic": {"the processor": "AVX2"}}
+    for path, fingerprint, kind in zip(paths, "ab", ("AVX2", "AVX512"), strict=True):
+        found = {**facts, "arithmetic": {"the processor": kind}}
+        path.write_text(json.dumps({**record, "fingerprint": fingerprint, "facts": found}))
+    assert example.main([paths[0], paths[0]]) == 0
+    assert "the same weights, bit for bit" in capsys.readouterr().out
+    assert example.main(paths) == 1
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert lines == ["NOT the same weights", "  arithmetic, the processor: AVX2 and AVX512"]

@@ -63,6 +63,7 @@ def built(
     last=(),
     own_layer=Squashed,
     frozen=False,
+    strides=(6, 1),
     optimizer=torch.optim.SGD,
     loss=nn.CrossEntropyLoss,
     loader=own,
@@ -74,6 +75,8 @@ def built(
     layers = nn.Linear(6, 8), squash(), nn.Dropout(drop), norm, own_layer(), nn.Linear(8, 3), *last
     model = nn.Sequential(*layers).float()
     model[0].requires_grad_(not frozen)
+    weight = torch.empty_strided((8, 6), strides, dtype=torch.float32)
+    model[0].weight.data = weight.copy_(model[0].weight.data)
     settings = options.pop("settings", {"lr": 0.1, "momentum": 0.9})
     options = {"devices": 1, **options}
     return (model, optimizer(model.parameters(), **settings), loss()), loader(), options
@@ -127,6 +130,10 @@ REFUSED = {  # fact: what has changed, and what the error names
     "one more layer without parameters": ({"last": [nn.Sigmoid()]}, r"layer 6 Sigmoid\(\) instead"),
     "a layer of one's own": ({"own_layer": Clipped}, r"layer 4 Clipped\(\) instead of Squashed"),
     "a frozen parameter": ({"frozen": True}, r"requires_grad of 0\.weight False instead of True"),
+    "the memory format of a weight": (
+        {"strides": (1, 8)},
+        r"strides of 0\.weight \(1, 8\) instead of contiguous",
+    ),
     "the optimizer": (
         {"optimizer": torch.optim.Adam, "settings": {"lr": 0.1}},
         r"torch\.optim\.adam\.Adam instead of torch\.optim\.sgd\.SGD",

@@ -24,6 +24,7 @@ KEYS = [
     "fingerprint",
     "fingerprint_2",
     "within_rounding",
+    "facts",
 ]
 
 counts = st.integers(min_value=0, max_value=2**63 - 1)
@@ -45,6 +46,7 @@ records = st.builds(
     fingerprint=st.text(),
     fingerprint_2=st.text(),
     within_rounding=st.booleans(),
+    facts=st.dictionaries(st.text(), st.dictionaries(st.text(), st.none() | st.text() | counts)),
 )
 
 
@@ -75,6 +77,7 @@ def a_record(**changes):
         "fingerprint": "0" * 64,
         "fingerprint_2": "1" * 64,
         "within_rounding": False,
+        "facts": {"layers": {"layer 1": "ReLU()"}},
     }
     return TrainRecord(**{**values, **changes})
 
@@ -101,5 +104,5 @@ def test_a_record_is_frozen_and_given_by_keyword():
 
 def test_a_record_of_version_0_1_0_is_read():
     values = json.loads(a_record().to_json())
-    del values["fingerprint_2"]
-    assert TrainRecord.from_json(json.dumps(values)) == a_record(fingerprint_2="")
+    del values["fingerprint_2"], values["facts"]
+    assert TrainRecord.from_json(json.dumps(values)) == a_record(fingerprint_2="", facts={})

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn, optim
 
 from evenstep.batch import Batch
@@ -189,6 +190,7 @@ class Agreement:
         loss = {"loss": self._loss_facts()} if isinstance(self._loss, nn.Module) else {}
         return {
             "layers": layer_settings("layer", self._model),
+            "strides": _strides_of(self._model),
             **loss,
             "arithmetic": {**self._arithmetic, **self._results},
             "instructions": instruction_facts(),
@@ -227,3 +229,12 @@ class Agreement:
             for name, value in self._loss.named_buffers()
         }
         return {**layer_settings("loss", self._loss), **weights}
+
+
+def _strides_of(model: nn.Module) -> dict[str, str]:
+    """Return the strides of the parameters and buffers that are not contiguous."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    dense = [(name, one) for name, one in named if one.layout is torch.strided]
+    return {
+        f"strides of {name}": str(one.stride()) for name, one in dense if not one.is_contiguous()
+    }

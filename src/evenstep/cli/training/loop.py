@@ -154,4 +154,5 @@ def _record(training: Training, progress: Progress, accuracy: float) -> TrainRec
         fingerprint=trainer.fingerprint(),
         fingerprint_2=trainer.fingerprint(version=2),
         within_rounding=trainer.within_rounding,
+        facts=trainer.facts,
     )

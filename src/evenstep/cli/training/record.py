@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +33,8 @@ class TrainRecord:
             modules too; empty in records of version 0.1.0.
         within_rounding: whether the result is equal to that of other devices within rounding, not
             bit for bit.
+        facts: what the bits depend on besides the data, values by name, by kind, as
+            `Trainer.facts` has them; empty in records of older versions.
     """
 
     model: str
@@ -48,6 +52,7 @@ class TrainRecord:
     fingerprint: str
     fingerprint_2: str = ""
     within_rounding: bool = False
+    facts: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return a JSON object on one line, with the attributes as keys in their order."""
