@@ -131,7 +131,7 @@ def check_sums(rehearsal: Rehearsal, neighbours: Neighbours, *, compares_gradien
     if len(neighbours.shards) < 2:
         return "this process has only one shard of the batch"
     replica, work = rehearsal.copy() or rehearsal.replica, rehearsal.works[0]
-    with kept(replica):
+    with kept(replica), unwritten(replica.module):
         return judge_separability(
             replica, work, neighbours, rehearsal.objective, compares_gradients=compares_gradients
         )

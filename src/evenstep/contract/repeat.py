@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
 import optree
@@ -119,10 +119,17 @@ def _refuse_rounding_by_address(
 
 @contextmanager
 def unwritten(module: nn.Module) -> Iterator[None]:
-    """Refuse shards that write to the parameters of `module` inside `with`."""
+    """Refuse shards that write to the parameters of `module` inside `with`; that comes first."""
     before = parameter_marks(module)
-    yield
-    after = parameter_marks(module)
+    try:
+        yield
+    except ContractError:
+        _refuse_written(before, parameter_marks(module))
+        raise
+    _refuse_written(before, parameter_marks(module))
+
+
+def _refuse_written(before: Mapping[str, object], after: Mapping[str, object]) -> None:
     written = [name for name, mark in after.items() if mark != before.get(name)]
     if written:
         raise written_error(written)
