@@ -6,12 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from evenstep.engine import Engine, InlineLanes, ThreadLanes
 from evenstep.engine.interrupts import INTERRUPTS
 from layouts import TWO
 from machines import two_machines
 from patience import HUNG_TESTS_ABORT
+
+# Beside other work, an example may take any time.
+settings.register_profile("evenstep", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("evenstep")
 
 SHARED = Path(__file__).parents[2] / "shared"
 

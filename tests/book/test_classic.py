@@ -24,7 +24,7 @@ def summed(name, ends, elements):
 
 
 @pytest.mark.parametrize("name", CLASSIC)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(processes=st.integers(1, 9), elements=st.integers(0, 50))
 def test_everybody_has_the_sum(name, processes, elements):
     expected = sum(numbers(rank, elements) for rank in range(processes))

@@ -40,7 +40,7 @@ def sum_over_processes(transports, trees, leaves, bucket_bytes):
     return on_each(transports, part)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     shards=st.integers(1, 20),
     elements=st.integers(0, 300),

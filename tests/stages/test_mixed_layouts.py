@@ -96,7 +96,7 @@ def reference_of(name, shards, sizes):
     return state, losses, torch.cat([plain_outputs(model, piece.clone()) for piece in pieces])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(training=trainings())
 @HUNG_TESTS_ABORT
 def test_any_mixture_of_layouts_gives_the_bits_of_the_reference(training):

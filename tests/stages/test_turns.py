@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from evenstep.shard.lockstep import StoppedError
@@ -56,7 +56,6 @@ def simulate(stages, shards, seconds):
     return visits, now
 
 
-@settings(deadline=None)
 @given(stages=st.integers(1, 6), shards=st.integers(1, 20), seed=st.integers(0, 9))
 def test_every_shard_visits_every_stage_both_ways_however_long_that_takes(stages, shards, seed):
     draw = random.Random(seed)
@@ -67,7 +66,6 @@ def test_every_shard_visits_every_stage_both_ways_however_long_that_takes(stages
         assert ways == there + [(stage, True) for stage in reversed(range(stages))]
 
 
-@settings(deadline=None)
 @given(stages=st.integers(1, 6), shards=st.integers(1, 20), backward=st.integers(1, 3))
 def test_equal_stages_are_idle_as_long_as_theory_says(stages, shards, backward):
     _, seconds = simulate(stages, shards, lambda shard, stage, back: backward if back else 1)

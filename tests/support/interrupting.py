@@ -14,12 +14,25 @@ from torch import nn
 
 import evenstep
 from evenstep.data import Cursor, Loader
+from layouts import own
 from reference import assert_same_bits
 from trainers import state_of
 
 CODE = (str(Path(evenstep.__file__).parent), threading.__file__)
 BATCHES = 3  # in an epoch
 CLASSES = 4
+QUICK = {"check": "off", "tune_malloc": False}
+LAYOUTS = {
+    "one": {},
+    "two": {"devices": 2},
+    "own": {"devices": own(2)},
+    "in flight": {"devices": 2, "max_in_flight": 2},
+    "own in flight": {"devices": own(2), "max_in_flight": 2},
+    "stages": {"devices": 2, "stages": "balanced"},
+    "owners": {"devices": 2, "partition": "optimizer"},
+    "owners in flight": {"devices": 2, "partition": "optimizer", "max_in_flight": 2},
+    "checked": {"check": "first"},
+}
 
 
 class Busy(nn.Module):
@@ -163,11 +176,13 @@ def _wait_for_end(thread):
 
 
 @contextlib.contextmanager
-def thrown_at(boundary):
+def thrown_at(boundary, functions=()):
     """Inside `with`, raise an error where Python would raise one that comes from outside.
 
     That is at the first such place from the given bytecode boundary on: where a function or another
     round of a loop begins, and behind a call. Yields a list as `interrupted_at` does.
+
+    Where parts of names of functions are given, such places in these alone are counted.
     """
     passed, last = [], None
 
@@ -178,12 +193,15 @@ def thrown_at(boundary):
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
         if event == "opcode":
-            passed.append((frame.f_code.co_qualname, frame.f_lineno))
             name = _opcode_at(frame.f_code, frame.f_lasti)
             is_behind_call = last is not None and last[0] is frame and last[1] in _CALLS
+            is_place = name in _CHECKED or is_behind_call
             last = frame, name
-            if len(passed) >= boundary and (name in _CHECKED or is_behind_call):
-                raise OutsideError
+            function = frame.f_code.co_qualname
+            if not functions or (is_place and any(one in function for one in functions)):
+                passed.append((function, frame.f_lineno))
+                if len(passed) >= boundary and is_place:
+                    raise OutsideError
         return trace
 
     sys.settrace(trace)

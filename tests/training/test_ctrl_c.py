@@ -66,6 +66,9 @@ def test_ctrl_c_at_some_bytecodes(devices, max_in_flight, undisturbed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
+@pytest.mark.filterwarnings(  # Python drops what is raised while it drops the generator of an epoch
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 @pytest.mark.parametrize(
     ("devices", "max_in_flight", "stride"),
     [(1, 1, 1), (2, 1, 1), (own(2), 1, 1), (1, 2, 7), (2, 2, 1), (own(2), 2, 7)],

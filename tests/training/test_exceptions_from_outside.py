@@ -20,6 +20,8 @@ import evenstep
 from evenstep.callbacks import Callback
 from interrupting import (
     BATCHES,
+    LAYOUTS,
+    QUICK,
     InTwoCalls,
     OutsideError,
     Training,
@@ -40,17 +42,18 @@ from trainers import state_of
 pytestmark = [HUNG_TESTS_ABORT, pytest.mark.usefixtures("own_handlers")]
 
 STEPS = 4
-QUICK = {"check": "off", "tune_malloc": False}
-LAYOUTS = {
-    "one": {},
-    "two": {"devices": 2},
-    "own": {"devices": own(2)},
-    "in flight": {"devices": 2, "max_in_flight": 2},
-    "own in flight": {"devices": own(2), "max_in_flight": 2},
-    "stages": {"devices": 2, "stages": "balanced"},
-    "owners in flight": {"devices": 2, "partition": "optimizer", "max_in_flight": 2},
-    "checked": {"check": "first"},
-}
+OPENING = "Interrupts.", "Engine.", "Session.", "ThreadLanes", "Trainer."
+STEPPING = (
+    "Pipeline",
+    "Session.",
+    "Trainer.",
+    "Engine.",
+    "StepLoss",
+    "Progress",
+    "Update",
+    "Replica",
+)
+EVALUATING = "OtherValues", "_having", "_copy_all", "_evaluating", "evaluation_mode"
 
 
 @pytest.fixture(scope="module")
@@ -201,6 +204,57 @@ def test_thrown_while_a_trainer_is_opened_and_closed(layout, undisturbed):
         if len(passed) < boundary:
             break
     assert boundary > 2000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["two", "in flight"])
+def test_thrown_anywhere_in_what_opens_and_closes_a_trainer(layout, undisturbed):
+    handler = signal.getsignal(signal.SIGINT)
+    for place in itertools.count(1):
+        training = Training(**{**QUICK, **LAYOUTS[layout]})
+        interrupted = thrown_at(place, OPENING)
+        with interrupted as passed, contextlib.suppress(OutsideError), training.trainer:
+            pass
+        wait_until(lambda: not lanes_left())
+        assert signal.getsignal(signal.SIGINT) == handler, passed[-1]
+        with training.trainer:
+            training.run(2)
+            assert_same_bits(state_of(training.trainer), undisturbed[2])
+        if len(passed) < place:
+            break
+    assert place > 300
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["one", "in flight", "own in flight", "stages"])
+def test_thrown_anywhere_in_what_takes_and_ends_steps(layout, undisturbed):
+    for place in itertools.count(1):
+        training = Training(**{**QUICK, **LAYOUTS[layout]})
+        with training.trainer:
+            with thrown_at(place, STEPPING) as passed, contextlib.suppress(OutsideError):
+                training.run(3)
+            training.assert_is_at_a_step_of(undisturbed)
+            training.run(STEPS)
+            assert_same_bits(state_of(training.trainer), undisturbed[STEPS])
+        if len(passed) < place:
+            break
+    assert place > 100
+
+
+def test_thrown_anywhere_in_what_puts_values_back(undisturbed):
+    """One that came just before was not caught: the model kept another model's values."""
+    training, other = Training(2, **QUICK), Training().trainer.model
+    trainer = training.trainer
+    with trainer:
+        training.run(2)
+        for place in itertools.count(1):
+            with thrown_at(place, EVALUATING) as passed, contextlib.suppress(OutsideError):
+                trainer.predict(training.loader, model=other)
+            assert trainer.model.training
+            assert_same_bits(state_of(trainer), undisturbed[2])
+            if len(passed) < place:
+                break
+    assert place > 20
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that has just been opened

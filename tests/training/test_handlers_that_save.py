@@ -15,9 +15,15 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import InputError
-from interrupting import InTwoCalls, Training, interrupted_at, undisturbed_course
+from interrupting import (
+    LAYOUTS,
+    QUICK,
+    InTwoCalls,
+    Training,
+    interrupted_at,
+    undisturbed_course,
+)
 from launched import launched
-from layouts import own
 from patience import HUNG_TESTS_ABORT
 from reference import assert_same_bits
 from trainers import state_of
@@ -25,18 +31,6 @@ from trainers import state_of
 pytestmark = [HUNG_TESTS_ABORT, pytest.mark.usefixtures("own_handlers")]
 
 STEPS = 4
-QUICK = {"check": "off", "tune_malloc": False}
-LAYOUTS = {
-    "one": {},
-    "two": {"devices": 2},
-    "own": {"devices": own(2)},
-    "in flight": {"devices": 2, "max_in_flight": 2},
-    "own in flight": {"devices": own(2), "max_in_flight": 2},
-    "stages": {"devices": 2, "stages": "balanced"},
-    "owners": {"devices": 2, "partition": "optimizer"},
-    "owners in flight": {"devices": 2, "partition": "optimizer", "max_in_flight": 2},
-    "checked": {"check": "first"},
-}
 
 
 @pytest.fixture(scope="module")
