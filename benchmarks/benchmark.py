@@ -17,7 +17,7 @@ ROOT = FOLDER.parent
 RESULTS = FOLDER / "results"
 TRAINING_STEPS = {
     "lenet": {"warmup_steps": 5, "steps": 176},
-    "resnet18": {"warmup_steps": 2, "steps": 5},
+    "resnet18": {"warmup_steps": 8, "steps": 5},
 }
 """The steps of each network: timed ones for at least 3 s with the fastest contender."""
 
