@@ -9,6 +9,7 @@ from evenstep.replicas.checks import (
 )
 from evenstep.replicas.copying import align_state, move_home
 from evenstep.replicas.layouts import with_safe_format
+from evenstep.replicas.module_sync import StandIn
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
     complete,
@@ -32,7 +33,6 @@ from evenstep.replicas.settings import (
     plain_attributes,
     python_number,
 )
-from evenstep.replicas.stand_in import StandIn
 
 __all__ = [
     "JUDGE",
