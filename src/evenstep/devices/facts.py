@@ -54,12 +54,7 @@ KINDS = {
         "that is part of the experiment; resume with the checkpoint's (devices may differ)",
     ),
     "tensors": Kind("refused", "refused", f"the checkpoint is of another model: {_MODEL}"),
-    "strides": Kind(
-        "refused",
-        "refused",
-        "kernels round by the memory format: call model.to(memory_format=...) as before",
-        "contiguous",
-    ),
+    "strides": Kind("refused", "rounds", absent="contiguous"),  # kernels round by them
     "extra": Kind("refused", "refused", f"the checkpoint is of another model: {_MODEL}"),
     "slices": Kind(
         "refused",
