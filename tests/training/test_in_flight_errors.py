@@ -137,6 +137,28 @@ def test_before_update_that_fails(devices):
 
 
 @on_devices
+def test_before_update_that_has_failed_leaves_no_gradients_of_the_users_own(devices):
+    """The next step tells the hook's error, and not that gradients were set in flight."""
+    calls, has_failed = [], threading.Event()
+
+    def before_update(module):
+        calls.append(module)
+        if len(calls) == 3:
+            has_failed.set()
+            raise KeyError("the hook's")
+
+    with opened(devices, before_update=before_update) as (trainer, _):
+        two_steps(trainer)
+        trainer.step(*BATCHES[2])
+        wait(has_failed)
+        with trainer._update._showing:  # as soon as the hook's caller has let go
+            pass
+        with pytest.raises(KeyError, match="the hook's"):  # noqa: PT012
+            trainer.step(*BATCHES[3])
+            trainer.waitall()
+
+
+@on_devices
 @somewhere
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_batch_written_to_right_after_step_returned(devices, wait_somewhere, draws):
