@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import dis
 import functools
+import gc
 import signal
 import sys
 import threading
@@ -154,7 +155,11 @@ def thrown_after(delay_s):
     """Inside `with`, throw an error into the main thread from another one, later.
 
     At the end of the block it has been thrown, or never will be: it can't escape into other code.
+    Nothing is collected meanwhile: Python drops what is raised in a callback of the collector, and
+    hypothesis has one.
     """
+    collects = gc.isenabled()
+    gc.disable()
     main = ctypes.c_ulong(threading.main_thread().ident)
     throw = functools.partial(ctypes.pythonapi.PyThreadState_SetAsyncExc, main)
     timer = threading.Timer(delay_s, throw, [ctypes.py_object(OutsideError)])
@@ -163,7 +168,11 @@ def thrown_after(delay_s):
         yield
     finally:
         timer.cancel()
-        _wait_for_end(timer)  # one that was thrown is raised here at the latest
+        try:
+            _wait_for_end(timer)  # one that was thrown is raised here at the latest
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _wait_for_end(thread):
