@@ -102,6 +102,11 @@ def test_later_checks_are_few_and_small():
     assert [calls[step - 1] - 8 for step in checked[1:]] == [3] * 6
 
 
+def test_without_sums_to_check_each_later_check_is_of_the_order():
+    calls = calls_per_step({"separable": False}, steps=4)
+    assert [called - 8 for called in calls[1:]] == [3, 0, 3]
+
+
 def test_a_first_batch_of_one_shard_leaves_the_comparison_to_a_later_one():
     with pytest.raises(ContractError, match="does not add up"):
         train(nn.Linear(6, CLASSES), contrast, [(X[:1], Y[:1]), (X, Y)])

@@ -275,11 +275,11 @@ class SelfCheck:
         rehearsal = self._rehearsal(cut, shards, seed, objective)
         self._later += 1
         with self._apart(cut, rehearsal):
-            if self._later % 2 == 0:
-                check_order(rehearsal)
-            elif self._experiment.separable:
+            if self._experiment.separable and self._later % 2:
                 neighbours = self._neighbours(cut, self._next_pair(cut), rehearsal.replica)
                 check_sums(rehearsal, neighbours, compares_gradients=False)
+            else:
+                check_order(rehearsal)
 
     def _next_pair(self, cut: Cut) -> Sequence[int]:
         """Return two neighbouring shards, so that all shards have had their turn soon."""
