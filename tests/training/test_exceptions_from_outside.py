@@ -189,11 +189,18 @@ def test_thrown_into_other_calls(call, devices, undisturbed, tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["two", "in flight"])
-def test_thrown_while_a_trainer_is_opened_and_closed(layout, undisturbed):
+@pytest.mark.parametrize(
+    ("first", "stride", "functions", "enough"),
+    [(7, 211, (), 2000), pytest.param(1, 1, OPENING, 300, marks=pytest.mark.slow)],
+    ids=["some", "every place"],
+)
+def test_thrown_while_a_trainer_is_opened_and_closed(
+    layout, first, stride, functions, enough, undisturbed
+):
     handler = signal.getsignal(signal.SIGINT)
-    for boundary in itertools.count(7, 211):
+    for boundary in itertools.count(first, stride):
         training = Training(**{**QUICK, **LAYOUTS[layout]})
-        interrupted = thrown_at(boundary)
+        interrupted = thrown_at(boundary, functions)
         with interrupted as passed, contextlib.suppress(OutsideError), training.trainer:
             pass
         wait_until(lambda: not lanes_left())  # one may just begin, and end
@@ -203,26 +210,7 @@ def test_thrown_while_a_trainer_is_opened_and_closed(layout, undisturbed):
             assert_same_bits(state_of(training.trainer), undisturbed[2])
         if len(passed) < boundary:
             break
-    assert boundary > 2000
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["two", "in flight"])
-def test_thrown_anywhere_in_what_opens_and_closes_a_trainer(layout, undisturbed):
-    handler = signal.getsignal(signal.SIGINT)
-    for place in itertools.count(1):
-        training = Training(**{**QUICK, **LAYOUTS[layout]})
-        interrupted = thrown_at(place, OPENING)
-        with interrupted as passed, contextlib.suppress(OutsideError), training.trainer:
-            pass
-        wait_until(lambda: not lanes_left())
-        assert signal.getsignal(signal.SIGINT) == handler, passed[-1]
-        with training.trainer:
-            training.run(2)
-            assert_same_bits(state_of(training.trainer), undisturbed[2])
-        if len(passed) < place:
-            break
-    assert place > 300
+    assert boundary > enough
 
 
 @pytest.mark.slow
