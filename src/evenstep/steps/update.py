@@ -69,7 +69,7 @@ class Update:
     """
 
     half_step: int | None = None
-    _is_half = False  # where owners update side by side: some may have
+    _is_half = False  # where processes are owners: some may have updated
 
     def __init__(
         self,

@@ -124,7 +124,7 @@ def choose_parts(
     )
     partition = None
     if isinstance(update, OwnedUpdate):
-        partition = Partition(model, optimizer, replicas, engine, update, pipeline)
+        partition = Partition(model, optimizer, engine.devices, update, pipeline)
     reporter = Reporter(callbacks, optimizer, pipeline, timekeeper, names)
     take = pipeline.submit
     if minimises(optimizer):

@@ -18,13 +18,11 @@ from evenstep.checkpoint.owner_files import write_by_owners
 from evenstep.checkpoint.training_state import TrainingState
 from evenstep.devices import Device
 from evenstep.distributed import Exchange, job_share
-from evenstep.engine import Engine
 from evenstep.errors import ClosedError, InputError, ModelError
-from evenstep.replicas import Replicas, refuse_coupled
+from evenstep.replicas import refuse_coupled
 from evenstep.steps.groups.group import Group
-from evenstep.steps.owners.devices import DeviceOwners
 from evenstep.steps.owners.reducer import OwnerReducer, deal_parameters
-from evenstep.steps.owners.update import OwnedProxyUpdate, OwnedUpdate
+from evenstep.steps.owners.update import OwnedUpdate
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.reducer import loose_parameters
 
@@ -40,8 +38,7 @@ class Partition:
     Args:
         model: the user's model.
         optimizer: the user's optimizer.
-        replicas: the replicas of the model.
-        engine: runs tasks on the devices of this process.
+        devices: the devices of this process.
         update: ends steps.
         pipeline: the steps in flight.
 
@@ -53,20 +50,17 @@ class Partition:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        replicas: Replicas,
-        engine: Engine,
+        devices: Sequence[Device],
         update: OwnedUpdate,
         pipeline: Pipeline,
     ) -> None:
-        _refuse_gpus(engine.devices)
+        _refuse_gpus(devices)
         _refuse_sparse(model)
         refuse_coupled(optimizer)
         self._model = model
         self._optimizer = optimizer
         self._update = update
         self._pipeline = pipeline
-        if len(engine.devices) > 1 and not isinstance(update, OwnedProxyUpdate):
-            update.devices = DeviceOwners(optimizer, replicas, engine)
         self._owners: OwnerReducer | None = None
         self._was_split = False
         self._reads_own = False

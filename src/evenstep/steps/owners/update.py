@@ -21,7 +21,6 @@ from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum, Tensors
 from evenstep.steps.failures import refuse_other_norm
 from evenstep.steps.in_flight.proxy_update import ProxyUpdate
-from evenstep.steps.owners.devices import DeviceOwners
 from evenstep.steps.owners.reducer import READY, UPDATED, OwnerReducer
 from evenstep.steps.step import Step
 from evenstep.steps.update import Update
@@ -33,11 +32,9 @@ class OwnedUpdate(Update):
     Attributes:
         owners: brings gradients to their owners, and new values from them; None while the process
             trains alone: then it owns everything.
-        devices: updates on all devices of this process, side by side; None to update on one.
     """
 
     owners: OwnerReducer | None = None
-    devices: DeviceOwners | None = None
     _meetings: Sequence[str] = ()
 
     def __call__(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
@@ -67,26 +64,6 @@ class OwnedUpdate(Update):
             self._meet(step)
             self.owners.spread(step.number, root.present)
         self._is_half = False
-
-    def _step(self) -> None:
-        if self.devices is None:
-            super()._step()
-        else:
-            self._is_half = self._is_stepping = True
-            self.devices.step(self._optimizer.step)
-
-    def update_copies(self) -> None:
-        """Copy the updated parameters to every memory that holds copies of them; in a lane."""
-        if self.devices is None:
-            super().update_copies()
-        else:
-            self.devices.update_copies()
-
-    def _divide(self, step: Step, root: PartialSum, count: float) -> None:
-        if self.devices is not None:
-            self.devices.divide(root.gradients, count)
-            count = 1
-        super()._divide(step, root, count)
 
     def _add_own(self, own: Tensors, root: PartialSum) -> None:
         if self.owners is not None:
