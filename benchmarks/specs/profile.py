@@ -79,7 +79,7 @@ def _opened(job: Job, method: str) -> Iterator[Step]:
         devices=1,
         shards=job.shards,
         lanes=InlineLanes,
-        hybridize=method == "hybridized",
+        compile=method == "hybridized",
     ) as trainer:
         yield trainer.step
 

@@ -230,7 +230,7 @@ def test_verify_prints_the_fingerprint_that_train_ends_with():
 
 @pytest.mark.slow
 def test_verify_of_compiled_shards():
-    result = run("verify", *MLP, "--steps", 2, "--devices", "1,2", "--hybridize")
+    result = run("verify", *MLP, "--steps", 2, "--devices", "1,2", "--compile")
     assert "identical: the same bits after each of 2 steps" in result.stdout
     assert "note: compile: a shard takes" in result.stderr
 

@@ -6,7 +6,6 @@ import inspect
 from pathlib import Path
 
 import evenstep
-from commands import MLP, run, trained
 from evenstep import Experiment, Trainer
 from evenstep.cli.options.table import Scope
 from evenstep.cli.options.training import ExperimentOptions, LayoutOptions
@@ -43,17 +42,6 @@ def test_given_options_alone_are_asked_of_a_checkpoint():
     table = ExperimentOptions(shards=4, seed=1, given=frozenset({"shards", "lr"}))
     assert table.trainer_arguments(given_only=True) == {"shards": 4}
     assert table.trainer_arguments()["seed"] == 1
-
-
-def test_hybridize_is_a_hidden_name_of_compile():
-    options = (*MLP, "--steps", 2)
-    compiled = trained(*options, "--compile").fingerprint
-    assert trained(*options, "--hybridize").fingerprint == compiled
-    assert trained(*options).fingerprint != compiled
-    for command in (("train",), ("verify",), ("bench", "scaling")):
-        output = run(*command, "--help").stdout
-        assert "--compile" in output
-        assert "--hybridize" not in output
 
 
 def test_only_the_command_line_imports_what_draws_on_a_terminal():

@@ -383,9 +383,9 @@ RUNS = {
     "in flight: clipped, scheduled": Run(train_clipped_and_scheduled, IN_FLIGHT),
     "objective: masked dicts": Run(train_objective, MANY),
     "model changed between steps": Run(train_changing_model, IN_FLIGHT),
-    "compiled": Run(functools.partial(train_zoo, "dropout", hybridize=True), ONE_AND_TWO),
+    "compiled": Run(functools.partial(train_zoo, "dropout", compile=True), ONE_AND_TWO),
     "compiled, batch_norm, Adam": Run(
-        functools.partial(train_zoo, "batch_norm", adam, hybridize=True, sizes=(32, 32)),
+        functools.partial(train_zoo, "batch_norm", adam, compile=True, sizes=(32, 32)),
         ONE_AND_TWO,
     ),
     "resumed": Run(

@@ -298,7 +298,7 @@ def test_a_model_whose_shards_branch_differently_is_refused(devices):
 
 def test_unsupported_combinations_are_refused_with_a_remedy():
     with pytest.raises(InputError, match="compile=True and batch_norm='sync'"):
-        train(build(), [], hybridize=True)
+        train(build(), [], compile=True)
     with pytest.raises(InputError, match="batch_norm='whole': choose one of shard, sync"):
         train(build(), [], batch_norm="whole")
     with pytest.raises(InputError, match="lanes without threads"):

@@ -47,7 +47,7 @@ def refused(model, match, batch=BATCHES[0], kind=ContractError, **options):
 
 @pytest.mark.parametrize(
     "options",
-    [{"compile": True}, {"side_by_side": True}, {"batch_norm": "sync"}, {"hybridize": True}],
+    [{"compile": True}, {"side_by_side": True}, {"batch_norm": "sync"}],
 )
 def test_options_that_stages_exclude(options):
     with pytest.raises(InputError, match=r"got stages and (compile|side_by_side|batch_norm)="):

@@ -282,7 +282,7 @@ def fuzz_arguments(options):
     given = model, sgd(model), nn.CrossEntropyLoss()
     error = error_of(lambda: evenstep.Trainer(*given, **options), EvenstepError)
     assert error is None or len(str(error)) < 500
-    if error is None and not {"compile", "hybridize"} & {*options}:  # these take seconds by design
+    if error is None and "compile" not in options:  # these take seconds by design
         theirs = {"objective", "before_update", "after_update"} & {*options}
         error_of(lambda: train(**options), EvenstepError, *(_USERS if theirs else ()))
 

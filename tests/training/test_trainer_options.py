@@ -33,16 +33,6 @@ def test_an_experiment_and_a_keyword_of_it_are_refused():
         trained(experiment=evenstep.Experiment(), shards=4, seed=1)
 
 
-def test_compile_and_the_books_name_for_it_are_one_option():
-    def experiment(**options):
-        model = build("convolution")
-        return evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **options).experiment
-
-    assert experiment(compile=True) == experiment(hybridize=True)
-    assert experiment(compile=True).compile
-    assert not experiment().compile
-
-
 @pytest.mark.parametrize("devices", [torch.device("cpu"), "cpu:0", 1, ["cpu:0"]], ids=str)
 def test_one_device_may_be_named_in_many_ways(devices):
     model = build("convolution")

@@ -134,7 +134,7 @@ def evenstep_trainer(job: Job) -> Iterator[Training]:
         precision=job.precision,
         threads=job.threads,
         max_in_flight=job.max_in_flight,
-        hybridize=job.hybridize,
+        compile=job.hybridize,
         batch_norm=job.batch_norm,
     ) as trainer:
         shares: list[tuple[DeviceShares, ...]] = []

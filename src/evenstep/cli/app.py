@@ -72,16 +72,10 @@ class Program(click.Group):
                 )
 
 
-def _current_name(name: str) -> str:
-    """Replace the former name of an option: `--compile` was `--hybridize`."""
-    return "compile" if name == "hybridize" else name
-
-
 @click.group(
     cls=Program,
     invoke_without_command=True,
     context_settings={
-        "token_normalize_func": _current_name,
         "help_option_names": ["-h", "--help"],
     },
 )

@@ -48,7 +48,6 @@ class TrainerOptions(TypedDict, total=False):
     memory_format: MemoryFormat
     threads: int
     compile: bool
-    hybridize: bool
     batch_norm: BatchNorm
     separable: bool
     buffers: dict[str, BufferRule]

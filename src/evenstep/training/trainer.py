@@ -128,7 +128,6 @@ class Trainer(Habits):
         compile: whether to compile a shard's forward and backward pass, on CPUs. A log line says
             how much time this saves, or why shards are computed eagerly; `hybridized` has the
             figures.
-        hybridize: the book's name for `compile`.
         batch_norm: in training, "shard" normalises with the statistics of each shard, and "sync"
             with those of the whole batch. "sync" runs on the CPU devices of one process: all
             activations of a batch are in memory at once, and every device computes the same number
@@ -238,7 +237,6 @@ class Trainer(Habits):
         memory_format: MemoryFormat = "preserve",
         threads: int = 1,
         compile: bool = False,  # noqa: A002 - as torch names it
-        hybridize: bool = False,
         batch_norm: BatchNorm = "shard",
         separable: bool = True,
         buffers: dict[str, BufferRule] | None = None,
@@ -268,7 +266,7 @@ class Trainer(Habits):
             precision=precision,
             memory_format=memory_format,
             threads=threads,
-            compile=compile or hybridize,
+            compile=compile,
             batch_norm=batch_norm,
             separable=separable,
             buffers={} if buffers is None else buffers,
@@ -826,8 +824,6 @@ class Trainer(Habits):
             check_kinds(model, optimizer)
             others = state_of_others(model, optimizer)
         saved = read_training_state(Path(folder), others)
-        if "hybridize" in options:
-            options["compile"] = options.pop("hybridize")
         given = {} if options.get("experiment") else dataclasses.asdict(saved.experiment)
         trainer = cls(model, optimizer, loss, **{**given, **options})
         with unchanged_on_error(saved, model, optimizer, trainer.scheduler):
