@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -10,11 +11,13 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import evenstep
+from evenstep.data import GeneratorStates, Loader
 from evenstep.errors import InputError
 from interrupting import (
     LAYOUTS,
@@ -221,6 +224,80 @@ def test_a_step_of_lbfgs_ends_before_the_handler_runs(tmp_path):
             while again.steps_done < 3:
                 again.step(X, y)
         assert again.fingerprint() == whole.fingerprint()
+
+
+class Drawing(torch.utils.data.Dataset):
+    """Draws from all default generators, and has a signal sent in the middle of an example."""
+
+    def __init__(self, press_at):
+        self.press_at = press_at
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, number):
+        drawn = random.random() + np.random.rand()
+        if number == self.press_at:
+            self.press_at = None
+            press()
+        return torch.rand(3) + drawn, number % 4
+
+
+class DrawingOrder(torch.utils.data.Sampler):
+    """Draws an order, and has a signal sent in the middle of it."""
+
+    def __init__(self, press_at):
+        self.press_at = press_at
+
+    def __len__(self):
+        return 16
+
+    def __iter__(self):
+        for place, number in enumerate(torch.randperm(16).tolist()):
+            if place == self.press_at:
+                self.press_at = None
+                random.random()
+                press()
+            yield number
+
+
+def one_at_a_time(press_at):
+    return Loader(Drawing(press_at), 8, seed=3)
+
+
+def in_an_order(press_at):
+    return torch.utils.data.DataLoader(Drawing(None), 8, sampler=DrawingOrder(press_at))
+
+
+@pytest.mark.parametrize("made", [one_at_a_time, in_an_order])
+@pytest.mark.parametrize("press_at", [0, 5, 15])
+def test_generators_are_saved_as_the_user_left_them(made, press_at, tmp_path):
+    """Also while evenstep lends them to code that draws data."""
+    states, left = GeneratorStates(), []
+
+    def save(number, frame):
+        trainer.save(tmp_path)
+        left.append(random.getstate())
+
+    signal.signal(signal.SIGTERM, save)
+    training = Training(**QUICK, state={"random": states})
+    with training.trainer as trainer:
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(5)
+        expected = states.state_dict()
+        for batch in trainer.epoch(made(press_at)):
+            assert_same_bits(flat(states.state_dict()), flat(expected))
+            trainer.step(*batch)
+    assert left
+    assert left[0] != expected["python"]  # they were lent when the handler ran
+    random.seed(6)
+    given = training.trainer.model, training.optimizer, nn.CrossEntropyLoss()
+    evenstep.Trainer.load(tmp_path, *given, devices=1, state={"random": states})
+    assert_same_bits(flat(states.state_dict()), flat(expected))
+
+
+def flat(states):
+    return {**states, "numpy": str(states["numpy"])}
 
 
 # ---- what else a handler may call

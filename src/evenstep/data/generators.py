@@ -122,17 +122,10 @@ def call_seeded(
 
 def drew_nothing(generators: Sequence[Generator], function: Callable[[], T]) -> tuple[T, bool]:
     """Return `function()`, and whether the generators are as they were; they are put back."""
-    with _alone():
-        before = [generator.read() for generator in generators]
-        try:
-            result = interruptible(function)
-        finally:
-            after = [generator.read() for generator in generators]
-            quiet = all(same_state(*pair) for pair in zip(before, after, strict=True))
-            if not quiet:
-                for generator, state in zip(generators, before, strict=True):
-                    generator.write(state)
-    return result, quiet
+    with _alone(), _put_back(generators) as before:
+        result = interruptible(function)
+        after = [generator.read() for generator in generators]
+    return result, all(same_state(*pair) for pair in zip(before, after, strict=True))
 
 
 def generators_of(*owners: object) -> tuple[Generator, ...]:
@@ -210,13 +203,15 @@ class GeneratorStates:
     After `Trainer.load`, code of your own that draws from them, such as augmentation in the
     training loop, continues the sequence of numbers where it was saved. (Dropout and other random
     layers, and the order of `Trainer.epoch`, don't need this: evenstep seeds them for each step and
-    epoch.)
+    epoch.) While a data set draws what evenstep has seeded, they are as you left them before.
     """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states as plain values and tensors."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        torch_state, python, numpy = states_of(DEFAULTS)
+        with _alone():  # a handler of a signal may save while they are lent
+            states = _lent[0] if _lent else [generator.read() for generator in DEFAULTS]
+            torch_state, python, numpy = map(_plain, states[: len(DEFAULTS)])
         return {"torch": torch_state, "python": python, "numpy": numpy, "cuda": cuda}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -246,15 +241,22 @@ def _seed(generators: Sequence[Generator], seed: int) -> None:
         generator.seed(derive_seed("generator", seed, number) if number > 2 else seed)
 
 
+_lent: list[list[Any]] = []
+"""The users' states of generators that are lent now: first `DEFAULTS`, then others."""
+
+
 @contextmanager
-def _put_back(generators: Sequence[Generator]) -> Iterator[None]:
+def _put_back(generators: Sequence[Generator]) -> Iterator[list[Any]]:
     """Inside `with`, code may draw from generators, which have their states again at the end."""
     before = [generator.read() for generator in generators]
+    outer = [*_lent]
     try:
-        yield
+        _lent.append(before)
+        yield before
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.write(state)
+        _lent[:] = outer
 
 
 def _generator(one: object) -> Generator | None:
