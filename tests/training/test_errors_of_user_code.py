@@ -4,14 +4,17 @@ Afterwards the step is taken as a whole, or not at all, or the trainer refuses t
 training in which the call is repeated has the bits of one that no error has disturbed.
 """
 
+import multiprocessing
 import threading
 import traceback
 
 import pytest
 import torch
 from torch.nn import CrossEntropyLoss
+from torch.utils.data import DataLoader, Dataset
 
 from evenstep import Trainer
+from evenstep.data import Loader
 from evenstep.errors import CheckpointError, ClosedError
 from reference import assert_same_bits
 from trainers import state_of
@@ -171,3 +174,52 @@ def test_what_fails_while_a_checkpoint_is_loaded_changes_nothing(where, kind, la
     assert_same_bits(state_of(trainer), before)
     with load() as again:
         assert_same_bits(state_of(again), expected)
+
+
+# ---- a data set in a worker process
+
+
+class Spoiled(Dataset):
+    """Fails at an example of the third batch as long as a file exists."""
+
+    def __init__(self, file, kind):
+        self.file, self.kind = file, kind
+
+    def __len__(self):
+        return 2 * len(X)
+
+    def __getitem__(self, number):
+        if number == 20 and self.file.exists():
+            raise KINDS[self.kind]()
+        return X[number % len(X)] + number, Y[number % len(Y)]
+
+
+LOADERS = {
+    "evenstep's": lambda data: Loader(data, 8, shuffle=False, workers=1),
+    "torch's": lambda data: DataLoader(data, 8, num_workers=1),
+}
+
+
+@pytest.mark.parametrize("loader", LOADERS)
+@pytest.mark.parametrize(("kind", "layout"), KINDS_AND_LAYOUTS)
+def test_a_data_set_that_fails_in_a_worker_ends_the_epoch_at_a_whole_step(
+    loader, kind, layout, tmp_path
+):
+    def train(trainer, batches):
+        for batch in trainer.epoch(batches):
+            trainer.step(*batch)
+
+    file = tmp_path / "spoiled"
+    batches = LOADERS[loader](Spoiled(file, kind))
+    with trainer_of(layout) as trainer, trainer_of(layout) as undisturbed:
+        train(undisturbed, batches)
+        file.touch()
+        with pytest.raises(BaseException, match="enough|worker"):
+            train(trainer, batches)
+        trainer.waitall()
+        assert trainer.steps_done <= 2  # a worker that dies is noticed at once
+        file.unlink()
+        train(trainer, batches)
+        assert trainer.steps_done == 4
+        assert_same_bits(state_of(trainer), state_of(undisturbed))
+    assert not multiprocessing.active_children()
