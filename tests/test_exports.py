@@ -282,7 +282,6 @@ EXPORTS = {
         "parameter_proxy",
         "plain_attributes",
         "python_number",
-        "refuse_coupled",
         "refuse_gradients_in_flight",
         "refuse_strangers",
         "with_safe_format",

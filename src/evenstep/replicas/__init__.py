@@ -7,9 +7,9 @@ from evenstep.replicas.checks import (
     refuse_strangers,
     written_error,
 )
+from evenstep.replicas.computed_before import StandIn
 from evenstep.replicas.copying import align_state, move_home
 from evenstep.replicas.layouts import with_safe_format
-from evenstep.replicas.module_sync import StandIn
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
     complete,
@@ -25,7 +25,6 @@ from evenstep.replicas.replica import (
     refuse_gradients_in_flight,
 )
 from evenstep.replicas.replicas import Replicas
-from evenstep.replicas.separate_updates import refuse_coupled
 from evenstep.replicas.settings import (
     is_plain,
     layer_settings,
@@ -56,7 +55,6 @@ __all__ = [
     "parameter_proxy",
     "plain_attributes",
     "python_number",
-    "refuse_coupled",
     "refuse_gradients_in_flight",
     "refuse_strangers",
     "with_safe_format",

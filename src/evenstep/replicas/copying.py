@@ -12,7 +12,7 @@ from torch import nn
 from evenstep.devices import Device, carry
 from evenstep.devices.addresses import align, rounding
 from evenstep.errors import ContractError, ModelError, text_of
-from evenstep.replicas.module_sync import StandIn
+from evenstep.replicas.computed_before import StandIn
 
 
 def move_home(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> None:

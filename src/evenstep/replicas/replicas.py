@@ -32,8 +32,9 @@ from evenstep.replicas.checks import (
     refuse_unwritable,
     written_error,
 )
+from evenstep.replicas.computed_before import ComputedBefore
 from evenstep.replicas.copying import copy_module, copy_parameter
-from evenstep.replicas.module_sync import ComputedBefore, Difference, ModuleWatch
+from evenstep.replicas.module_sync import Difference, ModuleWatch
 from evenstep.replicas.replica import Replica, broadcast, sum_of_bits
 
 _VERSION = operator.attrgetter("_version")

@@ -19,9 +19,9 @@ from evenstep.checkpoint.training_state import TrainingState
 from evenstep.devices import Device
 from evenstep.distributed import Exchange, job_share
 from evenstep.errors import ClosedError, InputError, ModelError
-from evenstep.replicas import refuse_coupled
 from evenstep.steps.groups.group import Group
 from evenstep.steps.owners.reducer import OwnerReducer, deal_parameters
+from evenstep.steps.owners.separate_updates import refuse_coupled
 from evenstep.steps.owners.update import OwnedUpdate
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.reducer import loose_parameters

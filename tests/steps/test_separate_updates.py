@@ -8,7 +8,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import InputError, ModelError
-from evenstep.replicas import refuse_coupled
+from evenstep.steps.owners.separate_updates import refuse_coupled
 from optimizers import embedding, model_for
 from owned_optimizers import (
     COUPLED,
