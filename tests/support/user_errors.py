@@ -515,6 +515,7 @@ NOT_OWNERS = tuple(name for name in LAYOUTS if name != "owners")
 """There, hooks on the optimizer and backward are refused."""
 
 IN_FLIGHT = ("in flight", "in flight, own")
+WITH_HOOKS = tuple(name for name in NOT_OWNERS if name not in IN_FLIGHT)  # of the optimizer
 
 PLACES = {
     "forward": Place(lambda bang: {"inside": bang.then(None)}, step),
@@ -547,7 +548,7 @@ PLACES = {
     "a hook before the optimizer": Place(
         on_the_optimizer(lambda optimizer, bang: optimizer.register_step_pre_hook(bang)),
         step,
-        layouts=NOT_OWNERS,
+        layouts=WITH_HOOKS,
     ),
     "the optimizer": Place(
         lambda bang: {"make": lambda parameters: ByHand(parameters, bang)}, step, "half", NOT_OWNERS
@@ -556,7 +557,7 @@ PLACES = {
         on_the_optimizer(lambda optimizer, bang: optimizer.register_step_post_hook(bang)),
         step,
         "whole",
-        NOT_OWNERS,
+        WITH_HOOKS,
     ),
     "after_update": Place(lambda bang: {"after_update": bang}, step, "whole"),
     "forward, and a step behind it": Place(
