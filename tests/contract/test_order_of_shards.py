@@ -1,6 +1,8 @@
 """State that is passed from shard to shard is refused by name, also where it has no effect yet."""
 
+import copy
 import functools
+import operator
 
 import pytest
 import torch
@@ -120,12 +122,53 @@ def logs(model, output):
     return output
 
 
+def every(nth):
+    return lambda model, output: output * (2.0 if model.calls % nth == 0 else 1.0)
+
+
 @everywhere
 @pytest.mark.parametrize("zero", [0, torch.zeros((), dtype=torch.int64)], ids=["int", "tensor"])
-@pytest.mark.parametrize("use", [warms_up, stops_learning])
+@pytest.mark.parametrize("use", [warms_up, stops_learning, *map(every, (7, 50, 64, 1000))])
 def test_a_count_that_will_decide_is_refused_by_name(use, zero, devices):
     with pytest.raises(ContractError, match=r"model\.calls"):
         train(Counting(use, zero), devices=devices)
+
+
+class Tally:
+    def __init__(self):
+        self.calls = 0
+
+
+HOLDERS = {
+    "a dict": ({"calls": 0}, "calls", operator.itemgetter("calls"), operator.setitem),
+    "a list": ([0], 0, operator.itemgetter(0), operator.setitem),
+    "an object": (Tally(), "calls", operator.attrgetter("calls"), setattr),
+}
+
+
+class CountingInside(nn.Linear):
+    """Counts in what an attribute holds; every 50th shard decides, or none."""
+
+    def __init__(self, holder, key, read, write, *, decides):
+        super().__init__(6, CLASSES)
+        self.held = {"inside": copy.deepcopy(holder)}
+        self.how, self.decides = (key, read, write), decides
+
+    def forward(self, x):
+        key, read, write = self.how
+        before = read(self.held["inside"])
+        write(self.held["inside"], key, before + 1)
+        return super().forward(x) * (2.0 if self.decides and before % 50 == 0 and before else 1.0)
+
+
+@everywhere
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_a_count_inside_of_what_an_attribute_holds_is_refused_if_it_will_decide(holder, devices):
+    with pytest.raises(ContractError, match=r"model\.held\.inside\.(calls|0)"):
+        train(CountingInside(*holder, decides=True), devices=devices)
+    model = CountingInside(*holder, decides=False)
+    train(model, devices=devices)
+    assert holder[2](model.held["inside"]) <= 8 * 8  # what was tried out is not left
 
 
 @everywhere

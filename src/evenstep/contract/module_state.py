@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -20,6 +20,8 @@ _INTERNALS = frozenset(nn.Module().__dict__)
 _ALIGNMENT_OF_A_GPU = 512  # bytes
 Attributes = Mapping[tuple[str, str], Any]
 """The plain attributes of every module, by the module's name and their own."""
+Path = tuple[Any, ...]
+"""The name of a module, that of an attribute, and keys in the dicts, lists and objects in it."""
 
 
 @contextmanager
@@ -121,23 +123,60 @@ def differing_attributes(ours: Attributes, theirs: Attributes) -> list[str]:
     ]
 
 
-def differing_counts(ours: Attributes, theirs: Attributes) -> list[tuple[str, str]]:
-    """Return the keys of the single integers that differ in two copies of a module."""
-    return [
-        key
-        for key, value in ours.items()
-        if _counts(value)
-        and (not isinstance(value, torch.Tensor) or value.ndim == 0)
-        and _differs(value, theirs.get(key))
-    ]
+def differing_counts(ours: Attributes, theirs: Attributes) -> list[Path]:
+    """Return where the single integers are that differ in two copies of a module."""
+    found: list[Path] = []
+    for key, value in ours.items():
+        _find_counts(key, value, theirs.get(key), found)
+    return found
 
 
-def set_counts(module: nn.Module, keys: Sequence[tuple[str, str]], count: int) -> None:
-    """Give attributes of a module that hold an integer another one."""
-    for name, key in keys:
-        held = module.get_submodule(name).__dict__
-        is_tensor = isinstance(held[key], torch.Tensor)
-        held[key] = torch.full_like(held[key], count) if is_tensor else count
+def named(path: Path) -> str:
+    """Return a path as it is written in Python, as far as it is known: "encoder.calls"."""
+    return ".".join(["model", *(str(step) for step in path if step != "")])
+
+
+@contextmanager
+def counts_set(module: nn.Module, paths: Sequence[Path], count: int) -> Iterator[None]:
+    """Inside `with`, integers in attributes of a module have another value."""
+    before = []
+    try:
+        for path in paths:
+            holder, key = _holder_of(module, path), path[-1]
+            with suppress(LookupError, TypeError):  # a tuple, or another list by now
+                held = holder[key]
+                is_tensor = isinstance(held, torch.Tensor)
+                holder[key] = torch.full_like(held, count) if is_tensor else count
+                before.append((holder, key, held))
+        yield
+    finally:
+        for holder, key, held in before:
+            holder[key] = held
+
+
+def _holder_of(module: nn.Module, path: Path) -> Any:
+    """Return the dict, list or tuple that holds what is at `path`; None if it is gone."""
+    name, *keys, _ = path
+    holder: Any = module.get_submodule(name).__dict__
+    with suppress(LookupError, TypeError):
+        for key in keys:
+            held = holder[key]
+            holder = held if isinstance(held, _HOLDERS) else vars(held)
+        return holder
+    return None
+
+
+_HOLDERS = (dict, list, tuple)
+
+
+def _find_counts(path: Path, ours: Any, theirs: Any, found: list[Path]) -> None:
+    if type(ours) is type(theirs) and isinstance(ours, _HOLDERS) and len(ours) == len(theirs):
+        items = ours.items() if isinstance(ours, dict) else enumerate(ours)
+        for key, one in items:
+            if not isinstance(ours, dict) or key in theirs:
+                _find_counts((*path, key), one, theirs[key], found)
+    elif _counts(ours) and _differs(ours, theirs) and getattr(ours, "ndim", 0) == 0:
+        found.append(path)
 
 
 _ATOMS = (nn.Module, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Tensor)
