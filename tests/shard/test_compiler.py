@@ -312,7 +312,7 @@ class Counting(nn.Module):
 
     def forward(self, x):
         self.calls += 1
-        return self.layer(x.flatten(1)) * (1 + 0.1 * self.calls)
+        return self.layer(x.flatten(1)) * (1 + 0.001 * self.calls)  # within the guard of rounding
 
 
 @pytest.mark.slow
