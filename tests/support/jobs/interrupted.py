@@ -22,7 +22,7 @@ from reference import assert_same_bits
 from trainers import state_of
 
 STEPS = 4
-QUICK = {"check": "off", "tune_malloc": False, "peer_timeout_s": 5.0}
+QUICK = {"check": "off", "tune_malloc": False, "peer_timeout_s": 30.0}
 ACTS = {"press": press_ctrl_c, "throw": "throw"}
 
 
