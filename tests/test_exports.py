@@ -279,7 +279,6 @@ EXPORTS = {
         "note_left",
         "optimizer_settings",
         "own_gradients",
-        "parameter_proxy",
         "plain_attributes",
         "python_number",
         "refuse_gradients_in_flight",

@@ -132,7 +132,7 @@ def differing_counts(ours: Attributes, theirs: Attributes) -> list[Path]:
 
 
 def named(path: Path) -> str:
-    """Return a path as it is written in Python, as far as it is known: "encoder.calls"."""
+    """Return a path with dots, such as "model.encoder.calls", for a message."""
     return ".".join(["model", *(str(step) for step in path if step != "")])
 
 

@@ -203,7 +203,8 @@ class GeneratorStates:
     After `Trainer.load`, code of your own that draws from them, such as augmentation in the
     training loop, continues the sequence of numbers where it was saved. (Dropout and other random
     layers, and the order of `Trainer.epoch`, don't need this: evenstep seeds them for each step and
-    epoch.) While a data set draws what evenstep has seeded, they are as you left them before.
+    epoch.) A signal handler that saves while evenstep draws a data set's numbers saves the
+    states that you left.
     """
 
     def state_dict(self) -> dict[str, Any]:

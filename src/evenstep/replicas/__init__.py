@@ -15,7 +15,6 @@ from evenstep.replicas.optimizer_proxy import (
     complete,
     hookable,
     inner_optimizers,
-    parameter_proxy,
 )
 from evenstep.replicas.replica import (
     Replica,
@@ -52,7 +51,6 @@ __all__ = [
     "note_left",
     "optimizer_settings",
     "own_gradients",
-    "parameter_proxy",
     "plain_attributes",
     "python_number",
     "refuse_gradients_in_flight",

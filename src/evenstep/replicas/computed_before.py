@@ -1,4 +1,4 @@
-"""What stands in shards for tensors with a graph that attributes held before the step."""
+"""Hides tensors that were computed before a step from its shards, and refuses to use them."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def _at(holder: Any, key: Any) -> Any:
 
 
 def carried(value: Any, device: Device) -> Any:
-    """Return a copy of an attribute's value on a device: of plain containers, too."""
+    """Return a copy of an attribute's value on a device, with all tensors in lists and dicts."""
     if isinstance(value, torch.Tensor):
         return carry(value, device)
     if type(value) in (list, tuple):

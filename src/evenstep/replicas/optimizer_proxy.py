@@ -179,12 +179,12 @@ class OptimizerProxy:
         self.mark()
 
     def _proxy_of(self, original: nn.Parameter) -> nn.Parameter:
-        proxy = parameter_proxy(original)
+        proxy = _parameter_proxy(original)
         self._originals[proxy] = original
         return proxy
 
 
-def parameter_proxy(original: nn.Parameter) -> nn.Parameter:
+def _parameter_proxy(original: nn.Parameter) -> nn.Parameter:
     """Return another parameter in the same memory, with a gradient of its own."""
     proxy = nn.Parameter(original.detach(), requires_grad=original.requires_grad)
     proxy.__dict__.update(original.__dict__)
