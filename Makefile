@@ -16,7 +16,7 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 RELEASED := pyproject.toml CITATION.cff SECURITY.md CODE_OF_CONDUCT.md CONTRIBUTING.md README.md
 
-QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_errors.py test_experiment.py \
+QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_errors.py options \
 	test_verification.py batch checkpoint/test_codec.py collectives data engine/test_graph.py \
 	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
 	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)

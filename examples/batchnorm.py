@@ -32,7 +32,8 @@ def train(batch_norm, shards, devices):
     net = make_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     loader, test = Loader(digits(), BATCH, drop_last=True), Loader(digits(train=False), 256)
-    options = {"shards": shards, "devices": devices, "batch_norm": batch_norm}
+    experiment = evenstep.Experiment(shards=shards, batch_norm=batch_norm)
+    options = {"devices": devices, "experiment": experiment}
     with evenstep.Trainer(net, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
         for _ in range(EPOCHS):
             for X, y in trainer.epoch(loader):

@@ -21,9 +21,14 @@ EXPORTS = {
         "Engine",
         "Experiment",
         "Exported",
+        "Faults",
         "Hybrid",
         "Hybridized",
+        "Layout",
+        "Owners",
         "Shards",
+        "Slices",
+        "Stages",
         "Trainer",
         "all_gather",
         "callbacks",
@@ -259,6 +264,14 @@ EXPORTS = {
         "slice_",
         "sliced_layers",
     ],
+    "evenstep.options": [
+        "Experiment",
+        "Faults",
+        "Layout",
+        "Owners",
+        "Slices",
+        "Stages",
+    ],
     "evenstep.profiling": [],
     "evenstep.replicas": [
         "JUDGE",
@@ -301,6 +314,7 @@ EXPORTS = {
     "evenstep.steps.owners": [],
     "evenstep.training": [],
     "evenstep.training.evaluation": [],
+    "evenstep.training.setup": [],
 }
 PACKAGES = {
     ".".join(["evenstep", *path.parent.relative_to(SOURCE).parts]): path

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import evenstep
+from grouping import grouped
 from reference import assert_same_bits, whole_state
 from zoo import ZOO, build, make_batches, options_of
 
@@ -19,7 +20,7 @@ def train(name, devices, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     options = {**options_of(model), **options}
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=devices, **options
+        model, optimizer, nn.CrossEntropyLoss(), **grouped(devices=devices, **options)
     ) as trainer:
         losses = [float(trainer.step(X, y)) for X, y in make_batches((33, 16, 30))]
     return whole_state(model, optimizer), losses

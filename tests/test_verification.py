@@ -11,8 +11,10 @@ from evenstep.data import Loader
 from evenstep.engine import InlineLanes
 from evenstep.errors import InputError
 from evenstep.models import mlp
+from evenstep.options import Faults
 from evenstep.training.trainer import Trainer
 from evenstep.verification import LayoutResult, verify
+from grouping import grouped
 from layouts import mixed, own, shared
 
 STEPS = 3
@@ -95,7 +97,7 @@ def maker(network, **options):
         model = network()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         given = {"devices": devices, "shards": SHARDS, "check": "off", **options}
-        return Trainer(model, optimizer, nn.CrossEntropyLoss(), **given)
+        return Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**given))
 
     return make_trainer
 
@@ -222,7 +224,13 @@ def test_the_state_is_named_when_all_shards_agree():
         model = mlp(6, (4,), 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.param_groups[0]["lr"] = next(rates)
-        return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices, check="off")
+        return Trainer(
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            devices=devices,
+            faults=Faults(check="off"),
+        )
 
     found = verify(make_trainer, batches, [1, 2], 1).difference
     assert (found.step, found.shard, found.tensor) == (0, None, "group/0/lr")
@@ -246,7 +254,13 @@ def test_sparse_gradients_are_compared_too():
         torch.manual_seed(0)
         model = Embeds()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices, check="off")
+        return Trainer(
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            devices=devices,
+            faults=Faults(check="off"),
+        )
 
     found = verify(make_trainer, tokens, [1, 2], 1).difference
     assert (found.shard, found.tensor) == (0, "gradient of table.weight")
@@ -318,7 +332,13 @@ def test_extra_state_that_differs_is_a_difference():
         torch.manual_seed(0)
         model = CountsCalls()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices, check="off")
+        return Trainer(
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            devices=devices,
+            faults=Faults(check="off"),
+        )
 
     batch = torch.randn(16, 2), torch.arange(16) % 2
     verdict = verify(make_trainer, [batch] * 2, [1, own(2)], steps=2)

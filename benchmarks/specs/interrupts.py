@@ -40,7 +40,7 @@ MORE = {
     "two in flight": {"devices": 2, "max_in_flight": 2},
     "own memory, two in flight": {"devices": ["cpu:0:own", "cpu:1:own"], "max_in_flight": 2},
     "stages": {"devices": 2, "stages": "balanced"},
-    "owners": {"devices": 2, "partition": "optimizer"},
+    "owners": {"devices": 2, "owners": True},
 }
 ACTS = {"save": "a handler that saves", "throw": "an exception from outside"}
 
@@ -207,8 +207,11 @@ def differences(training: Training, expected: Any) -> str:
 
 def options_of(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a job's trainer."""
-    names = ("devices", "max_in_flight", "stages", "partition")
-    return {name: job[name] for name in names if name in job}
+    names = ("devices", "max_in_flight")
+    stages = [evenstep.Stages(job["stages"])] if "stages" in job else []
+    divide = (*stages, *([evenstep.Owners()] if job.get("owners") else []))
+    options = {name: job[name] for name in names if name in job}
+    return {**options, "layout": evenstep.Layout(divide=divide)}
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:

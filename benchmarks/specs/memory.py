@@ -40,7 +40,8 @@ def measure(job: Mapping[str, Any]) -> dict[str, int]:
         loss=nn.CrossEntropyLoss(),
         devices=devices,
         shards=job["shards"],
-        tune_malloc=job["malloc"] == "default",  # it would override the variable
+        # Else tuning would override the variable.
+        layout=evenstep.Layout(tune_malloc=job["malloc"] == "default"),
     ) as trainer:
         for _ in range(job["steps"]):
             trainer.step(*batch)

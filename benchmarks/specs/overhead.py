@@ -60,8 +60,9 @@ def measure(job: Mapping[str, Any]) -> dict[str, float]:
     else:
         devices = [f"cpu:{number}" for number in range(job["devices"])]
         lanes = InlineLanes if job["inline"] else ThreadLanes
+        layout = evenstep.Layout(lanes=lanes)
         with evenstep.Trainer(
-            model, optimizer, objective=_objective, devices=devices, shards=shards, lanes=lanes
+            model, optimizer, objective=_objective, devices=devices, shards=shards, layout=layout
         ) as trainer:
             times_ms = _time_each(job, lambda: trainer.step(batch))
     tenths = statistics.quantiles(times_ms, n=10)

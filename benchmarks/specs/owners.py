@@ -1,4 +1,4 @@
-"""`partition="optimizer"`: the bytes of a process.
+"""`Owners`: the bytes of a process.
 
 A transformer of 12 layers with Adam, in P processes. "held" counts all tensors after a step,
 "resident" what the process has more in memory than before the model was made, with a malloc that
@@ -42,9 +42,14 @@ def bytes_of(job: Mapping[str, Any]) -> dict[str, Any] | None:
         return loss, y.numel()
 
     with evenstep.Trainer(
-        model, optimizer, objective=objective, devices=1, partition="optimizer", shards=6,
-        tune_malloc=False, check="off",
-    ) as trainer:  # fmt: skip
+        model,
+        optimizer,
+        objective=objective,
+        devices=1,
+        shards=6,
+        layout=evenstep.Layout(divide=evenstep.Owners(), tune_malloc=False),
+        faults=evenstep.Faults(check="off"),
+    ) as trainer:
         for _ in range(job["steps"]):
             trainer.step(*batch)
         gc.collect()

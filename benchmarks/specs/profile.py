@@ -77,9 +77,8 @@ def _opened(job: Job, method: str) -> Iterator[Step]:
         optimizer,
         loss=torch.nn.CrossEntropyLoss(),
         devices=1,
-        shards=job.shards,
-        lanes=InlineLanes,
-        compile=method == "hybridized",
+        experiment=evenstep.Experiment(shards=job.shards, compile=method == "hybridized"),
+        layout=evenstep.Layout(lanes=InlineLanes),
     ) as trainer:
         yield trainer.step
 

@@ -53,17 +53,20 @@ LABELS = {
 }
 BLOCKS = {"blocks": 12, "block_width": 512, "memory_steps": 2}
 OWN = ["cpu:0:own", "cpu:1:own"]
+STAGES = evenstep.Layout(divide=evenstep.Stages("balanced"))
+OWNERS = evenstep.Layout(divide=evenstep.Owners())
+BOTH = evenstep.Layout(divide=(evenstep.Stages("balanced"), evenstep.Owners()))
 MEMORY: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
     "one": ("one device", 1, {"devices": 1}),
     "data": ("two devices with memory of their own, by data", 1, {"devices": OWN}),
-    "own": ("the same two, by stages", 1, {"devices": OWN, "stages": "balanced"}),
-    "shared": ("two devices that share memory, by stages", 1, {"devices": 2, "stages": "balanced"}),
+    "own": ("the same two, by stages", 1, {"devices": OWN, "layout": STAGES}),
+    "shared": ("two devices that share memory, by stages", 1, {"devices": 2, "layout": STAGES}),
     "processes": ("two processes", 2, {"devices": 1}),
-    "owners": ("two processes, with owners", 2, {"devices": 1, "partition": "optimizer"}),
+    "owners": ("two processes, with owners", 2, {"devices": 1, "layout": OWNERS}),
     "both": (
         "two processes, with owners, each by stages",
         2,
-        {"devices": 2, "stages": "balanced", "partition": "optimizer"},
+        {"devices": 2, "layout": BOTH},
     ),
 }
 """Layouts whose memory is measured: label, processes, and options of the trainer."""

@@ -27,8 +27,9 @@ def measure(job: Mapping[str, Any]) -> dict[str, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     devices = [f"cpu:{number}" for number in range(job["devices"])]
     times_ms = []
+    experiment = evenstep.Experiment(batch_norm=job["batch_norm"])
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=devices, batch_norm=job["batch_norm"]
+        model, optimizer, nn.CrossEntropyLoss(), devices=devices, experiment=experiment
     ) as trainer:
         for _ in range(job["warmup_steps"] + job["steps"]):
             began_s = time.perf_counter()

@@ -43,7 +43,7 @@ def measure(fields: Mapping[str, Any]) -> dict[str, Any]:
         loss=torch.nn.CrossEntropyLoss(),
         devices=[f"cpu:{number}" for number in devices],
         shards=job.shards,
-        lanes=PinnedLanes,
+        layout=evenstep.Layout(lanes=PinnedLanes),
     )
     if slowed == "delay":
         independent.compute_shard = _delayed(independent.compute_shard, factor)

@@ -54,7 +54,8 @@ def even(devices="auto", shards=8, steps=6):
     torch.manual_seed(0)
     model, losses = network(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    options = {"devices": devices, "shards": shards, "side_by_side": True}
+    layout = evenstep.Layout(side_by_side=True)
+    options = {"devices": devices, "shards": shards, "layout": layout}
     with evenstep.Trainer(model, optimizer, objective=own_rows, **options) as trainer:
         for X, y in batches(steps):
             loss = trainer.step(X, y)

@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from evenstep.callbacks.lr_scaling import scale_lr
     from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
     from evenstep.engine import Engine
-    from evenstep.experiment import Experiment
     from evenstep.inference.export import Exported, export, load_exported
     from evenstep.inference.fast_call import Hybrid, hybridize
+    from evenstep.options import Experiment, Faults, Layout, Owners, Slices, Stages
     from evenstep.shard.compile_policy import Hybridized
     from evenstep.shard.lockstep import all_gather
     from evenstep.training.trainer import Trainer
@@ -24,9 +24,14 @@ __all__ = [
     "Engine",
     "Experiment",
     "Exported",
+    "Faults",
     "Hybrid",
     "Hybridized",
+    "Layout",
+    "Owners",
     "Shards",
+    "Slices",
+    "Stages",
     "Trainer",
     "all_gather",
     "callbacks",
@@ -50,11 +55,16 @@ __all__ = [
 _DEFINED_IN = {
     "Device": "evenstep.devices",
     "Engine": "evenstep.engine",
-    "Experiment": "evenstep.experiment",
+    "Experiment": "evenstep.options",
     "Exported": "evenstep.inference.export",
+    "Faults": "evenstep.options",
     "Hybrid": "evenstep.inference.fast_call",
     "Hybridized": "evenstep.shard.compile_policy",
+    "Layout": "evenstep.options",
+    "Owners": "evenstep.options",
     "Shards": "evenstep.batch",
+    "Slices": "evenstep.options",
+    "Stages": "evenstep.options",
     "Trainer": "evenstep.training.trainer",
     "all_gather": "evenstep.shard.lockstep",
     "export": "evenstep.inference.export",

@@ -7,14 +7,6 @@ from typing import Literal, TypeAlias
 Precision: TypeAlias = Literal["fp32", "bf16"]
 MemoryFormat: TypeAlias = Literal["preserve", "contiguous", "channels_last"]
 BatchNorm: TypeAlias = Literal["shard", "sync"]
-PartitionOf: TypeAlias = Literal["optimizer"]
-
-Split: TypeAlias = Literal["shards", "slices"]
-"""What devices divide among them.
-
-    shards   each device computes other shards of the batch
-    slices   all devices compute the slices of a shard's layers together
-"""
 
 BufferRule: TypeAlias = Literal["mean", "first", "sum", "max", "min", "refuse"]
 """A rule that the user can give for a buffer that shards change.

@@ -9,6 +9,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import BatchError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
 from trainers import sgd
@@ -93,7 +94,7 @@ def built():
 
 def trained(kind, objective=mean, **layout):
     model, optimizer = built()
-    with evenstep.Trainer(model, optimizer, objective=objective, **layout) as trainer:
+    with evenstep.Trainer(model, optimizer, **grouped(objective=objective, **layout)) as trainer:
         for _ in range(3):
             loss = trainer.step(evenstep.Shards(graphs_of(kind)))
     return whole_state(model, optimizer), float(loss)

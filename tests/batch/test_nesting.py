@@ -16,6 +16,7 @@ import evenstep
 from evenstep.batch import cut_batch
 from evenstep.batch.nesting import Keywords, Nesting, nest
 from evenstep.errors import BatchError, ModelError
+from grouping import grouped
 from layouts import own
 from trainers import sgd
 
@@ -202,7 +203,7 @@ def trained(way, devices, **options):
     torch.manual_seed(0)
     model = Model()
     with evenstep.Trainer(
-        model, sgd(model), objective=objective, devices=devices, **options
+        model, sgd(model), **grouped(objective=objective, devices=devices, **options)
     ) as trainer:
         losses = [float(step(trainer)) for _ in range(3)]
         return trainer.fingerprint(), losses
@@ -252,7 +253,11 @@ def test_compiled_shards_follow_a_constant():
         torch.manual_seed(0)
         model = Model()
         with evenstep.Trainer(
-            model, sgd(model), objective=by_name, devices=1, compile=compile_
+            model,
+            sgd(model),
+            objective=by_name,
+            devices=1,
+            experiment=evenstep.Experiment(compile=compile_),
         ) as trainer:
             losses.append([float(trainer.step(**BATCH, scale=scale)) for scale in (1.0, 3.0)])
     torch.testing.assert_close(*map(torch.tensor, losses))

@@ -9,6 +9,7 @@ from torch import nn
 import evenstep
 from evenstep import Shards
 from evenstep.errors import BatchError, ContractError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
 from trainers import LAYOUTS, sgd
@@ -54,7 +55,7 @@ def trained(devices, shards=8, **options):
     torch.manual_seed(0)
     model = Packed()
     with evenstep.Trainer(
-        model, sgd(model), objective=objective, devices=devices, shards=shards, **options
+        model, sgd(model), **grouped(objective=objective, devices=devices, shards=shards, **options)
     ) as trainer:
         losses = []
         for seed in range(4):

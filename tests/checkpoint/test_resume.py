@@ -10,6 +10,7 @@ import evenstep
 from evenstep.checkpoint.codec import encode
 from evenstep.checkpoint.files import write_checkpoint
 from evenstep.errors import CheckpointError, InputError, SaveError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
 from resuming import LOSS, OPTIMIZERS, SCHEDULERS, X, Y, parts, run
@@ -17,7 +18,7 @@ from resuming import LOSS, OPTIMIZERS, SCHEDULERS, X, Y, parts, run
 
 def uninterrupted(steps, *names):
     model, optimizer, options = parts(*names)
-    with evenstep.Trainer(model, optimizer, LOSS, devices=1, **options) as trainer:
+    with evenstep.Trainer(model, optimizer, LOSS, **grouped(devices=1, **options)) as trainer:
         run(trainer, steps)
     return trainer
 
@@ -52,11 +53,13 @@ def test_resuming_on_other_devices_mid_epoch(tmp_path, stop, devices):
 )
 def test_everything_that_training_continues_from_is_saved(tmp_path, names):
     model, optimizer, options = parts(*names)
-    with evenstep.Trainer(model, optimizer, LOSS, devices=3, **options) as trainer:
+    with evenstep.Trainer(model, optimizer, LOSS, **grouped(devices=3, **options)) as trainer:
         run(trainer, 4)
         trainer.save(tmp_path)
     model, optimizer, options = parts(*names, seed=9)
-    resumed = evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=2, **options)
+    resumed = evenstep.Trainer.load(
+        tmp_path, model, optimizer, LOSS, **grouped(devices=2, **options)
+    )
     with resumed:
         run(resumed, 7)
     whole = uninterrupted(7, *names)
@@ -94,7 +97,7 @@ def test_another_experiment_is_refused(saved, option, line):
     model, optimizer, _ = parts("convolution")
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(CheckpointError, match=line):
-        evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1, **option)
+        evenstep.Trainer.load(saved, model, optimizer, LOSS, **grouped(devices=1, **option))
     assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
 
 
@@ -145,7 +148,7 @@ def test_a_fingerprint_has_version_1_or_2(version):
 def test_a_scheduler_that_was_not_saved_is_refused(saved):
     model, optimizer, options = parts("convolution", "sgd", "steps")
     with pytest.raises(CheckpointError, match="without a learning-rate scheduler"):
-        evenstep.Trainer.load(saved, model, optimizer, LOSS, devices=1, **options)
+        evenstep.Trainer.load(saved, model, optimizer, LOSS, **grouped(devices=1, **options))
 
 
 def test_a_checkpoint_of_another_program_is_refused(tmp_path):

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 import evenstep
 from evenstep.data import Loader
 from evenstep.errors import EvenstepError
+from grouping import grouped
 from resuming import rewritten
 from warm import run
 
@@ -94,7 +95,7 @@ def train(trainer, loader, steps):
 
 def save(folder, at=SAVED_AT, **changed):
     given, loader, options = built(**changed)
-    trainer = evenstep.Trainer(*given, shards=4, **options)
+    trainer = evenstep.Trainer(*given, **grouped(shards=4, **options))
     train(trainer, loader, at)
     trainer.save(folder)
 
@@ -104,7 +105,7 @@ def resumed(folder, caplog, steps=STEPS, **changed):
     given, loader, options = built(**changed)
     caplog.clear()
     with caplog.at_level(logging.WARNING, "evenstep"):
-        trainer = evenstep.Trainer.load(folder, *given, **options)
+        trainer = evenstep.Trainer.load(folder, *given, **grouped(**options))
         found = train(trainer, loader, steps)
     return found, trainer.within_rounding, caplog.messages
 
@@ -233,7 +234,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def uninterrupted():
     given, loader, options = built()
-    return train(evenstep.Trainer(*given, shards=4, **options), loader, STEPS)
+    return train(evenstep.Trainer(*given, **grouped(shards=4, **options)), loader, STEPS)
 
 
 @pytest.mark.parametrize("fact", REFUSED)
@@ -251,7 +252,7 @@ def test_other_arithmetic_is_said_once_and_stays_within_rounding(folder, tmp_pat
         change()
         given, loader, options = built()
         with caplog.at_level(logging.WARNING, "evenstep"):
-            trainer = evenstep.Trainer.load(folder, *given, **options)
+            trainer = evenstep.Trainer.load(folder, *given, **grouped(**options))
             train(trainer, loader, 3)
         trainer.save(tmp_path)
         (line,) = caplog.messages

@@ -20,8 +20,8 @@ from evenstep.checkpoint.training_state import (
 )
 from evenstep.data import Cursor
 from evenstep.errors import CheckpointError
-from evenstep.experiment import Experiment
-from evenstep.training.arguments import TrainerOptions
+from evenstep.options.experiment import Experiment
+from evenstep.training.setup.arguments import TrainerOptions
 from odd_values import places, put
 from zoo import build, make_batches
 

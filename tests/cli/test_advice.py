@@ -252,6 +252,6 @@ def test_a_slow_stage_has_its_number():
     trace = HandTrace("cpu:0", "cpu:1").add_staged(3, (1, 2), (2, 4))
     assert said(trace)["others"].endswith(
         "are idle 25% of the time (the bubble). Stage 1 takes 6.0 ms a shard, stage 0 3.0 ms, and "
-        "the slowest sets the pace: move layers from stage 1 to stage 0 (stages=...), or have the "
-        "times balanced (stages='balanced:time')"
+        "the slowest sets the pace: move layers from stage 1 to stage 0 (Stages(...)), or have the "
+        "times balanced (Stages('balanced:time'))"
     )

@@ -22,6 +22,7 @@ from checked import (
 )
 from evenstep.contract import self_check
 from evenstep.errors import ContractError, InputError
+from grouping import grouped
 from reference import assert_same_bits
 from trainers import sgd
 
@@ -69,7 +70,7 @@ def calls_per_step(trainer_options, act=lambda trainer, step: None, steps=4):
         return summed(model, X, y)
 
     with evenstep.Trainer(
-        model, sgd(model), objective=objective, devices=1, **trainer_options
+        model, sgd(model), **grouped(objective=objective, devices=1, **trainer_options)
     ) as trainer:
         for step in range(steps):
             calls.append(0)

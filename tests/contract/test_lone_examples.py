@@ -7,6 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import evenstep
 from evenstep.errors import BatchError
+from grouping import grouped
 from layouts import own
 from trainers import sgd
 
@@ -37,7 +38,9 @@ def batch_of(examples):
 
 
 def open_trainer(model, devices=1, **options):
-    return evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=devices, **options)
+    return evenstep.Trainer(
+        model, sgd(model), nn.CrossEntropyLoss(), **grouped(devices=devices, **options)
+    )
 
 
 def plain_step(model, X, y, bounds):

@@ -8,6 +8,7 @@ from torch import nn
 import evenstep
 from checked import X, Y
 from evenstep.errors import ContractError
+from grouping import grouped
 from layouts import own
 from trainers import sgd
 
@@ -62,7 +63,7 @@ def test_an_objective_that_reads_the_outer_model_later(devices, max_in_flight, p
     model = Two()
     objective = Warming(model, penalty)
     options = {"devices": devices, "max_in_flight": max_in_flight}
-    with evenstep.Trainer(model, sgd(model), objective=objective, **options) as trainer:
+    with evenstep.Trainer(model, sgd(model), **grouped(objective=objective, **options)) as trainer:
         trainer.on_shard = lambda shard, value: None  # which device computes a shard is fixed
         for _ in range(5):
             trainer.step(X, Y)
@@ -91,7 +92,7 @@ def test_one_device_refuses_it_when_the_contract_is_checked_again():
 def test_a_forward_around_a_layer_of_the_model(devices, max_in_flight, check):
     model = Two()
     options = {"devices": devices, "max_in_flight": max_in_flight, "check": check}
-    with evenstep.Trainer(model, sgd(model), F.cross_entropy, **options) as trainer:
+    with evenstep.Trainer(model, sgd(model), F.cross_entropy, **grouped(**options)) as trainer:
         for _ in range(5):
             trainer.step(X, Y)
         before = trainer.fingerprint()
@@ -107,7 +108,7 @@ def test_a_forward_around_a_layer_of_the_model(devices, max_in_flight, check):
 def test_a_function_around_a_layer_that_writes_buffers(devices, max_in_flight):
     model = Two()
     options = {"devices": devices, "max_in_flight": max_in_flight}
-    with evenstep.Trainer(model, sgd(model), F.cross_entropy, **options) as trainer:
+    with evenstep.Trainer(model, sgd(model), F.cross_entropy, **grouped(**options)) as trainer:
         for _ in range(5):
             trainer.step(X, Y)
         before = trainer.fingerprint()
@@ -137,7 +138,7 @@ def test_functions_that_need_nothing_of_the_model_are_followed(devices, max_in_f
 
     model = Two()
     options = {"devices": devices, "max_in_flight": max_in_flight, "shards": 1}
-    with evenstep.Trainer(model, sgd(model), F.cross_entropy, **options) as trainer:
+    with evenstep.Trainer(model, sgd(model), F.cross_entropy, **grouped(**options)) as trainer:
         for step in range(6):
             if step == 3:
                 model.first = torch.tanh

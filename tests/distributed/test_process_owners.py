@@ -1,4 +1,4 @@
-"""`partition="optimizer"` over processes: one result, whoever owns what."""
+"""`Owners` over processes: one result, whoever owns what."""
 
 import functools
 import json

@@ -24,6 +24,7 @@ from torch import nn
 import evenstep
 from evenstep.data import Loader, digits
 from evenstep.engine import InlineLanes
+from grouping import grouped
 from layouts import TWO, mixed, own, shared
 from zoo import CLASSES, SparseInPlaces, build, make_batches, options_of
 
@@ -110,9 +111,7 @@ def train_zoo(name, optimizer=sgd, sizes=None, **options):
         model,
         optimizer(model.parameters()),
         nn.CrossEntropyLoss(),
-        seed=3,
-        **options_of(model),
-        **options,
+        **grouped(seed=3, **options_of(model), **options),
     ) as trainer:
         losses = [trainer.step(*batch) for batch in make_batches(sizes)]
         trainer.waitall()
@@ -124,7 +123,7 @@ def train_digits(make_model, *, steps, batch_size=64, optimizer=sgd, **options):
     torch.manual_seed(0)
     model = make_model()
     with evenstep.Trainer(
-        model, optimizer(model.parameters()), nn.CrossEntropyLoss(), seed=0, **options
+        model, optimizer(model.parameters()), nn.CrossEntropyLoss(), **grouped(seed=0, **options)
     ) as trainer:
         losses, loader = [], Loader(digits(), batch_size=batch_size, seed=5)
         while trainer.steps_done < steps:
@@ -145,7 +144,7 @@ def train_objective(**options):
 
     model = build("convolution")
     with evenstep.Trainer(
-        model, adam(model.parameters()), objective=objective, seed=3, **options
+        model, adam(model.parameters()), **grouped(objective=objective, seed=3, **options)
     ) as trainer:
         losses = [
             trainer.step({"X": X, "y": y, "mask": (torch.arange(len(y)) % 3 > 0).float()})
@@ -164,10 +163,12 @@ def train_clipped_and_scheduled(**options):
         model,
         optimizer,
         nn.CrossEntropyLoss(label_smoothing=0.1),
-        before_update=lambda module: clip(module.parameters()),
-        scheduler=scheduler,
-        seed=3,
-        **options,
+        **grouped(
+            before_update=lambda module: clip(module.parameters()),
+            scheduler=scheduler,
+            seed=3,
+            **options,
+        ),
     ) as trainer:
         losses = []
         for batch in make_batches(SIZES):
@@ -184,9 +185,7 @@ def train_changing_model(**options):
         model,
         sgd(model.parameters()),
         nn.CrossEntropyLoss(),
-        seed=3,
-        **options_of(model),
-        **options,
+        **grouped(seed=3, **options_of(model), **options),
     ) as trainer:
         losses = []
         for number, batch in enumerate(make_batches(SIZES)):
@@ -219,19 +218,23 @@ def train_resumed(*, first, options, in_flight=1, optimizer=adam):
             return result_of(trainer)
 
     if first is None:
-        return train(evenstep.Trainer(*fresh(), seed=4, **options), until=7)
+        return train(evenstep.Trainer(*fresh(), **grouped(seed=4, **options)), until=7)
     with tempfile.TemporaryDirectory() as folder:
-        stopped = evenstep.Trainer(*fresh(), seed=4, max_in_flight=in_flight, **first)
+        stopped = evenstep.Trainer(*fresh(), **grouped(seed=4, max_in_flight=in_flight, **first))
         train(stopped, until=3)
         stopped.save(folder)
-        return train(evenstep.Trainer.load(folder, *fresh(), **options), until=7)
+        return train(evenstep.Trainer.load(folder, *fresh(), **grouped(**options)), until=7)
 
 
 def load_old_checkpoint(**options):
     """Resume from the checkpoint that lies beside this file, made by version 0.1.0."""
     model = build("batch_norm", seed=9)
     trainer = evenstep.Trainer.load(
-        HERE / "checkpoint", model, adam(model.parameters()), nn.CrossEntropyLoss(), **options
+        HERE / "checkpoint",
+        model,
+        adam(model.parameters()),
+        nn.CrossEntropyLoss(),
+        **grouped(**options),
     )
     with trainer:
         opened = trainer.fingerprint()

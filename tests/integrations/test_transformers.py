@@ -17,6 +17,7 @@ pytest.importorskip("accelerate", reason="pip install evenstep[transformers]")
 
 from evenstep.integrations import transformers as integration  # noqa: E402
 from evenstep.integrations.transformers import EvenTrainer  # noqa: E402
+from grouping import grouped  # noqa: E402
 
 WORDS, LENGTH, EXAMPLES = 23, 9, 28
 BERT = {
@@ -397,7 +398,9 @@ def test_low_rank_adapters(tmp_path, parts):
 )
 def test_what_does_not_fit_is_refused(tmp_path, changed, options, line):
     with pytest.raises(InputError, match=line):
-        EvenTrainer(model=make_model("classes"), args=settings(tmp_path, **changed), **options)
+        EvenTrainer(
+            **grouped(model=make_model("classes"), args=settings(tmp_path, **changed), **options)
+        )
 
 
 def test_devices_of_another_kind_are_refused(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ContractError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
 from trainers import sgd
@@ -51,7 +52,7 @@ def register(model):
 
 def trainer_of(model, devices=1, in_flight=1, **options):
     options = {"devices": devices, "max_in_flight": in_flight, **options}
-    return evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **options)
+    return evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **grouped(**options))
 
 
 def plain(change):

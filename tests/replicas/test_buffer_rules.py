@@ -6,6 +6,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ContractError, InputError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits
 from trainers import sgd, state_of
@@ -47,7 +48,9 @@ def follow_mean(module, x):
 
 
 def train(module, steps=2, **options):
-    with evenstep.Trainer(module, sgd(module), nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(
+        module, sgd(module), nn.CrossEntropyLoss(), **grouped(**options)
+    ) as trainer:
         for _ in range(steps):
             trainer.step(X, Y)
         return state_of(trainer)
@@ -157,7 +160,10 @@ def test_norm_layers_need_no_rule_even_where_a_channel_is_dead():
 def test_rules_are_part_of_a_checkpoint(tmp_path):
     module = Writing(torch.tensor(0), count_examples)
     with evenstep.Trainer(
-        module, sgd(module), nn.CrossEntropyLoss(), buffers={"state": "sum"}
+        module,
+        sgd(module),
+        nn.CrossEntropyLoss(),
+        experiment=evenstep.Experiment(buffers={"state": "sum"}),
     ) as trainer:
         trainer.step(X, Y)
         trainer.save(tmp_path)

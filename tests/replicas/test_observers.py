@@ -21,6 +21,7 @@ from torch.ao.quantization import (
 
 import evenstep
 from evenstep.errors import ContractError, ModelError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
 from trainers import sgd
@@ -65,7 +66,7 @@ def built(make):
 
 
 def trained(model, steps=2, **layout):
-    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **layout) as trainer:
+    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **grouped(**layout)) as trainer:
         for batch in (BATCHES * steps)[: 2 * steps]:
             trainer.step(*batch)
     return whole_state(model, trainer.optimizer)

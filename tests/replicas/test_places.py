@@ -8,6 +8,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import DeviceLostError, ModelError
+from grouping import grouped
 from places import (
     WAYS,
     Peeled,
@@ -47,7 +48,7 @@ def reference(model):
 def train(model, devices, **options):
     optimizer = sgd(model)
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=devices, **OPTIONS, **options
+        model, optimizer, nn.CrossEntropyLoss(), **grouped(devices=devices, **OPTIONS, **options)
     ) as trainer:
         for X, y in batches():
             trainer.step(X, y)
@@ -185,7 +186,7 @@ def test_parameters_and_buffers_that_get_odd_addresses_between_steps(devices, he
     expected, _ = reference(plain)
     kept, optimizer = [], sgd(model)
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=devices, **OPTIONS
+        model, optimizer, nn.CrossEntropyLoss(), **grouped(devices=devices, **OPTIONS)
     ) as trainer:
         for step, (X, y) in enumerate(batches()):
             trainer.step(X, y)
@@ -214,7 +215,7 @@ def test_evaluation_and_prediction(way, devices):
     kept = way(model, generator(3))
     batch = batches()[0][0]
     with evenstep.Trainer(
-        model, sgd(model), nn.CrossEntropyLoss(), devices=devices, **OPTIONS
+        model, sgd(model), nn.CrossEntropyLoss(), **grouped(devices=devices, **OPTIONS)
     ) as trainer:
         found = trainer.predict([(batch,)])
         other = trainer.predict([(batch,)], model=plain)
@@ -227,7 +228,9 @@ def test_evaluation_and_prediction(way, devices):
 def test_resuming_with_a_fresh_model(way, tmp_path):
     expected, _ = reference(build())
     model = build()
-    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **OPTIONS) as trainer:
+    with evenstep.Trainer(
+        model, sgd(model), nn.CrossEntropyLoss(), **grouped(**OPTIONS)
+    ) as trainer:
         trainer.step(*batches()[0])
         trainer.save(tmp_path)
     fresh = build()
@@ -258,7 +261,10 @@ def test_a_device_that_is_lost_with_the_copies_that_others_share():
     def trained(model, devices, break_in=None):
         optimizer = sgd(model)
         with evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), devices=devices, check="off", **OPTIONS
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            **grouped(devices=devices, check="off", **OPTIONS),
         ) as trainer:
             trainer.on_shard = lambda shard, value: None  # every device gets shards
             for number, (X, y) in enumerate(batches() * 3):
@@ -277,7 +283,9 @@ def test_a_device_that_is_lost_with_the_copies_that_others_share():
 def test_new_odd_addresses_in_each_step_cost_no_new_check():
     model = build()
     reports = []
-    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **OPTIONS) as trainer:
+    with evenstep.Trainer(
+        model, sgd(model), nn.CrossEntropyLoss(), **grouped(**OPTIONS)
+    ) as trainer:
         for step, (X, y) in enumerate([batches()[0]] * 4):
             trainer.step(X, y)
             reports.append(trainer.contract)
@@ -289,9 +297,9 @@ def test_new_odd_addresses_in_each_step_cost_no_new_check():
 
 
 OTHERS = {
-    "stages": {"devices": 2, "stages": {"0": 0, "2": 1}},
-    "stages in flight": {"devices": 2, "stages": "balanced", "max_in_flight": 2},
-    "owners": {"devices": ["cpu:0", "cpu:1:own"], "partition": "optimizer"},
+    "stages": {"devices": 2, "divide": evenstep.Stages({"0": 0, "2": 1})},
+    "stages in flight": {"devices": 2, "divide": evenstep.Stages("balanced"), "max_in_flight": 2},
+    "owners": {"devices": ["cpu:0", "cpu:1:own"], "divide": evenstep.Owners()},
     "side by side": {"devices": 2, "side_by_side": True},
 }
 
@@ -317,5 +325,5 @@ def test_slices(way):
     model = sliced()
     expected = train(aligned_clone(model), 1)
     kept = way(model, generator(6))
-    assert_same_bits(train(model, ["cpu:0", "cpu:1:own"], split="slices"), expected)
+    assert_same_bits(train(model, ["cpu:0", "cpu:1:own"], divide=evenstep.Slices()), expected)
     del kept

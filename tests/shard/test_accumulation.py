@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import evenstep
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
 
@@ -58,7 +59,9 @@ def summed(model, X, y):
 def train(model, data, objective, *, each_alone=False, **options):
     """Train; with `each_alone`, an observer keeps every shard's gradients apart."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with evenstep.Trainer(model, optimizer, objective=objective, check="off", **options) as trainer:
+    with evenstep.Trainer(
+        model, optimizer, **grouped(objective=objective, check="off", **options)
+    ) as trainer:
         if each_alone:
             trainer.on_shard = lambda shard, value: None
         losses = [float(trainer.step(*batch)) for batch in data]

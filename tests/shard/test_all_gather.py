@@ -11,6 +11,7 @@ from torch import nn
 import evenstep
 from evenstep.engine import InlineLanes
 from evenstep.errors import ContractError, DeviceLostError, InputError
+from grouping import grouped
 from layouts import LAYOUTS, DelayedLanes
 from marks import slow
 from reference import assert_same_bits, whole_state
@@ -56,7 +57,7 @@ def train(data, objective=info_nce, dtype=torch.float32, **options):
     model = Pairs(dtype)
     optimizer = SGD(model.parameters())
     options = {"devices": 2, "lanes": DelayedLanes, "side_by_side": True, **options}
-    with evenstep.Trainer(model, optimizer, objective=objective, **options) as trainer:
+    with evenstep.Trainer(model, optimizer, **grouped(objective=objective, **options)) as trainer:
         losses = [float(loss) for loss in [trainer.step(*batch) for batch in data]]
     return whole_state(model, optimizer), losses, trainer
 
@@ -295,7 +296,12 @@ def test_it_is_no_part_of_the_experiment(tmp_path):
     model = Pairs(torch.float32)
     optimizer = SGD(model.parameters())
     with evenstep.Trainer.load(
-        tmp_path, model, optimizer, objective=info_nce, side_by_side=True, devices=3
+        tmp_path,
+        model,
+        optimizer,
+        objective=info_nce,
+        devices=3,
+        layout=evenstep.Layout(side_by_side=True),
     ) as resumed:
         resumed.step(*data[1])
     assert_same_bits(whole_state(model, optimizer), expected)
@@ -308,4 +314,6 @@ def test_in_one_of_several_processes_it_is_refused_before_they_meet(option, monk
         monkeypatch.setenv(name, value)
     model = nn.Linear(2, 2)
     with pytest.raises(InputError, match="in one of several processes, .*: start one process"):
-        evenstep.Trainer(model, torch.optim.SGD(model.parameters()), nn.MSELoss(), **option)
+        evenstep.Trainer(
+            model, torch.optim.SGD(model.parameters()), nn.MSELoss(), **grouped(**option)
+        )

@@ -19,6 +19,7 @@ from evenstep.errors import ContractError, ModelError, NonFiniteLossError
 from evenstep.shard import compile_policy, compiler
 from evenstep.shard.compiler import NotCompiledError, ShardCompiler
 from evenstep.shard.loss import choose_objective
+from grouping import grouped
 from layouts import LAYOUTS, DelayedLanes, own, shared
 from patience import wait
 from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches, options_of
@@ -43,7 +44,7 @@ def train(model, batches, loss=LOSS, **options):
     """Train; return the fingerprint, the losses and the result of compiling."""
     options = {"devices": 2, "shards": 8, "compile": True, "lanes": DelayedLanes, **options}
     options = {**options_of(model), **options}
-    with evenstep.Trainer(model, ADAM(model.parameters()), loss, **options) as trainer:
+    with evenstep.Trainer(model, ADAM(model.parameters()), loss, **grouped(**options)) as trainer:
         losses = [float(loss) for loss in [trainer.step(*batch) for batch in batches]]
         return trainer.fingerprint(), losses, trainer.hybridized
 
@@ -163,7 +164,7 @@ def test_what_a_compiled_backward_pass_would_leave_out_makes_shards_eager(make, 
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with evenstep.Trainer(
-        model, optimizer, LOSS, devices=2, compile=True, check="off", **options_of(model)
+        model, optimizer, LOSS, **grouped(devices=2, compile=True, check="off", **options_of(model))
     ) as trainer:
         trainer.step(*make_batches((16,))[0])
         assert why in trainer.hybridized.why_not
@@ -180,7 +181,13 @@ def test_recomputed_layers_that_share_a_weight_are_compiled_and_right():
 def test_the_line_says_what_is_gained_and_compiling_does_not_count_as_step_time(caplog):
     caplog.set_level(logging.WARNING, "evenstep")
     model = build("convolution")
-    with evenstep.Trainer(model, ADAM(model.parameters()), LOSS, devices=2, compile=True) as t:
+    with evenstep.Trainer(
+        model,
+        ADAM(model.parameters()),
+        LOSS,
+        devices=2,
+        experiment=evenstep.Experiment(compile=True),
+    ) as t:
         t.step(*make_batches((32,))[0])
         result, spent = t.hybridized, t.shares()
     assert result.shard_ms > 0
@@ -224,7 +231,11 @@ def test_each_size_flag_and_attribute_value_has_one_program():
     def run(devices):
         model = build("dropout")
         with evenstep.Trainer(
-            model, ADAM(model.parameters()), LOSS, devices=devices, compile=True
+            model,
+            ADAM(model.parameters()),
+            LOSS,
+            devices=devices,
+            experiment=evenstep.Experiment(compile=True),
         ) as trainer:
             counts = []
             for batch in make_batches((16, 16)):
@@ -272,7 +283,11 @@ def test_class_weights_may_be_another_tensor_at_every_step():
         model = build("convolution")
         losses = []
         with evenstep.Trainer(
-            model, ADAM(model.parameters()), objective=objective, devices=2, compile=compiled
+            model,
+            ADAM(model.parameters()),
+            objective=objective,
+            devices=2,
+            experiment=evenstep.Experiment(compile=compiled),
         ) as trainer:
             for number, batch in enumerate(make_batches((16, 16, 16))):
                 loss.weight = torch.linspace(1, 2 + number, 5)
@@ -407,8 +422,8 @@ def steps(trainer, count):
 def trainer_of(model, folder=None, **options):
     arguments = (model, ADAM(model.parameters()), LOSS)
     if folder is not None:
-        return evenstep.Trainer.load(folder, *arguments, **options)
-    return evenstep.Trainer(*arguments, compile=True, **options)
+        return evenstep.Trainer.load(folder, *arguments, **grouped(**options))
+    return evenstep.Trainer(*arguments, **grouped(compile=True, **options))
 
 
 def test_training_resumes_with_the_same_bits_on_other_devices(tmp_path):
@@ -538,7 +553,12 @@ def test_a_failed_step_leaves_compiled_training_unchanged():
     bad = make_batches((16,))[0][0] * float("nan")
     (X, y), later = make_batches((16, 16))
     with evenstep.Trainer(
-        model, ADAM(model.parameters()), LOSS, devices=2, compile=True, max_in_flight=2
+        model,
+        ADAM(model.parameters()),
+        LOSS,
+        devices=2,
+        max_in_flight=2,
+        experiment=evenstep.Experiment(compile=True),
     ) as trainer:
         trainer.step(X, y)
         trainer.step(bad, y)  # in flight: its error is raised later

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 import evenstep
 from evenstep.errors import ContractError
+from grouping import grouped
 from reference import assert_same_bits, reference_step, whole_state
 
 # torch's own code for it uses it
@@ -56,7 +57,7 @@ def built():
 
 def trained(objective, **layout):
     model, optimizer = built()
-    with evenstep.Trainer(model, optimizer, objective=objective, **layout) as trainer:
+    with evenstep.Trainer(model, optimizer, **grouped(objective=objective, **layout)) as trainer:
         for _ in range(STEPS):
             trainer.step(X, Y)
     return whole_state(model, optimizer)
@@ -129,7 +130,11 @@ def test_shards_that_wait_for_each_other_inside_a_level_are_refused_by_name(devi
     model, optimizer = built()
     with (
         evenstep.Trainer(
-            model, optimizer, objective=gathers_inside, devices=devices, side_by_side=True
+            model,
+            optimizer,
+            objective=gathers_inside,
+            devices=devices,
+            layout=evenstep.Layout(side_by_side=True),
         ) as trainer,
         pytest.raises(ContractError, match="forward-mode AD"),
     ):
@@ -140,7 +145,11 @@ def test_stages_inside_a_level_are_refused_by_name():
     model, optimizer = built()
     with (
         evenstep.Trainer(
-            model, optimizer, objective=by_level, devices=2, stages={"0": 0, "2": 1}
+            model,
+            optimizer,
+            objective=by_level,
+            devices=2,
+            layout=evenstep.Layout(divide=evenstep.Stages({"0": 0, "2": 1})),
         ) as trainer,
         pytest.raises(ContractError, match="forward-mode AD"),
     ):

@@ -7,6 +7,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ModelError
+from grouping import grouped
 from layouts import own
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -58,7 +59,7 @@ def train(objective, **options):
     """Return the gradients of one step by name."""
     model = Weighing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with evenstep.Trainer(model, optimizer, objective=objective, **options) as trainer:
+    with evenstep.Trainer(model, optimizer, **grouped(objective=objective, **options)) as trainer:
         trainer.step(X, Y)
     return {name: one.grad for name, one in model.named_parameters()}
 

@@ -12,6 +12,7 @@ from torch import nn
 import evenstep
 from evenstep.errors import BatchError, ModelError, NonFiniteLossError
 from evenstep.steps.executors import IndependentExecutor
+from grouping import grouped
 from layouts import own
 from trainers import sgd
 from zoo import CLASSES, build, make_batches
@@ -35,7 +36,7 @@ def gradients_of_plain(loss, X, y):
 def gradients_of_trainer(X, y, **options):
     model = double_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with evenstep.Trainer(model, optimizer, **options) as trainer:
+    with evenstep.Trainer(model, optimizer, **grouped(**options)) as trainer:
         value = float(trainer.step(X, y))
     return value, [parameter.grad for parameter in model.parameters()]
 
@@ -157,7 +158,9 @@ def test_an_objective_over_dict_batches_divides_by_its_count():
 
 def trainer_with(**options):
     model = build("convolution")
-    return evenstep.Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), **options)
+    return evenstep.Trainer(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), **grouped(**options)
+    )
 
 
 @pytest.mark.parametrize("reduction", ["sum", "none"])
@@ -232,7 +235,7 @@ def test_an_objective_that_uses_the_outer_model_is_refused(objective, in_flight,
             objective=lambda model, X, y: objective(model, outer, X, y),
             devices=2,
             max_in_flight=in_flight,
-            separable=False,
+            experiment=evenstep.Experiment(separable=False),
         ) as trainer,
         pytest.raises(ModelError, match="the model that it is given"),
     ):
@@ -293,7 +296,12 @@ def test_a_count_that_nothing_can_be_divided_by_is_refused(kind, shards, check):
     X, y = make_batches((16,))[0]
     model = build("convolution")
     with evenstep.Trainer(
-        model, sgd(model), objective=objective, devices=2, shards=shards, check=check
+        model,
+        sgd(model),
+        objective=objective,
+        devices=2,
+        shards=shards,
+        faults=evenstep.Faults(check=check),
     ) as trainer:
         trainer.step(X, y)
         before = trainer.fingerprint()

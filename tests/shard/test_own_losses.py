@@ -9,6 +9,7 @@ from torch import nn
 import evenstep
 from evenstep.errors import ContractError, ModelError
 from evenstep.shard.loss import _PlacedLoss
+from grouping import grouped
 from layouts import own
 
 CLASSES = 4
@@ -45,7 +46,7 @@ def assert_trains_as_plainly(make_model, make_loss, batches, change=lambda loss,
         model, loss = make_model(), make_loss()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         losses = []
-        with evenstep.Trainer(model, optimizer, loss, **options) as trainer:
+        with evenstep.Trainer(model, optimizer, loss, **grouped(**options)) as trainer:
             for step, batch in enumerate(batches):
                 change(loss, step)
                 losses.append(float(trainer.step(*batch)))
@@ -160,7 +161,9 @@ def test_a_hook_of_a_loss_sees_each_shard():
     loss.register_forward_hook(lambda module, args, total: seen.append(total.item()))
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with evenstep.Trainer(model, optimizer, loss, shards=4, check="off") as trainer:
+    with evenstep.Trainer(
+        model, optimizer, loss, shards=4, faults=evenstep.Faults(check="off")
+    ) as trainer:
         value = float(trainer.step(X, Y))
     assert len(seen) == 4
     assert sum(seen) / 16 == pytest.approx(value, rel=1e-12)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import evenstep
+from grouping import grouped
 from layouts import own, shared
 from reference import assert_same_bits, reference_training, whole_state
 from shared_gradients import SHARING, build_sharing, stages_of_sharing
@@ -19,8 +20,8 @@ LAYOUTS = {
     "3": {"devices": shared(3)},
     "2 own": {"devices": own(2)},
     "2 in flight": {"devices": shared(2), "max_in_flight": 2},
-    "2 stages": {"devices": shared(2), "stages": None},
-    "owners": {"devices": own(2), "partition": "optimizer"},
+    "2 stages": {"devices": shared(2), "divide": evenstep.Stages(None)},
+    "owners": {"devices": own(2), "divide": evenstep.Owners()},
 }
 
 
@@ -36,12 +37,12 @@ def reference_of(name, shards):
 
 
 def train(name, shards, **layout):
-    if "stages" in layout:
-        layout = {**layout, "stages": stages_of_sharing(name)}
+    if isinstance(layout.get("divide"), evenstep.Stages):
+        layout = {**layout, "divide": evenstep.Stages(stages_of_sharing(name))}
     model = build_sharing(name)
     optimizer = optimizer_of(name)(model.parameters())
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), seed=0, shards=shards, **layout
+        model, optimizer, nn.CrossEntropyLoss(), **grouped(seed=0, shards=shards, **layout)
     ) as trainer:
         losses = [trainer.step(X, y) for X, y in make_batches(SIZES)]
     return whole_state(model, optimizer), [*map(float, losses)]

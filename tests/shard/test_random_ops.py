@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import evenstep
 from evenstep.errors import ModelError
+from grouping import grouped
 from layouts import own, shared
 from reference import assert_same_bits, reference_training, whole_state
 from zoo import CLASSES, make_batches
@@ -225,7 +226,7 @@ def built(make):
 def trained(model, batches, devices, **options):
     optimizer = SGD(model.parameters())
     loss = nn.CrossEntropyLoss()
-    with evenstep.Trainer(model, optimizer, loss, devices=devices, **options) as trainer:
+    with evenstep.Trainer(model, optimizer, loss, **grouped(devices=devices, **options)) as trainer:
         losses = [trainer.step(X, y) for X, y in batches]
         trainer.waitall()
     return whole_state(model, optimizer), [float(value) for value in losses]

@@ -23,6 +23,7 @@ from evenstep.errors import (
     NonFiniteLossError,
 )
 from evenstep.shard.sync_batch_norm import merge, moments_of
+from grouping import grouped
 from layouts import LAYOUTS, DelayedLanes, shared, some_delay_s
 from reference import assert_same_bits, whole_state
 from zoo import CLASSES, Branching
@@ -76,7 +77,7 @@ def train(model, data, **options):
     """Train; return the trainer's whole state, its losses, and the trainer."""
     optimizer = SGD(model.parameters())
     options = {"batch_norm": "sync", "devices": 2, "lanes": DelayedLanes, **options}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = [float(loss) for loss in [trainer.step(*batch) for batch in data]]
     return whole_state(model, optimizer), losses, trainer
 
@@ -185,7 +186,9 @@ def test_a_failed_step_leaves_the_model_unchanged_and_the_next_one_works():
     good = batches((32,))[0]
     bad = (good[0].clone(), good[1])
     bad[0][17] = float("nan")
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), batch_norm="sync") as trainer:
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), experiment=evenstep.Experiment(batch_norm="sync")
+    ) as trainer:
         trainer.step(*good)
         before = trainer.fingerprint()
         with pytest.raises(NonFiniteLossError):
@@ -236,7 +239,11 @@ def test_after_a_device_failed_no_shard_waits_for_its_shards():
     model = LosesItsDevice()
     optimizer = SGD(model.parameters())
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), batch_norm="sync", devices=2
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        devices=2,
+        experiment=evenstep.Experiment(batch_norm="sync"),
     ) as trainer:
         trainer.step(X, y)
         before = trainer.fingerprint()
@@ -265,7 +272,11 @@ def test_ctrl_c_ends_the_step_and_the_next_one_works(devices):
     model = PressesCtrlC()
     optimizer = SGD(model.parameters())
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), batch_norm="sync", devices=devices
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        devices=devices,
+        experiment=evenstep.Experiment(batch_norm="sync"),
     ) as trainer:
         trainer.step(X, y)
         before = trainer.fingerprint()
@@ -321,7 +332,13 @@ def test_batch_norm_is_part_of_the_experiment_and_of_checkpoints(tmp_path):
     fresh = build()
     optimizer = SGD(fresh.parameters())
     with pytest.raises(CheckpointError, match="batch_norm shard instead of sync"):
-        evenstep.Trainer.load(tmp_path, fresh, optimizer, nn.CrossEntropyLoss(), batch_norm="shard")
+        evenstep.Trainer.load(
+            tmp_path,
+            fresh,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            experiment=evenstep.Experiment(batch_norm="shard"),
+        )
     with evenstep.Trainer.load(
         tmp_path, fresh, optimizer, nn.CrossEntropyLoss(), devices=3
     ) as resumed:
@@ -350,8 +367,8 @@ def test_gradients_are_those_of_autograd():
         ours,
         torch.optim.SGD(ours.parameters(), lr=1.0),
         nn.CrossEntropyLoss(),
-        batch_norm="sync",
         shards=4,
+        experiment=evenstep.Experiment(batch_norm="sync"),
     ) as trainer:
         trainer.step(*data[0])
     nn.CrossEntropyLoss()(whole(data[0][0]), data[0][1]).backward()

@@ -12,6 +12,7 @@ from torch import nn
 
 import evenstep
 from evenstep.metrics import accuracy
+from grouping import grouped
 from launched import alone, torchrun
 from layouts import mixed, own, shared
 from patience import HUNG_TESTS_ABORT
@@ -64,13 +65,16 @@ def layouts(draw, name):
         by = draw(st.sampled_from(["", ":time"]))
         memory = shared if name == "tied" else memory
         options |= {"devices": memory(count * draw(st.integers(1, 2)))}
-        options |= {"stages": f"balanced:{count}{by}"}
+        options |= {"divide": evenstep.Stages(f"balanced:{count}{by}")}
     elif way == "slices":
-        options = {"devices": draw(st.sampled_from([shared, mixed]))(3), "split": "slices"}
+        options = {
+            "devices": draw(st.sampled_from([shared, mixed]))(3),
+            "divide": evenstep.Slices(),
+        }
     else:
         options |= {"devices": memory(draw(st.integers(1, 3)))}
     if draw(st.booleans()):
-        options["partition"] = "optimizer"
+        options["divide"] = (*filter(None, [options.get("divide")]), evenstep.Owners())
     return options
 
 
@@ -108,7 +112,7 @@ def test_any_mixture_of_layouts_gives_the_bits_of_the_reference(training):
     optimizer = ADAM(model.parameters())
     for way, part in zip(ways, (batches[:-1], batches[-1:]), strict=True):
         options = {"memory_format": "contiguous", "shards": shards, **way}
-        trainer = evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options)
+        trainer = evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options))
         trainer.position = trainer.position._replace(steps_done=len(losses), batch=len(losses))
         with trainer:
             losses += [float(loss) for loss in [trainer.step(*batch) for batch in part]]
@@ -120,7 +124,10 @@ def test_any_mixture_of_layouts_gives_the_bits_of_the_reference(training):
     assert values["accuracy"] == float((outputs.argmax(1) == batches[0][1]).double().mean())
 
 
-STAGED, OWNED = {"devices": 2, "stages": {"0": 0, "4": 1}}, {"partition": "optimizer"}
+STAGED, OWNED = (
+    {"devices": 2, "divide": evenstep.Stages({"0": 0, "4": 1})},
+    {"divide": evenstep.Owners()},
+)
 ARRANGEMENTS = [
     (1, STAGED),
     (1, {"devices": 1}),

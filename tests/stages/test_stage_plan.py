@@ -75,12 +75,12 @@ REFUSED = {
     "no number": ({"stem": "0"}, "stage '0' for 'stem'"),
     "a flag": ({"stem": True}, "stage True for 'stem'"),
     "negative": ({"stem": -1}, "stage -1 for 'stem'"),
-    "no name": ({0: 0}, "module 0 in stages"),
-    "empty": ({}, "got stages={}"),
+    "no name": ({0: 0}, "module 0 in Stages"),
+    "empty": ({}, r"got Stages\({}\)"),
     "a word": ("even", '"balanced", "balanced:2"'),
     "zero": ("balanced:0", "balanced"),
     "a measure": ("balanced:2:seconds", '"balanced:2:time"'),
-    "a number": (3, "got stages=3"),
+    "a number": (3, r"got Stages\(3\)"),
     "three": ("balanced:3", "3 stages for 2 devices"),
 }
 

@@ -16,6 +16,7 @@ from dying import end_lane
 from evenstep.errors import ContractError, DeviceLostError, EvenstepError, InputError
 from evenstep.metrics import accuracy
 from evenstep.models.gpt import gpt
+from grouping import grouped
 from layouts import own, shared
 from patience import HUNG_TESTS_ABORT, PATIENCE_S
 from reference import assert_same_bits
@@ -29,7 +30,7 @@ STAGES = {"0": 0, "4": 1}
 
 
 def staged(model, stages=STAGES, **options):
-    return open_trainer(model, **{"devices": 2, "stages": stages, **options})
+    return open_trainer(model, **{"devices": 2, "divide": evenstep.Stages(stages), **options})
 
 
 def refused(model, match, batch=BATCHES[0], kind=ContractError, **options):
@@ -50,15 +51,20 @@ def refused(model, match, batch=BATCHES[0], kind=ContractError, **options):
     [{"compile": True}, {"side_by_side": True}, {"batch_norm": "sync"}],
 )
 def test_options_that_stages_exclude(options):
-    with pytest.raises(InputError, match=r"got stages and (compile|side_by_side|batch_norm)="):
+    with pytest.raises(
+        InputError,
+        match=r"(Stages\(\.\.\.\) and (side_by_side|batch_norm)=|got compile=True and Stages)",
+    ):
         staged(build("dropout"), **options)
 
 
 def test_a_device_has_a_stage_or_computes_slices():
     layers = nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)
     model = evenstep.nn.slice_(nn.Sequential(*layers), slices=2)
-    with pytest.raises(InputError, match="got stages and split='slices', but devices either have"):
-        staged(model, split="slices")
+    with pytest.raises(
+        InputError, match=r"got Stages\(\.\.\.\) and Slices\(\), but devices compute whole shards"
+    ):
+        staged(model, divide=(evenstep.Stages(STAGES), evenstep.Slices()))
 
 
 def test_a_refused_name_changes_nothing():
@@ -106,9 +112,9 @@ def test_a_model_that_is_called_twice():
         return nn.functional.cross_entropy(model(x) + model(-x), y, reduction="sum"), len(y)
 
     model = build("dropout")
-    options = {"devices": 2, "stages": STAGES, "objective": objective}
+    options = {"devices": 2, "divide": evenstep.Stages(STAGES), "objective": objective}
     refusal = pytest.raises(ContractError, match="call the model once in the objective")
-    with evenstep.Trainer(model, sgd(model), **options) as trainer, refusal:
+    with evenstep.Trainer(model, sgd(model), **grouped(**options)) as trainer, refusal:
         trainer.step(*BATCHES[0])
 
 
@@ -149,10 +155,14 @@ def test_an_embedding_that_a_function_uses_in_another_memory():
     def objective(model, given):
         return model(given).square().sum(), len(given)
 
-    options = {"objective": objective, "devices": own(2), "stages": {"tokens": 0, "norm": 1}}
+    options = {
+        "objective": objective,
+        "devices": own(2),
+        "divide": evenstep.Stages({"tokens": 0, "norm": 1}),
+    }
     message = r"tokens.weight lies in stage 0 but is used in .*1"
     refusal = pytest.raises(ContractError, match=message)
-    with evenstep.Trainer(model, sgd(model), **options) as trainer, refusal:
+    with evenstep.Trainer(model, sgd(model), **grouped(**options)) as trainer, refusal:
         trainer.step(torch.randint(65, (8, 12)))
 
 
@@ -166,7 +176,7 @@ def test_a_named_module_that_the_user_removes():
         with pytest.raises(EvenstepError, match="parameters of the model itself"):
             trainer.step(*BATCHES[1])  # the lambda is not copied with the module
         model.forward = types.MethodType(lambda self, x: self.head(self.other(self.one(x))), model)
-        with pytest.raises(EvenstepError, match="stages names the module 'two'"):
+        with pytest.raises(EvenstepError, match="Stages names the module 'two'"):
             trainer.step(*BATCHES[1])
 
 
@@ -221,9 +231,14 @@ def test_an_error_in_a_backward_pass():
         return (model(x) * torch.where(y == 0, 1e9, 1.0)[:, None]).sum(), len(y)
 
     model[2].layer.weight.data.fill_(1.0)
-    options = {"objective": objective, "devices": 2, "stages": {"1": 0, "2": 1}, "check": "off"}
+    options = {
+        "objective": objective,
+        "devices": 2,
+        "divide": evenstep.Stages({"1": 0, "2": 1}),
+        "check": "off",
+    }
     refusal = pytest.raises(LookupError, match="too large")
-    with evenstep.Trainer(model, sgd(model), **options) as trainer, refusal as caught:
+    with evenstep.Trainer(model, sgd(model), **grouped(**options)) as trainer, refusal as caught:
         trainer.step(*BATCHES[0])
     assert any(note.startswith("in stage 1") for note in caught.value.__notes__)
 

@@ -12,6 +12,7 @@ import evenstep
 from evenstep.stages import shard as shard_module
 from evenstep.stages.carried import copied
 from evenstep.stages.turns import TurnOrder
+from grouping import grouped
 from layouts import own, shared
 from reference import bits_of
 
@@ -43,9 +44,9 @@ def test_a_device_holds_its_share_of_parameters_gradients_and_optimizer_state(
     monkeypatch.setattr(shard_module.StagedShard, "enter", enter)
     model = chain()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    options = {"devices": devices(count), "stages": "balanced", "check": "off"}
+    options = {"devices": devices(count), "divide": evenstep.Stages("balanced"), "check": "off"}
     reached = defaultdict(set)
-    with evenstep.Trainer(model, optimizer, nn.MSELoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.MSELoss(), **grouped(**options)) as trainer:
         executor = trainer._executor
         X = torch.randn(33, WIDTH)
         trainer.step(X, X)
@@ -77,7 +78,11 @@ def test_replicas_share_the_parameters_of_one_memory(replicas):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     devices, X = own(2 * replicas), torch.randn(33, WIDTH)
     with evenstep.Trainer(
-        model, optimizer, nn.MSELoss(), devices=devices, stages="balanced:2"
+        model,
+        optimizer,
+        nn.MSELoss(),
+        devices=devices,
+        layout=evenstep.Layout(divide=evenstep.Stages("balanced:2")),
     ) as trainer:
         trainer.step(X, X)
         held = {
@@ -106,7 +111,12 @@ def test_a_stage_never_holds_more_shards_than_its_distance_from_the_end(count, m
     stages = {str(6 * stage // 4): stage for stage in range(count)}
     optimizer, X = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(64, WIDTH)
     with evenstep.Trainer(
-        model, optimizer, nn.MSELoss(), devices=count, shards=16, stages=stages
+        model,
+        optimizer,
+        nn.MSELoss(),
+        devices=count,
+        shards=16,
+        layout=evenstep.Layout(divide=evenstep.Stages(stages)),
     ) as trainer:
         for _ in range(3):
             trainer.step(X, X)

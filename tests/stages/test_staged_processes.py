@@ -8,8 +8,8 @@ from launched import alone, launched
 
 LAYOUTS = [
     pytest.param("2,2", "2,4", 1, "none", marks=pytest.mark.slow),
-    ("2,2", "2,2", 1, "optimizer"),
-    pytest.param("2,1", "2,1", 2, "optimizer", marks=pytest.mark.slow),
+    ("2,2", "2,2", 1, "owners"),
+    pytest.param("2,1", "2,1", 2, "owners", marks=pytest.mark.slow),
     pytest.param("1,2,2", "2,2,2", 1, "none", marks=pytest.mark.slow),
 ]
 """The stages and the devices of each process, the steps in flight, and what has owners."""

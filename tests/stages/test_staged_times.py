@@ -10,6 +10,7 @@ from torch import nn
 
 import evenstep
 from evenstep.stages import shard as shard_module
+from grouping import grouped
 from reference import assert_same_bits, whole_state
 from trainers import sgd
 from zoo import CLASSES, make_batches
@@ -62,9 +63,9 @@ def chain():
 
 def opened(model, stages="balanced:2:time", make=evenstep.Trainer, **options):
     devices = 2 if "2" in stages else 3
-    options = {"devices": devices, "stages": stages, "check": "off", **options}
+    options = {"devices": devices, "divide": evenstep.Stages(stages), "check": "off", **options}
     options = {"lost_after_s": math.inf, **options}  # of another clock
-    return make(model, sgd(model), nn.CrossEntropyLoss(), **options)
+    return make(model, sgd(model), nn.CrossEntropyLoss(), **grouped(**options))
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
@@ -87,7 +88,7 @@ def test_the_slow_part_gets_a_stage_of_its_own(max_in_flight, costs, caplog):
 @pytest.mark.parametrize("stages", ["balanced:2:time", "balanced:time"])
 def test_measuring_does_not_move_a_bit(stages):
     states = []
-    for layout in ({"devices": 1}, {"devices": 2, "stages": stages}):
+    for layout in ({"devices": 1}, {"devices": 2, "divide": evenstep.Stages(stages)}):
         torch.manual_seed(0)
         model = nn.Sequential(
             nn.Conv2d(1, 4, 3),
@@ -97,7 +98,9 @@ def test_measuring_does_not_move_a_bit(stages):
             nn.Linear(64, CLASSES),
         )
         optimizer = sgd(model)
-        with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **layout) as trainer:
+        with evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), **grouped(**layout)
+        ) as trainer:
             losses = [float(trainer.step(*batch)) for batch in BATCHES]
         states.append(({**whole_state(model, optimizer)}, losses))
     assert_same_bits(states[1][0], states[0][0])

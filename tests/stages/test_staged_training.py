@@ -13,6 +13,7 @@ import evenstep
 from evenstep.engine import InlineLanes
 from evenstep.metrics import accuracy
 from evenstep.models.gpt import gpt
+from grouping import grouped
 from layouts import own, shared
 from reference import assert_same_bits, bits_of, reference_training, whole_state
 from trainers import sgd, train
@@ -181,7 +182,8 @@ def reference_of(name, sizes, shards):
 def assert_equals_reference(name, stages, sizes, shards, replicas=1, **options):
     expected, expected_losses = reference_of(name, tuple(sizes), shards)
     devices = shared(replicas * len({*stages.values()}))
-    options = {"devices": devices, **options, "shards": shards, "stages": stages}
+    divide = evenstep.Stages(stages), *options.pop("divide", ())
+    options = {"devices": devices, **options, "shards": shards, "divide": divide}
     state, losses = train(MODELS[name](), ADAM, make_batches(sizes), **options)
     assert_same_bits(state, expected)
     assert losses == expected_losses
@@ -201,7 +203,7 @@ def test_with_steps_in_flight(name, stages):
 @pytest.mark.parametrize("devices", [shared(4), own(4)])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_with_an_optimizer_that_is_split_by_owners(devices, max_in_flight):
-    options = {"devices": devices, "partition": "optimizer", "max_in_flight": max_in_flight}
+    options = {"devices": devices, "divide": [evenstep.Owners()], "max_in_flight": max_in_flight}
     assert_equals_reference("dropout", {"0": 0, "2": 1}, (33, 16, 19), 7, **options)
 
 
@@ -241,7 +243,7 @@ def train_gpt(**options):
         return total, expected.numel()
 
     options = {"objective": objective, **options}
-    with evenstep.Trainer(model, optimizer, **options) as trainer:
+    with evenstep.Trainer(model, optimizer, **grouped(**options)) as trainer:
         for number in range(3):
             trainer.step(*tokens(number))
         return trainer.fingerprint()
@@ -251,14 +253,14 @@ def train_gpt(**options):
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"clip_norm": 0.1}])
 def test_a_transformer_whose_embedding_is_its_last_layer(stages, options):
     expected = train_gpt(devices=1, **options)
-    assert train_gpt(devices=3, stages=stages, **options) == expected
+    assert train_gpt(devices=3, divide=evenstep.Stages(stages), **options) == expected
 
 
 @pytest.mark.parametrize("options", [{"memory_format": "channels_last"}, {"precision": "bf16"}])
 def test_memory_format_and_precision(options):
     batches = make_batches((33, 21))
     expected = train(Blocks(), ADAM, batches, devices=1, **options)
-    found = train(Blocks(), ADAM, batches, devices=2, stages="balanced", **options)
+    found = train(Blocks(), ADAM, batches, devices=2, divide=evenstep.Stages("balanced"), **options)
     assert_same_bits(found[0], expected[0])
 
 
@@ -286,18 +288,20 @@ def test_sparse_gradients(by_layer):
     plain = functools.partial(torch.optim.SGD, lr=0.1)
     expected, _ = train(Rows(by_layer=by_layer), plain, batches, devices=1)
     stages = {"table": 0, "head": 1}
-    found, _ = train(Rows(by_layer=by_layer), plain, batches, devices=2, stages=stages)
+    found, _ = train(
+        Rows(by_layer=by_layer), plain, batches, devices=2, divide=evenstep.Stages(stages)
+    )
     assert_same_bits(found, expected)
 
 
 def alone_and_staged(make_model, stages, use, objective=None, devices=2):
     """Return what `use(trainer)` gives on one device, and in stages."""
     found = []
-    for layout in ({"devices": 1}, {"devices": devices, "stages": stages}):
+    for layout in ({"devices": 1}, {"devices": devices, "divide": evenstep.Stages(stages)}):
         model = make_model()
         loss = None if objective else nn.CrossEntropyLoss()
         options = {"objective": objective, **layout}
-        with evenstep.Trainer(model, sgd(model), loss, **options) as trainer:
+        with evenstep.Trainer(model, sgd(model), loss, **grouped(**options)) as trainer:
             found.append((use(trainer), trainer.fingerprint()))
     return found
 
@@ -421,10 +425,10 @@ def test_a_checkpoint_is_resumed_in_another_arrangement(tmp_path):
     batches = make_batches((33, 16, 19, 24))
     expected, _ = reference_training(Skips(), ADAM, batches, shards=8)
     layouts = [
-        {"devices": 2, "stages": {"stem": 0, "late": 1}},
-        {"devices": 3, "stages": "balanced"},
+        {"devices": 2, "divide": evenstep.Stages({"stem": 0, "late": 1})},
+        {"devices": 3, "divide": evenstep.Stages("balanced")},
         {"devices": 2},
-        {"devices": 4, "stages": {"stem": 0, "early": 1}, "max_in_flight": 2},
+        {"devices": 4, "divide": evenstep.Stages({"stem": 0, "early": 1}), "max_in_flight": 2},
     ]
     for number, (batch, layout) in enumerate(zip(batches, layouts, strict=True)):
         model = Skips()
@@ -432,7 +436,7 @@ def test_a_checkpoint_is_resumed_in_another_arrangement(tmp_path):
         make = (
             evenstep.Trainer if not number else functools.partial(evenstep.Trainer.load, tmp_path)
         )
-        with make(model, optimizer, nn.CrossEntropyLoss(), **layout) as trainer:
+        with make(model, optimizer, nn.CrossEntropyLoss(), **grouped(**layout)) as trainer:
             trainer.step(*batch)
             trainer.save(tmp_path)
     assert_same_bits(whole_state(model, optimizer), expected)
@@ -441,10 +445,12 @@ def test_a_checkpoint_is_resumed_in_another_arrangement(tmp_path):
 def test_layers_that_the_user_replaces_between_two_steps():
     batches = make_batches((33, 21))
     states = []
-    for layout in ({"devices": 1}, {"devices": 2, "stages": {"0": 0, "4": 1}}):
+    for layout in ({"devices": 1}, {"devices": 2, "divide": evenstep.Stages({"0": 0, "4": 1})}):
         model = build("dropout")
         optimizer = sgd(model)
-        with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **layout) as trainer:
+        with evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), **grouped(**layout)
+        ) as trainer:
             trainer.step(*batches[0])
             model[3] = nn.Tanh()
             trainer.step(*batches[1])
@@ -455,7 +461,14 @@ def test_layers_that_the_user_replaces_between_two_steps():
 def test_the_contract_is_checked_again_on_hooked_replicas():
     batches = make_batches((33, 21, 17))
     expected = train(Skips(), ADAM, batches, devices=1)
-    found = train(Skips(), ADAM, batches, devices=2, stages={"stem": 0, "late": 1}, check="every 1")
+    found = train(
+        Skips(),
+        ADAM,
+        batches,
+        devices=2,
+        divide=evenstep.Stages({"stem": 0, "late": 1}),
+        check="every 1",
+    )
     assert_same_bits(found[0], expected[0])
 
 

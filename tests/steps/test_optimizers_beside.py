@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import evenstep
+from grouping import grouped
 from reference import assert_same_bits
 from trainers import sgd
 from zoo import build, make_batches
@@ -33,7 +34,7 @@ class Pair:
         self.second.step()
 
     def trainer(self, **options):
-        return evenstep.Trainer(self.model, self.first, LOSS, devices=1, **options)
+        return evenstep.Trainer(self.model, self.first, LOSS, **grouped(devices=1, **options))
 
 
 class Bundle:
@@ -117,8 +118,8 @@ def test_the_optimizer_of_another_trainer_is_not_named(tmp_path, lines):
     pair = Pair()
     options = {"devices": 1}
     with (
-        evenstep.Trainer(pair.model, pair.first, LOSS, **options) as one,
-        evenstep.Trainer(pair.model, pair.second, LOSS, **options) as other,
+        evenstep.Trainer(pair.model, pair.first, LOSS, **grouped(**options)) as one,
+        evenstep.Trainer(pair.model, pair.second, LOSS, **grouped(**options)) as other,
     ):
         for trainer in (one, other):
             trainer.step(X, Y)
@@ -129,12 +130,14 @@ def test_the_optimizer_of_another_trainer_is_not_named(tmp_path, lines):
 
 @pytest.mark.parametrize(
     "options",
-    [{"max_in_flight": 2}, {"partition": "optimizer"}, {}],
+    [{"max_in_flight": 2}, {"divide": evenstep.Owners()}, {}],
     ids=["in flight", "by owners", "at once"],
 )
 def test_the_trainers_own_optimizer_is_not_named(tmp_path, lines, options):
     model = build("convolution")
-    with evenstep.Trainer(model, ADAM(model.parameters()), LOSS, devices=2, **options) as trainer:
+    with evenstep.Trainer(
+        model, ADAM(model.parameters()), LOSS, **grouped(devices=2, **options)
+    ) as trainer:
         for _ in range(3):
             trainer.step(X, Y)
         trainer.save(tmp_path)

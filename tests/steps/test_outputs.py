@@ -7,6 +7,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ModelError
+from grouping import grouped
 from layouts import own
 from trainers import LAYOUTS, sgd
 from zoo import make_batches
@@ -38,7 +39,7 @@ def trained(devices, outputs_of=objective, **options):
     """Return the outputs of each step."""
     model = network()
     with evenstep.Trainer(
-        model, sgd(model), objective=outputs_of, devices=devices, **options
+        model, sgd(model), **grouped(objective=outputs_of, devices=devices, **options)
     ) as trainer:
         return [dict(loss.outputs) for loss in [trainer.step(X, y) for X, y in BATCHES]]
 
@@ -97,7 +98,11 @@ def test_rows_lie_along_the_batch_dimension():
     X, model = torch.randn(7, 20, 4), nn.Linear(4, 3)
     expected = model(X)
     with evenstep.Trainer(
-        model, sgd(model), objective=time_first, devices=2, batch_dim=1
+        model,
+        sgd(model),
+        objective=time_first,
+        devices=2,
+        experiment=evenstep.Experiment(batch_dim=1),
     ) as trainer:
         found = trainer.step(X).outputs["output"]
     torch.testing.assert_close(found, expected)
@@ -110,7 +115,13 @@ def test_rows_that_may_lie_along_two_dimensions_are_refused():
     model = nn.Linear(4, 3)
     said = "the output 'state', of shape .2, 2, 3., may lie along dimension 1 or 0: permute its"
     with (
-        evenstep.Trainer(model, sgd(model), objective=with_state, batch_dim=1, shards=4) as trainer,
+        evenstep.Trainer(
+            model,
+            sgd(model),
+            objective=with_state,
+            shards=4,
+            experiment=evenstep.Experiment(batch_dim=1),
+        ) as trainer,
         pytest.raises(ModelError, match=said),
     ):
         trainer.step(torch.randn(5, 8, 4))

@@ -1,4 +1,4 @@
-"""`partition="optimizer"` in one process, which owns everything: the same steps, and refusals."""
+"""`Owners` in one process, which owns everything: the same steps, and refusals."""
 
 import functools
 
@@ -7,11 +7,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.devices import Device
-from evenstep.errors import InputError
-from evenstep.replicas import Replicas
-from evenstep.steps.owners.partition import Partition
-from evenstep.steps.owners.update import OwnedUpdate
+from grouping import grouped
 from layouts import DelayedLanes, mixed, own
 from reference import assert_same_bits, reference_training, whole_state
 from zoo import build, make_batches, options_of
@@ -21,9 +17,12 @@ BATCHES = make_batches((33, 16, 24))
 
 def trained(model, make_optimizer, devices, **options):
     optimizer = make_optimizer(model.parameters())
-    options = {"memory_format": "contiguous", "partition": "optimizer", **options}
+    options = {"memory_format": "contiguous", "divide": evenstep.Owners(), **options}
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=devices, **options_of(model), **options
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        **grouped(devices=devices, **options_of(model), **options),
     ) as trainer:
         losses = [float(loss) for loss in [trainer.step(X, y) for X, y in BATCHES]]
         return whole_state(model, optimizer), losses, trainer
@@ -69,16 +68,18 @@ def test_groups_schedulers_frozen_parameters_and_resume_on_other_memories(tmp_pa
         first.requires_grad_(False)
         optimizer = torch.optim.AdamW([{"params": [first], "lr": 0.1}, {"params": rest}], lr=0.01)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
-        options = {"scheduler": scheduler, "partition": "optimizer"}
+        options = {"scheduler": scheduler, "divide": evenstep.Owners()}
         loss = nn.CrossEntropyLoss()
-        with evenstep.Trainer(model, optimizer, loss, devices=devices, **options) as trainer:
+        with evenstep.Trainer(
+            model, optimizer, loss, **grouped(devices=devices, **options)
+        ) as trainer:
             for X, y in BATCHES[:2]:
                 trainer.step(X, y)
                 scheduler.step()
             trainer.save(folder)
         model.load_state_dict(build("convolution", seed=1).state_dict())
         with evenstep.Trainer.load(
-            folder, model, optimizer, loss, devices=others, **options
+            folder, model, optimizer, loss, **grouped(devices=others, **options)
         ) as trainer:
             first.requires_grad_(True)
             trainer.step(*BATCHES[2])
@@ -87,11 +88,3 @@ def test_groups_schedulers_frozen_parameters_and_resume_on_other_memories(tmp_pa
     expected = run(1, tmp_path / "one", 1)
     assert run(own(2), tmp_path / "two", own(3)) == expected
     assert run(own(2), tmp_path / "whole", 1) == expected
-
-
-def test_gpus_are_refused_so_far():
-    model = build("convolution")
-    optimizer = ADAM(model.parameters())
-    update = OwnedUpdate(optimizer, Replicas(model, [Device("cpu", 0)]), None, None)
-    with pytest.raises(InputError, match=r"got partition='optimizer' and cuda:0"):
-        Partition(model, optimizer, [Device("cuda", 0)], update, None)

@@ -9,7 +9,7 @@ from torch import nn
 import evenstep
 from evenstep.errors import InputError, ModelError
 from evenstep.steps.owners.separate_updates import refuse_coupled
-from optimizers import embedding, model_for
+from optimizers import embedding
 from owned_optimizers import (
     COUPLED,
     OPTIMIZERS,
@@ -139,30 +139,37 @@ def test_what_cannot_be_split_is_refused_by_name(make, message, max_in_flight):
         message = "max_in_flight"  # refused there already
     with pytest.raises(ModelError, match=message):
         evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), devices=1, partition="optimizer",
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            devices=1,
             max_in_flight=max_in_flight,
-        )  # fmt: skip
+            layout=evenstep.Layout(divide=evenstep.Owners()),
+        )
 
 
 def test_layers_with_sparse_gradients_are_refused_by_name():
     model = embedding()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ModelError, match=r"table\.weight belongs to a layer with sparse=True"):
-        evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), partition="optimizer", devices=1)
-
-
-def test_only_the_optimizer_can_be_partitioned():
-    model = model_for(torch.optim.SGD)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(InputError, match="got partition='model': give 'optimizer', or None"):
-        evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=1, partition="model")
+        evenstep.Trainer(
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            devices=1,
+            layout=evenstep.Layout(divide=evenstep.Owners()),
+        )
 
 
 def test_backward_is_refused_by_name():
     model = build("convolution")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=1, partition="optimizer"
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        devices=1,
+        layout=evenstep.Layout(divide=evenstep.Owners()),
     ) as trainer:
         with pytest.raises(InputError, match=r"trainer\.backward leaves the update to you"):
             trainer.backward(*make_batches((16,))[0])

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import evenstep
+from grouping import grouped
 from layouts import own
 from trainers import sgd, state_of
 
@@ -26,7 +27,7 @@ def summed(model, X, y):
 def train(model, objective=summed, batches=((X, Y), (X, Y)), loss=None, **options):
     options = {"devices": 1, **options}
     with evenstep.Trainer(
-        model, sgd(model), loss, objective=None if loss else objective, **options
+        model, sgd(model), loss, **grouped(objective=None if loss else objective, **options)
     ) as trainer:
         for batch in batches:
             trainer.step(*batch)

@@ -8,6 +8,7 @@ from torch import nn
 
 import evenstep
 from evenstep.engine import ThreadLanes
+from grouping import grouped
 from layouts import own
 from patience import wait
 from reference import assert_same_bits, whole_state
@@ -105,9 +106,7 @@ def opened(
             model,
             optimizer,
             gates,
-            devices=devices,
-            max_in_flight=max_in_flight,
-            **options,
+            **grouped(devices=devices, max_in_flight=max_in_flight, **options),
         ) as trainer,
         gates.released_at_the_end(),
     ):

@@ -15,6 +15,7 @@ from torch import nn
 
 import evenstep
 from evenstep.data import Cursor, Loader
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits
 from trainers import state_of
@@ -29,9 +30,9 @@ LAYOUTS = {
     "own": {"devices": own(2)},
     "in flight": {"devices": 2, "max_in_flight": 2},
     "own in flight": {"devices": own(2), "max_in_flight": 2},
-    "stages": {"devices": 2, "stages": "balanced"},
-    "owners": {"devices": 2, "partition": "optimizer"},
-    "owners in flight": {"devices": 2, "partition": "optimizer", "max_in_flight": 2},
+    "stages": {"devices": 2, "divide": evenstep.Stages("balanced")},
+    "owners": {"devices": 2, "divide": evenstep.Owners()},
+    "owners in flight": {"devices": 2, "divide": evenstep.Owners(), "max_in_flight": 2},
     "checked": {"check": "first"},
 }
 
@@ -71,7 +72,9 @@ class Training:
         model = Busy()
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         options = {"shards": 2, "devices": devices, "max_in_flight": max_in_flight, **options}
-        self.trainer = evenstep.Trainer(model, self.optimizer, nn.CrossEntropyLoss(), **options)
+        self.trainer = evenstep.Trainer(
+            model, self.optimizer, nn.CrossEntropyLoss(), **grouped(**options)
+        )
         self.loader = loader()
         self.losses = {}
 

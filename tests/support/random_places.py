@@ -123,9 +123,14 @@ def train(seed, devices):
     kept = place(model, rng)
     optimizer = optimizer_of(seed)(model.parameters())
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=devices, shards=SHARDS,
-        memory_format="contiguous", max_in_flight=rng.choice([1, 1, 2]),
-    ) as trainer:  # fmt: skip
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        devices=devices,
+        shards=SHARDS,
+        max_in_flight=rng.choice([1, 1, 2]),
+        experiment=evenstep.Experiment(memory_format="contiguous"),
+    ) as trainer:
         for step, (X, y) in enumerate(batches(seed, inputs)):
             if step and rng.random() < 0.3:
                 trainer.waitall()

@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 import evenstep
+from grouping import grouped
 from layouts import DelayedLanes, delayed, own
 from reference import whole_state
 from zoo import options_of
@@ -19,14 +20,14 @@ def train(model, make_optimizer, batches, **options):
     """Train `model` with lanes and shards that are late; return (its state by name, the losses)."""
     optimizer = make_optimizer(delayed(model).parameters())
     options = {"lanes": DelayedLanes, **options_of(model), **options}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = [float(loss) for loss in [trainer.step(X, y) for X, y in batches]]
     return whole_state(model, optimizer), losses
 
 
 def open_trainer(model, loss=None, **options):
     options = {"devices": 2, **options}
-    return evenstep.Trainer(model, sgd(model), loss or nn.CrossEntropyLoss(), **options)
+    return evenstep.Trainer(model, sgd(model), loss or nn.CrossEntropyLoss(), **grouped(**options))
 
 
 def state_of(trainer):

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import evenstep
 from evenstep.engine import InlineLanes
+from grouping import grouped
 from layouts import own
 
 LAYOUTS = {
@@ -19,9 +20,9 @@ LAYOUTS = {
     "own": {"devices": own(2)},
     "in flight": {"devices": 2, "max_in_flight": 2},
     "in flight, own": {"devices": own(2), "max_in_flight": 2},
-    "stages": {"devices": 2, "stages": {"first": 0, "last": 1}},
+    "stages": {"devices": 2, "divide": evenstep.Stages({"first": 0, "last": 1})},
     "side by side": {"devices": 2, "side_by_side": True},
-    "owners": {"devices": 2, "partition": "optimizer"},
+    "owners": {"devices": 2, "divide": evenstep.Owners()},
     "inline": {"devices": 2, "lanes": InlineLanes},
     "sync": {"devices": 2, "batch_norm": "sync"},
 }
@@ -146,8 +147,8 @@ def trainer_of(
     if "objective" not in options:
         options["loss"] = loss or nn.CrossEntropyLoss()
     if resumed_from is None:
-        return evenstep.Trainer(model, optimizer, **options)
-    return evenstep.Trainer.load(resumed_from, model, optimizer, **options)
+        return evenstep.Trainer(model, optimizer, **grouped(**options))
+    return evenstep.Trainer.load(resumed_from, model, optimizer, **grouped(**options))
 
 
 def step(trainer, bang, folder):

@@ -9,6 +9,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ContractError, ModelError, NonFiniteLossError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
 from trainers import LAYOUTS, sgd
@@ -23,7 +24,7 @@ def trained(step, name="convolution", make_optimizer=sgd, **options):
     model = build(name)
     optimizer = make_optimizer(model.parameters() if make_optimizer is not sgd else model)
     options = {**options_of(model), **options}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = [float(step(trainer, X, y)) for X, y in make_batches(SIZES)]
         assert trainer.steps_done == len(SIZES)
         assert trainer.cursor.step == len(SIZES)
@@ -73,7 +74,7 @@ def test_steps_and_backwards_may_take_turns(in_flight):
 
 def opened(model, **options):
     options = {"devices": 2, **options}
-    return evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **options)
+    return evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **grouped(**options))
 
 
 @pytest.mark.parametrize("weights", [torch.contiguous_format, torch.channels_last])
@@ -241,7 +242,7 @@ def adversarial_training(devices, **options):
     optimizer_g = ADAM(model.generator.parameters())
     losses = []
     with evenstep.Trainer(
-        model, optimizer_d, objective=of_discriminator, devices=devices, **options
+        model, optimizer_d, **grouped(objective=of_discriminator, devices=devices, **options)
     ) as trainer:
         for _ in range(4):
             batch = torch.randn(20, 6), torch.randn(20, 4)
@@ -271,7 +272,11 @@ def test_a_compiled_training_computes_other_objectives_eagerly():
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         objective = functools.partial(squares, 1.0)
         with evenstep.Trainer(
-            model, optimizer, objective=objective, devices=devices, compile=True
+            model,
+            optimizer,
+            objective=objective,
+            devices=devices,
+            experiment=evenstep.Experiment(compile=True),
         ) as trainer:
             trainer.step(*batch)
             loss = trainer.backward(*batch, objective=functools.partial(squares, 3.0))

@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import evenstep
 from evenstep.data import Loader
 from evenstep.errors import BatchError, ContractError, ModelError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, bits_of, whole_state
 
@@ -42,7 +43,7 @@ def train(batches, objective=weighted, model=None, **options):
     model = model or linear()
     optimizer = SGD(model.parameters())
     options = {"devices": 2, **options}
-    with evenstep.Trainer(model, optimizer, objective=objective, **options) as trainer:
+    with evenstep.Trainer(model, optimizer, **grouped(objective=objective, **options)) as trainer:
         losses = [float(loss) for loss in [trainer.step(*batch) for batch in batches]]
     return whole_state(model, optimizer), losses, trainer
 
@@ -243,7 +244,9 @@ def test_batches_of_sequences_with_a_mean_loss():
 
     X, y = sequences(21)
     model, whole = tagger(), tagger()
-    with evenstep.Trainer(model, SGD(model.parameters()), loss, batch_dim=1) as trainer:
+    with evenstep.Trainer(
+        model, SGD(model.parameters()), loss, experiment=evenstep.Experiment(batch_dim=1)
+    ) as trainer:
         assert float(trainer.step(X, y)) == pytest.approx(loss(whole(X), y).item(), rel=1e-5)
 
 
@@ -266,7 +269,11 @@ def test_predictions_lie_along_the_dimension_that_has_the_examples(kind, dim, de
     parts = [sequences(size, seed=size)[0] for size in (10, 3)]
     model = tagger(kind)
     with evenstep.Trainer(
-        model, SGD(model.parameters()), nn.MSELoss(), batch_dim=1, devices=devices
+        model,
+        SGD(model.parameters()),
+        nn.MSELoss(),
+        devices=devices,
+        experiment=evenstep.Experiment(batch_dim=1),
     ) as trainer:
         found = trainer.predict(parts)
         assert bits_of(trainer.predict(parts, dim=dim)) == bits_of(found)
@@ -277,7 +284,11 @@ def test_predictions_lie_along_the_dimension_that_has_the_examples(kind, dim, de
 def test_predictions_that_may_lie_along_either_dimension_are_refused():
     model = tagger()
     with evenstep.Trainer(
-        model, SGD(model.parameters()), nn.MSELoss(), batch_dim=1, shards=2
+        model,
+        SGD(model.parameters()),
+        nn.MSELoss(),
+        shards=2,
+        experiment=evenstep.Experiment(batch_dim=1),
     ) as trainer:
         square = sequences(8, time=4)[0]  # 4 examples in a shard, of 4 times each
         with pytest.raises(ModelError, match=r"\(4, 4, 5\), may lie .* dim=1 or dim=0"):
@@ -303,7 +314,9 @@ def test_a_loaders_collate_makes_such_batches(workers):
     data = TensorDataset(X.transpose(0, 1), y.transpose(0, 1))
     model, by_hand = tagger(), tagger()
     optimizer = SGD(model.parameters())
-    with evenstep.Trainer(model, optimizer, objective=objective, batch_dim=1) as trainer:
+    with evenstep.Trainer(
+        model, optimizer, objective=objective, experiment=evenstep.Experiment(batch_dim=1)
+    ) as trainer:
         for batch in trainer.epoch(Loader(data, 16, seed=2, collate=by_time, workers=workers)):
             trainer.step(*batch)
     batches = [by_time(list(zip(*rows, strict=True))) for rows in Loader(data, 16, seed=2)]

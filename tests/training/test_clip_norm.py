@@ -9,6 +9,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import CheckpointError, InputError, ModelError
+from grouping import grouped
 from reference import assert_same_bits, whole_state
 from trainers import LAYOUTS, sgd
 from zoo import build, make_batches
@@ -22,7 +23,7 @@ def trained(devices=1, make_optimizer=sgd, **options):
     model = build("convolution")
     optimizer = make_optimizer(model)
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=devices, **options
+        model, optimizer, nn.CrossEntropyLoss(), **grouped(devices=devices, **options)
     ) as trainer:
         losses = [trainer.step(X, y) for X, y in make_batches(SIZES)]
         norms = [loss.outputs.get("grad_norm") for loss in losses]
@@ -106,7 +107,11 @@ def test_an_output_of_that_name_is_refused():
     ((X, y),) = make_batches((24,))
     with (
         evenstep.Trainer(
-            model, sgd(model), objective=objective, devices=1, clip_norm=1.0, separable=False
+            model,
+            sgd(model),
+            objective=objective,
+            devices=1,
+            experiment=evenstep.Experiment(clip_norm=1.0, separable=False),
         ) as trainer,
         pytest.raises(ModelError, match="an output 'grad_norm'"),
     ):

@@ -6,6 +6,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ContractError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
 from zoo import make_batches
@@ -17,7 +18,7 @@ LAYOUTS = {
     "in flight": {"devices": 1, "max_in_flight": 2},
     "two in flight": {"devices": 2, "max_in_flight": 2},
     "side by side": {"devices": 2, "side_by_side": True},
-    "stages": {"devices": 2, "stages": {"a": 0, "b": 1}},
+    "stages": {"devices": 2, "divide": evenstep.Stages({"a": 0, "b": 1})},
 }
 on_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
@@ -59,7 +60,7 @@ def to_list(model, value):
 def trained(change, at=2, model=None, **layout):
     model = Scaled() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **layout) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**layout)) as trainer:
         for number, batch in enumerate(make_batches((24,) * 4)):
             if number == at:
                 change(model)
@@ -103,7 +104,7 @@ def test_one_that_is_set_again_in_each_turn_is_refused(layout):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loss = nn.CrossEntropyLoss()
     (batch,) = make_batches((24,))
-    with evenstep.Trainer(model, optimizer, loss, **{"shards": 1, **layout}) as trainer:
+    with evenstep.Trainer(model, optimizer, loss, **grouped(**{"shards": 1, **layout})) as trainer:
         for number in range(3):
             model.w = model.a.bias * 2 if number else None
             if number:
@@ -148,7 +149,7 @@ def test_results_that_forward_writes_before_it_reads_them_are_no_matter(layout):
     assert_same_bits(trained(change, model=model, shards=4, **layout), expected)
     assert len(model.rows) == 2
     assert model.rows[1].grad_fn is not None
-    assert model.seen is not seen or "max_in_flight" in layout or "stages" in layout
+    assert model.seen is not seen or "max_in_flight" in layout or "divide" in layout
     assert model.seen.grad_fn is not None
 
 
@@ -157,7 +158,7 @@ def test_an_evaluation_refuses_it_too(layout):
     model = Scaled()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     (X, y), *_ = make_batches((24,))
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **layout) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**layout)) as trainer:
         trainer.predict([(X, y)])
         value = model.w = model.a.bias * 2
         with pytest.raises(ContractError, match=r"\bw\b"):

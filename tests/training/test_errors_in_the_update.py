@@ -12,6 +12,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ClosedError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits
 from trainers import state_of
@@ -22,7 +23,7 @@ LAYOUTS = {
     "own": {"devices": own(2)},
     "in flight": {"devices": 2, "max_in_flight": 2},
     "in flight, own": {"devices": own(2), "max_in_flight": 2},
-    "stages": {"devices": 2, "stages": {"0": 0, "2": 1}},
+    "stages": {"devices": 2, "divide": evenstep.Stages({"0": 0, "2": 1})},
 }
 on_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 one_at_a_time = [name for name, layout in LAYOUTS.items() if "max_in_flight" not in layout]
@@ -76,7 +77,7 @@ def open_trainer(layout, make=adam, *, once=None, prepare=None, **options):
     if prepare is not None:
         prepare(optimizer)
     given = {"shards": 4, **LAYOUTS[layout], **options}
-    return evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **given)
+    return evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**given))
 
 
 def steps(trainer, number):
@@ -162,7 +163,7 @@ def test_an_optimizer_that_fails_at_its_fourth_parameter(layout, past_counters, 
         steps(whole, 3)
         options = {**LAYOUTS[layout]}
         model, optimizer, loss = trainer.model, trainer.optimizer, nn.CrossEntropyLoss()
-        with evenstep.Trainer.load(tmp_path, model, optimizer, loss, **options) as again:
+        with evenstep.Trainer.load(tmp_path, model, optimizer, loss, **grouped(**options)) as again:
             steps(again, 1)
             assert_same_bits(state_of(again), state_of(whole))
 

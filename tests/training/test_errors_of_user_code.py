@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from evenstep import Trainer
 from evenstep.data import Loader
 from evenstep.errors import CheckpointError, ClosedError
+from grouping import grouped
 from reference import assert_same_bits
 from trainers import state_of
 from user_errors import KINDS, LAYOUTS, PLACES, Bang, Callback, State, X, Y, trainer_of
@@ -165,7 +166,7 @@ def test_what_fails_while_a_checkpoint_is_loaded_changes_nothing(where, kind, la
 
     def load():
         options = {**LAYOUTS[layout], "state": {"a": State(bang, "load_state_dict")}}
-        return Trainer.load(tmp_path, model, optimizer, CrossEntropyLoss(), **options)
+        return Trainer.load(tmp_path, model, optimizer, CrossEntropyLoss(), **grouped(**options))
 
     error = fail(load, bang)
     if isinstance(error, CheckpointError):  # it names the object that can't be loaded

@@ -9,6 +9,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ContractError, ModelError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
 
@@ -49,7 +50,7 @@ def hook(model):
 def train(data, model, **options):
     optimizer = SGD(model.parameters())
     options = {"devices": 2, **options}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = [float(loss) for loss in [trainer.step(*batch) for batch in data]]
     return whole_state(model, optimizer), losses, trainer
 

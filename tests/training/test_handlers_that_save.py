@@ -19,6 +19,7 @@ from torch import nn
 import evenstep
 from evenstep.data import GeneratorStates, Loader
 from evenstep.errors import InputError
+from grouping import grouped
 from interrupting import (
     LAYOUTS,
     QUICK,
@@ -206,8 +207,8 @@ def test_a_step_of_lbfgs_ends_before_the_handler_runs(tmp_path):
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)
         given = model, optimizer, nn.CrossEntropyLoss()
         if load is None:
-            return evenstep.Trainer(*given, devices=1, **QUICK)
-        return evenstep.Trainer.load(load, *given, devices=1, **QUICK)
+            return evenstep.Trainer(*given, **grouped(devices=1, **QUICK))
+        return evenstep.Trainer.load(load, *given, **grouped(devices=1, **QUICK))
 
     X, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
     with made() as whole:

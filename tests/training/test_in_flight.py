@@ -98,14 +98,14 @@ def test_a_third_step_waits_for_the_first_of_the_two_in_flight(devices):
 def test_a_step_is_copied_while_the_one_before_computes(devices, monkeypatch):
     batches = numbered(3)
     copied = []
-    carry = evenstep.experiment.carry
+    carry = evenstep.options.experiment.carry
 
     def noted(tensor, *given):
         if tensor.dtype == torch.int64 and (tensor == 2).all():  # the number of the step
             copied.append(len(tensor))
         return carry(tensor, *given)
 
-    monkeypatch.setattr("evenstep.experiment.carry", noted)
+    monkeypatch.setattr("evenstep.options.experiment.carry", noted)
     batches[2][1].zero_()  # no target says 2
     with opened(devices, memory_format="channels_last") as (trainer, gates):
         trainer.step(*batches[0])
@@ -314,14 +314,14 @@ def test_no_more_than_two_batches_are_alive_though_every_loss_is_kept(devices):
 @on_devices
 def test_no_more_than_two_batches_of_copies_are_alive(devices, monkeypatch):
     copies = []
-    carry = evenstep.experiment.carry
+    carry = evenstep.options.experiment.carry
 
     def noted(*given):
         copied = carry(*given)
         copies.append(weakref.ref(copied))
         return copied
 
-    monkeypatch.setattr("evenstep.experiment.carry", noted)
+    monkeypatch.setattr("evenstep.options.experiment.carry", noted)
     each = 8 * 3  # shards, and X, y, number
     with opened(devices, memory_format="channels_last") as (trainer, gates):
         for number, batch in enumerate(numbered(5)):

@@ -11,6 +11,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import InputError
+from grouping import grouped
 from layouts import own
 from patience import wait
 from reference import assert_same_bits, whole_state
@@ -182,11 +183,7 @@ def opened(options, devices, max_in_flight=2, **others):
     return evenstep.Trainer(
         model,
         optimizer,
-        devices=devices,
-        max_in_flight=max_in_flight,
-        check="off",
-        **options,
-        **others,
+        **grouped(devices=devices, max_in_flight=max_in_flight, check="off", **options, **others),
     )
 
 
@@ -301,7 +298,9 @@ def test_a_dict_of_the_optimizer_is_that_of_its_own_step(devices):
             return F.cross_entropy(model(X), y)
 
         options = {"devices": devices, "max_in_flight": max_in_flight, "check": "off"}
-        with evenstep.Trainer(model, optimizer, objective=objective, **options) as trainer:
+        with evenstep.Trainer(
+            model, optimizer, **grouped(objective=objective, **options)
+        ) as trainer:
             for number, (X, y) in enumerate(BATCHES):
                 if max_in_flight == 1:
                     gate.open()
@@ -334,7 +333,7 @@ def test_a_hook_on_the_optimizers_step_is_refused_with_steps_in_flight(devices, 
     if when == "before":
         register(clip)
     options = {"devices": devices, "max_in_flight": 2}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         if when == "later":
             trainer.step(*BATCHES[0])
             register(clip)
@@ -352,7 +351,7 @@ def test_a_hook_that_clips_is_the_plain_loops_with_one_step_at_a_time():
     plain = torch.optim.SGD(expected.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(functools.partial(clip, model))
     options = {"devices": 2, "shards": 1}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         for X, y in BATCHES:
             trainer.step(X, y)
             plain.zero_grad()

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import evenstep
+from grouping import grouped
 from reference import assert_same_bits, whole_state
 
 X, Y = torch.randn(32, 6), torch.randint(0, 4, (32,))
@@ -17,8 +18,8 @@ LAYOUTS = [
     {"devices": ["cpu:0", "cpu:1:own"]},
     {"devices": ["cpu:0", "cpu:1:own"], "max_in_flight": 2},
     {"devices": 2, "side_by_side": True},
-    {"devices": 2, "partition": "optimizer"},
-    {"devices": 2, "stages": {"0": 0, "2": 1}},
+    {"devices": 2, "divide": evenstep.Owners()},
+    {"devices": 2, "divide": evenstep.Stages({"0": 0, "2": 1})},
 ]
 
 
@@ -30,7 +31,7 @@ def built():
 
 def opened(**layout):
     model, optimizer = built()
-    return evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **layout)
+    return evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**layout))
 
 
 def steps(mode, folder, **layout):
@@ -54,7 +55,7 @@ def batches(mode, folder, **layout):
 def construction(mode, folder, **layout):
     model, optimizer = built()
     with mode():
-        trainer = evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **layout)
+        trainer = evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**layout))
     with trainer:
         trainer.step(X, Y)
         trainer.step(X, Y)
@@ -80,14 +81,16 @@ def resumed(mode, folder, **layout):
             trainer.save(folder)
     model, optimizer = built()
     with mode():
-        trainer = evenstep.Trainer.load(folder, model, optimizer, nn.CrossEntropyLoss(), **layout)
+        trainer = evenstep.Trainer.load(
+            folder, model, optimizer, nn.CrossEntropyLoss(), **grouped(**layout)
+        )
     with trainer:
         trainer.step(X, Y)
     return trainer
 
 
 def gradients(mode, folder, **layout):
-    if "partition" in layout:
+    if "divide" in layout:
         pytest.skip("the optimizer's owners take whole steps")
     with opened(**layout) as trainer:
         for _ in range(2):

@@ -13,6 +13,7 @@ from dying import KINDS, end_lane
 from evenstep import Trainer
 from evenstep.errors import DeviceError, DeviceLostError
 from evenstep.metrics import accuracy
+from grouping import grouped
 from layouts import own, shared
 from patience import HUNG_TESTS_ABORT, wait_until
 from reference import assert_same_bits
@@ -156,7 +157,7 @@ def test_any_exception_of_the_users_code_comes_through(where, kind, max_in_fligh
     if where == "scheduled":
         optimizer.register_step_post_hook(fails)
     options = {"devices": 2, "check": "off", "max_in_flight": max_in_flight, **hooks}
-    with Trainer(model, optimizer, objective=objective, **options) as trainer:
+    with Trainer(model, optimizer, **grouped(objective=objective, **options)) as trainer:
         with pytest.raises(kind):
             take_steps(trainer)
         done = trainer.steps_done

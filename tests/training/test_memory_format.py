@@ -13,6 +13,7 @@ from torch import nn
 import evenstep
 from evenstep.checkpoint.fingerprint import fingerprint
 from evenstep.errors import InputError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, reference_training, whole_state
 from trainers import sgd
@@ -76,7 +77,7 @@ def plain_steps(model, optimizer, X, y, steps=2):
 
 
 def evenly(model, optimizer, X, y, steps=2, **options):
-    with evenstep.Trainer(model, optimizer, LOSS, **options) as trainer:
+    with evenstep.Trainer(model, optimizer, LOSS, **grouped(**options)) as trainer:
         for _ in range(steps):
             trainer.step(X, y)
     return model, optimizer
@@ -92,7 +93,7 @@ def test_all_tensors_keep_the_users_strides(devices, max_in_flight, weights, wan
     model = convolutions(FORMATS[weights])
     optimizer = sgd(model)
     options = {"devices": devices, "max_in_flight": max_in_flight, "memory_format": wanted}
-    with evenstep.Trainer(model, optimizer, LOSS, shards=4, **options) as trainer:
+    with evenstep.Trainer(model, optimizer, LOSS, **grouped(shards=4, **options)) as trainer:
         trainer.step(*images())
         trainer.step(*images())
         trainer.waitall()
@@ -134,7 +135,11 @@ def test_programs_that_flatten_with_view_train_as_in_plain_torch(devices):
 def test_safetensors_takes_a_state_dict_of_a_model_in_training(tmp_path):
     model = convolutions()
     with evenstep.Trainer(
-        model, sgd(model), LOSS, devices=2, memory_format="channels_last"
+        model,
+        sgd(model),
+        LOSS,
+        devices=2,
+        experiment=evenstep.Experiment(memory_format="channels_last"),
     ) as trainer:
         trainer.step(*images(64))
         save_file(model.state_dict(), tmp_path / "open.safetensors")
@@ -153,7 +158,7 @@ def test_fused_optimizers_have_the_same_bits_on_all_layouts(shards, weights):
         model = convolutions(FORMATS[weights])
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01, fused=True)
         options = {"devices": devices, "shards": shards, "memory_format": "channels_last"}
-        with evenstep.Trainer(model, optimizer, LOSS, **options) as trainer:
+        with evenstep.Trainer(model, optimizer, LOSS, **grouped(**options)) as trainer:
             for _ in range(3):
                 trainer.step(*images())
         with trainer:
@@ -203,7 +208,13 @@ def test_channels_last_is_refused_for_a_convolution_that_would_crash():
     model = residual()
     model(large_images()[0])
     with pytest.raises(InputError, match=r"'1'.*oneDNN/issues/6035"):
-        evenstep.Trainer(model, sgd(model), LOSS, devices=1, memory_format="channels_last")
+        evenstep.Trainer(
+            model,
+            sgd(model),
+            LOSS,
+            devices=1,
+            experiment=evenstep.Experiment(memory_format="channels_last"),
+        )
     model[0].to(memory_format=torch.channels_last)
     with pytest.raises(InputError, match=r"'0\.weight'.*oneDNN/issues/6035"):
         evenstep.Trainer(model, sgd(model), LOSS, devices=1)
@@ -213,7 +224,13 @@ def test_channels_last_is_refused_for_a_convolution_that_would_crash():
 def test_channels_last_is_not_refused_for_others(stride, channels):
     model = residual(stride, channels)
     model(large_images()[0])
-    evenstep.Trainer(model, sgd(model), LOSS, devices=1, memory_format="channels_last")
+    evenstep.Trainer(
+        model,
+        sgd(model),
+        LOSS,
+        devices=1,
+        experiment=evenstep.Experiment(memory_format="channels_last"),
+    )
 
 
 PROGRAM = """

@@ -15,6 +15,7 @@ import evenstep
 from evenstep.data import Cursor
 from evenstep.errors import EvenstepError, InputError
 from evenstep.steps.step import StepLoss
+from grouping import grouped
 
 torch.manual_seed(0)
 X, y = torch.randn(16, 1, 6, 6), torch.arange(16) % 5
@@ -35,7 +36,7 @@ def trainer_of(model=None, optimizer=None, loss=None, **options):
     optimizer = sgd(model) if optimizer is None else optimizer
     loss = nn.CrossEntropyLoss() if loss is None else loss
     options = {"devices": 1, "shards": 2, "tune_malloc": False, **options}
-    return evenstep.Trainer(model, optimizer, loss, **options)
+    return evenstep.Trainer(model, optimizer, loss, **grouped(**options))
 
 
 def inside(use):
@@ -673,7 +674,7 @@ def test_an_error_of_the_users_own_gets_no_advice(batch):
     options = {"devices": 1, "shards": 2, "objective": fail}
     with (
         pytest.raises(RuntimeError, match="by the user") as caught,
-        evenstep.Trainer(model, sgd(model), **options) as trainer,
+        evenstep.Trainer(model, sgd(model), **grouped(**options)) as trainer,
     ):
         trainer.step(*batch)
     assert caught.value.__notes__ == [

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import evenstep
+from grouping import grouped
 from places import by_address, in_array, odd_copy
 from reference import assert_same_bits, whole_state
 
@@ -55,7 +56,7 @@ def train(load=lambda optimizer: None, load_inside=lambda optimizer: None, **opt
     optimizer = Whitened(model.parameters())
     load(optimizer)
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), **{**OPTIONS, **options}
+        model, optimizer, nn.CrossEntropyLoss(), **grouped(**{**OPTIONS, **options})
     ) as trainer:
         load_inside(optimizer)
         for X, y in batches():
@@ -93,7 +94,7 @@ def test_gradients_that_a_hook_returns():
     model = build()
     hooked(model)
     optimizer = Whitened(model.parameters())
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **OPTIONS) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**OPTIONS)) as trainer:
         for X, y in batches():
             trainer.step(X, y)
     assert_same_bits(whole_state(model, optimizer), plain(double))
@@ -132,7 +133,9 @@ def test_torchs_own_optimizers_that_compute_each_element_by_itself_take_any_stat
                 "exp_avg": place(torch.ones(one.shape)),
                 "exp_avg_sq": place(torch.ones(one.shape)),
             }
-        with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **OPTIONS) as trainer:
+        with evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), **grouped(**OPTIONS)
+        ) as trainer:
             for X, y in batches():
                 trainer.step(X, y)
         return whole_state(model, optimizer)

@@ -65,7 +65,12 @@ def test_lbfgs_with_one_shard_is_plain_lbfgs():
     model = build("convolution")
     ours = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
     with evenstep.Trainer(
-        model, ours, nn.CrossEntropyLoss(), devices=2, shards=1, memory_format="contiguous"
+        model,
+        ours,
+        nn.CrossEntropyLoss(),
+        devices=2,
+        shards=1,
+        experiment=evenstep.Experiment(memory_format="contiguous"),
     ) as trainer:
         trainer.step(X, y)
     for mine, its in zip(model.parameters(), plain.parameters(), strict=True):

@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import evenstep
 from evenstep.errors import ModelError
 from evenstep.metrics import accuracy
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
 from trainers import sgd
@@ -27,9 +28,7 @@ def averaged(devices, **options):
         model,
         sgd(model),
         nn.CrossEntropyLoss(),
-        devices=devices,
-        after_update=ema.update_parameters,
-        **options,
+        **grouped(devices=devices, after_update=ema.update_parameters, **options),
     ) as trainer:
         measured = []
         for batch in BATCHES:

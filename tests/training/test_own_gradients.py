@@ -11,6 +11,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import InputError, NonFiniteLossError
+from grouping import grouped
 from launched import alone, launched
 from layouts import own
 from marks import slow
@@ -42,7 +43,7 @@ def trained(penalised=penalty, after=lambda trainer: None, model=None, **options
     """Train as a user does who adds a penalty's gradient to each step's."""
     model = build() if model is None else model
     optimizer = SGD(model.parameters())
-    with evenstep.Trainer(model, optimizer, LOSS, **options) as trainer:
+    with evenstep.Trainer(model, optimizer, LOSS, **grouped(**options)) as trainer:
         for X, y in batches():
             trainer.waitall()
             optimizer.zero_grad()
@@ -81,8 +82,8 @@ LAYOUTS = {
     "in flight, hooked": {"devices": 1, "max_in_flight": 2, "before_update": lambda model: None},
     "hooked": {"devices": 2, "before_update": lambda model: None},
     "side by side": {"devices": 2, "side_by_side": True},
-    "stages": {"devices": 2, "stages": {"0": 0, "2": 1}},
-    "owners": {"devices": 2, "partition": "optimizer"},
+    "stages": {"devices": 2, "divide": evenstep.Stages({"0": 0, "2": 1})},
+    "owners": {"devices": 2, "divide": evenstep.Owners()},
 }
 
 
@@ -130,11 +131,11 @@ def test_what_a_step_or_an_update_has_left_is_replaced(layout):
         model = build()
         optimizer, other = SGD(model.parameters()), torch.optim.SGD(model[2].parameters(), lr=0.5)
         F.cross_entropy(model(batches()[0][0]), batches()[0][1]).backward()  # before it is opened
-        with evenstep.Trainer(model, optimizer, LOSS, **layout) as trainer:
+        with evenstep.Trainer(model, optimizer, LOSS, **grouped(**layout)) as trainer:
             for number, (X, y) in enumerate(batches((24, 17, 9, 8, 8))):
                 if zeroed:
                     model.zero_grad()
-                if number == 2 and "partition" not in layout:
+                if number == 2 and not isinstance(layout.get("divide"), evenstep.Owners):
                     trainer.backward(X, y)
                     nn.utils.clip_grad_norm_(model.parameters(), 0.01)
                     optimizer.step()
@@ -172,7 +173,7 @@ def test_a_gradient_added_onto_what_a_step_has_left_is_refused(layout):
     model = build()
     optimizer = SGD(model.parameters())
     (X, y), *_ = batches()
-    with evenstep.Trainer(model, optimizer, LOSS, **LAYOUTS[layout]) as trainer:
+    with evenstep.Trainer(model, optimizer, LOSS, **grouped(**LAYOUTS[layout])) as trainer:
         trainer.step(X, y)
         trainer.waitall()
         penalty(model).backward()
@@ -202,7 +203,9 @@ def test_after_an_error_the_users_gradient_is_there_again(layout):
     model = build()
     optimizer = SGD(model.parameters())
     (X, y), *_ = batches()
-    with evenstep.Trainer(model, optimizer, LOSS, shards=1, **LAYOUTS[layout]) as trainer:
+    with evenstep.Trainer(
+        model, optimizer, LOSS, **grouped(shards=1, **LAYOUTS[layout])
+    ) as trainer:
         penalty(model).backward()
         before = [None if one.grad is None else one.grad.clone() for one in model.parameters()]
         with pytest.raises(NonFiniteLossError):

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dying import end_lane
-from evenstep import Trainer
+from evenstep import Slices, Trainer
 from evenstep.engine import InlineLanes
 from evenstep.errors import CheckpointError, DeviceLostError, InputError
 from evenstep.metrics import accuracy
 from evenstep.nn import SlicedLinear, slice_
+from grouping import grouped
 from launched import launched
 from layouts import DelayedLanes, mixed, own, shared
 from patience import HUNG_TESTS_ABORT, only_one_interrupt, press_ctrl_c_when
@@ -44,9 +45,15 @@ LAYOUTS = {
 def open_trainer(model=None, optimizer=ADAM, **options):
     model = sliced_model() if model is None else model
     options = {
-        "devices": 2, "split": "slices", "memory_format": "contiguous", "shards": 4, **options
-    }  # fmt: skip
-    return Trainer(model, optimizer(model.parameters()), nn.CrossEntropyLoss(), **options)
+        "devices": 2,
+        "divide": Slices(),
+        "memory_format": "contiguous",
+        "shards": 4,
+        **options,
+    }
+    return Trainer(
+        model, optimizer(model.parameters()), nn.CrossEntropyLoss(), **grouped(**options)
+    )
 
 
 def train(sizes=SIZES, **options):
@@ -60,11 +67,11 @@ def reference_of(sizes, shards, slices=4):
     return reference_training(sliced_model(slices), ADAM, make_batches(sizes), shards=shards)
 
 
-@pytest.mark.parametrize("split", ["slices", "shards"])
+@pytest.mark.parametrize("divide", [Slices(), ()], ids=["slices", "shards"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_devices_and_any_split_equal_the_reference(layout, split):
+def test_any_devices_and_any_split_equal_the_reference(layout, divide):
     expected, expected_losses = reference_of(SIZES, 4)
-    state, losses = train(devices=LAYOUTS[layout], split=split, lanes=DelayedLanes)
+    state, losses = train(devices=LAYOUTS[layout], divide=divide, lanes=DelayedLanes)
     assert_same_bits(state, expected)
     assert losses == expected_losses
 
@@ -80,8 +87,8 @@ def test_any_sizes_shards_and_slices(sizes, shards, slices, layout):
     slices = min(slices, 4)
     expected, expected_losses = reference_of(tuple(sizes), shards, slices)
     model = sliced_model(slices)
-    split = "slices" if slices > 1 else "shards"
-    state, losses = train(sizes, model=model, shards=shards, devices=LAYOUTS[layout], split=split)
+    divide = Slices() if slices > 1 else ()
+    state, losses = train(sizes, model=model, shards=shards, devices=LAYOUTS[layout], divide=divide)
     assert_same_bits(state, expected)
     assert losses == expected_losses
 
@@ -95,7 +102,7 @@ def test_other_slices_are_another_experiment():
 
 @pytest.mark.parametrize("options", [{"precision": "bf16"}, {"memory_format": "channels_last"}])
 def test_precision_and_memory_format(options):
-    expected, _ = train(devices=1, split="shards", **options)
+    expected, _ = train(devices=1, divide=(), **options)
     for layout in ("2", "3 own"):
         assert_same_bits(train(devices=LAYOUTS[layout], **options)[0], expected)
 
@@ -119,7 +126,7 @@ def test_lanes_without_threads():
 def test_evaluation_and_predictions():
     X, y = make_batches((23,))[0]
     found = []
-    for options in ({"devices": 1}, {"devices": 3}, {"devices": own(2)}, {"split": "shards"}):
+    for options in ({"devices": 1}, {"devices": 3}, {"devices": own(2)}, {"divide": ()}):
         with open_trainer(**options) as trainer:
             trainer.step(X, y)
             measured = trainer.evaluate([(X, y)], {"accuracy": accuracy})
@@ -149,9 +156,11 @@ def test_a_resume_on_other_devices(saved_on, resumed_on, tmp_path):
         trainer.save(tmp_path)
     model = sliced_model(seed=1)
     loss = nn.CrossEntropyLoss()
-    split = "slices" if resumed_on != "1" else "shards"
-    options = {"devices": LAYOUTS[resumed_on], "split": split}
-    with Trainer.load(tmp_path, model, ADAM(model.parameters()), loss, **options) as trainer:
+    divide = Slices() if resumed_on != "1" else ()
+    options = {"devices": LAYOUTS[resumed_on], "divide": divide}
+    with Trainer.load(
+        tmp_path, model, ADAM(model.parameters()), loss, **grouped(**options)
+    ) as trainer:
         for batch in rest:
             trainer.step(*batch)
     assert_same_bits(whole_state(model, trainer.optimizer), expected)
@@ -311,12 +320,15 @@ def test_ctrl_c_while_the_lead_waits_for_a_slice(request, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"split": "layers"}, "got split='layers': choose one of shards, slices"),
+        (
+            {"divide": "layers"},
+            r"got divide='layers': give Stages\(...\), Slices\(\) or Owners\(\)",
+        ),
         ({"model": build("dropout")}, r"no layer of the model has slices: call evenstep\.nn\.sl"),
-        ({"compile": True}, "got split='slices' and compile=True, which don't work together"),
-        ({"batch_norm": "sync"}, "got split='slices' and batch_norm='sync'"),
-        ({"side_by_side": True}, "got split='slices' and side_by_side=True"),
-        ({"max_in_flight": 2}, "got split='slices' and max_in_flight=2"),
+        ({"compile": True}, r"got compile=True and Slices\(\), but shards"),
+        ({"batch_norm": "sync"}, r"got Slices\(\) and batch_norm='sync'"),
+        ({"side_by_side": True}, r"got Slices\(\) and side_by_side=True"),
+        ({"max_in_flight": 2}, r"got Slices\(\) and max_in_flight=2"),
     ],
 )
 def test_what_does_not_work_together_is_refused_in_a_line(options, message):

@@ -18,8 +18,9 @@ from evenstep.errors import (
     ModelError,
 )
 from evenstep.metrics import accuracy
-from evenstep.training.arguments import TrainerOptions
+from evenstep.training.setup.arguments import TrainerOptions
 from fuzzing import ABSURD_NUMBERS, limited
+from grouping import grouped
 from layouts import own, shared
 from patience import HUNG_TESTS_ABORT
 from trainers import open_trainer, sgd
@@ -34,7 +35,7 @@ X, Y = BATCH
 def train(batch=BATCH, *, model=None, **options):
     model = model or build("convolution")
     with evenstep.Trainer(
-        model, sgd(model), nn.CrossEntropyLoss(), **{"devices": 1, **options}
+        model, sgd(model), nn.CrossEntropyLoss(), **grouped(**{"devices": 1, **options})
     ) as trainer:
         return trainer.step(*batch).item()
 
@@ -280,7 +281,7 @@ def fuzz_arguments(options):
     options = {"devices": 1, **options}
     model = build("convolution")
     given = model, sgd(model), nn.CrossEntropyLoss()
-    error = error_of(lambda: evenstep.Trainer(*given, **options), EvenstepError)
+    error = error_of(lambda: evenstep.Trainer(*given, **grouped(**options)), EvenstepError)
     assert error is None or len(str(error)) < 500
     if error is None and "compile" not in options:  # these take seconds by design
         theirs = {"objective", "before_update", "after_update"} & {*options}

@@ -10,13 +10,19 @@ import evenstep
 from evenstep.errors import CheckpointError, InputError
 from evenstep.training import session
 from evenstep.training.trainer import TrainerOptions
+from grouping import grouped
 from trainers import sgd
 from zoo import build, make_batches
 
 
-def trained(**options):
+def opened(**options):
     model = build("dropout")
-    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1, **options) as t:
+    options = {"devices": 1, **options}
+    return evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **grouped(**options))
+
+
+def trained(**options):
+    with opened(**options) as t:
         for batch in make_batches((20, 13)):
             t.step(*batch)
         return t.fingerprint()
@@ -28,9 +34,27 @@ def test_an_experiment_is_given_as_one_value_or_by_keywords():
     assert trained(experiment=experiment) != trained()
 
 
-def test_an_experiment_and_a_keyword_of_it_are_refused():
-    with pytest.raises(InputError, match="got experiment= and shards, seed: give these choices in"):
-        trained(experiment=evenstep.Experiment(), shards=4, seed=1)
+def test_keywords_refine_an_experiment():
+    clipped = evenstep.Experiment(clip_norm=0.1, shards=5)
+    trainer = opened(experiment=clipped, shards=5, seed=3)
+    assert trainer.experiment == evenstep.Experiment(clip_norm=0.1, shards=5, seed=3)
+
+
+def test_a_choice_that_is_given_twice_and_differs_is_refused():
+    message = r"got shards=4 and experiment=Experiment\(shards=5\): give shards in one place only"
+    with pytest.raises(InputError, match=message):
+        opened(experiment=evenstep.Experiment(shards=5), shards=4)
+
+
+@pytest.mark.parametrize("name", ["experiment", "layout", "faults"])
+def test_a_group_of_options_that_is_none_is_refused(name):
+    message = rf"got {name}=evenstep|got {name}=.*: give an evenstep.{name.capitalize()}\(...\)"
+    with pytest.raises(InputError, match=message):
+        opened(**{name: {"shards": 4}})
+
+
+def test_there_are_at_most_18_parameters():
+    assert len(inspect.signature(evenstep.Trainer).parameters) <= 18
 
 
 @pytest.mark.parametrize("devices", [torch.device("cpu"), "cpu:0", 1, ["cpu:0"]], ids=str)
@@ -58,7 +82,7 @@ def test_load_takes_the_same_experiment_and_refuses_another_one(tmp_path):
     assert evenstep.Trainer.load(tmp_path, *fresh(), shards=4).experiment.shards == 4
     for other in ({"experiment": evenstep.Experiment(shards=5)}, {"shards": 5}, {"compile": True}):
         with pytest.raises(CheckpointError, match="instead of"):
-            evenstep.Trainer.load(tmp_path, *fresh(), **other)
+            evenstep.Trainer.load(tmp_path, *fresh(), **grouped(**other))
 
 
 @pytest.mark.parametrize("tune_malloc", [True, False])

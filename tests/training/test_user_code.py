@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import evenstep
 from evenstep.errors import ContractError, InputError, ModelError
+from grouping import grouped
 from in_flight import HeldCopies, numbered, opened
 from layouts import own
 from patience import wait, wait_until
@@ -44,7 +45,7 @@ def follow_over(devices, max_in_flight, make_optimizer=sgd):
 
     options = {"devices": devices, "max_in_flight": max_in_flight, "after_update": after_update}
     with evenstep.Trainer(
-        model, make_optimizer(model), nn.CrossEntropyLoss(), **options
+        model, make_optimizer(model), nn.CrossEntropyLoss(), **grouped(**options)
     ) as trainer:
         for X, y in BATCHES:
             trainer.step(X, y)
@@ -144,7 +145,7 @@ def test_after_update_goes_on_in_a_resumed_training(tmp_path, max_in_flight):
         trainer.save(tmp_path)
     model = Momentum()
     with evenstep.Trainer.load(
-        tmp_path, model, sgd(model), nn.CrossEntropyLoss(), devices=3, **options
+        tmp_path, model, sgd(model), nn.CrossEntropyLoss(), **grouped(devices=3, **options)
     ) as trainer:
         for X, y in BATCHES[2:]:
             trainer.step(X, y)
@@ -195,7 +196,10 @@ def test_buffers_that_a_hook_writes_stay_written(where, max_in_flight):
         optimizer = sgd(model)
         options = {**where(model, optimizer), "devices": devices, "shards": shards}
         with evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), max_in_flight=max_in_flight, **options
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            **grouped(max_in_flight=max_in_flight, **options),
         ) as trainer:
             for X, y in BATCHES:
                 trainer.step(X, y)
@@ -500,7 +504,7 @@ class Nested(Wrapper):
 def test_the_state_of_an_inner_optimizer_is_saved_and_resumed(tmp_path, kind, options):
     def trainer_of(model, **more):
         return evenstep.Trainer(
-            model, kind(model.parameters(), **options), nn.CrossEntropyLoss(), **more
+            model, kind(model.parameters(), **options), nn.CrossEntropyLoss(), **grouped(**more)
         )
 
     whole = Counted()

@@ -6,6 +6,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import BatchError
+from grouping import grouped
 
 X, Y = torch.randn(8, 6), torch.arange(8) % 3
 ENCODER = nn.Linear(6, 6)
@@ -43,7 +44,7 @@ def test_a_batch_that_requires_a_gradient_is_refused(name, call, options):
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with (
-        evenstep.Trainer(model, optimizer, objective=objective, **options) as trainer,
+        evenstep.Trainer(model, optimizer, **grouped(objective=objective, **options)) as trainer,
         pytest.raises(BatchError, match=words + r".*\.detach\(\)"),
     ):
         getattr(trainer, call)(*build())
@@ -54,7 +55,7 @@ def test_a_batch_that_requires_a_gradient_is_refused(name, call, options):
 def test_a_constant_and_an_evaluation_are_taken(options):
     model = nn.Linear(6, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         trainer.step(ENCODER(X).detach(), Y)
         trainer.predict([wanted()])
         trainer.waitall()

@@ -10,6 +10,7 @@ from torch import nn
 import evenstep
 from evenstep.checkpoint.fingerprint import fingerprint_2
 from evenstep.errors import ContractError, ModelError
+from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, reference_training, whole_state
 from zoo import build, make_batches
@@ -154,7 +155,7 @@ def test_every_layout_gives_what_the_plain_loop_gives(wrap):
         model = build("convolution")
         optimizer = make(model.parameters())
         options = {"devices": devices, "memory_format": "contiguous"}
-        assert train(evenstep.Trainer(model, optimizer, LOSS, **options)) == losses
+        assert train(evenstep.Trainer(model, optimizer, LOSS, **grouped(**options))) == losses
         assert_same_bits(whole_state(model, optimizer), expected)
     assert losses[0] != losses[-1]
 
@@ -203,13 +204,13 @@ def test_another_optimizer_of_the_class_stays_usable(wrap):
     assert not other.weight.equal(before)
 
 
-@pytest.mark.parametrize("options", [{"max_in_flight": 2}, {"partition": "optimizer"}])
+@pytest.mark.parametrize("options", [{"max_in_flight": 2}, {"divide": evenstep.Owners()}])
 def test_layouts_that_need_an_unwrapped_optimizer_name_the_inner_one(options):
     model = build("convolution")
     optimizer = made(Lookahead, model.parameters())
     with (
         pytest.raises((ContractError, ModelError), match=r"Lookahead\.base_optimizer is an opt"),
-        evenstep.Trainer(model, optimizer, LOSS, devices=2, **options),
+        evenstep.Trainer(model, optimizer, LOSS, **grouped(devices=2, **options)),
     ):
         pass
 

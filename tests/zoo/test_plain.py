@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 import evenstep
 from good_models import HUGGING_FACE, MODELS
+from grouping import grouped
 from layouts import own, shared
 from reference import assert_same_bits, reference_step, shard_loss, whole_state
 
@@ -86,7 +87,10 @@ def train(recipe, shards, devices):
     optimizer = recipe.make_optimizer(model.parameters())
     options = {**recipe.options, "shards": shards, "before_update": record, "check": "off"}
     with evenstep.Trainer(
-        model, optimizer, recipe.loss, objective=recipe.objective, devices=devices, **options
+        model,
+        optimizer,
+        recipe.loss,
+        **grouped(objective=recipe.objective, devices=devices, **options),
     ) as trainer:
         losses = [float(trainer.step(*batch)) for batch in make_batches(recipe)]
     return gradients, losses, whole_state(model, optimizer)

@@ -5,6 +5,7 @@ import torch
 
 import evenstep
 from good_models import HUGGING_FACE, MODELS
+from grouping import grouped
 from layouts import TWO, own
 from reference import assert_same_bits, whole_state
 
@@ -27,10 +28,7 @@ def train(recipe, **layout):
         model,
         optimizer,
         recipe.loss,
-        objective=recipe.objective,
-        scheduler=scheduler,
-        **layout,
-        **recipe.options,
+        **grouped(objective=recipe.objective, scheduler=scheduler, **layout, **recipe.options),
     ) as trainer:
         for size in SIZES:
             losses.append(trainer.step(*recipe.make_batch(size)))

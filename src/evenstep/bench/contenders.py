@@ -129,13 +129,15 @@ def evenstep_trainer(job: Job) -> Iterator[Training]:
         loss=None if is_text else torch.nn.CrossEntropyLoss(),
         objective=kind.objective if is_text else None,
         devices=1 if has_processes else [f"cpu:{number}" for number in range(job.workers)],
-        shards=job.shards,
-        memory_format=job.memory_format,
-        precision=job.precision,
-        threads=job.threads,
         max_in_flight=job.max_in_flight,
-        compile=job.hybridize,
-        batch_norm=job.batch_norm,
+        experiment=evenstep.Experiment(
+            shards=job.shards,
+            memory_format=job.memory_format,
+            precision=job.precision,
+            threads=job.threads,
+            compile=job.hybridize,
+            batch_norm=job.batch_norm,
+        ),
     ) as trainer:
         shares: list[tuple[DeviceShares, ...]] = []
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from evenstep.callbacks.callback import Callback, StepRecord
 from evenstep.errors import InputError
-from evenstep.experiment import check_positive
+from evenstep.options.checks import check_positive
 
 _MOST_POINTS = 2_000
 _MOST_SHARE = 0.1  # of the time

@@ -22,8 +22,8 @@ from evenstep.data import Cursor
 from evenstep.data.order import LoaderPlace
 from evenstep.devices.facts import Facts
 from evenstep.errors import CheckpointError, InputError
-from evenstep.experiment import LATER, Experiment
 from evenstep.nn import sliced_layers
+from evenstep.options.experiment import LATER, Experiment
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 
@@ -95,7 +95,7 @@ class TrainingState:
             in a checkpoint of version 0.1.0.
         data: the place in a loader that is not evenstep's; None without one.
         user_state: the states of the objects in `Trainer(state=...)`, by name.
-        cut_by_time: the modules that begin stages which were chosen by time (`Trainer(stages=
+        cut_by_time: the modules that begin stages which were chosen by time (`Stages(
             "balanced:time")`), with the stages' numbers; empty without.
         facts: what the bits depend on besides, by kind and name (see `evenstep.devices.facts`);
             empty in a checkpoint of version 0.1.0, which did not hold it.
@@ -193,6 +193,23 @@ def read_training_state(folder: Path, without: Collection[int] = ()) -> Training
     """
     prune = functools.partial(_prune, without) if without else None
     return TrainingState.from_tree(read_checkpoint(folder, prune), folder)
+
+
+def read_experiment(folder: Path) -> Experiment:
+    """Read the experiment of the checkpoint in `folder`, or of the newest of several.
+
+    Raises:
+        CheckpointError: as for `read_training_state`.
+    """
+
+    def prune(plain: Plain) -> Plain:
+        return {"experiment": plain["experiment"]}
+
+    tree = read_checkpoint(folder, prune)
+    try:
+        return _read(Experiment, tree["experiment"], "experiment")  # type: ignore[no-any-return]
+    except InputError as error:
+        raise CheckpointError(f"{folder} holds another program's checkpoint: {error}") from error
 
 
 def _spell(tensor: torch.Tensor) -> str:

@@ -18,7 +18,7 @@ from evenstep.batch.rng import ShardRandomness
 from evenstep.contract.module_state import kept
 from evenstep.engine import Engine
 from evenstep.errors import BatchError, counted
-from evenstep.experiment import Experiment, autocast
+from evenstep.options.experiment import Experiment, autocast
 from evenstep.replicas import Replicas
 from evenstep.shard.lockstep import shard_here
 from evenstep.shard.loss import ShardObjective

@@ -12,7 +12,7 @@ from evenstep.contract.module_state import kept
 from evenstep.contract.process_settings import ProcessSettings
 from evenstep.contract.rehearsal import Rehearsal
 from evenstep.errors import ContractError
-from evenstep.experiment import autocast
+from evenstep.options.experiment import autocast
 from evenstep.replicas import Replica
 from evenstep.replicas.replica import same_bits
 from evenstep.shard.forward_backward import nodes_of

@@ -6,7 +6,6 @@ import functools
 import itertools
 import logging
 import math
-import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,12 +26,10 @@ from evenstep.engine.task import is_device_failure
 from evenstep.errors import (
     ContractError,
     DeviceLostError,
-    InputError,
     WrongSumError,
-    shown,
     text_of,
 )
-from evenstep.experiment import Experiment
+from evenstep.options import Experiment, Faults
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.lockstep import shard_here
@@ -52,33 +49,28 @@ class SelfCheck:
     and in the first whose batch has two shards here.
 
     Args:
-        check: "first", "off", or "every N" steps.
+        faults: says when checks are due.
         experiment: the choices that the result depends on.
         replicas: the replicas of the model.
         engine: runs the check in a lane.
         side_by_side: whether a batch's shards can call `all_gather`.
 
     Attributes:
-        check: as given.
         due_at: the number of the next step with a check.
         structure: the model's layers at the last check, as `Replicas.structure` has them.
         report: what the last check has found out; None before it.
-
-    Raises:
-        InputError: `check` is none of these.
     """
 
     def __init__(
         self,
-        check: str,
+        faults: Faults,
         experiment: Experiment,
         replicas: Replicas,
         engine: Engine,
         *,
         side_by_side: bool,
     ) -> None:
-        self.check = check
-        self._every = _interval(check)
+        self._every = faults.check_interval
         self._experiment = experiment
         self._replicas = replicas
         self._engine = engine
@@ -360,16 +352,3 @@ def _spread(shards: Sequence[int]) -> list[int]:
     """Return shards that lie evenly among these, at most `_COMPARED` of them."""
     last = min(len(shards), _COMPARED) - 1
     return [shards[round(place * (len(shards) - 1) / max(1, last))] for place in range(last + 1)]
-
-
-def _interval(check: str) -> float | None:
-    """Return the steps between two checks; None for no checks."""
-    words = check.split() if isinstance(check, str) else []
-    if words == ["off"]:
-        return None
-    if words == ["first"]:
-        return math.inf
-    match = re.fullmatch(r"every 0*([1-9][0-9]{0,17})", " ".join(words))
-    if match is not None:
-        return int(match[1])
-    raise InputError(f'got check={shown(check)}: give "first", "off" or "every N"')

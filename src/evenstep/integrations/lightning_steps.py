@@ -20,15 +20,19 @@ from evenstep.distributed import job_share
 from evenstep.errors import ContractError, InputError, add_note
 from evenstep.integrations.lightning_loaders import Resumed, place_in
 from evenstep.integrations.lightning_shards import ShardSteps
+from evenstep.integrations.options import options_for
+from evenstep.options import Experiment, Faults, Layout
 from evenstep.steps.step import Position
+from evenstep.training.setup.arguments import refined
 from evenstep.training.trainer import Trainer
 
 logger = logging.getLogger("evenstep")
 
 _STRATEGY: Any = object  # Lightning's own strategy is the next base class
-_OPTIONS = {
-    *("memory_format", "threads", "batch_norm", "separable", "buffers", "batch_dim"),
-    *("side_by_side", "lost_after_s", "check", "tune_malloc", "lanes"),
+_INSTEAD = {
+    "clip_norm": "use Lightning's Trainer(gradient_clip_val=...)",
+    "compile": "leave it out: shards are computed eagerly",
+    "divide": "leave it out: each device computes whole shards",
 }
 _PRECISIONS = {"32-true": "fp32", "bf16-mixed": "bf16"}
 _ONE_PROCESS = "start one process, which uses all devices"
@@ -63,29 +67,33 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
 
     Args:
         devices: as for `evenstep.Trainer`. Leave out Lightning's `devices` and `accelerator`.
-        shards: V, the number of shards that each batch is cut into.
-        seed: the seed of the random layers.
-        options: further arguments of `evenstep.Trainer`, such as `batch_norm`, `threads`, `buffers`
-            and `check`. The precision is Lightning's: "32-true" or "bf16-mixed".
+        shards: V, the number of shards that each batch is cut into; by default 8.
+        seed: the seed of the random layers; by default 0.
+        experiment: as for `evenstep.Trainer`; the precision is Lightning's: "32-true" or
+            "bf16-mixed".
+        layout: as for `evenstep.Trainer`.
+        faults: as for `evenstep.Trainer`.
 
     Raises:
         InputError: an argument, or one of Lightning's Trainer, can't be used with evenstep.
     """
 
     def __init__(
-        self, devices: Devices = "auto", *, shards: int = 8, seed: int = 0, **options: Any
+        self,
+        devices: Devices = "auto",
+        *,
+        shards: int | None = None,
+        seed: int | None = None,
+        experiment: Experiment | None = None,
+        layout: Layout | None = None,
+        faults: Faults | None = None,
     ) -> None:
-        wrong = sorted(set(options) - _OPTIONS)
-        if wrong:
-            raise InputError(
-                f"EvenStrategy got {wrong[0]}=...: give some of {', '.join(sorted(_OPTIONS))}; the "
-                f"rest is in Lightning's Trainer and in the module"
-            )
+        chosen, layout, faults = options_for("EvenStrategy", experiment, layout, faults, _INSTEAD)
         if job_share()[1] > 1:
             raise InputError(f"EvenStrategy got several processes: {_ONE_PROCESS}")
-        self._options = options
-        self._shards_and_seed: dict[str, Any] = {"shards": shards, "seed": seed}
-        self._threads: int = options.get("threads", 1)
+        self._chosen = refined(chosen, shards=shards, seed=seed)
+        self._layout, self._faults = layout, faults
+        self._threads = chosen.threads
         self._even_devices = find_devices(devices, threads=self._threads)
         super().__init__(device=self._even_devices[0].torch_device)
         self.parallel_devices = [self.root_device]  # Lightning chooses its accelerator by it
@@ -135,7 +143,7 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
         """
         module, shards = self.lightning_module, self._shards
         assert shards is not None
-        dim = self._options.get("batch_dim", 0)
+        dim = self._chosen.batch_dim
         rows = torch.arange(count_examples(nest(batch), dim))
         parameters = [*module.parameters()]
         before = [parameter.grad for parameter in parameters]
@@ -201,8 +209,9 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
             objective=shards,
             devices=self._even_devices,
             precision=_PRECISIONS[self.precision_plugin.precision],  # type: ignore[arg-type]
-            **self._shards_and_seed,
-            **self._options,
+            experiment=self._chosen,
+            layout=self._layout,
+            faults=self._faults,
         )
         here = dataclasses.asdict(even.experiment)
         for name, value in self._experiment.items():
@@ -249,7 +258,7 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
             ),
             "sync_batchnorm=True": (
                 self._layer_sync is not None,
-                "use EvenStrategy(batch_norm='sync')",
+                "use Experiment(batch_norm='sync')",
             ),
         }
         for what, (is_asked_for, instead) in refused.items():

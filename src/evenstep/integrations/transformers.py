@@ -17,10 +17,12 @@ from torch import nn
 from evenstep.batch.own_shards import Shards
 from evenstep.devices import Devices, find_devices, intra_op_threads
 from evenstep.errors import ContractError, InputError, add_note
-from evenstep.experiment import Experiment
 from evenstep.files import write_file
+from evenstep.integrations.options import options_for
+from evenstep.options import Experiment, Faults, Layout
 from evenstep.shard.loss import Number
 from evenstep.steps.step import Position, StepLoss
+from evenstep.training.setup.arguments import refined
 from evenstep.training.trainer import Trainer
 
 try:
@@ -34,7 +36,6 @@ except ModuleNotFoundError as error:
 
 logger = logging.getLogger("evenstep")
 
-DEFAULT_SHARDS = 8
 _EXPERIMENT = "evenstep.json"  # in a checkpoint: what the result depends on
 _IGNORED = -100  # the label of what doesn't count, in all of transformers
 _NOTE = (
@@ -42,17 +43,11 @@ _NOTE = (
     "that count: for a mean over something else, define loss_count(self, inputs), with class "
     "weights `return weight[inputs['labels']].sum()`; options={'separable': False} accepts any"
 )
-_OPTIONS = {
-    *(
-        "precision",
-        "memory_format",
-        "threads",
-        "batch_norm",
-        "separable",
-        "buffers",
-        "side_by_side",
-    ),
-    *("lost_after_s", "check", "tune_malloc", "lanes"),
+_INSTEAD = {
+    "clip_norm": "use TrainingArguments(max_grad_norm=...)",
+    "compile": "leave it out: shards are computed eagerly",
+    "batch_dim": "leave it out: transformers puts examples first",
+    "divide": "leave it out: each device computes whole shards",
 }
 
 
@@ -76,8 +71,9 @@ class EvenTrainer(transformers.Trainer):
         args: as for `transformers.Trainer`, in its order.
         devices: as for `evenstep.Trainer`; the first one must be that of the training arguments.
         shards: V, the number of shards of a batch; by default 8, or the number of micro-batches.
-        options: further arguments of `evenstep.Trainer` by name, such as `precision`, `threads`,
-            `buffers` and `check`.
+        experiment: as for `evenstep.Trainer`; the seed is that of the training arguments.
+        layout: as for `evenstep.Trainer`.
+        faults: as for `evenstep.Trainer`.
         named: as for `transformers.Trainer`.
 
     Raises:
@@ -89,18 +85,24 @@ class EvenTrainer(transformers.Trainer):
         *args: Any,
         devices: Devices = "auto",
         shards: int | None = None,
-        options: Mapping[str, Any] | None = None,
+        experiment: Experiment | None = None,
+        layout: Layout | None = None,
+        faults: Faults | None = None,
         **named: Any,
     ) -> None:
         super().__init__(*args, **named)
-        self._options = _checked(options or {})
+        chosen, self._layout, self._faults = options_for(
+            "EvenTrainer", experiment, layout, faults, _INSTEAD
+        )
+        self._experiment = refined(chosen, shards=shards)
         self._refuse_settings()
         self.args._n_gpu = 1  # a batch is that of one device, and nothing is wrapped
         self._train_batch_size = self.args.train_batch_size
-        self._threads: int = self._options.get("threads", 1)
+        self._threads = self._experiment.threads
         self._devices = find_devices(devices, threads=self._threads)
         self._refuse_other_device()
-        self._shards = self._shards_of_step(shards)
+        self._shards = self._shards_of_step()
+        self._experiment = dataclasses.replace(self._experiment, shards=self._shards)
         self._even: Trainer | None = None
         self._opened = contextlib.ExitStack()
         self._micro_batches: list[dict[str, Any]] = []
@@ -203,9 +205,10 @@ class EvenTrainer(transformers.Trainer):
             getattr(outer, "optimizer", outer),  # accelerate's has torch's inside
             objective=self._of_micro_batch if accumulates else self._of_rows,
             devices=self._devices,
-            shards=self._shards,
             seed=self.args.seed,
-            **self._options,
+            experiment=self._experiment,
+            layout=self._layout,
+            faults=self._faults,
         )
         if self._resumed_from:
             _refuse_other_experiment(even.experiment, self._checkpoint())
@@ -279,14 +282,14 @@ class EvenTrainer(transformers.Trainer):
             )
         return False
 
-    def _shards_of_step(self, shards: int | None) -> int:
-        parts = self.args.gradient_accumulation_steps
-        if parts > 1 and shards not in (None, parts):
+    def _shards_of_step(self) -> int:
+        parts, shards = self.args.gradient_accumulation_steps, self._experiment.shards
+        if parts > 1 and shards not in (Experiment().shards, parts):
             raise InputError(
                 f"got shards={shards} and gradient_accumulation_steps={parts}, but micro-batches "
                 f"are the shards of a step: leave shards out"
             )
-        return parts if parts > 1 else DEFAULT_SHARDS if shards is None else shards
+        return parts if parts > 1 else shards
 
     def _refuse_settings(self) -> None:
         """Refuse training arguments that take the step out of evenstep's hands."""
@@ -296,7 +299,7 @@ class EvenTrainer(transformers.Trainer):
             "several processes": (args.world_size > 1, "start one, which uses all devices"),
             "fp16, bf16 or mixed_precision": (
                 args.fp16 or args.bf16 or self.accelerator.mixed_precision != "no",
-                "use EvenTrainer(options={'precision': 'bf16'})",
+                "use EvenTrainer(experiment=Experiment(precision='bf16'))",
             ),
             "torch_compile": (args.torch_compile, "leave it out"),
             "DeepSpeed": (self.is_deepspeed_enabled, "leave it out"),
@@ -379,14 +382,3 @@ def _counted_answers(inputs: Mapping[str, Any], *, is_whole: bool) -> int | None
 
 def _device_of(inputs: Mapping[str, Any]) -> torch.device:
     return next(_tensors_of(inputs)).device
-
-
-def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options. Raises InputError for one that is not evenstep's, or not to be given."""
-    wrong = sorted(set(options) - _OPTIONS)
-    if wrong:
-        raise InputError(
-            f"EvenTrainer got options={{{wrong[0]!r}: ...}}: give some of "
-            f"{', '.join(sorted(_OPTIONS))}; the rest is in the training arguments"
-        )
-    return dict(options)

@@ -98,7 +98,7 @@ def _refuse_compiled(model: nn.Module) -> None:
             raise ContractError(
                 f"{f'the layer {name}' if name else 'the model'} was compiled by torch.compile, so "
                 f"its rounding depends on which shards were computed first: give the module itself "
-                f"and use Trainer(compile=True), which compiles each size of shard once"
+                f"and use Experiment(compile=True), which compiles each size of shard once"
             )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import InputError
-from evenstep.experiment import Experiment
+from evenstep.options.experiment import Experiment
 
 _FEW_CHANNELS = 16  # oneDNN's block of channels for AVX-512; 8 for AVX2
 

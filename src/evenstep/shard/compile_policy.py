@@ -20,7 +20,7 @@ from evenstep.batch import Batch, Cut
 from evenstep.batch.rng import ShardRandomness
 from evenstep.devices import intra_op_threads
 from evenstep.errors import ModelError
-from evenstep.experiment import Experiment
+from evenstep.options.experiment import Experiment
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.compiler import NotCompiledError, Outcome, Program, ShardCompiler
 from evenstep.shard.loss import ShardObjective

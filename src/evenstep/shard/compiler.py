@@ -23,7 +23,7 @@ from evenstep.batch.cut import tensors_of
 from evenstep.batch.rng import ShardRandomness
 from evenstep.engine.task import PLAIN, in_modes
 from evenstep.errors import EvenstepError, ModelError
-from evenstep.experiment import autocast
+from evenstep.options.experiment import autocast
 from evenstep.shard.loss import Number, ShardObjective
 
 Tensors: TypeAlias = "list[torch.Tensor]"

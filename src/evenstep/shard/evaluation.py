@@ -16,7 +16,7 @@ from evenstep.batch import Batch
 from evenstep.batch.rng import ShardRandomness
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.errors import ModelError, counted, shown
-from evenstep.experiment import autocast
+from evenstep.options.experiment import autocast
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import Number, split_batch

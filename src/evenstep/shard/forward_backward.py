@@ -13,7 +13,7 @@ from evenstep.batch.rng import ShardRandomness
 from evenstep.collectives import TreeSum
 from evenstep.engine import streams
 from evenstep.errors import ContractError, ModelError
-from evenstep.experiment import autocast
+from evenstep.options.experiment import autocast
 from evenstep.replicas import JUDGE, Replica
 from evenstep.replicas.replica import reshaped_error, same_bits
 from evenstep.shard.compiler import Program

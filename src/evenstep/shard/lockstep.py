@@ -247,7 +247,7 @@ def all_gather(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(shard, str):
         raise ContractError(
             "evenstep.all_gather needs the other shards of the batch, which are not computed side "
-            "by side: use Trainer(side_by_side=True)"
+            "by side: use Layout(side_by_side=True)"
         )
     return shard.gather(tensor)
 

@@ -247,7 +247,7 @@ def _learned_count_error() -> ModelError:
         "meant as a constant, return count.detach(). If it is to be trained (weights that the "
         "model normalises), gather both sums from all shards and return their ratio as the mean: "
         "up, down = evenstep.all_gather(torch.stack([total, count])[None]).sum(0); return up / "
-        "down, with Trainer(side_by_side=True)"
+        "down, with Layout(side_by_side=True)"
     )
 
 

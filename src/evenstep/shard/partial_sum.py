@@ -150,7 +150,7 @@ def unjudged_error(name: str, found: str) -> ContractError:
     """Return the error for a buffer whose value after the step can't be known."""
     return ContractError(
         f"the buffer {name} is {found}, so its mean over the shards may make no sense: choose its "
-        f"value after a step with Trainer(buffers={{{name!r}: ...}}), as 'mean', 'first' (the "
+        f"value after a step with Experiment(buffers={{{name!r}: ...}}), as 'mean', 'first' (the "
         f"value after the first shard), 'sum' (of all changes), 'max' or 'min' (of the shards), or "
         f"write it in after_update=...; observe ranges by torch's MovingAverageMinMaxObserver"
     )

@@ -12,11 +12,13 @@ from evenstep.errors import ContractError
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import nodes_of
 from evenstep.stages.carried import is_carry
-from evenstep.stages.plan import Stages
+from evenstep.stages.plan import StagePlan
 from evenstep.stages.shard import StagedShard
 
 
-def check_graph(shard: StagedShard, total: torch.Tensor, replica: Replica, stages: Stages) -> None:
+def check_graph(
+    shard: StagedShard, total: torch.Tensor, replica: Replica, stages: StagePlan
+) -> None:
     """Make sure that a loss uses every parameter and every tensor in the stage that it lies in.
 
     Raises:
@@ -46,7 +48,7 @@ def check_graph(shard: StagedShard, total: torch.Tensor, replica: Replica, stage
 
 
 def _stages_of_parameters(
-    replica: Replica, stages: Stages
+    replica: Replica, stages: StagePlan
 ) -> Mapping[int, tuple[str, frozenset[int]]]:
     """Return each parameter's name, and the stages that it is registered in, by its `id`."""
     found: dict[int, tuple[str, frozenset[int]]] = {}
@@ -56,7 +58,7 @@ def _stages_of_parameters(
     return found
 
 
-def _registered(model: nn.Module, stages: Stages) -> Iterator[tuple[str, nn.Parameter, int]]:
+def _registered(model: nn.Module, stages: StagePlan) -> Iterator[tuple[str, nn.Parameter, int]]:
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False):
             yield f"{name}.{key}", parameter, stages.of_module[name]
@@ -65,7 +67,7 @@ def _registered(model: nn.Module, stages: Stages) -> Iterator[tuple[str, nn.Para
 def _used_elsewhere(name: str, stage: int, here: int) -> ContractError:
     return ContractError(
         f"the parameter {name} lies in stage {stage} but is used in stage {here}, without a call "
-        f"of its module: name in stages=... a module that forward calls, and that holds all that "
+        f"of its module: name in Stages(...) a module that forward calls, and that holds all that "
         f"is computed with {name}"
     )
 

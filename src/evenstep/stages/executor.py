@@ -25,7 +25,7 @@ from evenstep.shard.loss import ShardLoss, ShardObjective
 from evenstep.shard.partial_sum import Add, PartialSum, add
 from evenstep.stages.balance import balanced_stages, parts_of
 from evenstep.stages.check import check_graph
-from evenstep.stages.plan import Stages, stages_of
+from evenstep.stages.plan import StagePlan, stages_of
 from evenstep.stages.shard import StagedShard, Visit, hook_stages
 from evenstep.stages.sums import StageBucket, StageSums
 from evenstep.stages.timing import measure_parts
@@ -46,7 +46,7 @@ class StagedReducer(LocalReducer):
         stages: returns the stages of the network.
     """
 
-    def __init__(self, replicas: Replicas, stages: Callable[[], Stages]) -> None:
+    def __init__(self, replicas: Replicas, stages: Callable[[], StagePlan]) -> None:
         self._replicas = replicas
         self._stages = stages
         self._sums = weakref.WeakKeyDictionary[Attempt, StageSums]()
@@ -92,7 +92,7 @@ class StagedExecutor(IndependentExecutor):
         cut_by_time: the module that begins each stage, if these were chosen by time.
     """
 
-    def __init__(self, *given: Any, stages: Stages) -> None:
+    def __init__(self, *given: Any, stages: StagePlan) -> None:
         super().__init__(*given)
         self.stages = stages
         self.cut_by_time: Mapping[str, int] = {}
@@ -226,7 +226,7 @@ class StagedExecutor(IndependentExecutor):
         self.cut_by_time = self.stages.first
         self._hooked = []
 
-    def _measured(self, step: Step, shard: int, parts: Stages) -> list[float]:
+    def _measured(self, step: Step, shard: int, parts: StagePlan) -> list[float]:
         """Return the seconds of each part of the network, measured in the first device's lane."""
         task = self.engine.run_and_wait(
             self._measure,
@@ -243,7 +243,7 @@ class StagedExecutor(IndependentExecutor):
         return seconds
 
     def _measure(
-        self, attempt: Attempt, objective: ShardObjective, shard: int, parts: Stages
+        self, attempt: Attempt, objective: ShardObjective, shard: int, parts: StagePlan
     ) -> list[float]:
         self.replicas.open_step()
         lane = self.engine.lane_here

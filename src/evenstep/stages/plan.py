@@ -11,20 +11,17 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
 from torch import nn
 
 from evenstep.devices import Device
 from evenstep.errors import InputError, ModelError, counted, shown
+from evenstep.options.layout import StageNames
 from evenstep.stages.balance import balanced_stages, parts_of
-
-StageNames: TypeAlias = "Mapping[str, int] | str"
-"""What `Trainer(stages=...)` accepts: modules that begin a stage, by name; or "balanced"."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Stages:
+class StagePlan:
     """The stages of one model.
 
     Attributes:
@@ -57,7 +54,7 @@ class Stages:
         }
         return lies_in == {self.of_module.get(name)}
 
-    def again(self, model: nn.Module) -> Stages:
+    def again(self, model: nn.Module) -> StagePlan:
         """Return the stages with the same names of a model whose layers were changed.
 
         Raises:
@@ -67,7 +64,7 @@ class Stages:
         return dataclasses.replace(again, await_times=self.await_times)
 
 
-def find_stages(given: StageNames, model: nn.Module, devices: Sequence[Device]) -> Stages:
+def find_stages(given: StageNames, model: nn.Module, devices: Sequence[Device]) -> StagePlan:
     """Return the stages that `given` describes, after checking them.
 
     A named module begins a run: it and what follows it in the order of `model.named_modules()`
@@ -99,7 +96,7 @@ def _balanced_count(given: str, devices: int) -> tuple[int, bool]:
     match = re.fullmatch(r"balanced(?::([1-9]\d{0,3}))?(:time)?", given)
     if match is None:
         raise InputError(
-            f'got stages={shown(given)}: give "balanced", "balanced:2" for two stages, '
+            f'got Stages({shown(given)}): give "balanced", "balanced:2" for two stages, '
             f'"balanced:time" or "balanced:2:time" for equal times instead of bytes, or the '
             f'stage of each module that begins one, such as {{"features": 0, "classifier": 1}}'
         )
@@ -110,19 +107,19 @@ def _checked_count(given: Mapping[str, int]) -> int:
     """Return the number of stages; refuse numbers that are not 0, 1, 2, ..."""
     if not isinstance(given, Mapping) or not given:
         raise InputError(
-            f"got stages={shown(given)}: give the stage of each module that begins one, such as "
+            f"got Stages({shown(given)}): give the stage of each module that begins one, such as "
             f'{{"features": 0, "classifier": 1}}, or "balanced"'
         )
     for name, stage in given.items():
         if not isinstance(name, str):
-            raise InputError(f"got the module {shown(name)} in stages: give its name")
+            raise InputError(f"got the module {shown(name)} in Stages: give its name")
         if not isinstance(stage, int) or isinstance(stage, bool) or stage < 0:
             raise InputError(f"got stage {shown(stage)} for {name!r}: give an integer from 0 on")
     numbers = sorted({*given.values()})
     if numbers != [*range(len(numbers))]:
         missing = next(number for number, has in enumerate(numbers) if number != has)
         raise InputError(
-            f"stages has the numbers {', '.join(map(str, numbers))}, and {missing} is missing: "
+            f"Stages has the numbers {', '.join(map(str, numbers))}, and {missing} is missing: "
             f"number the stages 0, 1, 2, ... without gaps"
         )
     return len(numbers)
@@ -136,21 +133,14 @@ def _check_devices(count: int, devices: Sequence[Device]) -> None:
             f"got {count} stages for {counted(len(devices), 'device')}: every stage "
             f"needs as many devices as the others, so use {fits} devices, or other stages"
         )
-    for device in devices:
-        if device.kind != "cpu":
-            raise InputError(
-                f"got stages and {device}, but only CPU devices can take turns: on a GPU, autograd "
-                f"has one thread for all shards, which must not wait. Name CPU devices, or leave "
-                f"stages out"
-            )
     if len({(device.own_memory, device.threads) for device in devices}) > 1:
         raise InputError(
-            f"got stages and {', '.join(map(str, devices))}: give devices with one number of "
+            f"got Stages(...) and {', '.join(map(str, devices))}: give devices with one number of "
             f"threads that all share memory, or that all have memory of their own"
         )
 
 
-def stages_of(model: nn.Module, first: Mapping[str, int], count: int) -> Stages:
+def stages_of(model: nn.Module, first: Mapping[str, int], count: int) -> StagePlan:
     """Return the stage of every module and parameter of a model.
 
     Args:
@@ -176,23 +166,25 @@ def stages_of(model: nn.Module, first: Mapping[str, int], count: int) -> Stages:
             if stage is None:
                 raise ModelError(_outside(name, key, first))
             of_parameter.setdefault(parameter, stage)
-    return Stages(count, dict(first), of_module, [of_parameter[one] for one in model.parameters()])
+    return StagePlan(
+        count, dict(first), of_module, [of_parameter[one] for one in model.parameters()]
+    )
 
 
 def _no_module(name: str, modules: Mapping[str, nn.Module]) -> str:
     close, there = difflib.get_close_matches(name, modules, 1), [*filter(None, modules)]
     some = ", ".join(map(repr, there[:5])) + ", ..." * (len(there) > 5)
     meant = f"did you mean {close[0]!r}?" if close else f"it has {some or 'none with a name'}"
-    return f"stages names the module {name!r}, which the model does not have: {meant}"
+    return f"Stages names the module {name!r}, which the model does not have: {meant}"
 
 
 def _outside(module: str, key: str, first: Mapping[str, int]) -> str:
     if not module:
         return (
             f"the parameter {key} belongs to the model itself, so it lies in no stage: move it "
-            f"into a module of its own, and name that in stages"
+            f"into a module of its own, and name that in Stages"
         )
     return (
-        f"the parameter {module}.{key} comes before the first module that stages names, so it lies "
-        f"in no stage: name {module!r} too, such as stages={{{module!r}: 0, ...}}"
+        f"the parameter {module}.{key} comes before the first module that Stages names, so it lies "
+        f"in no stage: name {module!r} too, such as Stages({{{module!r}: 0, ...}})"
     )

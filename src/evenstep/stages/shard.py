@@ -25,7 +25,7 @@ from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica
 from evenstep.stages.carried import Carried
-from evenstep.stages.plan import Stages
+from evenstep.stages.plan import StagePlan
 from evenstep.stages.turns import Place, Turns
 
 
@@ -181,7 +181,7 @@ class StagedShard:
 
 
 def hook_stages(
-    replica: Replica, stages: Stages, shard_now: Callable[[], StagedShard | None]
+    replica: Replica, stages: StagePlan, shard_now: Callable[[], StagedShard | None]
 ) -> list[RemovableHandle]:
     """Hook the modules of a replica, so that its shard changes the stage where they are called.
 
@@ -216,5 +216,5 @@ def _back_and_forth(name: str, stage: int, now: int) -> ContractError:
     return ContractError(
         f"the module {name!r} of stage {stage} was called after modules of stage {now}: a shard "
         f"goes through the stages once, in their order, so put {name!r} into stage {now} (its name "
-        f"in stages=...), and call the model once in the objective"
+        f"in Stages(...)), and call the model once in the objective"
     )

@@ -14,7 +14,7 @@ from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork, compute_shard
 from evenstep.shard.loss import ShardLoss, ShardObjective
 from evenstep.shard.partial_sum import add
-from evenstep.stages.plan import Stages
+from evenstep.stages.plan import StagePlan
 from evenstep.stages.shard import StagedShard, Visit, hook_stages
 from evenstep.stages.turns import Turns
 
@@ -22,7 +22,7 @@ _TIMES = 3  # the shard is computed so often; the shortest time counts
 
 
 def measure_parts(
-    replica: Replica, work: ShardWork, objective: ShardObjective, parts: Stages
+    replica: Replica, work: ShardWork, objective: ShardObjective, parts: StagePlan
 ) -> list[float]:
     """Return the seconds that a shard spends in each part of the network, forward and backward.
 

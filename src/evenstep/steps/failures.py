@@ -101,7 +101,7 @@ def refuse_other_norm(step: Step) -> None:
     """Refuse an objective that returns an output with the name of the gradients' norm."""
     if "grad_norm" in step.outputs:
         raise ModelError(
-            "the objective returns an output 'grad_norm', a name that clip_norm= uses: give it "
+            "the objective returns an output 'grad_norm', a name that clip_norm uses: give it "
             "another name"
         )
 

@@ -24,8 +24,8 @@ from evenstep.replicas import layer_settings, optimizer_settings, plain_attribut
 from evenstep.shard.loss import Loss
 from evenstep.steps.groups.same_shard import Results
 from evenstep.steps.step import Step
-from evenstep.training.arguments import Layout
-from evenstep.training.parts import Parts
+from evenstep.training.setup.arguments import Chosen
+from evenstep.training.setup.parts import Parts
 
 
 class Agreement:
@@ -36,7 +36,7 @@ class Agreement:
         optimizer: the user's optimizer.
         loss: the loss that the trainer was given.
         parts: the parts of the trainer's steps.
-        layout: the choices that the result does not depend on.
+        chosen: experiment, devices, layout and faults.
         self_check: computes the shard that all processes compare.
     """
 
@@ -46,7 +46,7 @@ class Agreement:
         optimizer: optim.Optimizer,
         loss: Loss | None,
         parts: Parts,
-        layout: Layout,
+        chosen: Chosen,
         self_check: SelfCheck,
     ) -> None:
         self._self_check = self_check
@@ -56,10 +56,11 @@ class Agreement:
         self._executor = parts.executor
         self._pipeline = parts.pipeline
         self._progress = parts.progress
-        self._every = layout.check_every
-        self._allow_rounding = layout.allow_rounding
+        self._every = chosen.faults.check_every
+        self._allow_rounding = chosen.faults.allow_rounding
         self._update = parts.update
-        self._partition, self._split = layout.partition, parts.partition
+        self._check = chosen.faults.check
+        self._has_owners, self._split = chosen.layout.has_owners, parts.partition
         self._devices = parts.engine.devices
         self._arithmetic = arithmetic_facts(self._devices)
         self._results: dict[str, str] = {}
@@ -163,8 +164,8 @@ class Agreement:
             "settings of the optimizer": optimizer_settings(self._optimizer),
             "options": {
                 "allow_rounding": self._allow_rounding,
-                "partition": self._partition,
-                "check": self._self_check.check,
+                "owners": self._has_owners,
+                "check": self._check,
             },
             "values": {"the fingerprint of model and optimizer": self._fingerprint()},
             "place": {
@@ -207,7 +208,7 @@ class Agreement:
 
     def _state(self) -> tuple[dict[str, object], dict[str, str]]:
         """Return tensors by name, and settings by name: what every process has."""
-        read = fingerprints.common_state if self._partition else fingerprints.whole_state
+        read = fingerprints.common_state if self._has_owners else fingerprints.whole_state
         tensors = dict(read(self._model, self._optimizer))
         return tensors, {**optimizer_settings(self._optimizer), **self._frozen()}
 

@@ -14,8 +14,8 @@ from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Batches, Source, Sources
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError
-from evenstep.training.arguments import Layout
-from evenstep.training.parts import Parts
+from evenstep.training.setup.arguments import Chosen
+from evenstep.training.setup.parts import Parts
 
 logger = logging.getLogger("evenstep")
 
@@ -25,7 +25,7 @@ class Epochs:
 
     Args:
         parts: the parts of the trainer's steps.
-        layout: the choices that the result does not depend on.
+        chosen: experiment, devices, layout and faults.
         lone_examples: is told how many examples the last batch of an epoch has.
 
     Inside `with`, worker processes of loaders may be kept from epoch to epoch.
@@ -34,7 +34,7 @@ class Epochs:
         sources: the loaders of the training.
     """
 
-    def __init__(self, parts: Parts, layout: Layout, lone_examples: LoneExamples) -> None:
+    def __init__(self, parts: Parts, chosen: Chosen, lone_examples: LoneExamples) -> None:
         self._experiment = parts.executor.experiment
         self._lone_examples = lone_examples
         self._executor = parts.executor
@@ -42,7 +42,7 @@ class Epochs:
         self._progress = parts.progress
         self._timekeeper = parts.timekeeper
         self._reporter = parts.reporter
-        self._overlaps = layout.overlaps
+        self._overlaps = chosen.overlaps
         self.sources = self._new_sources(are_kept=True)
         self._is_inside = self._has_said_it = False
 

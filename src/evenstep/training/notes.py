@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from evenstep.devices import Device, layout_notes, rounding_notes
 from evenstep.devices.discovery import WITHIN_ROUNDING
-from evenstep.experiment import Experiment
+from evenstep.options.experiment import Experiment
 
 logger = logging.getLogger("evenstep")
 

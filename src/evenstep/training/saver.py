@@ -30,7 +30,7 @@ from evenstep.steps.other_optimizers import OtherOptimizers
 from evenstep.steps.step import Position
 from evenstep.training.agreement import Agreement
 from evenstep.training.notes import Notes
-from evenstep.training.parts import Parts
+from evenstep.training.setup.parts import Parts
 
 logger = logging.getLogger("evenstep")
 

@@ -28,10 +28,11 @@ from evenstep.steps.owners.reducer import OwnerReducer
 from evenstep.steps.reducer import ProcessReducer
 from evenstep.steps.update import is_in_a_trainer
 from evenstep.training.agreement import Agreement
-from evenstep.training.arguments import Layout, refuse_lockstep_apart
 from evenstep.training.habits import explain_backward
 from evenstep.training.notes import Notes
-from evenstep.training.parts import Parts
+from evenstep.training.setup.arguments import Chosen
+from evenstep.training.setup.combinations import refuse_combinations, refuse_without_threads
+from evenstep.training.setup.parts import Parts
 
 logger = logging.getLogger("evenstep")
 
@@ -44,7 +45,7 @@ class Session:
     Args:
         optimizer: the user's optimizer.
         parts: the parts of the trainer's steps.
-        layout: the choices that the result does not depend on.
+        chosen: experiment, devices, layout and faults.
         agreement: compares what the processes train.
         notes: logged when the trainer is opened.
         others: opened after everything else, and closed before it.
@@ -59,7 +60,7 @@ class Session:
         self,
         optimizer: torch.optim.Optimizer,
         parts: Parts,
-        layout: Layout,
+        chosen: Chosen,
         agreement: Agreement,
         notes: Notes,
         others: tuple[contextlib.AbstractContextManager[object], ...],
@@ -68,7 +69,7 @@ class Session:
         self.owner: Ownership | None = None
         self._optimizer = optimizer
         self._parts = parts
-        self._layout = layout
+        self._chosen = chosen
         self._agreement = agreement
         self._notes = notes
         self._others = others
@@ -160,18 +161,13 @@ class Session:
         group = self._join(opened)
         steps_done = parts.progress.position.steps_done
         opened.enter_context(parts.reporter.opened(steps_done, is_first=group.is_first))
-        opened.enter_context(kept_memory(self._layout.tune_malloc))
+        opened.enter_context(kept_memory(self._chosen.layout.tune_malloc))
         opened.enter_context(deterministic_kernels(parts.engine.devices))
         opened.enter_context(callers_generators())
         opened.enter_context(one_level_at_a_time())
         opened.enter_context(parts.engine)
-        if parts.executor.side_by_side:
-            refuse_lockstep_apart(
-                parts.executor.experiment,
-                parts.engine.devices,
-                is_alone=group.is_alone,
-                has_threads=parts.engine.side_by_side,
-            )
+        refuse_combinations(self._chosen, is_alone=group.is_alone)
+        refuse_without_threads(self._chosen, have_threads=parts.engine.side_by_side)
         for other in self._others:
             opened.enter_context(other)
         opened.enter_context(parts.update.watching())
@@ -205,7 +201,7 @@ class Session:
         """
         own = {id(one) for one in self._parts.replicas.home.parameters if one.requires_grad}
         for other in _OPEN:
-            if not (self._layout.overlaps or other._layout.overlaps):
+            if not (self._chosen.overlaps or other._chosen.overlaps):
                 continue
             for name, one in other._parts.replicas.home.module.named_parameters():
                 if id(one) in own:
@@ -217,18 +213,18 @@ class Session:
 
     def _join(self, opened: contextlib.ExitStack) -> Group:
         """Join the other processes, until `opened` is closed, and make sure that all agree."""
-        parts, layout = self._parts, self._layout
+        parts, chosen = self._parts, self._chosen
         executor = parts.executor
         group = interruptible(
             opened.enter_context,
             joined(
                 parts.replicas,
                 executor.experiment,
-                layout.peer_timeout_s,
+                chosen.faults.peer_timeout_s,
                 self._agreement.facts,
                 executor.shards_per_s,
-                layout.max_in_flight,
-                allow_rounding=layout.allow_rounding,
+                chosen.max_in_flight,
+                allow_rounding=chosen.faults.allow_rounding,
                 make_reducer=ProcessReducer if parts.partition is None else OwnerReducer,
             ),
         )
@@ -247,7 +243,7 @@ class Session:
     def should_stop(self) -> bool:
         """Whether the training should stop."""
         steps_done = self._parts.progress.position.steps_done
-        return self._parts.executor.group.should_stop(steps_done, self._layout.max_in_flight)
+        return self._parts.executor.group.should_stop(steps_done, self._chosen.max_in_flight)
 
     # ---- closing
 

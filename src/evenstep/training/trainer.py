@@ -30,16 +30,15 @@ from evenstep.contract import ContractReport, SelfCheck
 from evenstep.contract.lone_examples import LoneExamples
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Batches
-from evenstep.devices import Device, Devices, find_devices
+from evenstep.devices import Devices, find_devices
 from evenstep.devices.facts import Facts
-from evenstep.distributed import local_share
+from evenstep.distributed import job_share, local_share
 from evenstep.distributed.step_report import NO_DIGEST
-from evenstep.engine import Lanes, ThreadLanes
 from evenstep.engine.interrupts import INTERRUPTS, SIGNALS, handler_of
 from evenstep.errors import InputError, hide_own_frames, hides_own_frames
-from evenstep.experiment import Experiment
-from evenstep.limits import BatchNorm, BufferRule, MemoryFormat, PartitionOf, Precision, Split
+from evenstep.limits import Precision
 from evenstep.nn.crew import Exchanged
+from evenstep.options import Experiment, Faults, Layout
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
 from evenstep.replicas import (
@@ -61,7 +60,6 @@ from evenstep.shard.loss import (
 )
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.stages.executor import StagedExecutor
-from evenstep.stages.plan import StageNames
 from evenstep.steps.executors import SlicedExecutor
 from evenstep.steps.in_flight.outside import OutsideValues
 from evenstep.steps.in_flight.proxy_update import ProxyUpdate
@@ -69,27 +67,30 @@ from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook
 from evenstep.training.agreement import Agreement
-from evenstep.training.arguments import (
-    Layout,
-    TrainerOptions,
-    check_flags,
-    check_functions,
-    check_kinds,
-    check_parts,
-    chosen_stages,
-    only_one,
-    refuse_compiled_lockstep,
-    refuse_lockstep_in_processes,
-    refuse_unfit_slices,
-)
 from evenstep.training.epochs import Epochs
 from evenstep.training.evaluation.evaluator import Evaluator
 from evenstep.training.habits import Habits
 from evenstep.training.notes import Notes
-from evenstep.training.parts import choose_parts
 from evenstep.training.reporting import check_callbacks
 from evenstep.training.saver import Saver
 from evenstep.training.session import Session
+from evenstep.training.setup.arguments import (
+    Chosen,
+    TrainerOptions,
+    check_flags,
+    check_functions,
+    check_kinds,
+    check_options,
+    check_scheduler,
+    refined,
+    resumed,
+)
+from evenstep.training.setup.combinations import (
+    chosen_stages,
+    refuse_combinations,
+    refuse_unfit_slices,
+)
+from evenstep.training.setup.parts import choose_parts
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -115,59 +116,14 @@ class Trainer(Habits):
             (total, count)`, which must call the `model` that it is given. It may also return one
             scalar, the mean over the examples. A dict of further outputs may follow either.
         devices: "auto", a number, a name such as "cpu:1", or a list of names (see `find_devices`).
-        experiment: all choices that the result depends on, as one value, instead of the keywords
-            from `shards` to `clip_norm`.
-        shards: V, the number of shards that every minibatch is cut into; at most 65,536.
-        seed: the seed of the random ops in the model.
-        precision: "fp32" for the parameters' own dtype, "bf16" for autocast.
-        memory_format: order of the dimensions of input tensors in memory: "preserve" (as in the
-            batch), "contiguous" or "channels_last" (images; often faster, but then outputs of
-            convolutions are channels-last too, and torch refuses `x.view(len(x), -1)` on them).
-            Parameters, gradients and optimizer states keep their formats.
-        threads: intra-op threads of each device; at most 1,024.
-        compile: whether to compile a shard's forward and backward pass, on CPUs. A log line says
-            how much time this saves, or why shards are computed eagerly; `hybridized` has the
-            figures.
-        batch_norm: in training, "shard" normalises with the statistics of each shard, and "sync"
-            with those of the whole batch. "sync" runs on the CPU devices of one process: all
-            activations of a batch are in memory at once, and every device computes the same number
-            of shards.
-        separable: whether the objective must add up over shards, as every mean over examples does.
-            True refuses to train an objective that does not. False accepts it, and then the result
-            depends on V.
-        buffers: how to combine the values that shards write to a buffer, by the buffer's name (or
-            a pattern such as "*.queue"): their "mean" over the examples, the value after the
-            "first" shard, the "sum" of all changes, the "max" or "min" of the shards (observers of
-            a range), or "refuse". Without a rule, floating-point buffers are averaged if every
-            shard writes all of them; others are refused.
-        batch_dim: the dimension that the examples of a batch lie along: 1 for batches of shape
-            (time, batch, features). A tensor that has no such dimension (labels of shape (batch,))
-            is cut along its first.
-        clip_norm: the largest norm of the batch's mean gradient; a larger one is scaled down to it,
-            as by `torch.nn.utils.clip_grad_norm_`, after `before_update`. The norm is then in
-            `step(...).outputs["grad_norm"]`.
-        side_by_side: compute all shards of a batch at the same time, so that they can call
-            `evenstep.all_gather`, on the CPU devices of one process, as with `batch_norm="sync"`.
-            It has no effect on the result.
-        partition: "optimizer" splits the optimizer's state and its update over the processes: each
-            parameter has one owner, which alone keeps its summed gradient and its state, updates
-            it, and sends the new value to all others (see docs/layouts.md). It has no effect on the
-            result. Optimizers whose update of a tensor reads other tensors are refused, as are
-            layers with sparse gradients. `optimizer.state_dict()` then gathers the state of all:
-            every process must call it, inside the `with`. `before_update` sees the gradients of
-            the process's own parameters only; the others' are None.
-        split: what the devices divide among them. "shards": each computes other shards. "slices":
-            all compute the slices of one shard's `evenstep.nn` layers together, on CPU devices; a
-            device with memory of its own then holds its slices of the weights only. It has no
-            effect on the result.
-        stages: the network divided among devices, each with one stage of it (a pipeline). The stage
-            of each module that begins one, by the module's name, as in `{"features": 0,
-            "classifier": 1}`: what follows it in the order of `model.named_modules()` belongs to
-            its stage, too, until the next module that is named. "balanced" for one stage on each
-            device, or "balanced:2" for two stages, of equal numbers of bytes; "balanced:time" or
-            "balanced:2:time" for equal times, measured on a shard before the first step, and kept
-            in checkpoints. With S stages, the devices r S to r S + S - 1 compute with one replica
-            of the model. The shards are the micro-batches. It has no effect on the result.
+        shards: V, the number of shards that every minibatch is cut into; at most 65,536. By
+            default 8.
+        seed: the seed of the random ops in the model. By default 0.
+        precision: "fp32" for the parameters' own dtype (the default), "bf16" for autocast.
+        experiment: all choices that the result depends on: these three, and those that are seldom
+            made, such as `Experiment(clip_norm=1.0)`.
+        layout: how the work is divided, without effect on the result: stages, slices, owners.
+        faults: how long to wait for what is late, and when to check what.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         after_update: called with the module after the optimizer's step and before the next step's
@@ -190,26 +146,6 @@ class Trainer(Habits):
             is loaded and copied meanwhile; call `waitall` before you read or change the model.
             Schedulers and changes of the optimizer's groups still take effect at the right step.
             An optimizer that contains another one is refused.
-        lost_after_s: seconds that a device may spend on one shard while another device is idle.
-            Then the device is given up, and the others compute its shards; but not before twenty
-            times the slowest device's usual time for a shard.
-        peer_timeout_s: with several processes, seconds to wait for another one; at most a year.
-        allow_rounding: with several processes, train although their processors, libraries or
-            settings round differently, which is refused otherwise. Results are then equal within
-            rounding, not bit for bit: `within_rounding` is true, and whenever states are compared,
-            all processes copy that of the first one.
-        check: when to check, on some of the shards, that the code keeps the contract of a step:
-            "first", in the first step (also after a resume, or a change of the model's layers)
-            and, in less time, in steps 2, 4, 8, 16 and so on; "every 100" steps; or "off". Several
-            processes also compute one shard in common, and compare its bits. It has no effect on
-            the result; `contract` has its report.
-        check_every: with several processes, the interval in steps at which training states and
-            the batches given to `step` are compared. States are also compared after the first
-            step, by `save`, `evaluate` and `predict`, and at the end of the `with`.
-        tune_malloc: whether the C library's allocator keeps freed memory for the next step while
-            the trainer is open.
-        lanes: the class that runs the work: `ThreadLanes` starts threads for each device,
-            `InlineLanes` runs everything in the calling thread.
 
     Attributes:
         notes: lines about devices and choices for the user, logged when the trainer is opened.
@@ -230,91 +166,53 @@ class Trainer(Habits):
         *,
         objective: UserObjective | None = None,
         devices: Devices = "auto",
+        shards: int | None = None,
+        seed: int | None = None,
+        precision: Precision | None = None,
         experiment: Experiment | None = None,
-        shards: int = 8,
-        seed: int = 0,
-        precision: Precision = "fp32",
-        memory_format: MemoryFormat = "preserve",
-        threads: int = 1,
-        compile: bool = False,  # noqa: A002 - as torch names it
-        batch_norm: BatchNorm = "shard",
-        separable: bool = True,
-        buffers: dict[str, BufferRule] | None = None,
-        batch_dim: int = 0,
-        clip_norm: float | None = None,
-        side_by_side: bool = False,
-        partition: PartitionOf | None = None,
-        split: Split = "shards",
-        stages: StageNames | None = None,
+        layout: Layout | None = None,
+        faults: Faults | None = None,
         before_update: Hook | None = None,
         after_update: Hook | None = None,
         scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
         state: Mapping[str, Stateful] | None = None,
         callbacks: Sequence[Callback] = (),
         max_in_flight: int = 1,
-        lost_after_s: float = 60.0,
-        peer_timeout_s: float = 60.0,
-        allow_rounding: bool = False,
-        check: str = "first",
-        check_every: int = 1000,
-        tune_malloc: bool = True,
-        lanes: Callable[[Sequence[Device]], Lanes] = ThreadLanes,
     ) -> None:
-        keywords = Experiment(
-            shards=shards,
-            seed=seed,
-            precision=precision,
-            memory_format=memory_format,
-            threads=threads,
-            compile=compile,
-            batch_norm=batch_norm,
-            separable=separable,
-            buffers={} if buffers is None else buffers,
-            batch_dim=batch_dim,
-            clip_norm=clip_norm,
-        )
-        experiment = only_one(experiment, keywords)
-        layout = Layout(
-            side_by_side=side_by_side,
-            split=split,
-            max_in_flight=max_in_flight,
-            lost_after_s=lost_after_s,
-            peer_timeout_s=peer_timeout_s,
-            allow_rounding=allow_rounding,
-            check_every=check_every,
-            tune_malloc=tune_malloc,
-            lanes=lanes,
-            partition=partition,
-        )
+        experiment, layout, faults = check_options(experiment, layout, faults)
+        experiment = refined(experiment, shards=shards, seed=seed, precision=precision)
         check_functions(before_update=before_update, after_update=after_update)
         check_kinds(model, optimizer)
         complete(optimizer)
-        check_parts(scheduler, lanes)
+        check_scheduler(scheduler)
         callbacks = check_callbacks(callbacks)
-        refuse_compiled_lockstep(experiment, side_by_side=side_by_side)
-        refuse_lockstep_in_processes(experiment, side_by_side=side_by_side)
         self.devices = find_devices(devices, threads=experiment.threads, share=local_share())
-        refuse_unfit_slices(model, experiment, layout, self.devices)
+        chosen = Chosen(
+            experiment=experiment,
+            devices=self.devices,
+            layout=layout,
+            faults=faults,
+            max_in_flight=max_in_flight,
+        )
+        refuse_combinations(chosen, is_alone=job_share()[1] == 1)
+        refuse_unfit_slices(chosen, model)
         self._objective = choose_objective(loss, objective)
         self._objective_of_unlike = of_unlike_shards(self._objective)
         self._others = Objectives()
         self._nesting = Nesting(experiment.batch_dim)
         check_trainable(model, optimizer)
-        staged = chosen_stages(
-            stages, model, self.devices, experiment, side_by_side=side_by_side, split=split
-        )
+        staged = chosen_stages(chosen, model)
         self.model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
-        self.experiment = with_safe_format(experiment, model)
+        chosen = dataclasses.replace(chosen, experiment=with_safe_format(experiment, model))
+        self.experiment = chosen.experiment
         self.on_shard: Callable[[int, PartialSum], None] | None = None
         own = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         user_state = UserState(state, {k: v for k, v in own.items() if v is not None})
         move_home(model, optimizer, self.devices[0])
         hooks = before_update, after_update
-        parts = choose_parts(
-            model, optimizer, self.experiment, self.devices, layout, hooks, callbacks, staged
-        )
+        parts = choose_parts(model, optimizer, chosen, hooks, callbacks, staged)
         self._max_in_flight = max_in_flight
         self._progress, self._timekeeper = parts.progress, parts.timekeeper
         self._engine, self._replicas, self._executor = parts.engine, parts.replicas, parts.executor
@@ -322,25 +220,25 @@ class Trainer(Habits):
         if isinstance(parts.update, ProxyUpdate):
             parts.update.outside = OutsideValues(model, loss or objective, hooks)
         self._take, self._partition, self._left = parts.take, parts.partition, parts.left
-        notes = Notes(self.devices if split == "shards" else self.devices[:1], self.experiment)
+        notes = Notes(self.devices[:1] if layout.has_slices else self.devices, self.experiment)
         notes.note_copies(parts.replicas.held_elsewhere)
         self.notes = notes.lines
         self._notes = notes
         self._self_check = SelfCheck(
-            check,
+            faults,
             self.experiment,
             parts.replicas,
             parts.engine,
             side_by_side=parts.executor.side_by_side,
         )
-        self._agreement = Agreement(model, optimizer, loss, parts, layout, self._self_check)
+        self._agreement = Agreement(model, optimizer, loss, parts, chosen, self._self_check)
         self._lone_examples = LoneExamples(self.experiment, parts.replicas, parts.engine)
-        self._epochs = Epochs(parts, layout, self._lone_examples)
+        self._epochs = Epochs(parts, chosen, self._lone_examples)
         self._saver = Saver(
             model, optimizer, user_state, parts, self._agreement, self._epochs.sources, notes
         )
         others = self._saver.writer, self._saver.other_optimizers, self._epochs
-        self._session = Session(optimizer, parts, layout, self._agreement, notes, others)
+        self._session = Session(optimizer, parts, chosen, self._agreement, notes, others)
         measure = measure_model if loss is None else measure_output
         self._evaluator = Evaluator(
             model, parts.executor, measure, parts.progress, parts.values, self._open_flight
@@ -812,20 +710,20 @@ class Trainer(Habits):
             model: a model built like the saved one; its values are overwritten.
             optimizer: an optimizer built like the saved one; its state is overwritten.
             loss: as for `Trainer`.
-            options: as for `Trainer`. The choices of the experiment come from the checkpoint, and
-                different ones are refused; devices and all other options may differ.
+            options: as for `Trainer`. The experiment comes from the checkpoint, and a different one
+                is refused; devices and all other options may differ.
 
         Raises:
             CheckpointError: the checkpoint is missing, damaged, or of another model, optimizer or
                 experiment; model, optimizer and scheduler are unchanged.
         """
         others: Collection[int] = ()
-        if options.get("partition"):
+        layout = options.get("layout")
+        if isinstance(layout, Layout) and layout.has_owners:
             check_kinds(model, optimizer)
             others = state_of_others(model, optimizer)
         saved = read_training_state(Path(folder), others)
-        given = {} if options.get("experiment") else dataclasses.asdict(saved.experiment)
-        trainer = cls(model, optimizer, loss, **{**given, **options})
+        trainer = cls(model, optimizer, loss, **resumed(options, saved.experiment))
         with unchanged_on_error(saved, model, optimizer, trainer.scheduler):
             trainer._saver.restore(saved, trainer.scheduler, is_part=bool(others))
         return trainer
@@ -872,7 +770,7 @@ class Trainer(Habits):
 
     @property
     def exchanged(self) -> Exchanged | None:
-        """What devices have sent each other to compute slices; None without `split="slices"`."""
+        """What devices have sent each other to compute slices; None without `Slices()`."""
         executor = self._executor
         return executor.exchanged if isinstance(executor, SlicedExecutor) else None
 

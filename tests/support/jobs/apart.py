@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import evenstep
 from evenstep.errors import EvenstepError
 from evenstep.metrics import accuracy
+from grouping import grouped
 from zoo import CLASSES, build, make_batches
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -89,10 +90,12 @@ def ended(kind):
         model,
         optimizer_of(kind, model),
         nn.CrossEntropyLoss(weight, label_smoothing=smoothing),
-        devices=[evenstep.Device("cpu", 0, threads=threads)],
-        peer_timeout_s=20.0,
-        max_in_flight=2 if "in flight" in kind else 1,
-        **options,
+        **grouped(
+            devices=[evenstep.Device("cpu", 0, threads=threads)],
+            peer_timeout_s=20.0,
+            max_in_flight=2 if "in flight" in kind else 1,
+            **options,
+        ),
     )
     try:
         with trainer:

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import evenstep
 from evenstep.data import Loader, digits
 from evenstep.errors import EvenstepError
+from grouping import grouped
 
 RANK = int(os.environ.get("RANK", "0"))
 EXAMPLES = torch.utils.data.TensorDataset(*(part[:160] for part in digits(train=True).tensors))
@@ -139,7 +140,7 @@ def train(scale, loop, **options):
     model = Places(scale, sparse=options.pop("sparse", False))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"devices": 1, "after_update": UPDATES.append, "peer_timeout_s": 30.0, **options}
-    trainer = evenstep.Trainer(model, optimizer, objective=measure, **options)
+    trainer = evenstep.Trainer(model, optimizer, **grouped(objective=measure, **options))
     try:
         with trainer:
             loop(trainer)

@@ -18,6 +18,7 @@ import evenstep
 from evenstep.data import Loader
 from evenstep.distributed import gradient_reduce
 from evenstep.errors import EvenstepError
+from grouping import grouped
 from launched import meet
 from zoo import build, make_batches
 
@@ -87,11 +88,7 @@ def main():
             model,
             optimizer,
             nn.CrossEntropyLoss(),
-            devices=1,
-            peer_timeout_s=3.0,
-            check_every=5,
-            check="off",
-            **options,
+            **grouped(devices=1, peer_timeout_s=3.0, check_every=5, check="off", **options),
         ) as trainer:
             if kind == "other data":
                 X = torch.full((64, 1, 6, 6), float(rank))

@@ -33,7 +33,11 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     try:
         with evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), devices=1, compile=True
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            devices=1,
+            experiment=evenstep.Experiment(compile=True),
         ) as trainer:
             for batch in make_batches((33, 16)):
                 trainer.step(*batch)

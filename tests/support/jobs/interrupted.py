@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import evenstep
 from evenstep.errors import PeerError
+from grouping import grouped
 from interrupting import OutsideError, Training, interrupting, lanes_left, press_ctrl_c
 from reference import assert_same_bits
 from trainers import state_of
@@ -41,7 +42,7 @@ def go_on(folder):
     """Train from a checkpoint to the end; return the state."""
     training = Training(**QUICK)
     given = training.trainer.model, training.optimizer, nn.CrossEntropyLoss()
-    training.trainer = evenstep.Trainer.load(folder, *given, **QUICK)
+    training.trainer = evenstep.Trainer.load(folder, *given, **grouped(**QUICK))
     with training.trainer:
         training.run(STEPS)
         return state_of(training.trainer)

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import evenstep
 import loading
 from evenstep.errors import EvenstepError
+from grouping import grouped
 
 KINDS = {**loading.KINDS, **loading.OWN}
 RANK = int(os.environ.get("RANK", "0"))
@@ -60,7 +61,7 @@ def train(trainer, loader, until=None):
 def trained(kind, out):
     """Train with an interruption in the second epoch; return what came out."""
     options = {"devices": 1, "peer_timeout_s": 20.0}
-    first = evenstep.Trainer(*parts(), shards=4, **options)
+    first = evenstep.Trainer(*parts(), **grouped(shards=4, **options))
     with first:
         for _ in range(2):
             for batch in first.epoch(KINDS[kind]()):
@@ -70,7 +71,7 @@ def trained(kind, out):
                     break
     torch.manual_seed(RANK + 1)  # processes that differ in what must not matter
     loader = KINDS[kind]()
-    resumed = evenstep.Trainer.load(out / kind, *parts(), **options)
+    resumed = evenstep.Trainer.load(out / kind, *parts(), **grouped(**options))
     train(resumed, loader)
     dataset = getattr(loader, "dataset", None)
     return {"fingerprint": resumed.fingerprint(), "fetched": getattr(dataset, "fetched", None)}
@@ -126,7 +127,9 @@ APART = {
 
 def ended(kind):
     """Return the error of processes whose loaders differ, and the steps done."""
-    trainer = evenstep.Trainer(*parts(), devices=1, shards=4, peer_timeout_s=10.0)
+    trainer = evenstep.Trainer(
+        *parts(), devices=1, shards=4, faults=evenstep.Faults(peer_timeout_s=10.0)
+    )
     told = "nothing"
     try:
         train(trainer, APART[kind](), until=20)

@@ -22,6 +22,7 @@ import evenstep
 from evenstep.data import Cursor, Loader, digits
 from evenstep.errors import EvenstepError
 from evenstep.metrics import accuracy
+from grouping import grouped
 
 RANK = int(os.environ.get("RANK", "0"))
 EXAMPLES = TensorDataset(*(tensor[:200] for tensor in digits(train=True).tensors))
@@ -209,7 +210,9 @@ def opened(**options):
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 8), nn.Dropout(0.2), nn.Linear(8, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     return evenstep.Trainer(
-        model, optimizer, objective=weighted, devices=1, shards=4, peer_timeout_s=10.0, **options
+        model,
+        optimizer,
+        **grouped(objective=weighted, devices=1, shards=4, peer_timeout_s=10.0, **options),
     )
 
 

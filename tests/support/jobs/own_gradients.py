@@ -16,6 +16,7 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import EvenstepError
+from grouping import grouped
 
 
 def main(out, which, partition):
@@ -27,9 +28,11 @@ def main(out, which, partition):
     generator, found = torch.Generator().manual_seed(1), {}
     options = {"devices": 1, "clip_norm": 0.5}
     if partition == "optimizer":
-        options["partition"] = "optimizer"
+        options["divide"] = evenstep.Owners()
     try:
-        with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+        with evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)
+        ) as trainer:
             for _ in range(3):
                 X = torch.randn(24, 6, generator=generator)
                 y = torch.randint(4, (24,), generator=generator)

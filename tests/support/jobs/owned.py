@@ -27,6 +27,7 @@ from evenstep.checkpoint.fingerprint import tree_digest
 from evenstep.distributed import gradient_reduce
 from evenstep.errors import ClosedError
 from evenstep.steps.owners import reducer as owner_reducer
+from grouping import grouped
 from owned_optimizers import OPTIMIZERS, model_of
 from zoo import ZOO, build, make_batches, options_of
 
@@ -38,7 +39,7 @@ BATCHES = make_batches((33, 16, 24))
 def trained(model, make, batches=BATCHES, **options):
     optimizer = make(model.parameters())
     options = {"devices": 1, **options_of(model), **options}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = [float(loss) for loss in [trainer.step(X, y) for X, y in batches]]
         return [trainer.fingerprint(), trainer.fingerprint(2), losses]
 
@@ -62,14 +63,16 @@ def clipped(options):
         model = build(name)
         optimizer = ADAM(model.parameters())
         given = {"devices": 1, "clip_norm": 0.05, **options_of(model), **options}
-        with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **given) as trainer:
+        with evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), **grouped(**given)
+        ) as trainer:
             losses = [trainer.step(X, y) for X, y in BATCHES]
             norms = [loss.outputs["grad_norm"] for loss in losses]
             found[name] = [trainer.fingerprint(), norms]
     return found
 
 
-def grouped(options):
+def in_groups(options):
     """Groups with settings of their own, a scheduler, a frozen parameter that thaws, EMA."""
     model = build("convolution")
     first, *rest = model.parameters()
@@ -86,7 +89,7 @@ def grouped(options):
 
     given = {"before_update": before_update, "devices": 1, **options}
     with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), scheduler=scheduler, **given
+        model, optimizer, nn.CrossEntropyLoss(), **grouped(scheduler=scheduler, **given)
     ) as trainer:
         for X, y in BATCHES:
             trainer.step(X, y)
@@ -104,7 +107,10 @@ def gathered(options):
         model = model_of(name)
         optimizer = OPTIMIZERS[name](model.parameters())
         with evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), devices=1, max_in_flight=2, **options
+            model,
+            optimizer,
+            nn.CrossEntropyLoss(),
+            **grouped(devices=1, max_in_flight=2, **options),
         ) as trainer:
             for X, y in BATCHES:
                 trainer.step(X, y)
@@ -130,7 +136,9 @@ def saved(options, folder):
     """Save in the middle of a training, then end it."""
     model = build("convolution")
     optimizer = ADAM(model.parameters())
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=1, **options) as trainer:
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), **grouped(devices=1, **options)
+    ) as trainer:
         for X, y in BATCHES[:2]:
             trainer.step(X, y)
         trainer.save(folder)
@@ -143,7 +151,7 @@ def resumed(options, folder):
     model = build("convolution", seed=1)
     optimizer = ADAM(model.parameters())
     with evenstep.Trainer.load(
-        folder, model, optimizer, nn.CrossEntropyLoss(), devices=1, **options
+        folder, model, optimizer, nn.CrossEntropyLoss(), **grouped(devices=1, **options)
     ) as trainer:
         opened = trainer.fingerprint(2)
         trainer.step(*BATCHES[2])
@@ -187,7 +195,9 @@ def memory(options):
     gc.collect()
     known = {id(one) for one in gc.get_objects() if isinstance(one, torch.Tensor)}
     known -= {id(one) for one in model.parameters()}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=1, **options) as trainer:
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), **grouped(devices=1, **options)
+    ) as trainer:
         for X, y in BATCHES:
             trainer.step(X, y)
         gc.collect()
@@ -212,8 +222,9 @@ def limited(options, *more):
     given = {"shards": 2, "devices": 1, "check": "off", "tune_malloc": False, **options}
     given["peer_timeout_s"] = 60
     if "stages" in more:
-        given |= {"devices": 2, "stages": "balanced"}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **given) as trainer:
+        division = (evenstep.Stages("balanced"), *filter(None, [given.get("divide")]))
+        given |= {"devices": 2, "divide": division}
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**given)) as trainer:
         numbers = sum(map(torch.Tensor.numel, model.parameters()))
         status = Path("/proc/self/status").read_text()
         used = int(re.search(r"VmData:\s+(\d+) kB", status)[1]) * 1024 - 4 * numbers
@@ -225,7 +236,7 @@ def limited(options, *more):
 
 def main():
     out, splits, cases = Path(sys.argv[1]), sys.argv[2] == "partition", sys.argv[3:]
-    options = {"partition": "optimizer"} if splits else {}
+    options = {"divide": evenstep.Owners()} if splits else {}
     calls = {case: case.split(":") for case in cases}
     found = {case: globals()[name](options, *given) for case, (name, *given) in calls.items()}
     (out / f"{os.environ.get('RANK', '0')}.json").write_text(json.dumps(found))

@@ -91,9 +91,14 @@ def main():
         attempt("step", trainer.step, *BATCHES[1])
 
     trainer = evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=1, partition="optimizer",
-        before_update=lambda module: fail("before_update"), peer_timeout_s=20,
-    )  # fmt: skip
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        devices=1,
+        before_update=lambda module: fail("before_update"),
+        layout=evenstep.Layout(divide=evenstep.Owners()),
+        faults=evenstep.Faults(peer_timeout_s=20),
+    )
     trainer.open()
     trainer.step(*BATCHES[0])
     trainer.save(out / "kept")

@@ -24,6 +24,7 @@ from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.data import Loader, digits
 from evenstep.distributed import gradient_reduce
 from evenstep.metrics import accuracy
+from grouping import grouped
 from zoo import ZOO, Momentum, Recomputed, SparseInPlaces, build, follow, make_batches, options_of
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -52,7 +53,7 @@ def on_whole_batches(name, sizes, options):
     model = build(name)
     optimizer = ADAM(model.parameters())
     options = {**options_of(model), **options}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = [float(loss) for loss in [trainer.step(X, y) for X, y in make_batches(sizes)]]
         return [trainer.fingerprint(), losses]
 
@@ -62,7 +63,7 @@ def on_sparse_gradients(options):
     model = SparseInPlaces()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {**options_of(model), **options}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = [float(trainer.step(X, y)) for X, y in make_batches((61, 64, 1, 2))]
         return [trainer.fingerprint(), losses]
 
@@ -73,7 +74,7 @@ def on_an_embedding_and_short_batches(options):
     model = nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Flatten(), nn.Linear(60, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(1)
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = []
         for size in (1, 33, 1, 2):
             X = torch.randint(0, 9, (size, 12), generator=generator)
@@ -88,7 +89,7 @@ def on_gradients_added_to_twice(options):
     """Train a model one of whose gradients is not final when it looks so; return what came out."""
     model = Recomputed()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = [float(trainer.step(X, y)) for X, y in make_batches((40, 33))]
         return [trainer.fingerprint(), losses]
 
@@ -98,7 +99,7 @@ def on_a_momentum_encoder(options):
     model = Momentum()
     options = {"after_update": follow, **options}
     optimizer = ADAM(model.parameters())
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = [float(loss) for loss in [trainer.step(X, y) for X, y in make_batches((40, 33))]]
         return [trainer.fingerprint(), losses]
 
@@ -108,7 +109,9 @@ def on_outputs(options):
     model = build("convolution")
     optimizer = ADAM(model.parameters())
     found = []
-    with evenstep.Trainer(model, optimizer, objective=with_outputs, **options) as trainer:
+    with evenstep.Trainer(
+        model, optimizer, **grouped(objective=with_outputs, **options)
+    ) as trainer:
         for X, y in make_batches((40, 33)):
             loss = trainer.backward(X, y)
             optimizer.step()
@@ -122,7 +125,7 @@ def on_own_shards(options):
     """Train on micro-batches of several sizes; return the fingerprint and the losses."""
     model = build("convolution")
     optimizer = ADAM(model.parameters())
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = []
         for X, y in make_batches((40, 33)):
             sizes = [7, 2, 11, 5, len(y) - 25]
@@ -149,7 +152,7 @@ def on_digits(options):
     model = nn.Sequential(nn.Flatten(), nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 10))
     rows = Rows(examples)
     with evenstep.Trainer(
-        model, ADAM(model.parameters()), nn.CrossEntropyLoss(), **options
+        model, ADAM(model.parameters()), nn.CrossEntropyLoss(), **grouped(**options)
     ) as trainer:
         for X, y in trainer.epoch(Loader(examples, 50, seed=1)):
             trainer.step(X, y)

@@ -54,7 +54,13 @@ def main():
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with evenstep.Trainer(model, optimizer, objective=objective, devices=1, batch_dim=1) as trainer:
+    with evenstep.Trainer(
+        model,
+        optimizer,
+        objective=objective,
+        devices=1,
+        experiment=evenstep.Experiment(batch_dim=1),
+    ) as trainer:
         for batch in trainer.epoch(loader):
             trainer.step(*batch)
         for batch in loader:

@@ -17,6 +17,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import evenstep
+from grouping import grouped
 from slicing import sliced_model
 from zoo import make_batches
 
@@ -25,8 +26,9 @@ def main(out, devices, split, other=""):
     rank = int(os.environ.get("RANK", "0"))
     model = sliced_model(2 if other and rank else 4)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    options = {"devices": int(devices.split(",")[rank]), "split": split}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    divide = evenstep.Slices() if split == "slices" else ()
+    options = {"devices": int(devices.split(",")[rank]), "divide": divide}
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = [float(trainer.step(X, y)) for X, y in make_batches((33, 16, 30))]
         result = [trainer.fingerprint(), losses]
     (Path(out) / f"{rank}.json").write_text(json.dumps(result))

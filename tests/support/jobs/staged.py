@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import evenstep
 from evenstep.distributed import gradient_reduce
 from evenstep.metrics import accuracy
+from grouping import grouped
 from zoo import build, make_batches, options_of
 
 MODELS = ("batch_norm", "dropout", "recurrent", "tied", "unused", "branching")
@@ -32,7 +33,7 @@ def train(name, options):
     optimizer = ADAM(model.parameters())
     options = {**options_of(model), **options}
     batches = make_batches((33, 16, 30))
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = [float(loss) for loss in [trainer.step(X, y) for X, y in batches]]
         measured = trainer.evaluate(batches, {"accuracy": accuracy})
         return [trainer.fingerprint(), losses, measured]
@@ -44,10 +45,9 @@ def main():
     out, rank = Path(sys.argv[1]), int(os.environ.get("RANK", "0"))
     stages, devices = (int(text.split(",")[rank]) for text in sys.argv[2:4])
     options = {"devices": devices, "max_in_flight": int(sys.argv[4])}
-    if stages > 1:
-        options["stages"] = f"balanced:{stages}"
-    if sys.argv[5] != "none":
-        options["partition"] = sys.argv[5]
+    staged = [evenstep.Stages(f"balanced:{stages}")] if stages > 1 else []
+    owned = [evenstep.Owners()] if sys.argv[5] == "owners" else []
+    options["divide"] = (*staged, *owned)
     results = {name: train(name, options) for name in MODELS}
     (out / f"{rank}.json").write_text(json.dumps(results))
 

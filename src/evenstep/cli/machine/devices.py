@@ -13,7 +13,7 @@ from evenstep.cli.options.table import Scope
 from evenstep.cli.options.training import ExperimentOptions
 from evenstep.cli.terminal.output import fields_table, print_line, print_table
 from evenstep.devices import cgroup_quota_cores, gpu_count, try_all_gpus, usable_cores
-from evenstep.experiment import Experiment
+from evenstep.options.experiment import Experiment
 
 _GIB = 1 << 30
 

@@ -35,7 +35,7 @@ class Stages(click.ParamType[str | dict[str, int]]):
     name = "stages"
 
     def convert(self, value: Any, *arguments: Any) -> str | dict[str, int]:
-        """Return the value of the trainer's `stages`; fail for other text."""
+        """Return what `evenstep.Stages` takes; fail for other text."""
         if isinstance(value, dict) or re.fullmatch(r"balanced(:[1-9]\d*)?(:time)?", value):
             return value  # type: ignore[no-any-return]
         pairs = [part.rpartition("=") for part in value.split(",")]
@@ -212,12 +212,11 @@ class LayoutOptions(OptionTable):
         metavar="balanced|LIST",
         group=_DEVICES,
     )
-    partition: str | None = option(
-        None,
-        "optimizer: each parameter has one owner, a process and a device in it, which alone keeps "
-        "its gradient and its optimizer state, and updates it.",
-        click.Choice(["optimizer"]),
-        argument="partition",
+    owners: bool = option(
+        False,
+        "Each parameter has one owner, a process, which alone keeps its gradient and its optimizer "
+        "state, and updates it.",
+        argument="owners",
         group=_DEVICES,
     )
     log_dir: Path | None = option(
@@ -284,15 +283,21 @@ class LayoutOptions(OptionTable):
 def spell_options(message: str) -> str:
     """Replace Python arguments in a message of the library by options of the command line.
 
-    "use shards=12" becomes "use --shards 12", and "compile=True" becomes "--compile".
+    "use shards=12" becomes "use --shards 12", "Experiment(compile=True)" becomes "--compile", and
+    "Stages('balanced')" becomes "--stages balanced".
     """
     message = message.replace("Trainer.trace.save", "evenstep train --trace FILE")
     message = message.replace("as data_dir", "as --data-dir")
+    message = re.sub(r"Layout\(divide=(\w+\(.*?\))\)", r"\1", message).replace(
+        "Owners()", "--owners"
+    )
+    message = re.sub(r"Stages\(['\"]?([\w:.]+)['\"]?\)", r"--stages \1", message)
     tables = (ExperimentOptions, LayoutOptions)
     flags = {one.argument: one.flag for table in tables for one in table.options() if one.argument}
 
     def spelled(match: re.Match[str]) -> str:
-        flag, value = flags[match[1]], match[2].strip("'")
+        flag, value = flags[match[1] or match[3]], (match[2] or match[4]).strip("'")
         return flag if value == "True" else f"{flag} {value}"
 
-    return re.sub(rf"\b({'|'.join(flags)})=('\w*'|\.\.\.|\w+(?:\.\w+)*)", spelled, message)
+    option = rf"({'|'.join(flags)})=('\w*'|\.\.\.|\w+(?:\.\w+)*)"
+    return re.sub(rf"\b(?:Experiment|Faults|Trainer)\({option}\)|\b{option}", spelled, message)

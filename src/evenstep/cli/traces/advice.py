@@ -188,7 +188,7 @@ def _pipeline(account: TraceAccount) -> str:
         return (
             f"{text}. Stage {slow} takes {_ms(times[slow])} a shard, stage {fast} "
             f"{_ms(times[fast])}, and the slowest sets the pace: move layers from stage {slow} to "
-            f"stage {fast} (stages=...), or have the times balanced (stages='balanced:time')"
+            f"stage {fast} (Stages(...)), or have the times balanced (Stages('balanced:time'))"
         )
     return f"{text}. More shards (shards={2 * account.shards}, another experiment) make it smaller"
 

@@ -25,6 +25,7 @@ from evenstep.cli.training.record import TrainRecord
 from evenstep.cli.training.runfile import resumed_options, write_run_file
 from evenstep.cli.training.saver import Saver
 from evenstep.cli.training.setup import (
+    layout_arguments,
     load_data,
     load_newest_whole,
     load_trainer,
@@ -99,7 +100,8 @@ def _prepare(experiment: ExperimentOptions, layout: LayoutOptions) -> Training:
     log = None
     if layout.log_dir is not None and is_first():
         log = RunLog(layout.log_dir, overwrite=restarted)
-    arguments = {**layout.trainer_arguments(), "callbacks": [] if log is None else [log]}
+    arguments = layout_arguments(layout)
+    arguments["callbacks"] = [] if log is None else [log]
     if resumed_from:
         load = load_newest_whole if restarted else load_trainer
         trainer = load(experiment, factory, resumed_from, **arguments)
@@ -118,7 +120,7 @@ def _prepare(experiment: ExperimentOptions, layout: LayoutOptions) -> Training:
             trainer,
             folder,
             layout.checkpoint_every or len(loader),
-            has_owners=layout.partition is not None,
+            has_owners=layout.owners,
         ),
         in_flight=layout.in_flight,
         log=log,

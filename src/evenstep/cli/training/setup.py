@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import click
 import torch
@@ -14,10 +15,16 @@ from torch.utils.data import TensorDataset
 
 from evenstep.batch import Batch
 from evenstep.checkpoint.files import list_checkpoints
-from evenstep.cli.options.training import ExperimentOptions
+from evenstep.checkpoint.training_state import read_experiment
+from evenstep.cli.options.training import ExperimentOptions, LayoutOptions
 from evenstep.data import Loader, digits, fashion_mnist
 from evenstep.errors import CheckpointError, DataError, InputError, ModelError
+from evenstep.options import Experiment, Faults, Layout, Owners, Stages
+from evenstep.training.setup.arguments import TrainerOptions
 from evenstep.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 Factory: TypeAlias = Callable[[], nn.Module]
 
@@ -45,7 +52,27 @@ def make_loader(options: ExperimentOptions, examples: TensorDataset, seed: int) 
     return loader
 
 
-def make_trainer(options: ExperimentOptions, factory: Factory, **layout: Any) -> Trainer:
+def layout_arguments(options: LayoutOptions) -> TrainerOptions:
+    """Return the arguments of the trainer that don't affect its result."""
+    given = options.trainer_arguments()
+    divide: list[Stages | Owners] = []
+    if given["stages"] is not None:
+        divide.append(Stages(given["stages"]))
+    if given["owners"]:
+        divide.append(Owners())
+    return {
+        "devices": given["devices"],
+        "max_in_flight": given["max_in_flight"],
+        "layout": Layout(divide=tuple(divide)),
+        "faults": Faults(
+            peer_timeout_s=given["peer_timeout_s"], allow_rounding=given["allow_rounding"]
+        ),
+    }
+
+
+def make_trainer(
+    options: ExperimentOptions, factory: Factory, **layout: Unpack[TrainerOptions]
+) -> Trainer:
     """Return a new trainer; its weights are a function of the seed.
 
     Args:
@@ -55,12 +82,12 @@ def make_trainer(options: ExperimentOptions, factory: Factory, **layout: Any) ->
     """
     torch.manual_seed(options.seed)
     model = factory()
-    arguments = {**layout, **options.trainer_arguments()}
-    return Trainer(model, _optimizer(options, model), nn.CrossEntropyLoss(), **arguments)
+    layout["experiment"] = Experiment(**options.trainer_arguments())
+    return Trainer(model, _optimizer(options, model), nn.CrossEntropyLoss(), **layout)
 
 
 def load_trainer(
-    options: ExperimentOptions, factory: Factory, folder: Path, **layout: Any
+    options: ExperimentOptions, factory: Factory, folder: Path, **layout: Unpack[TrainerOptions]
 ) -> Trainer:
     """Return a trainer that resumes from `folder`: a checkpoint, or the newest one in it.
 
@@ -69,13 +96,14 @@ def load_trainer(
             asks for another experiment.
     """
     model = factory()
-    arguments = {**layout, **options.trainer_arguments(given_only=True)}
+    given = options.trainer_arguments(given_only=True)
+    layout["experiment"] = dataclasses.replace(read_experiment(folder), **given)
     optimizer = _optimizer(options, model)
-    return Trainer.load(folder, model, optimizer, nn.CrossEntropyLoss(), **arguments)
+    return Trainer.load(folder, model, optimizer, nn.CrossEntropyLoss(), **layout)
 
 
 def load_newest_whole(
-    options: ExperimentOptions, factory: Factory, folder: Path, **layout: Any
+    options: ExperimentOptions, factory: Factory, folder: Path, **layout: Unpack[TrainerOptions]
 ) -> Trainer:
     """Return a trainer that resumes from the newest checkpoint that can be loaded.
 

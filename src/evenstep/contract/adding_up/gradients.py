@@ -48,7 +48,7 @@ def refuse_own_gradients(replica: Replica, work: ShardWork, objective: ShardObje
         f"not come from the loss, so each shard would add all of it. Return the term that it "
         f"stands for with the model's output and add it to the loss: objective=... returns (total "
         f"+ term * len(y), len(y)). If training is to depend on the number of shards: "
-        f"Trainer(separable=False)"
+        f"Experiment(separable=False)"
     )
 
 
@@ -172,7 +172,7 @@ def refuse_other_sum(
             f"examples that it gets (divides by their number, or by a norm), or a hook on a "
             f"tensor or a layer that does. Change the batch's gradients in before_update=, or by "
             f"a hook on a parameter, which evenstep calls with the batch's mean. If training is to "
-            f"depend on the number of shards: Trainer(separable=False)"
+            f"depend on the number of shards: Experiment(separable=False)"
         )
 
 

@@ -20,7 +20,7 @@ from evenstep.contract.adding_up.constant_numbers import ConstantNumbers
 from evenstep.contract.adding_up.gradients import Gradients, gradients_of, refuse_other_sum
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import ContractError, EvenstepError, text_of
-from evenstep.experiment import autocast
+from evenstep.options.experiment import autocast
 from evenstep.replicas import Replica
 from evenstep.replicas.buffer_rules import switches_of_observers
 from evenstep.shard.evaluation import evaluation_mode
@@ -152,7 +152,7 @@ def _computed_together(
             f"each of two examples gives a loss alone, but both together raise "
             f"{type(error).__name__}: {text_of(error)}. If a tensor that every shard needs whole, "
             f"such as class weights, was cut like examples, give it as evenstep.shared(tensor). If "
-            f"the code takes one example at a time: Trainer(separable=False)"
+            f"the code takes one example at a time: Experiment(separable=False)"
         ) from error
 
 
@@ -164,7 +164,7 @@ def _refuse_scaled_by_frequency(module: nn.Module) -> None:
                 f"the gradients of {name or type(child).__name__} don't add up over the shards, "
                 f"since scale_grad_by_freq=True divides them by the frequencies in each shard: "
                 f"leave it out. If training is to depend on the number of shards: "
-                f"Trainer(separable=False)"
+                f"Experiment(separable=False)"
             )
 
 
@@ -292,6 +292,6 @@ def _explain(together: Loss, apart: Sequence[Loss], examples: int) -> str:
         "ignored or padded tokens: return their sum and what it is to be divided by); a loss that "
         "compares the examples of a batch with each other (evenstep.all_gather); a tensor for all "
         "shards that was cut like examples (evenstep.shared); examples that don't lie along the "
-        "first dimension (Trainer(batch_dim=...)). If training is to depend on the number of "
-        "shards: Trainer(separable=False)"
+        "first dimension (Experiment(batch_dim=...)). If training is to depend on the number of "
+        "shards: Experiment(separable=False)"
     )

@@ -17,7 +17,7 @@ from evenstep.engine import Engine, Task, streams
 from evenstep.engine.interrupts import interruptible
 from evenstep.engine.task import PLAIN, is_device_failure
 from evenstep.errors import add_note
-from evenstep.experiment import Experiment
+from evenstep.options.experiment import Experiment
 from evenstep.profiling.clock import NodeTime, StepClock, Timekeeper
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.compile_policy import ShardPrograms

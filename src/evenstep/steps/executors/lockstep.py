@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from evenstep.batch import Batch, contiguous_runs
 from evenstep.batch.assignment import Pace
 from evenstep.errors import DeviceError, DeviceLostError
-from evenstep.experiment import Experiment
+from evenstep.options.experiment import Experiment
 from evenstep.profiling.clock import ShardTime
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.lockstep import DeviceTurns, Lockstep, ShardInStep, Turn, shard_here

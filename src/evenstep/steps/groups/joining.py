@@ -18,7 +18,7 @@ from evenstep.distributed import (
     was_launched,
 )
 from evenstep.errors import InputError
-from evenstep.experiment import Experiment
+from evenstep.options.experiment import Experiment
 from evenstep.replicas import Replicas
 from evenstep.steps.groups.group import Group
 from evenstep.steps.groups.linked import LinkedGroup
@@ -89,7 +89,8 @@ def _judged(different: dict[str, list[str]], *, allow_rounding: bool) -> str:
     if rounding and not allow_rounding:
         raise InputError(
             f"the processes would round differently: {rounding}. Use the same processors, "
-            f"libraries and settings for all, or give allow_rounding=True: then {WITHIN_ROUNDING}"
+            f"libraries and settings for all, or give Faults(allow_rounding=True): then "
+            f"{WITHIN_ROUNDING}"
         )
     if refused := those("refused"):
         raise InputError(f"the processes disagree about what is trained: {listed(refused)}")

@@ -71,7 +71,7 @@ class ProxyUpdate(Update):
                     raise InputError(
                         f"the optimizer has a hook of register_step_{kind}_hook, but the update of "
                         f"a step in flight is made by a copy of the optimizer, while the model's "
-                        f"parameters show no gradients: use Trainer(clip_norm=...) or "
+                        f"parameters show no gradients: use Experiment(clip_norm=...) or "
                         f"before_update=..., or after_update=..., or max_in_flight=1"
                     )
         return self._proxy.record()

@@ -1,1 +1,1 @@
-"""The update of a step split by owners: `Trainer(partition="optimizer")`."""
+"""The update of a step split by owners: `Layout(divide=Owners())`."""

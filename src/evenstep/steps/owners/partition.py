@@ -1,10 +1,10 @@
-"""The optimizer's state and update, split by owners: `Trainer(partition="optimizer")`."""
+"""The optimizer's state and update, split by owners: `Layout(divide=Owners())`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,7 +16,6 @@ from evenstep.checkpoint.codec import Encoded, encode
 from evenstep.checkpoint.owned_state import digest_over, gathered
 from evenstep.checkpoint.owner_files import write_by_owners
 from evenstep.checkpoint.training_state import TrainingState
-from evenstep.devices import Device
 from evenstep.distributed import Exchange, job_share
 from evenstep.errors import ClosedError, InputError, ModelError
 from evenstep.steps.groups.group import Group
@@ -26,7 +25,7 @@ from evenstep.steps.owners.update import OwnedUpdate
 from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.reducer import loose_parameters
 
-OPTION = "partition='optimizer'"
+OPTION = "Layout(divide=Owners())"
 
 
 class Partition:
@@ -38,23 +37,20 @@ class Partition:
     Args:
         model: the user's model.
         optimizer: the user's optimizer.
-        devices: the devices of this process.
         update: ends steps.
         pipeline: the steps in flight.
 
     Raises:
-        InputError: the devices, the model or the optimizer don't allow it; nothing was changed.
+        InputError: the model or the optimizer don't allow it; nothing was changed.
     """
 
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        devices: Sequence[Device],
         update: OwnedUpdate,
         pipeline: Pipeline,
     ) -> None:
-        _refuse_gpus(devices)
         _refuse_sparse(model)
         refuse_coupled(optimizer)
         self._model = model
@@ -228,7 +224,7 @@ def refuse_backward() -> NoReturn:
     """Refuse `Trainer.backward`, whose caller updates parameters that belong to others."""
     raise InputError(
         f"trainer.backward leaves the update to you, but with {OPTION} each process has only the "
-        f"gradients of the parameters that it owns: call trainer.step, or leave partition out"
+        f"gradients of the parameters that it owns: call trainer.step, or leave it out"
     )
 
 
@@ -246,20 +242,11 @@ def _refuse_loaded(optimizer: torch.optim.Optimizer) -> NoReturn:
     )
 
 
-def _refuse_gpus(devices: Sequence[Device]) -> None:
-    for device in devices:
-        if device.kind != "cpu":
-            raise InputError(
-                f"got {OPTION} and {device}, but so far the update is split by owners on CPU "
-                f"devices only: name CPU devices, or leave partition out"
-            )
-
-
 def _refuse_sparse(model: nn.Module) -> None:
     loose = loose_parameters(model)
     for number, (name, _) in enumerate(model.named_parameters()):
         if number in loose:
             raise ModelError(
                 f"{name} belongs to a layer with sparse=True, whose gradients {OPTION} can't bring "
-                f"to an owner: make the layer with sparse=False, or leave partition out"
+                f"to an owner: make the layer with sparse=False, or leave it out"
             )

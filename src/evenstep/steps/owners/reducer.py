@@ -55,7 +55,7 @@ class OwnerReducer(ProcessReducer):
         if not same or self._forms != _forms(self._dealt):
             raise ContractError(
                 "the model's parameters were replaced, or changed their shape, dtype or strides, "
-                "while partition='optimizer' has assigned them to processes: save, change the "
+                "while Layout(divide=Owners()) has assigned them to processes: save, change the "
                 "model, and open a new trainer with Trainer.load"
             )
 

@@ -88,7 +88,7 @@ def _refuse_by_kind(optimizer: torch.optim.Optimizer, name: str) -> None:
 
 def _error(problem: str, ask: str = _ASK) -> ModelError:
     return ModelError(
-        f"partition='optimizer' can't split this optimizer by owners: {problem}; {ask}"
+        f"Layout(divide=Owners()) can't split this optimizer by owners: {problem}; {ask}"
     )
 
 

@@ -19,12 +19,12 @@ import evenstep
 from evenstep.bench import fresh
 from evenstep.stages.plan import find_stages
 
-WAYS: Mapping[str, Mapping[str, Any]] = {
-    "data": {"split": "shards"},
-    "stages": {"stages": "balanced"},
-    "slices": {"split": "slices"},
+WAYS = {
+    "data": evenstep.Layout(),
+    "stages": evenstep.Layout(divide=evenstep.Stages("balanced")),
+    "slices": evenstep.Layout(divide=evenstep.Slices()),
 }
-"""The options of a trainer for each way."""
+"""The layout for each way."""
 
 LINES = {"data": 1, "stages": 1, "slices": 2}
 """The lines that a program for one device changes: the trainer's options, and `slice_`."""
@@ -59,9 +59,12 @@ def _train(job: Mapping[str, Any], width: int) -> dict[str, Any]:
     torch.manual_seed(1)
     examples = job["batch_size"]
     batch = torch.randn(examples, INPUTS), torch.randint(CLASSES, (examples,))
-    devices = [f"cpu:{number}:own" for number in range(job["devices"])]
+    options: dict[str, Any] = {
+        "devices": [f"cpu:{number}:own" for number in range(job["devices"])],
+        "shards": job["shards"],
+        "layout": WAYS[job["way"]],
+    }
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    options = {**WAYS[job["way"]], "devices": devices, "shards": job["shards"]}
     steps_s = []
     with evenstep.Trainer(net, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
         for _ in range(_WARM_UP + job["steps"]):

@@ -7,7 +7,7 @@ import torch
 
 from evenstep.devices import Device
 from evenstep.errors import InputError
-from evenstep.experiment import Experiment
+from evenstep.options.experiment import Experiment
 
 
 def test_the_defaults_are_the_designs():

@@ -11,13 +11,11 @@ import torch
 from torch import nn
 
 from evenstep.callbacks import Callback
-from evenstep.devices import Device
 from evenstep.engine import Engine
-from evenstep.experiment import Experiment
 from evenstep.profiling.clock import Timekeeper
 from evenstep.replicas import OptimizerProxy, Replicas
 from evenstep.stages.executor import StagedExecutor
-from evenstep.stages.plan import Stages
+from evenstep.stages.plan import StagePlan
 from evenstep.steps.executors import IndependentExecutor, LockstepExecutor, SlicedExecutor
 from evenstep.steps.executors.losses import Losses
 from evenstep.steps.groups.group import Group
@@ -30,9 +28,10 @@ from evenstep.steps.owners.update import OwnedProxyUpdate, OwnedUpdate
 from evenstep.steps.pipeline import DirectPipeline, Pipeline
 from evenstep.steps.step import Progress
 from evenstep.steps.update import Hook, Update
-from evenstep.training.arguments import Layout, shards_at_once
 from evenstep.training.evaluation.other_model import OtherValues
 from evenstep.training.reporting import Reporter, Take
+from evenstep.training.setup.arguments import Chosen
+from evenstep.training.setup.combinations import holders, shards_at_once
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,60 +70,55 @@ class Parts:
 def choose_parts(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    experiment: Experiment,
-    devices: Sequence[Device],
-    layout: Layout,
+    chosen: Chosen,
     hooks: tuple[Hook | None, Hook | None],
     callbacks: Sequence[Callback],
-    stages: Stages | None = None,
+    stages: StagePlan | None = None,
 ) -> Parts:
-    """Return the parts for an experiment and a layout.
+    """Return the parts for what was chosen.
 
     Args:
         model: the user's model, on the first device.
         optimizer: the user's optimizer.
-        experiment: the choices that the result depends on.
-        devices: the devices.
-        layout: the other choices.
+        chosen: experiment, devices, layout and faults.
         hooks: `before_update` and `after_update`.
         callbacks: the user's.
         stages: the stages of the network; None where each device computes all of it.
     """
-    is_lockstep = layout.side_by_side or experiment.batch_norm == "sync"
+    experiment, devices, layout = chosen.experiment, chosen.devices, chosen.layout
     engine, progress = Engine(devices, lanes=layout.lanes), Progress()
     names = [device.name for device in devices]
     timekeeper = Timekeeper(engine.trace, names)
-    per_device = shards_at_once(experiment, devices) if is_lockstep else 1
     replicas = Replicas(
         model,
-        _holders(devices, layout, stages),
-        home_computes=not (layout.overlaps or stages),
-        in_flight=layout.overlaps,
-        per_device=stages.count if stages else per_device,
+        holders(chosen, stages),
+        home_computes=not (chosen.overlaps or stages),
+        in_flight=chosen.overlaps,
+        per_device=stages.count if stages else shards_at_once(chosen),
         buffers=experiment.buffers,
     )
     make_executor: Callable[..., IndependentExecutor]
-    make_executor = LockstepExecutor if is_lockstep else IndependentExecutor
-    if layout.split == "slices":
+    make_executor = LockstepExecutor if chosen.is_lockstep else IndependentExecutor
+    if layout.has_slices:
         make_executor = SlicedExecutor
     if stages is not None:
         make_executor = functools.partial(StagedExecutor, stages=stages)
     group = Group(experiment.batch_dim)
-    losses = Losses(engine, replicas, layout.lost_after_s)
+    losses = Losses(engine, replicas, chosen.faults.lost_after_s)
     executor = make_executor(experiment, replicas, engine, timekeeper, group, losses)
-    update = _choose_update(optimizer, replicas, experiment, layout, hooks, callbacks)
+    update = _choose_update(optimizer, replicas, chosen, hooks, callbacks)
     kinds = {(device.kind, device.threads) for device in devices}
-    direct = kinds == {("cpu", experiment.threads)} and not layout.overlaps
+    direct = kinds == {("cpu", experiment.threads)} and not chosen.overlaps
     pipeline = (DirectPipeline if direct else OverlappedPipeline)(
         executor,
         update,
         timekeeper,
         progress,
-        max_in_flight=layout.max_in_flight,
+        max_in_flight=chosen.max_in_flight,
     )
     partition = None
     if isinstance(update, OwnedUpdate):
-        partition = Partition(model, optimizer, engine.devices, update, pipeline)
+        partition = Partition(model, optimizer, update, pipeline)
     reporter = Reporter(callbacks, optimizer, pipeline, timekeeper, names)
     take = pipeline.submit
     if minimises(optimizer):
@@ -145,32 +139,22 @@ def choose_parts(
     )
 
 
-def _holders(devices: Sequence[Device], layout: Layout, stages: Stages | None) -> Sequence[Device]:
-    """Return the device of each replica: a stage, or a slice, is computed on a part of one."""
-    if stages is not None:
-        return devices[:: stages.count]
-    if layout.split == "slices":  # in a memory of its own, a device holds its slices only
-        return [one if one.memory == devices[0].memory else devices[0] for one in devices]
-    return devices
-
-
 def _choose_update(
     optimizer: torch.optim.Optimizer,
     replicas: Replicas,
-    experiment: Experiment,
-    layout: Layout,
+    chosen: Chosen,
     hooks: tuple[Hook | None, Hook | None],
     callbacks: Sequence[Callback],
 ) -> Update:
-    clip_norm = experiment.clip_norm
+    clip_norm = chosen.experiment.clip_norm
     if clip_norm is None and any(one.grad_norm for one in callbacks):
         clip_norm = math.inf  # which only measures it
-    if layout.overlaps:
+    if chosen.overlaps:
         proxy = OptimizerProxy(optimizer)
-        make_proxied = OwnedProxyUpdate if layout.partition else ProxyUpdate
+        make_proxied = OwnedProxyUpdate if chosen.layout.has_owners else ProxyUpdate
         update = make_proxied(optimizer, replicas, *hooks, clip_norm, proxy)
         if minimises(optimizer):  # it steps itself, at once
             update.record = tuple
         return update
-    make = OwnedUpdate if layout.partition else Update
+    make = OwnedUpdate if chosen.layout.has_owners else Update
     return make(optimizer, replicas, *hooks, clip_norm)

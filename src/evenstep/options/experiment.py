@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import get_args
@@ -22,6 +20,7 @@ from evenstep.limits import (
     MemoryFormat,
     Precision,
 )
+from evenstep.options.checks import Options, check_choice, check_flag, check_integer, check_positive
 
 _MOST_DIMS = 64  # of a tensor, in torch
 
@@ -30,8 +29,8 @@ LATER = {"later": True}
 have their default, so that it stays as that version wrote it, byte for byte."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Experiment:
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Experiment(Options):
     """The choices that a result depends on, besides model, optimizer and data.
 
     Attributes:
@@ -87,11 +86,6 @@ class Experiment:
         check_choice("precision", self.precision, ("fp32", "bf16"))
         check_choice("memory_format", self.memory_format, get_args(MemoryFormat))
         check_choice("batch_norm", self.batch_norm, ("shard", "sync"))
-        if self.compile and self.batch_norm == "sync":
-            raise InputError(
-                "got compile=True and batch_norm='sync', but shards that wait for each other "
-                "can't be compiled: use one of them only"
-            )
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -125,38 +119,3 @@ def autocast(kind: str, precision: torch.dtype | None) -> AbstractContextManager
     if precision is None:
         return nullcontext()
     return torch.autocast(kind, dtype=precision, cache_enabled=False)
-
-
-def check_integer(name: str, value: object, *, at_least: int, at_most: int | None) -> None:
-    """Refuse an argument that is no integer, or out of range."""
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or value < at_least or (at_most is not None and value > at_most):  # type: ignore[operator]
-        wanted = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
-        raise InputError(f"got {name}={shown(value)}: give an integer {wanted}")
-
-
-def check_seconds(name: str, value: object, *, at_most: float) -> None:
-    """Refuse an argument that is no number of seconds, or out of range."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= at_most:  # type: ignore[operator]
-        limit = "" if at_most == math.inf else f", at most {at_most:,}"
-        raise InputError(f"got {name}={shown(value)}: give a number of seconds above 0{limit}")
-
-
-def check_positive(name: str, value: object) -> None:
-    """Refuse an argument that is no finite number above 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
-        raise InputError(f"got {name}={shown(value)}: give a number above 0")
-
-
-def check_flag(name: str, value: object) -> None:
-    """Refuse an argument that is neither True nor False."""
-    if not isinstance(value, bool):
-        raise InputError(f"got {name}={shown(value)}: give True or False")
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse an argument that is none of the choices."""
-    if value not in choices:
-        raise InputError(f"got {name}={shown(value)}: choose one of {', '.join(choices)}")

@@ -1,0 +1,64 @@
+"""Groups of options: values that are checked when they are made, and never change."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+
+from evenstep.errors import InputError, shown
+
+
+class Options:
+    """Base class of frozen dataclasses whose fields are options; `repr` leaves out the defaults."""
+
+    def __repr__(self) -> str:
+        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}  # type: ignore[arg-type]
+        defaults = {one.name: _default_of(one) for one in dataclasses.fields(self)}  # type: ignore[arg-type]
+        given = [f"{name}={_spell(v)}" for name, v in fields.items() if v != defaults[name]]
+        return f"{type(self).__name__}({', '.join(given)})"
+
+
+def _default_of(field: dataclasses.Field[object]) -> object:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
+
+def _spell(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else repr(value)
+
+
+def check_integer(name: str, value: object, *, at_least: int, at_most: int | None) -> None:
+    """Refuse an argument that is no integer, or out of range."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or value < at_least or (at_most is not None and value > at_most):  # type: ignore[operator]
+        wanted = f"of at least {at_least}" if at_most is None else f"from {at_least} to {at_most}"
+        raise InputError(f"got {name}={shown(value)}: give an integer {wanted}")
+
+
+def check_seconds(name: str, value: object, *, at_most: float) -> None:
+    """Refuse an argument that is no number of seconds, or out of range."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= at_most:  # type: ignore[operator]
+        limit = "" if at_most == math.inf else f", at most {at_most:,}"
+        raise InputError(f"got {name}={shown(value)}: give a number of seconds above 0{limit}")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Refuse an argument that is no finite number above 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
+        raise InputError(f"got {name}={shown(value)}: give a number above 0")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Refuse an argument that is neither True nor False."""
+    if not isinstance(value, bool):
+        raise InputError(f"got {name}={shown(value)}: give True or False")
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse an argument that is none of the choices."""
+    if value not in choices:
+        raise InputError(f"got {name}={shown(value)}: choose one of {', '.join(choices)}")
