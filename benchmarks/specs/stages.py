@@ -39,11 +39,12 @@ from evenstep.stages.turns import TurnOrder
 SETTINGS = {"width": 512, "layers": 8, "examples_of_a_shard": 128, "warmup_steps": 3, "steps": 12}
 STAGES = 2
 SHARDS = (4, 8, 16)
-LAYOUTS = {
+_BALANCED = evenstep.Layout(divide=evenstep.Stages(f"balanced:{STAGES}"))
+LAYOUTS: Mapping[str, dict[str, Any]] = {
     "one": {"devices": 1},
     "data": {"devices": STAGES},
-    "stages": {"devices": STAGES, "stages": f"balanced:{STAGES}"},
-    "wait": {"devices": STAGES, "stages": f"balanced:{STAGES}"},
+    "stages": {"devices": STAGES, "layout": _BALANCED},
+    "wait": {"devices": STAGES, "layout": _BALANCED},
 }
 LABELS = {
     "one": "one device",
@@ -53,20 +54,20 @@ LABELS = {
 }
 BLOCKS = {"blocks": 12, "block_width": 512, "memory_steps": 2}
 OWN = ["cpu:0:own", "cpu:1:own"]
-STAGES = evenstep.Layout(divide=evenstep.Stages("balanced"))
-OWNERS = evenstep.Layout(divide=evenstep.Owners())
-BOTH = evenstep.Layout(divide=(evenstep.Stages("balanced"), evenstep.Owners()))
+BY_STAGES = evenstep.Layout(divide=evenstep.Stages("balanced"))
+BY_OWNERS = evenstep.Layout(divide=evenstep.Owners())
+BY_BOTH = evenstep.Layout(divide=(evenstep.Stages("balanced"), evenstep.Owners()))
 MEMORY: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
     "one": ("one device", 1, {"devices": 1}),
     "data": ("two devices with memory of their own, by data", 1, {"devices": OWN}),
-    "own": ("the same two, by stages", 1, {"devices": OWN, "layout": STAGES}),
-    "shared": ("two devices that share memory, by stages", 1, {"devices": 2, "layout": STAGES}),
+    "own": ("the same two, by stages", 1, {"devices": OWN, "layout": BY_STAGES}),
+    "shared": ("two devices that share memory, by stages", 1, {"devices": 2, "layout": BY_STAGES}),
     "processes": ("two processes", 2, {"devices": 1}),
-    "owners": ("two processes, with owners", 2, {"devices": 1, "layout": OWNERS}),
+    "owners": ("two processes, with owners", 2, {"devices": 1, "layout": BY_OWNERS}),
     "both": (
         "two processes, with owners, each by stages",
         2,
-        {"devices": 2, "layout": BOTH},
+        {"devices": 2, "layout": BY_BOTH},
     ),
 }
 """Layouts whose memory is measured: label, processes, and options of the trainer."""
@@ -192,7 +193,7 @@ def measure_idle(job: Mapping[str, Any]) -> dict[str, Any]:
         return {
             "step_ms": 1e3 * statistics.median(times_s),
             "idle": statistics.median(idle),
-            "timeline": _timeline(usual) if "stages" in layout else [],
+            "timeline": _timeline(usual) if "layout" in layout else [],
             "fingerprint": trainer.fingerprint(),
         }
 
@@ -333,7 +334,7 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
         for layout, label in LABELS.items():
             own = select(runs, part=f"{layout}.{shards}")
             if own:
-                is_staged = "stages" in LAYOUTS[layout]
+                is_staged = "layout" in LAYOUTS[layout]
                 idle = [run["idle"] for run in own]
                 excess = [one / theory(shards) for one in idle] if is_staged else []
                 rows.append(

@@ -68,7 +68,7 @@ def even(devices="auto", shards=8, steps=6):
     model, losses = VqVae(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     options = {"devices": devices, "shards": shards, "after_update": follow}
-    options["buffers"] = {"used": "sum", "sums": "sum"}
+    options["experiment"] = evenstep.Experiment(buffers={"used": "sum", "sums": "sum"})
     with evenstep.Trainer(model, optimizer, objective=loss_of, **options) as trainer:
         for X in batches(steps):
             loss = trainer.step(X)

@@ -1,4 +1,4 @@
-"""`evenstep train --stages`, `--partition`: one fingerprint, and one line for each error."""
+"""`evenstep train --stages`, `--owners`: one fingerprint, and one line for each error."""
 
 import pytest
 from test_cli_processes import start
@@ -12,7 +12,7 @@ LAYOUTS = {
     "stages of equal times": ("--devices", 2, "--stages", "balanced:time"),
     "two stages, twice": ("--devices", 4, "--stages", "balanced:2"),
     "named stages": ("--devices", 2, "--stages", "0=0,3=1"),
-    "owners": ("--devices", "cpu:0:own,cpu:1:own", "--partition", "optimizer"),
+    "owners": ("--devices", "cpu:0:own,cpu:1:own", "--owners"),
 }
 
 
@@ -37,7 +37,7 @@ def test_owners_save_and_the_training_resumes_without_them(tmp_path, monkeypatch
 @pytest.mark.slow
 def test_owners_and_stages_in_two_processes(tmp_path, undivided):
     file, keep = tmp_path / "record.json", ("--checkpoint-dir", tmp_path / "kept")
-    options = ("--processes", 2, "--devices", 2, "--partition", "optimizer", "--stages", "balanced")
+    options = ("--processes", 2, "--devices", 2, "--owners", "--stages", "balanced")
     start("train", *MLP, "--steps", 3, *options, *keep).communicate()
     ended = start("train", "--resume", "--steps", 4, *options, *keep, "--json", file)
     ended.communicate()
@@ -51,7 +51,6 @@ ERRORS = {
     ("--stages", "0=x"): "modules and their stages, such as features=0,classifier=1",
     ("--stages", "0=0,0=1"): "'0=0,0=1' is none of",
     ("--stages", "=1"): "'=1' is none of",
-    ("--partition", "model"): "'model' is not 'optimizer'",
 }
 
 

@@ -9,6 +9,7 @@ import evenstep
 from evenstep import Experiment, Trainer
 from evenstep.cli.options.table import Scope
 from evenstep.cli.options.training import ExperimentOptions, LayoutOptions
+from evenstep.cli.training.setup import layout_arguments
 
 SOURCE = Path(evenstep.__file__).parent
 
@@ -28,9 +29,27 @@ def test_every_choice_of_the_trainers_experiment_is_an_option():
 
 
 def test_options_set_arguments_that_the_trainer_has():
-    accepted = set(inspect.signature(Trainer).parameters)
-    for table in (ExperimentOptions, LayoutOptions):
-        assert {one.argument for one in table.options() if one.argument} <= accepted
+    given = ExperimentOptions().trainer_arguments()
+    assert Experiment(**given) == Experiment()
+    assert layout_arguments(LayoutOptions()).keys() <= set(inspect.signature(Trainer).parameters)
+
+
+OTHERS = {
+    "devices": "1",
+    "max_in_flight": 2,
+    "stages": "balanced",
+    "owners": True,
+    "peer_timeout_s": 5.0,
+    "allow_rounding": True,
+}
+
+
+def test_every_option_of_a_layout_reaches_the_trainer():
+    options = {one.argument: one.name for one in LayoutOptions.options() if one.argument}
+    assert options.keys() == OTHERS.keys()
+    for argument, name in options.items():
+        other = LayoutOptions(**{name: OTHERS[argument]})
+        assert layout_arguments(other) != layout_arguments(LayoutOptions())
 
 
 def test_only_options_of_the_experiment_are_kept():

@@ -217,7 +217,7 @@ COMPILED = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, about torch
 @pytest.mark.parametrize("name", COMPILED)
 def test_layers_that_the_user_has_compiled_are_refused(name):
-    with pytest.raises(ContractError, match=rf"{name} was compiled.*Trainer\(compile=True\)"):
+    with pytest.raises(ContractError, match=rf"{name} was compiled.*Experiment\(compile=True\)"):
         train(COMPILED[name]())
 
 

@@ -13,7 +13,7 @@ from evenstep.errors import CheckpointError
 from launched import alone, apart, launched
 from marks import slow
 
-CASES = ("optimizers", "models:2", "clipped", "grouped", "gathered", "two_steps")
+CASES = ("optimizers", "models:2", "clipped", "in_groups", "gathered", "two_steps")
 
 
 def results_of(finished, out, rank):

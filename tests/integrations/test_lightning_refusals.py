@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from evenstep import Experiment, Layout, Stages
 from evenstep.errors import ContractError, InputError, ModelError
 from marks import LIGHTNING
 from reference import assert_same_bits
@@ -161,7 +162,7 @@ def test_what_a_step_can_not_do(cases, does, error, line):
         ({"num_nodes": 2}, "num_nodes=2: leave it out"),
         ({"precision": "64-true"}, "precision='64-true': use '32-true' or 'bf16-mixed'"),
         ({"precision": "bf16-true"}, "precision='bf16-true'"),
-        ({"sync_batchnorm": True}, r"EvenStrategy\(batch_norm='sync'\)"),
+        ({"sync_batchnorm": True}, r"Experiment\(batch_norm='sync'\)"),
     ],
     ids=lambda one: "=".join(map(str, *one.items())) if isinstance(one, dict) else None,
 )
@@ -194,8 +195,13 @@ def test_compiled_modules_are_refused(cases):
 
 
 def test_options_that_do_not_fit_are_refused(cases):
-    with pytest.raises(InputError, match=r"EvenStrategy got precision=\.\.\.: give some of"):
-        cases.EvenStrategy(precision="bf16")
+    clipped, staged = Experiment(clip_norm=1.0), Layout(divide=Stages())
+    with pytest.raises(InputError, match="EvenStrategy got clip_norm=1.0: use Lightning's"):
+        cases.EvenStrategy(experiment=clipped)
+    with pytest.raises(InputError, match="EvenStrategy got divide=.*: leave it out"):
+        cases.EvenStrategy(layout=staged)
+    with pytest.raises(InputError, match=r"got faults='off': give an evenstep.Faults\(...\)"):
+        cases.EvenStrategy(faults="off")
 
 
 def test_several_processes_are_refused(cases, monkeypatch):

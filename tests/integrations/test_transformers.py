@@ -391,7 +391,7 @@ def test_low_rank_adapters(tmp_path, parts):
         ({"bf16": True}, {}, "precision"),
         ({"auto_find_batch_size": True}, {}, "auto_find_batch_size"),
         ({"gradient_accumulation_steps": 4}, {"shards": 8}, "leave shards out"),
-        ({}, {"options": {"scheduler": None}}, "options={'scheduler': ...}"),
+        ({}, {"clip_norm": 1.0}, "clip_norm=1.0: use TrainingArguments"),
         ({"optim": "lomo"}, {}, "lomo"),
     ],
     ids=["bf16", "batch size", "shards", "options", "lomo"],

@@ -179,16 +179,16 @@ def test_without_side_by_side_it_is_refused(devices):
     with evenstep.Trainer(
         model, SGD(model.parameters()), objective=info_nce, devices=devices
     ) as trainer:
-        with pytest.raises(ContractError, match=r"use Trainer\(side_by_side=True\)"):
+        with pytest.raises(ContractError, match=r"use Layout\(side_by_side=True\)"):
             trainer.step(*batch)
-        with pytest.raises(ContractError, match=r"use Trainer\(side_by_side=True\)"):
+        with pytest.raises(ContractError, match=r"use Layout\(side_by_side=True\)"):
             trainer.evaluate([batch], {"loss": info_nce})
         assert trainer.steps_done == 0
     assert_same_bits(model.state_dict(), before)
 
 
 def test_compiled_shards_cannot_gather():
-    with pytest.raises(ContractError, match=r"use Trainer\(side_by_side=True\)"):
+    with pytest.raises(ContractError, match=r"use Layout\(side_by_side=True\)"):
         train(batches((16,)), side_by_side=False, compile=True)
     with pytest.raises(InputError, match="compile=True and side_by_side=True"):
         train([], compile=True)
@@ -313,7 +313,7 @@ def test_in_one_of_several_processes_it_is_refused_before_they_meet(option, monk
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     model = nn.Linear(2, 2)
-    with pytest.raises(InputError, match="in one of several processes, .*: start one process"):
+    with pytest.raises(InputError, match="and several processes, but .*: start one process"):
         evenstep.Trainer(
             model, torch.optim.SGD(model.parameters()), nn.MSELoss(), **grouped(**option)
         )

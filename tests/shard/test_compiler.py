@@ -1,4 +1,4 @@
-"""`Trainer(compile=True)`: compiled shards keep the promise, or say why they are not compiled."""
+"""`Experiment(compile=True)`: compiled shards keep the promise, or a line says why not."""
 
 import functools
 import logging
@@ -446,9 +446,10 @@ def compiled_in_a_process(cache, model, **environment):
         f"torch.manual_seed(0)\nmodel = {model}\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "loss = torch.nn.CrossEntropyLoss()\n"
-        "with evenstep.Trainer(model, optimizer, loss, devices=1, compile=True) as trainer:\n"
-        "    trainer.step(torch.randn(16, 1, 28, 28), torch.zeros(16).long())\n"
-        "    result = trainer.hybridized\n"
+        "compiled = evenstep.Experiment(compile=True)\n"
+        "with evenstep.Trainer(model, optimizer, loss, devices=1, experiment=compiled) as t:\n"
+        "    t.step(torch.randn(16, 1, 28, 28), torch.zeros(16).long())\n"
+        "    result = t.hybridized\n"
         "print(counters['inductor']['fxgraph_cache_hit'], result.max_difference, result.why_not)\n"
     )
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache), **environment}

@@ -81,7 +81,7 @@ def test_an_optimizer_that_evaluates_often_gets_clipped_gradients():
 def test_it_belongs_to_the_experiment(tmp_path):
     def make(cls, **options):
         model = build("convolution")
-        return cls(model, sgd(model), nn.CrossEntropyLoss(), devices=1, **options)
+        return cls(model, sgd(model), nn.CrossEntropyLoss(), devices=1, **grouped(**options))
 
     ((X, y),) = make_batches((24,))
     with make(evenstep.Trainer, clip_norm=LIMIT) as trainer:

@@ -1,6 +1,7 @@
 """Options that don't go together are refused by name; all others train to the same bits."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +71,24 @@ def test_batch_norm_over_the_batch_counts_as_lockstep():
 
 def test_the_table_names_what_a_trainer_can_use():
     assert {*itertools.chain.from_iterable(APART)} <= USES.keys()
+
+
+IN_WORDS = {
+    "compile=True": "compile",
+    "lockstep": "lockstep",
+    "max_in_flight": "in flight",
+    "GPUs": "GPU",
+    "several processes": "processes",
+    **{name: name for name in ("Stages", "Slices", "Owners")},
+}
+
+
+def test_the_page_of_layouts_has_the_table():
+    page = Path(__file__).parents[2] / "docs" / "layouts.md"
+    rows = page.read_text().partition("| | does not go with |")[2].partition("\n\n")[0]
+    found = set()
+    for row in rows.splitlines()[2:]:
+        _, one, others, _ = row.split("|")
+        (name,) = [key for word, key in IN_WORDS.items() if word in one.split(":")[0]]
+        found |= {frozenset((name, key)) for word, key in IN_WORDS.items() if word in others}
+    assert found == {*map(frozenset, APART)}

@@ -288,7 +288,8 @@ class Layer(nn.Linear):
 
 torch.manual_seed(0)
 model = Layer(3, 1)
-options = dict(devices=2, shards=4, side_by_side=True, lost_after_s=0.1)
+layout, faults = evenstep.Layout(side_by_side=True), evenstep.Faults(lost_after_s=0.1)
+options = dict(devices=2, shards=4, layout=layout, faults=faults)
 X, y = torch.randn(8, 3), torch.randn(8, 1)
 optimizer = torch.optim.SGD(model.parameters())
 with evenstep.Trainer(model, optimizer, nn.MSELoss(), **options) as trainer:

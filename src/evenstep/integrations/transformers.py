@@ -101,7 +101,7 @@ class EvenTrainer(transformers.Trainer):
         self._threads = self._experiment.threads
         self._devices = find_devices(devices, threads=self._threads)
         self._refuse_other_device()
-        self._shards = self._shards_of_step()
+        self._shards = self._shards_of_step(shards)
         self._experiment = dataclasses.replace(self._experiment, shards=self._shards)
         self._even: Trainer | None = None
         self._opened = contextlib.ExitStack()
@@ -282,9 +282,10 @@ class EvenTrainer(transformers.Trainer):
             )
         return False
 
-    def _shards_of_step(self) -> int:
+    def _shards_of_step(self, given: int | None) -> int:
         parts, shards = self.args.gradient_accumulation_steps, self._experiment.shards
-        if parts > 1 and shards not in (Experiment().shards, parts):
+        given = shards if given is None and shards != Experiment().shards else given
+        if parts > 1 and given not in (None, parts):
             raise InputError(
                 f"got shards={shards} and gradient_accumulation_steps={parts}, but micro-batches "
                 f"are the shards of a step: leave shards out"

@@ -95,7 +95,6 @@ class StagedExecutor(IndependentExecutor):
     def __init__(self, *given: Any, stages: StagePlan) -> None:
         super().__init__(*given)
         self.stages = stages
-        self.cut_by_time: Mapping[str, int] = {}
         self._now: list[StagedShard | None] = [None] * len(self.engine.devices)  # by lane
         self._stuck: dict[int, tuple[int, str]] = {}  # by lane: the stage, and what stood still
         self._hooked: list[Replica] = []
@@ -103,16 +102,16 @@ class StagedExecutor(IndependentExecutor):
         self._lane_of: dict[nn.Module, int] = {}
         self._checked: dict[int, ShardObjective] = {}  # by lane, with its replica of now
 
-    @property
-    def group(self) -> Group:
-        """The processes that train together."""
-        return self._group
-
-    @group.setter
-    def group(self, group: Group) -> None:
+    def join(self, group: Group) -> None:
+        """Compute steps with the processes of a group; alone, sum gradients stage by stage."""
+        super().join(group)
         if group.is_alone:
-            group.reducer = StagedReducer(self.replicas, lambda: self.stages)
-        self._group = group
+            self.reducer = StagedReducer(self.replicas, lambda: self.stages)
+
+    @property
+    def stage_names(self) -> Mapping[str, int]:
+        """The stage that each named module begins."""
+        return self.stages.first
 
     # ---- assigned
 

@@ -216,7 +216,7 @@ class Pipeline(abc.ABC):
         self._give_up(steps, error)
         self._forget()
         self._show_own(own)
-        interruptible(self._executor.group.reducer.announce_failure, steps[0], error)
+        interruptible(self._executor.reducer.announce_failure, steps[0], error)
 
     def _finish_oldest(self) -> None:
         step = self.steps[0]
@@ -250,7 +250,7 @@ class Pipeline(abc.ABC):
         steps = [*self.steps]
         try:
             self._drop_all()
-            interruptible(self._executor.group.reducer.announce_retry, steps[0])
+            interruptible(self._executor.reducer.announce_retry, steps[0])
             self._forget()
             for step in steps:
                 step.attempt = step.attempt.again()
@@ -299,7 +299,7 @@ class Pipeline(abc.ABC):
         self._replicas.refuse_written_by_shards()
         attempt.commit()
         try:
-            leaves, root = self._executor.group.reducer.reduce(step)
+            leaves, root = self._executor.reducer.reduce(step)
         except AgainError:
             attempt.committed = False
             raise

@@ -25,7 +25,6 @@ from evenstep.devices.facts import KINDS, Difference, differences, listed, refus
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError
 from evenstep.replicas import refuse_strangers
-from evenstep.stages.executor import StagedExecutor
 from evenstep.steps.other_optimizers import OtherOptimizers
 from evenstep.steps.step import Position
 from evenstep.training.agreement import Agreement
@@ -129,8 +128,7 @@ class Saver:
         self._sources.restore(saved.data, rounds=rounds)
         if self._executor.programs:
             self._executor.programs.compiles = saved.compiles
-        if isinstance(self._executor, StagedExecutor):
-            self._executor.take_cut(saved.cut_by_time)
+        self._executor.take_cut(saved.cut_by_time)
         if is_part:
             assert self._partition is not None
             self._partition.note_loaded(saved.check_fingerprint)
@@ -202,15 +200,10 @@ class Saver:
             within_rounding=self._notes.within_rounding,
             data=encodable(self._sources.saved_at(position.cursor)),
             user_state=self._user_state.read(),
-            cut_by_time=self._cut_by_time(),
+            cut_by_time={**self._executor.cut_by_time},
             hash_seed=hash_seed(),
             facts=self._agreement.saved_facts(),
         )
-
-    def _cut_by_time(self) -> dict[str, int]:
-        """Return the stages that were chosen by time, which a resumed training keeps."""
-        executor = self._executor
-        return {**executor.cut_by_time} if isinstance(executor, StagedExecutor) else {}
 
     def _say_what_is_not_saved(self) -> None:
         """Log once what a training with a data loader of the user's own must restore by itself."""

@@ -232,7 +232,7 @@ class Session:
             opened.enter_context(parts.partition.split(group))
         if self.should_stop:
             group.ask_to_stop()
-        executor.group = group
+        executor.join(group)
         if group.differences:
             reason = f"the processes round differently: {group.differences}"
             logger.warning(self._notes.note_rounding(reason))
@@ -269,7 +269,7 @@ class Session:
             else:
                 explain_backward(error)
                 parts.pipeline.abandon(error)
-                parts.executor.group.reducer.leave(error)
+                parts.executor.reducer.leave(error)
                 parts.update.give_back()
         finally:
             try:
@@ -290,7 +290,7 @@ class Session:
         if self.owner is not None:
             self.owner.end()
         executor = self._parts.executor
-        executor.group = executor.group.alone()
+        executor.join(executor.group.alone())
         self._opened.__exit__(kind, error, traceback)
         self._parts.engine.close()  # if an exception from outside has interrupted that
 

@@ -59,10 +59,6 @@ from evenstep.shard.loss import (
     of_unlike_shards,
 )
 from evenstep.shard.partial_sum import PartialSum
-from evenstep.stages.executor import StagedExecutor
-from evenstep.steps.executors import SlicedExecutor
-from evenstep.steps.in_flight.outside import OutsideValues
-from evenstep.steps.in_flight.proxy_update import ProxyUpdate
 from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook
@@ -212,13 +208,12 @@ class Trainer(Habits):
         user_state = UserState(state, {k: v for k, v in own.items() if v is not None})
         move_home(model, optimizer, self.devices[0])
         hooks = before_update, after_update
-        parts = choose_parts(model, optimizer, chosen, hooks, callbacks, staged)
+        given = model, optimizer, loss or objective
+        parts = choose_parts(*given, chosen, hooks, callbacks, staged)
         self._max_in_flight = max_in_flight
         self._progress, self._timekeeper = parts.progress, parts.timekeeper
         self._engine, self._replicas, self._executor = parts.engine, parts.replicas, parts.executor
         self._update, self._pipeline, self._reporter = parts.update, parts.pipeline, parts.reporter
-        if isinstance(parts.update, ProxyUpdate):
-            parts.update.outside = OutsideValues(model, loss or objective, hooks)
         self._take, self._partition, self._left = parts.take, parts.partition, parts.left
         notes = Notes(self.devices[:1] if layout.has_slices else self.devices, self.experiment)
         notes.note_copies(parts.replicas.held_elsewhere)
@@ -771,8 +766,7 @@ class Trainer(Habits):
     @property
     def exchanged(self) -> Exchanged | None:
         """What devices have sent each other to compute slices; None without `Slices()`."""
-        executor = self._executor
-        return executor.exchanged if isinstance(executor, SlicedExecutor) else None
+        return self._executor.exchanged
 
     @property
     def stages(self) -> Mapping[str, int] | None:
@@ -780,8 +774,7 @@ class Trainer(Habits):
 
         With stages by time, these are the stages of equal bytes until the first step.
         """
-        executor = self._executor
-        return executor.stages.first if isinstance(executor, StagedExecutor) else None
+        return self._executor.stage_names
 
     @property
     def busy_s(self) -> list[float]:

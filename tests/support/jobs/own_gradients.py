@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import evenstep
 from evenstep.errors import EvenstepError
 from grouping import grouped

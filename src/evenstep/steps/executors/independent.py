@@ -6,6 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from evenstep.batch import Batch, contiguous_runs
@@ -17,6 +18,7 @@ from evenstep.engine import Engine, Task, streams
 from evenstep.engine.interrupts import interruptible
 from evenstep.engine.task import PLAIN, is_device_failure
 from evenstep.errors import add_note
+from evenstep.nn.crew import Exchanged
 from evenstep.options.experiment import Experiment
 from evenstep.profiling.clock import NodeTime, StepClock, Timekeeper
 from evenstep.replicas import Replica, Replicas
@@ -41,10 +43,13 @@ class IndependentExecutor:
 
     Attributes:
         side_by_side: whether the shards of a step are in progress at the same time.
+        cut_by_time: the module that begins each stage, if these were chosen by time.
+        exchanged: what the devices have sent each other for slices; None without slices.
         experiment: the choices that the result depends on.
         replicas: the replicas of the model.
         engine: runs the work on the devices.
         group: the processes that train together.
+        reducer: turns the partial sums of a step into one, here or in all processes.
         losses: gives up the devices that fail or stand still.
         adds_once: whether every backward pass so far added to each gradient at most once.
         programs: finds the compiled shards; None where shards are computed eagerly.
@@ -52,6 +57,8 @@ class IndependentExecutor:
     """
 
     side_by_side = False
+    cut_by_time: Mapping[str, int] = MappingProxyType({})
+    exchanged: Exchanged | None = None
 
     def __init__(
         self,
@@ -65,7 +72,7 @@ class IndependentExecutor:
         self.experiment = experiment
         self.replicas = replicas
         self.engine = engine
-        self.group = group
+        self.join(group)
         self.losses = losses
         self.adds_once = True
         self.programs = ShardPrograms(experiment, replicas) if experiment.compile else None
@@ -75,6 +82,19 @@ class IndependentExecutor:
         self._evaluation_pace = Pace(len(engine.devices))
         self._place = [experiment.placement(device) for device in engine.devices]
 
+    @property
+    def stage_names(self) -> Mapping[str, int] | None:
+        """The stage that each named module begins; None without stages."""
+        return None
+
+    def join(self, group: Group) -> None:
+        """Compute steps with the processes of a group, from the next one on."""
+        self.group = group
+        self.reducer = group.reducer
+
+    def take_cut(self, cut_by_time: Mapping[str, int]) -> None:
+        """Use the stages of a checkpoint, where the network is divided by time."""
+
     # ---- training steps: opened, computed in every lane, closed
 
     def open(self, step: Step) -> None:
@@ -82,7 +102,7 @@ class IndependentExecutor:
         attempt = step.attempt
         if self.programs is not None and step.may_compile:
             attempt.programs = self._programs_of(self.programs, step)
-        stream = self.group.reducer.begin(
+        stream = self.reducer.begin(
             attempt,
             functools.partial(self._add, attempt.clock),
             may_stream=not attempt.programs and self.adds_once and step.observe is None,

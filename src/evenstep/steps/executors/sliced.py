@@ -17,10 +17,9 @@ class SlicedExecutor(IndependentExecutor):
 
     The first device of those that share the model's memory computes everything else. The others
     compute slices until it has no shard left.
-
-    Attributes:
-        exchanged: what the devices have sent each other.
     """
+
+    exchanged: Exchanged
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

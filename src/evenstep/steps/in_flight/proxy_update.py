@@ -27,12 +27,8 @@ class ProxyUpdate(Update):
 
     Args:
         proxy: applies updates with the hyper-parameters in force when a step was submitted.
-
-    Attributes:
         outside: what the user's code reads outside of the model.
     """
-
-    outside: OutsideValues
 
     def __init__(
         self,
@@ -42,9 +38,11 @@ class ProxyUpdate(Update):
         after_update: Hook | None,
         clip_norm: float | None,
         proxy: OptimizerProxy,
+        outside: OutsideValues,
     ) -> None:
         super().__init__(optimizer, replicas, before_update, after_update, clip_norm)
         self._proxy = proxy
+        self._outside = outside
         self._left: Sequence[torch.Tensor | None] = ()
         self._showing = threading.Lock()
         self.record = self._record
@@ -78,11 +76,11 @@ class ProxyUpdate(Update):
 
     def note_outside(self) -> None:
         """Note what the user's code reads outside of the model."""
-        self.outside.note()
+        self._outside.note()
 
     def refuse_changed_outside(self) -> None:
         """Refuse a change of what steps in flight read outside of the model."""
-        self.outside.refuse_changed()
+        self._outside.refuse_changed()
 
     def give_back(self) -> None:
         """Leave the optimizer to the user; no step is in flight."""

@@ -109,7 +109,7 @@ def refined(experiment: Experiment, **keywords: object) -> Experiment:
                 f"got {name}={shown(value)} and experiment=Experiment({name}={shown(other)}): "
                 f"give {name} in one place only"
             )
-    return dataclasses.replace(experiment, **given) if given else experiment  # type: ignore[arg-type]
+    return Experiment(**{**vars(experiment), **given}) if given else experiment
 
 
 def check_flags(**flags: object) -> None:
@@ -187,5 +187,5 @@ def resumed(options: TrainerOptions, saved: Experiment) -> TrainerOptions:
     given = {name: value for name, value in given.items() if value is not None}
     return cast(
         TrainerOptions,
-        {**rest, "experiment": dataclasses.replace(saved, **given)},  # type: ignore[arg-type]
+        {**rest, "experiment": Experiment(**{**vars(saved), **given})},
     )

@@ -19,6 +19,7 @@ from evenstep.stages.plan import StagePlan
 from evenstep.steps.executors import IndependentExecutor, LockstepExecutor, SlicedExecutor
 from evenstep.steps.executors.losses import Losses
 from evenstep.steps.groups.group import Group
+from evenstep.steps.in_flight.outside import OutsideValues
 from evenstep.steps.in_flight.overlapped_pipeline import OverlappedPipeline
 from evenstep.steps.in_flight.proxy_update import ProxyUpdate
 from evenstep.steps.left_gradients import LeftGradients
@@ -70,6 +71,7 @@ class Parts:
 def choose_parts(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
+    loss: object,
     chosen: Chosen,
     hooks: tuple[Hook | None, Hook | None],
     callbacks: Sequence[Callback],
@@ -80,6 +82,7 @@ def choose_parts(
     Args:
         model: the user's model, on the first device.
         optimizer: the user's optimizer.
+        loss: the user's loss or objective.
         chosen: experiment, devices, layout and faults.
         hooks: `before_update` and `after_update`.
         callbacks: the user's.
@@ -106,7 +109,7 @@ def choose_parts(
     group = Group(experiment.batch_dim)
     losses = Losses(engine, replicas, chosen.faults.lost_after_s)
     executor = make_executor(experiment, replicas, engine, timekeeper, group, losses)
-    update = _choose_update(optimizer, replicas, chosen, hooks, callbacks)
+    update = _choose_update(optimizer, replicas, loss, chosen, hooks, callbacks)
     kinds = {(device.kind, device.threads) for device in devices}
     direct = kinds == {("cpu", experiment.threads)} and not chosen.overlaps
     pipeline = (DirectPipeline if direct else OverlappedPipeline)(
@@ -142,6 +145,7 @@ def choose_parts(
 def _choose_update(
     optimizer: torch.optim.Optimizer,
     replicas: Replicas,
+    loss: object,
     chosen: Chosen,
     hooks: tuple[Hook | None, Hook | None],
     callbacks: Sequence[Callback],
@@ -152,7 +156,8 @@ def _choose_update(
     if chosen.overlaps:
         proxy = OptimizerProxy(optimizer)
         make_proxied = OwnedProxyUpdate if chosen.layout.has_owners else ProxyUpdate
-        update = make_proxied(optimizer, replicas, *hooks, clip_norm, proxy)
+        outside = OutsideValues(replicas.home.module, loss, hooks)
+        update = make_proxied(optimizer, replicas, *hooks, clip_norm, proxy, outside)
         if minimises(optimizer):  # it steps itself, at once
             update.record = tuple
         return update
