@@ -70,8 +70,8 @@ def even(devices="auto", shards=8, steps=6):
     torch.manual_seed(0)
     model, rooms, losses = ActorCritic(), torch.full((AGENTS,), 4), []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    experiment = evenstep.Experiment(clip_norm=0.5)
-    options = {"devices": devices, "shards": shards, "experiment": experiment}
+    clip = evenstep.Experiment(clip_norm=0.5)
+    options = {"devices": devices, "shards": shards, "experiment": clip}
     with evenstep.Trainer(model, optimizer, objective=clipped, **options) as trainer:
         for _ in range(steps):
             rooms, batch = walk(lambda seen: trainer.predict([seen]), rooms)

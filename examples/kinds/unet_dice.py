@@ -62,8 +62,7 @@ def even(devices="auto", shards=8, steps=6):
     torch.manual_seed(0)
     model, losses = UNet(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    layout = evenstep.Layout(side_by_side=True)
-    options = {"devices": devices, "shards": shards, "layout": layout}
+    options = {"devices": devices, "shards": shards, "layout": evenstep.Layout(side_by_side=True)}
     with evenstep.Trainer(model, optimizer, objective=gathered, **options) as trainer:
         for images, masks in batches(steps):
             loss = trainer.step(images, masks)

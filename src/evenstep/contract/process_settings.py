@@ -24,7 +24,7 @@ _CASTS = "autocast's cache of cast weights"
 _PARAMETRIZED = "the cache of torch.nn.utils.parametrize.cached()"
 
 _ADVICE = {
-    _THREADS: "give Trainer(threads=...)",
+    _THREADS: "give Experiment(threads=...)",
     _CASTS: "create torch.autocast(..., cache_enabled=False) in forward or in the objective",
     _PARAMETRIZED: "keep the weight in a variable of forward instead",
 }
