@@ -135,7 +135,7 @@ EXPORTS = {
         "canonical_sum",
         "chunk_bounds",
         "connect",
-        "deal",
+        "assign_owners",
         "forest",
         "start_sum",
         "tree_plan",
@@ -286,7 +286,7 @@ EXPORTS = {
         "hookable",
         "inner_optimizers",
         "is_left",
-        "is_plain",
+        "is_plain_value",
         "layer_settings",
         "move_home",
         "note_left",
@@ -342,12 +342,12 @@ def test_what_is_exported_is_there_and_documented(package, name):
     assert value.__doc__
 
 
-def is_plain(node, package):
+def is_plain_value(node, package):
     """Say whether a statement may stand in an `__init__.py`."""
     if isinstance(node, ast.ImportFrom):
         return all(alias.asname is None for alias in node.names)
     if package == "evenstep" and isinstance(node, ast.If):  # TYPE_CHECKING, or not
-        return all(is_plain(one, package) for one in node.body)
+        return all(is_plain_value(one, package) for one in node.body)
     if isinstance(node, ast.FunctionDef):
         return package == "evenstep" and node.name in ("__dir__", "__getattr__")
     if isinstance(node, ast.Assign):
@@ -363,7 +363,7 @@ def test_an_init_holds_exports_only(package):
     docstring, *statements = ast.parse(PACKAGES[package].read_text(encoding="utf-8")).body
     assert isinstance(docstring, ast.Expr)
     assert isinstance(ast.literal_eval(docstring.value), str)
-    assert [ast.unparse(node) for node in statements if not is_plain(node, package)] == []
+    assert [ast.unparse(node) for node in statements if not is_plain_value(node, package)] == []
 
 
 def imported_from_evenstep(path):

@@ -3,7 +3,7 @@
 import pytest
 
 from evenstep.batch import ProcessAssignment
-from evenstep.batch.assignment import PERIOD_STEPS, Help
+from evenstep.batch.assignment import PERIOD_STEPS, OneLaneChoice
 
 MIDDLE = PERIOD_STEPS // 2
 
@@ -67,23 +67,23 @@ def chosen(crew, together_s, alone_s, steps):
 
 
 def test_help_that_costs_more_than_it_saves_is_refused():
-    refused = chosen(Help(), together_s=1.5e-3, alone_s=1e-3, steps=2000)
+    refused = chosen(OneLaneChoice(), together_s=1.5e-3, alone_s=1e-3, steps=2000)
     assert not any(refused[:256])
     assert sum(refused[300:]) > 0.9 * 1700
     assert not all(refused[300:])  # tried again
 
 
 def test_help_that_saves_time_is_taken():
-    refused = chosen(Help(), together_s=1e-3, alone_s=1.9e-3, steps=2000)
+    refused = chosen(OneLaneChoice(), together_s=1e-3, alone_s=1.9e-3, steps=2000)
     assert 0 < sum(refused) < 0.1 * 2000
 
 
 def test_long_steps_are_always_shared():
-    assert not any(chosen(Help(), together_s=0.1, alone_s=1e-3, steps=1000))
+    assert not any(chosen(OneLaneChoice(), together_s=0.1, alone_s=1e-3, steps=1000))
 
 
 def test_help_is_taken_again_when_steps_get_longer():
-    crew = Help()
+    crew = OneLaneChoice()
     chosen(crew, together_s=1.5e-3, alone_s=1e-3, steps=600)
     refused = chosen(crew, together_s=3e-3, alone_s=4e-3, steps=1000)
     assert sum(refused[-500:]) < 0.1 * 500

@@ -23,18 +23,18 @@ def test_a_perceptrons_weights_and_products():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_device_sends_nothing(way):
-    assert cost(way, SMALL, 1) == Cost(nbytes=0, meetings=0, parameter_nbytes=4 * 19)
+    assert cost(way, SMALL, 1) == Cost(nbytes=0, waits=0, parameter_nbytes=4 * 19)
 
 
 def test_data_sends_the_gradients_twice_but_for_a_devices_own_part():
-    assert cost("data", SMALL, 2) == Cost(nbytes=4 * 19, meetings=2, parameter_nbytes=4 * 19)
+    assert cost("data", SMALL, 2) == Cost(nbytes=4 * 19, waits=2, parameter_nbytes=4 * 19)
     assert cost("data", SMALL, 4).nbytes == 2 * 4 * 19 * 3 / 4
 
 
 def test_stages_send_a_hidden_layers_activations_and_wait_for_their_turn():
     two, three = cost("stages", SMALL, 2), cost("stages", SMALL, 3)
-    assert (two.nbytes, two.meetings, two.idle) == (4 * 3 * 2, 2, 1 / 9)
-    assert (three.nbytes, three.meetings, three.idle) == (2 * 4 * 3 * 2, 4, 2 / 10)
+    assert (two.nbytes, two.waits, two.idle) == (4 * 3 * 2, 2, 1 / 9)
+    assert (three.nbytes, three.waits, three.idle) == (2 * 4 * 3 * 2, 4, 2 / 10)
     assert two.parameter_nbytes == 4 * 19 / 2
 
 
@@ -42,12 +42,12 @@ def test_slices_send_inputs_and_gradients_and_meet_at_each_layer_of_each_shard()
     """To the other device: x of both layers (4 + 2) and half of dy (2); back: y / 2 and dx (2)."""
     found = cost("slices", SMALL, 2)
     assert found.nbytes == 4 * 3 * max(6 + 2, 2 + 2)
-    assert found.meetings == 2 * 2 * 8
+    assert found.waits == 2 * 2 * 8
 
 
 def test_seconds_are_those_of_products_bytes_and_meetings():
     (slow, *_) = LINKS
-    found = Cost(nbytes=125e6, meetings=4, parameter_nbytes=0, idle=0.5)
+    found = Cost(nbytes=125e6, waits=4, parameter_nbytes=0, idle=0.5)
     expected_s = SMALL.operations / 2 / 1e3 / 0.5 + 1.0 + 4 * 50e-6
     assert found.seconds(SMALL, 2, slow, 1e3) == pytest.approx(expected_s)
 

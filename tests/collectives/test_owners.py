@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evenstep.collectives import SumAtOwner, connect, deal, forest, tree_sum
+from evenstep.collectives import SumAtOwner, assign_owners, connect, forest, tree_sum
 from reference import assert_same_bits
 
 
 @given(sizes=st.lists(st.integers(0, 1000), max_size=40), owners=st.integers(1, 9))
 def test_every_item_has_an_owner_and_no_owner_gets_much_more_than_its_share(sizes, owners):
-    owner_of = deal(sizes, owners)
+    owner_of = assign_owners(sizes, owners)
     assert len(owner_of) == len(sizes)
     assert all(0 <= owner < owners for owner in owner_of)
     loads = [sum(s for s, o in zip(sizes, owner_of, strict=True) if o == n) for n in range(owners)]
@@ -21,10 +21,10 @@ def test_every_item_has_an_owner_and_no_owner_gets_much_more_than_its_share(size
 
 
 def test_the_largest_is_dealt_first_and_ties_go_by_number():
-    assert deal([1, 5, 3, 3, 5], 2) == [0, 0, 0, 1, 1]
-    assert deal([2, 2, 2], 5) == [0, 1, 2]
-    assert deal([], 3) == []
-    assert deal([0, 0], 2) == [0, 0]
+    assert assign_owners([1, 5, 3, 3, 5], 2) == [0, 0, 0, 1, 1]
+    assert assign_owners([2, 2, 2], 5) == [0, 1, 2]
+    assert assign_owners([], 3) == []
+    assert assign_owners([0, 0], 2) == [0, 0]
 
 
 RUNS = [

@@ -26,7 +26,7 @@ def generator_of(kind):
     return one, lambda one: one.random()
 
 
-class Held(Dataset):
+class SavedPlace(Dataset):
     """Draws from a generator in an attribute."""
 
     def __init__(self, kind):
@@ -62,7 +62,7 @@ class Transformed(Dataset):
 
     def __init__(self, kind):
         self.transform = self.Transform()
-        self.transform.inner = [Held(kind)]
+        self.transform.inner = [SavedPlace(kind)]
 
     def __len__(self):
         return EXAMPLES
@@ -72,10 +72,10 @@ class Transformed(Dataset):
 
 
 DATASETS = {
-    "held": Held,
+    "held": SavedPlace,
     "slots": InSlots,
     "transform": Transformed,
-    "subset": lambda kind: Subset(Held(kind), range(EXAMPLES)),
+    "subset": lambda kind: Subset(SavedPlace(kind), range(EXAMPLES)),
 }
 
 
@@ -126,8 +126,8 @@ def test_two_processes_draw_what_one_draws(make, kind):
             examples, shard_bounds(examples, 4), (range(1), range(1, min(4, examples))), rank
         )
 
-    whole = batches_of(make(Held(kind)))
-    parts = [batches_of(make(Held(kind)), part=part_of(rank)) for rank in (0, 1)]
+    whole = batches_of(make(SavedPlace(kind)))
+    parts = [batches_of(make(SavedPlace(kind)), part=part_of(rank)) for rank in (0, 1)]
     joined = [
         [torch.cat(rows) for rows in zip(*batches, strict=True)]
         for batches in zip(*parts, strict=True)
@@ -137,7 +137,7 @@ def test_two_processes_draw_what_one_draws(make, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_held_generator_stays_where_it_is(kind):
-    held, untouched = Held(kind), Held(kind)
+    held, untouched = SavedPlace(kind), SavedPlace(kind)
     if kind == "python":
         untouched.generator.setstate(held.generator.getstate())
     elif kind == "torch":
@@ -150,7 +150,7 @@ def test_a_held_generator_stays_where_it_is(kind):
 
 
 def test_an_epoch_has_other_draws_than_the_one_before():
-    loader = own(Held("torch"))
+    loader = own(SavedPlace("torch"))
     first, second = (
         dict(
             zip(*map(torch.Tensor.tolist, map(torch.cat, zip(*batches, strict=True))), strict=True)

@@ -9,7 +9,13 @@ from torch import nn
 from evenstep.devices import as_device
 from evenstep.errors import DeviceLostError
 from evenstep.nn import SlicedLinear, slice_
-from evenstep.nn.crew import CrewStoppedError, DeviceCrew, Exchanged, Held, equal_runs
+from evenstep.nn.slice_runners import (
+    Exchanged,
+    KeptPart,
+    SlicingDevices,
+    SlicingStoppedError,
+    equal_runs,
+)
 from patience import HUNG_TESTS_ABORT, wait
 from slicing import crew_of
 
@@ -39,7 +45,7 @@ def test_a_device_with_memory_of_its_own_holds_its_slices_of_the_weights_and_no_
     """What is sent: x once for each device, each held part once, and the results."""
     exchanged = Exchanged()
     weight, x = (torch.randint(9, (rows, 16)).float() for rows in (8, 4))  # exact products
-    parts = [Held(("weight", n), part) for n, part in enumerate(weight.chunk(8))]
+    parts = [KeptPart(("weight", n), part) for n, part in enumerate(weight.chunk(8))]
     seen = {}
 
     def product(number, x, part):
@@ -55,7 +61,7 @@ def test_a_device_with_memory_of_its_own_holds_its_slices_of_the_weights_and_no_
     assert all(len(places) == 1 and home not in places for n, places in seen.items() if n >= 4)
     each_time = x.nbytes + 4 * 4 * 4
     assert exchanged.nbytes == 2 * each_time + weight.nbytes // 2
-    assert exchanged.meetings == 2
+    assert exchanged.waits == 2
 
 
 def test_what_a_layer_sends_to_a_device_with_memory_of_its_own():
@@ -86,13 +92,13 @@ def test_an_error_in_a_slice_is_raised_where_the_layer_was_called():
 
 def lead_that_waits():
     """Return a crew, and a thread in which its lead waits for a slice of lane 1."""
-    crew = DeviceCrew({lane: as_device(f"cpu:{lane}") for lane in range(2)}, Exchanged())
+    crew = SlicingDevices({lane: as_device(f"cpu:{lane}") for lane in range(2)}, Exchanged())
     outcome, is_at_work = [], threading.Event()
 
     def lead():
         try:
             crew.run(lambda number, one: is_at_work.set() or (one,), [(None,)] * 2)
-        except CrewStoppedError as error:
+        except SlicingStoppedError as error:
             outcome.append(error)
 
     thread = threading.Thread(target=lead)
@@ -106,7 +112,7 @@ def test_a_lead_that_waits_is_stopped():
     crew.stop()
     thread.join(40)
     assert len(outcome) == 1
-    with pytest.raises(CrewStoppedError):
+    with pytest.raises(SlicingStoppedError):
         crew.run(lambda number, one: (one,), [(None,)] * 2)
     crew.help(1)  # returns
 
@@ -122,7 +128,7 @@ def test_of_a_stuck_crew_the_device_is_named_that_the_others_wait_for():
 
 
 def test_the_failure_of_a_device_stays_in_its_lane():
-    crew = DeviceCrew({lane: as_device(f"cpu:{lane}") for lane in range(2)}, Exchanged())
+    crew = SlicingDevices({lane: as_device(f"cpu:{lane}") for lane in range(2)}, Exchanged())
     ended = []
 
     def compute(number, one):
@@ -139,7 +145,7 @@ def test_the_failure_of_a_device_stays_in_its_lane():
 
     thread = threading.Thread(target=helper)
     thread.start()
-    with pytest.raises(CrewStoppedError):
+    with pytest.raises(SlicingStoppedError):
         crew.run(compute, [(None,)] * 2)
     thread.join(40)
     assert len(ended) == 1

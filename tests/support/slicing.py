@@ -10,7 +10,7 @@ from torch import nn
 
 from evenstep.devices import as_device
 from evenstep.nn import SlicedConv2d, SlicedEmbedding, SlicedLinear, slice_
-from evenstep.nn.crew import DeviceCrew, Exchanged, crew_here
+from evenstep.nn.slice_runners import Exchanged, SlicingDevices, runner_here
 from reference import tree
 from zoo import CLASSES
 
@@ -92,15 +92,15 @@ def reference(layer, x, dy, slices, along):
 def crew_of(names, exchanged=None):
     """Inside, sliced layers of this thread are computed by the named devices, in threads."""
     members = {lane: as_device(name) for lane, name in enumerate(names)}
-    crew = DeviceCrew(members, Exchanged() if exchanged is None else exchanged)
+    crew = SlicingDevices(members, Exchanged() if exchanged is None else exchanged)
     threads = [threading.Thread(target=_help, args=(crew, lane)) for lane in members if lane]
     for thread in threads:
         thread.start()
-    outside = crew_here.set(crew)
+    outside = runner_here.set(crew)
     try:
         yield crew
     finally:
-        crew_here.reset(outside)
+        runner_here.reset(outside)
         crew.stop()
         for thread in threads:
             thread.join()

@@ -143,7 +143,7 @@ def test_the_other_devices_compute_slices(devices):
         for batch in make_batches((16,)):
             trainer.step(*batch)
         exchanged = trainer.exchanged
-    assert exchanged.meetings == 4 * (2 * 7)  # shards, forward and backward, layers
+    assert exchanged.waits == 4 * (2 * 7)  # shards, forward and backward, layers
     assert (exchanged.nbytes > 0) == (devices == own(2))
 
 

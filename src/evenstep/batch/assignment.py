@@ -135,7 +135,7 @@ class Pace:
             self.seconds[lane] = took and took * _IDLE_DECAY
 
 
-class Help:
+class OneLaneChoice:
     """Decides whether all lanes compute a step, or the fastest one alone.
 
     Where a shard takes microseconds, waking a second thread costs more than it saves. Both choices
@@ -146,7 +146,7 @@ class Help:
         self._steps = 0
         self._took_s = {alone: deque[float](maxlen=_TRY_STEPS) for alone in (False, True)}
 
-    def is_refused(self) -> bool:
+    def is_better(self) -> bool:
         """Return whether the next step is for one lane alone."""
         self._steps += 1
         together, alone = (self._usual_s(choice) for choice in (False, True))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from evenstep.replicas import inner_optimizers, is_plain, python_number
+from evenstep.replicas import inner_optimizers, is_plain_value, python_number
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class OptimizerKind:
         """Return the kind of an optimizer."""
         kind = type(optimizer)
         defaults = {key: python_number(value) for key, value in optimizer.defaults.items()}
-        plain = {key: value for key, value in defaults.items() if is_plain(value)}
+        plain = {key: value for key, value in defaults.items() if is_plain_value(value)}
         return cls(name=f"{kind.__module__}.{kind.__qualname__}", defaults=plain)
 
     def facts(self, place: str) -> dict[str, Any]:

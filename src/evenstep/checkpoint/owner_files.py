@@ -44,7 +44,7 @@ def write_by_owners(
     """
     if peers.rank == 0:
         return _First(peers).write(folder, read, step, keep)
-    hidden = Path(_told(_say(peers, {}))["path"])
+    hidden = Path(_answer_of_first(_say(peers, {}))["path"])
     try:
         own = read()
         written: dict[str, Any] = {
@@ -53,8 +53,8 @@ def write_by_owners(
         }
     except Exception as error:
         written = {"error": text_of(error) or type(error).__name__}
-    _told(_say(peers, written))
-    return Path(_told(_say(peers, {}))["path"])
+    _answer_of_first(_say(peers, written))
+    return Path(_answer_of_first(_say(peers, {}))["path"])
 
 
 class _First:
@@ -112,7 +112,7 @@ def _say(peers: Peers, message: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [json.loads(answer) for answer in answers]
 
 
-def _told(answers: list[dict[str, Any]]) -> dict[str, Any]:
+def _answer_of_first(answers: list[dict[str, Any]]) -> dict[str, Any]:
     """Return what the first process has said; raise its error."""
     first = answers[0]
     if "error" in first:

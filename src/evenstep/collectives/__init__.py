@@ -2,7 +2,7 @@
 
 from evenstep.collectives.canonical import CanonicalSum, add_in_order, canonical_sum, start_sum
 from evenstep.collectives.local import LocalTransport, connect
-from evenstep.collectives.owners import SumAtOwner, deal
+from evenstep.collectives.owners import SumAtOwner, assign_owners
 from evenstep.collectives.partition import Forest, forest
 from evenstep.collectives.transport import Transfer, Transport, chunk_bounds, wait_all
 from evenstep.collectives.tree import TreePlan, TreeSum, tree_plan, tree_sum
@@ -17,10 +17,10 @@ __all__ = [
     "TreePlan",
     "TreeSum",
     "add_in_order",
+    "assign_owners",
     "canonical_sum",
     "chunk_bounds",
     "connect",
-    "deal",
     "forest",
     "start_sum",
     "tree_plan",

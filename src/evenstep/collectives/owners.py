@@ -11,7 +11,7 @@ from evenstep.collectives.partition import Forest
 from evenstep.collectives.transport import Transfer, Transport
 
 
-def deal(sizes: Sequence[int], owners: int) -> list[int]:
+def assign_owners(sizes: Sequence[int], owners: int) -> list[int]:
     """Return the owner of each item: the largest first, each to the owner with the least so far.
 
     A pure function, so that every process gets the same answer. No owner gets more than the mean

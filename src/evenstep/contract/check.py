@@ -65,7 +65,7 @@ def check_contract(
         refuse_strange_leaves(first.leaves, second.leaves, objective)
         if copied is not None and len(rehearsal.works) > 1:
             _check_beside_another(rehearsal, copied, first)
-        if copied is not None and separable and not work.alone:
+        if copied is not None and separable and not work.is_only_shard:
             refuse_own_gradients(copied, work, objective)
     unjudged = "separable=False was given"
     if separable:

@@ -326,7 +326,7 @@ class SelfCheck:
     @contextmanager
     def _apart(self, cut: Cut, rehearsal: Rehearsal) -> Iterator[None]:
         """Inside `with`, a shard can't see others, unless the batch's shards meet."""
-        meets_others = self._side_by_side or rehearsal.works[0].alone
+        meets_others = self._side_by_side or rehearsal.works[0].is_only_shard
         outside = shard_here.set(None if meets_others else "apart")
         try:
             yield

@@ -10,7 +10,7 @@ import optree
 import torch
 
 
-def digest_of(batch: Any) -> int:
+def digest_of_batch(batch: Any) -> int:
     """Return a checksum of a batch or an example: of its nesting, its arrays and plain values."""
     leaves, structure = optree.tree_flatten(batch, none_is_leaf=True)
     digest = zlib.crc32(str(structure).encode())

@@ -19,13 +19,13 @@ from torch.utils.data import (
 )
 
 from evenstep.batch.rng import derive_seed
-from evenstep.data.digests import digest_of
+from evenstep.data.digests import digest_of_batch
 from evenstep.data.generators import (
     Generator,
     call_seeded,
     drew_nothing,
     generators_of,
-    tell_epoch,
+    set_epoch_of,
 )
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
@@ -95,15 +95,15 @@ class Examples(Dataset[Any]):
         """
         if wanted.epoch != self._epoch:
             self._epoch = wanted.epoch
-            tell_epoch(wanted.epoch, self.dataset)
+            set_epoch_of(wanted.epoch, self.dataset)
         return without_end(self._fetched, wanted)
 
     def _fetched(self, wanted: Wanted) -> _Fetched:
         examples = self._fetch(wanted)
         if self._compares:
-            first = digest_of(examples)
+            first = digest_of_batch(examples)
             examples = self._fetch(wanted)
-            self._refuse_others(first, digest_of(examples), wanted)
+            self._refuse_others(first, digest_of_batch(examples), wanted)
             self._compares = False
         return _Fetched(examples, wanted)
 
@@ -223,7 +223,7 @@ def digest_of_examples(examples: Examples, index: Any, **workers: Any) -> int:
 
 
 def _digest(fetched: _Fetched) -> int:
-    return digest_of(fetched.examples)
+    return digest_of_batch(fetched.examples)
 
 
 def without_end(function: Callable[..., T], *arguments: Any) -> T:

@@ -59,12 +59,12 @@ DEFAULTS = (
 """What code draws from if it names no generator: that of torch on the CPU, Python's, numpy's."""
 
 
-class Lent:
+class BorrowedGenerators:
     """Random numbers of their own for code that draws from the generators of this process.
 
     Outside of the calls the generators have the states that the user left them in.
 
-        numbers = Lent(DEFAULTS)
+        numbers = BorrowedGenerators(DEFAULTS)
         numbers.seed(7)
         numbers.call(torch.rand, 2)
 
@@ -158,9 +158,9 @@ def order_of(sampler: Any, seed: int, epoch: int, own: object = None) -> Iterato
         own: a generator that it may draw from besides its own.
     """
     samplers = samplers_in(sampler)
-    numbers = Lent(generators_of(own, *samplers))
+    numbers = BorrowedGenerators(generators_of(own, *samplers))
     numbers.seed(derive_seed("sampler", seed, epoch))
-    tell_epoch(epoch, *samplers)
+    set_epoch_of(epoch, *samplers)
     order = numbers.call(iter, sampler)
     while some := numbers.call(_some, order):
         yield from some
@@ -175,7 +175,7 @@ def samplers_in(sampler: Any) -> list[Any]:
     return found
 
 
-def tell_epoch(epoch: int, *parts: object) -> None:
+def set_epoch_of(epoch: int, *parts: object) -> None:
     """Call `set_epoch` of those that have it."""
     for part in parts:
         tell = getattr(part, "set_epoch", None)
@@ -211,7 +211,9 @@ class GeneratorStates:
         """Return the states as plain values and tensors."""
         cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
         with _alone():  # a handler of a signal may save while they are lent
-            states = _lent[0] if _lent else [generator.read() for generator in DEFAULTS]
+            states = (
+                _users_states[0] if _users_states else [generator.read() for generator in DEFAULTS]
+            )
             torch_state, python, numpy = map(_plain, states[: len(DEFAULTS)])
         return {"torch": torch_state, "python": python, "numpy": numpy, "cuda": cuda}
 
@@ -242,7 +244,7 @@ def _seed(generators: Sequence[Generator], seed: int) -> None:
         generator.seed(derive_seed("generator", seed, number) if number > 2 else seed)
 
 
-_lent: list[list[Any]] = []
+_users_states: list[list[Any]] = []
 """The users' states of generators that are lent now: first `DEFAULTS`, then others."""
 
 
@@ -250,14 +252,14 @@ _lent: list[list[Any]] = []
 def _put_back(generators: Sequence[Generator]) -> Iterator[list[Any]]:
     """Inside `with`, code may draw from generators, which have their states again at the end."""
     before = [generator.read() for generator in generators]
-    outer = [*_lent]
+    outer = [*_users_states]
     try:
-        _lent.append(before)
+        _users_states.append(before)
         yield before
     finally:
         for generator, state in zip(generators, before, strict=True):
             generator.write(state)
-        _lent[:] = outer
+        _users_states[:] = outer
 
 
 def _generator(one: object) -> Generator | None:

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
 from evenstep.batch.rng import derive_seed
-from evenstep.data.digests import digest_of
+from evenstep.data.digests import digest_of_batch
 from evenstep.data.fetching import COMPARED, Collate, Examples, Wanted, digest_of_examples
 from evenstep.data.generators import order_of
 from evenstep.data.order import Cursor, epoch_order
@@ -148,7 +148,7 @@ class Loader:
         if _is_indexable(self.dataset):
             count = len(self.dataset)
             some = torch.arange(0, count, max(1, count // 64))
-            return digest_of(_rows(self.dataset.tensors, some))
+            return digest_of_batch(_rows(self.dataset.tensors, some))
         first = self._order(0)[:COMPARED].tolist()
         examples = self._examples(compares=True)
         return digest_of_examples(examples, first, num_workers=min(1, self.workers))

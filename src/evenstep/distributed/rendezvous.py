@@ -105,14 +105,14 @@ def _hosts(store: Store, rank: int, size: int, timeout_s: float) -> tuple[list[s
     host = socket.gethostname()
     with contextlib.ExitStack() as opened:
         if rank == 0:
-            told, _ = opened.enter_context(listening())
+            proof, _ = opened.enter_context(listening())
         else:
             name, _ = _published(0, store, timeout_s)
             link = opened.enter_context(connected(name))
-            told = _REACHED if link is not None else ""
-        store.set(f"machine/{rank}", f"{told}\n{host}")
+            proof = _REACHED if link is not None else ""
+        store.set(f"machine/{rank}", f"{proof}\n{host}")
         published = [_published(peer, store, timeout_s) for peer in range(size)]
-    return [host for _, host in published], all(told for told, _ in published)
+    return [host for _, host in published], all(proof for proof, _ in published)
 
 
 def _published(peer: int, store: Store, timeout_s: float) -> tuple[str, str]:
@@ -125,8 +125,8 @@ def _published(peer: int, store: Store, timeout_s: float) -> tuple[str, str]:
             f"trainer",
             peer,
         ) from error
-    told, host = store.get(f"machine/{peer}").decode().split("\n")
-    return told, host
+    proof, host = store.get(f"machine/{peer}").decode().split("\n")
+    return proof, host
 
 
 @functools.cache

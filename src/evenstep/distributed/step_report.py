@@ -109,7 +109,7 @@ def decoded(message: bytes) -> Report:
     )
 
 
-def heed(reports: Sequence[Report], peers: Peers, but: int | None = None) -> None:
+def check_reports(reports: Sequence[Report], peers: Peers, but: int | None = None) -> None:
     """Raise an error if another process failed, asks for a retry, or takes another step."""
     others = [(rank, report) for rank, report in enumerate(reports) if rank != but]
     for rank, report in others:

@@ -206,7 +206,7 @@ class Var(Place, Pending):
         return f"Var({self.result()!r})"
 
 
-class Instead:
+class MissingName:
     """A name that a class does not have, and what to write instead of it.
 
     It is a class attribute that raises AttributeError, so `hasattr` is false. Unlike `__getattr__`

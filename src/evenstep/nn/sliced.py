@@ -18,8 +18,15 @@ from torch import nn
 from evenstep.collectives import tree_sum
 from evenstep.collectives.tree import split_point
 from evenstep.devices.addresses import ALIGNMENT
-from evenstep.nn.crew import ALONE, Argument, Crew, Held, Result, crew_here
 from evenstep.nn.products import Product, Slice, Wanted
+from evenstep.nn.slice_runners import (
+    ONE_BY_ONE,
+    Argument,
+    KeptPart,
+    Result,
+    SliceRunner,
+    runner_here,
+)
 
 Keys: TypeAlias = "tuple[int | None, ...]"
 """The `id` of a layer's weight and of its bias, while they are parameters."""
@@ -79,7 +86,7 @@ class _Sliced(torch.autograd.Function):
         weights = _held(product, keys[0], weight, product.weight_dim)
         biases = _held(product, keys[1], bias, 0)
         with _without_autocast(x):
-            found = _crew().run(function, [*zip(inputs, weights, biases, strict=True)])
+            found = _runner().run(function, [*zip(inputs, weights, biases, strict=True)])
         results = [one for (one, *_) in found if one is not None]
         if product.along == "outputs":
             return torch.cat(results, product.output_dim)
@@ -102,7 +109,7 @@ class _Sliced(torch.autograd.Function):
         else:
             slopes = _copies(_by_itself(dy, _format_of(x)), product.slices)
         with _without_autocast(x):
-            found = _crew().run(function, [*zip(slopes, inputs, weights, strict=True)])
+            found = _runner().run(function, [*zip(slopes, inputs, weights, strict=True)])
         dx, d_weight, d_bias = zip(*found, strict=True)
         return (
             None,
@@ -189,7 +196,7 @@ def _held(
     if key is None:
         return parts
     known = key, tensor.dtype, product
-    return [Held((*known, number), part) for number, part in enumerate(parts)]
+    return [KeptPart((*known, number), part) for number, part in enumerate(parts)]
 
 
 def _spread(product: Product, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -247,8 +254,8 @@ def _strides(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[
 # ---- the calling thread
 
 
-def _crew() -> Crew:
-    return ALONE if _is_traced() or torch.is_grad_enabled() else crew_here.get()
+def _runner() -> SliceRunner:
+    return ONE_BY_ONE if _is_traced() or torch.is_grad_enabled() else runner_here.get()
 
 
 def _is_traced() -> bool:

@@ -25,7 +25,7 @@ from evenstep.replicas.replica import (
 )
 from evenstep.replicas.replicas import Replicas
 from evenstep.replicas.settings import (
-    is_plain,
+    is_plain_value,
     layer_settings,
     optimizer_settings,
     plain_attributes,
@@ -45,7 +45,7 @@ __all__ = [
     "hookable",
     "inner_optimizers",
     "is_left",
-    "is_plain",
+    "is_plain_value",
     "layer_settings",
     "move_home",
     "note_left",

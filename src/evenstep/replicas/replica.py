@@ -26,7 +26,7 @@ class Replica:
         buffer_names: the names of the buffers.
         buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
         opening: the values that the buffers have when a shard starts, in this replica's memory.
-        has_learned: whether a backward pass has reached the parameters.
+        has_run_backward: whether a backward pass has reached the parameters.
         may_accumulate: whether a backward pass may add to the gradients of other shards: not where
             layers have sparse gradients, or hooks on their backward pass, which could see them.
         has_accumulated: whether a backward pass has done so.
@@ -49,7 +49,7 @@ class Replica:
         self.buffers = list(module.buffers())
         self.rules = rules
         self.opening: list[torch.Tensor] = []
-        self.has_learned = False
+        self.has_run_backward = False
         self.may_accumulate = not any(
             getattr(child, "sparse", False) or child._backward_hooks or child._backward_pre_hooks
             for child in module.modules()

@@ -437,7 +437,7 @@ class Replicas:
     def forget_objective(self) -> None:
         """Forget what backward passes have shown: the next one is of another objective."""
         for replica in self.all:
-            replica.has_learned = replica.has_accumulated = False
+            replica.has_run_backward = replica.has_accumulated = False
 
     def abandon_step(self) -> None:
         """Leave the user's module as `open_step` found it, without gradients."""

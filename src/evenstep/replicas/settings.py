@@ -28,7 +28,7 @@ def layer_settings(prefix: str, module: nn.Module) -> dict[str, str]:
         shown = [
             f"{key}={value!r}"
             for key, value in vars(layer).items()
-            if is_known and key in _settings_of(kind) and is_plain(value)
+            if is_known and key in _settings_of(kind) and is_plain_value(value)
         ]
         found[f"{prefix} {name}".rstrip()] = f"{kind.__name__}({', '.join(shown)})"
     return found
@@ -45,7 +45,7 @@ def plain_attributes(module: nn.Module) -> dict[str, str]:
         f"{name}.{key}".removeprefix("."): shown(value)
         for name, layer in module.named_modules()
         for key, value in vars(layer).items()
-        if not key.startswith("_") and is_plain(value)
+        if not key.startswith("_") and is_plain_value(value)
     }
 
 
@@ -59,7 +59,7 @@ def optimizer_settings(optimizer: torch.optim.Optimizer) -> dict[str, str]:
             found[f"the number of parameters in group {number}{of}"] = str(len(group["params"]))
             for key, value in group.items():
                 plain = value.tolist() if isinstance(value, torch.Tensor) else python_number(value)
-                if key != "params" and is_plain(plain):
+                if key != "params" and is_plain_value(plain):
                     found[f"{key} of parameter group {number}{of}"] = repr(plain)
     return found
 
@@ -69,8 +69,8 @@ def python_number(value: Any) -> Any:
     return value.item() if isinstance(value, np.bool_ | np.number) else value
 
 
-def is_plain(value: object) -> bool:
+def is_plain_value(value: object) -> bool:
     """Whether a value is a number, a string, a bool, None, or a list or tuple of these."""
     if type(value) in (list, tuple):
-        return all(map(is_plain, value))  # type: ignore[call-overload]
+        return all(map(is_plain_value, value))  # type: ignore[call-overload]
     return type(value) in _PLAIN

@@ -67,7 +67,7 @@ class ShardWork(NamedTuple):
     program: Program | None = None
 
     @property
-    def alone(self) -> bool:
+    def is_only_shard(self) -> bool:
         """Whether the shard is the whole batch."""
         return self.examples is None
 
@@ -109,7 +109,7 @@ def compute_shard(
     """
     if replica.buffers:
         replica.open_shard()
-    known = replica.has_learned or work.program is not None
+    known = replica.has_run_backward or work.program is not None
     if may_accumulate and known and observe is None and replica.may_accumulate:
         node, left = tree.claim(work.shard, functools.partial(_fits, replica))
     else:
@@ -227,10 +227,10 @@ def _backward(replica: Replica, total: torch.Tensor, divisor: int) -> None:
         _ENGINE.run_backward(*given, allow_unreachable=True, accumulate_grad=True)
     else:
         total.backward(root)
-    if not replica.has_learned:
+    if not replica.has_run_backward:
         if all(parameter.grad is None for parameter in replica.parameters):
             raise _outer_model_error(replica, "no parameter")
-        replica.has_learned = True
+        replica.has_run_backward = True
 
 
 def root_gradient(divisor: int, dtype: torch.dtype) -> float:
@@ -340,7 +340,7 @@ def _collect(replica: Replica, work: ShardWork) -> PartialSum:
     for parameter in replica.parameters:
         gradient, parameter.grad = parameter.grad, None
         if gradient is not None and gradient.is_sparse:
-            gradient = sparse_with_own_memory(gradient, coalesce=not work.alone)
+            gradient = sparse_with_own_memory(gradient, coalesce=not work.is_only_shard)
             is_dense = False
         elif gradient is not None:
             gradient = with_own_memory(gradient)
@@ -376,7 +376,7 @@ def _contribution(
             f"a shard has written the buffer {name}, which buffers= refuses: don't write it in "
             f"forward, or give it the rule 'mean', 'first', 'sum', 'max' or 'min'"
         )
-    if work.alone:
+    if work.is_only_shard:
         return buffer.clone()
     if rule == "sum":
         return buffer - opening

@@ -79,7 +79,7 @@ class GradientStream:
             if i not in missing[bucket]:
                 raise AccumulatedTwiceError(f"parameter {i} got a gradient twice in a shard")
             missing[bucket].remove(i)
-            replica.has_learned = True
+            replica.has_run_backward = True
             if not missing[bucket]:
                 self._put(bucket, node, replica)
 

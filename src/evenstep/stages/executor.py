@@ -32,7 +32,7 @@ from evenstep.stages.timing import measure_parts
 from evenstep.stages.turns import StagedShards
 from evenstep.steps.executors import IndependentExecutor, explain
 from evenstep.steps.groups.group import Group
-from evenstep.steps.reducer import LocalReducer, loose_parameters
+from evenstep.steps.reducer import LocalReducer, sparse_parameters
 from evenstep.steps.step import Attempt, Step
 
 logger = logging.getLogger("evenstep")
@@ -57,11 +57,11 @@ class StagedReducer(LocalReducer):
         if not may_stream:
             return None
         assert attempt.tree is not None
-        loose = loose_parameters(self._replicas.home.module)
+        sparse = sparse_parameters(self._replicas.home.module)
         stages = self._stages()
         numbers: list[list[int]] = [[] for _ in range(stages.count)]
         for number, stage in enumerate(stages.of_parameter):
-            if number not in loose:
+            if number not in sparse:
                 numbers[stage].append(number)
         sums = self._sums[attempt] = StageSums([StageBucket(own) for own in numbers if own])
         return GradientStream(attempt.tree.plan, sums, may_retry=True)
@@ -138,7 +138,7 @@ class StagedExecutor(IndependentExecutor):
         self._hook()
         replicas = len(self.engine.devices) // count
         runs = contiguous_runs(attempt.cut.part.run, [1.0] * replicas)
-        attempt.alone = False
+        attempt.one_lane = False
         attempt.runs = [run if not stage else [] for run in runs for stage in range(count)]
         attempt.turns = StagedShards(count, runs)
 

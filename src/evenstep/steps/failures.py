@@ -49,9 +49,9 @@ class Recovery:
             return True
         if step.attempt.committed:
             return False
-        losses = self._executor.losses
-        losses.give_up_failed(step.attempt.errors)
-        return losses.can_go_on(error, f"step {step.number}")
+        lost = self._executor.lost
+        lost.give_up_failed(step.attempt.errors)
+        return lost.can_go_on(error, f"step {step.number}")
 
 
 def refuse_no_gradient(step: Step, root: PartialSum, parameters: Sequence[nn.Parameter]) -> None:

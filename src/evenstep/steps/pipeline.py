@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from evenstep.batch.assignment import Help
+from evenstep.batch.assignment import OneLaneChoice
 from evenstep.contract import refuse_modes
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.distributed.step_report import AgainError
@@ -333,11 +333,11 @@ class DirectPipeline(Pipeline):
 
     def __init__(self, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
-        self._help = Help()
+        self._one_lane = OneLaneChoice()
 
     def _start(self, step: Step) -> None:
         attempt, executor, lanes = step.attempt, self._executor, self._engine.lanes
-        attempt.alone = len(self._engine.devices) > 1 and self._help.is_refused()
+        attempt.one_lane = len(self._engine.devices) > 1 and self._one_lane.is_better()
         executor.open(step)
         attempt.clock.ready_s = attempt.clock.ready_s or time.perf_counter()
         executor.take_opening(attempt)
@@ -345,7 +345,9 @@ class DirectPipeline(Pipeline):
         self.steps.append(step)
         self._progress.count(step)
         alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes
-        attempt.working = {lane for lane in alive if attempt.runs[lane]} if attempt.alone else alive
+        attempt.working = (
+            {lane for lane in alive if attempt.runs[lane]} if attempt.one_lane else alive
+        )
         attempt.lanes = frozenset(attempt.working)
         for lane in attempt.lanes:
             run = contextvars.copy_context().run
@@ -379,7 +381,7 @@ class DirectPipeline(Pipeline):
                 INTERRUPTS.check()
         if len(self._engine.devices) > 1:
             assert attempt.clock.ready_s is not None
-            self._help.learn(attempt.alone, time.perf_counter() - attempt.clock.ready_s)
+            self._one_lane.learn(attempt.one_lane, time.perf_counter() - attempt.clock.ready_s)
         return attempt.errors[min(attempt.errors)] if attempt.errors else None
 
     def _give_up_lost(self, attempt: Attempt) -> None:

@@ -28,8 +28,8 @@ from evenstep.distributed.step_report import (
     Kind,
     Report,
     Verdict,
+    check_reports,
     decoded,
-    heed,
     named,
     unnamed,
 )
@@ -107,7 +107,7 @@ class ProcessReducer(LocalReducer):
         self.stop_asked = False
         self.stop_seen: int | None = None
         self._home = replicas.home
-        self._loose = loose_parameters(self._home.module)
+        self._sparse = sparse_parameters(self._home.module)
         self._flats: FlatSpace
         self._dense: NetworkReducer
         self._lay_out()
@@ -176,7 +176,7 @@ class ProcessReducer(LocalReducer):
         if not step.attempt.reported:
             step.attempt.reported = True
             report = Report(verdict, step.facts, story)
-            heed(self._gather(report), self.peers, but=self.rank)
+            check_reports(self._gather(report), self.peers, but=self.rank)
 
     def _drop_gradients(self, step: Step) -> None:
         """Send what the other processes wait for, although the step is not taken."""
@@ -191,7 +191,7 @@ class ProcessReducer(LocalReducer):
         assert attempt.sending is not None
         for partial in partials:
             for i, gradient in enumerate(partial.gradients):
-                if gradient is not None and gradient.is_sparse and i not in self._loose:
+                if gradient is not None and gradient.is_sparse and i not in self._sparse:
                     raise sparse_error(self._home, i)
         attempt.sending.write_rest([partial.gradients for partial in partials])
         leaves = [attempt.results[shard] for shard in attempt.trees.runs[self.rank]]
@@ -212,10 +212,10 @@ class ProcessReducer(LocalReducer):
     def _present(self, sending: GradientReduction, partials: Sequence[PartialSum]) -> torch.Tensor:
         """Return which gradients each partial sum has: bool (partial sums, parameters)."""
         present = torch.tensor(sending.present).reshape(-1, len(self._home.parameters)) > 0
-        loose = sorted(self._loose)
+        sparse = sorted(self._sparse)
         for number, partial in enumerate(partials):
-            present[number, loose] = torch.tensor(
-                [partial.gradients[i] is not None for i in loose], dtype=torch.bool
+            present[number, sparse] = torch.tensor(
+                [partial.gradients[i] is not None for i in sparse], dtype=torch.bool
             )
         return present
 
@@ -223,9 +223,9 @@ class ProcessReducer(LocalReducer):
         """Return the partial sums' buffers and gradients that may be sparse, by name."""
         tensors: dict[str, torch.Tensor] = {}
         for number, partial in enumerate(partials):
-            loose = [(i, partial.gradients[i]) for i in self._loose]
+            sparse = [(i, partial.gradients[i]) for i in self._sparse]
             tensors |= named(f"buffer/{number}", enumerate(partial.buffers))
-            tensors |= named(f"gradient/{number}", loose)
+            tensors |= named(f"gradient/{number}", sparse)
         return tensors
 
     def _combine(
@@ -234,7 +234,7 @@ class ProcessReducer(LocalReducer):
         trees, sending, step = attempt.trees, attempt.sending, attempt.number
         assert sending is not None
         reports = self._gather(report)
-        heed(reports, self.peers)
+        check_reports(reports, self.peers)
         self.assignment.record_speeds(step, [other.speed for other in reports])
         if self.stop_seen is None and any(report.stop for report in reports):
             self.stop_seen = step
@@ -274,12 +274,12 @@ class ProcessReducer(LocalReducer):
 
     def _dense_numbers(self) -> list[int]:
         """Order dense gradients roughly as a backward pass makes them final."""
-        return [i for i in reversed(range(len(self._home.parameters))) if i not in self._loose]
+        return [i for i in reversed(range(len(self._home.parameters))) if i not in self._sparse]
 
     def _follow_home(self) -> None:
         """Follow a change of the user's module: its parameters, and which may be sparse."""
         self._home = self._replicas.home
-        self._loose = loose_parameters(self._home.module)
+        self._sparse = sparse_parameters(self._home.module)
         flats = FlatSpace(self._home.parameters, self._dense_numbers())
         if not flats.is_like(self._flats):  # a hook may have been added in this process alone
             self._dense.close()
@@ -334,7 +334,7 @@ def _spelled_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
 
 
-def loose_parameters(model: nn.Module) -> frozenset[int]:
+def sparse_parameters(model: nn.Module) -> frozenset[int]:
     """Return the numbers of the parameters of layers that may have sparse gradients."""
     numbers = {parameter: i for i, parameter in enumerate(model.parameters())}
     return frozenset(

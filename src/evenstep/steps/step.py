@@ -19,9 +19,9 @@ from evenstep.data.order import Cursor
 from evenstep.distributed.gradient_reduce import GradientReduction
 from evenstep.distributed.step_report import NO_DIGEST, Facts, batch_digest
 from evenstep.engine import PendingNumber, Task
-from evenstep.engine.handle import Instead
+from evenstep.engine.handle import MissingName
 from evenstep.errors import ClosedError, add_note, hides_own_frames
-from evenstep.nn.crew import DeviceCrew
+from evenstep.nn.slice_runners import SlicingDevices
 from evenstep.profiling.clock import StepClock
 from evenstep.replicas import Replica
 from evenstep.shard.compiler import Program
@@ -128,12 +128,12 @@ class Attempt:
         seed: returns the seed of a shard's random ops.
         compute: called in a lane with a replica and a shard's work.
         results: what `compute` returned, by shard.
-        alone: whether the fastest lane computes all shards.
+        one_lane: whether the fastest lane computes all shards.
         is_observed: whether somebody looks at each shard's values.
         runs: the shards that each lane starts with.
         queue: the shards that no lane has begun; None before they are assigned, and in lockstep.
         lockstep: where shards meet that run side by side; None for independent shards.
-        crew: the devices that compute the slices of its shards together; None if they don't.
+        slicing: the devices that compute the slices of its shards together; None if they don't.
         turns: the turns of shards on the stages of a network; None without stages.
         tree: the sum over the shards of a training step.
         sending: takes gradients for other processes; None in a single process.
@@ -158,9 +158,9 @@ class Attempt:
         self.results: dict[int, Any] = {}
         self.queue: ShardQueue | None = None
         self.lockstep: Lockstep | None = None
-        self.crew: DeviceCrew | None = None
+        self.slicing: SlicingDevices | None = None
         self.turns: Stoppable | None = None
-        self.alone = self.is_observed = False
+        self.one_lane = self.is_observed = False
         self.runs: Sequence[Sequence[int]] = ()
         self.tree: TreeSum[PartialSum] | None = None
         self.sending: GradientReduction | None = None
@@ -217,7 +217,7 @@ class Attempt:
             self.dropped = self.dropped or not self.committed
         if self.queue is not None:
             self.queue.dropped = True
-        for meeting in (self.lockstep, self.crew, self.turns):
+        for meeting in (self.lockstep, self.slicing, self.turns):
             if meeting is not None:
                 meeting.stop()
 
@@ -336,7 +336,7 @@ class StepLoss(PendingNumber):
     __slots__ = ("_step", "_wait")
 
     if not TYPE_CHECKING:  # which reports such names by itself
-        backward = Instead(NO_BACKWARD, "the loss")
+        backward = MissingName(NO_BACKWARD, "the loss")
 
     def __init__(self, step: Step, wait: Callable[[Step], None]) -> None:
         self._step = step

@@ -26,7 +26,7 @@ class Epochs:
     Args:
         parts: the parts of the trainer's steps.
         chosen: experiment, devices, layout and faults.
-        lone_examples: is told how many examples the last batch of an epoch has.
+        lone_examples: gets the number of examples of an epoch's last batch.
 
     Inside `with`, worker processes of loaders may be kept from epoch to epoch.
 

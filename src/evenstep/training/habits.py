@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn
 
-from evenstep.engine.handle import Instead
+from evenstep.engine.handle import MissingName
 from evenstep.errors import InputError, add_note
 from evenstep.steps.step import NO_BACKWARD
 
@@ -28,18 +28,18 @@ class Habits:
     """A base class that answers names which trainers of other libraries, and modules, have."""
 
     if not TYPE_CHECKING:  # which reports such names by itself
-        fit = Instead(_LOOP)
-        train = Instead(f"{_LOOP}; for the model's mode, model.train()")
-        eval = Instead("trainer.evaluate and trainer.predict set the model's mode themselves")
-        test = Instead("write trainer.evaluate(batches, metrics)")
-        zero_grad = Instead("leave it out, as each trainer.step begins with new gradients")
-        parameters = Instead("use model.parameters()")
-        to = Instead("choose devices by evenstep.Trainer(..., devices=...)")
-        state_dict = Instead(
+        fit = MissingName(_LOOP)
+        train = MissingName(f"{_LOOP}; for the model's mode, model.train()")
+        eval = MissingName("trainer.evaluate and trainer.predict set the model's mode themselves")
+        test = MissingName("write trainer.evaluate(batches, metrics)")
+        zero_grad = MissingName("leave it out, as each trainer.step begins with new gradients")
+        parameters = MissingName("use model.parameters()")
+        to = MissingName("choose devices by evenstep.Trainer(..., devices=...)")
+        state_dict = MissingName(
             f"write trainer.save(folder) and {_LOAD.removeprefix('write ')}; for the model alone, "
             f"model.state_dict()"
         )
-        load_state_dict = Instead(f"{_LOAD}; for the model alone, model.load_state_dict(...)")
+        load_state_dict = MissingName(f"{_LOAD}; for the model alone, model.load_state_dict(...)")
 
         def __call__(self, *arguments: object, **named: object) -> NoReturn:
             """Refuse to be called as the model is."""
@@ -62,7 +62,7 @@ class Habits:
         return [
             name
             for name in super().__dir__()
-            if not isinstance(inspect.getattr_static(kind, name, None), Instead)
+            if not isinstance(inspect.getattr_static(kind, name, None), MissingName)
         ]
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:

@@ -32,11 +32,11 @@ class _Event(NamedTuple):
 
     Attributes:
         step: the step that has to end first; None for none.
-        tell: reports it.
+        call: reports it.
     """
 
     step: Step | None
-    tell: Callable[[], None]
+    call: Callable[[], None]
 
 
 class Reporter:
@@ -66,7 +66,7 @@ class Reporter:
         self._devices = devices
         self._events: deque[_Event] = deque()
         self._saves: deque[tuple[Future[Path], SaveRecord]] = deque()
-        self._is_telling = False
+        self._is_calling_back = False
         self._epoch = _NO_STEPS
         self._total = 0.0
         self._open = contextlib.ExitStack()
@@ -93,7 +93,7 @@ class Reporter:
         """Report what is left, and close the callbacks. An error is added to one being raised."""
         try:
             with self._open:
-                self.tell()
+                self.call_back()
         except Exception as failure:
             if error is None:
                 raise
@@ -115,14 +115,14 @@ class Reporter:
             loss = take(step)
         finally:  # after an error of `after_update`, it was taken all the same
             self.add_step(step, lrs)
-        self.tell()
+        self.call_back()
         return loss
 
     def add_step(self, step: Step, lrs: tuple[float, ...] | None = None) -> None:
         """Report a submitted step when it has ended, with the learning rates of now, or others."""
         if self._active:
             lrs = self._lrs() if lrs is None else lrs
-            self._events.append(_Event(step, functools.partial(self._tell_step, step, lrs)))
+            self._events.append(_Event(step, functools.partial(self._call_step, step, lrs)))
 
     def _lrs(self) -> tuple[float, ...]:
         return tuple(float(group.get("lr", 0.0)) for group in self._optimizer.param_groups)
@@ -130,39 +130,39 @@ class Reporter:
     def epoch_ended(self, epoch: int, steps_done: int) -> None:
         """Report the end of an epoch after its steps."""
         if self._active:
-            tell = functools.partial(self._tell_epoch, epoch, steps_done)
+            call = functools.partial(self._call_epoch, epoch, steps_done)
             last = self._pipeline.steps[-1] if self._pipeline.steps else None
-            self._events.append(_Event(last, tell))
-            self.tell()
+            self._events.append(_Event(last, call))
+            self.call_back()
 
     def saved(self, path: Path, step: int, written: Future[Path] | None) -> None:
         """Report a checkpoint, as soon as it is `written` if that is not done yet."""
         if self._active:
             record = SaveRecord(step=step, path=path)
             if written is None:
-                self._events.append(_Event(None, functools.partial(self._tell, "on_save", record)))
+                self._events.append(_Event(None, functools.partial(self._call, "on_save", record)))
             else:
                 self._saves.append((written, record))
-            self.tell()
+            self.call_back()
 
-    def tell(self) -> None:
+    def call_back(self) -> None:
         """Report everything that has ended, oldest first; wait for nothing."""
-        if self._is_telling:  # called by a callback
+        if self._is_calling_back:  # called by a callback
             return
-        self._is_telling = True
+        self._is_calling_back = True
         try:
             while self._events and self._events[0].step not in self._pipeline.steps:
-                self._events.popleft().tell()
+                self._events.popleft().call()
             while self._saves and self._saves[0][0].done():
                 written, record = self._saves.popleft()
                 if written.exception() is None:
-                    self._tell("on_save", record)
+                    self._call("on_save", record)
         finally:
-            self._is_telling = False
+            self._is_calling_back = False
 
     # ---- records
 
-    def _tell_step(self, step: Step, lrs: tuple[float, ...]) -> None:
+    def _call_step(self, step: Step, lrs: tuple[float, ...]) -> None:
         if not step.is_taken:
             return
         self._timekeeper.add_up()
@@ -189,20 +189,20 @@ class Reporter:
             seconds=epoch.seconds + record.seconds,
         )
         try:
-            self._tell("on_step", record)
+            self._call("on_step", record)
         except BaseException as error:
             step.note_taken(error)
             raise
 
-    def _tell_epoch(self, epoch: int, steps_done: int) -> None:
+    def _call_epoch(self, epoch: int, steps_done: int) -> None:
         self._begin_epoch(epoch)
-        self._tell("on_epoch", dataclasses.replace(self._epoch, step=steps_done))
+        self._call("on_epoch", dataclasses.replace(self._epoch, step=steps_done))
 
     def _begin_epoch(self, epoch: int) -> None:
         if self._epoch.epoch != epoch:
             self._epoch, self._total = dataclasses.replace(_NO_STEPS, epoch=epoch), 0.0
 
-    def _tell(self, method: str, record: Record) -> None:
+    def _call(self, method: str, record: Record) -> None:
         """Call a method of every callback; then raise the first error, if there was one."""
         errors = [_error_of(getattr(one, method), record) for one in self._active]
         for error in filter(None, errors):

@@ -88,7 +88,7 @@ class Saver:
             self._executor.engine.waitall()  # a check or an evaluation may be in progress
         self._pipeline.finish()
         try:
-            self._reporter.tell()  # before a checkpoint that has these steps
+            self._reporter.call_back()  # before a checkpoint that has these steps
         finally:
             with self._values.put_away(), self._left.undone():
                 path = self._save(folder, scheduler, keep, background=background)

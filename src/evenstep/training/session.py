@@ -265,7 +265,7 @@ class Session:
                 self.refuse_fork()
                 parts.pipeline.finish()
                 self._agreement.compare_at_end()
-                parts.reporter.tell()
+                parts.reporter.call_back()
             else:
                 explain_backward(error)
                 parts.pipeline.abandon(error)
@@ -290,7 +290,7 @@ class Session:
         if self.owner is not None:
             self.owner.end()
         executor = self._parts.executor
-        executor.join(executor.group.alone())
+        executor.join(executor.group.without_others())
         self._opened.__exit__(kind, error, traceback)
         self._parts.engine.close()  # if an exception from outside has interrupted that
 

@@ -37,7 +37,7 @@ from evenstep.distributed.step_report import NO_DIGEST
 from evenstep.engine.interrupts import INTERRUPTS, SIGNALS, handler_of
 from evenstep.errors import InputError, hide_own_frames, hides_own_frames
 from evenstep.limits import Precision
-from evenstep.nn.crew import Exchanged
+from evenstep.nn.slice_runners import Exchanged
 from evenstep.options import Experiment, Faults, Layout
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
@@ -502,7 +502,7 @@ class Trainer(Habits):
             note_left(self._replicas.home.parameters)
             self._update.may_step_elsewhere = True
             self._reporter.add_step(step)
-            self._reporter.tell()
+            self._reporter.call_back()
             return loss
 
     def epoch(self, loader: Batches, *, whole: bool = False) -> Iterator[Batch]:
@@ -634,7 +634,7 @@ class Trainer(Habits):
         """
         self._session.refuse_fork()
         self._pipeline.finish()
-        self._reporter.tell()
+        self._reporter.call_back()
         self._update.refuse_half_step()
 
     @hides_own_frames

@@ -63,7 +63,7 @@ class Source(Protocol):
         """Yield the batches of `cursor.epoch` from `cursor.step` on, or this process's parts."""
 
 
-class Held:
+class SavedPlace:
     """What a checkpoint has of the place in a loader, until that loader is given.
 
     Attributes:
@@ -97,11 +97,11 @@ class Adapted:
         seed: int,
         *,
         locked: bool,
-        held: Held | None,
+        held: SavedPlace | None,
     ) -> None:
         self.loader = loader
         self._is_kept = held is not None
-        self._held = held or Held()
+        self._held = held or SavedPlace()
         self._inner: Own | MapStyle | Stream
         if isinstance(loader, Loader):
             self._inner = Own(loader)
@@ -254,7 +254,7 @@ class Sources:
         self._seed = seed
         self._locked = locked
         self._known: list[Adapted] = []
-        self._held = Held() if are_kept else None
+        self._held = SavedPlace() if are_kept else None
 
     def of(self, loader: Batches) -> Source:
         """Return the source of a loader, the same one in every epoch.

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader
 from evenstep.batch import Batch, Part
 from evenstep.batch.rng import derive_seed
 from evenstep.data.adapters.map_style import is_torchdatas, samplers_of
-from evenstep.data.digests import digest_of
-from evenstep.data.generators import Lent, generators_of, tell_epoch
+from evenstep.data.digests import digest_of_batch
+from evenstep.data.generators import BorrowedGenerators, generators_of, set_epoch_of
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.errors import CheckpointError, InputError, text_of
 
@@ -52,7 +52,7 @@ class Stream:
         self._seed = seed
         self._locked = locked
         self._has_state = _has_exact_state(loader)
-        self._numbers = Lent((), locked=False)
+        self._numbers = BorrowedGenerators((), locked=False)
         self._iterator: Iterator[Batch] = iter(())
         self._epoch = -1
         self._step = 0
@@ -164,9 +164,9 @@ class Stream:
             _start_anew(self._loader)
             parts += samplers_of(self._loader)
         generators = () if type(self._loader) in (list, tuple) else generators_of(self._loader)
-        self._numbers = Lent(generators, locked=self._locked)
+        self._numbers = BorrowedGenerators(generators, locked=self._locked)
         self._numbers.seed(derive_seed("stream", self._seed, epoch))
-        tell_epoch(epoch, *parts)
+        set_epoch_of(epoch, *parts)
 
     def _open_iterator(self, iterator: Iterator[Batch], cursor: Cursor) -> str:
         """Go to a batch of an iterator, which knows only one direction."""
@@ -256,7 +256,7 @@ class Stream:
         if batch is _END:
             return batch
         if self._step == 0:
-            self._digest = digest_of(batch)
+            self._digest = digest_of_batch(batch)
         self._step += 1
         if self._has_state and self._step % _SNAPSHOT_EVERY == 0:
             self._take_snapshot()

@@ -206,14 +206,14 @@ def run(
     """Queue a call that reads arrays and chunks, and writes chunks (or arrays' chunks)."""
     place = place_here()
 
-    def told() -> None:
+    def call_and_name() -> None:
         try:
             call()
         except Exception as error:
             raise MXNetError(f"{name}, queued at {place}, failed: {error}") from error
 
     runtime().submit(
-        told,
+        call_and_name,
         context.device,
         name=name,
         reads=[*(one.chunk for one in arrays if isinstance(one, Base)), *reads],

@@ -18,7 +18,7 @@ from evenstep.engine import Engine, Task, streams
 from evenstep.engine.interrupts import interruptible
 from evenstep.engine.task import PLAIN, is_device_failure
 from evenstep.errors import add_note
-from evenstep.nn.crew import Exchanged
+from evenstep.nn.slice_runners import Exchanged
 from evenstep.options.experiment import Experiment
 from evenstep.profiling.clock import NodeTime, StepClock, Timekeeper
 from evenstep.replicas import Replica, Replicas
@@ -28,7 +28,7 @@ from evenstep.shard.evaluation import Forward, Measure, Metric, measure_shard, p
 from evenstep.shard.forward_backward import ShardWork, compute_shard
 from evenstep.shard.lockstep import shard_here
 from evenstep.shard.partial_sum import PartialSum, add
-from evenstep.steps.executors.losses import Losses
+from evenstep.steps.executors.lost_devices import LostDevices
 from evenstep.steps.groups.group import Group
 from evenstep.steps.step import Attempt, Step
 
@@ -50,7 +50,7 @@ class IndependentExecutor:
         engine: runs the work on the devices.
         group: the processes that train together.
         reducer: turns the partial sums of a step into one, here or in all processes.
-        losses: gives up the devices that fail or stand still.
+        lost: gives up the devices that fail or stand still.
         adds_once: whether every backward pass so far added to each gradient at most once.
         programs: finds the compiled shards; None where shards are computed eagerly.
         pace: how fast each device computes shards.
@@ -67,13 +67,13 @@ class IndependentExecutor:
         engine: Engine,
         timekeeper: Timekeeper,
         group: Group,
-        losses: Losses,
+        lost: LostDevices,
     ) -> None:
         self.experiment = experiment
         self.replicas = replicas
         self.engine = engine
         self.join(group)
-        self.losses = losses
+        self.lost = lost
         self.adds_once = True
         self.programs = ShardPrograms(experiment, replicas) if experiment.compile else None
         self.pace = Pace(len(engine.devices))
@@ -118,7 +118,7 @@ class IndependentExecutor:
             observe=step.observe,
         )
         if self.engine.lost_lanes:
-            self.losses.go_on_without_idle(f"step {step.number}")
+            self.lost.go_on_without_idle(f"step {step.number}")
         self.assign(attempt)
 
     def _programs_of(self, programs: ShardPrograms, step: Step) -> Mapping[int, Program]:
@@ -138,15 +138,15 @@ class IndependentExecutor:
         if not any(speeds):
             raise self.engine.lost_error(0, "no device is left, so open a new trainer")
         # Whether the model is refused on a new replica must not depend on timing.
-        new = [lane for lane in range(len(speeds)) if not self.replicas.all[lane].has_learned]
-        attempt.alone = attempt.alone and not new and not attempt.is_observed
+        new = [lane for lane in range(len(speeds)) if not self.replicas.all[lane].has_run_backward]
+        attempt.one_lane = attempt.one_lane and not new and not attempt.is_observed
         if attempt.is_observed:
             speeds = [float(speed > 0) for speed in speeds]
-        if attempt.alone:
+        if attempt.one_lane:
             fastest = speeds.index(max(speeds))
             speeds = [float(lane == fastest) for lane in range(len(speeds))]
         runs = contiguous_runs(attempt.cut.part.run, speeds)
-        if not all(runs) and not attempt.alone:
+        if not all(runs) and not attempt.one_lane:
             self.pace.decay(lane for lane, run in enumerate(runs) if not run)
         attempt.runs = runs
         attempt.queue = ShardQueue(
@@ -196,9 +196,9 @@ class IndependentExecutor:
     @property
     def check_limit_s(self) -> float:
         """The seconds that a check of some shards may take on one device, if there are others."""
-        if len(self.losses.alive) < 2:
+        if len(self.lost.alive) < 2:
             return math.inf
-        return _SHARDS_OF_A_CHECK * self.pace.limit_s(self.losses.after_s)
+        return _SHARDS_OF_A_CHECK * self.pace.limit_s(self.lost.after_s)
 
     def goes_on_after(self, error: Exception, when: str) -> bool:
         """Return whether the other devices go on after an error outside of a step's shards.
@@ -207,13 +207,13 @@ class IndependentExecutor:
             error: the error; of a device, or another one.
             when: what was being computed.
         """
-        return is_device_failure(error) and self.losses.can_go_on(error, when)
+        return is_device_failure(error) and self.lost.can_go_on(error, when)
 
     def lose_stuck(self, attempt: Attempt) -> set[int]:
         """Give up the devices that stand still in an attempt; return their lanes."""
-        stuck = self._stuck_lanes(attempt, self.losses.alive, self.losses.after_s)
+        stuck = self._stuck_lanes(attempt, self.lost.alive, self.lost.after_s)
         for lane in stuck:
-            self.losses.give_up(lane)
+            self.lost.give_up(lane)
         return set(stuck)
 
     def _stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
@@ -265,13 +265,13 @@ class IndependentExecutor:
                 attempt = Attempt(0, cut, seed)
                 attempt.compute = compute
                 if self.engine.lost_lanes:
-                    self.losses.go_on_without_idle("an evaluation")
+                    self.lost.go_on_without_idle("an evaluation")
                 self._assign_evaluation(attempt)
                 error = self._run_everywhere(attempt)
                 if error is None:
                     self._timekeeper.evaluated(attempt.clock)
                     return [attempt.results[shard] for shard in cut.part.run]
-                if not self.losses.can_go_on(error, "an evaluation"):
+                if not self.lost.can_go_on(error, "an evaluation"):
                     self.explain_loss(error)
                     raise error
                 self.replicas.restore_opening()
@@ -300,7 +300,7 @@ class IndependentExecutor:
                 modes=PLAIN,
                 quiet=True,
             )
-            for lane in sorted(self.losses.alive)
+            for lane in sorted(self.lost.alive)
         }
         try:
             engine.submit_tasks([*tasks.values()])
@@ -318,7 +318,7 @@ class IndependentExecutor:
             raise
         failed = {lane: task.error for lane, task in tasks.items() if task.error is not None}
         attempt.errors = failed | attempt.errors
-        self.losses.give_up_failed(attempt.errors)
+        self.lost.give_up_failed(attempt.errors)
         errors = sorted(attempt.errors.values(), key=is_device_failure, reverse=True)
         return errors[0] if errors else None
 

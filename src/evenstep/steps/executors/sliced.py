@@ -7,7 +7,7 @@ from typing import Any
 
 from evenstep.batch import Batch, contiguous_runs
 from evenstep.batch.assignment import Pace, ShardQueue
-from evenstep.nn.crew import CrewStoppedError, DeviceCrew, Exchanged, crew_here
+from evenstep.nn.slice_runners import Exchanged, SlicingDevices, SlicingStoppedError, runner_here
 from evenstep.steps.executors.independent import IndependentExecutor
 from evenstep.steps.step import Attempt
 
@@ -26,7 +26,7 @@ class SlicedExecutor(IndependentExecutor):
         self.exchanged = Exchanged()
 
     def assign(self, attempt: Attempt) -> None:
-        """Give all shards to the lead, and the slices of their layers to all devices."""
+        """Give all shards to the first, and the slices of their layers to all devices."""
         self._assign_to_crew(attempt, self.pace)
 
     def _assign_evaluation(self, attempt: Attempt) -> None:
@@ -35,46 +35,46 @@ class SlicedExecutor(IndependentExecutor):
     def _assign_to_crew(self, attempt: Attempt, pace: Pace) -> None:
         devices, lost = self.engine.devices, self.engine.lost_lanes
         alive = [lane for lane in range(len(devices)) if lane not in lost]
-        lead = next((n for n in alive if devices[n].memory == devices[0].memory), None)
-        if lead is None:
+        first = next((n for n in alive if devices[n].memory == devices[0].memory), None)
+        if first is None:
             raise self.engine.lost_error(0, "no device is left that holds the model")
-        attempt.alone = attempt.alone and self.replicas.all[lead].has_learned
+        attempt.one_lane = attempt.one_lane and self.replicas.all[first].has_run_backward
         attempt.runs = contiguous_runs(
-            attempt.cut.part.run, [float(lane == lead) for lane in range(len(devices))]
+            attempt.cut.part.run, [float(lane == first) for lane in range(len(devices))]
         )
         attempt.queue = ShardQueue(attempt.runs, pace, attempt.clock.shards, may_steal=False)
-        if len(alive) > 1 and not attempt.alone and self.engine.side_by_side:
-            members = {lane: devices[lane] for lane in (lead, *alive)}  # the lead first
-            attempt.crew = DeviceCrew(members, self.exchanged)
+        if len(alive) > 1 and not attempt.one_lane and self.engine.side_by_side:
+            members = {lane: devices[lane] for lane in (first, *alive)}  # the first first
+            attempt.slicing = SlicingDevices(members, self.exchanged)
 
     def compute(
         self, attempt: Attempt, lane: int, batches: Mapping[int, Batch] | None = None
     ) -> None:
-        """Compute shards in the lead's lane, and slices of their layers in all others."""
-        crew = attempt.crew
-        if crew is None:
+        """Compute shards in the first's lane, and slices of their layers in all others."""
+        slicing = attempt.slicing
+        if slicing is None:
             return super().compute(attempt, lane, batches)
-        outside = crew_here.set(crew)
+        outside = runner_here.set(slicing)
         try:
-            if lane == crew.lead:
+            if lane == slicing.first:
                 super().compute(attempt, lane, batches)
             else:
-                crew.help(lane)
-        except CrewStoppedError:  # the error is that of another lane
+                slicing.help(lane)
+        except SlicingStoppedError:  # the error is that of another lane
             return None
         except BaseException:
             attempt.drop()
             raise
         finally:
-            crew_here.reset(outside)
-            if lane == crew.lead:
-                crew.stop()
+            runner_here.reset(outside)
+            if lane == slicing.first:
+                slicing.stop()
         return None
 
     def _stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
         """Return the lanes that the others wait for."""
         stuck = super()._stuck_lanes(attempt, alive, after_s)
-        return stuck if attempt.crew is None else attempt.crew.keeping(stuck)
+        return stuck if attempt.slicing is None else attempt.slicing.keeping(stuck)
 
     def shards_per_s(self) -> float:
         """Return the shards a second of all devices together; 0 until one was measured."""

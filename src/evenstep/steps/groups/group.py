@@ -49,7 +49,7 @@ class Group:
         self._batch_dim = batch_dim
         self._stop_asked = False
 
-    def alone(self) -> Group:
+    def without_others(self) -> Group:
         """Return the group of this process alone, when the others are gone."""
         group = Group(self._batch_dim)
         group._stop_asked = self._stop_asked

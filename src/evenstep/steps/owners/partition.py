@@ -19,11 +19,11 @@ from evenstep.checkpoint.training_state import TrainingState
 from evenstep.distributed import Exchange, job_share
 from evenstep.errors import ClosedError, InputError, ModelError
 from evenstep.steps.groups.group import Group
-from evenstep.steps.owners.reducer import OwnerReducer, deal_parameters
+from evenstep.steps.owners.reducer import OwnerReducer, owners_of_parameters
 from evenstep.steps.owners.separate_updates import refuse_coupled
 from evenstep.steps.owners.update import OwnedUpdate
 from evenstep.steps.pipeline import Pipeline
-from evenstep.steps.reducer import loose_parameters
+from evenstep.steps.reducer import sparse_parameters
 
 OPTION = "Layout(divide=Owners())"
 
@@ -75,7 +75,7 @@ class Partition:
             check: compares the fingerprint of the whole state with the saved one.
         """
         self._check_loaded = check
-        self._loaded = deal_parameters(self._model.parameters(), job_share()[1])
+        self._loaded = owners_of_parameters(self._model.parameters(), job_share()[1])
         self._refusal = self._optimizer.register_state_dict_pre_hook(_refuse_loaded)
 
     @property
@@ -215,7 +215,9 @@ def state_of_others(model: nn.Module, optimizer: torch.optim.Optimizer) -> froze
     rank, size = job_share()
     if size == 1:
         return frozenset()
-    owners = dict(zip(model.parameters(), deal_parameters(model.parameters(), size), strict=True))
+    owners = dict(
+        zip(model.parameters(), owners_of_parameters(model.parameters(), size), strict=True)
+    )
     held = [one for group in optimizer.param_groups for one in group["params"]]
     return frozenset(n for n, one in enumerate(held) if owners.get(one, rank) != rank)
 
@@ -243,9 +245,9 @@ def _refuse_loaded(optimizer: torch.optim.Optimizer) -> NoReturn:
 
 
 def _refuse_sparse(model: nn.Module) -> None:
-    loose = loose_parameters(model)
+    sparse = sparse_parameters(model)
     for number, (name, _) in enumerate(model.named_parameters()):
-        if number in loose:
+        if number in sparse:
             raise ModelError(
                 f"{name} belongs to a layer with sparse=True, whose gradients {OPTION} can't bring "
                 f"to an owner: make the layer with sparse=False, or leave it out"

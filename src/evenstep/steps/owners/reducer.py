@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from safetensors.torch import load, save
 
-from evenstep.collectives import deal
+from evenstep.collectives import assign_owners
 from evenstep.distributed import Exchange
 from evenstep.distributed.gradient_reduce import BUCKET_BYTES
 from evenstep.distributed.owners.reduce import ReducerToOwners
@@ -41,8 +41,8 @@ class OwnerReducer(ProcessReducer):
     def _lay_out(self) -> None:
         """Assign the parameters to the processes."""
         parameters = self._home.parameters
-        self.owner_of = deal_parameters(parameters, self.peers.size)
-        self._dealt = [*parameters]
+        self.owner_of = owners_of_parameters(parameters, self.peers.size)
+        self._assigned = [*parameters]
         space = OwnerSpace(parameters, self._dense_numbers(), self.owner_of, BUCKET_BYTES)
         self._forms = _forms(parameters)
         self._dense = self._owned = ReducerToOwners(self.peers, space)
@@ -50,9 +50,9 @@ class OwnerReducer(ProcessReducer):
     def _follow_home(self) -> None:
         """Refuse other parameters than the assigned ones; other changes need nothing here."""
         self._home = self._replicas.home
-        pairs = zip(self._dealt, self._home.parameters)  # noqa: B905
-        same = len(self._dealt) == len(self._home.parameters) and all(a is b for a, b in pairs)
-        if not same or self._forms != _forms(self._dealt):
+        pairs = zip(self._assigned, self._home.parameters)  # noqa: B905
+        same = len(self._assigned) == len(self._home.parameters) and all(a is b for a, b in pairs)
+        if not same or self._forms != _forms(self._assigned):
             raise ContractError(
                 "the model's parameters were replaced, or changed their shape, dtype or strides, "
                 "while Layout(divide=Owners()) has assigned them to processes: save, change the "
@@ -78,8 +78,8 @@ class OwnerReducer(ProcessReducer):
             PeerError: another process can't go on, or is lost.
         """
         text = b"" if failure is None else f"{type(failure).__name__}: {text_of(failure)}".encode()
-        told = {_FAILURE: torch.tensor([*text], dtype=torch.uint8)}
-        message = save({**told, **{str(i): norm.cpu() for i, norm in norms.items()}})
+        failed = {_FAILURE: torch.tensor([*text], dtype=torch.uint8)}
+        message = save({**failed, **{str(i): norm.cpu() for i, norm in norms.items()}})
         exchange = Exchange("step", what, step)
         found: dict[int, torch.Tensor] = {}
         for rank, answer in enumerate(self.peers.gather(message, exchange)):
@@ -107,12 +107,12 @@ class OwnerReducer(ProcessReducer):
             raise self.peers.explained(error, exchange) from error
 
 
-def deal_parameters(parameters: Iterable[torch.Tensor], owners: int) -> list[int]:
+def owners_of_parameters(parameters: Iterable[torch.Tensor], owners: int) -> list[int]:
     """Return the owner of each parameter, assigned by size.
 
     Frozen parameters count nothing: they have neither gradient nor optimizer state.
     """
-    return deal([one.nbytes if one.requires_grad else 0 for one in parameters], owners)
+    return assign_owners([one.nbytes if one.requires_grad else 0 for one in parameters], owners)
 
 
 def _forms(parameters: Sequence[torch.Tensor]) -> list[object]:

@@ -21,7 +21,7 @@ from evenstep.errors import ModelError
 from evenstep.replicas.checks import own_parameters
 from evenstep.replicas.optimizer_proxy import inner_optimizers
 from evenstep.replicas.replica import same_bits
-from evenstep.replicas.settings import is_plain
+from evenstep.replicas.settings import is_plain_value
 
 _STEPS = 3  # a rule that measures its own progress couples tensors from its second step on
 _SCALES = (1e-6, 1.0, 1e4)  # of the gradients; float16 holds the largest
@@ -199,7 +199,9 @@ class _Trial:
 
     def kept(self) -> list[Any]:
         """Return what the optimizer's attributes hold, and how often tensors there were written."""
-        held = {k: v for k, v in vars(self.optimizer).items() if k not in _OWN and not is_plain(v)}
+        held = {
+            k: v for k, v in vars(self.optimizer).items() if k not in _OWN and not is_plain_value(v)
+        }
         leaves = [str(type(one)) for one in held.values()] + _leaves(held)[1:]
         return [(id(one), one._version) if isinstance(one, torch.Tensor) else one for one in leaves]
 
@@ -232,7 +234,7 @@ def _drawn_dtype(one: torch.Tensor) -> torch.dtype:
 def _leaves(tree: Any) -> list[Any]:
     """Return what is in nested containers, with the keys of mappings (of a tensor, its `id`)."""
     if isinstance(tree, Mapping):
-        keys = [key if is_plain(key) else id(key) for key in tree]
+        keys = [key if is_plain_value(key) else id(key) for key in tree]
         return [type(tree), *keys, *(leaf for one in tree.values() for leaf in _leaves(one))]
     if isinstance(tree, list | tuple | set | frozenset):
         return [type(tree), len(tree), *(leaf for one in tree for leaf in _leaves(one))]

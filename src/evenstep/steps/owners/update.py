@@ -35,7 +35,7 @@ class OwnedUpdate(Update):
     """
 
     owners: OwnerReducer | None = None
-    _meetings: Sequence[str] = ()
+    _exchanges: Sequence[str] = ()
 
     def __call__(self, step: Step, leaves: Sequence[Leaf | None], root: PartialSum) -> None:
         """Settle the loss and update the model; called in a lane.
@@ -44,24 +44,24 @@ class OwnedUpdate(Update):
         `before_update` of one leaves the model of each as it was. No process sends new values until
         all have updated: an error of one's optimizer ends the step in all of them.
         """
-        self._meetings, self._is_half = (READY, UPDATED) if self.owners else (), False
+        self._exchanges, self._is_half = (READY, UPDATED) if self.owners else (), False
         try:
             super().__call__(step, leaves, root)
         except BaseException as error:
-            if self._meetings:
+            if self._exchanges:
                 with contextlib.suppress(PeerError):  # this error came first
-                    self._meet(step, failure=error)
+                    self._exchange(step, failure=error)
             raise
 
     def _ready(self, step: Step, count: float, root: PartialSum) -> None:
         super()._ready(step, count, root)
-        if READY in self._meetings:
-            self._meet(step)
+        if READY in self._exchanges:
+            self._exchange(step)
 
     def _update(self, step: Step, count: float, root: PartialSum) -> None:
         super()._update(step, count, root)
         if self.owners is not None:
-            self._meet(step)
+            self._exchange(step)
             self.owners.spread(step.number, root.present)
         self._is_half = False
 
@@ -88,14 +88,14 @@ class OwnedUpdate(Update):
             for i, one in enumerate(holders)
             if one.grad is not None
         }
-        total = total_norm(self._meet(step, own), self._replicas.home.parameters)
+        total = total_norm(self._exchange(step, own), self._replicas.home.parameters)
         if self._clip_norm == math.inf:
             step.outputs = {"grad_norm": float(total), **step.outputs}
             return
         nn.utils.clip_grads_with_norm_(holders, self._clip_norm, total)
         step.outputs = {**step.outputs, "grad_norm": float(total)}
 
-    def _meet(
+    def _exchange(
         self,
         step: Step,
         norms: Mapping[int, torch.Tensor] = MappingProxyType({}),
@@ -103,11 +103,11 @@ class OwnedUpdate(Update):
     ) -> dict[int, torch.Tensor]:
         """Tell all processes that this one is at its next meeting, or why it does not come."""
         assert self.owners is not None
-        what, *self._meetings = self._meetings
+        what, *self._exchanges = self._exchanges
         try:
             found = self.owners.exchange(step.number, what, norms, failure)
         except PeerError:
-            self._meetings = ()
+            self._exchanges = ()
             raise
         self._is_half |= failure is None
         return found

@@ -17,7 +17,7 @@ from evenstep.replicas import OptimizerProxy, Replicas
 from evenstep.stages.executor import StagedExecutor
 from evenstep.stages.plan import StagePlan
 from evenstep.steps.executors import IndependentExecutor, LockstepExecutor, SlicedExecutor
-from evenstep.steps.executors.losses import Losses
+from evenstep.steps.executors.lost_devices import LostDevices
 from evenstep.steps.groups.group import Group
 from evenstep.steps.in_flight.outside import OutsideValues
 from evenstep.steps.in_flight.overlapped_pipeline import OverlappedPipeline
@@ -107,8 +107,8 @@ def choose_parts(
     if stages is not None:
         make_executor = functools.partial(StagedExecutor, stages=stages)
     group = Group(experiment.batch_dim)
-    losses = Losses(engine, replicas, chosen.faults.lost_after_s)
-    executor = make_executor(experiment, replicas, engine, timekeeper, group, losses)
+    lost = LostDevices(engine, replicas, chosen.faults.lost_after_s)
+    executor = make_executor(experiment, replicas, engine, timekeeper, group, lost)
     update = _choose_update(optimizer, replicas, loss, chosen, hooks, callbacks)
     kinds = {(device.kind, device.threads) for device in devices}
     direct = kinds == {("cpu", experiment.threads)} and not chosen.overlaps

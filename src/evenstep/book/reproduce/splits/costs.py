@@ -1,4 +1,4 @@
-"""What each way of splitting a network costs in a step, by arithmetic: bytes, meetings, seconds.
+"""What each way of splitting a network costs in a step, by arithmetic: bytes, waits, seconds.
 
 The network is a multilayer perceptron (inputs, width, width, classes): its weights grow with the
 square of the width, and its activations with the width. The formulas are those of the ways' papers:
@@ -93,13 +93,13 @@ class Cost:
 
     Attributes:
         nbytes: bytes that the device with the most to send and to receive sends and receives.
-        meetings: how often devices wait for each other, one after another.
+        waits: how often devices wait for each other, one after another.
         parameter_nbytes: bytes of weights on the device that has most of them.
         idle: the share of the step in which a device waits for its turn.
     """
 
     nbytes: float
-    meetings: int
+    waits: int
     parameter_nbytes: float
     idle: float = 0.0
 
@@ -113,13 +113,13 @@ class Cost:
             speed: operations a second of one device.
         """
         compute_s = network.operations / devices / speed / (1 - self.idle)
-        return compute_s + self.nbytes / link.bytes_per_s + self.meetings * link.latency_s
+        return compute_s + self.nbytes / link.bytes_per_s + self.waits * link.latency_s
 
 
 def cost(way: Way, network: Perceptron, devices: int) -> Cost:
     """Return what a way of splitting costs on `devices` devices; nothing is sent by one device."""
     if devices == 1:
-        return Cost(nbytes=0, meetings=0, parameter_nbytes=_BYTES * network.parameters)
+        return Cost(nbytes=0, waits=0, parameter_nbytes=_BYTES * network.parameters)
     return _COSTS[way](network, devices)
 
 
@@ -127,7 +127,7 @@ def _data(network: Perceptron, devices: int) -> Cost:
     gradients = _BYTES * network.parameters
     return Cost(
         nbytes=2 * gradients * (devices - 1) / devices,
-        meetings=2 * (devices - 1),
+        waits=2 * (devices - 1),
         parameter_nbytes=gradients,
     )
 
@@ -138,7 +138,7 @@ def _stages(network: Perceptron, devices: int) -> Cost:
     middle_sends = 2 if devices > 2 else 1  # to the next stage, and to the one before
     return Cost(
         nbytes=middle_sends * _BYTES * network.batch * network.width,
-        meetings=2 * waits,
+        waits=2 * waits,
         parameter_nbytes=_BYTES * network.parameters / devices,
         idle=waits / (network.shards + waits),
     )
@@ -154,7 +154,7 @@ def _slices(network: Perceptron, devices: int) -> Cost:
     sent, returned = others * (whole + cut), others * (cut + inner)
     return Cost(
         nbytes=_BYTES * network.batch * max(sent, returned),
-        meetings=2 * len(sliced) * network.shards,
+        waits=2 * len(sliced) * network.shards,
         parameter_nbytes=_BYTES * network.parameters / devices,
     )
 

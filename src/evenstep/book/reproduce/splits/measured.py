@@ -78,7 +78,7 @@ def _train(job: Mapping[str, Any], width: int) -> dict[str, Any]:
         "fingerprints": fingerprint,
         "examples_per_s": examples / statistics.median(steps_s[_WARM_UP:]),
         "nbytes": None if exchanged is None else exchanged.nbytes / len(steps_s),
-        "meetings": None if exchanged is None else exchanged.meetings / len(steps_s),
+        "meetings": None if exchanged is None else exchanged.waits / len(steps_s),
         "weight_nbytes": sum(one.nbytes for one in net.parameters()),
         "held_nbytes": held,
     }

@@ -91,17 +91,17 @@ def _where_it_wins(measured: Figures, job: Mapping[str, Any]) -> Iterator[Row]:
 
 
 def _exchanged(measured: Figures, job: Mapping[str, Any], place: int) -> Iterator[Row]:
-    """Bytes, meetings and memory of a step on two devices."""
+    """Bytes, waits and memory of a step on two devices."""
     network = _network(job, place)
     by_arithmetic: tuple[tuple[Way, int, str], ...] = (
         ("data", 1, "each device's gradients go to the other, and the sums come back"),
         ("stages", 2 * network.shards, "each shard's activations go on, and their gradients back"),
     )
-    for other, meetings, why in by_arithmetic:
+    for other, waits, why in by_arithmetic:
         nbytes = 2 * cost(other, network, 2).nbytes
         yield Row(text=f"{other}, 2 devices: MB exchanged in a step",
                   here=with_unit(nbytes / _MB, "MB"), why=f"By arithmetic: {why}.")  # fmt: skip
-        yield Row(text=f"{other}, 2 devices: synchronisations in a step", here=str(meetings))
+        yield Row(text=f"{other}, 2 devices: synchronisations in a step", here=str(waits))
     for way in WAYS:
         rounds = _rounds(measured, way, 2)
         if not rounds:

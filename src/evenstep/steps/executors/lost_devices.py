@@ -13,7 +13,7 @@ from evenstep.replicas import Replicas
 logger = logging.getLogger("evenstep")
 
 
-class Losses:
+class LostDevices:
     """Gives up devices that fail or stand still, and says whether the others can go on.
 
     Args:

@@ -18,7 +18,7 @@ from evenstep.engine.task import is_device_failure
 from evenstep.errors import EvenstepError
 
 
-class Held(NamedTuple):
+class KeptPart(NamedTuple):
     """A part of a parameter, which a device with memory of its own keeps during a step.
 
     Attributes:
@@ -30,34 +30,34 @@ class Held(NamedTuple):
     tensor: torch.Tensor
 
 
-Argument: TypeAlias = "torch.Tensor | Held | None"
+Argument: TypeAlias = "torch.Tensor | KeptPart | None"
 Result: TypeAlias = "tuple[torch.Tensor | None, ...]"
 
 SliceFunction: TypeAlias = "Callable[..., Result]"
 """Computes a slice from its number and the values of its arguments; it reads nothing else."""
 
 
-class Crew(Protocol):
+class SliceRunner(Protocol):
     """Computes the slices of a layer."""
 
     def run(self, function: SliceFunction, arguments: Sequence[Sequence[Argument]]) -> list[Result]:
         """Return `function(slice, *arguments[slice])` for every slice, in their order."""
 
 
-class Alone:
+class OneByOne:
     """Computes slices one after another, in the calling thread."""
 
     def run(self, function: SliceFunction, arguments: Sequence[Sequence[Argument]]) -> list[Result]:
         """Return `function(slice, *arguments[slice])` for every slice."""
         return [
-            function(number, *(one.tensor if isinstance(one, Held) else one for one in given))
+            function(number, *(one.tensor if isinstance(one, KeptPart) else one for one in given))
             for number, given in enumerate(arguments)
         ]
 
 
-ALONE = Alone()
+ONE_BY_ONE = OneByOne()
 
-crew_here: ContextVar[Crew] = ContextVar("crew", default=ALONE)
+runner_here: ContextVar[SliceRunner] = ContextVar("slice runner", default=ONE_BY_ONE)
 """What computes the slices of layers that the calling thread calls."""
 
 
@@ -67,37 +67,37 @@ class Exchanged:
 
     Attributes:
         nbytes: bytes copied to devices with memory of their own, and back.
-        meetings: how often devices waited for each other.
+        waits: how often devices waited for each other.
         held: for each device with memory of its own, the bytes of its slices of the weights.
     """
 
     nbytes: int = 0
-    meetings: int = 0
+    waits: int = 0
     held: dict[str, int] = dataclasses.field(default_factory=dict)
 
 
-class CrewStoppedError(EvenstepError):
+class SlicingStoppedError(EvenstepError):
     """The step was dropped while its slices were computed."""
 
 
-class DeviceCrew:
+class SlicingDevices:
     """Devices that compute the slices of one shard at a time together, each in its lane.
 
     Slices are assigned to devices in contiguous runs whose lengths differ by at most one, always in
     the same way, so that a device with memory of its own needs only its slices of the weights.
-    The lane of the first device, the lead, computes everything between the sliced layers.
+    The lane of the first device computes everything between the sliced layers.
 
     Args:
-        members: the devices by their lanes, the lead first.
+        members: the devices by their lanes, the first one first.
         exchanged: counts what the devices send each other.
 
     Attributes:
-        lead: the lane of the first device.
+        first: the lane of the first device.
     """
 
     def __init__(self, members: Mapping[int, Device], exchanged: Exchanged) -> None:
-        self.lead, *self._helpers = members
-        self._home = members[self.lead]
+        self.first, *self._helpers = members
+        self._home = members[self.first]
         self._exchanged = exchanged
         self._inboxes: dict[int, queue.SimpleQueue[_Job | None]] = {
             lane: queue.SimpleQueue() for lane in self._helpers
@@ -111,22 +111,22 @@ class DeviceCrew:
         self._waits_for: _Job | None = None
 
     def run(self, function: SliceFunction, arguments: Sequence[Sequence[Argument]]) -> list[Result]:
-        """Compute all slices, one run of them here; called in the lead's lane.
+        """Compute all slices, one run of them here; called in the first device's lane.
 
         Raises:
-            CrewStoppedError: the step was dropped.
+            SlicingStoppedError: the step was dropped.
         """
         runs = equal_runs(len(arguments), 1 + len(self._helpers))
         asked = [lane for lane, run in zip(self._helpers, runs[1:], strict=True) if run]
         job = _Job(function, arguments, dict(zip(self._helpers, runs[1:], strict=True)), {*asked})
         if self._is_stopped:
-            raise CrewStoppedError
+            raise SlicingStoppedError
         for lane in asked:
             self._inboxes[lane].put(job)
         own = [(number, arguments[number]) for number in runs[0]]
         job.results.update({n: function(n, *map(_value_here, given)) for n, given in own})
         self._wait(job)
-        self._exchanged.meetings += bool(asked)
+        self._exchanged.waits += bool(asked)
         self._exchanged.nbytes += sum(job.nbytes.values())
         self._exchanged.held.update(job.held)
         for number in sorted(job.errors):
@@ -154,7 +154,7 @@ class DeviceCrew:
         """Return the lanes that a stuck lead waits for, or the lead itself if it waits for none.
 
         Args:
-            stuck: [lead] if its shard takes too long, or nothing.
+            stuck: [first] if its shard takes too long, or nothing.
         """
         job = self._waits_for
         return sorted(job.missing) if stuck and job is not None and job.missing else [*stuck]
@@ -172,7 +172,9 @@ class DeviceCrew:
         except Exception as error:
             if is_device_failure(error):
                 raise
-            job.errors[number] = error  # raised by the lead, whose traceback has the user's line
+            job.errors[number] = (
+                error  # raised in the first lane, whose traceback has the user's line
+            )
         if memory is not None:
             memory.forget_received()
             job.nbytes[lane] = memory.take_nbytes()
@@ -186,7 +188,7 @@ class DeviceCrew:
             pass
         self._waits_for = None
         if job.missing:
-            raise CrewStoppedError
+            raise SlicingStoppedError
 
 
 class _Job:
@@ -243,7 +245,7 @@ class _Memory:
         """Return an argument in this memory; it is sent once, and a part of a parameter is kept."""
         if argument is None:
             return None
-        if isinstance(argument, Held):
+        if isinstance(argument, KeptPart):
             key, tensor, known = argument.key, argument.tensor, self._held
         else:
             key, tensor, known = id(argument), argument, self._received
@@ -278,4 +280,4 @@ def equal_runs(items: int, parts: int) -> list[range]:
 
 
 def _value_here(argument: Argument) -> torch.Tensor | None:
-    return argument.tensor if isinstance(argument, Held) else argument
+    return argument.tensor if isinstance(argument, KeptPart) else argument
