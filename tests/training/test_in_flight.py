@@ -251,7 +251,7 @@ def test_leaving_by_an_exception_drops_what_is_in_flight(devices):
         # The gate opens at the end of `opened`, before the trainer is left: so that the drop
         # comes first, the shards wait for it.
         attempt = trainer._pipeline.steps[0].attempt
-        gates.then[1] = lambda output: (wait_until(lambda: attempt.dropped), output)[1]
+        gates.then[1] = lambda output: (wait_until(lambda: attempt.ending.dropped), output)[1]
         raise KeyError("the user's")
     assert float(first) > 0
     assert_same_bits(outcome(trainer), before)

@@ -325,7 +325,7 @@ def test_interrupted_while_waiting(devices, wait_somewhere, request):
                     not noticed and is_waiting()
                 ):  # a signal that comes just before a thread falls asleep is missed
                     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-                return attempt.dropped
+                return attempt.ending.dropped
 
             wait_until(sent)
             return output

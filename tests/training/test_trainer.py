@@ -252,7 +252,7 @@ def test_interrupted_within_a_step(devices, request):
         main = threading.main_thread().ident
         attempt = trainer._pipeline.steps[0].attempt
         for _ in range(30_000):  # a signal that comes just before a thread falls asleep is missed
-            if attempt.dropped:
+            if attempt.ending.dropped:
                 break
             if not noticed:
                 signal.pthread_kill(main, signal.SIGINT)

@@ -56,7 +56,7 @@ class StagedReducer(LocalReducer):
         super().begin(attempt, add, may_stream=may_stream)
         if not may_stream:
             return None
-        assert attempt.tree is not None
+        assert attempt.sum.tree is not None
         sparse = sparse_parameters(self._replicas.home.module)
         stages = self._stages()
         numbers: list[list[int]] = [[] for _ in range(stages.count)]
@@ -64,7 +64,7 @@ class StagedReducer(LocalReducer):
             if number not in sparse:
                 numbers[stage].append(number)
         sums = self._sums[attempt] = StageSums([StageBucket(own) for own in numbers if own])
-        return GradientStream(attempt.tree.plan, sums, may_retry=True)
+        return GradientStream(attempt.sum.tree.plan, sums, may_retry=True)
 
     def reduce(self, step: Step) -> tuple[Sequence[Leaf | None], PartialSum]:
         """Return every shard's (total, count), and the root, when all own shards are done."""
@@ -123,8 +123,8 @@ class StagedExecutor(IndependentExecutor):
         super().open(step)
         attempt = step.attempt
         watched = functools.partial(self._objective, step.objective)
-        compute: Any = attempt.compute
-        attempt.compute = functools.partial(compute, objective=watched)
+        compute: Any = attempt.work.compute
+        attempt.work.compute = functools.partial(compute, objective=watched)
 
     def assign(self, attempt: Attempt) -> None:
         """Give every replica of the model the same number of shards."""
@@ -138,9 +138,9 @@ class StagedExecutor(IndependentExecutor):
         self._hook()
         replicas = len(self.engine.devices) // count
         runs = contiguous_runs(attempt.cut.part.run, [1.0] * replicas)
-        attempt.one_lane = False
-        attempt.runs = [run if not stage else [] for run in runs for stage in range(count)]
-        attempt.turns = StagedShards(count, runs)
+        attempt.work.one_lane = False
+        attempt.work.runs = [run if not stage else [] for run in runs for stage in range(count)]
+        attempt.work.turns = StagedShards(count, runs)
 
     def _assign_evaluation(self, attempt: Attempt) -> None:
         self.assign(attempt)
@@ -283,7 +283,7 @@ class StagedExecutor(IndependentExecutor):
         try:
             shard.begin()
             work = self._work(replica, lane, attempt, number, batches)
-            attempt.results[number] = attempt.compute(replica, work)
+            attempt.work.results[number] = attempt.work.compute(replica, work)
             if attempt.cut.shared:
                 attempt.cut.refuse_written_copies()
         except StoppedError:
@@ -344,5 +344,5 @@ class StagedExecutor(IndependentExecutor):
 
 
 def _shards_of(attempt: Attempt) -> StagedShards:
-    assert isinstance(attempt.turns, StagedShards)
-    return attempt.turns
+    assert isinstance(attempt.work.turns, StagedShards)
+    return attempt.work.turns

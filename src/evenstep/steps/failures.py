@@ -47,10 +47,10 @@ class Recovery:
             return False
         if isinstance(error, AgainError):
             return True
-        if step.attempt.committed:
+        if step.attempt.ending.committed:
             return False
         lost = self._executor.lost
-        lost.give_up_failed(step.attempt.errors)
+        lost.give_up_failed(step.attempt.ending.errors)
         return lost.can_go_on(error, f"step {step.number}")
 
 

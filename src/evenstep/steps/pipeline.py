@@ -201,7 +201,7 @@ class Pipeline(abc.ABC):
     def _abandon(self, error: BaseException) -> None:
         self._drop_all()
         self._left_an_update |= bool(self._engine.given_up) and any(
-            step.attempt.committed and not step.finished for step in self.steps
+            step.attempt.ending.committed and not step.finished for step in self.steps
         )
         while self.steps and self.steps[0].is_taken:
             if not self.steps[0].finished:
@@ -209,7 +209,7 @@ class Pipeline(abc.ABC):
             self._close_oldest()
         if not self.steps:
             return
-        if not self.steps[0].attempt.has_opening:
+        if not self.steps[0].attempt.ending.has_opening:
             self._reopen()
         steps = [*self.steps]
         own = steps[0].own
@@ -301,7 +301,7 @@ class Pipeline(abc.ABC):
         try:
             leaves, root = self._executor.reducer.reduce(step)
         except AgainError:
-            attempt.committed = False
+            attempt.ending.committed = False
             raise
         step.finish(step, leaves, root)
         step.finished = True
@@ -337,63 +337,64 @@ class DirectPipeline(Pipeline):
 
     def _start(self, step: Step) -> None:
         attempt, executor, lanes = step.attempt, self._executor, self._engine.lanes
-        attempt.one_lane = len(self._engine.devices) > 1 and self._one_lane.is_better()
+        work, ending = attempt.work, attempt.ending
+        work.one_lane = len(self._engine.devices) > 1 and self._one_lane.is_better()
         executor.open(step)
         attempt.clock.ready_s = attempt.clock.ready_s or time.perf_counter()
         executor.take_opening(attempt)
-        attempt.has_opening = True
+        ending.has_opening = True
         self.steps.append(step)
         self._progress.count(step)
         alive = set(range(len(self._engine.devices))) - self._engine.lost_lanes
-        attempt.working = (
-            {lane for lane in alive if attempt.runs[lane]} if attempt.one_lane else alive
-        )
-        attempt.lanes = frozenset(attempt.working)
-        for lane in attempt.lanes:
+        ending.working = {lane for lane in alive if work.runs[lane]} if work.one_lane else alive
+        ending.lanes = frozenset(ending.working)
+        for lane in ending.lanes:
             run = contextvars.copy_context().run
             lanes.put(lane, functools.partial(run, self._compute, step, attempt))  # type: ignore[call-arg]
         lanes.work()
 
     def _compute(self, step: Step, attempt: Attempt, lane: int) -> None:
         """Compute the calling lane's shards; the last lane ends the step."""
+        ending = attempt.ending
         try:
             self._executor.compute(attempt, lane)
         except BaseException as error:
-            attempt.errors[lane] = error
-        with attempt.lock:
-            attempt.working.discard(lane)
-            if attempt.working:
+            ending.errors[lane] = error
+        with ending.lock:
+            ending.working.discard(lane)
+            if ending.working:
                 return
         try:
-            if not attempt.errors:
+            if not ending.errors:
                 self._end(step)
         except BaseException as error:
-            attempt.errors[lane] = error
-        attempt.is_over = True
-        attempt.ended.release()
+            ending.errors[lane] = error
+        ending.is_over = True
+        ending.ended.release()
 
     def _wait_for(self, step: Step) -> BaseException | None:
-        attempt = step.attempt
-        while not attempt.is_over:
-            if not attempt.ended.acquire(timeout=POLL_S):
+        attempt, ending = step.attempt, step.attempt.ending
+        while not ending.is_over:
+            if not ending.ended.acquire(timeout=POLL_S):
                 self._give_up_lost(attempt)
             if INTERRUPTS.pending:
                 INTERRUPTS.check()
         if len(self._engine.devices) > 1:
             assert attempt.clock.ready_s is not None
-            self._one_lane.learn(attempt.one_lane, time.perf_counter() - attempt.clock.ready_s)
-        return attempt.errors[min(attempt.errors)] if attempt.errors else None
+            self._one_lane.learn(attempt.work.one_lane, time.perf_counter() - attempt.clock.ready_s)
+        return ending.errors[min(ending.errors)] if ending.errors else None
 
     def _give_up_lost(self, attempt: Attempt) -> None:
         """End an attempt in which a device stands still, or its thread has ended."""
-        dead = self._engine.dead_lanes & attempt.lanes
+        ending = attempt.ending
+        dead = self._engine.dead_lanes & ending.lanes
         lost = self._executor.lose_stuck(attempt) | dead
         if lost:
             attempt.drop()
-        if attempt.dropped or dead:  # else its shard has ended just now, and the update has begun
+        if ending.dropped or dead:  # else its shard has ended just now, and the update has begun
             for lane in lost:
-                attempt.errors[lane] = self._engine.lost_error(lane)
-                attempt.is_over = True
+                ending.errors[lane] = self._engine.lost_error(lane)
+                ending.is_over = True
 
     def _drain(self) -> None:
         self._engine.mend()

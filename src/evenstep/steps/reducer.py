@@ -50,15 +50,15 @@ class LocalReducer:
     def begin(self, attempt: Attempt, add: Add, *, may_stream: bool) -> GradientStream | None:
         """Give an attempt its tree; return what takes gradients during backward passes, if any."""
         cut = attempt.cut
-        attempt.tree = TreeSum(tree_plan(len(cut.bounds), cut.filled), add)
+        attempt.sum.tree = TreeSum(tree_plan(len(cut.bounds), cut.filled), add)
         return None
 
     def reduce(self, step: Step) -> tuple[Sequence[Leaf | None], PartialSum]:
         """Return every shard's (total, count), and the root, when all own shards are done."""
         attempt = step.attempt
-        assert attempt.tree is not None
-        (root,) = attempt.tree.take_partials()
-        return [*map(attempt.results.get, range(len(attempt.cut.bounds)))], root
+        assert attempt.sum.tree is not None
+        (root,) = attempt.sum.tree.take_partials()
+        return [*map(attempt.work.results.get, range(len(attempt.cut.bounds)))], root
 
     def announce_retry(self, step: Step) -> None:
         """Have all processes attempt the step again, unless they know already."""
@@ -126,10 +126,10 @@ class ProcessReducer(LocalReducer):
             self._follow_home()
         trees = attempt.trees
         plan = trees.plans[self.rank]
-        attempt.tree = TreeSum(plan, add)
-        attempt.sending = self._dense.begin(trees, len(self._home.parameters), attempt.number)
-        gains = self._replicas.on_cpus and len(attempt.sending.buckets) > 1
-        return GradientStream(plan, attempt.sending) if may_stream and gains else None
+        attempt.sum.tree = TreeSum(plan, add)
+        attempt.sum.sending = self._dense.begin(trees, len(self._home.parameters), attempt.number)
+        gains = self._replicas.on_cpus and len(attempt.sum.sending.buckets) > 1
+        return GradientStream(plan, attempt.sum.sending) if may_stream and gains else None
 
     def reduce(self, step: Step) -> tuple[Sequence[Leaf | None], PartialSum]:
         """Bring a step's parts together; called by every process, in a lane.
@@ -143,14 +143,14 @@ class ProcessReducer(LocalReducer):
             PeerError: a process failed, is late, or is at another step.
         """
         attempt = step.attempt
-        assert attempt.tree is not None
-        report = self._report(step, attempt.tree.take_partials())
+        assert attempt.sum.tree is not None
+        report = self._report(step, attempt.sum.tree.take_partials())
         self.note(f"exchanging step {step.number}")
-        attempt.reported = True
+        attempt.ending.reported = True
         began_s = time.perf_counter()
         try:
             combined = self._combine(attempt, report)
-            attempt.sending = None  # a kept loss must not keep the gradients alive
+            attempt.sum.sending = None  # a kept loss must not keep the gradients alive
             return combined
         finally:
             attempt.clock.exchange_s = time.perf_counter() - began_s
@@ -173,30 +173,30 @@ class ProcessReducer(LocalReducer):
         self.peers.leave(_spelled_error(error))
 
     def _announce(self, step: Step, verdict: Verdict, story: str) -> None:
-        if not step.attempt.reported:
-            step.attempt.reported = True
+        if not step.attempt.ending.reported:
+            step.attempt.ending.reported = True
             report = Report(verdict, step.facts, story)
             check_reports(self._gather(report), self.peers, but=self.rank)
 
     def _drop_gradients(self, step: Step) -> None:
         """Send what the other processes wait for, although the step is not taken."""
-        if step.attempt.sending is not None:
-            step.attempt.sending.drop()
+        if step.attempt.sum.sending is not None:
+            step.attempt.sum.sending.drop()
 
     # ---- this process's report, and what follows from all reports
 
     def _report(self, step: Step, partials: Sequence[PartialSum]) -> Report:
         """Return this process's part of a step, as the other processes need it."""
         attempt = step.attempt
-        assert attempt.sending is not None
+        assert attempt.sum.sending is not None
         for partial in partials:
             for i, gradient in enumerate(partial.gradients):
                 if gradient is not None and gradient.is_sparse and i not in self._sparse:
                     raise sparse_error(self._home, i)
-        attempt.sending.write_rest([partial.gradients for partial in partials])
-        leaves = [attempt.results[shard] for shard in attempt.trees.runs[self.rank]]
+        attempt.sum.sending.write_rest([partial.gradients for partial in partials])
+        leaves = [attempt.work.results[shard] for shard in attempt.trees.runs[self.rank]]
         numbers = [[float(number) for number in leaf[:2]] for leaf in leaves]
-        kind = Kind.COMPILED if attempt.programs else Kind.EAGER
+        kind = Kind.COMPILED if attempt.work.programs else Kind.EAGER
         return Report(
             Verdict.DONE,
             step.facts,
@@ -205,7 +205,7 @@ class ProcessReducer(LocalReducer):
             digest=step.digest,
             speed=self._own_speed(),
             leaves=torch.tensor(numbers, dtype=torch.float64).reshape(-1, 2),
-            present=self._present(attempt.sending, partials),
+            present=self._present(attempt.sum.sending, partials),
             tensors={**self._small_tensors(partials), **_outputs_by_name(leaves)},
         )
 
@@ -231,7 +231,7 @@ class ProcessReducer(LocalReducer):
     def _combine(
         self, attempt: Attempt, report: Report
     ) -> tuple[Sequence[Leaf | None], PartialSum]:
-        trees, sending, step = attempt.trees, attempt.sending, attempt.number
+        trees, sending, step = attempt.trees, attempt.sum.sending, attempt.number
         assert sending is not None
         reports = self._gather(report)
         check_reports(reports, self.peers)

@@ -119,27 +119,59 @@ class Stoppable(Protocol):
         """Let no shard wait any longer."""
 
 
-class Attempt:
-    """One attempt at a batch's shards. An attempt that fails is thrown away whole.
+class AssignedWork:
+    """What the lanes compute of an attempt: set by the executor.
 
     Attributes:
-        number: the step's number.
-        cut: the batch, cut into shards.
-        seed: returns the seed of a shard's random ops.
         compute: called in a lane with a replica and a shard's work.
         results: what `compute` returned, by shard.
-        one_lane: whether the fastest lane computes all shards.
-        is_observed: whether somebody looks at each shard's values.
         runs: the shards that each lane starts with.
         queue: the shards that no lane has begun; None before they are assigned, and in lockstep.
+        one_lane: whether the fastest lane computes all shards.
+        is_observed: whether somebody looks at each shard's values.
+        programs: the compiled shards by their number of examples; empty for eager shards.
         lockstep: where shards meet that run side by side; None for independent shards.
         slicing: the devices that compute the slices of its shards together; None if they don't.
         turns: the turns of shards on the stages of a network; None without stages.
+    """
+
+    def __init__(self) -> None:
+        self.compute: Callable[[Replica, ShardWork], Any] = _not_open
+        self.results: dict[int, Any] = {}
+        self.runs: Sequence[Sequence[int]] = ()
+        self.queue: ShardQueue | None = None
+        self.one_lane = self.is_observed = False
+        self.programs: Mapping[int, Program] = {}
+        self.lockstep: Lockstep | None = None
+        self.slicing: SlicingDevices | None = None
+        self.turns: Stoppable | None = None
+
+    def stop(self) -> None:
+        """Let no further shard begin, and none wait for another one."""
+        if self.queue is not None:
+            self.queue.dropped = True
+        for meeting in (self.lockstep, self.slicing, self.turns):
+            if meeting is not None:
+                meeting.stop()
+
+
+class PendingSum:
+    """The sum over the shards of an attempt: set by the reducer.
+
+    Attributes:
         tree: the sum over the shards of a training step.
         sending: takes gradients for other processes; None in a single process.
-        programs: the compiled shards by their number of examples; empty for eager shards.
-        before: the states of the default generators at its start; None if nobody looks.
-        clock: its times.
+    """
+
+    def __init__(self) -> None:
+        self.tree: TreeSum[PartialSum] | None = None
+        self.sending: GradientReduction | None = None
+
+
+class Ending:
+    """How far an attempt is, and how it ended: set by the pipeline.
+
+    Attributes:
         has_opening: whether the buffers' opening values are its own, not those of a step before.
         dropped: whether no further shard, and no update, may begin.
         committed: whether its update has begun.
@@ -147,25 +179,10 @@ class Attempt:
         errors: by lane, what went wrong there.
         lanes: the lanes that were asked to compute it; `working` has those that have not ended.
         ended: unlocked at its end; `is_over` says so too.
-        end: its last task, where tasks of the engine compute it.
+        task: its last one, where tasks of the engine compute it.
     """
 
-    def __init__(self, number: int, cut: Cut, seed: SeedOf, ready_s: float | None = None) -> None:
-        self.number = number
-        self.cut = cut
-        self.seed = seed
-        self.compute: Callable[[Replica, ShardWork], Any] = _not_open
-        self.results: dict[int, Any] = {}
-        self.queue: ShardQueue | None = None
-        self.lockstep: Lockstep | None = None
-        self.slicing: SlicingDevices | None = None
-        self.turns: Stoppable | None = None
-        self.one_lane = self.is_observed = False
-        self.runs: Sequence[Sequence[int]] = ()
-        self.tree: TreeSum[PartialSum] | None = None
-        self.sending: GradientReduction | None = None
-        self.programs: Mapping[int, Program] = {}
-        self.clock = StepClock(ready_s)
+    def __init__(self) -> None:
         self.has_opening = False
         self.dropped = False
         self.committed = False
@@ -177,7 +194,30 @@ class Attempt:
         self.ended = threading.Lock()
         self.ended.acquire()
         self.is_over = False
-        self.end: Task | None = None
+        self.task: Task | None = None
+
+
+class Attempt:
+    """One attempt at a batch's shards. An attempt that fails is thrown away whole.
+
+    Attributes:
+        number: the step's number.
+        cut: the batch, cut into shards.
+        seed: returns the seed of a shard's random ops.
+        clock: its times.
+        work: what the lanes compute.
+        sum: the sum over its shards.
+        ending: how far it is, and how it ended.
+    """
+
+    def __init__(self, number: int, cut: Cut, seed: SeedOf, ready_s: float | None = None) -> None:
+        self.number = number
+        self.cut = cut
+        self.seed = seed
+        self.clock = StepClock(ready_s)
+        self.work = AssignedWork()
+        self.sum = PendingSum()
+        self.ending = Ending()
 
     def place_of(self, shard: int) -> str:
         """Return a shard's number, and in words of the user's what it has of the batch."""
@@ -206,20 +246,16 @@ class Attempt:
         Raises:
             ClosedError: it was dropped before.
         """
-        with self.lock:
-            if self.dropped:
+        with self.ending.lock:
+            if self.ending.dropped:
                 raise ClosedError(f"step {self.number} was dropped")
-            self.committed = True
+            self.ending.committed = True
 
     def drop(self) -> None:
         """Let no further shard begin, no shard wait for another one, and no update begin."""
-        with self.lock:
-            self.dropped = self.dropped or not self.committed
-        if self.queue is not None:
-            self.queue.dropped = True
-        for meeting in (self.lockstep, self.slicing, self.turns):
-            if meeting is not None:
-                meeting.stop()
+        with self.ending.lock:
+            self.ending.dropped = self.ending.dropped or not self.ending.committed
+        self.work.stop()
 
 
 def _not_open(replica: Replica, work: ShardWork) -> Any:
@@ -317,9 +353,9 @@ class Step:
     def release(self) -> None:
         """Forget the batch and what was computed: a kept loss must not keep them alive."""
         self.attempt.cut = NO_CUT
-        self.attempt.compute = _not_open
-        self.attempt.results = {}
-        self.attempt.tree = None
+        self.attempt.work.compute = _not_open
+        self.attempt.work.results = {}
+        self.attempt.sum.tree = None
         self.own = ()
 
 

@@ -99,20 +99,20 @@ class IndependentExecutor:
 
     def open(self, step: Step) -> None:
         """Prepare the current attempt at a step: its shards' work, and the sum over them."""
-        attempt = step.attempt
+        attempt, work = step.attempt, step.attempt.work
         if self.programs is not None and step.may_compile:
-            attempt.programs = self._programs_of(self.programs, step)
+            work.programs = self._programs_of(self.programs, step)
         stream = self.reducer.begin(
             attempt,
             functools.partial(self._add, attempt.clock),
-            may_stream=not attempt.programs and self.adds_once and step.observe is None,
+            may_stream=not work.programs and self.adds_once and step.observe is None,
         )
-        assert attempt.tree is not None
-        attempt.is_observed = step.observe is not None
-        attempt.compute = functools.partial(
+        assert attempt.sum.tree is not None
+        work.is_observed = step.observe is not None
+        work.compute = functools.partial(
             compute_shard,
             objective=step.objective,
-            tree=attempt.tree,
+            tree=attempt.sum.tree,
             stream=stream,
             may_accumulate=self.adds_once,
             observe=step.observe,
@@ -134,23 +134,23 @@ class IndependentExecutor:
         In a step that is observed all speeds count as equal, and no shard is stolen, so that it
         does not depend on timing which device computes which shard.
         """
-        speeds = self.pace.speeds(self.engine.lost_lanes)
+        work, speeds = attempt.work, self.pace.speeds(self.engine.lost_lanes)
         if not any(speeds):
             raise self.engine.lost_error(0, "no device is left, so open a new trainer")
         # Whether the model is refused on a new replica must not depend on timing.
         new = [lane for lane in range(len(speeds)) if not self.replicas.all[lane].has_run_backward]
-        attempt.one_lane = attempt.one_lane and not new and not attempt.is_observed
-        if attempt.is_observed:
+        work.one_lane = work.one_lane and not new and not work.is_observed
+        if work.is_observed:
             speeds = [float(speed > 0) for speed in speeds]
-        if attempt.one_lane:
+        if work.one_lane:
             fastest = speeds.index(max(speeds))
             speeds = [float(lane == fastest) for lane in range(len(speeds))]
         runs = contiguous_runs(attempt.cut.part.run, speeds)
-        if not all(runs) and not attempt.one_lane:
+        if not all(runs) and not work.one_lane:
             self.pace.decay(lane for lane, run in enumerate(runs) if not run)
-        attempt.runs = runs
-        attempt.queue = ShardQueue(
-            runs, self.pace, attempt.clock.shards, new, may_steal=not attempt.is_observed
+        work.runs = runs
+        work.queue = ShardQueue(
+            runs, self.pace, attempt.clock.shards, new, may_steal=not work.is_observed
         )
 
     def take_opening(self, attempt: Attempt) -> None:
@@ -167,13 +167,13 @@ class IndependentExecutor:
             lane: the calling lane.
             batches: shards that were copied to devices already; others are copied here.
         """
-        replica, queue, shard = self.replicas.all[lane], attempt.queue, -1
+        replica, queue, shard = self.replicas.all[lane], attempt.work.queue, -1
         assert queue is not None
         outside = shard_here.set("apart" if attempt.cut.filled > 1 else None)
         try:
             while (shard := queue.next(lane)) is not None:  # type: ignore[assignment]
                 work = self._work(replica, lane, attempt, shard, batches)
-                attempt.results[shard] = attempt.compute(replica, work)
+                attempt.work.results[shard] = attempt.work.compute(replica, work)
                 if attempt.cut.shared:
                     attempt.cut.refuse_written_copies()
         except BaseException as error:
@@ -187,7 +187,7 @@ class IndependentExecutor:
         """Copy some shards' examples to `device`; called in its copy lane."""
         place, copied = self.experiment.placement(device), {}
         for shard in shards:
-            if not attempt.dropped:
+            if not attempt.ending.dropped:
                 copied[shard] = attempt.cut.take(shard, place)
         attempt.cut.check_unchanged()
         attempt.clock.data_are_ready()
@@ -218,7 +218,7 @@ class IndependentExecutor:
 
     def _stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
         """Return the lanes that take too long for a shard while another lane has none."""
-        return attempt.queue.stuck(alive, after_s) if attempt.queue is not None else []
+        return attempt.work.queue.stuck(alive, after_s) if attempt.work.queue is not None else []
 
     def explain_loss(self, error: BaseException) -> None:
         """Note on the error of a step what was lost with a device."""
@@ -263,14 +263,14 @@ class IndependentExecutor:
         try:
             while True:
                 attempt = Attempt(0, cut, seed)
-                attempt.compute = compute
+                attempt.work.compute = compute
                 if self.engine.lost_lanes:
                     self.lost.go_on_without_idle("an evaluation")
                 self._assign_evaluation(attempt)
                 error = self._run_everywhere(attempt)
                 if error is None:
                     self._timekeeper.evaluated(attempt.clock)
-                    return [attempt.results[shard] for shard in cut.part.run]
+                    return [attempt.work.results[shard] for shard in cut.part.run]
                 if not self.lost.can_go_on(error, "an evaluation"):
                     self.explain_loss(error)
                     raise error
@@ -285,7 +285,7 @@ class IndependentExecutor:
         if not any(speeds):
             raise self.engine.lost_error(0, "no device is left, so open a new trainer")
         runs = contiguous_runs(attempt.cut.part.run, speeds)
-        attempt.queue = ShardQueue(runs, pace, attempt.clock.shards)
+        attempt.work.queue = ShardQueue(runs, pace, attempt.clock.shards)
 
     def _run_everywhere(self, attempt: Attempt) -> BaseException | None:
         """Compute an attempt on all devices, and wait; return an error: first, of a device."""
@@ -307,7 +307,7 @@ class IndependentExecutor:
             for task in tasks.values():
                 while not engine.wait_for(task, timeout_s=_LOOK_EVERY_S):
                     lost = self.lose_stuck(attempt)
-                    attempt.errors |= {lane: engine.lost_error(lane) for lane in lost}
+                    attempt.ending.errors |= {lane: engine.lost_error(lane) for lane in lost}
                     if lost or engine.dead_lanes:  # others may wait for their shards
                         attempt.drop()
         except BaseException:  # Ctrl-C
@@ -317,9 +317,9 @@ class IndependentExecutor:
                     engine.drain(task)
             raise
         failed = {lane: task.error for lane, task in tasks.items() if task.error is not None}
-        attempt.errors = failed | attempt.errors
-        self.lost.give_up_failed(attempt.errors)
-        errors = sorted(attempt.errors.values(), key=is_device_failure, reverse=True)
+        attempt.ending.errors = failed | attempt.ending.errors
+        self.lost.give_up_failed(attempt.ending.errors)
+        errors = sorted(attempt.ending.errors.values(), key=is_device_failure, reverse=True)
         return errors[0] if errors else None
 
     def _evaluate_shards(self, attempt: Attempt, lane: int) -> None:
@@ -349,7 +349,7 @@ class IndependentExecutor:
             cut.divisor,
             functools.partial(attempt.seed, shard),
             self._autocast_dtype,
-            attempt.programs.get(hi - lo) if attempt.programs else None,
+            attempt.work.programs.get(hi - lo) if attempt.work.programs else None,
         )
 
     def _add(self, clock: StepClock, left: PartialSum, right: PartialSum) -> PartialSum:

@@ -56,14 +56,15 @@ class LockstepExecutor(IndependentExecutor):
         return self._assign_side_by_side(attempt)
 
     def _assign_side_by_side(self, attempt: Attempt) -> None:
-        attempt.runs = contiguous_runs(attempt.cut.part.run, [1.0] * len(self.engine.devices))
-        attempt.lockstep = Lockstep(attempt.cut.filled)
+        attempt.work.runs = contiguous_runs(attempt.cut.part.run, [1.0] * len(self.engine.devices))
+        attempt.work.lockstep = Lockstep(attempt.cut.filled)
 
     def compute(
         self, attempt: Attempt, lane: int, batches: Mapping[int, Batch] | None = None
     ) -> None:
         """Compute the shards of the calling lane's run, all of them in progress at once."""
-        lockstep, shards = attempt.lockstep, attempt.runs[lane] if attempt.runs else ()
+        lockstep, runs = attempt.work.lockstep, attempt.work.runs
+        shards = runs[lane] if runs else ()
         if lockstep is None:
             return super().compute(attempt, lane, batches)
         syncs = self.experiment.batch_norm == "sync"
@@ -84,7 +85,7 @@ class LockstepExecutor(IndependentExecutor):
                 shard_here.set(in_step)  # in a thread of the shard's own
                 work = self._work(replica, lane, attempt, shard, batches)
                 with SyncedBatchNorm(in_step) if syncs else nullcontext():
-                    leaf: Leaf = attempt.compute(replica, work)
+                    leaf: Leaf = attempt.work.compute(replica, work)
                 if attempt.cut.shared:
                     attempt.cut.refuse_written_copies()
                 return leaf
@@ -111,12 +112,12 @@ class LockstepExecutor(IndependentExecutor):
         results: dict[int, Any] = {
             shard: future.result() for shard, future in zip(shards, found, strict=True)
         }
-        attempt.results.update(results)
+        attempt.work.results.update(results)
         return None
 
     def _stuck_lanes(self, attempt: Attempt, alive: set[int], after_s: float) -> list[int]:
         """Return the lanes whose shard takes too long for a turn while another lane waits."""
-        if attempt.lockstep is None:
+        if attempt.work.lockstep is None:
             return super()._stuck_lanes(attempt, alive, after_s)
         turns = {lane: turn for lane in alive if (turn := self._turns.get(lane)) is not None}
         working_s = {lane: turn.working_s for lane, turn in turns.items()}

@@ -49,14 +49,16 @@ class OverlappedPipeline(Pipeline):
         executor.open(step)
         copies = self._copies(attempt) if self._overlap else []
         shards = self._shards(attempt, copies)
-        attempt.end = self._writer("update", self._end_in_task, step, *map(engine.handle, shards))
+        attempt.ending.task = self._writer(
+            "update", self._end_in_task, step, *map(engine.handle, shards)
+        )
         opens = [self._writer("open", self._open, step)] if self.steps else []
         if not opens:
             self._open(step)
         self.steps.append(step)
         self._progress.count(step)
         # Together, so that all of them are submitted or none.
-        engine.submit_tasks([*copies, *opens, *shards, attempt.end])
+        engine.submit_tasks([*copies, *opens, *shards, attempt.ending.task])
 
     def _copies(self, attempt: Attempt) -> list[Task]:
         """Return tasks that copy shards' examples to the devices whose runs they begin in."""
@@ -72,7 +74,7 @@ class OverlappedPipeline(Pipeline):
                 story={"step": attempt.number},
                 quiet=True,
             )
-            for lane, shards in enumerate(attempt.runs)
+            for lane, shards in enumerate(attempt.work.runs)
             if shards
         ]
 
@@ -122,7 +124,7 @@ class OverlappedPipeline(Pipeline):
         if not self._overlap:
             step.attempt.clock.data_are_ready()
         self._executor.take_opening(step.attempt)
-        step.attempt.has_opening = True
+        step.attempt.ending.has_opening = True
         if self._overlap:
             self._replicas.refuse_written()
 
@@ -130,13 +132,13 @@ class OverlappedPipeline(Pipeline):
         self._end(step)
 
     def _wait_for(self, step: Step) -> BaseException | None:
-        engine, end = self._engine, step.attempt.end
+        engine, end = self._engine, step.attempt.ending.task
         assert end is not None
         while not engine.wait_for(end, timeout_s=LOOK_EVERY_S):
             self._executor.lose_stuck(step.attempt)
         engine.give_up_device_of(end)
         error = engine.failure_of(end) or self._changed_outside()
-        early = not step.attempt.committed or isinstance(error, PeerError)
+        early = not step.attempt.ending.committed or isinstance(error, PeerError)
         if self._overlap and early and not isinstance(error, OuterModelError | None):
             return self._written_meanwhile(error)
         return error
@@ -173,5 +175,5 @@ class OverlappedPipeline(Pipeline):
     def _drain(self) -> None:
         self._engine.mend()
         for step in self.steps:
-            if step.attempt.end is not None and step.attempt.end.was_submitted:
-                self._engine.drain(step.attempt.end)
+            if step.attempt.ending.task is not None and step.attempt.ending.task.was_submitted:
+                self._engine.drain(step.attempt.ending.task)
