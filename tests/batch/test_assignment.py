@@ -61,7 +61,7 @@ def chosen(crew, together_s, alone_s, steps):
     """Take steps of known durations; return for each whether one lane computed it alone."""
     refused = []
     for _ in range(steps):
-        refused.append(crew.is_refused())
+        refused.append(crew.is_better())
         crew.learn(refused[-1], alone_s if refused[-1] else together_s)
     return refused
 

@@ -15,13 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import evenstep
-from evenstep.batch.rng import (
-    _CALLERS,
-    ShardRandomness,
-    callers_generators,
-    derive_seed,
-    shard_seed,
-)
+from evenstep.batch.rng import _CALLERS, ShardRandomness, callers_generators
+from evenstep.batch.seeds import derive_seed, shard_seed
 from layouts import LAYOUTS, own, shared
 from reference import assert_same_bits, reference_training, whole_state
 from zoo import CLASSES, make_batches

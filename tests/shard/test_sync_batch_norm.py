@@ -22,7 +22,7 @@ from evenstep.errors import (
     ModelError,
     NonFiniteLossError,
 )
-from evenstep.shard.sync_batch_norm import merge, moments_of
+from evenstep.steps.executors.sync_batch_norm import merge, moments_of
 from grouping import grouped
 from layouts import LAYOUTS, DelayedLanes, shared, some_delay_s
 from reference import assert_same_bits, whole_state

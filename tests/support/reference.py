@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from evenstep.batch.rng import shard_seed
+from evenstep.batch.seeds import shard_seed
 from evenstep.checkpoint.fingerprint import named_state
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()

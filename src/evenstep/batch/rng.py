@@ -1,16 +1,14 @@
-"""Random numbers that depend on seed, epoch, step and shard, and never on the devices.
+"""Random ops that draw from the generator of the shard that calls them, and never of the device.
 
 A process has one default generator for its CPUs, and worker threads that compute shards at the same
 time would draw from it in an order that depends on timing. So each shard has its own generator, and
 every random op of the shard gets it passed. The shard draws the same numbers as after
-`torch.manual_seed(shard_seed(...))`, computed alone.
+`torch.manual_seed(shard_seed(...))` (`batch/seeds.py`), computed alone.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
-import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,20 +19,6 @@ from torch._C import DispatchKey
 
 from evenstep.devices import process_wide
 from evenstep.errors import ModelError
-
-
-def derive_seed(*parts: int | str) -> int:
-    """Return a 63-bit seed that depends on `parts` alone (SHA-256 of their text)."""
-    text = ""
-    for part in parts:
-        text += f"/str:{part}" if isinstance(part, str) else f"/int:{operator.index(part)}"
-    return int.from_bytes(hashlib.sha256(text[1:].encode()).digest()[:8], "little") >> 1
-
-
-def shard_seed(seed: int, epoch: int, step: int, shard: int) -> int:
-    """Return the seed for the random ops of one shard in one training step."""
-    return derive_seed("shard", seed, epoch, step, shard)
-
 
 _CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ over the shards.
 """
 
 from evenstep.contract.check import ContractReport
-from evenstep.contract.process_settings import refuse_modes
+from evenstep.contract.outside.process_settings import refuse_modes
 from evenstep.contract.self_check import SelfCheck
 
 __all__ = ["ContractReport", "SelfCheck", "refuse_modes"]

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from evenstep.batch import Batch
-from evenstep.batch.foreign_draws import ForeignDraws, refuse_foreign_draws
 from evenstep.checkpoint.fingerprint import tensor_digest
 from evenstep.collectives import TreeSum
 from evenstep.collectives.tree import tree_plan
@@ -24,7 +23,8 @@ from evenstep.contract.module_state import (
     elsewhere,
     parameter_marks,
 )
-from evenstep.contract.process_settings import ProcessSettings
+from evenstep.contract.outside.foreign_draws import ForeignDraws, refuse_foreign_draws
+from evenstep.contract.outside.process_settings import ProcessSettings
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica, written_error
 from evenstep.replicas.replica import same_bits, strided_parts

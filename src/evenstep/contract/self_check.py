@@ -18,7 +18,7 @@ from evenstep.batch.cut import NO_CUT, Cut
 from evenstep.contract.adding_up.separable import Neighbours
 from evenstep.contract.check import ContractReport, check_contract, check_order, check_sums
 from evenstep.contract.module_state import kept
-from evenstep.contract.outer_module import refuse_outer_module
+from evenstep.contract.outside.outer_module import refuse_outer_module
 from evenstep.contract.rehearsal import Rehearsal, SentShard
 from evenstep.contract.repeat import compute_observed, digests_of
 from evenstep.engine import Engine

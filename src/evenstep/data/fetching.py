@@ -18,7 +18,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from evenstep.batch.rng import derive_seed
+from evenstep.batch.seeds import derive_seed
 from evenstep.data.digests import digest_of_batch
 from evenstep.data.generators import (
     Generator,

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from evenstep.batch.rng import DEFAULT_GENERATORS, derive_seed
+from evenstep.batch.rng import DEFAULT_GENERATORS
+from evenstep.batch.seeds import derive_seed
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.errors import InputError
 

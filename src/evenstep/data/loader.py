@@ -17,7 +17,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
-from evenstep.batch.rng import derive_seed
+from evenstep.batch.seeds import derive_seed
 from evenstep.data.digests import digest_of_batch
 from evenstep.data.fetching import COMPARED, Collate, Examples, Wanted, digest_of_examples
 from evenstep.data.generators import order_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from evenstep.batch.rng import derive_seed
+from evenstep.batch.seeds import derive_seed
 from evenstep.errors import InputError
 
 

@@ -13,7 +13,7 @@ import torch
 
 from evenstep.batch.assignment import ShardQueue
 from evenstep.batch.cut import NO_CUT, Cut, Part
-from evenstep.batch.rng import shard_seed
+from evenstep.batch.seeds import shard_seed
 from evenstep.collectives import Forest, TreeSum, forest
 from evenstep.data.order import Cursor
 from evenstep.distributed.gradient_reduce import GradientReduction

@@ -20,7 +20,7 @@ from torch.utils.data import (
 
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
-from evenstep.batch.rng import derive_seed
+from evenstep.batch.seeds import derive_seed
 from evenstep.data.digests import digest_of_index
 from evenstep.data.fetching import Collate, Examples, Start, Wanted, digest_of_examples
 from evenstep.data.generators import order_of, samplers_in

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import DataLoader
 
 from evenstep.batch import Batch, Part
-from evenstep.batch.rng import derive_seed
+from evenstep.batch.seeds import derive_seed
 from evenstep.data.adapters.map_style import is_torchdatas, samplers_of
 from evenstep.data.digests import digest_of_batch
 from evenstep.data.generators import BorrowedGenerators, generators_of, set_epoch_of

@@ -16,8 +16,8 @@ from evenstep.options.experiment import Experiment
 from evenstep.profiling.clock import ShardTime
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.lockstep import DeviceTurns, Lockstep, ShardInStep, Turn, shard_here
-from evenstep.shard.sync_batch_norm import SyncedBatchNorm
 from evenstep.steps.executors.independent import IndependentExecutor, explain
+from evenstep.steps.executors.sync_batch_norm import SyncedBatchNorm
 from evenstep.steps.step import Attempt
 
 T = TypeVar("T")

@@ -13,7 +13,7 @@ from torch import nn
 from evenstep.batch import Batch
 from evenstep.batch.cut import Cut
 from evenstep.batch.nesting import Nesting
-from evenstep.batch.rng import derive_seed
+from evenstep.batch.seeds import derive_seed
 from evenstep.data.adapters.sources import Sources
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor

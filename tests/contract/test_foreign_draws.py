@@ -20,8 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from evenstep.batch.foreign_draws import ForeignDraws, outliving, refuse_foreign_draws
 from evenstep.batch.rng import ShardRandomness, callers_generators
+from evenstep.contract.outside.foreign_draws import ForeignDraws, outliving, refuse_foreign_draws
 from evenstep.errors import ContractError
 
 

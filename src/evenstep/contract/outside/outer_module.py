@@ -9,7 +9,7 @@ import torch
 
 from evenstep.batch.rng import ShardRandomness
 from evenstep.contract.module_state import kept
-from evenstep.contract.process_settings import ProcessSettings
+from evenstep.contract.outside.process_settings import ProcessSettings
 from evenstep.contract.rehearsal import Rehearsal
 from evenstep.errors import ContractError
 from evenstep.options.experiment import autocast

@@ -1,0 +1,1 @@
+"""What lies outside of the model, and a shard must not touch: modules, generators, settings."""
