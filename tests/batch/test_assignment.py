@@ -57,12 +57,12 @@ def test_old_speeds_are_forgotten():
     assert len(vars(assignment)["_speeds"]) == 3
 
 
-def chosen(crew, together_s, alone_s, steps):
+def chosen(choice, together_s, alone_s, steps):
     """Take steps of known durations; return for each whether one lane computed it alone."""
     refused = []
     for _ in range(steps):
-        refused.append(crew.is_better())
-        crew.learn(refused[-1], alone_s if refused[-1] else together_s)
+        refused.append(choice.is_better())
+        choice.learn(refused[-1], alone_s if refused[-1] else together_s)
     return refused
 
 
@@ -83,7 +83,7 @@ def test_long_steps_are_always_shared():
 
 
 def test_help_is_taken_again_when_steps_get_longer():
-    crew = OneLaneChoice()
-    chosen(crew, together_s=1.5e-3, alone_s=1e-3, steps=600)
-    refused = chosen(crew, together_s=3e-3, alone_s=4e-3, steps=1000)
+    choice = OneLaneChoice()
+    chosen(choice, together_s=1.5e-3, alone_s=1e-3, steps=600)
+    refused = chosen(choice, together_s=3e-3, alone_s=4e-3, steps=1000)
     assert sum(refused[-500:]) < 0.1 * 500
