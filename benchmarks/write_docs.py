@@ -20,9 +20,9 @@ import measure
 from benchmark import FOLDER, RESULTS, ROOT, load
 from evenstep.bench import pictures, summarise
 from evenstep.bench.tables import Table, number
-from evenstep.book.reproduce import Experiment, experiments
-from evenstep.book.reproduce import pictures as book_pictures
 from evenstep.limits import BOOK_EXPERIMENTS
+from evenstep.reproduce import Experiment, experiments
+from evenstep.reproduce import pictures as book_pictures
 from specs import engine, overhead, speed, text
 
 DOCS = ROOT / "docs"

@@ -93,7 +93,7 @@ EXPORTS = {
         "summarise",
     ],
     "evenstep.book": [],
-    "evenstep.book.reproduce": [
+    "evenstep.reproduce": [
         "Experiment",
         "Kept",
         "Part",
@@ -103,8 +103,8 @@ EXPORTS = {
         "run",
         "write_report",
     ],
-    "evenstep.book.reproduce.splits": [],
-    "evenstep.book.reproduce.engine": [],
+    "evenstep.reproduce.splits": [],
+    "evenstep.reproduce.engine": [],
     "evenstep.callbacks": [
         "Callback",
         "EpochRecord",
@@ -255,7 +255,7 @@ EXPORTS = {
         "transforms",
         "vision",
     ],
-    "evenstep.mxnet.measures": [],
+    "evenstep.reproduce.mxnet": [],
     "evenstep.mxnet.ops": [],
     "evenstep.mxnet.symbols": [],
     "evenstep.nn": [

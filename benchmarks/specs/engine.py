@@ -12,9 +12,9 @@ from benchmark import Benchmark, script
 from evenstep.bench import Contender, summarise
 from evenstep.bench.rounds import Run
 from evenstep.bench.tables import NOTHING, Table, cells, small, verdict, with_unit
-from evenstep.book.reproduce.engine.common import DEVICES, Job, run
-from evenstep.book.reproduce.findings import Finding, read_findings
-from evenstep.book.reproduce.lineup import Jobs, jobs, measurements
+from evenstep.reproduce.engine.common import DEVICES, Job, run
+from evenstep.reproduce.findings import Finding, read_findings
+from evenstep.reproduce.lineup import Jobs, jobs, measurements
 
 WARMUP_SHARE = 20  # one in so many
 

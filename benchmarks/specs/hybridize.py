@@ -34,7 +34,7 @@ BENCHMARK = Benchmark(
     name="hybridize",
     settings=SETTINGS,
     contenders=[
-        Contender(key="both", module="evenstep.book.reproduce.hybrid_calls", job=SETTINGS, names={})
+        Contender(key="both", module="evenstep.reproduce.hybrid_calls", job=SETTINGS, names={})
     ],
     tables=tables,
 )

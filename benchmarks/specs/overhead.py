@@ -31,6 +31,7 @@ from evenstep.engine import InlineLanes, ThreadLanes
 LEARNING_RATE = 0.01
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 PACKAGE = Path(evenstep.__file__).parent
+_ASIDE = {"cli", "bench", "book", "d2l.py", "mxnet", "reproduce"}
 _NO_CODE = {
     *(tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -132,11 +133,9 @@ def count_calls() -> dict[str, int]:
 def count_lines() -> dict[str, int]:
     """Count the lines of the library, those of them that are code, and those that measure it."""
     library = [
-        file
-        for file in PACKAGE.rglob("*.py")
-        if file.relative_to(PACKAGE).parts[0] not in {"cli", "bench", "book", "d2l.py", "mxnet"}
+        file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).parts[0] not in _ASIDE
     ]
-    measuring = (PACKAGE / "bench", PACKAGE / "book" / "reproduce", ROOT / "benchmarks")
+    measuring = (PACKAGE / "bench", PACKAGE / "reproduce", ROOT / "benchmarks")
     texts = [file.read_text(encoding="utf-8") for file in library]
     return {
         "library": sum(text.count("\n") for text in texts),
@@ -170,9 +169,13 @@ COUNTED = {  # label, at version 0.1.0, target
     "files": ("files that one eager step passes through", 31, 15),
     "functions": ("its functions", 205, 120),
     "calls": ("its calls", 730, 450),
-    "library": ("lines of the library, without `cli`, `bench`, `book`, `mxnet`", 13_000, 11_500),
+    "library": (
+        "lines of the library, without `cli`, `bench`, `book`, `mxnet`, `reproduce`",
+        13_000,
+        11_500,
+    ),
     "code": ("those of them that are code", None, None),
-    "measuring": ("lines that measure: `bench`, `book/reproduce`, `benchmarks`", 6_700, 4_500),
+    "measuring": ("lines that measure: `bench`, `reproduce`, `benchmarks`", 6_700, 4_500),
 }
 SETTINGS = {"shards": 8, "warmup_steps": 200, "steps": 3000}
 

@@ -16,8 +16,8 @@ from benchmarking import BENCHMARKS, FACTS
 import measure
 import write_docs
 from evenstep.bench import fresh, machine
-from evenstep.book.reproduce.engine.common import DEVICES, BareThreads
-from evenstep.book.reproduce.findings import Finding
+from evenstep.reproduce.engine.common import DEVICES, BareThreads
+from evenstep.reproduce.findings import Finding
 from specs import engine
 
 GAIN = Finding(text="gain", figure="a:s", over="b:s", unit="×", book=4.0, at_least=2.0)

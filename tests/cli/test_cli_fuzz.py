@@ -50,7 +50,7 @@ def values_of(parameter):
         if parameter.name in _NEVER_IN_RANGE:
             near = {value for value in near if not kind.min <= value <= kind.max}
         if parameter.name == "threads":
-            near -= {kind.max}  # takes as much memory as there are threads
+            near -= {kind.max - 1, kind.max}  # memory and time grow with the number of threads
         numbers = [*map(str, sorted(near)), *_NUMBERS]
         if parameter.name == "steps":
             far = {str(value) for value in near if value > 1} | _FAR_TOO_LONG

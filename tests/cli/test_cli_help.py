@@ -12,11 +12,11 @@ from click.shell_completion import ShellComplete
 
 from commands import run
 from evenstep.bench.workload.kinds import TEXT
-from evenstep.book.reproduce import experiments
 from evenstep.cli import main
 from evenstep.cli.options.table import GroupedCommand
 from evenstep.limits import BOOK_EXPERIMENTS, MODELS, TEXT_NETWORKS
 from evenstep.models.registry import BUILT_IN
+from evenstep.reproduce import experiments
 
 HELP_S = 20  # far more than it takes on a busy machine; it took longer with torch
 SLOW_TO_IMPORT = {"torch", "numpy", "optree", "rich", "jinja2", "evenstep.devices"}

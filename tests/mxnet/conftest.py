@@ -1,25 +1,5 @@
-"""Every test of `evenstep.mxnet` starts and ends without worker threads."""
+"""Every test starts and ends without worker threads."""
 
-import logging
+from mxnet_engine import own_engine
 
-import pytest
-
-from evenstep import mxnet as mx
-from evenstep.mxnet import npx
-from evenstep.mxnet.core.context import _gpu_device, _note_stand_in
-
-
-@pytest.fixture(autouse=True)
-def own_engine():
-    """Close the process's engine, also after a test whose queued operation failed."""
-    logging.getLogger("evenstep").setLevel(logging.ERROR)  # the note on stand-ins
-    mx.random.seed(0)
-    yield
-    npx.reset_np()
-    try:
-        mx.waitall()
-    finally:
-        mx.close()
-        _note_stand_in.cache_clear()
-        _gpu_device.cache_clear()
-        logging.getLogger("evenstep").setLevel(logging.NOTSET)
+__all__ = ["own_engine"]

@@ -37,6 +37,8 @@ def contiguous_runs(items: Sequence[int], speeds: Sequence[float]) -> list[list[
         items: what is divided, in order.
         speeds: relative speeds, at least 0 and not all 0.
     """
+    if len(speeds) == 1:
+        return [[*items]]
     total = sum(speeds)
     shares = [len(items) * speed / total for speed in speeds]
     lengths = [*map(int, shares)]

@@ -12,7 +12,11 @@ from torch.utils.data import TensorDataset
 
 from evenstep.bench.fresh import RunFailedError
 from evenstep.bench.pictures import require_matplotlib
-from evenstep.book.reproduce import (
+from evenstep.cli.terminal.output import command_line, say
+from evenstep.data import fashion_mnist
+from evenstep.errors import InputError
+from evenstep.limits import BOOK_EXPERIMENTS
+from evenstep.reproduce import (
     Experiment,
     Kept,
     Workplace,
@@ -20,11 +24,7 @@ from evenstep.book.reproduce import (
     run,
     write_report,
 )
-from evenstep.book.reproduce.plan import Size
-from evenstep.cli.terminal.output import command_line, say
-from evenstep.data import fashion_mnist
-from evenstep.errors import InputError
-from evenstep.limits import BOOK_EXPERIMENTS
+from evenstep.reproduce.plan import Size
 
 
 def reproduce(only: str | None, *, quick: bool, data_dir: str | None, out: Path) -> None:

@@ -119,6 +119,17 @@ class Stoppable(Protocol):
         """Let no shard wait any longer."""
 
 
+def _not_open(replica: Replica, work: ShardWork) -> Any:
+    raise AssertionError("the attempt is not open")
+
+
+def _held_lock() -> threading.Lock:
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@dataclasses.dataclass(eq=False)
 class AssignedWork:
     """What the lanes compute of an attempt: set by the executor.
 
@@ -135,16 +146,16 @@ class AssignedWork:
         turns: the turns of shards on the stages of a network; None without stages.
     """
 
-    def __init__(self) -> None:
-        self.compute: Callable[[Replica, ShardWork], Any] = _not_open
-        self.results: dict[int, Any] = {}
-        self.runs: Sequence[Sequence[int]] = ()
-        self.queue: ShardQueue | None = None
-        self.one_lane = self.is_observed = False
-        self.programs: Mapping[int, Program] = {}
-        self.lockstep: Lockstep | None = None
-        self.slicing: SlicingDevices | None = None
-        self.turns: Stoppable | None = None
+    compute: Callable[[Replica, ShardWork], Any] = _not_open
+    results: dict[int, Any] = dataclasses.field(default_factory=dict)
+    runs: Sequence[Sequence[int]] = ()
+    queue: ShardQueue | None = None
+    one_lane: bool = False
+    is_observed: bool = False
+    programs: Mapping[int, Program] = dataclasses.field(default_factory=dict)
+    lockstep: Lockstep | None = None
+    slicing: SlicingDevices | None = None
+    turns: Stoppable | None = None
 
     def stop(self) -> None:
         """Let no further shard begin, and none wait for another one."""
@@ -155,6 +166,7 @@ class AssignedWork:
                 meeting.stop()
 
 
+@dataclasses.dataclass(eq=False)
 class PendingSum:
     """The sum over the shards of an attempt: set by the reducer.
 
@@ -163,11 +175,11 @@ class PendingSum:
         sending: takes gradients for other processes; None in a single process.
     """
 
-    def __init__(self) -> None:
-        self.tree: TreeSum[PartialSum] | None = None
-        self.sending: GradientReduction | None = None
+    tree: TreeSum[PartialSum] | None = None
+    sending: GradientReduction | None = None
 
 
+@dataclasses.dataclass(eq=False)
 class Ending:
     """How far an attempt is, and how it ended: set by the pipeline.
 
@@ -177,24 +189,25 @@ class Ending:
         committed: whether its update has begun.
         reported: whether the other processes know how it ended.
         errors: by lane, what went wrong there.
-        lanes: the lanes that were asked to compute it; `working` has those that have not ended.
-        ended: unlocked at its end; `is_over` says so too.
+        lock: held while the next two, or `dropped` and `committed`, change.
+        working: the lanes that have not ended, of those in `lanes`.
+        lanes: the lanes that were asked to compute it.
+        is_over: whether it has ended.
+        ended: released when it has.
         task: its last one, where tasks of the engine compute it.
     """
 
-    def __init__(self) -> None:
-        self.has_opening = False
-        self.dropped = False
-        self.committed = False
-        self.reported = False
-        self.errors: dict[int, BaseException] = {}
-        self.lock = threading.Lock()
-        self.working: set[int] = set()
-        self.lanes: frozenset[int] = frozenset()
-        self.ended = threading.Lock()
-        self.ended.acquire()
-        self.is_over = False
-        self.task: Task | None = None
+    has_opening: bool = False
+    dropped: bool = False
+    committed: bool = False
+    reported: bool = False
+    errors: dict[int, BaseException] = dataclasses.field(default_factory=dict)
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    working: set[int] = dataclasses.field(default_factory=set)
+    lanes: frozenset[int] = frozenset()
+    is_over: bool = False
+    ended: threading.Lock = dataclasses.field(default_factory=_held_lock)
+    task: Task | None = None
 
 
 class Attempt:
@@ -256,10 +269,6 @@ class Attempt:
         with self.ending.lock:
             self.ending.dropped = self.ending.dropped or not self.ending.committed
         self.work.stop()
-
-
-def _not_open(replica: Replica, work: ShardWork) -> Any:
-    raise AssertionError("the attempt is not open")
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from evenstep.bench import Contender, results
-from evenstep.book.reproduce.plan import Size
-from evenstep.book.reproduce.splits.measured import WAYS
+from evenstep.reproduce.plan import Size
+from evenstep.reproduce.splits.measured import WAYS
 
 Jobs = Mapping[str, Mapping[str, Any]]
 """The fields of the jobs, by experiment."""
@@ -70,7 +70,7 @@ def mxnet_measurements(jobs: Jobs) -> list[Contender]:
     return [
         Contender(
             key=(key := ".".join([f"mxnet.{one}", *map(str, choice.values())])),
-            module=f"evenstep.mxnet.measures.{module}",
+            module=f"evenstep.reproduce.mxnet.{module}",
             job={**jobs[f"mxnet.{one}"], "measure": one, **choice},
             names={"key": key},
         )
@@ -84,7 +84,7 @@ def split_measurements(jobs: Jobs) -> list[Contender]:
     return [
         Contender(
             key=(key := f"splits.{way}.{devices}"),
-            module="evenstep.book.reproduce.splits.measured",
+            module="evenstep.reproduce.splits.measured",
             job={**jobs["splits"], "way": way, "devices": devices},
             names={"key": key},
         )
@@ -97,7 +97,7 @@ def _measurement(experiment: str, jobs: Jobs, **choices: str) -> Contender:
     key = ".".join([experiment, *choices.values()])
     return Contender(
         key=key,
-        module=f"evenstep.book.reproduce.engine.{experiment.split('.')[0]}",
+        module=f"evenstep.reproduce.engine.{experiment.split('.')[0]}",
         job={**jobs[experiment], **choices},
         names={"key": key},
     )

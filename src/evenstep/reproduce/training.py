@@ -16,7 +16,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
 from evenstep.bench import results
-from evenstep.book.reproduce.plan import Data
 from evenstep.callbacks.lr_scaling import Rule, scale_lr
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.data import Loader
@@ -25,6 +24,7 @@ from evenstep.limits import Precision
 from evenstep.metrics import accuracy
 from evenstep.models.registry import find_factory
 from evenstep.profiling.trace import Span
+from evenstep.reproduce.plan import Data
 from evenstep.training.trainer import Trainer
 
 Init: TypeAlias = Literal["book", "torch", "he"]

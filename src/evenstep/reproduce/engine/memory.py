@@ -16,7 +16,7 @@ from torch import nn
 
 import evenstep
 from evenstep.bench import machine
-from evenstep.book.reproduce.engine.common import DEVICES, Job, run
+from evenstep.reproduce.engine.common import DEVICES, Job, run
 
 FEATURES, HIDDEN = 512, (2048, 512)
 LEARNING_RATE = 0.005

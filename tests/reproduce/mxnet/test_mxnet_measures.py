@@ -6,9 +6,9 @@ import json
 import pytest
 import torch
 
-from evenstep.book.reproduce import experiments
-from evenstep.book.reproduce.findings import read_findings
-from evenstep.book.reproduce.lineup import jobs, mxnet_measurements
+from evenstep.reproduce import experiments
+from evenstep.reproduce.findings import read_findings
+from evenstep.reproduce.lineup import jobs, mxnet_measurements
 
 TINY = {
     "mxnet.queued": {"size": 8, "repeats": 2},

@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from evenstep.bench import Contender, running
-from evenstep.book.reproduce import rows
-from evenstep.book.reproduce.lineup import (
+from evenstep.errors import counted
+from evenstep.reproduce import rows
+from evenstep.reproduce.lineup import (
     descriptions,
     jobs,
     measurements,
     mxnet_measurements,
     split_measurements,
 )
-from evenstep.book.reproduce.plan import Experiment, Figures, Part, Row, Size, Workplace
-from evenstep.book.reproduce.splits.rows import rows as split_rows
-from evenstep.book.reproduce.training import Training, first_steps, train
-from evenstep.errors import counted
+from evenstep.reproduce.plan import Experiment, Figures, Part, Row, Size, Workplace
+from evenstep.reproduce.splits.rows import rows as split_rows
+from evenstep.reproduce.training import Training, first_steps, train
 
 Description = Mapping[str, Any]
 
@@ -58,7 +58,7 @@ def _with_fresh_processes(name: str, description: Description, size: Size) -> Ex
     """Return an experiment that measures in fresh processes: hybridizing, or with the engine."""
     rounds = 1 if size == "quick" else 3
     if name == "hybridize":
-        module = "evenstep.book.reproduce.hybrid_calls"
+        module = "evenstep.reproduce.hybrid_calls"
         calls = Contender(key=name, module=module, job=jobs(size)[name])
         label = "1000 calls of a small network, eager and hybridized"
         parts = [Part(key=name, label=label, measure=functools.partial(_run, calls, {}))]

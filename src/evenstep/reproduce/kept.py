@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from evenstep.bench import machine, results
-from evenstep.book.reproduce.plan import Experiment, Part, Size, Workplace
 from evenstep.errors import InputError
+from evenstep.reproduce.plan import Experiment, Part, Size, Workplace
 
 
 class Kept:

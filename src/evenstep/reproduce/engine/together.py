@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from evenstep.book.reproduce.engine.common import DEVICES, Job, open_contender, run
+from evenstep.reproduce.engine.common import DEVICES, Job, open_contender, run
 
 
 def measure(job: Job) -> dict[str, Any]:

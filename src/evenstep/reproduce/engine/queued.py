@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import evenstep
-from evenstep.book.reproduce.engine.common import DEVICES, Job, run
+from evenstep.reproduce.engine.common import DEVICES, Job, run
 
 
 def measure(job: Job) -> dict[str, Any]:

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from evenstep.book.reproduce import experiments
-from evenstep.book.reproduce.lineup import jobs
-from evenstep.book.reproduce.splits import measured as splits
-from evenstep.book.reproduce.splits import rows as split_rows
-from evenstep.book.reproduce.splits.costs import LINKS, WAYS, Cost, Perceptron, cost, first_width
+from evenstep.reproduce import experiments
+from evenstep.reproduce.lineup import jobs
+from evenstep.reproduce.splits import measured as splits
+from evenstep.reproduce.splits import rows as split_rows
+from evenstep.reproduce.splits.costs import LINKS, WAYS, Cost, Perceptron, cost, first_width
 
 TINY = {"widths": [12, 24], "batch_size": 16, "shards": 4, "slices": 6, "steps": 2}
 SMALL = Perceptron(width=2, batch=3, shards=8, inputs=4, classes=1)

@@ -8,9 +8,9 @@ from typing import Any
 
 from evenstep.bench import summarise
 from evenstep.bench.tables import NOTHING, with_unit
-from evenstep.book.reproduce.findings import read_findings
-from evenstep.book.reproduce.plan import Figures, Row, Size
 from evenstep.errors import counted
+from evenstep.reproduce.findings import read_findings
+from evenstep.reproduce.plan import Figures, Row, Size
 
 CAVEATS: Mapping[Size, str] = {
     "full": "Other initial weights and another order of the examples than the book's.",

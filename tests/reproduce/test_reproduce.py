@@ -19,12 +19,12 @@ from torch.utils.data import TensorDataset
 from benchmarking import FACTS
 from commands import complaint, run
 from evenstep.bench import fresh, machine
-from evenstep.book.reproduce import Experiment, Kept, Part, Row, Workplace, experiments
-from evenstep.book.reproduce import run as measure
-from evenstep.book.reproduce.report import page
-from evenstep.book.reproduce.training import Training, _Curve, choose_devices, timeline, train
 from evenstep.errors import InputError
 from evenstep.limits import BOOK_EXPERIMENTS
+from evenstep.reproduce import Experiment, Kept, Part, Row, Workplace, experiments
+from evenstep.reproduce import run as measure
+from evenstep.reproduce.report import page
+from evenstep.reproduce.training import Training, _Curve, choose_devices, timeline, train
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "fashion-mnist"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -70,7 +70,7 @@ def test_a_training_has_one_result_on_one_device_and_on_two(tmp_path):
 @pytest.mark.parametrize("stopped_after", [1, 6])
 def test_an_interrupted_training_goes_on_to_the_same_end(tmp_path, monkeypatch, stopped_after):
     """Stopped in the middle of an epoch and, with three more steps, in the next one."""
-    from evenstep.book.reproduce import training as module
+    from evenstep.reproduce import training as module
 
     expected = curve_of(folder=tmp_path / "whole")
     monkeypatch.setattr(module, "_SAVE_EVERY_S", 0.0)
@@ -122,12 +122,12 @@ def test_what_was_noted_after_the_checkpoint_is_forgotten(tmp_path):
     [(0, 3), (1, ["cuda:0"] * 3), (2, ["cuda:0", "cuda:1", "cuda:0"])],
 )
 def test_a_machine_with_fewer_gpus_trains_on_them_all_the_same(monkeypatch, gpus, expected):
-    monkeypatch.setattr("evenstep.book.reproduce.training.gpu_count", lambda: gpus)
+    monkeypatch.setattr("evenstep.reproduce.training.gpu_count", lambda: gpus)
     assert choose_devices(3) == expected
 
 
 def test_a_long_training_says_how_long_it_will_take(monkeypatch):
-    from evenstep.book.reproduce import training as module
+    from evenstep.reproduce import training as module
 
     now_s, said = iter(range(0, 1000, 6)), []
     clock = types.SimpleNamespace(perf_counter=lambda: next(now_s))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import evenstep
-from evenstep.book.reproduce.engine.common import DEVICES, BareThreads, Job, run
+from evenstep.reproduce.engine.common import DEVICES, BareThreads, Job, run
 
 HERE, THERE = "cpu:0", "cpu:1:own"
 

@@ -12,8 +12,8 @@ import jinja2
 from markupsafe import Markup, escape
 
 from evenstep.bench import results
-from evenstep.book.reproduce import pictures
-from evenstep.book.reproduce.plan import Experiment, Figures
+from evenstep.reproduce import pictures
+from evenstep.reproduce.plan import Experiment, Figures
 
 
 def write_report(

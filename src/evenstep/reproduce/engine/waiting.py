@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import evenstep
-from evenstep.book.reproduce.engine.common import DEVICES, Job, open_contender, run
+from evenstep.reproduce.engine.common import DEVICES, Job, open_contender, run
 
 WARMUP = 3  # calls on each device
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from evenstep.bench.tables import NOTHING, with_unit
-from evenstep.book.reproduce.plan import Figures, Row
-from evenstep.book.reproduce.splits.costs import LINKS, Perceptron, Way, cost, first_width
-from evenstep.book.reproduce.splits.measured import LINES, WAYS
 from evenstep.errors import counted
+from evenstep.reproduce.plan import Figures, Row
+from evenstep.reproduce.splits.costs import LINKS, Perceptron, Way, cost, first_width
+from evenstep.reproduce.splits.measured import LINES, WAYS
 
 _MB = 1e6
 _GPU = 1e14  # operations a second: a round number for a GPU's products in half precision

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from evenstep.bench.pictures import BLUE, COLOURS, GREEN, GREY, RED, canvas, to_svg
-from evenstep.book.reproduce.lineup import descriptions
-from evenstep.book.reproduce.plan import Figures
 from evenstep.errors import counted
+from evenstep.reproduce.lineup import descriptions
+from evenstep.reproduce.plan import Figures
 
 _PICTURES: Mapping[str, Mapping[str, Any]] = {
     name: {**picture, "book": description.get("book_accuracies", {})}
