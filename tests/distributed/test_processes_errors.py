@@ -57,7 +57,7 @@ def test_shards_of_several_processes_cannot_run_in_lockstep(tmp_path):
     run(tmp_path, "sync")
     for rank in range(2):
         assert reported(tmp_path, "", rank)[1].startswith(
-            "InputError: got batch_norm='sync' in one of"
+            "InputError: got batch_norm='sync' and several processes"
         )
 
 

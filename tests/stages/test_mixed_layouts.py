@@ -124,10 +124,7 @@ def test_any_mixture_of_layouts_gives_the_bits_of_the_reference(training):
     assert values["accuracy"] == float((outputs.argmax(1) == batches[0][1]).double().mean())
 
 
-STAGED, OWNED = (
-    {"devices": 2, "divide": evenstep.Stages({"0": 0, "4": 1})},
-    {"divide": evenstep.Owners()},
-)
+STAGED, OWNED = {"devices": 2, "stages": {"0": 0, "4": 1}}, {"owners": True}
 ARRANGEMENTS = [
     (1, STAGED),
     (1, {"devices": 1}),
@@ -136,7 +133,7 @@ ARRANGEMENTS = [
     (2, {**STAGED, **OWNED}),
     (1, {"devices": 3, **OWNED}),
 ]
-"""The number of processes, and the options of each."""
+"""The number of processes, and what each is given."""
 
 
 @pytest.mark.slow

@@ -176,7 +176,7 @@ def killed(options, folder, at):
     given = {"devices": 1, "before_update": before_update, **options}
     make = functools.partial(evenstep.Trainer.load, folder)
     make = make if Path(folder).exists() else evenstep.Trainer
-    with make(model, optimizer, nn.CrossEntropyLoss(), **given) as trainer:
+    with make(model, optimizer, nn.CrossEntropyLoss(), **grouped(**given)) as trainer:
         for X, y in make_batches((33, 16, 24) * 3)[trainer.steps_done :]:
             trainer.step(X, y)
             trainer.save(folder)

@@ -29,6 +29,9 @@ def main():
     model = build("dropout")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     given = model, optimizer, nn.CrossEntropyLoss()
+    stages = [evenstep.Stages(options.pop("stages"))] if "stages" in options else []
+    owners = [evenstep.Owners()] if options.pop("owners", False) else []
+    options["layout"] = evenstep.Layout(divide=(*stages, *owners))
     folder = out / "checkpoints"
     is_new = not folder.exists()
     made = (
