@@ -7,6 +7,7 @@ gradients that torch sums, divided and applied. `"inline": true` uses lanes with
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import statistics
 import sys
@@ -14,13 +15,14 @@ import threading
 import time
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import evenstep
 from benchmark import ROOT, Benchmark, script
@@ -32,6 +34,14 @@ LEARNING_RATE = 0.01
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 PACKAGE = Path(evenstep.__file__).parent
 _ASIDE = {"cli", "bench", "book", "d2l.py", "mxnet", "reproduce"}
+_OF_OTHERS = {
+    *dir(torch.Tensor),
+    *vars(nn.Module()),
+    *dir(DataLoader),
+    "_make",
+    "_replace",
+    "_iterator",
+}
 _NO_CODE = {
     *(tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -140,12 +150,53 @@ def count_lines() -> dict[str, int]:
     return {
         "library": sum(text.count("\n") for text in texts),
         "code": sum(map(_code_lines, texts)),
-        "measuring": sum(
-            file.read_text(encoding="utf-8").count("\n")
-            for folder in measuring
-            for file in folder.rglob("*.py")
-        ),
+        "measuring": _lines_in(*measuring),
+        "tests": _lines_in(ROOT / "tests"),
+        "parameters": len(inspect.signature(evenstep.Trainer).parameters),
+        "private": len([*private_reads()]),
     }
+
+
+def _lines_in(*folders: Path) -> int:
+    return sum(
+        file.read_text(encoding="utf-8").count("\n")
+        for folder in folders
+        for file in folder.rglob("*.py")
+    )
+
+
+def private_reads() -> Iterator[str]:
+    """Yield where a module reads `another._name`, a name that only other packages define."""
+    trees = {file: ast.parse(file.read_text(encoding="utf-8")) for file in PACKAGE.rglob("*.py")}
+    defined: dict[str, set[Path]] = {}  # private names, and the folders that define them
+    for file, tree in trees.items():
+        for name in _private_names(tree):
+            defined.setdefault(name, set()).add(file.parent)
+    for file, tree in trees.items():
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Attribute)
+                and _is_private(node.attr)
+                and node.attr not in _OF_OTHERS
+                and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
+                and file.parent not in defined.get(node.attr, {file.parent})
+            ):
+                yield f"{file.relative_to(PACKAGE)}:{node.lineno} {ast.unparse(node)}"
+
+
+def _private_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the private names that a module gives to its objects."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and _is_private(node.name):
+            yield node.name
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
 
 
 def _code_lines(text: str) -> int:
@@ -164,17 +215,20 @@ def _code_lines(text: str) -> int:
     return len(lines)
 
 
-TARGETS = {"1": 2.5, "2": 3.0}  # times the plain loop
+TARGETS = {"1": 2.5, "2": 2.5}  # times the plain loop
 COUNTED = {  # label, at version 0.1.0, target
     "files": ("files that one eager step passes through", 31, 15),
     "functions": ("its functions", 205, 120),
-    "calls": ("its calls", 730, 450),
+    "calls": ("its calls", 730, 324),
     "library": (
         "lines of the library, without `cli`, `bench`, `book`, `mxnet`, `reproduce`",
         13_000,
-        11_500,
+        25_000,
     ),
     "code": ("those of them that are code", None, None),
+    "tests": ("lines of the tests", None, 40_000),
+    "parameters": ("parameters of `Trainer`", None, 18),
+    "private": ("private names that are read from another package", None, 0),
     "measuring": ("lines that measure: `bench`, `reproduce`, `benchmarks`", 6_700, 4_500),
 }
 SETTINGS = {"shards": 8, "warmup_steps": 200, "steps": 3000}
