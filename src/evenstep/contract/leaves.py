@@ -15,6 +15,7 @@ from torch import nn
 from evenstep.batch import Batch
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica
+from evenstep.shard.forward_backward import nodes_of
 
 
 def leaves_of(total: torch.Tensor, replica: Replica, batch: Batch) -> list[torch.Tensor]:
@@ -50,19 +51,10 @@ def refuse_strange_leaves(
 
 
 def _graph_leaves(total: torch.Tensor) -> list[torch.Tensor]:
-    found, nodes, seen = [], [total.grad_fn], set[object]()
     if total.grad_fn is None and total.requires_grad:
         return [total]
-    while nodes:
-        node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor):
-            found.append(leaf)
-        nodes.extend(before for before, _ in node.next_functions)
-    return found
+    leaves = (getattr(node, "variable", None) for node in nodes_of(total))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _names_of(tensors: Sequence[torch.Tensor], objective: Any) -> list[str]:

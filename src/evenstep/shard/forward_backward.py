@@ -310,13 +310,9 @@ def _refuse_outer_model(total: torch.Tensor, replica: Replica, opened: int) -> N
     count = 0 if last is None else last._sequence_nr() - opened
     if count == replica.graph_nodes:
         return
-    leaves = [total] if last is None else []
-    todo, seen = [] if last is None else [last], {None, last}
-    while todo:
-        for node, _ in todo.pop().next_functions:
-            if node not in seen:
-                seen.add(node)
-                todo.append(node) if node.__class__ is not _LEAF else leaves.append(node.variable)
+    leaves = [node.variable for node in nodes_of(total) if node.__class__ is _LEAF]
+    if last is None:
+        leaves = [total]
     if not replica.outer.isdisjoint(map(id, leaves)):
         reached = "a parameter of the model itself"
         raise _outer_model_error(replica, reached, OuterModelError)
