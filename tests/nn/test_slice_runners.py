@@ -32,8 +32,8 @@ def name_here(number, tensor):
 
 
 def test_each_device_computes_its_run_of_slices():
-    with crew_of(["cpu:0", "cpu:1", "cpu:2"]) as crew:
-        found = [one.tolist() for (one,) in crew.run(name_here, [(None,)] * 5)]
+    with crew_of(["cpu:0", "cpu:1", "cpu:2"]) as runner:
+        found = [one.tolist() for (one,) in runner.run(name_here, [(None,)] * 5)]
     threads = [thread for thread, _ in found]
     assert [number for _, number in found] == [*range(5)]
     assert threads[0] == threads[1] == threading.get_ident()
@@ -52,9 +52,9 @@ def test_a_device_with_memory_of_its_own_holds_its_slices_of_the_weights_and_no_
         seen.setdefault(number, set()).add(part.untyped_storage().data_ptr())
         return (x @ part.t(),)
 
-    with crew_of(["cpu:0", "cpu:1:own"], exchanged) as crew:
+    with crew_of(["cpu:0", "cpu:1:own"], exchanged) as runner:
         for _ in range(2):
-            found = crew.run(product, [(x, part) for part in parts])
+            found = runner.run(product, [(x, part) for part in parts])
             assert torch.equal(torch.cat([one for (one,) in found], 1), x @ weight.t())
     home = weight.untyped_storage().data_ptr()
     assert all(places == {home} for number, places in seen.items() if number < 4)
@@ -75,7 +75,7 @@ def test_what_a_layer_sends_to_a_device_with_memory_of_its_own():
     forward = x.nbytes + half_of_parameters + 4 * 4 * 8 // 2
     backward = 4 * 4 * 8 // 2 + x.nbytes + x.nbytes + half_of_parameters
     held = {"cpu:1:own": half_of_parameters}
-    assert exchanged == Exchanged(nbytes=forward + backward, meetings=2, held=held)
+    assert exchanged == Exchanged(nbytes=forward + backward, waits=2, held=held)
 
 
 def test_an_error_in_a_slice_is_raised_where_the_layer_was_called():
@@ -84,51 +84,51 @@ def test_an_error_in_a_slice_is_raised_where_the_layer_was_called():
             raise ArithmeticError("slice 1")
         return (torch.zeros(1),)
 
-    with crew_of(["cpu:0", "cpu:1"]) as crew:
+    with crew_of(["cpu:0", "cpu:1"]) as runner:
         with pytest.raises(ArithmeticError, match="slice 1"):
-            crew.run(fails, [(None,)] * 2)
-        assert len(crew.run(lambda number, one: (one,), [(None,)] * 2)) == 2
+            runner.run(fails, [(None,)] * 2)
+        assert len(runner.run(lambda number, one: (one,), [(None,)] * 2)) == 2
 
 
 def lead_that_waits():
-    """Return a crew, and a thread in which its lead waits for a slice of lane 1."""
-    crew = SlicingDevices({lane: as_device(f"cpu:{lane}") for lane in range(2)}, Exchanged())
+    """Return a runner, and a thread in which its lead waits for a slice of lane 1."""
+    runner = SlicingDevices({lane: as_device(f"cpu:{lane}") for lane in range(2)}, Exchanged())
     outcome, is_at_work = [], threading.Event()
 
     def lead():
         try:
-            crew.run(lambda number, one: is_at_work.set() or (one,), [(None,)] * 2)
+            runner.run(lambda number, one: is_at_work.set() or (one,), [(None,)] * 2)
         except SlicingStoppedError as error:
             outcome.append(error)
 
     thread = threading.Thread(target=lead)
     thread.start()
     wait(is_at_work)
-    return crew, thread, outcome
+    return runner, thread, outcome
 
 
 def test_a_lead_that_waits_is_stopped():
-    crew, thread, outcome = lead_that_waits()
-    crew.stop()
+    runner, thread, outcome = lead_that_waits()
+    runner.stop()
     thread.join(40)
     assert len(outcome) == 1
     with pytest.raises(SlicingStoppedError):
-        crew.run(lambda number, one: (one,), [(None,)] * 2)
-    crew.help(1)  # returns
+        runner.run(lambda number, one: (one,), [(None,)] * 2)
+    runner.help(1)  # returns
 
 
 def test_of_a_stuck_crew_the_device_is_named_that_the_others_wait_for():
-    crew, thread, _ = lead_that_waits()
-    while crew.keeping([0]) != [1]:
+    runner, thread, _ = lead_that_waits()
+    while runner.keeping([0]) != [1]:
         threading.Event().wait(0.001)
-    assert crew.keeping([]) == []
-    crew.stop()
+    assert runner.keeping([]) == []
+    runner.stop()
     thread.join(40)
-    assert crew.keeping([0]) == [0]
+    assert runner.keeping([0]) == [0]
 
 
 def test_the_failure_of_a_device_stays_in_its_lane():
-    crew = SlicingDevices({lane: as_device(f"cpu:{lane}") for lane in range(2)}, Exchanged())
+    runner = SlicingDevices({lane: as_device(f"cpu:{lane}") for lane in range(2)}, Exchanged())
     ended = []
 
     def compute(number, one):
@@ -138,15 +138,15 @@ def test_the_failure_of_a_device_stays_in_its_lane():
 
     def helper():
         try:
-            crew.help(1)
+            runner.help(1)
         except DeviceLostError as error:
             ended.append(error)
-            crew.stop()  # as an attempt does that is dropped
+            runner.stop()  # as an attempt does that is dropped
 
     thread = threading.Thread(target=helper)
     thread.start()
     with pytest.raises(SlicingStoppedError):
-        crew.run(compute, [(None,)] * 2)
+        runner.run(compute, [(None,)] * 2)
     thread.join(40)
     assert len(ended) == 1
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from evenstep.batch.assignment import Help
+from evenstep.batch.assignment import OneLaneChoice
 from layouts import own, shared
 from reference import assert_same_bits
 from trainers import open_trainer, state_of
@@ -28,12 +28,12 @@ def train(devices, steps=24):
 def test_who_computes_alone_changes_no_bit(devices, monkeypatch):
     expected = train(1)
     chance = random.Random(1)
-    monkeypatch.setattr(Help, "is_refused", lambda self: chance.random() < 0.5)
+    monkeypatch.setattr(OneLaneChoice, "is_better", lambda self: chance.random() < 0.5)
     assert_same_bits(train(devices), expected)
 
 
 def test_a_device_whose_help_is_refused_computes_nothing(monkeypatch):
-    monkeypatch.setattr(Help, "is_refused", lambda self: True)
+    monkeypatch.setattr(OneLaneChoice, "is_better", lambda self: True)
     threads = []
 
     def loss(output, y):
