@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from evenstep.integrations.lightning import EvenStrategy
+from grouping import grouped
 
 EXAMPLES, FEATURES, CLASSES = 44, 8, 4
 THREE = ["cpu:0", "cpu:1", "cpu:2"]
@@ -110,7 +111,8 @@ def plain(**options):
 
 def even(devices=1, shards=4, strategy=None, **options):
     names = THREE[:devices] if isinstance(devices, int) else devices
-    return plain(strategy=EvenStrategy(names, shards=shards, **(strategy or {})), **options)
+    given = grouped(**{"shards": shards, **(strategy or {})})
+    return plain(strategy=EvenStrategy(names, **given), **options)
 
 
 def trained(trainer, module=None, loader=None, *, resume=None, validate=None):
