@@ -21,7 +21,7 @@ QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_er
 	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
 	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
 
-.PHONY: help install demo quick test slow lint types format check bench book notebooks docs-site dist placeholders clean
+.PHONY: help install demo quick test slow exhaustive lint types format check bench book notebooks docs-site dist placeholders clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -45,9 +45,12 @@ quick: install ## the fast part of the tests (under a minute on two cores)
 test: install ## the tests (about seven minutes on two cores)
 	$(PYTEST) -m 'not slow'
 
-slow: install ## the long tests too, and some as a processor without AVX-512 computes them
-	$(PYTEST)
+slow: install ## the long tests, and some as a processor without AVX-512 computes them
+	$(PYTEST) -m 'slow and not exhaustive'
 	$(AVX2) $(PYTEST) -m 'not slow' $(QUICK) tests/golden tests/zoo
+
+exhaustive: install ## the tests that take minutes each
+	$(PYTEST) -m exhaustive
 
 lint: install ## format and lint, as CI wants them
 	$(BIN)/ruff format --check .

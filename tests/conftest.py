@@ -21,6 +21,12 @@ settings.load_profile("evenstep")
 SHARED = Path(__file__).parents[2] / "shared"
 
 
+def pytest_itemcollected(item):
+    """What is exhaustive is slow."""
+    if item.get_closest_marker("exhaustive"):
+        item.add_marker(pytest.mark.slow)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def ctrl_c_works():
     """A shell that starts the tests in the background has it ignored, for their processes too."""

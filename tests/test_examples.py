@@ -48,7 +48,7 @@ def test_from_scratch_with_another_order_of_the_sum_has_other_bits(monkeypatch):
     assert not all(ours.equal(theirs) for ours, theirs in zip(one, other, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 def test_concise_ends_above_95_percent_and_with_one_fingerprint():
     one, two = (

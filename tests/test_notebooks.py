@@ -126,7 +126,7 @@ def test_the_command_refuses_a_notebook_that_prints_a_warning(tmp_path):
         COMMAND.executed(text)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)
 @pytest.mark.filterwarnings("ignore")  # Jupyter's own
 @pytest.mark.parametrize("text", TEXTS, ids=lambda text: text.stem)

@@ -57,7 +57,7 @@ def test_a_stopwatch_measures_the_time_since_its_making():
     assert 0 < first["seconds"] < second["seconds"]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600)  # about ten programs, one after the other
 @pytest.mark.parametrize("network", TEXT)
 def test_all_contenders_of_text_move_the_weights_alike(network):

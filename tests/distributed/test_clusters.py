@@ -39,7 +39,7 @@ def stub(folder, name, text):
     file.chmod(0o755)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(LIMIT_S + 60)
 def test_slurm(machines, tmp_path):
     """Stubs play `srun` and `scontrol`: they set variables, and run commands on each host."""

@@ -121,7 +121,7 @@ def test_memory_at_rest_falls_from_16_to_4_and_12_shared_bytes_a_parameter(tmp_p
         assert 10 <= nbytes < 10 * 1.05
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_model_that_needs_more_memory_than_a_process_may_have_trains_in_two(tmp_path):

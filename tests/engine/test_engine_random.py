@@ -226,7 +226,7 @@ def test_random_graphs_without_threads_equal_a_sequential_run(graph, count, max_
     check(graph, lanes=InlineLanes, count=count, max_in_flight=max_in_flight, order=order)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(600, method="thread")
 @a_run
 @settings(steady, max_examples=10_000)

@@ -19,7 +19,7 @@ def test_random_models_at_random_addresses():
     assert random_places.differences(range(7, 12)) == []
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)  # each part trains 400 models
 @pytest.mark.parametrize("first", [0, 100])
 @pytest.mark.parametrize("settings", PROCESSORS.values(), ids=PROCESSORS)

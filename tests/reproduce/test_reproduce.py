@@ -475,7 +475,7 @@ def test_a_quick_run_trains_little_and_a_full_one_as_the_book_does():
         assert training.warmup_epochs < training.epochs
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"the data set is not in {SHARED}")
 def test_all_of_a_quick_run_looked_at_in_a_browser(tmp_path):

@@ -64,7 +64,7 @@ def test_ctrl_c_at_some_bytecodes(devices, max_in_flight, undisturbed):
     assert boundary > 5000
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3000)
 @pytest.mark.filterwarnings(  # Python drops what is raised while it drops the generator of an epoch
     "ignore::pytest.PytestUnraisableExceptionWarning"
