@@ -215,7 +215,8 @@ def test_a_data_set_that_fails_in_a_worker_ends_the_epoch_at_a_whole_step(
     with trainer_of(layout) as trainer, trainer_of(layout) as undisturbed:
         train(undisturbed, batches)
         file.touch()
-        with pytest.raises(BaseException, match="enough|worker"):
+        # A batch that a dead worker has announced can't be fetched from it: an error of sockets.
+        with pytest.raises(BaseException, match="enough|worker|No such file|refused|reset"):
             train(trainer, batches)
         trainer.waitall()
         assert trainer.steps_done <= 2  # a worker that dies is noticed at once
