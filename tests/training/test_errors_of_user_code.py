@@ -5,6 +5,7 @@ training in which the call is repeated has the bits of one that no error has dis
 """
 
 import multiprocessing
+import re
 import threading
 import traceback
 
@@ -215,9 +216,11 @@ def test_a_data_set_that_fails_in_a_worker_ends_the_epoch_at_a_whole_step(
     with trainer_of(layout) as trainer, trainer_of(layout) as undisturbed:
         train(undisturbed, batches)
         file.touch()
-        # A batch that a dead worker has announced can't be fetched from it: an error of sockets.
-        with pytest.raises(BaseException, match="enough|worker|No such file|refused|reset"):
+        with pytest.raises(BaseException) as caught:
             train(trainer, batches)
+        # Ctrl-C ends the worker: torch may find it gone while it fetches a batch from its socket.
+        is_gone = kind == "Ctrl-C" and isinstance(caught.value, OSError | EOFError)
+        assert is_gone or re.search("enough|worker", str(caught.value)), repr(caught.value)
         trainer.waitall()
         assert trainer.steps_done <= 2  # a worker that dies is noticed at once
         file.unlink()
