@@ -216,7 +216,7 @@ def test_a_data_set_that_fails_in_a_worker_ends_the_epoch_at_a_whole_step(
     with trainer_of(layout) as trainer, trainer_of(layout) as undisturbed:
         train(undisturbed, batches)
         file.touch()
-        with pytest.raises(BaseException) as caught:
+        with pytest.raises(BaseException) as caught:  # noqa: PT011 - judged below
             train(trainer, batches)
         # Ctrl-C ends the worker: torch may find it gone while it fetches a batch from its socket.
         is_gone = kind == "Ctrl-C" and isinstance(caught.value, OSError | EOFError)
