@@ -84,6 +84,12 @@ class GoesWrongAt(Plain):
         return super().forward(x) * (self.factor if self.calls == self.call + 1 else 1)
 
 
+def unchecked(model, optimizer, devices):
+    """Return a trainer that takes what the check of a step would refuse."""
+    off = Faults(check="off")
+    return Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices, faults=off)
+
+
 def batches(trainer):
     generator = torch.Generator().manual_seed(1)
     while True:
@@ -224,13 +230,7 @@ def test_the_state_is_named_when_all_shards_agree():
         model = mlp(6, (4,), 3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.param_groups[0]["lr"] = next(rates)
-        return Trainer(
-            model,
-            optimizer,
-            nn.CrossEntropyLoss(),
-            devices=devices,
-            faults=Faults(check="off"),
-        )
+        return unchecked(model, optimizer, devices)
 
     found = verify(make_trainer, batches, [1, 2], 1).difference
     assert (found.step, found.shard, found.tensor) == (0, None, "group/0/lr")
@@ -254,13 +254,7 @@ def test_sparse_gradients_are_compared_too():
         torch.manual_seed(0)
         model = Embeds()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Trainer(
-            model,
-            optimizer,
-            nn.CrossEntropyLoss(),
-            devices=devices,
-            faults=Faults(check="off"),
-        )
+        return unchecked(model, optimizer, devices)
 
     found = verify(make_trainer, tokens, [1, 2], 1).difference
     assert (found.shard, found.tensor) == (0, "gradient of table.weight")
@@ -332,13 +326,7 @@ def test_extra_state_that_differs_is_a_difference():
         torch.manual_seed(0)
         model = CountsCalls()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Trainer(
-            model,
-            optimizer,
-            nn.CrossEntropyLoss(),
-            devices=devices,
-            faults=Faults(check="off"),
-        )
+        return unchecked(model, optimizer, devices)
 
     batch = torch.randn(16, 2), torch.arange(16) % 2
     verdict = verify(make_trainer, [batch] * 2, [1, own(2)], steps=2)

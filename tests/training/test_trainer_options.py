@@ -1,6 +1,8 @@
 """How a trainer takes its options: an experiment as one value, names that PyTorch users know."""
 
+import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -46,6 +48,22 @@ def test_a_choice_that_is_given_twice_and_differs_is_refused():
         opened(experiment=evenstep.Experiment(shards=5), shards=4)
 
 
+def test_a_default_that_is_written_down_is_a_choice():
+    with pytest.raises(InputError, match="give seed in one place only"):
+        opened(experiment=evenstep.Experiment(seed=0), seed=3)
+    assert opened(experiment=evenstep.Experiment(seed=0), seed=0).experiment.seed == 0
+    taken = opened(experiment=evenstep.Experiment(clip_norm=1.0)).experiment
+    with pytest.raises(InputError, match="give shards in one place only"):
+        opened(experiment=taken, shards=4)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_copy_of_an_experiment_has_the_same_choices(copied):
+    one = evenstep.Experiment(seed=0, clip_norm=1.0)
+    assert copied(one) == one
+    assert copied(one).given == one.given == {"seed", "clip_norm"}
+
+
 @pytest.mark.parametrize("name", ["experiment", "layout", "faults"])
 def test_a_group_of_options_that_is_none_is_refused(name):
     message = rf"got {name}=evenstep|got {name}=.*: give an evenstep.{name.capitalize()}\(...\)"
@@ -80,7 +98,16 @@ def test_load_takes_the_same_experiment_and_refuses_another_one(tmp_path):
     same = evenstep.Experiment(shards=4)
     assert evenstep.Trainer.load(tmp_path, *fresh(), experiment=same).experiment.shards == 4
     assert evenstep.Trainer.load(tmp_path, *fresh(), shards=4).experiment.shards == 4
-    for other in ({"experiment": evenstep.Experiment(shards=5)}, {"shards": 5}, {"compile": True}):
+    none = evenstep.Experiment()
+    assert evenstep.Trainer.load(tmp_path, *fresh(), experiment=none).experiment.shards == 4
+    default = evenstep.Experiment(shards=8)  # the default, but written down
+    for other in (
+        {"experiment": evenstep.Experiment(shards=5)},
+        {"experiment": default},
+        {"experiment": evenstep.Experiment(clip_norm=1.0)},
+        {"shards": 5},
+        {"compile": True},
+    ):
         with pytest.raises(CheckpointError, match="instead of"):
             evenstep.Trainer.load(tmp_path, *fresh(), **grouped(**other))
 

@@ -195,23 +195,6 @@ def read_training_state(folder: Path, without: Collection[int] = ()) -> Training
     return TrainingState.from_tree(read_checkpoint(folder, prune), folder)
 
 
-def read_experiment(folder: Path) -> Experiment:
-    """Read the experiment of the checkpoint in `folder`, or of the newest of several.
-
-    Raises:
-        CheckpointError: as for `read_training_state`.
-    """
-
-    def prune(plain: Plain) -> Plain:
-        return {"experiment": plain["experiment"]}
-
-    tree = read_checkpoint(folder, prune)
-    try:
-        return _read(Experiment, tree["experiment"], "experiment")  # type: ignore[no-any-return]
-    except InputError as error:
-        raise CheckpointError(f"{folder} holds another program's checkpoint: {error}") from error
-
-
 def _spell(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 

@@ -17,18 +17,17 @@ def options_for(
     faults: Faults | None,
     instead: Mapping[str, str],
 ) -> tuple[Experiment, Layout, Faults]:
-    """Return groups of options, if all of what they choose is evenstep's to choose.
+    """Return the groups of options; refuse choices that belong to the other library.
 
     Args:
-        who: the class that was given them.
-        experiment: as for `evenstep.Trainer`, as are `layout` and `faults`.
+        who: the class that was given them, for messages.
+        experiment: as for `evenstep.Trainer`.
         layout: as for `evenstep.Trainer`.
         faults: as for `evenstep.Trainer`.
-        instead: choices that belong to the other library, or can't be made with it: for each, what
-            to do instead.
+        instead: for each choice that is refused, what to do instead.
 
     Raises:
-        InputError: a group is something else, or one of these choices was made.
+        InputError: a group has another type, or makes one of these choices.
     """
     groups = check_options(experiment, layout, faults)
     for group in groups:

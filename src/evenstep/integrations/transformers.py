@@ -101,8 +101,7 @@ class EvenTrainer(transformers.Trainer):
         self._threads = self._experiment.threads
         self._devices = find_devices(devices, threads=self._threads)
         self._refuse_other_device()
-        self._shards = self._shards_of_step(shards)
-        self._experiment = dataclasses.replace(self._experiment, shards=self._shards)
+        self._shards = self._shards_of_step()
         self._even: Trainer | None = None
         self._opened = contextlib.ExitStack()
         self._micro_batches: list[dict[str, Any]] = []
@@ -203,6 +202,7 @@ class EvenTrainer(transformers.Trainer):
         even = Trainer(
             model,
             getattr(outer, "optimizer", outer),  # accelerate's has torch's inside
+            shards=self._shards,
             objective=self._of_micro_batch if accumulates else self._of_rows,
             devices=self._devices,
             seed=self.args.seed,
@@ -282,10 +282,9 @@ class EvenTrainer(transformers.Trainer):
             )
         return False
 
-    def _shards_of_step(self, given: int | None) -> int:
+    def _shards_of_step(self) -> int:
         parts, shards = self.args.gradient_accumulation_steps, self._experiment.shards
-        given = shards if given is None and shards != Experiment().shards else given
-        if parts > 1 and given not in (None, parts):
+        if parts > 1 and "shards" in self._experiment.given and shards != parts:
             raise InputError(
                 f"got shards={shards} and gradient_accumulation_steps={parts}, but micro-batches "
                 f"are the shards of a step: leave shards out"

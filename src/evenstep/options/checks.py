@@ -5,24 +5,34 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
+from typing import TYPE_CHECKING
 
 from evenstep.errors import InputError, shown
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class Options:
-    """Base class of frozen dataclasses whose fields are options; `repr` leaves out the defaults."""
+    """Base class of frozen dataclasses whose fields are options, each with a default.
+
+    Attributes:
+        given: the names of the fields that were given; the others have their defaults.
+    """
+
+    given: frozenset[str]
+
+    def __new__(cls, **given: object) -> Self:
+        """Note what is given: a default that is written down is a choice, too."""
+        self = super().__new__(cls)
+        object.__setattr__(self, "given", frozenset(given))
+        return self
 
     def __repr__(self) -> str:
-        fields = {one.name: getattr(self, one.name) for one in dataclasses.fields(self)}  # type: ignore[arg-type]
-        defaults = {one.name: _default_of(one) for one in dataclasses.fields(self)}  # type: ignore[arg-type]
-        given = [f"{name}={_spell(v)}" for name, v in fields.items() if v != defaults[name]]
-        return f"{type(self).__name__}({', '.join(given)})"
-
-
-def _default_of(field: dataclasses.Field[object]) -> object:
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
+        default = type(self)()
+        fields = ((one.name, getattr(self, one.name)) for one in dataclasses.fields(self))  # type: ignore[arg-type]
+        shown = [f"{k}={_spell(v)}" for k, v in fields if v != getattr(default, k)]
+        return f"{type(self).__name__}({', '.join(shown)})"
 
 
 def _spell(value: object) -> str:

@@ -62,7 +62,7 @@ Division: TypeAlias = Stages | Slices | Owners
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Layout(Options):
-    """How the work is divided among devices, besides which there are; without effect on the result.
+    """How the work is divided among the devices; it has no effect on the result.
 
     Attributes:
         divide: `Stages(...)`, `Slices()`, `Owners()`, or a tuple of those that go together

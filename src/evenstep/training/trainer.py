@@ -117,7 +117,7 @@ class Trainer(Habits):
         seed: the seed of the random ops in the model. By default 0.
         precision: "fp32" for the parameters' own dtype (the default), "bf16" for autocast.
         experiment: all choices that the result depends on: these three, and those that are seldom
-            made, such as `Experiment(clip_norm=1.0)`.
+            made, such as `Experiment(clip_norm=1.0)`. A choice is given in one place only.
         layout: how the work is divided, without effect on the result: stages, slices, owners.
         faults: how long to wait for what is late, and when to check what.
         before_update: called with the module when each `parameter.grad` holds the batch's mean
@@ -202,7 +202,7 @@ class Trainer(Habits):
         self.optimizer = optimizer
         self.scheduler = scheduler
         chosen = dataclasses.replace(chosen, experiment=with_safe_format(experiment, model))
-        self.experiment = chosen.experiment
+        self.experiment = dataclasses.replace(chosen.experiment)  # all of it counts as given
         self.on_shard: Callable[[int, PartialSum], None] | None = None
         own = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
         user_state = UserState(state, {k: v for k, v in own.items() if v is not None})
@@ -705,8 +705,8 @@ class Trainer(Habits):
             model: a model built like the saved one; its values are overwritten.
             optimizer: an optimizer built like the saved one; its state is overwritten.
             loss: as for `Trainer`.
-            options: as for `Trainer`. The experiment comes from the checkpoint, and a different one
-                is refused; devices and all other options may differ.
+            options: as for `Trainer`. The experiment comes from the checkpoint; what you choose of
+                it must agree. Devices and all other options may differ.
 
         Raises:
             CheckpointError: the checkpoint is missing, damaged, or of another model, optimizer or

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 from evenstep.batch import Batch
 from evenstep.checkpoint.files import list_checkpoints
-from evenstep.checkpoint.training_state import read_experiment
 from evenstep.cli.options.training import ExperimentOptions, LayoutOptions
 from evenstep.data import Loader, digits, fashion_mnist
 from evenstep.errors import CheckpointError, DataError, InputError, ModelError
@@ -96,8 +94,7 @@ def load_trainer(
             asks for another experiment.
     """
     model = factory()
-    given = options.trainer_arguments(given_only=True)
-    layout["experiment"] = dataclasses.replace(read_experiment(folder), **given)
+    layout["experiment"] = Experiment(**options.trainer_arguments(given_only=True))
     optimizer = _optimizer(options, model)
     return Trainer.load(folder, model, optimizer, nn.CrossEntropyLoss(), **layout)
 

@@ -100,16 +100,15 @@ def refined(experiment: Experiment, **keywords: object) -> Experiment:
     Raises:
         InputError: both give a choice, and not the same.
     """
-    given = {name: value for name, value in keywords.items() if value is not None}
-    default = Experiment()
-    for name, value in given.items():
-        other = getattr(experiment, name)
-        if other not in (value, getattr(default, name)):
+    own = {name: getattr(experiment, name) for name in experiment.given}
+    more = {name: value for name, value in keywords.items() if value is not None}
+    for name in own.keys() & more.keys():
+        if own[name] != more[name]:
             raise InputError(
-                f"got {name}={shown(value)} and experiment=Experiment({name}={shown(other)}): "
-                f"give {name} in one place only"
+                f"got {name}={shown(more[name])} and experiment=Experiment({name}="
+                f"{shown(own[name])}): give {name} in one place only"
             )
-    return Experiment(**{**vars(experiment), **given}) if given else experiment
+    return Experiment(**{**own, **more}) if more else experiment
 
 
 def check_flags(**flags: object) -> None:
@@ -126,7 +125,7 @@ def check_functions(**functions: Callable[..., object] | None) -> None:
 
 
 def check_scheduler(scheduler: object) -> None:
-    """Refuse a scheduler without a state, or what is none."""
+    """Refuse what is not a scheduler, or has no state."""
     if isinstance(scheduler, torch.optim.Optimizer):
         raise InputError(
             f"got an optimizer, {type(scheduler).__name__}, as scheduler: give a scheduler that "
@@ -176,16 +175,12 @@ def _no_optimizer(given: object) -> str:
 
 
 def resumed(options: TrainerOptions, saved: Experiment) -> TrainerOptions:
-    """Return options with the saved experiment, unless they have one.
+    """Return options with the saved experiment, in which what they choose replaces what was saved.
 
-    What they choose by keywords stays, to be compared with the saved choices.
+    A choice that differs from the saved one stays, to be refused by name.
     """
-    if options.get("experiment") is not None:
-        return options
+    keywords = {name: options.get(name) for name in _REFINES}
+    asked = refined(check_options(options.get("experiment"), None, None)[0], **keywords)
+    choices = {name: getattr(asked, name) for name in asked.given}
     rest = {name: value for name, value in options.items() if name not in _REFINES}
-    given = {name: value for name, value in options.items() if name in _REFINES}
-    given = {name: value for name, value in given.items() if value is not None}
-    return cast(
-        TrainerOptions,
-        {**rest, "experiment": Experiment(**{**vars(saved), **given})},
-    )
+    return cast(TrainerOptions, {**rest, "experiment": dataclasses.replace(saved, **choices)})
