@@ -172,9 +172,7 @@ class SlicingDevices:
         except Exception as error:
             if is_device_failure(error):
                 raise
-            job.errors[number] = (
-                error  # raised in the first lane, whose traceback has the user's line
-            )
+            job.errors[number] = error  # raised in the first lane, for the user's traceback
         if memory is not None:
             memory.forget_received()
             job.nbytes[lane] = memory.take_nbytes()

@@ -189,12 +189,12 @@ class Ending:
         committed: whether its update has begun.
         reported: whether the other processes know how it ended.
         errors: by lane, what went wrong there.
-        lock: held while the next two, or `dropped` and `committed`, change.
-        working: the lanes that have not ended, of those in `lanes`.
-        lanes: the lanes that were asked to compute it.
+        lock: held while `working`, `dropped` or `committed` changes.
+        lanes: the lanes that compute it.
+        working: those of them that have not ended.
         is_over: whether it has ended.
-        ended: released when it has.
-        task: its last one, where tasks of the engine compute it.
+        ended: released at its end.
+        task: its last task, where tasks of the engine compute it.
     """
 
     has_opening: bool = False
@@ -203,8 +203,8 @@ class Ending:
     reported: bool = False
     errors: dict[int, BaseException] = dataclasses.field(default_factory=dict)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-    working: set[int] = dataclasses.field(default_factory=set)
     lanes: frozenset[int] = frozenset()
+    working: set[int] = dataclasses.field(default_factory=set)
     is_over: bool = False
     ended: threading.Lock = dataclasses.field(default_factory=_held_lock)
     task: Task | None = None
