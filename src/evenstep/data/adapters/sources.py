@@ -16,6 +16,7 @@ from evenstep.batch import Batch, Part
 from evenstep.data.adapters.map_style import MapStyle, is_map_style, samplers_of
 from evenstep.data.adapters.own import Own
 from evenstep.data.adapters.streams import Stream
+from evenstep.data.adapters.workers import refuse_half_a_batch
 from evenstep.data.loader import Loader, PartOf
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.devices.facts import differences, listed, refuse_to_resume
@@ -155,6 +156,7 @@ class Adapted:
 
         Raises:
             InputError: there are none, or fewer than `cursor.step`, or they are not repeatable.
+            RuntimeError: a worker process of the loader has ended.
         """
         self._epoch, self._step = cursor.epoch, 0
         saved = self._held.at(cursor)
@@ -166,9 +168,13 @@ class Adapted:
         if cursor.step and how:
             self._say_resumed(cursor, how, time.perf_counter() - began_s)
         self._step = cursor.step
-        for batch in self._inner.batches(part):
-            self._step += 1
-            yield batch
+        try:
+            for batch in self._inner.batches(part):
+                self._step += 1
+                yield batch
+        except (OSError, EOFError) as error:
+            refuse_half_a_batch(error, self.name)
+            raise
         self._end()
 
     def saved_at(self, cursor: Cursor) -> LoaderPlace:
