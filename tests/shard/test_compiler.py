@@ -471,7 +471,7 @@ def test_no_program_for_vectors_of_another_width_is_found(tmp_path):
     model = "torch.nn.Sequential(evenstep.models.lenet(), torch.nn.BatchNorm1d(10))"
     for capability in ("avx512", "avx2", "default"):
         found = compiled_in_a_process(tmp_path, model, ATEN_CPU_CAPABILITY=capability)
-        assert found == (0, pytest.approx(0, abs=1e-5), "")
+        assert found == (0, pytest.approx(0, abs=1e-3), "")
 
 
 @pytest.mark.slow
