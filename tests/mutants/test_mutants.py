@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from mutants import KINDS, MUTANTS
 
 HERE = Path(__file__).parent

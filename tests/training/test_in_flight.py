@@ -12,6 +12,7 @@ from torch import nn
 import evenstep
 from evenstep.data import Cursor, Loader
 from evenstep.errors import NonFiniteLossError
+from grouping import grouped
 from in_flight import (
     DEVICES,
     HeldCopies,
@@ -192,10 +193,10 @@ def test_a_checkpoint_of_steps_in_flight_is_gone_on_from(devices, tmp_path):
 
 def test_a_checkpoint_waits_for_the_steps_in_flight(tmp_path):
     def slow(model, X, y, _):
-        time.sleep(0.1)
+        time.sleep(0.5)  # longer than it takes to save
         return nn.functional.cross_entropy(model(X), y, reduction="sum"), len(y)
 
-    options = {"devices": 2, "shards": 2, "max_in_flight": 2}
+    options = grouped(devices=2, shards=2, max_in_flight=2, check="off")
     model = build("convolution")
     with evenstep.Trainer(model, sgd(model), objective=slow, **options) as trainer:
         for batch in numbered(2):
