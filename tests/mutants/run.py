@@ -143,4 +143,5 @@ def git(*arguments: str) -> str:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the file is put back
     sys.exit(main(sys.argv[1:]))
