@@ -21,7 +21,7 @@ QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_er
 	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
 	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
 
-.PHONY: help install demo quick test slow exhaustive lint types format check bench book notebooks docs-site dist placeholders clean
+.PHONY: help install demo quick test slow exhaustive mutants lint types format check bench book notebooks docs-site dist placeholders clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -51,6 +51,9 @@ slow: install ## the long tests, and some as a processor without AVX-512 compute
 
 exhaustive: install ## the tests that take minutes each
 	$(PYTEST) -m exhaustive
+
+mutants: install ## plant faults in the library, and see that its tests catch each (twenty minutes)
+	$(BIN)/python tests/mutants/run.py
 
 lint: install ## format and lint, as CI wants them
 	$(BIN)/ruff format --check .

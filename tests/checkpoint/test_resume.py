@@ -203,3 +203,34 @@ def test_a_training_by_epochs_is_saved_whole(tmp_path, caplog):
         run(trainer, 2)
         trainer.save(tmp_path)
     assert "does not hold" not in caplog.text
+
+
+class Counting(nn.Module):
+    """Has a buffer that its state_dict leaves out, and that the next step depends on."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head = nn.Linear(36, 5)
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def forward(self, x):
+        scale = self.scale.clone()
+        if self.training:
+            self.scale.mul_(0.5)
+        return self.head(x.flatten(1)) * scale
+
+
+def test_a_buffer_that_is_not_persistent_is_saved(tmp_path):
+    def new():
+        model = Counting()
+        return model, torch.optim.SGD(model.parameters(), lr=0.1), LOSS
+
+    options = grouped(devices=2, buffers={"scale": "first"})
+    with evenstep.Trainer(*new(), **options) as trainer:
+        trainer.step(X, Y)
+        trainer.step(X, Y)
+        trainer.save(tmp_path)
+    resumed = evenstep.Trainer.load(tmp_path, *new(), devices=2)
+    assert float(resumed.model.scale) == 0.25
+    assert resumed.fingerprint() == trainer.fingerprint()

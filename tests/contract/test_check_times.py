@@ -165,7 +165,8 @@ def test_a_check_that_cannot_be_made_is_logged(caplog):
 
 
 @everywhere
-def test_a_parameter_written_in_a_later_step_is_refused(devices):
+@pytest.mark.parametrize("check", ["first", "off"])
+def test_a_parameter_written_in_a_later_step_is_refused(devices, check):
     class Late(Momentum):
         def forward(self, x):
             if x.sum() > 1e3:
@@ -173,7 +174,7 @@ def test_a_parameter_written_in_a_later_step_is_refused(devices):
             return self.query(x) + self.key(x)
 
     with pytest.raises(ContractError, match=r"key\.weight was written"):
-        train(Late(None), batches=[(X, Y), (X + 1e4, Y)], devices=devices)
+        train(Late(None), batches=[(X, Y), (X + 1e4, Y)], devices=devices, check=check)
 
 
 def test_a_size_in_an_attribute_does_not_disturb():

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
+from evenstep.batch.seeds import derive_seed
 from evenstep.data import Cursor, Loader, epoch_order
 from evenstep.errors import DataError, InputError
 from loading import Shuffled
@@ -305,3 +306,15 @@ def test_a_sampler_of_another_length_than_it_says_is_refused():
 
     with pytest.raises(InputError, match="Lying gave 3 examples in epoch 0, but its length is 4"):
         list(Loader(numbered(9), 2, sampler=Lying([1, 2, 3])))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_collate_draws_numbers_of_its_own_for_each_batch_of_each_epoch(workers):
+    def mixed(examples):
+        return torch.rand(len(examples))
+
+    loader = Loader(numbered(12), 4, seed=3, workers=workers, collate=mixed)
+    for epoch in range(2):
+        for step, found in enumerate(loader.epoch(Cursor(epoch, 1)), 1):
+            seed = derive_seed("collate", 3, epoch, step)
+            assert found.equal(torch.rand(4, generator=torch.Generator().manual_seed(seed)))

@@ -2,6 +2,7 @@
 
 import functools
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -83,6 +84,18 @@ def test_waitall_waits_for_every_task(engine):
         engine.submit(seen.append, number)
     engine.waitall()
     assert sorted(seen) == list(range(20))
+
+
+def test_waitall_waits_for_a_last_task_that_is_slow(engine):
+    seen = []
+
+    def slow():
+        time.sleep(0.2)
+        seen.append("done")
+
+    engine.submit(slow)
+    engine.waitall()
+    assert seen == ["done"]
 
 
 @both

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from evenstep.batch.seeds import shard_seed
 from evenstep.replicas import Replicas
 from marks import LIGHTNING
 from reference import assert_same_bits
@@ -47,6 +48,21 @@ def test_the_seed_decides(cases):
     runs = [cases.even(strategy={"seed": seed}, max_steps=1) for seed in (0, 1)]
     one, other = (cases.trained(run, cases.Classifier(dropout=0.5)) for run in runs)
     assert not torch.equal(one.net[0].weight, other.net[0].weight)
+
+
+def test_each_step_draws_numbers_of_its_own(cases):
+    """With one shard, as after `torch.manual_seed` with the seed of the step."""
+
+    class Draws(cases.Classifier):
+        def training_step(self, batch, batch_idx):
+            self.log("drawn", torch.rand(()))
+            return super().training_step(batch, batch_idx)
+
+    run = cases.even(2, shards=1, strategy={"seed": 3}, logger=cases.Kept())
+    cases.trained(run, Draws())
+    seeds = [shard_seed(3, 0, step, 0) for step in range(6)]
+    expected = [torch.rand((), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    assert run.logger.of("drawn").tolist() == [float(one) for one in expected]
 
 
 def test_norms_are_computed_by_one_thread(cases):

@@ -116,6 +116,25 @@ def test_running_statistics_are_averaged_without_a_rule(devices):
     torch.testing.assert_close(module.state, 0.5 * X.mean(0))
 
 
+@everywhere
+def test_a_shard_that_leaves_a_buffer_alone_counts_with_its_opening_value(devices):
+    """The mean is over all examples, also where only some shards have written."""
+    opening, left = 4.0, 10.0
+    shards = torch.tensor_split(X.double(), 8)
+    writes = [bool(x[0, 0] > 0) for x in shards]
+    assert any(writes)
+    assert not all(writes)
+
+    def write_some(module, x):
+        if x[0, 0] > 0:
+            module.state.fill_(left)
+
+    module = Writing(torch.tensor(opening, dtype=torch.float64), write_some)
+    train(module, steps=1, devices=devices, buffers={"state": "mean"})
+    total = sum(len(x) * (left if one else opening) for x, one in zip(shards, writes, strict=True))
+    assert float(module.state) == total / len(X)
+
+
 @pytest.mark.parametrize("rule", ["sum", "first", "mean"])
 def test_with_one_shard_a_buffer_is_what_the_module_wrote(rule):
     module, plain = (Writing(torch.full((6,), 0.1), follow_mean) for _ in range(2))

@@ -2,6 +2,7 @@
 
 import itertools
 import operator
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -55,6 +56,7 @@ def test_a_device_runs_one_shard_at_a_time():
     def function(shard):
         for place in range(20):
             running.append(1)
+            time.sleep(0.0005)  # a moment in which another shard could run
             most.append(len(running))
             running.pop()
             shard.sum_over_shards(place, 1, operator.add)

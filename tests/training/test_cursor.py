@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import evenstep
+from evenstep.batch.seeds import shard_seed
 from evenstep.data import Cursor, Loader
 from evenstep.errors import NonFiniteLossError
 from trainers import sgd
@@ -178,3 +179,31 @@ def test_a_checkpoint_names_the_seeds_place_only_where_it_is_another(tmp_path):
     state = state_saved_by(skipping.run(skipping.new(), until=6), tmp_path / "skipping")
     assert state["cursor"] == {"epoch": 0, "step": 6}
     assert state["seeds_at"] == {"epoch": 0, "step": 4}
+
+
+def test_what_a_step_draws_follows_from_its_epoch_and_its_place_in_it():
+    """Each shard draws as after `torch.manual_seed` with the seed of its epoch, step and number."""
+
+    def objective(model, X, y, number):
+        drawn = torch.rand(len(y))
+        return nn.functional.cross_entropy(model(X), y, reduction="sum"), len(y), {"drawn": drawn}
+
+    model = nn.Linear(3, CLASSES)
+    data, seed = loader(), 5
+    with evenstep.Trainer(
+        model, sgd(model), objective=objective, devices=2, shards=2, seed=seed
+    ) as trainer:
+        for epoch in range(2):
+            for step, batch in enumerate(trainer.epoch(data)):
+                found = trainer.step(*batch).outputs["drawn"]
+                sizes = [len(one) for one in torch.tensor_split(batch[1], 2)]
+                expected = [
+                    torch.rand(
+                        size,
+                        generator=torch.Generator().manual_seed(
+                            shard_seed(seed, epoch, step, shard)
+                        ),
+                    )
+                    for shard, size in enumerate(sizes)
+                ]
+                assert found.equal(torch.cat(expected))

@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 import weakref
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import evenstep
 from evenstep.data import Cursor, Loader
 from evenstep.errors import NonFiniteLossError
+from grouping import grouped
 from in_flight import (
     DEVICES,
     HeldCopies,
@@ -187,6 +189,25 @@ def test_a_checkpoint_of_steps_in_flight_is_gone_on_from(devices, tmp_path):
             for batch in batches[4:]:
                 resumed.step(*batch)
         assert resumed.fingerprint() == unbroken
+
+
+def test_a_checkpoint_waits_for_the_steps_in_flight(tmp_path):
+    def slow(model, X, y, _):
+        time.sleep(0.5)  # longer than it takes to save
+        return nn.functional.cross_entropy(model(X), y, reduction="sum"), len(y)
+
+    options = grouped(devices=2, shards=2, max_in_flight=2, check="off")
+    model = build("convolution")
+    with evenstep.Trainer(model, sgd(model), objective=slow, **options) as trainer:
+        for batch in numbered(2):
+            trainer.step(*batch)
+        trainer.save(tmp_path)
+        trainer.waitall()
+        expected = trainer.fingerprint()
+    model = build("convolution", seed=1)
+    loaded = evenstep.Trainer.load(tmp_path, model, sgd(model), objective=slow, max_in_flight=2)
+    assert loaded.steps_done == 2
+    assert loaded.fingerprint() == expected
 
 
 @on_devices

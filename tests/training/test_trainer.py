@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import evenstep
+from evenstep.batch.seeds import derive_seed
 from evenstep.data import Loader
 from evenstep.errors import (
     BatchError,
@@ -148,6 +149,22 @@ def test_evaluation_that_draws_is_the_same_everywhere():
 
     results = [run(devices) for devices in LAYOUTS]
     assert all(result == results[0] for result in results)
+
+
+def test_each_batch_of_an_evaluation_draws_numbers_of_its_own():
+    batches, seed, shards = make_batches((6, 6, 3)), 7, 2
+
+    def draw(model, X, y):
+        return torch.rand(len(y))
+
+    with open_trainer(build("convolution"), seed=seed, shards=shards) as trainer:
+        found = trainer.predict(batches, draw)
+    expected = []
+    for number, (_, y) in enumerate(batches):
+        for shard, part in enumerate(torch.tensor_split(y, shards)):
+            own = derive_seed("evaluation", seed, number, shard)
+            expected.append(torch.rand(len(part), generator=torch.Generator().manual_seed(own)))
+    assert found.equal(torch.cat(expected))
 
 
 # Random ops that show up late
