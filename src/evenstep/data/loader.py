@@ -22,6 +22,7 @@ from evenstep.data.digests import digest_of_batch
 from evenstep.data.fetching import COMPARED, Collate, Examples, Wanted, digest_of_examples
 from evenstep.data.generators import order_of
 from evenstep.data.order import Cursor, epoch_order
+from evenstep.data.workers import end_workers
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import DataError, InputError, hides_own_frames, shown
@@ -264,9 +265,7 @@ class Loader:
                 self._is_compared = True
                 yield batch
         finally:
-            if workers:
-                # Its `__del__` does this too, but not while a traceback holds it.
-                batches._shutdown_workers()
+            end_workers(batches)
 
 
 @INTERRUPTS.uninterrupted

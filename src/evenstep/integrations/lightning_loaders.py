@@ -18,6 +18,7 @@ from evenstep.data import GeneratorStates
 from evenstep.data.adapters.map_style import is_torchdatas, samplers_of
 from evenstep.data.adapters.streams import has_own_state
 from evenstep.data.generators import Generator, generators_of, restore_states, states_of
+from evenstep.data.workers import end_workers
 from evenstep.errors import InputError
 
 
@@ -99,9 +100,7 @@ def _begin_behind(loader: Any, state: Any) -> None:
     """Give a loader the state of an epoch's end, so that its next iteration is the next epoch."""
     loader.load_state_dict(state)
     if is_torchdatas(loader):
-        ended = loader._get_iterator()
-        if loader.num_workers:
-            ended._shutdown_workers()
+        end_workers(loader._get_iterator())
 
 
 def _refuse_counts(loaders: list[Any]) -> None:

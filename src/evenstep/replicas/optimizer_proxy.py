@@ -150,7 +150,7 @@ class OptimizerProxy:
     def _copy_optimizer(self) -> None:
         optimizer = self._optimizer
         self._step = optimizer.__dict__.get("step")
-        _refuse_patched(optimizer, self._step)
+        _refuse_replaced_step(optimizer)
         _refuse_nested(optimizer)
         _refuse_own_parameters(optimizer)
         proxy = object.__new__(type(optimizer))
@@ -325,11 +325,16 @@ def _marks(state: Mapping[Any, Any]) -> list[tuple[Any, int]]:
     ]
 
 
-def _refuse_patched(optimizer: torch.optim.Optimizer, step: Any) -> None:
-    """Refuse a `step` that was set on the optimizer itself, by others than a scheduler."""
+def has_replaced_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a `step` was set on an optimizer itself, by others than a scheduler."""
+    step = optimizer.__dict__.get("step")
     while getattr(step, "_wrapped_by_lr_sched", False):
-        step = step.__wrapped__
-    if step is not None and getattr(step, "__func__", step) is not type(optimizer).step:
+        step = step.__wrapped__  # type: ignore[union-attr]
+    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
+
+
+def _refuse_replaced_step(optimizer: torch.optim.Optimizer) -> None:
+    if has_replaced_step(optimizer):
         raise ContractError(
             f"{type(optimizer).__name__}.step was replaced on the optimizer itself, which steps in "
             f"flight don't call: override step in a subclass, or use max_in_flight=1"

@@ -180,8 +180,8 @@ def _settings_of(loss: nn.Module) -> list[object]:
     settings: list[object] = []
     for module in loss.modules():
         settings += [value for name, value in vars(module).items() if not name.startswith("_")]
-        for buffer in module._buffers.values():
-            settings += [buffer, None if buffer is None else buffer._version]
+        for buffer in module.buffers(recurse=False):
+            settings += [buffer, buffer._version]
     return settings
 
 

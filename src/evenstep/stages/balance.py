@@ -66,7 +66,8 @@ def parts_of(model: nn.Module) -> dict[str, int]:
 
 
 def _parts(module: nn.Module, name: str, seen: set[nn.Parameter]) -> list[tuple[str, int]]:
-    if name and (module._parameters or not (_is_chain(module) or _has_blocks(module))):
+    has_own = bool([*module.parameters(recurse=False)])
+    if name and (has_own or not (_is_chain(module) or _has_blocks(module))):
         size = _bytes_of(module, seen)
         return [(name, size)] if size else []
     children = [(f"{name}.{key}" if name else key, child) for key, child in module.named_children()]
@@ -80,7 +81,7 @@ def _is_chain(module: nn.Module) -> bool:
 def _has_blocks(module: nn.Module) -> bool:
     """Return whether a chain inside a module has at least two children that have layers."""
     chains = (one for one in module.modules() if _is_chain(one))
-    return any(sum(bool(one._modules) for one in chain.children()) > 1 for chain in chains)
+    return any(sum(bool([*one.children()]) for one in chain.children()) > 1 for chain in chains)
 
 
 def _bytes_of(module: nn.Module, seen: set[nn.Parameter]) -> int:

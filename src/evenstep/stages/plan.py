@@ -50,7 +50,7 @@ class StagePlan:
         lies_in = {
             self.of_module.get(path + below if below else name)
             for below, one in module.named_modules()
-            if any(parameter is not None for parameter in one._parameters.values())
+            if [*one.parameters(recurse=False)]
         }
         return lies_in == {self.of_module.get(name)}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -73,8 +73,7 @@ class _LoopbackRendezvous(RendezvousHandler):
 
 def register() -> None:
     """Register the rendezvous with torch's launcher."""
-    if BACKEND not in rendezvous_handler_registry._registry:
-        rendezvous_handler_registry.register(BACKEND, _make)
+    rendezvous_handler_registry.register(BACKEND, _make)
 
 
 def _make(parameters: RendezvousParameters) -> RendezvousHandler:

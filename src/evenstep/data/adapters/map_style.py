@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    IterableDataset,
     MapDataPipe,
     RandomSampler,
     SequentialSampler,
@@ -25,6 +26,7 @@ from evenstep.data.digests import digest_of_index
 from evenstep.data.fetching import Collate, Examples, Start, Wanted, digest_of_examples
 from evenstep.data.generators import order_of, samplers_in
 from evenstep.data.order import Cursor, LoaderPlace
+from evenstep.data.workers import end_workers
 from evenstep.errors import CheckpointError, InputError
 
 _FIRST = 64  # batches of an epoch whose order is compared
@@ -55,7 +57,7 @@ def is_map_style(loader: object) -> bool:
         DataLoader._get_iterator,
     )
     is_plain = is_plain or is_torchdatas(loader)
-    has_lists = loader._dataset_kind == 0
+    has_lists = not isinstance(loader.dataset, IterableDataset)
     parts = [loader.dataset, *samplers_of(loader)]
     return is_plain and has_lists and not any(map(_has_state, parts))
 
@@ -195,9 +197,7 @@ class MapStyle:
     def close(self) -> None:
         """End worker processes that were kept from epoch to epoch."""
         fetcher, self._fetcher = self._fetcher, None
-        iterator: Any = getattr(fetcher, "_iterator", None)
-        if iterator is not None:
-            iterator._shutdown_workers()
+        end_workers(getattr(fetcher, "_iterator", None))
 
     # ---- the order
 
@@ -259,9 +259,8 @@ class MapStyle:
                 self._is_compared = True
                 yield batch
         finally:
-            if fetcher.num_workers and not fetcher.persistent_workers:
-                # Its `__del__` does this too, but not while a traceback holds it.
-                batches._shutdown_workers()
+            if not fetcher.persistent_workers:
+                end_workers(batches)
 
     def _new_fetcher(self) -> DataLoader[Any]:
         """Return a loader like the user's that fetches what `_feed` says."""

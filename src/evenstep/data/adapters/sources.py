@@ -16,9 +16,9 @@ from evenstep.batch import Batch, Part
 from evenstep.data.adapters.map_style import MapStyle, is_map_style, samplers_of
 from evenstep.data.adapters.own import Own
 from evenstep.data.adapters.streams import Stream
-from evenstep.data.adapters.workers import refuse_half_a_batch
 from evenstep.data.loader import Loader, PartOf
 from evenstep.data.order import Cursor, LoaderPlace
+from evenstep.data.workers import refuse_half_a_batch
 from evenstep.devices.facts import differences, listed, refuse_to_resume
 from evenstep.errors import InputError, shown
 

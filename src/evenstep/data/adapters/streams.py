@@ -15,6 +15,7 @@ from evenstep.data.adapters.map_style import is_torchdatas, samplers_of
 from evenstep.data.digests import digest_of_batch
 from evenstep.data.generators import BorrowedGenerators, generators_of, set_epoch_of
 from evenstep.data.order import Cursor, LoaderPlace
+from evenstep.data.workers import end_workers
 from evenstep.errors import CheckpointError, InputError, text_of
 
 _SNAPSHOT_EVERY = 100  # batches
@@ -317,7 +318,6 @@ def _start_anew(loader: Any) -> None:
 
 
 def _end_workers(loader: Any, iterator: Any) -> None:
-    if loader.num_workers and hasattr(iterator, "_shutdown_workers"):
-        iterator._shutdown_workers()
+    end_workers(iterator)
     if loader.persistent_workers:
         loader._iterator = None  # else the loader would wait for them

@@ -19,7 +19,7 @@ from torch import nn
 
 from evenstep.errors import ModelError
 from evenstep.replicas.checks import own_parameters
-from evenstep.replicas.optimizer_proxy import inner_optimizers
+from evenstep.replicas.optimizer_proxy import has_replaced_step, inner_optimizers
 from evenstep.replicas.replica import same_bits
 from evenstep.replicas.settings import is_plain_value
 
@@ -79,10 +79,7 @@ def _refuse_by_kind(optimizer: torch.optim.Optimizer, name: str) -> None:
             f"{name} has hooks on its step, which would see the gradients of one owner only",
             "use before_update and after_update, or leave partition out",
         )
-    step = optimizer.__dict__.get("step")
-    while getattr(step, "_wrapped_by_lr_sched", False):
-        step = step.__wrapped__  # type: ignore[union-attr]
-    if step is not None and getattr(step, "__func__", step) is not type(optimizer).step:
+    if has_replaced_step(optimizer):
         raise _error(f"{name}.step was replaced on the optimizer itself", "override it in a class")
 
 
