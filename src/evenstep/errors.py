@@ -26,6 +26,7 @@ A message says what was got, what is needed, and how to fix it.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -172,7 +173,7 @@ def hides_own_frames(call: Callable[P, R]) -> Callable[P, R]:
     """Call `hide_own_frames` for every error that leaves `call`.
 
     An error of Python's for arguments that `call` does not take gets a note with the name of the
-    argument that was meant.
+    argument that was meant, also if that is a field of an argument that groups some (a dataclass).
     """
     code = inspect.unwrap(call).__code__
     known = inspect.signature(call).parameters.keys()
@@ -187,11 +188,28 @@ def hides_own_frames(call: Callable[P, R]) -> Callable[P, R]:
             else:
                 error.__traceback__ = None
                 for name in kwargs.keys() - known:
-                    for meant in difflib.get_close_matches(name, known - kwargs.keys(), 1, 0.75):
-                        add_note(error, f"got {name}=: write {meant}=")
+                    places = _fields_of_groups(call)
+                    places |= {argument: f"{argument}=" for argument in known - kwargs.keys()}
+                    for meant in difflib.get_close_matches(name, places, 1, 0.75):
+                        add_note(error, f"got {name}=: write {places[meant]}")
             raise
 
     return outermost
+
+
+def _fields_of_groups(call: Callable[..., object]) -> dict[str, str]:
+    """Return how to spell each field of the dataclasses that are arguments of a function."""
+    function = inspect.unwrap(call)
+    groups = {
+        argument: function.__globals__.get(kind.removesuffix(" | None"))  # annotations are strings
+        for argument, kind in function.__annotations__.items()
+    }
+    return {
+        field.name: f"{argument}={group.__name__}({field.name}=...)"
+        for argument, group in groups.items()
+        if isinstance(group, type) and dataclasses.is_dataclass(group)
+        for field in dataclasses.fields(group)
+    }
 
 
 def was_entered(code: types.CodeType, error: BaseException) -> bool:

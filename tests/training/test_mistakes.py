@@ -448,6 +448,14 @@ MISTAKES = {
         lambda: evenstep.Trainer(net(), None, device="cpu"),
         "got device=: write devices=",
     ),
+    "an argument that another one groups": (
+        lambda: evenstep.Trainer(net(), None, clip_norm=1.0),
+        "got clip_norm=: write experiment=Experiment(clip_norm=...)",
+    ),
+    "a misspelt argument that another one groups": (
+        lambda: evenstep.Trainer(net(), None, lost_after=3.0),
+        "got lost_after=: write faults=Faults(lost_after_s=...)",
+    ),
     "a list of optimizers": (
         made(optimizer=[sgd(net())]),
         "got optimizer=[SGD ( Parameter Group 0 dampening:... nesterov: False weight_decay: 0 )]: "
