@@ -165,7 +165,7 @@ def test_ctrl_c_at_bytecodes_of_the_front_end(bound, stride):
     with Engine(2, max_in_flight=bound) as engine:
         for boundary in itertools.count(1, stride):
             ran, x = [], engine.Var(None)
-            with interrupted_at(boundary) as passed, contextlib.suppress(KeyboardInterrupt):
+            with contextlib.suppress(KeyboardInterrupt), interrupted_at(boundary) as passed:
                 use_engine(engine, ran, x)
             engine.waitall()
             assert ran in ([], ["first"])

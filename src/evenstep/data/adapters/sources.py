@@ -32,6 +32,7 @@ EXAMPLES = "a digest of some examples"
 
 _MOST_KNOWN = 8  # loaders of a training that are remembered, the last ones
 _SLOW_S = 5.0  # to resume: worth a warning
+_END = object()  # behind the last batch
 
 
 class Source(Protocol):
@@ -168,14 +169,19 @@ class Adapted:
         if cursor.step and how:
             self._say_resumed(cursor, how, time.perf_counter() - began_s)
         self._step = cursor.step
+        batches = self._inner.batches(part)
+        # No `try` around `yield`: its code would run, and lose a Ctrl-C, where Python drops this.
+        while (batch := self._next(batches)) is not _END:
+            self._step += 1
+            yield batch
+        self._end()
+
+    def _next(self, batches: Iterator[Batch]) -> Batch:
         try:
-            for batch in self._inner.batches(part):
-                self._step += 1
-                yield batch
+            return next(batches, _END)
         except (OSError, EOFError) as error:
             refuse_half_a_batch(error, self.name)
             raise
-        self._end()
 
     def saved_at(self, cursor: Cursor) -> LoaderPlace:
         """Return what a checkpoint must hold to resume at `cursor`, which is not ahead of here."""
