@@ -23,6 +23,8 @@ STRAGGLING = 2.0
 """Shards vary if the 95th percentile of their time is this many times the median."""
 OVERLAPPED = 0.1
 """Loading overlaps with steps if at least this share of it happens during steps."""
+WORTH_CHANGING = 1.05
+"""Another format of images is mentioned if its shards are this many times as fast."""
 OFTEN_STOLEN = 0.1
 """Stolen shards are mentioned from this share on."""
 
@@ -30,7 +32,9 @@ _LESS_OVERHEAD = (
     "A larger batch means fewer steps, fewer shards mean fewer tasks (both make another experiment)"
 )
 
-Cause: TypeAlias = Literal["data", "others", "sum", "update", "short", "stolen", "none", "gpu"]
+Cause: TypeAlias = Literal[
+    "data", "others", "sum", "update", "short", "format", "stolen", "none", "gpu"
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +43,8 @@ class Finding:
 
     Attributes:
         cause: a loss of time ("data", "others", "sum", "update") or a remark ("short" shards,
-            "stolen" shards, "none" for no loss, "gpu" on how to read the times).
+            a faster "format" of images, "stolen" shards, "none" for no loss, "gpu" on how to read
+            the times).
         share: the share of the devices' time that is lost, 0 to 1; 0 for a remark.
         text: the loss in numbers, and what would help.
     """
@@ -54,7 +59,7 @@ def findings(account: TraceAccount) -> list[Finding]:
     losses = [_data(account), _others(account), _sum(account), _update(account)]
     losses = [loss for loss in losses if loss.share >= WORTH_FIXING]
     losses.sort(key=lambda loss: -loss.share)
-    remarks = [*_short(account)]
+    remarks = [*_short(account), *_format(account)]
     if not losses and not remarks:
         remarks.append(_nothing(account))
     return [*losses, *remarks, *_stolen(account), *_gpu(account)]
@@ -230,6 +235,18 @@ def _short(account: TraceAccount) -> Iterable[Finding]:
             f"and each operation matters. A larger batch, or fewer shards, make longer "
             f"shards (another experiment); evenstep bench shards measures what V = "
             f"{account.shards} costs",
+        )
+
+
+def _format(account: TraceAccount) -> Iterable[Finding]:
+    formats_ms = account.image_formats_ms
+    if formats_ms and formats_ms["contiguous"] > WORTH_CHANGING * formats_ms["channels_last"]:
+        usual_s, other_s = (1e-3 * formats_ms[one] for one in ("contiguous", "channels_last"))
+        yield _remark(
+            "format",
+            f"channels-last images would be faster: a step over one shard took {_ms(other_s)} "
+            f"instead of {_ms(usual_s)} when both were measured after the training. "
+            f"memory_format='channels_last' (another experiment) chooses them",
         )
 
 

@@ -54,6 +54,8 @@ class TraceAccount:
         overlapped_load_s: seconds of `load_s` during which devices were computing a step.
         copy_s: seconds of all copies to devices.
         dropped: number of older spans that the trace dropped to bound its memory.
+        image_formats_ms: the milliseconds of a step over one shard, by the order of its images in
+            memory ("contiguous", "channels_last"); empty where that was not measured.
     """
 
     devices: tuple[DeviceShares, ...]
@@ -73,6 +75,7 @@ class TraceAccount:
     overlapped_load_s: float
     copy_s: float
     dropped: int
+    image_formats_ms: Mapping[str, float]
 
 
 class _Event(NamedTuple):
@@ -102,6 +105,13 @@ class _Event(NamedTuple):
     @property
     def is_shard(self) -> bool:
         return self.category == "compute" and self.shard is not None
+
+
+class _About(NamedTuple):
+    """What a trace says beside its events."""
+
+    dropped: int
+    image_formats_ms: Mapping[str, float]
 
 
 class _Step(NamedTuple):
@@ -139,7 +149,8 @@ def account_of_trace(document: object) -> TraceAccount:
     return _account_of(*_parse(_items(document)))
 
 
-def _account_of(rows: Sequence[str], events: Sequence[_Event], dropped: int) -> TraceAccount:
+def _account_of(rows: Sequence[str], events: Sequence[_Event], about: _About) -> TraceAccount:
+    dropped = about.dropped
     steps = _steps(events, dropped)
     devices = _devices(rows, events)
     if not devices:
@@ -183,6 +194,7 @@ def _account_of(rows: Sequence[str], events: Sequence[_Event], dropped: int) -> 
         overlapped_load_s=sum(_overlap_s(load.interval, working) or 0.0 for load in loads),
         copy_s=sum(e.seconds for e in recent if e.category == "copy" and e.row not in devices),
         dropped=dropped,
+        image_formats_ms=about.image_formats_ms,
     )
 
 
@@ -200,8 +212,8 @@ def _items(document: Any) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _parse(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[_Event], int]:
-    """Return the names of the rows, the events, and the number of dropped spans."""
+def _parse(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[_Event], _About]:
+    """Return the names of the rows, the events, and what the file says beside them."""
     names: dict[Any, str] = {}
     events: list[_Event] = []
     others: dict[str, Any] = {}
@@ -219,21 +231,26 @@ def _parse(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[_Event], i
                 raise ValueError(
                     f"more than {_MOST_EVENTS:,} events, {_MOST_ROWS:,} rows or {_MOST_KEYS} keys"
                 )
-        return list(dict.fromkeys(names.values())), events, _dropped(others[_ABOUT])
+        return list(dict.fromkeys(names.values())), events, _about(others[_ABOUT])
     except KeyError as error:
         raise InputError(_foreign(f"{error} is missing")) from None
     except (ArithmeticError, IndexError, TypeError, ValueError) as error:
         raise InputError(_foreign(str(error))) from None
 
 
-def _dropped(about: Any) -> int:
-    """Return the number of dropped spans."""
+def _about(about: Any) -> _About:
     if about["program"] != "evenstep":
         raise ValueError(f"written by {about['program']!r:.40}")
     dropped = int(about["dropped_spans"])
     if dropped < 0:
         raise ValueError(f"{dropped} dropped spans")
-    return dropped
+    formats_ms = {str(name): float(ms) for name, ms in about.get("image_formats_ms", {}).items()}
+    if formats_ms and not (
+        formats_ms.keys() == {"contiguous", "channels_last"}
+        and all(0 < ms < _MOST_US for ms in formats_ms.values())
+    ):
+        raise ValueError(f"the times of image formats {formats_ms!r:.100}")
+    return _About(dropped, formats_ms)
 
 
 def _row(event: Any) -> str:

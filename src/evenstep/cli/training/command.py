@@ -19,6 +19,7 @@ from evenstep.cli.terminal.files import target_of, write_text
 from evenstep.cli.terminal.loading import loading
 from evenstep.cli.terminal.output import fields_table, print_line, print_table, shares_table
 from evenstep.cli.terminal.progress import Goal
+from evenstep.cli.training.image_format import time_image_formats
 from evenstep.cli.training.loop import Training, train_and_test
 from evenstep.cli.training.notes import notes_on_stderr
 from evenstep.cli.training.record import TrainRecord
@@ -67,6 +68,18 @@ def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
     if not report_shares(shares):
         _print_shares(console, shares)
     _write_json(record, layout.json_file)
+    if layout.trace_file is not None and not was_launched():
+        _add_image_formats(training, layout.trace_file)
+
+
+def _add_image_formats(training: Training, trace_file: str) -> None:
+    """Add to the trace what channels-last images would bring."""
+    trace, batch = training.trainer.trace, next(iter(training.loader))
+    factory = find_factory(training.options.model)
+    device = training.goal.devices[0]
+    if times := time_image_formats(training.options, factory, batch, device):
+        trace.facts["image_formats_ms"] = times
+        trace.save(target_of(trace_file))
 
 
 def _print_shares(console: Console, shares: Sequence[DeviceShares]) -> None:
