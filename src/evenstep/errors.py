@@ -13,6 +13,7 @@
     ├── NonFiniteLossError               a shard's loss is NaN or infinite; no update was made
     ├── SaveError                        a file can't be written; the earlier ones are unchanged
     ├── DeviceLostError                  a device failed or stopped responding
+    ├── VersionError                     this version of torch lacks what evenstep reads
     ├── PeerError                        another process failed, ended, or did not respond in time
     │   └── DivergedError                a process's training state differs from the others'
     ├── MXNetError (also a RuntimeError) a call of evenstep.mxnet failed, at once or when it ran
@@ -91,6 +92,10 @@ class SaveError(EvenstepError):
 
 class DeviceLostError(EvenstepError):
     """A device failed or stopped responding."""
+
+
+class VersionError(EvenstepError):
+    """This version of torch lacks what evenstep reads under a private name."""
 
 
 class PeerError(EvenstepError):

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from evenstep.batch.whole import Shared, is_plain, kind_of, transposed_or_shared
 from evenstep.devices import Device
 from evenstep.errors import BatchError, ContractError
+from evenstep.private_torch.tensors import version_of
 
 Batch: TypeAlias = Any
 """Any nesting of tuples, lists and dicts of tensors with the same number of examples, and of
@@ -336,7 +337,7 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int | None]:
 
 
 def _version(tensor: torch.Tensor) -> int | None:
-    return None if tensor.is_inference() else tensor._version
+    return None if tensor.is_inference() else version_of(tensor)
 
 
 def _check_examples(

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
 
 from evenstep.devices import process_wide
 from evenstep.errors import ModelError
+from evenstep.private_torch import dispatch
+from evenstep.private_torch.graph import is_in_backward
 
 _CPU = torch.device("cpu")
 
@@ -53,12 +54,12 @@ class ShardRandomness:
         self._outer = getattr(_HERE, "randomness", None)
         _HERE.randomness = self
         if self._follows:
-            torch._C._stash_obj_in_tls(_CALLERS, self)
+            dispatch.carry(_CALLERS, self)
 
     def __exit__(self, *_: object) -> None:
         _HERE.randomness = self._outer
         if self._follows:
-            torch._C._stash_obj_in_tls(_CALLERS, self._outer)
+            dispatch.carry(_CALLERS, self._outer)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the shard's generator for `device`."""
@@ -86,9 +87,9 @@ def _callers_randomness() -> ShardRandomness | None:
             the shard is not known.
     """
     found: ShardRandomness | None = getattr(_HERE, "randomness", None)
-    if found is None and torch._C._current_graph_task_id() != -1:
-        if torch._C._is_key_in_tls(_CALLERS):
-            found = torch._C._get_obj_in_tls(_CALLERS)
+    if found is None and is_in_backward():
+        if dispatch.is_carried(_CALLERS):
+            found = dispatch.carried(_CALLERS)
         elif threading.get_ident() not in {thread.ident for thread in threading.enumerate()}:
             raise ModelError(
                 "random numbers are drawn in a backward pass inside more than 60 others, which "
@@ -181,7 +182,6 @@ def _callers_generator(device: torch.device) -> torch.Generator:
 
 # ---- ops
 
-_BACKEND_SELECT = torch._C._dispatch_keyset_full_after(DispatchKey.BackendSelect)
 _COMPOSITES = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
 _routes: list[torch.library.Library] = []
 _ROUTING = threading.Lock()
@@ -197,18 +197,18 @@ def _route_random_ops() -> None:
     with _ROUTING:
         if not _routes:
             library = torch.library.Library("aten", "IMPL", "BackendSelect")
+            behind = dispatch.keys_after(dispatch.DispatchKey.BackendSelect)
             for op in _ops_that_draw():
-                library.impl(op, functools.partial(_draw, op), with_keyset=True)
+                library.impl(op, functools.partial(_draw, op, behind), with_keyset=True)
             _routes.append(library)
 
 
 def _ops_that_draw() -> Iterator[Any]:
     """Yield the random ops of torch that are not made of other ops."""
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    for name in torch._C._dispatch_get_all_op_names():
+    for name in dispatch.all_ops():
         if not name.startswith("aten::"):
             continue
-        if any(has_kernel(name, key) for key in (*_COMPOSITES, "BackendSelect")):
+        if any(dispatch.has_kernel(name, key) for key in (*_COMPOSITES, "BackendSelect")):
             continue
         packet, _, overload = name.removeprefix("aten::").partition(".")
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")
@@ -216,9 +216,9 @@ def _ops_that_draw() -> Iterator[Any]:
             yield op
 
 
-def _draw(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a random op; inside a shard, with the shard's generator."""
-    run = functools.partial(op.redispatch, keys & _BACKEND_SELECT)
+def _draw(op: Any, behind: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a random op behind this kernel; inside a shard, with the shard's generator."""
+    run = functools.partial(op.redispatch, keys & behind)
     randomness = _callers_randomness()
     if randomness is None or _has_generator(args, kwargs):
         return run(*args, **kwargs)
@@ -233,7 +233,7 @@ def _draw(op: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache
 def _argument_names(op: Any) -> tuple[str, ...]:
-    return tuple(argument.name for argument in op._schema.arguments)
+    return tuple(argument.name for argument in dispatch.arguments_of(op))
 
 
 def _is_off(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torch.nn.modules.batchnorm import _BatchNorm
-
 from evenstep.batch import Batch, shard_bounds
 from evenstep.batch.advice import is_too_few_values
 from evenstep.batch.cut import Cut, tensors_of
@@ -19,6 +17,7 @@ from evenstep.contract.module_state import kept
 from evenstep.engine import Engine
 from evenstep.errors import BatchError, counted
 from evenstep.options.experiment import Experiment, autocast
+from evenstep.private_torch.modules import BatchNorm
 from evenstep.replicas import Replicas
 from evenstep.shard.lockstep import shard_here
 from evenstep.shard.loss import ShardObjective
@@ -61,7 +60,7 @@ class LoneExamples:
         if not (cut.can_join and cut.part.run) or self._shapes(cut) in self._known:
             return False
         modules = self._replicas.home.module.modules()
-        return any(isinstance(one, _BatchNorm) and one.training for one in modules)
+        return any(isinstance(one, BatchNorm) and one.training for one in modules)
 
     def refuse_too_few(
         self, cut: Cut, seed: Callable[[int], int], objective: ShardObjective

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from evenstep.devices.addresses import ALIGNMENT, PAGE, copy_in_page, is_alone, rounding
+from evenstep.private_torch.tensors import version_of
 from evenstep.replicas import Replica, StandIn
 from evenstep.replicas.replica import same_bits, sum_of_bits
 
@@ -74,7 +75,7 @@ def parameter_marks(module: nn.Module) -> dict[str, tuple[int, ...]]:
     `parameter.data`.
     """
     return {
-        name: (parameter._version, parameter.data_ptr(), int(sum_of_bits(parameter)))
+        name: (version_of(parameter), parameter.data_ptr(), int(sum_of_bits(parameter)))
         for name, parameter in module.named_parameters()
     }
 

@@ -19,15 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from evenstep.private_torch.tensors import has_only, is_view, memory_of
+
 ALIGNMENT = 64  # bytes, of torch's allocations
 PAGE = 4096  # bytes, of memory
 _ATOMS = {bool, int, float, str, type(None)}
 _OF_TORCH = frozenset(nn.Module().__dict__)
 address_of = torch.Tensor.data_ptr
-users_of: Any = torch._C._storage_Use_Count  # of a storage's `_cdata`
-_ONE_TENSOR = torch.empty(1)
-USERS_OF_ONE: int = users_of(_ONE_TENSOR.untyped_storage()._cdata)
-"""The users of a storage that has one tensor: the tensor, and what counts them."""
 
 
 def rounding(tensors: Iterable[Any]) -> list[torch.Tensor]:
@@ -80,7 +78,7 @@ def align(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return stay
     by_memory: dict[int, list[torch.Tensor]] = {}
     for one in tensors:
-        by_memory.setdefault(one.untyped_storage()._cdata, []).append(one)
+        by_memory.setdefault(memory_of(one), []).append(one)
     for own in by_memory.values():
         if are_aligned(own):
             continue
@@ -118,8 +116,8 @@ def _are_alone(own: Sequence[torch.Tensor]) -> bool:
     spans = sorted(map(_span, own))
     return (
         storage.resizable()
-        and users_of(storage._cdata) == USERS_OF_ONE + len(own) - 1
-        and not any(one._is_view() or one.is_inference() for one in own)
+        and has_only(len(own), storage)
+        and not any(is_view(one) or one.is_inference() for one in own)
         and all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     )
 

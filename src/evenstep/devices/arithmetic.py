@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from evenstep.devices.device import Device
 from evenstep.devices.placement import intra_op_threads
+from evenstep.private_torch.compilers import uses_nnpack
 
 VARIABLES = (
     "DNNL_CPU_ISA_HINTS",
@@ -176,7 +177,7 @@ _SETTINGS: dict[str, Callable[[], object]] = {
     "torch.use_deterministic_algorithms": torch.are_deterministic_algorithms_enabled,
     "torch.backends.mkldnn.enabled": lambda: torch.backends.mkldnn.enabled,
     "torch.backends.mkldnn.deterministic": lambda: torch.backends.mkldnn.deterministic,
-    "torch.backends.nnpack": torch._C._get_nnpack_enabled,
+    "torch.backends.nnpack": uses_nnpack,
     "torch.backends.opt_einsum": lambda: (
         torch.backends.opt_einsum.enabled,
         torch.backends.opt_einsum.strategy,

@@ -13,17 +13,15 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch._functorch.eager_transforms
 from torch.autograd import forward_ad
 
 from evenstep.devices.process_wide import process_wide
 from evenstep.errors import ContractError
+from evenstep.private_torch.compilers import is_inside_a_level, transforms
 
-_TRANSFORMS: Any = torch._functorch.eager_transforms
-_LEVELS: Any = forward_ad
 _ENTRIES = [
-    (_LEVELS, "enter_dual_level", "exit_dual_level"),
-    (_TRANSFORMS, "enter_jvp_nesting", "exit_jvp_nesting"),
+    (forward_ad, "enter_dual_level", "exit_dual_level"),
+    (transforms, "enter_jvp_nesting", "exit_jvp_nesting"),
 ]
 
 # Module-level state, because torch has one level for the process.
@@ -73,8 +71,8 @@ def refuse_inside_a_level(what: str) -> None:
     Raises:
         ContractError: the calling thread is inside a level.
     """
-    if _LEVELS._current_level >= 0 and _INSIDE.acquire(blocking=False):
-        is_inside = _LEVELS._current_level >= 0
+    if is_inside_a_level() and _INSIDE.acquire(blocking=False):
+        is_inside = is_inside_a_level()
         _INSIDE.release()
         if is_inside:
             raise ContractError(

@@ -11,9 +11,10 @@ import torch.distributed as dist
 
 from evenstep.collectives import Transfer
 from evenstep.errors import PeerError
+from evenstep.private_torch.processes import GlooOptions
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from evenstep.private_torch.processes import Store
 
 
 class GlooTransport:
@@ -49,7 +50,7 @@ class GlooTransport:
         make: Any = dist.ProcessGroupGloo  # torch's stubs lack its options
         if interface is None:
             return make(store, self.rank, self.size, self._timeout)
-        options = make._Options()
+        options = GlooOptions()
         options._timeout = self._timeout
         options._devices = [make.create_device(interface=interface)]
         return make(store, self.rank, self.size, options)

@@ -19,9 +19,10 @@ from evenstep.distributed.process_group import Peers
 from evenstep.distributed.shared_memory import connected, listening
 from evenstep.distributed.status_board import StatusBoard
 from evenstep.errors import PeerError
+from evenstep.private_torch.processes import default_store
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from evenstep.private_torch.processes import Store
 
 _REACHED = "reached"
 
@@ -84,7 +85,7 @@ def join(timeout_s: float, interface: str | None = None) -> Peers:
 
 def _meeting_point(timeout_s: float) -> tuple[Store, int, int]:
     if dist.is_initialized():
-        return dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        return default_store(), dist.get_rank(), dist.get_world_size()
     limit = datetime.timedelta(seconds=timeout_s)
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from evenstep.private_torch.processes import Store
 
 T = TypeVar("T")
 

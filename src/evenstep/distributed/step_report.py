@@ -22,6 +22,7 @@ from evenstep.batch.own_shards import Shards
 from evenstep.batch.whole import Shared
 from evenstep.distributed.process_group import Peers
 from evenstep.errors import ContractError, EvenstepError, PeerError
+from evenstep.private_torch.tensors import rows_of
 
 Facts: TypeAlias = "tuple[int, ...]"
 """The step, its epoch and batch, the batch's examples, whether the step ends with an update, a
@@ -218,8 +219,9 @@ def named(
     result = {}
     for number, tensor in tensors:
         if tensor is not None and tensor.is_sparse:
-            result[f"{prefix}/{number}/indices"] = _plain(tensor._indices())
-            result[f"{prefix}/{number}/values"] = _plain(tensor._values())
+            indices, values = rows_of(tensor)
+            result[f"{prefix}/{number}/indices"] = _plain(indices)
+            result[f"{prefix}/{number}/values"] = _plain(values)
             result[f"{prefix}/{number}/coalesced"] = torch.tensor(tensor.is_coalesced())
             result[f"{prefix}/{number}/shape"] = torch.tensor(tensor.shape)
         elif tensor is not None:

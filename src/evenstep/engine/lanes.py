@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.autograd import forward_ad
 
 from evenstep.devices import Device
 from evenstep.engine.task import PLAIN, in_modes
 from evenstep.errors import DeviceError
+from evenstep.private_torch.compilers import compile_scripts, compiles_scripts, is_inside_a_level
+from evenstep.private_torch.dispatch import count_dispatch_modes, count_function_modes
+from evenstep.private_torch.graph import saving_hooks
 
 _GRACE_S = 0.2  # how long `close` waits for the thread of a lost lane, which may never end
 
@@ -278,10 +279,10 @@ class InlineLanes:
 def has_own_modes() -> bool:
     """Return whether the calling thread has modes or hooks of torch that lanes don't have."""
     return bool(
-        torch._C._len_torch_function_stack()
-        or torch._C._len_torch_dispatch_stack()
-        or _top_saved_tensors_default_hooks(False)
-        or forward_ad._current_level >= 0  # of any thread
+        count_function_modes()
+        or count_dispatch_modes()
+        or saving_hooks(False)
+        or is_inside_a_level()  # of any thread
     )
 
 
@@ -303,16 +304,16 @@ def _fix_modes() -> None:
     are compiled, and then round differently, after a number of calls.
     """
     torch.set_autocast_cache_enabled(False)
-    torch._C._set_graph_executor_optimize(False)
+    compile_scripts(False)
 
 
 @contextlib.contextmanager
 def _fixed_modes() -> Iterator[None]:
     """Inside `with`, the calling thread has the modes that `_fix_modes` sets."""
-    caches, optimizes = torch.is_autocast_cache_enabled(), torch._C._get_graph_executor_optimize()
+    caches, optimizes = torch.is_autocast_cache_enabled(), compiles_scripts()
     _fix_modes()
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(caches)
-        torch._C._set_graph_executor_optimize(optimizes)
+        compile_scripts(optimizes)

@@ -24,6 +24,7 @@ from torch import nn
 
 from evenstep.errors import EvenstepError, ModelError, hides_own_frames
 from evenstep.inference.export import Inputs, as_inputs, recorded
+from evenstep.private_torch.compilers import compile_ahead, load_compiled
 from evenstep.shard.evaluation import evaluation_mode
 
 logger = logging.getLogger("evenstep")
@@ -156,8 +157,8 @@ def _compiled(net: nn.Module, inputs: tuple[torch.Tensor, ...]) -> Call:
     with tempfile.TemporaryDirectory(prefix="evenstep-") as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         package = str(Path(folder) / "hybrid.pt2")
-        torch._inductor.aoti_compile_and_package(program, package_path=package)
-        loaded: Call = torch._inductor.aoti_load_package(package, run_single_threaded=True)
+        compile_ahead()(program, package_path=package)
+        loaded: Call = load_compiled()(package, run_single_threaded=True)
         return loaded
 
 

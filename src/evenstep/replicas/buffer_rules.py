@@ -8,11 +8,14 @@ from fnmatch import fnmatchcase
 from torch import nn
 from torch.ao.quantization.fake_quantize import FakeQuantizeBase
 from torch.ao.quantization.observer import MinMaxObserver, PerChannelMinMaxObserver
-from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from evenstep.errors import InputError
+from evenstep.private_torch.modules import (
+    NormWithStatistics,
+    ParametrizedSpectralNorm,
+    forward_pre_hooks,
+)
 
 JUDGE = "judge"
 """No rule is given: a number of which the mean makes no sense is refused."""
@@ -52,9 +55,9 @@ def _rule_of(module: nn.Module, name: str, given: Mapping[str, str]) -> str:
             return rule
     path, _, key = name.rpartition(".")
     owner = module.get_submodule(path)
-    if isinstance(owner, _NormBase):
+    if isinstance(owner, NormWithStatistics):
         return "first" if key == "num_batches_tracked" else "mean"
-    if isinstance(owner, _SpectralNorm) or _has_old_spectral_norm(owner):
+    if isinstance(owner, ParametrizedSpectralNorm) or _has_old_spectral_norm(owner):
         return "mean"
     if isinstance(owner, MinMaxObserver | PerChannelMinMaxObserver) and key in _OF_OBSERVERS:
         return _OF_OBSERVERS[key]
@@ -64,7 +67,7 @@ def _rule_of(module: nn.Module, name: str, given: Mapping[str, str]) -> str:
 
 
 def _has_old_spectral_norm(owner: nn.Module) -> bool:
-    return any(isinstance(hook, SpectralNorm) for hook in owner._forward_pre_hooks.values())
+    return any(isinstance(hook, SpectralNorm) for hook in forward_pre_hooks(owner).values())
 
 
 def _has_range(owner: nn.Module) -> bool:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from evenstep.errors import ContractError, ModelError
+from evenstep.private_torch.modules import is_compiled, sum_hooks
 
 _ANYWAY = {"param_groups", "state", "step"}  # attributes of an optimizer that lead to parameters
 _LEAVES = (torch.Tensor, bool, int, float, complex, str, type(None))
@@ -94,7 +95,7 @@ def _refuse_compiled(model: nn.Module) -> None:
     the same time (measured with ResNet and Inductor: two trainings on one device differ).
     """
     for name, module in model.named_modules():
-        if module._compiled_call_impl is not None or hasattr(module, "_torchdynamo_orig_callable"):
+        if is_compiled(module):
             raise ContractError(
                 f"{f'the layer {name}' if name else 'the model'} was compiled by torch.compile, so "
                 f"its rounding depends on which shards were computed first: give the module itself "
@@ -105,7 +106,7 @@ def _refuse_compiled(model: nn.Module) -> None:
 def refuse_hooks_on_sums(model: nn.Module) -> None:
     """Refuse hooks on accumulated gradients, which would see sums of some shards."""
     for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:
+        if sum_hooks(parameter):
             raise ContractError(
                 f"the parameter {name} has a hook on its accumulated gradient, which would get "
                 f"sums over only some shards: change the mean gradient in before_update=..., or "

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device
+from evenstep.private_torch.tensors import version_of
 from evenstep.replicas.computed_before import TORCHS_OWN, carried, has_graph
 from evenstep.replicas.replica import same_bits, strided_parts
 
@@ -190,8 +191,8 @@ def _read_tensor(tensor: torch.Tensor) -> Contents:
     if tensor.layout is not torch.strided:
         parts = strided_parts(tensor)
         small = (part for part in parts if part.numel() <= _LARGE)
-        return tensor._version, tuple(part.data_ptr() for part in parts), *small
-    place = tensor._version, tensor.data_ptr()
+        return version_of(tensor), tuple(part.data_ptr() for part in parts), *small
+    place = version_of(tensor), tensor.data_ptr()
     return (*place, tensor.detach()) if tensor.numel() <= _LARGE else place
 
 

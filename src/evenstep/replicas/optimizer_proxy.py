@@ -19,6 +19,8 @@ import torch
 from torch import nn
 
 from evenstep.errors import ContractError, InputError, ModelError
+from evenstep.private_torch.optimizers import has_replaced_step
+from evenstep.private_torch.tensors import version_of
 from evenstep.replicas.checks import own_parameters
 from evenstep.replicas.replicas import forms_of
 
@@ -318,19 +320,11 @@ def _references(optimizer: torch.optim.Optimizer) -> dict[str, int]:
 def _marks(state: Mapping[Any, Any]) -> list[tuple[Any, int]]:
     """Return the values of an optimizer's state, and how often each tensor was written to."""
     return [
-        (value, value._version if isinstance(value, torch.Tensor) else 0)
+        (value, version_of(value) if isinstance(value, torch.Tensor) else 0)
         for own in [*state.values()]
         if isinstance(own, dict)
         for value in own.values()
     ]
-
-
-def has_replaced_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a `step` was set on an optimizer itself, by others than a scheduler."""
-    step = optimizer.__dict__.get("step")
-    while getattr(step, "_wrapped_by_lr_sched", False):
-        step = step.__wrapped__  # type: ignore[union-attr]
-    return step is not None and getattr(step, "__func__", step) is not type(optimizer).step
 
 
 def _refuse_replaced_step(optimizer: torch.optim.Optimizer) -> None:

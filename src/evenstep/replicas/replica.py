@@ -10,6 +10,8 @@ from torch import nn
 
 from evenstep.devices import Device
 from evenstep.errors import InputError, ModelError
+from evenstep.private_torch.modules import has_backward_hooks, own_buffers
+from evenstep.private_torch.tensors import copy_all, rows_of, version_of
 
 
 class Replica:
@@ -51,7 +53,7 @@ class Replica:
         self.opening: list[torch.Tensor] = []
         self.has_run_backward = False
         self.may_accumulate = not any(
-            getattr(child, "sparse", False) or child._backward_hooks or child._backward_pre_hooks
+            getattr(child, "sparse", False) or has_backward_hooks(child)
             for child in module.modules()
         )
         self.has_accumulated = False
@@ -64,7 +66,7 @@ class Replica:
         if self.buffers:
             try:
                 with torch.no_grad():
-                    torch._foreach_copy_(self.buffers, self.opening)
+                    copy_all(self.buffers, self.opening)
             except RuntimeError:
                 self._refuse_reshaped()
                 raise
@@ -170,7 +172,7 @@ def reshaped_error(name: str, before: torch.Tensor, after: torch.Tensor) -> Mode
 def broadcast(home: Replica, replica: Replica) -> None:
     """Copy the parameters of `home` into a replica with memory of its own."""
     with torch.no_grad():
-        torch._foreach_copy_(list[torch.Tensor](replica.parameters), list(home.parameters))
+        copy_all(replica.parameters, list(home.parameters))
 
 
 def note_left(parameters: Iterable[torch.Tensor]) -> None:
@@ -182,7 +184,7 @@ def note_left(parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters:
         gradient: Any = parameter.grad
         if gradient is not None and not gradient.is_inference():
-            gradient._left_by_step = id(gradient), gradient._version
+            gradient._left_by_step = id(gradient), version_of(gradient)
 
 
 def is_left(gradient: Any) -> bool:
@@ -190,7 +192,7 @@ def is_left(gradient: Any) -> bool:
     left = getattr(gradient, "_left_by_step", None)
     if left is None or left[0] != id(gradient):  # a copy takes the note with it
         return False
-    return bool(left[1] == gradient._version) or not gradient.to_dense().any()
+    return bool(left[1] == version_of(gradient)) or not gradient.to_dense().any()
 
 
 def own_gradients(home: Replica) -> Sequence[torch.Tensor | None]:
@@ -249,7 +251,7 @@ def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return the dense tensors that a sparse tensor consists of: its indices, and its values."""
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
+        return [*rows_of(tensor)]
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -288,11 +290,11 @@ def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     return words if whole == len(flat) else words + flat[whole:].sum(dtype=torch.int64)
 
 
-def _buffer_slots(module: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+def _buffer_slots(module: nn.Module) -> list[list[tuple[dict[Any, Any], str]]]:
     """Return, for each distinct buffer, the places in the modules that hold it."""
-    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    places: dict[int, list[tuple[dict[Any, Any], str]]] = {}
     for child in module.modules():
-        for key, buffer in child._buffers.items():
+        for key, buffer in own_buffers(child).items():
             if buffer is not None:
-                places.setdefault(id(buffer), []).append((child._buffers, key))
+                places.setdefault(id(buffer), []).append((own_buffers(child), key))
     return [places[id(buffer)] for buffer in module.buffers()]

@@ -25,6 +25,18 @@ from torch import nn
 from evenstep.devices import Device, carry
 from evenstep.devices.addresses import align, are_aligned, has_foreign_attributes, rounding
 from evenstep.errors import ContractError, InputError, ModelError, add_note
+from evenstep.private_torch.modules import (
+    backward_hooks,
+    backward_pre_hooks,
+    forward_hooks,
+    forward_pre_hooks,
+    gradient_hooks,
+    own_buffers,
+    own_modules,
+    own_parameters,
+    sum_hooks,
+)
+from evenstep.private_torch.tensors import copy_all, version_of
 from evenstep.replicas.buffer_rules import buffer_rules
 from evenstep.replicas.checks import (
     refuse_aliases,
@@ -102,7 +114,7 @@ class Replicas:
         refuse_unwritable(model)
         refuse_aliases(model)
         named = enumerate(model.named_parameters())
-        self.hooked = [(number, name) for number, (name, one) in named if one._backward_hooks]
+        self.hooked = [(number, name) for number, (name, one) in named if gradient_hooks(one)]
         self._owners: dict[str, Replica] = {}  # by memory: whose parameters others share
         is_aligned = self._align_home()
         self._home_computes = is_aligned and self._home_may_compute and not self.hooked
@@ -428,7 +440,7 @@ class Replicas:
         written = [(buffer, value) for buffer, value in pairs if value is not None]
         if written:
             with torch.no_grad():
-                torch._foreach_copy_(*map(list, zip(*written, strict=True)))  # type: ignore[arg-type]
+                copy_all(*map(list, zip(*written, strict=True)))
 
     def restore_opening(self) -> None:
         """Reset the buffers of the user's module to the step's opening values."""
@@ -480,7 +492,7 @@ class Replicas:
 
     def _home_versions(self) -> list[tuple[int, int]]:
         buffers = () if self._home_computes else self.home.buffers
-        return [(one._version, one.data_ptr()) for one in (*self.home.parameters, *buffers)]
+        return [(version_of(one), one.data_ptr()) for one in (*self.home.parameters, *buffers)]
 
 
 def forms_of(parameters: Iterable[torch.Tensor]) -> list[object]:
@@ -504,14 +516,11 @@ def _structure(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter])
     for module in modules:
         found.append(module.__class__)
         found.append(module.__dict__.get("forward"))
-        for parts in (module._modules, module._parameters, module._buffers):
+        for parts in (own_modules(module), own_parameters(module), own_buffers(module)):
             found += parts
             found += parts.values()
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            found += hooks.values()
-        for hooks in (module._backward_hooks, module._backward_pre_hooks):
-            found += hooks.values()
+        for hooks in (forward_hooks, forward_pre_hooks, backward_hooks, backward_pre_hooks):
+            found += hooks(module).values()
     for parameter in parameters:
-        found += (parameter._backward_hooks or {}).values()
-        found += (parameter._post_accumulate_grad_hooks or {}).values()
+        found += [*gradient_hooks(parameter).values(), *sum_hooks(parameter).values()]
     return found

@@ -24,6 +24,13 @@ from evenstep.batch.rng import ShardRandomness
 from evenstep.engine.task import PLAIN, in_modes
 from evenstep.errors import EvenstepError, ModelError
 from evenstep.options.experiment import autocast
+from evenstep.private_torch.compilers import (
+    dynamo_settings,
+    inductor,
+    inductor_settings,
+    pick_vectors,
+)
+from evenstep.private_torch.modules import has_backward_hooks
 from evenstep.shard.loss import Number, ShardObjective
 
 Tensors: TypeAlias = "list[torch.Tensor]"
@@ -158,7 +165,7 @@ class ShardCompiler:
         parameters, wanted, buffers = self._state()
         root = _root(1)
         # Dynamo is to trace backward passes, and to keep more than eight programs of a function.
-        tracing = torch._dynamo.config.patch(_SETTINGS)
+        tracing = dynamo_settings().patch(_SETTINGS)
         with in_modes(PLAIN), autocast("cpu", self._precision), tracing, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, about torch
             try:
@@ -198,11 +205,9 @@ class ShardCompiler:
 
         That call only records which graph was found, and returns the outputs of the first time.
         """
-        from torch._inductor.compile_fx import compile_fx
-
         settings = {"cpp.threads": self._threads, "fallback_random": True}
-        with torch._inductor.config.patch(settings), _cached_by_instruction_set():
-            compiled = _Compiled(cast("Callable[..., Sequence[Any]]", compile_fx(graph, examples)))
+        with inductor_settings().patch(settings), _cached_by_instruction_set():
+            compiled = _Compiled(cast("Callable[..., Sequence[Any]]", inductor()(graph, examples)))
         self.compiled += 1
 
         def found(*arguments: Any) -> Sequence[Any]:
@@ -222,10 +227,8 @@ def _cached_by_instruction_set() -> contextlib.AbstractContextManager[None]:
     with AVX-512 that another processor finds (of a cluster, or after a move of the machine) reads
     and writes past the end of tensors.
     """
-    from torch._inductor.cpu_vec_isa import pick_vec_isa
-
     config: Any = torch.compiler.config
-    tag = f"{config.cache_key_tag} {pick_vec_isa()}".strip()
+    tag = f"{config.cache_key_tag} {pick_vectors()()}".strip()
     return cast("contextlib.AbstractContextManager[None]", config.patch(cache_key_tag=tag))
 
 
@@ -328,12 +331,12 @@ def _root(divisor: int) -> torch.Tensor:
 
 def _refuse_unfit(model: nn.Module) -> None:
     """Refuse models that can't be compiled, or whose gradients would be wrong."""
-    if not all(hasattr(torch._dynamo.config, name) for name in _SETTINGS):
+    if not all(hasattr(dynamo_settings(), name) for name in _SETTINGS):
         raise NotCompiledError(f"torch {torch.__version__} is too old for it")
     for name, child in model.named_modules():
         if getattr(child, "sparse", False):
             raise NotCompiledError(f"the layer {name} has sparse gradients")
-        if child._backward_hooks or child._backward_pre_hooks:
+        if has_backward_hooks(child):
             raise NotCompiledError(f"the layer {name or 'model'} has hooks on its backward pass")
 
 

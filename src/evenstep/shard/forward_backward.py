@@ -14,6 +14,7 @@ from evenstep.collectives import TreeSum
 from evenstep.engine import streams
 from evenstep.errors import ContractError, ModelError
 from evenstep.options.experiment import autocast
+from evenstep.private_torch.graph import gives_sparse_gradient, next_number, number_of, run_backward
 from evenstep.replicas import JUDGE, Replica
 from evenstep.replicas.replica import reshaped_error, same_bits
 from evenstep.shard.compiler import Program
@@ -169,7 +170,7 @@ def _run_eagerly(
     """Compute a shard by torch's own kernels, accumulating its gradients onto those of `left`."""
     for parameter in replica.parameters:
         parameter.grad = None
-    opened = _sequence_number()
+    opened = next_number()
     total, count, *outputs = _forward(replica, work, objective)
     if replica.outer and total.requires_grad:
         _refuse_outer_model(total, replica, opened)
@@ -215,16 +216,12 @@ def _forward(replica: Replica, work: ShardWork, objective: ShardObjective) -> Sh
 
 
 def _backward(replica: Replica, total: torch.Tensor, divisor: int) -> None:
-    """Run `(total / divisor).backward()`, on CPUs without torch's Python code around its engine.
-
-    That code handles other arguments, and takes longer than the backward pass of a small layer.
-    """
+    """Run `(total / divisor).backward()`, on CPUs without torch's Python code around its engine."""
     if not total.requires_grad:
         return
     root = torch.full_like(total, root_gradient(divisor, total.dtype))
     if total.__class__ is torch.Tensor and total.is_cpu and total.is_floating_point():
-        given = (total,), (root,), False, False, ()
-        _ENGINE.run_backward(*given, allow_unreachable=True, accumulate_grad=True)
+        run_backward(total, root)
     else:
         total.backward(root)
     if not replica.has_run_backward:
@@ -255,9 +252,7 @@ def weighed(total: torch.Tensor, count: Number, divisor: int) -> tuple[torch.Ten
     return total.double() * weight, count * weight
 
 
-_ENGINE: Any = torch.autograd.Variable._execution_engine
 _LEAF: Any = type(torch.ones(1, requires_grad=True).view(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
-_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 def _refuse_early_gradients(replica: Replica) -> None:
@@ -278,7 +273,7 @@ def _refuse_sparse_functions(total: torch.Tensor) -> None:
         AccumulatedTwiceError: a function such as `F.embedding` gives a sparse gradient.
     """
     for node in nodes_of(total):
-        if getattr(node, "_saved_sparse", False) or getattr(node, "_saved_sparse_grad", False):
+        if gives_sparse_gradient(node):
             raise AccumulatedTwiceError("a function that is no layer gives a sparse gradient")
 
 
@@ -307,7 +302,7 @@ def _refuse_outer_model(total: torch.Tensor, replica: Replica, opened: int) -> N
         opened: the number of the first node that the shard makes.
     """
     last: Any = total.grad_fn
-    count = 0 if last is None else last._sequence_nr() - opened
+    count = 0 if last is None else number_of(last) - opened
     if count == replica.graph_nodes:
         return
     leaves = [node.variable for node in nodes_of(total) if node.__class__ is _LEAF]

@@ -28,6 +28,8 @@ from evenstep.batch.cut import tensors_of
 from evenstep.batch.nesting import Keywords
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import ModelError, add_note, counted, shown
+from evenstep.private_torch.modules import backward_hooks, forward_hooks, forward_pre_hooks
+from evenstep.private_torch.tensors import version_of
 from evenstep.shard.partial_sum import HALF_PRECISION
 from evenstep.shard.targets import (
     advice_on_targets,
@@ -181,7 +183,7 @@ def _settings_of(loss: nn.Module) -> list[object]:
     for module in loss.modules():
         settings += [value for name, value in vars(module).items() if not name.startswith("_")]
         for buffer in module.buffers(recurse=False):
-            settings += [buffer, buffer._version]
+            settings += [buffer, version_of(buffer)]
     return settings
 
 
@@ -370,7 +372,7 @@ def _class_sums(
     targets, counted or not, that each of the `examples` has; they are left if that is None.
     """
     weight, ignored = loss.weight, loss.ignore_index
-    if loss._forward_hooks or loss._forward_pre_hooks or loss._backward_hooks:
+    if forward_hooks(loss) or forward_pre_hooks(loss) or backward_hooks(loss):
         summed = copy.copy(loss)
         summed.reduction = "sum"
         total: torch.Tensor = summed(output, target)

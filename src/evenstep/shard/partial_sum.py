@@ -12,6 +12,7 @@ storage counts its users, which shows it.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -20,9 +21,9 @@ import torch
 
 from evenstep.collectives import tree_sum
 from evenstep.devices import Device, carry
-from evenstep.devices.addresses import USERS_OF_ONE, users_of
 from evenstep.engine import streams
 from evenstep.errors import ContractError, EvenstepError
+from evenstep.private_torch.tensors import add_all, has_only, version_of
 from evenstep.replicas import JUDGE, Replica
 from evenstep.replicas.buffer_rules import RANGE, ranges_of
 
@@ -110,7 +111,7 @@ def add_gradients(left: Tensors, right: Tensors) -> Tensors:
             dense[0].append(ours)
             dense[1].append(theirs)
     if dense[0]:
-        torch._foreach_add_(*dense)
+        add_all(*dense)
     return result
 
 
@@ -180,12 +181,12 @@ def _close_ranges(closings: Tensors, replica: Replica) -> None:
         scale, zero_point = place[f"{layer}scale"], place[f"{layer}zero_point"]
         if closings[scale] is None and closings[zero_point] is None:
             continue
-        ends = []
+        closing = copy.deepcopy(observer)
         for key in ("min_val", "max_val"):
             number = place[f"{layer}activation_post_process.{key}"]
             end = closings[number]
-            ends.append(replica.opening[number] if end is None else end)
-        found = observer._calculate_qparams(*ends)  # type: ignore[operator]
+            setattr(closing, key, replica.opening[number] if end is None else end)
+        found = closing.calculate_qparams()  # type: ignore[operator]
         for number, value in zip((scale, zero_point), found, strict=True):
             opening = replica.opening[number]
             closings[number] = value.to(opening.dtype).reshape(opening.shape)
@@ -219,7 +220,7 @@ def is_averaged(buffer: torch.Tensor, rule: str) -> bool:
 
 def versions(gradients: Tensors) -> list[int]:
     """Return how often each gradient was written, as torch counts."""
-    return [gradient._version for gradient in gradients if gradient is not None]
+    return [version_of(gradient) for gradient in gradients if gradient is not None]
 
 
 def refuse_twice(sums: Tensors, before: list[int]) -> None:
@@ -274,11 +275,7 @@ def with_own_memory(gradient: torch.Tensor) -> torch.Tensor:
     storage, or one that an expanded gradient has fewer elements in than it shows.
     """
     storage = gradient.untyped_storage()
-    is_alone = (
-        users_of(storage._cdata) == USERS_OF_ONE
-        and storage.nbytes() == gradient.nbytes
-        and storage.resizable()
-    )
+    is_alone = has_only(1, storage) and storage.nbytes() == gradient.nbytes and storage.resizable()
     return gradient if is_alone and not gradient.is_conj() else gradient.clone()
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 
 from evenstep.devices.addresses import ALIGNMENT, copy_with_strides
+from evenstep.private_torch.graph import number_of
+from evenstep.private_torch.tensors import version_of
 
 _CONTAINERS = (list, deque, dict, OrderedDict, defaultdict)
 
@@ -45,7 +47,7 @@ class Carried:
 
         def carried(tensor: torch.Tensor) -> torch.Tensor:
             node = tensor.grad_fn
-            is_earlier = node is not None and node._sequence_nr() < starts[-1]
+            is_earlier = node is not None and number_of(node) < starts[-1]
             return self._copied(tensor) if is_earlier else tensor
 
         return self._mapped(given, carried)
@@ -102,15 +104,15 @@ class _Copies:
         if stage != self._stage:
             self._all.append(_Carry.apply(self._all[-1]))  # type: ignore[no-untyped-call]
             self._stage = stage
-            self._version = self._all[-1]._version
+            self._version = version_of(self._all[-1])
             known[id(self._all[-1])] = self
         return self._all[-1]
 
     def write_back(self) -> None:
         """Write the last copy into the tensors before it, if it was written to."""
         *before, last = self._all
-        if before and last._version != self._version:
-            self._version = last._version
+        if before and version_of(last) != self._version:
+            self._version = version_of(last)
             with torch.no_grad():
                 for tensor in before:
                     tensor.copy_(last)
@@ -118,7 +120,7 @@ class _Copies:
 
 def is_carry(node: Any) -> bool:
     """Return whether a node of the graph has carried a tensor."""
-    return isinstance(node, _Carry._backward_cls)
+    return isinstance(node, _NODE)
 
 
 class _Carry(torch.autograd.Function):
@@ -140,3 +142,7 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         return tensor.detach().clone()
     return copy_with_strides(tensor, int(tensor.storage_offset()) % (ALIGNMENT // tensor.itemsize))
+
+
+with torch.inference_mode(False), torch.enable_grad():
+    _NODE = type(_Carry.apply(torch.ones(1, requires_grad=True)).grad_fn)  # type: ignore[no-untyped-call]

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import nn
-from torch._C._autograd import _get_sequence_nr
 from torch.utils.hooks import RemovableHandle
 
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
+from evenstep.private_torch.graph import is_in_backward, next_number, number_of
 from evenstep.replicas import Replica
 from evenstep.stages.carried import Carried
 from evenstep.stages.plan import StagePlan
@@ -119,7 +119,7 @@ class StagedShard:
         self.module = name
         if stage == self.place.stage:
             return given if self._carried is None else self._carried.late(given, self._starts)
-        if torch._C._current_graph_task_id() != -1:  # recomputed, for torch.utils.checkpoint
+        if is_in_backward():  # recomputed, for torch.utils.checkpoint
             self._move(Place(stage, backward=True), holds=True)
         else:
             records = torch.is_grad_enabled()
@@ -128,7 +128,7 @@ class StagedShard:
             self._has_graph |= records
             self._return_through(given)
             self._move(Place(stage, backward=False), holds=self._has_graph)
-            self._starts.append(_get_sequence_nr())
+            self._starts.append(next_number())
             self._stages.append(stage)
         return given if self._carried is None else self._carried.all(given, stage)
 
@@ -149,7 +149,7 @@ class StagedShard:
 
     def stage_of(self, node: Any) -> int:
         """Return the stage that a node of the graph was made in."""
-        return self._stages[bisect.bisect_right(self._starts, node._sequence_nr())]
+        return self._stages[bisect.bisect_right(self._starts, number_of(node))]
 
     def _return_through(self, given: Any) -> None:
         """Make the backward pass return to the stages that these tensors come from."""

@@ -15,6 +15,8 @@ from torch import nn
 from evenstep.collectives import tree_sum
 from evenstep.devices.addresses import align_gradients, aligned
 from evenstep.errors import ClosedError, add_note
+from evenstep.private_torch.modules import gradient_hooks
+from evenstep.private_torch.optimizers import post_hooks, pre_hooks
 from evenstep.replicas import (
     Replicas,
     check_followed,
@@ -214,8 +216,7 @@ class Update:
         with contextlib.ExitStack() as hooks:
             for one in self._stepped:
                 made = one.register_step_post_hook(self._note_made)
-                others: Any = one._optimizer_step_post_hooks
-                others.move_to_end(made.id, last=False)
+                post_hooks(one).move_to_end(made.id, last=False)
                 for hook in (made, one.register_step_pre_hook(self.refuse_foreign_step)):
                     hooks.callback(hook.remove)
             hook = self._optimizer.register_state_dict_pre_hook(lambda _: self.refuse_half_step())
@@ -337,7 +338,7 @@ class Update:
         home = self._replicas.home
         for number, name in self._replicas.hooked:
             gradient = root.gradients[number]
-            for hook in [*(home.parameters[number]._backward_hooks or {}).values()]:
+            for hook in [*gradient_hooks(home.parameters[number]).values()]:
                 if gradient is None:
                     break
                 with torch.no_grad():
@@ -356,7 +357,7 @@ class Update:
 
 def is_in_a_trainer(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an open trainer steps this optimizer."""
-    hooks = optimizer._optimizer_step_pre_hooks.values()
+    hooks = pre_hooks(optimizer).values()
     return any(getattr(hook, "__func__", None) is Update.refuse_foreign_step for hook in hooks)
 
 

@@ -6,16 +6,15 @@ import logging
 from collections.abc import Sequence
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from evenstep.devices import Device, layout_notes, rounding_notes
 from evenstep.devices.discovery import WITHIN_ROUNDING
 from evenstep.options.experiment import Experiment
+from evenstep.private_torch.modules import BatchNorm, Dropout
 
 logger = logging.getLogger("evenstep")
 
-_MODAL = _BatchNorm, _DropoutNd
+_MODAL = BatchNorm, Dropout
 """Layers that compute something else in evaluation mode."""
 
 

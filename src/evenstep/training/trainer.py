@@ -39,6 +39,7 @@ from evenstep.errors import InputError, hide_own_frames, hides_own_frames
 from evenstep.limits import Precision
 from evenstep.nn.slice_runners import Exchanged
 from evenstep.options import Experiment, Faults, Layout
+from evenstep.private_torch.names import refuse_missing
 from evenstep.profiling.accounting import DeviceShares
 from evenstep.profiling.trace import Trace
 from evenstep.replicas import (
@@ -175,6 +176,7 @@ class Trainer(Habits):
         callbacks: Sequence[Callback] = (),
         max_in_flight: int = 1,
     ) -> None:
+        refuse_missing()
         experiment, layout, faults = check_options(experiment, layout, faults)
         experiment = refined(experiment, shards=shards, seed=seed, precision=precision)
         check_functions(before_update=before_update, after_update=after_update)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, TypeAlias
 
 from evenstep.devices.arithmetic import GPU_VARIABLES, VARIABLES
+from evenstep.private_torch.names import SEEN_IN, PrivateName
 
 Kind: TypeAlias = Literal["results", "speed"]
 
@@ -39,6 +40,7 @@ class MachineFacts:
         system: the operating system, such as "Linux".
         evenstep: version of the installed evenstep; None if it runs from its sources alone.
         torch: version of torch.
+        torch_lacks: private names of torch that evenstep reads, and this version lacks.
         packages: versions of the optional packages that are installed, by name.
         has_compiler: whether there is a C++ compiler.
         cores: number of cores that this process may use.
@@ -55,6 +57,7 @@ class MachineFacts:
     system: str
     evenstep: str | None
     torch: str
+    torch_lacks: tuple[PrivateName, ...] = ()
     packages: Mapping[str, str]
     has_compiler: bool
     cores: int
@@ -167,6 +170,15 @@ def _check_torch(facts: MachineFacts) -> Iterator[Finding]:
             f"torch {facts.torch} is older than {oldest}, the oldest that evenstep is tested with",
             f"pip install --upgrade 'torch>={oldest}'",
         )
+    for lacking in facts.torch_lacks:
+        what = (
+            f"torch {facts.torch} lacks {lacking.path}, which evenstep reads to {lacking.purpose}"
+        )
+        fix = f"pip install torch=={SEEN_IN}, or a newer evenstep"
+        if lacking.has_public_way:
+            yield _speed(f"{what}: a slower public way is used instead", fix)
+        else:
+            yield _results(f"{what}: {'no trainer' if lacking.needed else 'not all'} works", fix)
 
 
 def _check_system(facts: MachineFacts) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from evenstep.bench.machine import package_version
 from evenstep.cli.machine.checks import FEATURES, SHARED, MachineFacts
 from evenstep.cli.machine.load import cores_used_by_others
 from evenstep.devices import gpu_count, usable_cores
+from evenstep.private_torch.names import missing_names
 
 _COMPILERS = ("c++", "g++", "clang++")
 _CLOCKS = Path("/sys/devices/system/cpu/cpufreq")
@@ -34,6 +35,7 @@ def read_facts(environment: Mapping[str, str]) -> MachineFacts:
         system=platform.system(),
         evenstep=package_version("evenstep"),
         torch=torch.__version__,
+        torch_lacks=missing_names(),
         packages={name: version for name, version in versions.items() if version is not None},
         has_compiler=any(map(shutil.which, _COMPILERS)),
         cores=usable_cores(),

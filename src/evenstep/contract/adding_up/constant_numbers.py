@@ -7,8 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C import DispatchKey
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from evenstep.private_torch.dispatch import (
+    DispatchKey,
+    TorchDispatchMode,
+    arguments_of,
+    run_kernel,
+)
 
 _HALF = 0.5
 
@@ -61,7 +66,7 @@ class ConstantNumbers(TorchDispatchMode):
             return given["self"].clone()
         if name == "randperm":
             return result.copy_(torch.arange(len(result) - 1, -1, -1))
-        is_seed = func._overloadname == "low_out"  # of compiled code, which draws by itself
+        is_seed = func.name().endswith(".low_out")  # of compiled code, which draws by itself
         if isinstance(result, torch.Tensor) and name in _NUMBERS and not is_seed:
             return result.fill_(_number(result, given))
         self.unknown.append(name)
@@ -76,7 +81,7 @@ def _parts_of(func: Any) -> Callable[..., Any] | None:
     """
     for key in (DispatchKey.CompositeImplicitAutograd, DispatchKey.CompositeExplicitAutograd):
         if func.has_kernel_for_dispatch_key(key):
-            return functools.partial(func._op_dk, key)
+            return functools.partial(run_kernel, func, key)
     return None
 
 
@@ -89,7 +94,7 @@ _NUMBERS = frozenset(name + form for name in _BASE_NAMES for form in ("", "_", "
 
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of a call by name, with the defaults of those that are left out."""
-    taken = func._schema.arguments
+    taken = arguments_of(func)
     defaults = {one.name: one.default_value for one in taken if one.has_default_value()}
     positional = zip((one.name for one in taken), args, strict=False)
     return {**defaults, **dict(positional), **kwargs}

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from evenstep.batch import Batch
 from evenstep.batch.cut import tensors_of
@@ -21,6 +20,7 @@ from evenstep.contract.adding_up.gradients import Gradients, gradients_of, refus
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import ContractError, EvenstepError, text_of
 from evenstep.options.experiment import autocast
+from evenstep.private_torch.modules import BatchNorm
 from evenstep.replicas import Replica
 from evenstep.replicas.buffer_rules import switches_of_observers
 from evenstep.shard.evaluation import evaluation_mode
@@ -184,7 +184,7 @@ def _fixed_statistics(replica: Replica) -> Iterator[None]:
     layers = [
         module
         for module in replica.module.modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is None
+        if isinstance(module, BatchNorm) and module.running_mean is None
     ]
     for layer in layers:
         like = replica.parameters[0] if layer.weight is None else layer.weight

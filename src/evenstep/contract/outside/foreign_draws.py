@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from evenstep.errors import ContractError
+from evenstep.private_torch.dispatch import TorchDispatchMode, dispatch_modes
 
 _UNNOTICED = {"torch", "tempfile", "uuid", "email", "logging", "multiprocessing", "asyncio"}
 """Packages whose own draws (names of files, delays) don't reach what a shard computes."""
@@ -138,7 +138,7 @@ class ForeignDraws(TorchDispatchMode):
     def note_numpy(self, generator: object, frame: FrameType) -> None:
         """Note a draw from one of numpy's generators, if the shard makes it."""
         is_here = threading.get_ident() == self._thread
-        if not is_here and self not in _get_current_dispatch_mode_stack():
+        if not is_here and self not in dispatch_modes():
             return
         drawing = _first_frame(frame, {"numpy"})
         if generator is np.random.mtrand._rand:

@@ -9,15 +9,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
-from torch.nn.utils import parametrize
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from evenstep.devices import torch_settings
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
+from evenstep.private_torch.dispatch import (
+    DeviceContext,
+    TorchDispatchMode,
+    dispatch_modes,
+    function_modes,
+)
+from evenstep.private_torch.graph import saving_hooks
+from evenstep.private_torch.modules import parametrizations_are_cached
 
 _THREADS = "the number of intra-op threads"
 _CASTS = "autocast's cache of cast weights"
@@ -92,7 +95,7 @@ def _settings() -> dict[str, str]:
         ),
         _THREADS: str(torch.get_num_threads()),
         _CASTS: str(_casts_are_cached()),
-        _PARAMETRIZED: str(bool(parametrize._cache_enabled)),
+        _PARAMETRIZED: str(parametrizations_are_cached()),
     }
 
 
@@ -108,13 +111,13 @@ def refuse_modes(device: torch.device) -> None:
         ContractError: names the first of them.
     """
     refuse_inside_a_level("a step")
-    modes = [*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()]
+    modes = [*function_modes(), *dispatch_modes()]
     names = [
         f"the mode {type(mode).__name__}"
         for mode in modes
         if not (isinstance(mode, DeviceContext) and mode.device.type == device.type)
     ]
-    if _top_saved_tensors_default_hooks(False):
+    if saving_hooks(False):
         names.append("torch.autograd.graph.saved_tensors_hooks")
     if names:
         raise ContractError(

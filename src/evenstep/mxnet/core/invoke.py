@@ -14,8 +14,10 @@ from evenstep.mxnet.core.context import Context
 from evenstep.mxnet.core.operand import Operand, Operator, filled, operands
 from evenstep.mxnet.core.runtime import Chunk, place_here, runtime
 from evenstep.mxnet.core.types import Spec
+from evenstep.private_torch.dispatch import DataDependentOutput
+from evenstep.private_torch.tensors import memory_of
 
-_OF_VALUES = (NotImplementedError, torch._subclasses.fake_tensor.DataDependentOutputException)
+_OF_VALUES = NotImplementedError, DataDependentOutput
 
 
 class Base(Operand):
@@ -274,12 +276,12 @@ class _Call:
             if op.makes:
                 options["device"] = where
             found = op.function(*arguments, **options)
-            taken = {one.untyped_storage()._cdata for one in values.values()}
+            taken = {memory_of(one) for one in values.values()}
             results = [found] if isinstance(found, torch.Tensor) else found
             for chunk, result in zip(self.chunks, results, strict=True):
                 if self.is_classic and not result.ndim:
                     result = result.reshape(1)
-                if result.untyped_storage()._cdata in taken:  # every chunk has memory of its own
+                if memory_of(result) in taken:  # every chunk has memory of its own
                     result = result.clone()
                 chunk.put(result)
 

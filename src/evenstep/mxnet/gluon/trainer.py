@@ -163,7 +163,7 @@ class Trainer:
         optimizer, limit = self._torch[context], self._optimizer.clip_gradient
         for group in optimizer.param_groups:
             group["lr"] = rate * group["lr_mult"]
-        scaled = torch._foreach_mul([one.value() for one in gradients], scale)
+        scaled = [one.value() * scale for one in gradients]
         for tensor, gradient in zip(tensors, scaled, strict=True):
             tensor.grad = gradient if limit is None else gradient.clamp_(-limit, limit)
         optimizer.step()

@@ -24,6 +24,8 @@ import torch
 from torch import nn
 
 from evenstep.errors import InputError
+from evenstep.private_torch.modules import own_buffers, own_parameters
+from evenstep.private_torch.tensors import version_of
 
 _MOST_PLACES = 500
 _MOST_LAYERS = 50  # of a module outside of the model
@@ -77,7 +79,7 @@ class OutsideValues:
             if (
                 now is not value
                 and not (isinstance(now, _PLAIN) and type(now) is type(value) and now == value)
-            ) or (version >= 0 and now._version != version):
+            ) or (version >= 0 and version_of(now) != version):
                 yield name
 
 
@@ -192,7 +194,7 @@ class _Search:
             version = -1
             counts = isinstance(value, torch.Tensor) and not value.is_inference()
             if counts and not self._is_hook:
-                version = value._version
+                version = version_of(value)
             self._found.append((_Place(spelled, holder, key, value, version), is_item))
             self._todo.append((spelled, value))
 
@@ -222,7 +224,7 @@ class _Search:
                 if key[0] != "_" and key != "training" and isinstance(one, kinds)
             }
             self._add(name, own, held, is_item=False)
-            for tensors in (layer._parameters, layer._buffers) if with_tensors else ():
+            for tensors in (own_parameters(layer), own_buffers(layer)) if with_tensors else ():
                 self._add(name, tensors, tensors, is_item=False)
             self._todo.append((name, type(layer).forward))
 

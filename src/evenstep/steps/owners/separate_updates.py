@@ -18,8 +18,10 @@ import torch
 from torch import nn
 
 from evenstep.errors import ModelError
+from evenstep.private_torch.optimizers import has_replaced_step, post_hooks, pre_hooks
+from evenstep.private_torch.tensors import version_of
 from evenstep.replicas.checks import own_parameters
-from evenstep.replicas.optimizer_proxy import has_replaced_step, inner_optimizers
+from evenstep.replicas.optimizer_proxy import inner_optimizers
 from evenstep.replicas.replica import same_bits
 from evenstep.replicas.settings import is_plain_value
 
@@ -74,7 +76,7 @@ def _refuse_by_kind(optimizer: torch.optim.Optimizer, name: str) -> None:
             f"those of one owner only",
             "read the parameters from self.param_groups, or leave partition out",
         )
-    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+    if pre_hooks(optimizer) or post_hooks(optimizer):
         raise _error(
             f"{name} has hooks on its step, which would see the gradients of one owner only",
             "use before_update and after_update, or leave partition out",
@@ -200,7 +202,9 @@ class _Trial:
             k: v for k, v in vars(self.optimizer).items() if k not in _OWN and not is_plain_value(v)
         }
         leaves = [str(type(one)) for one in held.values()] + _leaves(held)[1:]
-        return [(id(one), one._version) if isinstance(one, torch.Tensor) else one for one in leaves]
+        return [
+            (id(one), version_of(one)) if isinstance(one, torch.Tensor) else one for one in leaves
+        ]
 
     def of(self, number: int) -> list[Any]:
         """Return a parameter, its state, and the settings of all groups."""

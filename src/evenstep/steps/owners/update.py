@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from evenstep.errors import PeerError
+from evenstep.private_torch.optimizers import by_device_and_dtype
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import PartialSum, Tensors
 from evenstep.steps.failures import refuse_other_norm
@@ -133,7 +133,7 @@ def total_norm(
         return torch.tensor(0.0)
     numbers = sorted(norms)
     alike: Any = [torch.empty(0, dtype=parameters[i].dtype) for i in numbers]
-    groups = _group_tensors_by_device_and_dtype([alike], with_indices=True)
+    groups = by_device_and_dtype([alike], with_indices=True)
     places = [place for _, indices in groups.values() for place in indices]
     whole: torch.Tensor = torch.linalg.vector_norm(
         torch.stack([norms[numbers[place]] for place in places])

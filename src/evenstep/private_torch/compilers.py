@@ -1,0 +1,83 @@
+"""torch's compilers: TorchScript's interpreter, Dynamo, Inductor, and forward-mode AD's levels."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.autograd import forward_ad
+
+from evenstep.private_torch.names import attribute, private, when_called
+
+_INTERPRETED = "interpret functions of torch.jit.script, which round differently when compiled"
+
+compiles_scripts: Callable[[], bool] = private(
+    "torch._C", "_get_graph_executor_optimize", _INTERPRETED
+)
+"""Return whether the calling thread compiles functions of TorchScript."""
+
+compile_scripts: Callable[[bool], None] = private(
+    "torch._C", "_set_graph_executor_optimize", _INTERPRETED
+)
+"""Set whether the calling thread compiles them."""
+
+
+# ---- torch.compile; these modules take seconds to import
+
+_SHARDS = "compile shards"
+
+dynamo_settings: Callable[[], Any] = when_called("torch._dynamo", "config", _SHARDS)
+inductor_settings: Callable[[], Any] = when_called("torch._inductor", "config", _SHARDS)
+inductor: Callable[[], Callable[..., Any]] = when_called(
+    "torch._inductor.compile_fx", "compile_fx", _SHARDS
+)
+"""Return the function that compiles a graph, given example inputs."""
+
+pick_vectors: Callable[[], Callable[[], object]] = when_called(
+    "torch._inductor.cpu_vec_isa", "pick_vec_isa", "keep compiled files of each processor apart"
+)
+
+compile_ahead: Callable[[], Callable[..., str]] = when_called(
+    "torch._inductor", "aoti_compile_and_package", "compile a model ahead of time"
+)
+load_compiled: Callable[[], Callable[..., Any]] = when_called(
+    "torch._inductor", "aoti_load_package", "compile a model ahead of time"
+)
+
+_compiling_lock: Callable[[], Any] = when_called(
+    "torch._dynamo.convert_frame", "compile_lock", "update while nothing compiles"
+)
+
+
+def no_compiling() -> contextlib.AbstractContextManager[object]:
+    """Return a context in which no other thread runs `torch.compile`."""
+    has_compiled = "torch._dynamo.convert_frame" in sys.modules
+    lock: contextlib.AbstractContextManager[object] = (
+        _compiling_lock() if has_compiled else contextlib.nullcontext()
+    )
+    return lock
+
+
+# ---- levels of forward-mode AD (torch.func.jvp, dual_level)
+
+_LEVELS = "let one thread at a time enter a level of forward-mode AD"
+
+_level = attribute(forward_ad, "_current_level", _LEVELS)
+
+transforms: Any = private("torch._functorch", "eager_transforms", _LEVELS)
+"""The module in which `torch.func`'s transforms look up how they enter and leave a level."""
+
+
+def is_inside_a_level() -> bool:
+    """Return whether any thread is inside a level."""
+    return bool(_level(forward_ad) >= 0)
+
+
+# ---- settings
+
+uses_nnpack: Callable[[], bool] = private(
+    "torch._C", "_get_nnpack_enabled", "compare the settings of processes", public_way=lambda: True
+)
+"""Return whether NNPACK may be used."""

@@ -1,0 +1,93 @@
+"""How torch finds the kernel of an op: modes that see all ops, kernels before the usual one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from evenstep.private_torch.names import attribute, private
+
+_NUMBERS = "give each shard the random numbers of its own generator"
+_MODES = "refuse modes around a step, which don't reach the threads that compute shards"
+
+if TYPE_CHECKING:
+    from torch._C import DispatchKey as DispatchKey
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+else:
+    DispatchKey = private("torch._C", "DispatchKey", _NUMBERS)
+    TorchDispatchMode = private(
+        "torch.utils._python_dispatch", "TorchDispatchMode", "check the ops of the first step"
+    )
+
+
+# ---- modes of the calling thread
+
+dispatch_modes: Callable[[], list[Any]] = private(
+    "torch.utils._python_dispatch", "_get_current_dispatch_mode_stack", _MODES
+)
+"""Return the modes below autograd."""
+
+function_modes: Callable[[], list[Any]] = private(
+    "torch.overrides", "_get_current_function_mode_stack", _MODES
+)
+"""Return the modes above autograd, such as a default device."""
+
+DeviceContext: Any = private("torch.utils._device", "DeviceContext", _MODES)
+"""The mode that a default device is."""
+
+count_dispatch_modes: Callable[[], int] = private(
+    "torch._C", "_len_torch_dispatch_stack", _MODES, public_way=lambda: len(dispatch_modes())
+)
+count_function_modes: Callable[[], int] = private(
+    "torch._C", "_len_torch_function_stack", _MODES, public_way=lambda: len(function_modes())
+)
+
+
+# ---- ops
+
+all_ops: Callable[[], Sequence[str]] = private("torch._C", "_dispatch_get_all_op_names", _NUMBERS)
+"""Return the names of all ops, such as "aten::randn.generator"."""
+
+has_kernel: Callable[[str, str], bool] = private(
+    "torch._C", "_dispatch_has_kernel_for_dispatch_key", _NUMBERS
+)
+"""Return whether an op, given by its name, has a kernel for a key."""
+
+keys_after: Callable[[Any], Any] = private("torch._C", "_dispatch_keyset_full_after", _NUMBERS)
+"""Return the keys of the kernels that a call reaches behind that of a key."""
+
+_schema_of = attribute(torch.ops.aten.randn.default, "_schema", _NUMBERS)
+_kernel_of = attribute(torch.ops.aten.randn.default, "_op_dk", "see which numbers an op draws")
+
+
+def arguments_of(op: Any) -> Sequence[Any]:
+    """Return what an op takes: each with `name` and, where it has one, `default_value`."""
+    arguments: Sequence[Any] = _schema_of(op).arguments
+    return arguments
+
+
+def run_kernel(op: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the kernel that an op has for a key."""
+    return _kernel_of(op)(key, *args, **kwargs)
+
+
+DataDependentOutput: type[Exception] = private(
+    "torch._subclasses.fake_tensor",
+    "DataDependentOutputException",
+    "know ops whose shapes depend on values",
+    public_way=RuntimeError,
+)
+
+
+# ---- what torch carries into autograd's own threads
+
+carry: Callable[[str, object], None] = private("torch._C", "_stash_obj_in_tls", _NUMBERS)
+"""Keep an object for the calling thread, and for the backward passes that it begins."""
+
+is_carried: Callable[[str], bool] = private("torch._C", "_is_key_in_tls", _NUMBERS)
+"""Return whether the calling thread was given an object by `carry`."""
+
+carried: Callable[[str], Any] = private("torch._C", "_get_obj_in_tls", _NUMBERS)
+"""Return what the calling thread was given by `carry`."""

@@ -1,0 +1,85 @@
+"""The graph of autograd: the numbers of its nodes, and where a backward pass is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from evenstep.private_torch.names import attribute, private
+
+_STAGES_AND_COPIES = "see in which stage, or by which model, a node was made"
+with torch.inference_mode(False), torch.enable_grad():
+    _one = torch.ones(1, 1, requires_grad=True, device="cpu")
+    _row = torch.zeros(1, dtype=torch.int64, device="cpu")
+    _SUM: Any = _one.sum().grad_fn
+    _EMBEDDING: Any = F.embedding(_row, _one, sparse=True).grad_fn
+    _GATHER: Any = torch.gather(_one, 0, _row[None], sparse_grad=True).grad_fn
+
+next_number: Callable[[], int] = private("torch.autograd", "_get_sequence_nr", _STAGES_AND_COPIES)
+"""Return the number that the next node of the calling thread gets."""
+
+_number_of = attribute(_SUM, "_sequence_nr", _STAGES_AND_COPIES)
+
+_backward_pass: Callable[[], int] = private(
+    "torch._C", "_current_graph_task_id", "see whether a backward pass is running"
+)
+
+
+def _by_torch(tensors: tuple[torch.Tensor, ...], roots: Any, *_: object, **__: object) -> None:
+    torch.autograd.backward(tensors, roots)
+
+
+_run: Callable[..., object] = private(
+    "torch.autograd.Variable._execution_engine",
+    "run_backward",
+    "begin a backward pass without torch's Python code around its engine",
+    public_way=_by_torch,
+)
+
+saving_hooks: Callable[[bool], object] = private(
+    "torch._C._autograd",
+    "_top_saved_tensors_default_hooks",
+    "refuse torch.autograd.graph.saved_tensors_hooks around a step",
+)
+"""Return the calling thread's innermost hooks on saved tensors, or None, given False."""
+
+_of_layer = attribute(
+    _EMBEDDING,
+    "_saved_sparse",
+    "find functions that give sparse gradients",
+)
+_of_gather = attribute(
+    _GATHER,
+    "_saved_sparse_grad",
+    "find functions that give sparse gradients",
+)
+
+
+def number_of(node: Any) -> int:
+    """Return a node's number, which grows in the order in which a thread makes nodes."""
+    return int(_number_of(node)())
+
+
+def is_in_backward() -> bool:
+    """Return whether the calling thread computes a backward pass."""
+    return _backward_pass() != -1
+
+
+def run_backward(total: torch.Tensor, root: torch.Tensor) -> None:
+    """Run `total.backward(root)`, where both are plain tensors on the CPU.
+
+    torch's Python code handles other arguments, and takes longer than the backward pass of a small
+    layer.
+    """
+    _run((total,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def gives_sparse_gradient(node: Any) -> bool:
+    """Return whether the function that made a node gives a sparse gradient."""
+    return bool(
+        (hasattr(node, "_saved_sparse") and _of_layer(node))
+        or (hasattr(node, "_saved_sparse_grad") and _of_gather(node))
+    )

@@ -1,0 +1,100 @@
+"""Tensors and their memory: how often one was written to, and who else holds its storage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from evenstep.private_torch.names import attribute, private
+
+with torch.inference_mode(False):
+    _ONE = torch.empty(1, device="cpu")
+    _NO_ROWS = _ONE[:0].to_sparse()
+
+version_of: Callable[[torch.Tensor], int] = attribute(
+    _ONE, "_version", "see which tensors were written to"
+)
+"""How often a tensor was written to in place; it must not be an inference tensor."""
+
+_indices_of = attribute(_NO_ROWS, "_indices", "read the rows of a sparse tensor as they are")
+_values_of = attribute(_NO_ROWS, "_values", "read the rows of a sparse tensor as they are")
+
+
+def rows_of(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the indices of a COO tensor's rows and their values, as they are: a row may repeat."""
+    return _indices_of(sparse)(), _values_of(sparse)()
+
+
+# ---- memory
+
+_handle_of: Callable[[torch.UntypedStorage], int] = attribute(
+    _ONE.untyped_storage(),
+    "_cdata",
+    "tell storages apart",
+    public_way=torch.UntypedStorage.data_ptr,
+)
+
+
+def _unknown(_handle: int) -> float:
+    """Stand for a count that equals no number: memory then counts as shared, and is copied."""
+    return math.nan
+
+
+_users_of: Callable[[int], float] = private(
+    "torch._C",
+    "_storage_Use_Count",
+    "see whether something else holds a tensor's memory",
+    public_way=_unknown,
+)
+if _handle_of is torch.UntypedStorage.data_ptr:  # which is no handle
+    _users_of = _unknown
+_USERS_OF_ONE = _users_of(_handle_of(_ONE.untyped_storage()))  # the tensor, and what counts them
+
+_is_view = attribute(
+    _ONE, "_is_view", "see whether a tensor is a view", public_way=lambda _: lambda: True
+)
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether autograd knows a tensor as a view; True if unknown."""
+    return bool(_is_view(tensor)())
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """Return a number that tensors have in common if, and only if, they share a storage.
+
+    The storage must not be empty.
+    """
+    return _handle_of(tensor.untyped_storage())
+
+
+def has_only(tensors: int, storage: torch.UntypedStorage) -> bool:
+    """Return whether nothing but this number of tensors holds a storage; False if unknown."""
+    return _users_of(_handle_of(storage)) == _USERS_OF_ONE + tensors - 1
+
+
+# ---- many tensors in one call
+
+
+def _copy_each(tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    for tensor, source in zip(tensors, sources, strict=True):
+        tensor.copy_(source)
+
+
+def _add_each(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
+    for tensor, other in zip(tensors, others, strict=True):
+        tensor.add_(other)
+
+
+copy_all: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any] = private(
+    "torch", "_foreach_copy_", "copy many tensors in one call", public_way=_copy_each
+)
+"""Copy the second tensors into the first ones, in place."""
+
+add_all: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any] = private(
+    "torch", "_foreach_add_", "add many tensors in one call", public_way=_add_each
+)
+"""Add the second tensors to the first ones, in place."""
