@@ -192,7 +192,7 @@ FREE = {  # nothing: the bits of an uninterrupted training
     "the number of devices": {"devices": 2},
     "devices with memory of their own": {"devices": ["cpu:0:own", "cpu:1:own"]},
     "steps in flight": {"max_in_flight": 2},
-    "worker processes": {"loader": lambda: own(workers=2)},
+    "worker processes": {"loader": lambda: own(num_workers=2)},
     "a function as the loss": {"loss": lambda: nn.functional.cross_entropy},
 }
 

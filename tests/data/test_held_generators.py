@@ -91,7 +91,7 @@ def batches_of(loader, cursor=Cursor(1, 0), part=None):  # noqa: B008
 
 
 def own(dataset, workers=0, **options):
-    return Loader(dataset, BATCH, seed=5, workers=workers, **options)
+    return Loader(dataset, BATCH, seed=5, num_workers=workers, **options)
 
 
 def torchs(dataset, workers=0, **options):
@@ -257,18 +257,18 @@ class Plain(FromModule):
 
 def test_what_a_collate_draws_follows_from_the_seed_too():
     before = torch.get_rng_state(), random.getstate()
-    whole = batches_of(own(Plain(), collate=noisy))
+    whole = batches_of(own(Plain(), collate_fn=noisy))
     assert torch.equal(before[0], torch.get_rng_state())
     assert random.getstate() == before[1]
-    assert are_equal(batches_of(own(Plain(), collate=noisy, workers=2)), whole)
-    assert are_equal(batches_of(own(Plain(), collate=noisy), Cursor(1, 2)), whole[2:])
+    assert are_equal(batches_of(own(Plain(), collate_fn=noisy, workers=2)), whole)
+    assert are_equal(batches_of(own(Plain(), collate_fn=noisy), Cursor(1, 2)), whole[2:])
 
 
 def test_a_collate_that_draws_for_a_part_of_a_batch_is_refused():
     part = Part(BATCH, shard_bounds(BATCH, 2), (range(1), range(1, 2)), 0)
     with pytest.raises(InputError, match="noisy.*part of a batch.*DataLoader"):
-        batches_of(own(Plain(), collate=noisy), part=lambda *_: part)
-    quiet = batches_of(own(Plain(), collate=default_collate), part=lambda *_: part)
+        batches_of(own(Plain(), collate_fn=noisy), part=lambda *_: part)
+    quiet = batches_of(own(Plain(), collate_fn=default_collate), part=lambda *_: part)
     assert len(quiet[0][0]) == 4
 
 

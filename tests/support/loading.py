@@ -315,7 +315,7 @@ KINDS = {
 
 OWN = {  # evenstep's, whose order follows from a seed of its own
     "evenstep's": lambda: Loader(Augmented(), BATCH, seed=3),
-    "evenstep's fork": lambda: Loader(Augmented(), BATCH, seed=3, workers=2),
+    "evenstep's fork": lambda: Loader(Augmented(), BATCH, seed=3, num_workers=2),
 }
 
 PROCESSES = {"fork", "persistent", "stream fork", "stream persistent", "torchdata fork"}

@@ -317,7 +317,9 @@ def test_a_loaders_collate_makes_such_batches(workers):
     with evenstep.Trainer(
         model, optimizer, objective=objective, experiment=evenstep.Experiment(batch_dim=1)
     ) as trainer:
-        for batch in trainer.epoch(Loader(data, 16, seed=2, collate=by_time, workers=workers)):
+        for batch in trainer.epoch(
+            Loader(data, 16, seed=2, collate_fn=by_time, num_workers=workers)
+        ):
             trainer.step(*batch)
     batches = [by_time(list(zip(*rows, strict=True))) for rows in Loader(data, 16, seed=2)]
     expected, _, _ = train(batches, objective, by_hand, batch_dim=1)

@@ -198,7 +198,7 @@ class Spoiled(Dataset):
 
 
 LOADERS = {
-    "evenstep's": lambda data: Loader(data, 8, shuffle=False, workers=1),
+    "evenstep's": lambda data: Loader(data, 8, shuffle=False, num_workers=1),
     "torch's": lambda data: DataLoader(data, 8, num_workers=1),
 }
 

@@ -139,7 +139,7 @@ def augmented(devices, max_in_flight, workers=0, name="dropout"):
     ) as trainer:
         losses = []
         for _ in range(2):
-            for batch in trainer.epoch(Loader(Augmented(72), 24, workers=workers)):
+            for batch in trainer.epoch(Loader(Augmented(72), 24, num_workers=workers)):
                 losses += [trainer.step(*batch)]
         trainer.waitall()
         return outcome(trainer), [*map(float, losses)]

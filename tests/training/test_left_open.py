@@ -262,7 +262,7 @@ def test_workers_of_a_data_loader_fork_while_a_trainer_is_open(max_in_flight):
     def trained(workers):
         data = Knows()
         how = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
-        loaders = [Loader(data, 16, workers=workers), DataLoader(data, 16, **how)]
+        loaders = [Loader(data, 16, num_workers=workers), DataLoader(data, 16, **how)]
         with open_trainer(build("convolution"), max_in_flight=max_in_flight) as trainer:
             data.trainer = trainer
             trainer.step(*BATCHES[0])

@@ -1,13 +1,16 @@
-"""Examples of a map-style data set, fetched so that they are the same in any worker process.
+"""Batches of a map-style data set, which are the same in any process and from any place on.
 
-These classes stand for the user's data set, `collate_fn` and `worker_init_fn` in a `DataLoader`.
+`Fetcher` gives a torch `DataLoader` what to fetch. `Examples`, `Collate` and `Start` stand for the
+user's data set, `collate_fn` and `worker_init_fn` in it.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch.utils.data import (
@@ -18,6 +21,8 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from evenstep.batch import Batch, Part
+from evenstep.batch.cut import without_examples
 from evenstep.batch.seeds import derive_seed
 from evenstep.data.digests import digest_of_batch
 from evenstep.data.generators import (
@@ -25,16 +30,25 @@ from evenstep.data.generators import (
     call_seeded,
     drew_nothing,
     generators_of,
+    order_of,
+    samplers_of,
     set_epoch_of,
 )
+from evenstep.data.workers import end_workers
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError, shown
 
 T = TypeVar("T")
 
+PartOf: TypeAlias = Callable[[int, int], Part]
+"""Returns this process's part of a batch, given its number in the epoch and its size."""
+
 COMPARED = 4
 """Examples of an epoch's first batch that stand for a data set."""
+
+MOST_PARTS_AHEAD = 24
+"""Parts of batches are fixed for a limited number of batches only (`batch.assignment`)."""
 
 
 class Wanted(NamedTuple):
@@ -60,7 +74,166 @@ class _Fetched(NamedTuple):
     wanted: Wanted
 
 
-class Examples(Dataset[Any]):
+class Fetcher:
+    """Fetches the batches of a map-style data set, whole or in parts, from any place in an epoch.
+
+    The order is drawn from the loader's samplers, with all generators seeded by (seed, epoch).
+    Examples, and the `collate_fn` of every batch, draw from seeded generators, too. So batches do
+    not depend on the number of workers, on where an epoch was resumed, or on the process that
+    fetches them.
+
+    Args:
+        loader: a loader whose data set, samplers, `collate_fn` and worker settings are used; it is
+            never iterated.
+        seed: the seed of the order, and of what examples and `collate_fn` draw.
+        by_index: as for `Examples`.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int, *, by_index: bool = False) -> None:
+        self.loader = loader
+        self.samplers = samplers_of(loader)
+        self._seed = seed
+        self._by_index = by_index
+        self._is_compared = False  # the first batch that was fetched
+        self._kept: dict[bool, DataLoader[Any]] = {}  # for parts or not: workers that stay
+
+    def wanted(self, epoch: int) -> Iterator[Wanted]:
+        """Draw the order of an epoch; yield all its batches, not yet fetched."""
+        order = order_of(self.samplers[0], self._seed, epoch, self.loader.generator)
+        for step, index in enumerate(order):
+            yield Wanted(epoch, step, 0, index)
+
+    def batches(self, wanted: Iterator[Wanted], part: PartOf | None) -> Iterator[Batch]:
+        """Fetch batches, or this process's part of each; nothing is started before the first."""
+        return self._fetched(wanted) if part is None else self._parts(wanted, part)
+
+    def digest_of_examples(self) -> int | None:
+        """Return a checksum of the first examples of epoch 0; None if there are none.
+
+        They are fetched twice, by one worker process if the loader has some.
+
+        Raises:
+            InputError: they are others when they are fetched again.
+        """
+        first = next(self.wanted(0), None)
+        if first is None:
+            return None
+        index = first.index
+        some = index[:COMPARED] if isinstance(index, list | tuple) else index
+        (digest,) = self._loader([first._replace(index=some)], _digest, most=1, compares=True)
+        return int(digest)
+
+    def close(self) -> None:
+        """End worker processes that were kept from epoch to epoch."""
+        while self._kept:
+            end_workers(self._kept.popitem()[1]._iterator)
+
+    # ---- the parts of the above
+
+    def _parts(self, wanted: Iterator[Wanted], part: PartOf) -> Iterator[Batch]:
+        """Yield parts of batches. An empty part is an example of the batch, cut to length 0."""
+        empty: deque[int | None] = deque()  # the dimension to be cut, of batches fetched ahead
+
+        def parts() -> Iterator[Wanted]:
+            for one in wanted:
+                index = [*one.index]
+                own = part(one.step, len(index))
+                mine = index[own.own]
+                empty.append(None if mine else own.dim)
+                yield one._replace(first=own.own.start or 0, index=mine or index[:1])
+
+        for batch in self._fetched(parts(), of_parts=True):
+            dim = empty.popleft()
+            yield batch if dim is None else without_examples(batch, dim)
+
+    def _fetched(self, wanted: Iterator[Wanted], *, of_parts: bool = False) -> Iterator[Batch]:
+        loader = self._kept.get(of_parts)
+        if loader is None:
+            loader = self._loader(
+                _Feed(),
+                Collate(self.loader.collate_fn, self._seed, of_parts=of_parts),
+                most=MOST_PARTS_AHEAD if of_parts else sys.maxsize,
+                compares=not self._is_compared,
+                pin_memory=self.loader.pin_memory,
+                persistent_workers=self.loader.persistent_workers,
+            )
+        if loader.persistent_workers:
+            self._kept[of_parts] = loader
+        feed: Any = loader.batch_sampler
+        feed.wanted = wanted
+        batches: Any = iter(loader)
+        try:
+            for batch in batches:
+                self._is_compared = True
+                yield batch
+        finally:
+            if not loader.persistent_workers:
+                end_workers(batches)
+
+    def _loader(
+        self, feed: Any, collate: Any, *, most: int, compares: bool, **options: Any
+    ) -> DataLoader[Any]:
+        """Return a loader that fetches what `feed` says, with the user's worker settings.
+
+        Args:
+            feed: an iterable of `Wanted`.
+            collate: makes the batches.
+            most: the largest number of worker processes, and of batches that they fetch ahead.
+            compares: as for `Examples`.
+            options: more arguments of torch's `DataLoader`.
+        """
+        given = self.loader
+        if given.num_workers:
+            workers = min(given.num_workers, most)
+            options |= {
+                "num_workers": workers,
+                "worker_init_fn": Start(given.worker_init_fn),
+                "multiprocessing_context": given.multiprocessing_context,
+                "timeout": given.timeout,
+                "prefetch_factor": max(1, min(given.prefetch_factor or 2, most // workers)),
+            }
+        # Without a generator, a DataLoader draws from the global one.
+        generator = torch.Generator().manual_seed(derive_seed("workers", self._seed))
+        return DataLoader(
+            Examples(
+                given.dataset,
+                self._seed,
+                is_batched=given.batch_sampler is not None,
+                by_index=self._by_index,
+                compares=compares,
+            ),
+            batch_sampler=feed,
+            collate_fn=collate,
+            generator=generator,
+            **options,
+        )
+
+
+class _Feed:
+    """Stands for a batch sampler: gives what to fetch in the current epoch."""
+
+    wanted: Iterator[Wanted]
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.wanted
+
+
+class _Drawing:
+    """User code that may draw from generators, which each process finds in its own copy."""
+
+    _generators: tuple[Generator, ...] | None = None
+
+    def _generators_of(self, owner: object) -> tuple[Generator, ...]:
+        if self._generators is None:
+            self._generators = generators_of(owner)
+        return self._generators
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a worker process gets."""
+        return {**vars(self), "_generators": None}
+
+
+class Examples(_Drawing, Dataset[Any]):
     """A data set whose examples draw from seeded generators, in any process.
 
     Args:
@@ -85,7 +258,6 @@ class Examples(Dataset[Any]):
         self._compares = compares
         self._draws = by_index
         self._epoch: int | None = None
-        self._generators: tuple[Generator, ...] | None = None
 
     def __getitems__(self, wanted: Wanted) -> _Fetched:
         """Return the examples of a batch.
@@ -112,7 +284,7 @@ class Examples(Dataset[Any]):
         with intra_op_threads(1):  # as in a worker process: a sum could differ by a bit
             if not self._draws:
                 fetch = functools.partial(_fetch, self.dataset, wanted.index, self._is_batched)
-                examples, is_quiet = drew_nothing(self._generators_here(), fetch)
+                examples, is_quiet = drew_nothing(self._generators_of(self.dataset), fetch)
                 if is_quiet:
                     return examples
                 self._draws = True
@@ -126,7 +298,7 @@ class Examples(Dataset[Any]):
     def _seeded(self, wanted: Wanted, place: int, index: Any) -> Any:
         where = (index,) if self._by_index else (wanted.step, place)
         seed = derive_seed("example", self._seed, wanted.epoch, *where)
-        generators = self._generators_here()
+        generators = self._generators_of(self.dataset)
         if not self._is_batched or not _fetches_lists(self.dataset):
             return call_seeded(generators, seed, self.dataset.__getitem__, index)
         (example,) = call_seeded(generators, seed, self.dataset.__getitems__, [index])
@@ -144,17 +316,8 @@ class Examples(Dataset[Any]):
                 f"attribute from the start"
             )
 
-    def _generators_here(self) -> tuple[Generator, ...]:
-        if self._generators is None:
-            self._generators = generators_of(self.dataset)
-        return self._generators
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker process gets: it finds the generators of its own copy."""
-        return {**vars(self), "_generators": None}
-
-
-class Collate:
+class Collate(_Drawing):
     """A `collate_fn` that draws from generators seeded for the batch.
 
     Args:
@@ -167,7 +330,6 @@ class Collate:
         self._collate = collate
         self._seed = seed
         self._of_parts = of_parts
-        self._generators: tuple[Generator, ...] | None = None
 
     def __call__(self, fetched: _Fetched) -> Any:
         """Return the batch that the user's function makes of the examples.
@@ -181,9 +343,7 @@ class Collate:
         examples, wanted = fetched
         if self._collate is default_collate or self._collate is default_convert:
             return self._collate(examples)
-        if self._generators is None:
-            self._generators = generators_of(self._collate)
-        generators = self._generators
+        generators = self._generators_of(self._collate)
         seed = derive_seed("collate", self._seed, wanted.epoch, wanted.step)
         with intra_op_threads(1):
             if not self._of_parts:
@@ -197,29 +357,6 @@ class Collate:
                 f"torch.utils.data.DataLoader, of which it collates whole batches"
             )
         return batch
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker process gets: it finds the generators of its own copy."""
-        return {**vars(self), "_generators": None}
-
-
-def digest_of_examples(examples: Examples, index: Any, **workers: Any) -> int:
-    """Return a checksum of the first examples of a batch of epoch 0, which stand for a data set.
-
-    Args:
-        examples: the data set; it compares what it fetches with what it fetches again.
-        index: what the batch is made of.
-        workers: the arguments of a `DataLoader` for worker processes, of which one is started.
-
-    Raises:
-        InputError: the examples are others when they are fetched again.
-    """
-    some = index[:COMPARED] if isinstance(index, list | tuple) else index
-    generator = torch.Generator().manual_seed(0)  # else it draws from the default one
-    options: Any = {"collate_fn": _digest, "generator": generator, **workers}
-    wanted: Any = Wanted(0, 0, 0, some)
-    (digest,) = DataLoader(examples, batch_sampler=[wanted], **options)
-    return int(digest)
 
 
 def _digest(fetched: _Fetched) -> int:

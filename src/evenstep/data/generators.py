@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import get_worker_info
+from torch.utils.data import DataLoader, get_worker_info
 
 from evenstep.batch.rng import DEFAULT_GENERATORS
 from evenstep.batch.seeds import derive_seed
@@ -165,6 +165,11 @@ def order_of(sampler: Any, seed: int, epoch: int, own: object = None) -> Iterato
     order = numbers.call(iter, sampler)
     while some := numbers.call(_some, order):
         yield from some
+
+
+def samplers_of(loader: DataLoader[Any]) -> list[Any]:
+    """Return the samplers of a loader, the outermost first."""
+    return samplers_in(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
 
 
 def samplers_in(sampler: Any) -> list[Any]:

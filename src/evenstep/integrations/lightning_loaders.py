@@ -15,9 +15,15 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from evenstep.data import GeneratorStates
-from evenstep.data.adapters.map_style import is_torchdatas, samplers_of
+from evenstep.data.adapters.map_style import is_torchdatas
 from evenstep.data.adapters.streams import has_own_state
-from evenstep.data.generators import Generator, generators_of, restore_states, states_of
+from evenstep.data.generators import (
+    Generator,
+    generators_of,
+    restore_states,
+    samplers_of,
+    states_of,
+)
 from evenstep.data.workers import end_workers
 from evenstep.errors import InputError
 

@@ -114,7 +114,7 @@ APART = {
     "listed, collate_fn": lambda: DataLoader(Listed(), 4, collate_fn=loading.masked),
     "listed, own": lambda: evenstep.data.Loader(Listed(), 4),
     "changed": lambda: DataLoader(Changed(), 4, shuffle=True),
-    "changed, own": lambda: evenstep.data.Loader(Changed(), 4, workers=2),
+    "changed, own": lambda: evenstep.data.Loader(Changed(), 4, num_workers=2),
     "odd": lambda: DataLoader(Odd(), 4, shuffle=True),
     "unseeded": lambda: DataLoader(loading.plain(), 4, sampler=loading.Unseeded()),
     "another length": lambda: loading.KINDS["list"]()[RANK:],

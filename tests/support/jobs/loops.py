@@ -27,7 +27,7 @@ from grouping import grouped
 RANK = int(os.environ.get("RANK", "0"))
 EXAMPLES = TensorDataset(*(tensor[:200] for tensor in digits(train=True).tensors))
 LOADER = Loader(EXAMPLES, 8, seed=1)  # 25 batches
-ROWS = Loader(torch.utils.data.Subset(EXAMPLES, range(200)), 8, seed=1, workers=2)
+ROWS = Loader(torch.utils.data.Subset(EXAMPLES, range(200)), 8, seed=1, num_workers=2)
 METRICS = {"accuracy": lambda model, X, y: accuracy(model(X), y)}
 
 

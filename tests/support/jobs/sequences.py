@@ -50,7 +50,7 @@ def main():
     generator = torch.Generator().manual_seed(0)
     X = torch.randn(EXAMPLES, TIME, 3, generator=generator)
     y = torch.randn(EXAMPLES, TIME, 4, generator=generator)
-    loader = Loader(TensorDataset(X, y), BATCH, seed=1, collate=collate)
+    loader = Loader(TensorDataset(X, y), BATCH, seed=1, collate_fn=collate)
     torch.manual_seed(0)
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

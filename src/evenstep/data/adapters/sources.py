@@ -5,18 +5,19 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Protocol, TypeAlias
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeAlias
 
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from evenstep.batch import Batch, Part
-from evenstep.data.adapters.map_style import MapStyle, is_map_style, samplers_of
-from evenstep.data.adapters.own import Own
+from evenstep.batch import Batch
+from evenstep.data.adapters.map_style import MapStyle, Own, is_map_style
 from evenstep.data.adapters.streams import Stream
-from evenstep.data.loader import Loader, PartOf
+from evenstep.data.fetching import PartOf
+from evenstep.data.generators import samplers_of
+from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.data.workers import refuse_half_a_batch
 from evenstep.devices.facts import differences, listed, refuse_to_resume
@@ -33,36 +34,6 @@ EXAMPLES = "a digest of some examples"
 _MOST_KNOWN = 8  # loaders of a training that are remembered, the last ones
 _SLOW_S = 5.0  # to resume: worth a warning
 _END = object()  # behind the last batch
-
-
-class Source(Protocol):
-    """The data of a training.
-
-    Attributes:
-        name: what it is, for messages.
-        fetches_parts: whether each of several processes can fetch its own part of a batch alone.
-        whole_because: if not, the reason, as a clause.
-    """
-
-    fetches_parts: bool
-    whole_because: str
-
-    @property
-    def name(self) -> str:
-        """What it is, for messages."""
-
-    @property
-    def last_examples(self) -> int | None:
-        """The number of examples in an epoch's last batch; None if it is unknown."""
-
-    def facts(self, cursor: Cursor) -> dict[str, object]:
-        """Return what must be the same in all processes before an epoch."""
-
-    def facts_at_end(self) -> dict[str, object]:
-        """Return what must be the same in all processes after an epoch."""
-
-    def epoch(self, cursor: Cursor, part: PartOf | None = None) -> Iterator[Batch]:
-        """Yield the batches of `cursor.epoch` from `cursor.step` on, or this process's parts."""
 
 
 class SavedPlace:
@@ -82,8 +53,8 @@ class SavedPlace:
         return saved if is_of else None
 
 
-class Adapted:
-    """A loader of a training.
+class Source:
+    """The data of a training: a loader, and the place in it.
 
     Args:
         loader: any iterable of batches.
@@ -91,20 +62,19 @@ class Adapted:
         locked: whether steps may be in flight while a batch is drawn.
         held: what a checkpoint has of the place in an epoch, until it is used; None for a loader
             whose place no checkpoint has.
+
+    Attributes:
+        fetches_parts: whether each of several processes can fetch its own part of a batch alone.
+        whole_because: if not, the reason, as a clause.
     """
 
     def __init__(
-        self,
-        loader: Batches,
-        seed: int,
-        *,
-        locked: bool,
-        held: SavedPlace | None,
+        self, loader: Batches, seed: int, *, locked: bool, held: SavedPlace | None
     ) -> None:
         self.loader = loader
         self._is_kept = held is not None
         self._held = held or SavedPlace()
-        self._inner: Own | MapStyle | Stream
+        self._inner: MapStyle | Stream
         if isinstance(loader, Loader):
             self._inner = Own(loader)
         elif isinstance(loader, DataLoader) and is_map_style(loader):
@@ -150,9 +120,7 @@ class Adapted:
         digest = self._inner.digest_before(self._step)
         return {"the batches of the epoch": self._step, "a digest of their order": digest}
 
-    def epoch(
-        self, cursor: Cursor, part: Callable[[int, int], Part] | None = None
-    ) -> Iterator[Batch]:
+    def epoch(self, cursor: Cursor, part: PartOf | None = None) -> Iterator[Batch]:
         """Yield the batches of `cursor.epoch` from `cursor.step` on, or this process's parts.
 
         Raises:
@@ -265,7 +233,7 @@ class Sources:
     def __init__(self, seed: int, *, locked: bool, are_kept: bool = True) -> None:
         self._seed = seed
         self._locked = locked
-        self._known: list[Adapted] = []
+        self._known: list[Source] = []
         self._held = SavedPlace() if are_kept else None
 
     def of(self, loader: Batches) -> Source:
@@ -277,7 +245,7 @@ class Sources:
         known = next((one for one in self._known if one.loader is loader), None)
         if known is None:
             _check(loader)
-            known = Adapted(loader, self._seed, locked=self._locked, held=self._held)
+            known = Source(loader, self._seed, locked=self._locked, held=self._held)
         else:
             self._known.remove(known)
         self._known.append(known)

@@ -9,11 +9,17 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
-from evenstep.batch import Batch, Part
+from evenstep.batch import Batch
 from evenstep.batch.seeds import derive_seed
-from evenstep.data.adapters.map_style import is_torchdatas, samplers_of
+from evenstep.data.adapters.map_style import is_torchdatas
 from evenstep.data.digests import digest_of_batch
-from evenstep.data.generators import BorrowedGenerators, generators_of, set_epoch_of
+from evenstep.data.fetching import PartOf
+from evenstep.data.generators import (
+    BorrowedGenerators,
+    generators_of,
+    samplers_of,
+    set_epoch_of,
+)
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.data.workers import end_workers
 from evenstep.errors import CheckpointError, InputError, text_of
@@ -118,7 +124,7 @@ class Stream:
         dropped = cursor.step - (snapshot.step if snapshot is not None else 0)
         return f"{by_state}{dropped} batches drawn and dropped"
 
-    def batches(self, part: Callable[[int, int], Part] | None) -> Iterator[Batch]:
+    def batches(self, part: PartOf | None) -> Iterator[Batch]:
         """Yield the batches from the opened place on."""
         if self._last and isinstance(self._loader, Iterator):
             yield from self._last
