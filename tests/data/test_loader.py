@@ -2,6 +2,8 @@
 
 import multiprocessing
 import random
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -115,6 +117,33 @@ def test_a_loader_without_shuffling_keeps_the_order():
     loader = Loader(numbered(10), 4, shuffle=False)
     assert [x.tolist() for x, _ in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert same(loader.epoch(Cursor(7, 0)), loader)
+
+
+def test_epochs_that_are_drawn_at_the_same_time_keep_their_orders():
+    loader = Loader(numbered(40), 4)
+    alone = [list(loader.epoch(Cursor(epoch))) for epoch in range(6)]
+    begun = [loader.epoch(Cursor(epoch)) for epoch in range(6)]
+    together = zip(*zip(*begun, strict=True), strict=True)
+    assert all(map(same, together, alone))
+
+
+def test_threads_that_share_a_loader_get_their_epochs():
+    class Late(list):
+        """Gives other threads time to begin another epoch."""
+
+        epoch = 0
+
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+            time.sleep(0.01)
+
+        def __iter__(self):
+            return iter([self.epoch] * len(self))
+
+    loader = Loader(numbered(40), 4, sampler=Late(range(8)))
+    with ThreadPoolExecutor(6) as threads:
+        epochs = [*threads.map(lambda epoch: [*loader.epoch(Cursor(epoch))], range(6))]
+    assert [{*X.tolist()} for ((X, _), _) in epochs] == [{epoch} for epoch in range(6)]
 
 
 def test_iterating_gives_epoch_0_again_and_again():

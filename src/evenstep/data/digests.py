@@ -40,5 +40,6 @@ def digest_of_index(index: Any, before: int = 0) -> int:
 
 def _as_lists(index: Any) -> Any:
     if isinstance(index, list | tuple):
-        return [*map(_as_lists, index)]
+        are_plain = {int}.issuperset(map(type, index))
+        return [*index] if are_plain else [*map(_as_lists, index)]
     return index.tolist() if hasattr(index, "tolist") else index

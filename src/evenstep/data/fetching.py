@@ -93,7 +93,10 @@ class Fetcher:
         self.loader = loader
         self.samplers = samplers_of(loader)
         self._seed = seed
-        self._by_index = by_index
+        is_batched = loader.batch_sampler is not None
+        self._examples = functools.partial(
+            Examples, loader.dataset, seed, is_batched=is_batched, by_index=by_index
+        )
         self._is_compared = False  # the first batch that was fetched
         self._kept: dict[bool, DataLoader[Any]] = {}  # for parts or not: workers that stay
 
@@ -195,13 +198,7 @@ class Fetcher:
         # Without a generator, a DataLoader draws from the global one.
         generator = torch.Generator().manual_seed(derive_seed("workers", self._seed))
         return DataLoader(
-            Examples(
-                given.dataset,
-                self._seed,
-                is_batched=given.batch_sampler is not None,
-                by_index=self._by_index,
-                compares=compares,
-            ),
+            self._examples(compares=compares),
             batch_sampler=feed,
             collate_fn=collate,
             generator=generator,
@@ -275,7 +272,16 @@ class Examples(_Drawing, Dataset[Any]):
         if self._compares:
             first = digest_of_batch(examples)
             examples = self._fetch(wanted)
-            self._refuse_others(first, digest_of_batch(examples), wanted)
+            if first != digest_of_batch(examples):
+                raise InputError(
+                    f"{type(self.dataset).__name__} gave other examples when batch {wanted.step} "
+                    f"of epoch {wanted.epoch} was fetched again with the same random numbers: it "
+                    f"draws from a generator that evenstep can't find and seed, such as one at "
+                    f"module level or one that it makes later, or it changes its examples in "
+                    f"place. So they would depend on worker processes, and differ after a resume. "
+                    f"Let it draw from the default generators of torch, Python or numpy, or from a "
+                    f"generator that is an attribute from the start"
+                )
             self._compares = False
         return _Fetched(examples, wanted)
 
@@ -303,18 +309,6 @@ class Examples(_Drawing, Dataset[Any]):
             return call_seeded(generators, seed, self.dataset.__getitem__, index)
         (example,) = call_seeded(generators, seed, self.dataset.__getitems__, [index])
         return example
-
-    def _refuse_others(self, first: int, second: int, wanted: Wanted) -> None:
-        if first != second:
-            raise InputError(
-                f"{type(self.dataset).__name__} gave other examples when batch {wanted.step} of "
-                f"epoch {wanted.epoch} was fetched again with the same random numbers: it draws "
-                f"from a generator that evenstep can't find and seed, such as one at module level "
-                f"or one that it makes later, or it changes its examples in place. So they would "
-                f"depend on worker processes, and differ after a resume. Let it draw from the "
-                f"default generators of torch, Python or numpy, or from a generator that is an "
-                f"attribute from the start"
-            )
 
 
 class Collate(_Drawing):

@@ -161,8 +161,13 @@ def order_of(sampler: Any, seed: int, epoch: int, own: object = None) -> Iterato
     samplers = samplers_in(sampler)
     numbers = BorrowedGenerators(generators_of(own, *samplers))
     numbers.seed(derive_seed("sampler", seed, epoch))
-    set_epoch_of(epoch, *samplers)
-    order = numbers.call(iter, sampler)
+
+    def begin() -> Iterator[Any]:  # in one call: other threads may begin other epochs
+        set_epoch_of(epoch, *samplers)
+        order = iter(sampler)
+        return itertools.chain(_some(order), order)
+
+    order = numbers.call(begin)
     while some := numbers.call(_some, order):
         yield from some
 

@@ -94,14 +94,15 @@ class Loader:
         self.collate_fn = collate_fn
         self.sampler = sampler
         self.examples = _count(dataset) if sampler is None else _count_drawn(sampler)
+        are_rows = _are_rows(dataset)
         order = _Order(self.examples, seed, shuffle=shuffle, sampler=sampler)
         of_torch: DataLoader[Any] = DataLoader(
             dataset,
             batch_sampler=BatchSampler(order, batch_size, bool(drop_last)),
-            num_workers=num_workers,
+            num_workers=0 if are_rows and collate_fn is None else num_workers,
             collate_fn=collate_fn,
         )
-        self.fetcher = (_Rows if _are_rows(dataset) else Fetcher)(of_torch, seed, by_index=True)
+        self.fetcher = (_Rows if are_rows else Fetcher)(of_torch, seed, by_index=True)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch."""
@@ -123,9 +124,8 @@ class Loader:
             "shuffle": self.shuffle,
             "drop_last": self.drop_last,
         }
-        if self.sampler is not None:
-            facts["the sampler"] = type(self.sampler).__name__
-        return facts
+        sampler = {} if self.sampler is None else {"the sampler": type(self.sampler).__name__}
+        return facts | sampler
 
     def in_order(self) -> Loader:
         """Return a loader of the same data set that visits all examples without shuffling."""
@@ -187,8 +187,8 @@ class _Order:
         return self._examples
 
     def __iter__(self) -> Iterator[int]:
-        for some in self._drawn().split(_AT_ONCE):
-            yield from some.tolist()
+        some = self._drawn().split(_AT_ONCE)
+        return itertools.chain.from_iterable(map(torch.Tensor.tolist, some))
 
     def _drawn(self) -> torch.Tensor:
         if self.sampler is None:
@@ -263,7 +263,4 @@ def _count_drawn(sampler: Any) -> int:
 
 def _are_rows(dataset: Dataset[Any]) -> bool:
     """Whether examples are just rows of tensors (a subclass may compute them)."""
-    return (
-        isinstance(dataset, TensorDataset)
-        and type(dataset).__getitem__ is TensorDataset.__getitem__
-    )
+    return getattr(type(dataset), "__getitem__", None) is TensorDataset.__getitem__

@@ -46,11 +46,8 @@ def is_map_style(loader: object) -> bool:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, MapDataPipe):
         return False
     kind = type(loader)
-    is_plain = (kind.__iter__, kind._get_iterator) == (
-        DataLoader.__iter__,
-        DataLoader._get_iterator,
-    )
-    is_plain = is_plain or is_torchdatas(loader)
+    own = kind.__iter__, kind._get_iterator
+    is_plain = own == (DataLoader.__iter__, DataLoader._get_iterator) or is_torchdatas(loader)
     has_lists = not isinstance(loader.dataset, IterableDataset)
     parts = [loader.dataset, *samplers_of(loader)]
     return is_plain and has_lists and not any(map(_has_state, parts))
@@ -81,11 +78,8 @@ class MapStyle:
         self._wanted: Iterator[Wanted] = iter(())
         has_batches = loader.batch_sampler is not None
         self.fetches_parts = has_batches and loader.collate_fn is default_collate
-        self.whole_because = (
-            "its collate_fn may pad or mix the examples of a whole batch"
-            if has_batches
-            else "it has no batch sampler"
-        )
+        may_mix = "its collate_fn may pad or mix the examples of a whole batch"
+        self.whole_because = may_mix if has_batches else "it has no batch sampler"
 
     @property
     def last_examples(self) -> int | None:

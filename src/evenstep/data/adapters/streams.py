@@ -14,12 +14,7 @@ from evenstep.batch.seeds import derive_seed
 from evenstep.data.adapters.map_style import is_torchdatas
 from evenstep.data.digests import digest_of_batch
 from evenstep.data.fetching import PartOf
-from evenstep.data.generators import (
-    BorrowedGenerators,
-    generators_of,
-    samplers_of,
-    set_epoch_of,
-)
+from evenstep.data.generators import BorrowedGenerators, generators_of, samplers_of, set_epoch_of
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.data.workers import end_workers
 from evenstep.errors import CheckpointError, InputError, text_of
