@@ -135,6 +135,17 @@ def test_two_processes_draw_what_one_draws(make, kind):
     assert are_equal(joined, whole)
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("make", [own, torchs])
+def test_a_process_without_examples_gets_batches_of_length_0(make, workers):
+    def part(number, examples):  # of every second batch, the other process has all shards
+        runs = (range(2), range(2, 2)) if number % 2 else (range(1), range(1, 2))
+        return Part(examples, shard_bounds(examples, 2), runs, 1)
+
+    batches = batches_of(make(Plain(), workers=workers), part=part)
+    assert [len(X) for X, _ in batches] == [len(y) for _, y in batches] == [3, 0, 3, 0, 1]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_held_generator_stays_where_it_is(kind):
     held, untouched = SavedPlace(kind), SavedPlace(kind)

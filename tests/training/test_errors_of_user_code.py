@@ -244,8 +244,7 @@ def hang_up(examples):
 @pytest.mark.parametrize("loader", [Loader, DataLoader])
 def test_a_worker_that_ends_while_it_hands_over_a_batch_is_named(loader):
     """It is alive still: torch itself would say "No such file or directory"."""
-    workers, collate = {Loader: ("workers", "collate")}.get(loader, ("num_workers", "collate_fn"))
-    batches = loader(EXAMPLES, 8, shuffle=False, **{workers: 1, collate: hang_up})
+    batches = loader(EXAMPLES, 8, shuffle=False, num_workers=1, collate_fn=hang_up)
     with trainer_of("two") as trainer:
         with pytest.raises(RuntimeError, match=f"a worker process of the {loader.__name__} ended"):
             next(iter(trainer.epoch(batches)))
