@@ -25,9 +25,12 @@ def train(model, make_optimizer, batches, **options):
     return whole_state(model, optimizer), losses
 
 
-def open_trainer(model, loss=None, **options):
+def open_trainer(model, loss=None, *, optimizer=None, **options):
+    """Return a trainer with SGD, cross entropy and two devices, where nothing else is given."""
     options = {"devices": 2, **options}
-    return evenstep.Trainer(model, sgd(model), loss or nn.CrossEntropyLoss(), **grouped(**options))
+    if loss is None and "objective" not in options:
+        loss = nn.CrossEntropyLoss()
+    return evenstep.Trainer(model, optimizer or sgd(model), loss, **grouped(**options))
 
 
 def state_of(trainer):
