@@ -15,6 +15,7 @@ from grouping import grouped
 from layouts import LAYOUTS, DelayedLanes
 from marks import slow
 from reference import assert_same_bits, whole_state
+from trainers import open_trainer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9)
 
@@ -52,14 +53,17 @@ def batches(sizes, dtype=torch.float32):
     return [(drawn(size, 6), drawn(size, 3), torch.arange(size)) for size in sizes]
 
 
+def opened(objective=info_nce, dtype=torch.float32, **options):
+    model = Pairs(dtype)
+    options = {"objective": objective, "side_by_side": True, **options}
+    return open_trainer(model, optimizer=SGD(model.parameters()), **options)
+
+
 def train(data, objective=info_nce, dtype=torch.float32, **options):
     """Train; return the state, the losses and the trainer."""
-    model = Pairs(dtype)
-    optimizer = SGD(model.parameters())
-    options = {"devices": 2, "lanes": DelayedLanes, "side_by_side": True, **options}
-    with evenstep.Trainer(model, optimizer, **grouped(objective=objective, **options)) as trainer:
+    with opened(objective, dtype, **{"lanes": DelayedLanes, **options}) as trainer:
         losses = [float(loss) for loss in [trainer.step(*batch) for batch in data]]
-    return whole_state(model, optimizer), losses, trainer
+    return whole_state(trainer.model, trainer.optimizer), losses, trainer
 
 
 def plain(data, dtype, objective=info_nce):
@@ -131,22 +135,22 @@ def test_one_shard_is_the_plain_loop_bit_for_bit(options):
     assert_same_bits(dict(trainer.model.named_parameters()), dict(whole.named_parameters()))
 
 
-def test_side_by_side_changes_no_bits():
-    def objective(model, a, b, index):
-        left, right = model(a, b)
-        return (left - right).square().sum(), len(index)
+def distances(model, a, b, index):
+    left, right = model(a, b)
+    return (left - right).square().sum(), len(index)
 
+
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [
+        (distances, {"side_by_side": False}),
+        (info_nce, {"side_by_side": False, "batch_norm": "sync"}),
+    ],
+)
+def test_what_runs_side_by_side_changes_no_bits(objective, options):
     data = batches((21, 16))
-    expected, losses, _ = train(data, objective, side_by_side=False)
-    state, found, _ = train(data, objective)
-    assert found == losses
-    assert_same_bits(state, expected)
-
-
-def test_batch_norm_sync_can_gather_too():
-    data = batches((24,))
-    expected, losses, _ = train(data)
-    state, found, _ = train(data, batch_norm="sync", side_by_side=False)
+    expected, losses, _ = train(data, objective)
+    state, found, _ = train(data, objective, **options)
     assert found == losses
     assert_same_bits(state, expected)
 
@@ -173,18 +177,15 @@ def test_rows_are_in_the_order_of_the_batch_and_own_memory():
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_without_side_by_side_it_is_refused(devices):
-    model = Pairs(torch.float32)
-    before = {name: value.clone() for name, value in model.state_dict().items()}
     (batch,) = batches((16,))
-    with evenstep.Trainer(
-        model, SGD(model.parameters()), objective=info_nce, devices=devices
-    ) as trainer:
+    with opened(side_by_side=False, devices=devices) as trainer:
+        before = trainer.fingerprint()
         with pytest.raises(ContractError, match=r"use Layout\(side_by_side=True\)"):
             trainer.step(*batch)
         with pytest.raises(ContractError, match=r"use Layout\(side_by_side=True\)"):
             trainer.evaluate([batch], {"loss": info_nce})
         assert trainer.steps_done == 0
-    assert_same_bits(model.state_dict(), before)
+        assert trainer.fingerprint() == before
 
 
 def test_compiled_shards_cannot_gather():
@@ -291,29 +292,19 @@ def test_a_lost_device_is_named_with_the_option():
 def test_it_is_no_part_of_the_experiment(tmp_path):
     data = batches((16, 16))
     expected, _, _ = train(data)
-    _, _, trainer = train(data[:1])
-    trainer.save(tmp_path)
+    train(data[:1])[2].save(tmp_path)
     model = Pairs(torch.float32)
-    optimizer = SGD(model.parameters())
+    options = {"objective": info_nce, "devices": 3, "side_by_side": True}
     with evenstep.Trainer.load(
-        tmp_path,
-        model,
-        optimizer,
-        objective=info_nce,
-        devices=3,
-        layout=evenstep.Layout(side_by_side=True),
+        tmp_path, model, SGD(model.parameters()), **grouped(**options)
     ) as resumed:
         resumed.step(*data[1])
-    assert_same_bits(whole_state(model, optimizer), expected)
+    assert_same_bits(whole_state(model, resumed.optimizer), expected)
 
 
 @pytest.mark.parametrize("option", [{"side_by_side": True}, {"batch_norm": "sync"}], ids=str)
 def test_in_one_of_several_processes_it_is_refused_before_they_meet(option, monkeypatch):
-    variables = {"TORCHELASTIC_RUN_ID": "test", "RANK": "0", "WORLD_SIZE": "2"}
-    for name, value in variables.items():
+    for name, value in {"TORCHELASTIC_RUN_ID": "test", "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    model = nn.Linear(2, 2)
     with pytest.raises(InputError, match="and several processes, but .*: start one process"):
-        evenstep.Trainer(
-            model, torch.optim.SGD(model.parameters()), nn.MSELoss(), **grouped(**option)
-        )
+        open_trainer(nn.Linear(2, 2), **option)

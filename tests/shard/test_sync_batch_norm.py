@@ -1,7 +1,6 @@
 """`batch_norm="sync"`: statistics of the whole batch, with the same bits on any devices."""
 
 import contextlib
-import functools
 import os
 import signal
 import time
@@ -23,12 +22,11 @@ from evenstep.errors import (
     NonFiniteLossError,
 )
 from evenstep.steps.executors.sync_batch_norm import merge, moments_of
-from grouping import grouped
 from layouts import LAYOUTS, DelayedLanes, shared, some_delay_s
+from marks import slow
 from reference import assert_same_bits, whole_state
+from trainers import open_trainer, sgd
 from zoo import CLASSES, Branching
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 class Late(nn.Module):
@@ -73,18 +71,20 @@ def batches(sizes, seed=0, dtype=torch.float32):
     ]
 
 
+def opened(model, **options):
+    return open_trainer(model, **{"batch_norm": "sync", **options})
+
+
 def train(model, data, **options):
     """Train; return the trainer's whole state, its losses, and the trainer."""
-    optimizer = SGD(model.parameters())
-    options = {"batch_norm": "sync", "devices": 2, "lanes": DelayedLanes, **options}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
+    with opened(model, **{"lanes": DelayedLanes, **options}) as trainer:
         losses = [float(loss) for loss in [trainer.step(*batch) for batch in data]]
-    return whole_state(model, optimizer), losses, trainer
+    return whole_state(model, trainer.optimizer), losses, trainer
 
 
 def plain(model, data):
     """Train by the plain loop over whole batches."""
-    optimizer, loss_of = SGD(model.parameters()), nn.CrossEntropyLoss()
+    optimizer, loss_of = sgd(model), nn.CrossEntropyLoss()
     losses = []
     for X, y in data:
         optimizer.zero_grad()
@@ -99,9 +99,9 @@ def plain(model, data):
     ("dropout", "max_in_flight", "shards"),
     [
         (0.0, 1, 7),
-        pytest.param(0.0, 1, 8, marks=pytest.mark.slow),
-        pytest.param(0.4, 2, 7, marks=pytest.mark.slow),
-        pytest.param(0.4, 2, 8, marks=pytest.mark.slow),
+        slow(0.0, 1, 8),
+        slow(0.4, 2, 7),
+        slow(0.4, 2, 8),
     ],
 )
 def test_every_layout_has_the_same_bits(shards, max_in_flight, dropout):
@@ -181,20 +181,20 @@ def test_evaluation_uses_the_running_statistics():
 
 
 def test_a_failed_step_leaves_the_model_unchanged_and_the_next_one_works():
-    model = build()
-    optimizer = SGD(model.parameters())
-    good = batches((32,))[0]
-    bad = (good[0].clone(), good[1])
-    bad[0][17] = float("nan")
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), experiment=evenstep.Experiment(batch_norm="sync")
-    ) as trainer:
-        trainer.step(*good)
+    with opened(build()) as trainer:
+        trainer.step(*batches((32,))[0])
         before = trainer.fingerprint()
         with pytest.raises(NonFiniteLossError):
-            trainer.step(*bad)
+            trainer.step(*with_one(17, float("nan")))
         assert trainer.fingerprint() == before
-        trainer.step(*good)
+        trainer.step(*batches((32,))[0])
+
+
+def with_one(example, value):
+    """Return a batch of 32 examples, one of which has this value everywhere."""
+    X, y = batches((32,))[0]
+    X[example] = value
+    return X, y
 
 
 class FailsInShard(nn.Module):
@@ -212,14 +212,10 @@ class FailsInShard(nn.Module):
 
 @pytest.mark.parametrize("devices", [1, 2, 3])
 def test_an_error_in_one_shard_is_what_the_user_sees(devices):
-    X, y = batches((32,))[0]
-    X[30] = 1e7
     with pytest.raises(KeyError, match="this shard") as caught:
-        train(FailsInShard(), [(X, y)], devices=devices)
-    assert any(
-        "in shard 7 (examples 28 to 31 of your batch) of step 0" in note
-        for note in caught.value.__notes__
-    )
+        train(FailsInShard(), [with_one(30, 1e7)], devices=devices)
+    place = "in shard 7 (examples 28 to 31 of your batch) of step 0"
+    assert any(place in note for note in caught.value.__notes__)
 
 
 class LosesItsDevice(FailsInShard):
@@ -233,24 +229,14 @@ class LosesItsDevice(FailsInShard):
 
 
 def test_after_a_device_failed_no_shard_waits_for_its_shards():
-    X, y = batches((32,))[0]
-    bad = X.clone()
-    bad[30] = 1e7
-    model = LosesItsDevice()
-    optimizer = SGD(model.parameters())
-    with evenstep.Trainer(
-        model,
-        optimizer,
-        nn.CrossEntropyLoss(),
-        devices=2,
-        experiment=evenstep.Experiment(batch_norm="sync"),
-    ) as trainer:
-        trainer.step(X, y)
+    (batch,) = batches((32,))
+    with opened(LosesItsDevice()) as trainer:
+        trainer.step(*batch)
         before = trainer.fingerprint()
         with pytest.raises(DeviceLostError, match="the cable is out"):
-            trainer.step(bad, y)
+            trainer.step(*with_one(30, 1e7))
         with pytest.raises(DeviceLostError, match="cpu:1 was lost, and with batch_norm='sync'"):
-            trainer.step(X, y)
+            trainer.step(*batch)
         assert trainer.fingerprint() == before
         assert trainer.steps_done == 1
 
@@ -266,25 +252,15 @@ class PressesCtrlC(FailsInShard):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_ctrl_c_ends_the_step_and_the_next_one_works(devices):
-    X, y = batches((32,))[0]
-    bad = X.clone()
-    bad[17] = 1e7
-    model = PressesCtrlC()
-    optimizer = SGD(model.parameters())
-    with evenstep.Trainer(
-        model,
-        optimizer,
-        nn.CrossEntropyLoss(),
-        devices=devices,
-        experiment=evenstep.Experiment(batch_norm="sync"),
-    ) as trainer:
-        trainer.step(X, y)
+    (batch,) = batches((32,))
+    with opened(PressesCtrlC(), devices=devices) as trainer:
+        trainer.step(*batch)
         before = trainer.fingerprint()
         with contextlib.suppress(KeyboardInterrupt):  # it may come when the update has begun
-            trainer.step(bad, y)
+            trainer.step(*with_one(17, 1e7))
         assert trainer.steps_done in (1, 2)
         assert (trainer.fingerprint() == before) is (trainer.steps_done == 1)
-        trainer.step(X, y)
+        trainer.step(*batch)
 
 
 class NormalisesSometimes(Branching):
@@ -307,13 +283,17 @@ def test_a_model_whose_shards_branch_differently_is_refused(devices):
         train(NormalisesSometimes(), [(X, y)], devices=devices, check="off")
 
 
-def test_unsupported_combinations_are_refused_with_a_remedy():
-    with pytest.raises(InputError, match="compile=True and batch_norm='sync'"):
-        train(build(), [], compile=True)
-    with pytest.raises(InputError, match="batch_norm='whole': choose one of shard, sync"):
-        train(build(), [], batch_norm="whole")
-    with pytest.raises(InputError, match="lanes without threads"):
-        train(build(), [], lanes=InlineLanes)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compile": True}, "compile=True and batch_norm='sync'"),
+        ({"batch_norm": "whole"}, "batch_norm='whole': choose one of shard, sync"),
+        ({"lanes": InlineLanes}, "lanes without threads"),
+    ],
+)
+def test_unsupported_combinations_are_refused_with_a_remedy(options, message):
+    with pytest.raises(InputError, match=message):
+        train(build(), [], **options)
 
 
 def test_lanes_without_threads_have_the_bits_of_one_device():
@@ -326,25 +306,15 @@ def test_lanes_without_threads_have_the_bits_of_one_device():
 def test_batch_norm_is_part_of_the_experiment_and_of_checkpoints(tmp_path):
     data = batches((32, 32, 32))
     expected, _, _ = train(build(), data)
-    model = build()
-    _, _, trainer = train(model, data[:1])
-    trainer.save(tmp_path)
+    train(build(), data[:1])[2].save(tmp_path)
     fresh = build()
-    optimizer = SGD(fresh.parameters())
+    given = tmp_path, fresh, sgd(fresh), nn.CrossEntropyLoss()
     with pytest.raises(CheckpointError, match="batch_norm shard instead of sync"):
-        evenstep.Trainer.load(
-            tmp_path,
-            fresh,
-            optimizer,
-            nn.CrossEntropyLoss(),
-            experiment=evenstep.Experiment(batch_norm="shard"),
-        )
-    with evenstep.Trainer.load(
-        tmp_path, fresh, optimizer, nn.CrossEntropyLoss(), devices=3
-    ) as resumed:
+        evenstep.Trainer.load(*given, experiment=evenstep.Experiment(batch_norm="shard"))
+    with evenstep.Trainer.load(*given, devices=3) as resumed:
         for batch in data[1:]:
             resumed.step(*batch)
-    assert_same_bits(whole_state(fresh, optimizer), expected)
+    assert_same_bits(whole_state(fresh, resumed.optimizer), expected)
 
 
 @settings(max_examples=50, deadline=None)
@@ -363,13 +333,8 @@ def test_gradients_are_those_of_autograd():
     """Against differentiating the plain formula over the whole batch, in double precision."""
     data = batches((12,), dtype=torch.float64)
     ours, whole = build().double(), build().double()
-    with evenstep.Trainer(
-        ours,
-        torch.optim.SGD(ours.parameters(), lr=1.0),
-        nn.CrossEntropyLoss(),
-        shards=4,
-        experiment=evenstep.Experiment(batch_norm="sync"),
-    ) as trainer:
+    optimizer = torch.optim.SGD(ours.parameters(), lr=1.0)
+    with opened(ours, optimizer=optimizer, shards=4) as trainer:
         trainer.step(*data[0])
     nn.CrossEntropyLoss()(whole(data[0][0]), data[0][1]).backward()
     before = build().double()
