@@ -108,12 +108,19 @@ def test_gradients_flow_to_the_keys():
     assert not torch.allclose(trainer.model.left[0].weight.grad, whole.left[0].weight.grad)
 
 
-@pytest.mark.parametrize(("shards", "max_in_flight"), [(7, 1), (8, 2), slow(7, 2), slow(8, 1)])
-def test_every_layout_has_the_same_bits(shards, max_in_flight):
+QUICK = ("2 shared", "5 shared", "3 own", "3 mixed")
+
+
+@pytest.mark.parametrize(
+    ("shards", "max_in_flight", "layouts"),
+    [(7, 1, QUICK[::2]), (8, 2, QUICK[1::2]), slow(7, 2, LAYOUTS), slow(8, 1, LAYOUTS)],
+    ids=str,
+)
+def test_every_layout_has_the_same_bits(shards, max_in_flight, layouts):
     data = batches((21, 33, 5, 1))
     expected, losses, _ = train(data, devices=1, shards=shards)
-    for layout in LAYOUTS.values():
-        options = {"devices": layout, "shards": shards, "max_in_flight": max_in_flight}
+    for layout in layouts:
+        options = {"devices": LAYOUTS[layout], "shards": shards, "max_in_flight": max_in_flight}
         state, found, _ = train(data, **options)
         assert_same_bits(state, expected)
         assert found == losses

@@ -3,7 +3,7 @@
 torch has one level of forward-mode AD for the process, so two threads must not be inside at once.
 """
 
-import copy
+import functools
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 
 import evenstep
 from evenstep.errors import ContractError
-from grouping import grouped
 from reference import assert_same_bits, reference_step, whole_state
+from trainers import open_trainer
 
 # torch's own code for it uses it
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -55,12 +55,16 @@ def built():
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
-def trained(objective, **layout):
+def opened(objective, **options):
     model, optimizer = built()
-    with evenstep.Trainer(model, optimizer, **grouped(objective=objective, **layout)) as trainer:
+    return open_trainer(model, objective=objective, optimizer=optimizer, **options)
+
+
+def trained(objective, **layout):
+    with opened(objective, **layout) as trainer:
         for _ in range(STEPS):
             trainer.step(X, Y)
-    return whole_state(model, optimizer)
+    return whole_state(trainer.model, trainer.optimizer)
 
 
 LAYOUTS = [
@@ -72,47 +76,50 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("objective", [by_jvp, by_level, by_hessian, by_jvp_of_jvp])
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_has_the_bits_of_a_plain_loop(objective, layout):
+@functools.cache
+def expected(objective):
     model, optimizer = built()
     for step in range(STEPS):
         reference_step(model, optimizer, X, Y, objective=objective, shards=8, step=step)
-    assert_same_bits(trained(objective, **layout), whole_state(model, optimizer))
+    return whole_state(model, optimizer)
+
+
+# Every objective on two devices, and `by_jvp` in every layout.
+@pytest.mark.parametrize(
+    ("objective", "layout"),
+    [
+        *[(objective, LAYOUTS[1]) for objective in (by_level, by_hessian, by_jvp_of_jvp)],
+        *[(by_jvp, layout) for layout in LAYOUTS],
+    ],
+    ids=str,
+)
+def test_every_layout_has_the_bits_of_a_plain_loop(objective, layout):
+    assert_same_bits(trained(objective, **layout), expected(objective))
 
 
 def test_the_users_own_thread_may_use_it_while_steps_are_in_flight():
-    alone = trained(by_jvp, devices=1)
-    model, optimizer = built()
-    other = copy.deepcopy(model)
-    with evenstep.Trainer(
-        model, optimizer, objective=by_jvp, devices=2, max_in_flight=2
-    ) as trainer:
+    with opened(by_jvp, max_in_flight=2) as trainer:
         for _ in range(STEPS):
             trainer.step(X, Y)
-            by_jvp(other, X, Y)
-    assert_same_bits(whole_state(model, optimizer), alone)
+            by_jvp(built()[0], X, Y)
+    assert_same_bits(whole_state(trainer.model, trainer.optimizer), expected(by_jvp))
 
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_step_inside_a_level_is_refused_by_name(devices):
-    model, optimizer = built()
-    with evenstep.Trainer(model, optimizer, objective=by_level, devices=devices) as trainer:
+    with opened(by_level, devices=devices) as trainer:
         with pytest.raises(ContractError, match="forward-mode AD"), forward_ad.dual_level():
             trainer.step(X, Y)
         trainer.step(X, Y)
     with forward_ad.dual_level():  # opened inside
-        trainer = evenstep.Trainer(model, optimizer, objective=by_level, devices=devices)
+        trainer = opened(by_level, devices=devices)
         with trainer, pytest.raises(ContractError, match="forward-mode AD"):
             trainer.step(X, Y)
     assert trained(by_level, devices=2)  # nobody is left inside
 
 
 def test_waiting_for_a_step_in_flight_inside_a_level_is_refused_by_name():
-    model, optimizer = built()
-    with evenstep.Trainer(
-        model, optimizer, objective=by_level, devices=2, max_in_flight=2
-    ) as trainer:
+    with opened(by_level, max_in_flight=2) as trainer:
         trainer.step(X, Y)
         loss = trainer.step(X, Y)
         with pytest.raises(ContractError, match="forward-mode AD"), forward_ad.dual_level():
@@ -125,32 +132,19 @@ def gathers_inside(model, X, y):
         return (evenstep.all_gather(model(X)) ** 2).mean()
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_shards_that_wait_for_each_other_inside_a_level_are_refused_by_name(devices):
-    model, optimizer = built()
+# Shards that wait for each other inside, and stages.
+@pytest.mark.parametrize(
+    ("objective", "options"),
+    [
+        (gathers_inside, {"devices": 1, "side_by_side": True}),
+        (gathers_inside, {"devices": 2, "side_by_side": True}),
+        (by_level, {"divide": evenstep.Stages({"0": 0, "2": 1})}),
+    ],
+    ids=["one device", "two devices", "stages"],
+)
+def test_what_must_leave_a_level_to_wait_is_refused_by_name(objective, options):
     with (
-        evenstep.Trainer(
-            model,
-            optimizer,
-            objective=gathers_inside,
-            devices=devices,
-            layout=evenstep.Layout(side_by_side=True),
-        ) as trainer,
-        pytest.raises(ContractError, match="forward-mode AD"),
-    ):
-        trainer.step(X, Y)
-
-
-def test_stages_inside_a_level_are_refused_by_name():
-    model, optimizer = built()
-    with (
-        evenstep.Trainer(
-            model,
-            optimizer,
-            objective=by_level,
-            devices=2,
-            layout=evenstep.Layout(divide=evenstep.Stages({"0": 0, "2": 1})),
-        ) as trainer,
+        opened(objective, **options) as trainer,
         pytest.raises(ContractError, match="forward-mode AD"),
     ):
         trainer.step(X, Y)

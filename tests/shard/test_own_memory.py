@@ -9,6 +9,7 @@ from torch import nn
 import evenstep
 from grouping import grouped
 from layouts import own, shared
+from marks import slow
 from reference import assert_same_bits, reference_training, whole_state
 from shared_gradients import SHARING, build_sharing, stages_of_sharing
 from zoo import make_batches
@@ -48,7 +49,7 @@ def train(name, shards, **layout):
     return whole_state(model, optimizer), [*map(float, losses)]
 
 
-@pytest.mark.parametrize("shards", [1, 2, 8])
+@pytest.mark.parametrize("shards", [1, slow(2), 8])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", SHARING)
 def test_every_layout_equals_a_plain_loop_over_the_shards(name, layout, shards):

@@ -11,19 +11,16 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import evenstep
 from evenstep.errors import ModelError
-from grouping import grouped
-from layouts import own, shared
+from layouts import own
 from reference import assert_same_bits, reference_training, whole_state
+from trainers import open_trainer
 from zoo import CLASSES, make_batches
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 BATCHES = make_batches((24, 11, 17, 24))
 LATE = [(X * 100 if number >= 2 else X, y) for number, (X, y) in enumerate(BATCHES)]
 """The same batches; the shards of the third and fourth know that they are late."""
-
-on_devices = pytest.mark.parametrize("devices", [shared(1), shared(3), own(2)], ids=str)
 
 
 def is_late(x):
@@ -224,12 +221,12 @@ def built(make):
 
 
 def trained(model, batches, devices, **options):
-    optimizer = SGD(model.parameters())
-    loss = nn.CrossEntropyLoss()
-    with evenstep.Trainer(model, optimizer, loss, **grouped(devices=devices, **options)) as trainer:
+    with open_trainer(
+        model, optimizer=SGD(model.parameters()), devices=devices, **options
+    ) as trainer:
         losses = [trainer.step(X, y) for X, y in batches]
         trainer.waitall()
-    return whole_state(model, optimizer), [float(value) for value in losses]
+    return whole_state(model, trainer.optimizer), [float(value) for value in losses]
 
 
 @functools.cache
@@ -247,20 +244,25 @@ def assert_plain(name, devices, **options):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@on_devices
+LAYOUTS = {
+    "one shard": {"devices": 1, "shards": 1},
+    "one device": {"devices": 1},
+    "in flight": {"devices": 3, "max_in_flight": 2},
+    "own memory": {"devices": own(2)},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
-def test_every_step_draws_as_the_plain_loop_does(name, devices):
-    assert_plain(name, devices)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_one_shard_is_the_plain_loop(name):
-    assert_plain(name, 1, shards=1)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_steps_in_flight_draw_as_the_plain_loop_does(name):
-    assert_plain(name, shared(2), max_in_flight=2)
+def test_every_step_draws_as_the_plain_loop_does(name, layout):
+    options = LAYOUTS[layout]
+    reference, reference_losses = expected(name, options.get("shards", 8))
+    model = built(CASES[name])
+    before = torch.get_rng_state()
+    state, losses = trained(model, LATE, **options)
+    assert_same_bits(state, reference)
+    assert losses == reference_losses
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -268,14 +270,13 @@ def test_steps_in_flight_draw_as_the_plain_loop_does(name):
 def test_the_users_own_thread_draws_beside_a_training(name, devices):
     """Its numbers and the shards' are those that they would be without each other."""
     model = built(SEEDED[name])
-    optimizer, loss = SGD(model.parameters()), nn.CrossEntropyLoss()
     done, drawn = threading.Event(), []
 
     def draw():
         while not done.is_set():
             drawn.append(torch.rand(2))
 
-    with evenstep.Trainer(model, optimizer, loss, devices=devices) as trainer:
+    with open_trainer(model, optimizer=SGD(model.parameters()), devices=devices) as trainer:
         torch.manual_seed(11)
         drawing = threading.Thread(target=draw)
         drawing.start()
@@ -288,7 +289,7 @@ def test_the_users_own_thread_draws_beside_a_training(name, devices):
     assert drawn
     assert all(torch.equal(one, torch.rand(2)) for one in drawn)
     reference, reference_losses = expected(f"seeded: {name}", 8)
-    assert_same_bits(whole_state(model, optimizer), reference)
+    assert_same_bits(whole_state(model, trainer.optimizer), reference)
     assert [float(value) for value in losses] == reference_losses
 
 
