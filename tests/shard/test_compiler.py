@@ -19,9 +19,10 @@ from evenstep.errors import ContractError, ModelError, NonFiniteLossError
 from evenstep.shard import compile_policy, compiler
 from evenstep.shard.compiler import NotCompiledError, ShardCompiler
 from evenstep.shard.loss import choose_objective
-from grouping import grouped
-from layouts import LAYOUTS, DelayedLanes, own, shared
+from layouts import LAYOUTS, DelayedLanes, own
+from marks import slow
 from patience import wait
+from trainers import open_trainer
 from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches, options_of
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -40,22 +41,23 @@ def briefly(monkeypatch):
     torch._dynamo.reset()
 
 
-def train(model, batches, loss=LOSS, **options):
+def opened(model, *loss, **options):
+    optimizer = options.pop("optimizer", None) or ADAM(model.parameters())
+    return open_trainer(
+        model, *loss, optimizer=optimizer, **{"compile": True, **options_of(model), **options}
+    )
+
+
+def train(model, batches, *loss, **options):
     """Train; return the fingerprint, the losses and the result of compiling."""
-    options = {"devices": 2, "shards": 8, "compile": True, "lanes": DelayedLanes, **options}
-    options = {**options_of(model), **options}
-    with evenstep.Trainer(model, ADAM(model.parameters()), loss, **grouped(**options)) as trainer:
+    with opened(model, *loss, **{"lanes": DelayedLanes, **options}) as trainer:
         losses = [float(loss) for loss in [trainer.step(*batch) for batch in batches]]
         return trainer.fingerprint(), losses, trainer.hybridized
 
 
 @pytest.mark.parametrize(
     "name",
-    [
-        name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
-        for name in ZOO
-        if name not in EAGER
-    ],
+    [name if name in QUICK else slow(name) for name in ZOO if name not in EAGER],
 )
 def test_compiled_shards_have_the_same_bits_on_every_layout(name):
     sizes = SIZES if name == "convolution" else SIZES[:1]
@@ -162,10 +164,8 @@ def hooked_layer():
 )
 def test_what_a_compiled_backward_pass_would_leave_out_makes_shards_eager(make, why):
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with evenstep.Trainer(
-        model, optimizer, LOSS, **grouped(devices=2, compile=True, check="off", **options_of(model))
-    ) as trainer:
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with opened(model, optimizer=sgd, check="off") as trainer:
         trainer.step(*make_batches((16,))[0])
         assert why in trainer.hybridized.why_not
 
@@ -180,14 +180,7 @@ def test_recomputed_layers_that_share_a_weight_are_compiled_and_right():
 
 def test_the_line_says_what_is_gained_and_compiling_does_not_count_as_step_time(caplog):
     caplog.set_level(logging.WARNING, "evenstep")
-    model = build("convolution")
-    with evenstep.Trainer(
-        model,
-        ADAM(model.parameters()),
-        LOSS,
-        devices=2,
-        experiment=evenstep.Experiment(compile=True),
-    ) as t:
+    with opened(build("convolution")) as t:
         t.step(*make_batches((32,))[0])
         result, spent = t.hybridized, t.shares()
     assert result.shard_ms > 0
@@ -230,13 +223,7 @@ def test_only_the_thread_that_begins_steps_compiles(monkeypatch, tmp_path):
 def test_each_size_flag_and_attribute_value_has_one_program():
     def run(devices):
         model = build("dropout")
-        with evenstep.Trainer(
-            model,
-            ADAM(model.parameters()),
-            LOSS,
-            devices=devices,
-            experiment=evenstep.Experiment(compile=True),
-        ) as trainer:
+        with opened(model, devices=devices) as trainer:
             counts = []
             for batch in make_batches((16, 16)):
                 for rate, learns, training in (
@@ -282,13 +269,7 @@ def test_class_weights_may_be_another_tensor_at_every_step():
 
         model = build("convolution")
         losses = []
-        with evenstep.Trainer(
-            model,
-            ADAM(model.parameters()),
-            objective=objective,
-            devices=2,
-            experiment=evenstep.Experiment(compile=compiled),
-        ) as trainer:
+        with opened(model, objective=objective, compile=compiled) as trainer:
             for number, batch in enumerate(make_batches((16, 16, 16))):
                 loss.weight = torch.linspace(1, 2 + number, 5)
                 losses.append(float(trainer.step(*batch)))
@@ -306,16 +287,13 @@ def penalised(parameters_of):
         penalty = sum(p.square().sum() for p in parameters_of(model, outer, listed))
         return nn.functional.cross_entropy(model(X), y, reduction="sum") + penalty, len(y)
 
-    return train(outer, make_batches((16, 16)), None, objective=objective, separable=False)
+    return train(outer, make_batches((16, 16)), objective=objective, separable=False)
 
 
-def test_a_compiled_objective_must_not_call_the_users_own_module():
+def test_a_compiled_objective_must_not_call_the_users_own_module_or_hold_its_parameters():
     penalised(lambda model, outer, listed: model.parameters())
     with pytest.raises(ContractError, match="parameters of the model itself"):
         penalised(lambda model, outer, listed: outer.parameters())
-
-
-def test_an_objective_that_holds_parameters_of_its_own_is_refused():
     with pytest.raises(ModelError, match="must call the model that it is given"):
         penalised(lambda model, outer, listed: listed)
 
@@ -419,20 +397,17 @@ def steps(trainer, count):
                 return
 
 
-def trainer_of(model, folder=None, **options):
-    arguments = (model, ADAM(model.parameters()), LOSS)
-    if folder is not None:
-        return evenstep.Trainer.load(folder, *arguments, **grouped(**options))
-    return evenstep.Trainer(*arguments, **grouped(compile=True, **options))
+def resumed(folder, model, **options):
+    return evenstep.Trainer.load(folder, model, ADAM(model.parameters()), LOSS, **options)
 
 
 def test_training_resumes_with_the_same_bits_on_other_devices(tmp_path):
-    with trainer_of(build("dropout"), devices=1) as whole:
+    with opened(build("dropout"), devices=1) as whole:
         steps(whole, 9)
-    with trainer_of(build("dropout"), devices=2) as first:
+    with opened(build("dropout")) as first:
         steps(first, 4)  # the next batch is the short last one
         first.save(tmp_path)
-    with trainer_of(build("dropout"), tmp_path, devices=shared(3)) as second:
+    with resumed(tmp_path, build("dropout"), devices=3) as second:
         steps(second, 5)
         assert not second.hybridized.why_not
     assert second.fingerprint() == whole.fingerprint()
@@ -490,12 +465,12 @@ def broken(*_):
 
 
 def test_compiled_training_does_not_resume_eagerly(tmp_path, monkeypatch):
-    with trainer_of(build("convolution")) as trainer:
+    with opened(build("convolution")) as trainer:
         steps(trainer, 2)
         trainer.save(tmp_path)
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", broken)
     with (
-        trainer_of(build("convolution"), tmp_path) as trainer,
+        resumed(tmp_path, build("convolution")) as trainer,
         pytest.raises(ModelError, match="were compiled so far, but here .*no compiler is there"),
     ):
         steps(trainer, 1)
@@ -503,12 +478,12 @@ def test_compiled_training_does_not_resume_eagerly(tmp_path, monkeypatch):
 
 def test_eager_training_resumes_eagerly_where_it_could_be_compiled(tmp_path, monkeypatch):
     expected, _, _ = train(build("convolution"), [*digits_like().epoch(Cursor())], compile=False)
-    with monkeypatch.context() as without, trainer_of(build("convolution")) as trainer:
+    with monkeypatch.context() as without, opened(build("convolution")) as trainer:
         without.setattr("torch._inductor.compile_fx.compile_fx", broken)
         steps(trainer, 2)
         assert "no compiler is there" in trainer.hybridized.why_not
         trainer.save(tmp_path)
-    with trainer_of(build("convolution"), tmp_path) as trainer:
+    with resumed(tmp_path, build("convolution")) as trainer:
         steps(trainer, 3)
         assert trainer.hybridized.why_not == "they were before the checkpoint"
     assert trainer.fingerprint() == expected
@@ -517,8 +492,6 @@ def test_eager_training_resumes_eagerly_where_it_could_be_compiled(tmp_path, mon
 def test_no_update_runs_while_the_user_compiles_something_with_steps_in_flight():
     """Adam computes in another order while any thread compiles."""
     seen, begun, held = [], threading.Event(), threading.Event()
-    model = build("convolution")
-    optimizer = ADAM(model.parameters())
 
     def before_update(_):
         seen.append(torch.compiler.is_compiling())
@@ -536,9 +509,8 @@ def test_no_update_runs_while_the_user_compiles_something_with_steps_in_flight()
 
     held_step = False
     torch.compile(lambda x: x + 2, backend="eager")(torch.ones(1))  # torch's compiler is there
-    with evenstep.Trainer(
-        model, optimizer, loss, devices=2, max_in_flight=2, before_update=before_update
-    ) as trainer:
+    options = {"compile": False, "max_in_flight": 2, "before_update": before_update}
+    with opened(build("convolution"), loss, **options) as trainer:
         first, second = make_batches((16, 16))
         trainer.step(*first)
         trainer.waitall()
@@ -550,17 +522,9 @@ def test_no_update_runs_while_the_user_compiles_something_with_steps_in_flight()
 
 
 def test_a_failed_step_leaves_compiled_training_unchanged():
-    model = build("convolution")
     bad = make_batches((16,))[0][0] * float("nan")
     (X, y), later = make_batches((16, 16))
-    with evenstep.Trainer(
-        model,
-        ADAM(model.parameters()),
-        LOSS,
-        devices=2,
-        max_in_flight=2,
-        experiment=evenstep.Experiment(compile=True),
-    ) as trainer:
+    with opened(build("convolution"), max_in_flight=2) as trainer:
         trainer.step(X, y)
         trainer.step(bad, y)  # in flight: its error is raised later
         with pytest.raises(NonFiniteLossError):
@@ -582,11 +546,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        kind if kind in ("int", "tensor") else pytest.param(kind, marks=pytest.mark.slow)
-        for kind in COUNTS
-    ],
+    "kind", [kind if kind in ("int", "tensor") else slow(kind) for kind in COUNTS]
 )
 def test_a_shards_count_is_its_own_and_not_that_of_the_shard_that_was_compiled(kind):
     def objective(model, X, y):
@@ -595,9 +555,8 @@ def test_a_shards_count_is_its_own_and_not_that_of_the_shard_that_was_compiled(k
 
     def losses(**options):
         options = {"separable": kind != "float", **options}  # X.mean() is the shard's own
-        return train(
-            build("convolution"), make_batches((16, 16)), None, objective=objective, **options
-        )
+        batches = make_batches((16, 16))
+        return train(build("convolution"), batches, objective=objective, **options)
 
     one, two, eagerly = losses(devices=1), losses(devices=2), losses(compile=False)
     assert not one[2].why_not

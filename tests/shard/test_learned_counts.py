@@ -7,8 +7,8 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ModelError
-from grouping import grouped
 from layouts import own
+from trainers import open_trainer
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(16, 6, dtype=torch.float64, generator=GENERATOR)
@@ -30,10 +30,6 @@ class Weighing(nn.Module):
 def sums(model, X, y):
     value, weight = model(X)
     return (weight * (value - y).square()).sum(), weight.sum()
-
-
-def self_normalised(model, X, y):
-    return sums(model, X, y)
 
 
 def constant(model, X, y):
@@ -59,7 +55,7 @@ def train(objective, **options):
     """Return the gradients of one step by name."""
     model = Weighing()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with evenstep.Trainer(model, optimizer, **grouped(objective=objective, **options)) as trainer:
+    with open_trainer(model, optimizer=optimizer, objective=objective, **options) as trainer:
         trainer.step(X, Y)
     return {name: one.grad for name, one in model.named_parameters()}
 
@@ -75,15 +71,14 @@ def plain(objective):
     "options",
     [
         {"shards": 1},
-        {"shards": 4},
         {"shards": 4, "devices": own(2)},
         {"shards": 4, "separable": False},
-        {"shards": 4, "check": "off"},
+        {"shards": 4, "check": "off", "devices": 1},
         {"shards": 4, "compile": True},
     ],
     ids=str,
 )
-@pytest.mark.parametrize("objective", [self_normalised, by_leaf])
+@pytest.mark.parametrize("objective", [sums, by_leaf])
 def test_a_count_with_a_gradient_is_refused_with_what_to_write(objective, options):
     with pytest.raises(ModelError, match=r"count that requires a gradient.*count\.detach\(\)"):
         train(objective, **options)
@@ -97,7 +92,7 @@ def test_a_count_without_a_gradient_is_a_constant(objective, shards):
 
 def test_the_recipe_trains_the_ratio_of_the_whole_batch():
     found = train(gathered, shards=4, side_by_side=True)
-    assert_close(found, plain(self_normalised))
+    assert_close(found, plain(sums))
 
 
 def assert_close(found, expected):

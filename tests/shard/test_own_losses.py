@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-import evenstep
 from evenstep.errors import ContractError, ModelError
 from evenstep.shard.loss import _PlacedLoss
-from grouping import grouped
 from layouts import own
+from trainers import open_trainer
 
 CLASSES = 4
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 4.0], dtype=torch.float64)
@@ -30,7 +29,22 @@ def language_model():
     return nn.Sequential(nn.Linear(6, 5 * CLASSES), nn.Unflatten(1, (5, CLASSES))).double()
 
 
-def assert_trains_as_plainly(make_model, make_loss, batches, change=lambda loss, step: None):
+LAYOUTS = [
+    {"shards": 1, "devices": 1},
+    {"shards": 4, "devices": own(2)},
+    {"shards": 3, "devices": 2},
+]
+
+
+def opened(model, loss, **options):
+    return open_trainer(
+        model, loss, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), **options
+    )
+
+
+def assert_trains_as_plainly(
+    make_model, make_loss, batches, change=lambda loss, step: None, layouts=LAYOUTS
+):
     """Compare the weights after steps on whole batches with those of the plain loop in float64."""
     plain, loss = make_model(), make_loss()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
@@ -42,25 +56,15 @@ def assert_trains_as_plainly(make_model, make_loss, batches, change=lambda loss,
         value.backward()
         optimizer.step()
         expected.append(value.item())
-    for options in LAYOUTS:
-        model, loss = make_model(), make_loss()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        losses = []
-        with evenstep.Trainer(model, optimizer, loss, **grouped(**options)) as trainer:
+    for options in layouts:
+        model, loss, losses = make_model(), make_loss(), []
+        with opened(model, loss, **options) as trainer:
             for step, batch in enumerate(batches):
                 change(loss, step)
                 losses.append(float(trainer.step(*batch)))
         assert losses == pytest.approx(expected, rel=1e-12)
         for mine, its in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(mine, its, rtol=1e-11, atol=1e-13)
-
-
-LAYOUTS = [
-    {"shards": 1, "devices": 1},
-    {"shards": 4, "devices": 1},
-    {"shards": 4, "devices": own(2)},
-    {"shards": 3, "devices": 2},
-]
 
 
 class Shifted(nn.CrossEntropyLoss):
@@ -89,10 +93,8 @@ def test_a_subclass_with_a_forward_of_its_own_is_a_mean_over_its_own_targets(kin
 def test_a_subclass_that_ignores_targets_unevenly_is_refused_with_what_to_write(kind, first):
     tokens = TOKENS.clone()
     tokens[first : first + 2, 2:] = -100  # two of sixteen examples, in one or two of eight shards
-    model = language_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     with (
-        evenstep.Trainer(model, optimizer, kind(), shards=8) as trainer,
+        opened(language_model(), kind(), shards=8) as trainer,
         pytest.raises(ContractError, match="does not add up.*ignored or padded tokens: return"),
     ):
         trainer.step(X, tokens)
@@ -139,17 +141,16 @@ def test_settings_changed_between_steps_count_from_the_next_step_on(name):
 
 
 @pytest.mark.parametrize("name", ["smoothing", "index"])
-def test_settings_changed_between_compiled_steps_count(name, monkeypatch):
-    monkeypatch.setitem(globals(), "LAYOUTS", [{"shards": 4, "devices": 1, "compile": True}])
-    assert_trains_as_plainly(net, CHANGES[name][0], [(X, Y)] * 3, CHANGES[name][1])
+def test_settings_changed_between_compiled_steps_count(name):
+    make_loss, change = CHANGES[name]
+    layouts = [{"shards": 4, "devices": 1, "compile": True}]
+    assert_trains_as_plainly(net, make_loss, [(X, Y)] * 3, change, layouts)
 
 
 @pytest.mark.parametrize("make", [nn.CrossEntropyLoss, nn.MSELoss])
 def test_a_loss_that_becomes_a_sum_is_refused(make):
-    model, loss = net(), make()
-    target = Y if make is nn.CrossEntropyLoss else X[:, :CLASSES]
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    with evenstep.Trainer(model, optimizer, loss) as trainer:
+    loss, target = make(), Y if make is nn.CrossEntropyLoss else X[:, :CLASSES]
+    with opened(net(), loss) as trainer:
         trainer.step(X, target)
         loss.reduction = "sum"
         with pytest.raises(ModelError, match="needs a mean"):
@@ -159,11 +160,7 @@ def test_a_loss_that_becomes_a_sum_is_refused(make):
 def test_a_hook_of_a_loss_sees_each_shard():
     seen, loss = [], nn.CrossEntropyLoss()
     loss.register_forward_hook(lambda module, args, total: seen.append(total.item()))
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    with evenstep.Trainer(
-        model, optimizer, loss, shards=4, faults=evenstep.Faults(check="off")
-    ) as trainer:
+    with opened(net(), loss, shards=4, check="off") as trainer:
         value = float(trainer.step(X, Y))
     assert len(seen) == 4
     assert sum(seen) / 16 == pytest.approx(value, rel=1e-12)

@@ -1,6 +1,7 @@
 """Gradients that share memory: every layout equals a plain loop over the shards, by bits."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -49,8 +50,11 @@ def train(name, shards, **layout):
     return whole_state(model, optimizer), [*map(float, losses)]
 
 
-@pytest.mark.parametrize("shards", [1, slow(2), 8])
-@pytest.mark.parametrize("layout", LAYOUTS)
+QUICK = [*((layout, 8) for layout in LAYOUTS), ("1", 1), ("2 stages", 1)]
+OTHERS = [case for case in itertools.product(LAYOUTS, (1, 2)) if case not in QUICK]
+
+
+@pytest.mark.parametrize(("layout", "shards"), [*QUICK, *(slow(*case) for case in OTHERS)])
 @pytest.mark.parametrize("name", SHARING)
 def test_every_layout_equals_a_plain_loop_over_the_shards(name, layout, shards):
     if name == "SparseSums" and layout == "owners":

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-import evenstep
 from layouts import mixed
 from reference import assert_same_bits, reference_training, whole_state
+from trainers import open_trainer
 
 EXAMPLES = 13
 LIMIT = 0.004
@@ -92,21 +92,29 @@ def plain(model, batches, loss):
 def trained(model, batches, loss, **options):
     model = copy.deepcopy(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    with evenstep.Trainer(model, optimizer, loss, **options) as trainer:
+    with open_trainer(model, loss, optimizer=optimizer, **options) as trainer:
         losses = [trainer.step(*batch).item() for batch in batches]
     return model, optimizer, losses
 
 
-@pytest.mark.parametrize("shards", [1, 2, 5, 13])
-@pytest.mark.parametrize("between", [Limited.apply, limited_by_a_hook], ids=["function", "hook"])
+# Every loss with each way to limit, and with each number of shards.
+@pytest.mark.parametrize(
+    ("between", "shards", "devices"),
+    [
+        (Limited.apply, 1, 1),
+        (limited_by_a_hook, 2, 1),
+        (Limited.apply, 5, mixed(2)),
+        (limited_by_a_hook, 13, mixed(2)),
+    ],
+    ids=["one shard", "two shards", "five shards", "a shard for each example"],
+)
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_limit_inside_the_graph_acts_as_in_the_plain_loop(name, between, shards):
+def test_a_limit_inside_the_graph_acts_as_in_the_plain_loop(name, between, shards, devices):
     model, batches, loss = problem(name, between)
     expected = plain(model, batches, loss)
-    for devices in (1, mixed(2)):
-        found, _, _ = trained(model, batches, loss, shards=shards, devices=devices)
-        for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
+    found, _, _ = trained(model, batches, loss, shards=shards, devices=devices)
+    for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-13)
 
 
 def test_the_limit_of_these_tests_limits():
