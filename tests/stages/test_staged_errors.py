@@ -16,16 +16,17 @@ from dying import end_lane
 from evenstep.errors import ContractError, DeviceLostError, EvenstepError, InputError
 from evenstep.metrics import accuracy
 from evenstep.models.gpt import gpt
-from grouping import grouped
 from layouts import own, shared
 from patience import HUNG_TESTS_ABORT, PATIENCE_S
 from reference import assert_same_bits
-from trainers import open_trainer, sgd, state_of
+from trainers import open_trainer, state_of
 from zoo import CLASSES, build, make_batches
 
 pytestmark = HUNG_TESTS_ABORT
 
 BATCHES = make_batches((24, 17, 24))
+BAD = BATCHES[0][0].clone(), BATCHES[0][1]
+BAD[0][10] *= 1e6  # in shard 3
 STAGES = {"0": 0, "4": 1}
 
 
@@ -33,12 +34,12 @@ def staged(model, stages=STAGES, **options):
     return open_trainer(model, **{"devices": 2, "divide": evenstep.Stages(stages), **options})
 
 
-def refused(model, match, batch=BATCHES[0], kind=ContractError, **options):
-    """Take a step that is refused, and make sure that the message is one line."""
+def refused(match, model, *batch, **options):
+    """Take a step that is refused in one line, which changes nothing."""
     with staged(model, **options) as trainer:
         before = state_of(trainer)
-        with pytest.raises(kind, match=match) as caught:
-            trainer.step(*batch)
+        with pytest.raises(ContractError, match=match) as caught:
+            trainer.step(*(batch or BATCHES[0]))
         assert_same_bits(state_of(trainer), before)
     assert "\n" not in str(caught.value)
 
@@ -46,25 +47,24 @@ def refused(model, match, batch=BATCHES[0], kind=ContractError, **options):
 # ---- options
 
 
+SLICED = evenstep.nn.slice_(nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES)), 1)
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"compile": True}, {"side_by_side": True}, {"batch_norm": "sync"}],
+    ("options", "message"),
+    [
+        ({"compile": True}, "got compile=True and Stages"),
+        ({"side_by_side": True}, r"Stages\(\.\.\.\) and side_by_side="),
+        ({"batch_norm": "sync"}, r"Stages\(\.\.\.\) and batch_norm="),
+        (
+            {"divide": (evenstep.Stages(STAGES), evenstep.Slices())},
+            r"got Stages\(\.\.\.\) and Slices\(\), but devices compute whole shards",
+        ),
+    ],
 )
-def test_options_that_stages_exclude(options):
-    with pytest.raises(
-        InputError,
-        match=r"(Stages\(\.\.\.\) and (side_by_side|batch_norm)=|got compile=True and Stages)",
-    ):
-        staged(build("dropout"), **options)
-
-
-def test_a_device_has_a_stage_or_computes_slices():
-    layers = nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)
-    model = evenstep.nn.slice_(nn.Sequential(*layers), slices=2)
-    with pytest.raises(
-        InputError, match=r"got Stages\(\.\.\.\) and Slices\(\), but devices compute whole shards"
-    ):
-        staged(model, divide=(evenstep.Stages(STAGES), evenstep.Slices()))
+def test_options_that_stages_exclude(options, message):
+    with pytest.raises(InputError, match=message):
+        staged(SLICED if "divide" in options else build("dropout"), **options)
 
 
 def test_a_refused_name_changes_nothing():
@@ -102,22 +102,6 @@ class Returning(Three):
         return self.head(self.one(self.two(self.one(x.flatten(1)))))
 
 
-def test_stages_that_call_each_other_back_and_forth():
-    message = "'one' of stage 0 was called after modules of stage 1"
-    refused(Returning(), message, stages={"one": 0, "two": 1})
-
-
-def test_a_model_that_is_called_twice():
-    def objective(model, x, y):
-        return nn.functional.cross_entropy(model(x) + model(-x), y, reduction="sum"), len(y)
-
-    model = build("dropout")
-    options = {"devices": 2, "divide": evenstep.Stages(STAGES), "objective": objective}
-    refusal = pytest.raises(ContractError, match="call the model once in the objective")
-    with evenstep.Trainer(model, sgd(model), **grouped(**options)) as trainer, refusal:
-        trainer.step(*BATCHES[0])
-
-
 class Uncalled(Three):
     """Uses the weight of a layer of the second stage in the first."""
 
@@ -126,44 +110,66 @@ class Uncalled(Three):
         return self.head(x)
 
 
-def test_a_layer_whose_weight_is_used_elsewhere():
-    message = "two.weight lies in stage 1 but is used in stage 0"
-    refused(Uncalled(), message, stages={"one": 0, "two": 1})
-
-
 class Skipping(Three):
     def forward(self, x):
         x = self.one(x.flatten(1)).tanh()
         return self.head(x + self.two(x))
 
 
-def test_a_skip_over_a_cut_between_two_memories():
-    message = r"a tensor of stage 0 \(TanhBackward0\) is used in stage 1 without being passed"
-    refused(Skipping(), message, devices=own(2), stages={"one": 0, "two": 1})
-
-
-def test_tied_weights_of_two_memories():
+def tied():
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), nn.Tanh(), nn.Linear(36, 36))
     model[3].weight = model[1].weight
-    message = "1.weight belongs to the stages 0 and 1"
-    refused(model, message, devices=own(2), stages={"1": 0, "3": 1})
+    return model
+
+
+def called_twice(model, x, y):
+    return nn.functional.cross_entropy(model(x) + model(-x), y, reduction="sum"), len(y)
+
+
+CUT = {"one": 0, "two": 1}
+REFUSED = {
+    "back and forth": (
+        "'one' of stage 0 was called after modules of stage 1",
+        Returning,
+        {"stages": CUT},
+    ),
+    "a weight used elsewhere": (
+        "two.weight lies in stage 1 but is used in stage 0",
+        Uncalled,
+        {"stages": CUT},
+    ),
+    "a model called twice": (
+        "call the model once in the objective",
+        lambda: build("dropout"),
+        {"objective": called_twice},
+    ),
+    "a skip over a cut between two memories": (
+        r"a tensor of stage 0 \(TanhBackward0\) is used in stage 1 without being passed",
+        Skipping,
+        {"devices": own(2), "stages": CUT},
+    ),
+    "tied weights of two memories": (
+        "1.weight belongs to the stages 0 and 1",
+        tied,
+        {"devices": own(2), "stages": {"1": 0, "3": 1}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_can_not_be_staged_so(name):
+    message, make_model, options = REFUSED[name]
+    refused(message, make_model(), **options)
 
 
 def test_an_embedding_that_a_function_uses_in_another_memory():
-    model = gpt(layers=1, heads=2, width=8, context=12)
-
-    def objective(model, given):
-        return model(given).square().sum(), len(given)
-
     options = {
-        "objective": objective,
+        "objective": lambda model, given: (model(given).square().sum(), len(given)),
         "devices": own(2),
-        "divide": evenstep.Stages({"tokens": 0, "norm": 1}),
+        "stages": {"tokens": 0, "norm": 1},
     }
-    message = r"tokens.weight lies in stage 0 but is used in .*1"
-    refusal = pytest.raises(ContractError, match=message)
-    with evenstep.Trainer(model, sgd(model), **grouped(**options)) as trainer, refusal:
-        trainer.step(torch.randint(65, (8, 12)))
+    model, batch = gpt(layers=1, heads=2, width=8, context=12), torch.randint(65, (8, 12))
+    refused(r"tokens.weight lies in stage 0 but is used in .*1", model, batch, **options)
 
 
 def test_a_named_module_that_the_user_removes():
@@ -207,15 +213,12 @@ class Failing(nn.Module):
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_an_error_names_shard_stage_device_and_module(max_in_flight):
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), Failing())
-    bad = (BATCHES[0][0].clone(), BATCHES[0][1])
-    bad[0][10] *= 1e6  # in shard 3
-    stages = {"1": 0, "2": 1}
-    with staged(model, stages, max_in_flight=max_in_flight) as trainer:
+    with staged(model, {"1": 0, "2": 1}, max_in_flight=max_in_flight) as trainer:
         trainer.step(*BATCHES[0])
         trainer.waitall()
         before = state_of(trainer)
         with pytest.raises(LookupError, match="too large") as caught:
-            trainer.step(*bad).item()
+            trainer.step(*BAD).item()
         assert_same_bits(state_of(trainer), before)
         notes = caught.value.__notes__
         assert any("in shard 3 (examples 9 to 11" in note and "cpu:1" in note for note in notes)
@@ -231,14 +234,9 @@ def test_an_error_in_a_backward_pass():
         return (model(x) * torch.where(y == 0, 1e9, 1.0)[:, None]).sum(), len(y)
 
     model[2].layer.weight.data.fill_(1.0)
-    options = {
-        "objective": objective,
-        "devices": 2,
-        "divide": evenstep.Stages({"1": 0, "2": 1}),
-        "check": "off",
-    }
+    options = {"stages": {"1": 0, "2": 1}, "objective": objective, "check": "off"}
     refusal = pytest.raises(LookupError, match="too large")
-    with evenstep.Trainer(model, sgd(model), **grouped(**options)) as trainer, refusal as caught:
+    with staged(model, **options) as trainer, refusal as caught:
         trainer.step(*BATCHES[0])
     assert any(note.startswith("in stage 1") for note in caught.value.__notes__)
 
@@ -290,8 +288,6 @@ class Hanging(nn.Module):
 def test_a_shard_that_stands_still_ends_the_step_and_names_the_stage(max_in_flight):
     released = threading.Event()
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), Hanging(released))
-    bad = BATCHES[0][0].clone(), BATCHES[0][1]
-    bad[0][10] *= 1e6  # in shard 3
     options = {"max_in_flight": max_in_flight, "lost_after_s": 0.2, "check": "off"}
     try:
         with staged(model, {"1": 0, "2": 1}, **options) as trainer:
@@ -301,7 +297,7 @@ def test_a_shard_that_stands_still_ends_the_step_and_names_the_stage(max_in_flig
             model[2].is_due = True
             began_s = time.monotonic()
             with pytest.raises(DeviceLostError, match="was lost") as caught:
-                trainer.step(*bad).item()
+                trainer.step(*BAD).item()
             assert time.monotonic() - began_s < PATIENCE_S / 2  # nothing waits for the shard
             assert_same_bits(state_of(trainer), before)
             note = "shard 3 stood still on cpu:1, in stage 1, in the module '2.layer' or after it"

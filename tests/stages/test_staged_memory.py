@@ -12,9 +12,9 @@ import evenstep
 from evenstep.stages import shard as shard_module
 from evenstep.stages.carried import copied
 from evenstep.stages.turns import TurnOrder
-from grouping import grouped
 from layouts import own, shared
 from reference import bits_of
+from trainers import open_trainer
 
 WIDTH = 24
 
@@ -46,7 +46,7 @@ def test_a_device_holds_its_share_of_parameters_gradients_and_optimizer_state(
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     options = {"devices": devices(count), "divide": evenstep.Stages("balanced"), "check": "off"}
     reached = defaultdict(set)
-    with evenstep.Trainer(model, optimizer, nn.MSELoss(), **grouped(**options)) as trainer:
+    with open_trainer(model, nn.MSELoss(), optimizer=optimizer, **options) as trainer:
         executor = trainer._executor
         X = torch.randn(33, WIDTH)
         trainer.step(X, X)
@@ -74,16 +74,9 @@ def _note(stages, executor, lane, parameter):
 
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_replicas_share_the_parameters_of_one_memory(replicas):
-    model = chain()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    devices, X = own(2 * replicas), torch.randn(33, WIDTH)
-    with evenstep.Trainer(
-        model,
-        optimizer,
-        nn.MSELoss(),
-        devices=devices,
-        layout=evenstep.Layout(divide=evenstep.Stages("balanced:2")),
-    ) as trainer:
+    model, X = chain(), torch.randn(33, WIDTH)
+    options = {"devices": own(2 * replicas), "divide": evenstep.Stages("balanced:2")}
+    with open_trainer(model, nn.MSELoss(), **options) as trainer:
         trainer.step(X, X)
         held = {
             parameter.data_ptr()
@@ -107,17 +100,10 @@ def test_a_stage_never_holds_more_shards_than_its_distance_from_the_end(count, m
         return begun
 
     monkeypatch.setattr(TurnOrder, "begin", begin)
-    model = chain()
     stages = {str(6 * stage // 4): stage for stage in range(count)}
-    optimizer, X = torch.optim.SGD(model.parameters(), lr=0.01), torch.randn(64, WIDTH)
-    with evenstep.Trainer(
-        model,
-        optimizer,
-        nn.MSELoss(),
-        devices=count,
-        shards=16,
-        layout=evenstep.Layout(divide=evenstep.Stages(stages)),
-    ) as trainer:
+    options = {"devices": count, "shards": 16, "divide": evenstep.Stages(stages)}
+    X = torch.randn(64, WIDTH)
+    with open_trainer(chain(), nn.MSELoss(), **options) as trainer:
         for _ in range(3):
             trainer.step(X, X)
     assert all(most[stage] <= count - stage for stage in range(count) if count > 1)

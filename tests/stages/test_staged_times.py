@@ -11,8 +11,8 @@ from torch import nn
 import evenstep
 from evenstep.stages import shard as shard_module
 from grouping import grouped
-from reference import assert_same_bits, whole_state
-from trainers import sgd
+from reference import assert_same_bits
+from trainers import open_trainer, sgd, state_of
 from zoo import CLASSES, make_batches
 
 BATCHES = make_batches((24, 17))
@@ -90,19 +90,11 @@ def test_measuring_does_not_move_a_bit(stages):
     states = []
     for layout in ({"devices": 1}, {"devices": 2, "divide": evenstep.Stages(stages)}):
         torch.manual_seed(0)
-        model = nn.Sequential(
-            nn.Conv2d(1, 4, 3),
-            nn.BatchNorm2d(4),
-            nn.Flatten(),
-            nn.Dropout(0.3),
-            nn.Linear(64, CLASSES),
-        )
-        optimizer = sgd(model)
-        with evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), **grouped(**layout)
-        ) as trainer:
+        convolution = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten()
+        model = nn.Sequential(*convolution, nn.Dropout(0.3), nn.Linear(64, CLASSES))
+        with open_trainer(model, **layout) as trainer:
             losses = [float(trainer.step(*batch)) for batch in BATCHES]
-        states.append(({**whole_state(model, optimizer)}, losses))
+        states.append((state_of(trainer), losses))
     assert_same_bits(states[1][0], states[0][0])
     assert states[1][1] == states[0][1]
 

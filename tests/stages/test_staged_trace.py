@@ -4,27 +4,20 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 import evenstep
 from evenstep.bench.pictures import draw_stages
 from evenstep.cli.traces.reader import read_trace
-from grouping import grouped
-from trainers import sgd
+from trainers import open_trainer
 from zoo import build, make_batches
+
+STAGES = evenstep.Stages({"0": 0, "4": 1})
 
 
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 def test_every_visit_is_in_the_row_of_its_stages_device(tmp_path, max_in_flight):
-    model = build("dropout")
-    options = {
-        "devices": 4,
-        "divide": evenstep.Stages({"0": 0, "4": 1}),
-        "max_in_flight": max_in_flight,
-    }
-    with evenstep.Trainer(
-        model, sgd(model), nn.CrossEntropyLoss(), **grouped(**options)
-    ) as trainer:
+    options = {"devices": 4, "max_in_flight": max_in_flight}
+    with open_trainer(build("dropout"), divide=STAGES, **options) as trainer:
         for batch in make_batches((33, 16)):
             trainer.step(*batch)
         trainer.waitall()
@@ -51,14 +44,7 @@ def test_every_visit_is_in_the_row_of_its_stages_device(tmp_path, max_in_flight)
 
 
 def test_an_evaluation_has_no_backward_visits():
-    model = build("dropout")
-    with evenstep.Trainer(
-        model,
-        sgd(model),
-        nn.CrossEntropyLoss(),
-        devices=2,
-        layout=evenstep.Layout(divide=evenstep.Stages({"0": 0, "4": 1})),
-    ) as trainer:
+    with open_trainer(build("dropout"), divide=STAGES) as trainer:
         trainer.predict([torch.zeros(16, 1, 6, 6)])
         spans = [one for one in trainer.trace.spans if one.category == "evaluate"]
     assert [one.story["backward"] for one in spans] == [False] * 16

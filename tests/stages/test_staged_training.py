@@ -14,9 +14,9 @@ from evenstep.engine import InlineLanes
 from evenstep.metrics import accuracy
 from evenstep.models.gpt import gpt
 from grouping import grouped
-from layouts import own, shared
+from layouts import DelayedLanes, own, shared
 from reference import assert_same_bits, bits_of, reference_training, whole_state
-from trainers import sgd, train
+from trainers import open_trainer, sgd, train
 from zoo import CLASSES, ZOO, build, make_batches
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
@@ -189,8 +189,12 @@ def assert_equals_reference(name, stages, sizes, shards, replicas=1, **options):
     assert losses == expected_losses
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize(("name", "stages"), CASES)
+FIRST_CUTS = [(name, cuts[0], 2) for name, cuts in CUTS.items()]
+
+
+@pytest.mark.parametrize(
+    ("name", "stages", "replicas"), [*((*case, 1) for case in CASES), *FIRST_CUTS]
+)
 def test_every_model_in_every_cut_equals_the_reference(name, stages, replicas):
     assert_equals_reference(name, stages, (33, 16, 19), 7, replicas)
 
@@ -200,8 +204,7 @@ def test_with_steps_in_flight(name, stages):
     assert_equals_reference(name, stages, (33, 16, 19, 24), 7, max_in_flight=2)
 
 
-@pytest.mark.parametrize("devices", [shared(4), own(4)])
-@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize(("devices", "max_in_flight"), [(shared(4), 2), (own(4), 1)])
 def test_with_an_optimizer_that_is_split_by_owners(devices, max_in_flight):
     options = {"devices": devices, "divide": [evenstep.Owners()], "max_in_flight": max_in_flight}
     assert_equals_reference("dropout", {"0": 0, "2": 1}, (33, 16, 19), 7, **options)
@@ -230,40 +233,6 @@ def tokens(number):
     return drawn[:, :-1], drawn[:, 1:]
 
 
-def train_gpt(**options):
-    torch.manual_seed(0)
-    model = gpt(layers=3, heads=2, width=16, context=12)
-    optimizer = ADAM(model.parameters())
-
-    def objective(model, given, expected):
-        scores = model(given)
-        total = nn.functional.cross_entropy(
-            scores.flatten(0, 1), expected.flatten(), reduction="sum"
-        )
-        return total, expected.numel()
-
-    options = {"objective": objective, **options}
-    with evenstep.Trainer(model, optimizer, **grouped(**options)) as trainer:
-        for number in range(3):
-            trainer.step(*tokens(number))
-        return trainer.fingerprint()
-
-
-@pytest.mark.parametrize("stages", ["balanced", {"tokens": 0, "blocks.1.to_output": 1, "norm": 2}])
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"clip_norm": 0.1}])
-def test_a_transformer_whose_embedding_is_its_last_layer(stages, options):
-    expected = train_gpt(devices=1, **options)
-    assert train_gpt(devices=3, divide=evenstep.Stages(stages), **options) == expected
-
-
-@pytest.mark.parametrize("options", [{"memory_format": "channels_last"}, {"precision": "bf16"}])
-def test_memory_format_and_precision(options):
-    batches = make_batches((33, 21))
-    expected = train(Blocks(), ADAM, batches, devices=1, **options)
-    found = train(Blocks(), ADAM, batches, devices=2, divide=evenstep.Stages("balanced"), **options)
-    assert_same_bits(found[0], expected[0])
-
-
 class Rows(nn.Module):
     """A table whose gradients are sparse, by a layer or by a function that is none."""
 
@@ -282,54 +251,123 @@ class Rows(nn.Module):
         return self.head(rows.mean(1))
 
 
-@pytest.mark.parametrize("by_layer", [False, True])
-def test_sparse_gradients(by_layer):
-    batches = make_batches((33, 21))
-    plain = functools.partial(torch.optim.SGD, lr=0.1)
-    expected, _ = train(Rows(by_layer=by_layer), plain, batches, devices=1)
-    stages = {"table": 0, "head": 1}
-    found, _ = train(
-        Rows(by_layer=by_layer), plain, batches, devices=2, divide=evenstep.Stages(stages)
-    )
-    assert_same_bits(found, expected)
+BATCHES = make_batches((33, 21, 17))
 
 
-def alone_and_staged(make_model, stages, use, objective=None, devices=2):
-    """Return what `use(trainer)` gives on one device, and in stages."""
+def steps(trainer):
+    for batch in BATCHES:
+        trainer.step(*batch)
+
+
+def assert_as_on_one_device(make_model, stages, use=steps, *, devices=2, sgd=sgd, **options):
+    """Compare what `use(trainer)` gives, and the training, on one device and in stages."""
     found = []
     for layout in ({"devices": 1}, {"devices": devices, "divide": evenstep.Stages(stages)}):
         model = make_model()
-        loss = None if objective else nn.CrossEntropyLoss()
-        options = {"objective": objective, **layout}
-        with evenstep.Trainer(model, sgd(model), loss, **grouped(**options)) as trainer:
+        options = {"lanes": DelayedLanes, **options, **layout}
+        with open_trainer(model, optimizer=sgd(model), **options) as trainer:
             found.append((use(trainer), trainer.fingerprint()))
-    return found
+    assert found[0] == found[1]
+
+
+def transformer():
+    torch.manual_seed(0)
+    return gpt(layers=3, heads=2, width=16, context=12)
+
+
+def next_tokens(model, given, expected):
+    scores = model(given).flatten(0, 1)
+    total = nn.functional.cross_entropy(scores, expected.flatten(), reduction="sum")
+    return total, expected.numel()
+
+
+@pytest.mark.parametrize(
+    ("stages", "options"),
+    [
+        ("balanced", {}),
+        ("balanced", {"precision": "bf16"}),
+        ({"tokens": 0, "blocks.1.to_output": 1, "norm": 2}, {"clip_norm": 0.1}),
+    ],
+)
+def test_a_transformer_whose_embedding_is_its_last_layer(stages, options):
+    def use(trainer):
+        for number in range(3):
+            trainer.step(*tokens(number))
+
+    options = {"devices": 3, "objective": next_tokens, **options}
+    assert_as_on_one_device(
+        transformer, stages, use, sgd=lambda model: ADAM(model.parameters()), **options
+    )
+
+
+def smooth(model, x, y):
+    """A loss with the gradient of its output with respect to its input (a gradient penalty)."""
+    x = x.clone().requires_grad_()
+    scores = model(x)
+    (slope,) = torch.autograd.grad(scores.square().sum(), x, create_graph=True)
+    loss = nn.functional.cross_entropy(scores, y, reduction="sum")
+    return loss + slope.square().sum(), len(y)
+
+
+def chain():
+    torch.manual_seed(0)
+    layers = nn.Flatten(), nn.Linear(36, 12), nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 5)
+    return nn.Sequential(*layers)
+
+
+def without_momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+SPARSE = {"table": 0, "head": 1}
+TRAININGS = {
+    "channels last": (Blocks, "balanced", {"memory_format": "channels_last"}),
+    "bf16": (Blocks, "balanced", {"precision": "bf16"}),
+    "sparse, by a layer": (lambda: Rows(by_layer=True), SPARSE, {"sgd": without_momentum}),
+    "sparse, by a function": (lambda: Rows(by_layer=False), SPARSE, {"sgd": without_momentum}),
+    "checked in every step": (Skips, {"stem": 0, "late": 1}, {"check": "every 1"}),
+    "a backward pass in the objective": (chain, {"1": 0, "3": 1}, {"objective": smooth}),
+    "the same in three stages": (
+        chain,
+        {"1": 0, "3": 1, "4": 2},
+        {"objective": smooth, "devices": 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_a_training_as_on_one_device(name):
+    make_model, stages, options = TRAININGS[name]
+    assert_as_on_one_device(make_model, stages, **options)
 
 
 def test_evaluation_and_prediction():
-    batches = make_batches((33, 21))
-
     def use(trainer):
-        trainer.step(*batches[0])
-        values = trainer.evaluate(batches, {"accuracy": accuracy})
-        outputs = trainer.predict([X for X, _ in batches])
-        trainer.step(*batches[1])
+        trainer.step(*BATCHES[0])
+        values = trainer.evaluate(BATCHES, {"accuracy": accuracy})
+        outputs = trainer.predict([X for X, _ in BATCHES])
+        trainer.step(*BATCHES[1])
         return values, bits_of(outputs)
 
-    one, other = alone_and_staged(Blocks, "balanced:2", use, devices=4)
-    assert one == other
+    assert_as_on_one_device(Blocks, "balanced:2", use, devices=4)
 
 
 def test_gradients_without_an_update():
-    batches = make_batches((33, 21))
-
     def use(trainer):
-        trainer.backward(*batches[0])
-        trainer.backward(*batches[1], accumulate=True)
+        trainer.backward(*BATCHES[0])
+        trainer.backward(*BATCHES[1], accumulate=True)
         return [bits_of(parameter.grad) for parameter in trainer.model.parameters()]
 
-    one, other = alone_and_staged(Skips, "balanced", use)
-    assert one == other
+    assert_as_on_one_device(Skips, "balanced", use)
+
+
+def test_layers_that_the_user_replaces_between_two_steps():
+    def use(trainer):
+        trainer.step(*BATCHES[0])
+        trainer.model[3] = nn.Tanh()
+        trainer.step(*BATCHES[1])
+
+    assert_as_on_one_device(lambda: build("dropout"), {"0": 0, "4": 1}, use)
 
 
 class Twice(nn.Module):
@@ -358,67 +396,33 @@ class Twice(nn.Module):
 @pytest.mark.parametrize("devices", [shared(2), own(2)])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_pass_without_gradients_may_begin_at_the_first_stage_again(first, devices):
-    batches = make_batches((33, 21))
-
     def use(trainer):
-        for batch in batches:
-            trainer.step(*batch)
-        outputs = trainer.predict([batches[0][0]], lambda model, x: model(x) + model(-x))
-        return bits_of(outputs)
+        steps(trainer)
+        inputs = [BATCHES[0][0]]
+        return bits_of(trainer.predict(inputs, lambda model, x: model(x) + model(-x)))
 
     make_model = functools.partial(Twice, first=first)
-    one, other = alone_and_staged(make_model, {"one": 0, "two": 1}, use, devices=devices)
-    assert one == other
+    assert_as_on_one_device(make_model, {"one": 0, "two": 1}, use, devices=devices)
 
 
 @pytest.mark.parametrize("devices", [shared(2), own(2)])
 def test_hooks_of_the_users_on_modules(devices):
-    batches = make_batches((33, 21, 17))
-
     def hook(module):
         module.register_forward_pre_hook(lambda _, args: (args[0] * 2,))
         module.register_forward_hook(lambda _, args, output: output + args[0].mean(1, keepdim=True))
 
     def use(trainer):
-        trainer.step(*batches[0])
+        trainer.step(*BATCHES[0])
         hook(trainer.model[4])
         trainer.model[4].register_full_backward_hook(lambda _, given, wanted: (given[0] * 0.5,))
-        for batch in batches[1:]:
-            trainer.step(*batch)
+        steps(trainer)
 
     def make_model():
         model = build("dropout")
         hook(model[1])
         return model
 
-    one, other = alone_and_staged(make_model, {"0": 0, "4": 1}, use, devices=devices)
-    assert one == other
-
-
-def smooth(model, x, y):
-    """A loss with the gradient of its output with respect to its input (a gradient penalty)."""
-    x = x.clone().requires_grad_()
-    scores = model(x)
-    (slope,) = torch.autograd.grad(scores.square().sum(), x, create_graph=True)
-    loss = nn.functional.cross_entropy(scores, y, reduction="sum")
-    return loss + slope.square().sum(), len(y)
-
-
-@pytest.mark.parametrize("stages", [{"1": 0, "3": 1}, {"1": 0, "3": 1, "4": 2}])
-def test_an_objective_with_a_backward_pass_inside(stages):
-    batches = make_batches((33, 21))
-
-    def use(trainer):
-        for batch in batches:
-            trainer.step(*batch)
-
-    def make_model():
-        torch.manual_seed(0)
-        layers = nn.Flatten(), nn.Linear(36, 12), nn.Tanh(), nn.Linear(12, 12), nn.Linear(12, 5)
-        return nn.Sequential(*layers)
-
-    one, other = alone_and_staged(make_model, stages, use, smooth, len(stages))
-    assert one == other
+    assert_as_on_one_device(make_model, {"0": 0, "4": 1}, use, devices=devices)
 
 
 def test_a_checkpoint_is_resumed_in_another_arrangement(tmp_path):
@@ -442,36 +446,6 @@ def test_a_checkpoint_is_resumed_in_another_arrangement(tmp_path):
     assert_same_bits(whole_state(model, optimizer), expected)
 
 
-def test_layers_that_the_user_replaces_between_two_steps():
-    batches = make_batches((33, 21))
-    states = []
-    for layout in ({"devices": 1}, {"devices": 2, "divide": evenstep.Stages({"0": 0, "4": 1})}):
-        model = build("dropout")
-        optimizer = sgd(model)
-        with evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), **grouped(**layout)
-        ) as trainer:
-            trainer.step(*batches[0])
-            model[3] = nn.Tanh()
-            trainer.step(*batches[1])
-        states.append(whole_state(model, optimizer))
-    assert_same_bits(*states)
-
-
-def test_the_contract_is_checked_again_on_hooked_replicas():
-    batches = make_batches((33, 21, 17))
-    expected = train(Skips(), ADAM, batches, devices=1)
-    found = train(
-        Skips(),
-        ADAM,
-        batches,
-        devices=2,
-        divide=evenstep.Stages({"stem": 0, "late": 1}),
-        check="every 1",
-    )
-    assert_same_bits(found[0], expected[0])
-
-
 OWN = [
     ("fanned", {"stem": 0, "one": 1}),
     ("fanned", {"stem": 0, "one": 1, "three": 2}),
@@ -488,8 +462,7 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(("replicas", "max_in_flight"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize(("name", "stages"), OWN)
 def test_devices_with_memory_of_their_own(name, stages, replicas, max_in_flight):
     devices = own(len({*stages.values()}) * replicas)
