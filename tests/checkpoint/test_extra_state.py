@@ -79,16 +79,17 @@ def warmed(tmp_path, request):
     return tmp_path
 
 
-def test_a_model_without_the_extra_state_is_another_one(warmed):
+@pytest.mark.parametrize(
+    ("place", "layer", "line"),
+    [
+        (2, nn.Identity(), "extra state of 2 none instead of some"),
+        (0, nn.Sequential(nn.Flatten(), Warm()), "extra state of 0.1 some instead of none"),
+    ],
+)
+def test_a_model_with_other_extra_state_is_another_one(warmed, place, layer, line):
     model, _ = warming()
-    model[2] = nn.Identity()
-    assert "extra state of 2 none instead of some" in refused_extra(warmed, model)
-
-
-def test_a_model_with_more_extra_state_is_another_one(warmed):
-    model, _ = warming()
-    model[0] = nn.Sequential(nn.Flatten(), Warm())
-    assert "extra state of 0.1 some instead of none" in refused_extra(warmed, model)
+    model[place] = layer
+    assert line in refused_extra(warmed, model)
 
 
 class Forgets(Warm):

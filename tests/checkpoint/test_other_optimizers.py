@@ -1,6 +1,7 @@
 """A checkpoint is loaded into an optimizer of its own class and settings only."""
 
 import copy
+import itertools
 
 import numpy as np
 import pytest
@@ -31,12 +32,16 @@ def saved_with(optimizer, folder, **options):
     return trainer
 
 
+def loaded(folder, optimizer, seed=0):
+    model = build("convolution", seed)
+    return evenstep.Trainer.load(folder, model, optimizer(model.parameters()), LOSS, devices=1)
+
+
 def refused_by(folder, optimizer):
     """Return what is said to another optimizer; model and optimizer must stay as they are."""
     model = build("convolution", seed=9)
     made = optimizer(model.parameters())
-    before = dict(named_state(model, made))
-    before = {name: value.clone() for name, value in before.items()}
+    before = {name: value.clone() for name, value in named_state(model, made)}
     settings = copy.deepcopy(made.state_dict()["param_groups"])
     with pytest.raises(CheckpointError) as caught:
         evenstep.Trainer.load(folder, model, made, LOSS, devices=1)
@@ -46,28 +51,16 @@ def refused_by(folder, optimizer):
     return str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def saved_adams(tmp_path_factory):
-    """A checkpoint of each, with the same settings."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ADAMS}
-    for name, kind in ADAMS.items():
-        saved_with(lambda p, kind=kind: kind(p, lr=0.01), folders[name])
-    return folders
-
-
-@pytest.mark.parametrize("saved", ADAMS)
-@pytest.mark.parametrize("given", ADAMS)
-def test_the_state_of_another_optimizer_is_refused_by_naming_both(saved_adams, saved, given):
-    if given == saved:
-        model = build("convolution", seed=9)
-        made = ADAMS[given](model.parameters(), lr=0.01)
-        with evenstep.Trainer.load(saved_adams[saved], model, made, LOSS, devices=1) as trainer:
-            run(trainer, 3)
-        return
-    line = refused_by(saved_adams[saved], lambda p: ADAMS[given](p, lr=0.01))
+@pytest.mark.parametrize(("saved", "given"), [*itertools.pairwise([*ADAMS, "Adam"])])
+def test_the_state_of_another_optimizer_is_refused_by_naming_both(tmp_path, saved, given):
+    """Of optimizers with the same settings, each is given the state of the one before."""
+    saved_with(lambda p: ADAMS[saved](p, lr=0.01), tmp_path)
+    line = refused_by(tmp_path, lambda p: ADAMS[given](p, lr=0.01))
     then, now = (f"torch.optim.{name.lower()}.{name}" for name in (saved, given))
     assert f"the class of the optimizer {now} instead of {then}" in line
     assert "the checkpoint is of another optimizer: give the one" in line
+    with loaded(tmp_path, lambda p: ADAMS[saved](p, lr=0.01), seed=9) as trainer:
+        run(trainer, 3)
 
 
 def test_other_settings_of_an_optimizer_are_refused_by_naming_both(tmp_path):
@@ -89,8 +82,7 @@ def test_a_setting_that_only_one_version_of_torch_knows_is_no_difference(tmp_pat
         del optimizer.defaults["differentiable"]
         return optimizer
 
-    model = build("convolution")
-    evenstep.Trainer.load(tmp_path, model, other_version(model.parameters()), LOSS, devices=1)
+    loaded(tmp_path, other_version)
 
 
 @pytest.mark.parametrize(
@@ -106,10 +98,8 @@ def test_a_setting_that_only_one_version_of_torch_knows_is_no_difference(tmp_pat
 def test_settings_that_are_equal_or_may_change_in_place_are_no_difference(tmp_path, saved, given):
     """Schedulers write to a rate that is a tensor, and so to the default that it came from."""
     saved_with(lambda p: torch.optim.SGD(p, lr=saved), tmp_path)
-    model = build("convolution")
-    optimizer = torch.optim.SGD(model.parameters(), lr=given)
-    evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=1)
-    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(float(saved))
+    trainer = loaded(tmp_path, lambda p: torch.optim.SGD(p, lr=given))
+    assert float(trainer.optimizer.param_groups[0]["lr"]) == pytest.approx(float(saved))
 
 
 class Rule(torch.optim.SGD):
@@ -124,16 +114,14 @@ def test_a_default_that_no_checkpoint_can_hold_is_not_compared(tmp_path):
     saved_with(lambda p: Rule(p, lr=0.1), tmp_path)
     line = refused_by(tmp_path, lambda p: Rule(p, lr=0.2))
     assert "with lr of the optimizer 0.2 instead of 0.1: " in line
-    model = build("convolution")
-    evenstep.Trainer.load(tmp_path, model, Rule(model.parameters(), lr=0.1), LOSS, devices=1)
+    loaded(tmp_path, lambda p: Rule(p, lr=0.1))
 
 
 def test_a_class_may_be_in_a_script_now_and_in_a_module_later(tmp_path, monkeypatch):
     monkeypatch.setattr(Rule, "__module__", "__main__")
     saved_with(lambda p: Rule(p, lr=0.1), tmp_path)
     monkeypatch.undo()
-    model = build("convolution")
-    evenstep.Trainer.load(tmp_path, model, Rule(model.parameters(), lr=0.1), LOSS, devices=1)
+    loaded(tmp_path, lambda p: Rule(p, lr=0.1))
 
 
 def test_a_class_of_the_same_name_as_one_of_torch_is_another_one(tmp_path):
@@ -162,8 +150,6 @@ def test_an_optimizer_inside_another_one_is_compared_too(tmp_path):
 def test_a_checkpoint_without_the_class_loads_as_before(tmp_path):
     trainer = saved_with(lambda p: torch.optim.SGD(p, lr=0.1), tmp_path)
     rewritten(tmp_path, lambda tree: tree.pop("optimizers"))
-    model = build("convolution", seed=9)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-    loaded = evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=1)
-    assert loaded.fingerprint() == trainer.fingerprint()
-    assert loaded.fingerprint(version=2) == trainer.fingerprint(version=2)
+    again = loaded(tmp_path, lambda p: torch.optim.SGD(p, lr=0.2), seed=9)
+    assert again.fingerprint() == trainer.fingerprint()
+    assert again.fingerprint(version=2) == trainer.fingerprint(version=2)

@@ -353,20 +353,28 @@ print(trainer.within_rounding)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "named"),
+    ("settings", "named"),
     [
-        ("ATEN_CPU_CAPABILITY", "default", "the CPU capability DEFAULT instead of"),
-        ("MKL_CBWR", "COMPATIBLE", "MKL_CBWR COMPATIBLE instead of not set"),
-        ("ONEDNN_MAX_CPU_ISA", "ALL", None),
-        ("MKL_ENABLE_INSTRUCTIONS", "AVX512", None),
-        ("OPENBLAS_CORETYPE", "Zen", None),
+        (
+            {"ATEN_CPU_CAPABILITY": "default"},
+            "the CPU capability DEFAULT instead of",
+        ),
+        ({"MKL_CBWR": "COMPATIBLE"}, "MKL_CBWR COMPATIBLE instead of not set"),
+        (
+            {
+                "ONEDNN_MAX_CPU_ISA": "ALL",
+                "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+                "OPENBLAS_CORETYPE": "Zen",
+            },
+            None,
+        ),
     ],
     ids=str,
 )
-def test_a_setting_of_libraries_counts_where_it_moves_a_bit(folder, name, value, named):
+def test_a_setting_of_libraries_counts_where_it_moves_a_bit(folder, settings, named):
     here = Path(__file__).parent
     given = "-c", PROGRAM, here, here.parent / "support", folder
-    finished = run(*given, env={**os.environ, name: value}, fresh=True)
+    finished = run(*given, env={**os.environ, **settings}, fresh=True)
     lines = finished.stderr.splitlines()
     if named is None:
         assert (finished.stdout, lines) == ("False\n", [])

@@ -15,11 +15,16 @@ OPTIMIZERS = {
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.05, t0=2),
     "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=3),
 }
+SCHEDULES = torch.optim.lr_scheduler
 SCHEDULERS = {
     "none": lambda optimizer: None,
-    "one cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=20),
-    "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0),
-    "steps": lambda o: torch.optim.lr_scheduler.MultiStepLR(o, [2, 5, 6]),
+    "one cycle": lambda o: SCHEDULES.OneCycleLR(o, 0.2, total_steps=20),
+    "plateau": lambda o: SCHEDULES.ReduceLROnPlateau(o, patience=0),
+    "steps": lambda o: SCHEDULES.MultiStepLR(o, [2, 5, 6]),
+    "warm restarts": lambda o: SCHEDULES.CosineAnnealingWarmRestarts(o, T_0=2),
+    "sequential": lambda o: SCHEDULES.SequentialLR(
+        o, [SCHEDULES.LinearLR(o, total_iters=2), SCHEDULES.ExponentialLR(o, 0.9)], [2]
+    ),
 }
 LOSS = nn.CrossEntropyLoss()
 X, Y = make_batches((53,))[0]
@@ -39,7 +44,7 @@ def run(trainer, steps):
     while trainer.steps_done < steps:
         for batch in trainer.epoch(LOADER):
             loss = trainer.step(*batch)
-            if isinstance(trainer.scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            if isinstance(trainer.scheduler, SCHEDULES.ReduceLROnPlateau):
                 trainer.scheduler.step(float(loss))
             elif trainer.scheduler:
                 trainer.scheduler.step()
