@@ -4,12 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-import evenstep
 from evenstep.errors import ContractError
-from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
-from trainers import sgd
+from trainers import open_trainer, sgd
 from zoo import CLASSES, make_batches
 
 BATCHES = make_batches((16, 13, 16, 9, 16, 16))
@@ -50,11 +48,6 @@ def register(model):
     model._buffers["count"] = model.count + 1
 
 
-def trainer_of(model, devices=1, in_flight=1, **options):
-    options = {"devices": devices, "max_in_flight": in_flight, **options}
-    return evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **grouped(**options))
-
-
 def plain(change):
     """Train without the library: one shard of the whole batch a step."""
     model = Followed()
@@ -69,7 +62,9 @@ def plain(change):
 
 def train(change, devices, in_flight, shards):
     model = Followed()
-    with trainer_of(model, devices, in_flight, shards=shards, after_update=change) as trainer:
+    with open_trainer(
+        model, devices=devices, max_in_flight=in_flight, shards=shards, after_update=change
+    ) as trainer:
         for X, y in BATCHES:
             trainer.step(X, y)
         trainer.waitall()
@@ -92,7 +87,9 @@ def test_a_hook_that_assigns_does_what_one_that_writes_does(devices, in_flight, 
 def test_nothing_is_made_again(devices, in_flight, by_hook):
     model = Followed()
     hook = assign if by_hook else None
-    with trainer_of(model, devices, in_flight, after_update=hook) as trainer:
+    with open_trainer(
+        model, devices=devices, max_in_flight=in_flight, after_update=hook
+    ) as trainer:
         trainer.step(*BATCHES[0])
         trainer.waitall()
         replicas, structure = [*trainer._replicas.all], trainer._replicas.structure
@@ -113,7 +110,7 @@ def test_a_tensor_that_was_assigned_stays_the_users(devices):
     states = []
     for assigns in (False, True):
         model = Followed()
-        with trainer_of(model, devices) as trainer:
+        with open_trainer(model, devices=devices) as trainer:
             mine = model.mean
             for X, y in BATCHES:
                 if assigns:
@@ -130,7 +127,7 @@ def test_other_assignments_are_followed_too(devices):
     """One tensor in two places, a view of a parameter's copy, another shape."""
     model = Followed()
     model.register_buffer("other", torch.zeros(8))
-    with trainer_of(model, devices) as trainer:
+    with open_trainer(model, devices=devices) as trainer:
         trainer.step(*BATCHES[0])
         model.mean = model.other = torch.ones(8)
         trainer.step(*BATCHES[1])
@@ -147,7 +144,7 @@ def grow(model):
 def test_a_hook_that_gives_a_buffer_another_shape_in_flight_is_refused():
     """The shards of the next step were submitted with the old one."""
     model = Followed()
-    with trainer_of(model, 2, 2, after_update=grow) as trainer:
+    with open_trainer(model, max_in_flight=2, after_update=grow) as trainer:
         trainer.step(*BATCHES[0])
         with pytest.raises(ContractError, match=r"after_update has changed .*max_in_flight=1"):
             trainer.waitall()

@@ -6,10 +6,9 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import ContractError, InputError
-from grouping import grouped
 from layouts import own
 from reference import assert_same_bits
-from trainers import sgd, state_of
+from trainers import open_trainer, sgd, state_of
 
 X = torch.randn(30, 6, generator=torch.Generator().manual_seed(0))  # 4 or 3 examples a shard
 Y = torch.arange(30) % 3
@@ -48,9 +47,7 @@ def follow_mean(module, x):
 
 
 def train(module, steps=2, **options):
-    with evenstep.Trainer(
-        module, sgd(module), nn.CrossEntropyLoss(), **grouped(**options)
-    ) as trainer:
+    with open_trainer(module, **options) as trainer:
         for _ in range(steps):
             trainer.step(X, Y)
         return state_of(trainer)
@@ -178,12 +175,7 @@ def test_norm_layers_need_no_rule_even_where_a_channel_is_dead():
 
 def test_rules_are_part_of_a_checkpoint(tmp_path):
     module = Writing(torch.tensor(0), count_examples)
-    with evenstep.Trainer(
-        module,
-        sgd(module),
-        nn.CrossEntropyLoss(),
-        experiment=evenstep.Experiment(buffers={"state": "sum"}),
-    ) as trainer:
+    with open_trainer(module, buffers={"state": "sum"}) as trainer:
         trainer.step(X, Y)
         trainer.save(tmp_path)
     other = Writing(torch.tensor(0), count_examples)

@@ -19,12 +19,10 @@ from torch.ao.quantization import (
     disable_observer,
 )
 
-import evenstep
 from evenstep.errors import ContractError, ModelError
-from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
-from trainers import sgd
+from trainers import open_trainer, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.ao.quantization:DeprecationWarning")
 
@@ -66,20 +64,25 @@ def built(make):
 
 
 def trained(model, steps=2, **layout):
-    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **grouped(**layout)) as trainer:
+    with open_trainer(model, **layout) as trainer:
         for batch in (BATCHES * steps)[: 2 * steps]:
             trainer.step(*batch)
     return whole_state(model, trainer.optimizer)
 
 
-@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+everywhere = pytest.mark.parametrize("devices", DEVICES, ids=str)
+every_observer = pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+by_channel = pytest.mark.parametrize("make", PER_CHANNEL.values(), ids=PER_CHANNEL)
+
+
+@every_observer
 @pytest.mark.parametrize("layout", [{"devices": 2}, {"devices": own(2)},
                                     {"devices": 2, "max_in_flight": 2}], ids=str)  # fmt: skip
 def test_every_layout_has_the_same_bits(make, layout):
     assert_same_bits(trained(built(make), **layout), trained(built(make), devices=1))
 
 
-@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
+@every_observer
 @pytest.mark.parametrize("devices", [1, 2])
 def test_one_shard_is_the_plain_loop(make, devices):
     plain = built(make)
@@ -92,15 +95,14 @@ def test_one_shard_is_the_plain_loop(make, devices):
     assert_same_bits(state, whole_state(plain, optimizer))
 
 
-@pytest.mark.parametrize("make", ALL.values(), ids=ALL)
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@every_observer
+@everywhere
 def test_a_step_leaves_the_range_of_the_batch(make, devices):
     """As if a plain forward pass had seen the whole batch; the scale belongs to the range."""
     model = built(make)
     plain = copy.deepcopy(model)
-    with evenstep.Trainer(
-        model, torch.optim.SGD(model.parameters(), lr=1e-30), nn.CrossEntropyLoss(), devices=devices
-    ) as trainer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
+    with open_trainer(model, optimizer=optimizer, devices=devices) as trainer:
         for X, y in BATCHES:
             trainer.step(X, y)
     with torch.no_grad():
@@ -110,7 +112,7 @@ def test_a_step_leaves_the_range_of_the_batch(make, devices):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@everywhere
 def test_a_rule_that_is_given_comes_first(devices):
     rules = {"*.min_val": "mean", "*.max_val": "first"}
     model = built(MinMaxObserver)
@@ -121,12 +123,12 @@ def test_a_rule_that_is_given_comes_first(devices):
 
 
 @pytest.mark.parametrize("make", QUANTISERS.values(), ids=QUANTISERS)
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@everywhere
 def test_ranges_can_be_frozen(make, devices):
     states = []
     for layout in (1, devices):
         model = built(make)
-        with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=layout) as trainer:
+        with open_trainer(model, devices=layout) as trainer:
             trainer.step(*BATCHES[0])
             model.apply(disable_observer)
             frozen = model[2].scale.clone()
@@ -136,15 +138,13 @@ def test_ranges_can_be_frozen(make, devices):
     assert_same_bits(*states)
 
 
-@pytest.mark.parametrize("make", PER_CHANNEL.values(), ids=PER_CHANNEL)
+@by_channel
 @pytest.mark.parametrize("shards", [1, 8])
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@everywhere
 def test_observers_without_a_shape_are_named(make, shards, devices):
     model = built(make)
     with (
-        evenstep.Trainer(
-            model, sgd(model), nn.CrossEntropyLoss(), devices=devices, shards=shards
-        ) as trainer,
+        open_trainer(model, devices=devices, shards=shards) as trainer,
         pytest.raises(ModelError, match=r"buffer 2\..* changed its shape from \([01],\) to \(8,\)"),
     ):
         trainer.step(*BATCHES[0])
@@ -152,8 +152,8 @@ def test_observers_without_a_shape_are_named(make, shards, devices):
     assert_same_bits(dict(model.named_buffers()), dict(before.named_buffers()))
 
 
-@pytest.mark.parametrize("make", PER_CHANNEL.values(), ids=PER_CHANNEL)
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@by_channel
+@everywhere
 def test_observers_that_have_seen_a_batch_have_a_shape(make, devices):
     states = []
     for layout in (1, devices):
@@ -163,7 +163,7 @@ def test_observers_that_have_seen_a_batch_have_a_shape(make, devices):
     assert_same_bits(*states)
 
 
-@pytest.mark.parametrize("devices", DEVICES, ids=str)
+@everywhere
 def test_a_histogram_is_refused_by_the_name_of_its_buffer(devices):
     with pytest.raises(ContractError, match=r"the buffer 2\.histogram .*MovingAverageMinMax"):
         trained(built(HistogramObserver), devices=devices)

@@ -8,14 +8,13 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-import evenstep
 from evenstep.errors import ContractError
 from evenstep.replicas import OptimizerProxy
 from in_flight import DEVICES, assert_same_as_one_at_a_time, numbered, opened
 from optimizers import OPTIMIZERS, SETTINGS, model_for
 from owned_optimizers import OWN_LISTS, OwnList
 from reference import assert_same_bits, reference_training, whole_state
-from trainers import sgd
+from trainers import open_trainer, sgd
 from zoo import build, make_batches
 
 on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
@@ -57,24 +56,31 @@ def counting(model):
 # Schedulers
 
 
+SCHEDULERS = {
+    "one cycle": (sgd, lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=7)),
+    "one cycle, Adam": (adam, lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=7)),
+    "one cycle of two groups": (
+        two_groups,
+        lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.3], total_steps=7),
+    ),
+    "cosine": (sgd, lambda o: lr_scheduler.CosineAnnealingLR(o, 4)),
+    "functions": (
+        two_groups,
+        lambda o: lr_scheduler.LambdaLR(o, [lambda n: 0.5**n, lambda n: 1 / (n + 1)]),
+    ),
+    "exponential, with counters": (counting, lambda o: lr_scheduler.ExponentialLR(o, 0.7)),
+}
+
+
 @on_devices
-@pytest.mark.parametrize(
-    ("make_optimizer", "make_scheduler"),
-    [
-        (sgd, lambda o: lr_scheduler.OneCycleLR(o, 0.3, total_steps=7)),
-        (adam, lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=7)),
-        (two_groups, lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.3], total_steps=7)),
-        (sgd, lambda o: lr_scheduler.CosineAnnealingLR(o, 4)),
-        (two_groups, lambda o: lr_scheduler.LambdaLR(o, [lambda n: 0.5**n, lambda n: 1 / (n + 1)])),
-        (counting, lambda o: lr_scheduler.ExponentialLR(o, 0.7)),
-    ],
-)
-def test_a_scheduler_stepped_after_every_step(devices, make_optimizer, make_scheduler):
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_stepped_after_every_step(devices, name):
     """Also tests that nothing warns: warnings are errors here."""
 
     def act(trainer, number, loss):
         trainer.scheduler.step()
 
+    make_optimizer, make_scheduler = SCHEDULERS[name]
     _, _, groups = assert_same_as_one_at_a_time(
         devices, act, make_optimizer=make_optimizer, make_scheduler=make_scheduler
     )
@@ -98,51 +104,63 @@ def test_a_scheduler_that_looks_at_the_loss(devices):
 # Hyper-parameters that users set themselves
 
 
-@on_devices
-@pytest.mark.parametrize("number_to_change", [1, 2])
-def test_hyper_parameters_written_into_the_groups(devices, number_to_change):
+def write_groups(at):
     def act(trainer, number, loss):
-        if number == number_to_change:
+        if number == at:
             trainer.optimizer.param_groups[1].update(lr=0.7, weight_decay=0.1, mine=["note"])
         if number == 3:
             trainer.optimizer.param_groups[0]["momentum"] = 0.5
 
-    assert_same_as_one_at_a_time(devices, act, make_optimizer=two_groups)
+    return act
+
+
+def halve_rate(trainer, number, loss):
+    trainer.optimizer.param_groups[0]["lr"].mul_(0.5)
+
+
+def set_rate(trainer, number, loss):
+    if number == 3:
+        trainer.optimizer.param_groups[0]["lr"] = 0.05
+
+
+def reset_counter(trainer, number, loss):
+    if number == 2:
+        trainer.waitall()
+        trainer.optimizer.param_groups[0]["k"] = 0
+
+
+def add_parameter(trainer, number, loss):
+    if number == 3:
+        extra = nn.Parameter(torch.ones(2))
+        trainer.model[0].register_parameter("extra", extra)
+        trainer.optimizer.add_param_group({"params": extra})
+        trainer.waitall()
+
+
+def with_tensor_rate(model):
+    return torch.optim.SGD(model.parameters(), lr=torch.tensor(0.4), momentum=0.9)
+
+
+# What is done after each step, to which optimizer, and a value in its first group at the end.
+WRITES = {
+    "groups after step 1": (write_groups(1), two_groups, {"momentum": 0.5}),
+    "groups after step 2": (write_groups(2), two_groups, {"momentum": 0.5}),
+    "a tensor as learning rate": (halve_rate, with_tensor_rate, {"lr": 0.4 * 0.5**6}),
+    "a rate beside counters": (set_rate, counting, {"k": 6}),
+    "counters, after waitall": (reset_counter, counting, {"k": 3}),
+    "a group, before waitall": (add_parameter, counting, {"k": 6}),
+}
 
 
 @on_devices
-def test_a_tensor_as_learning_rate_changed_in_place(devices):
-    def act(trainer, number, loss):
-        trainer.optimizer.param_groups[0]["lr"].mul_(0.5)
-
-    def make_optimizer(model):
-        return torch.optim.SGD(model.parameters(), lr=torch.tensor(0.4), momentum=0.9)
-
-    _, _, groups = assert_same_as_one_at_a_time(devices, act, make_optimizer=make_optimizer)
-    assert groups[0]["lr"] == 0.4 * 0.5**6
-
-
-@on_devices
-def test_counters_in_the_groups_are_up_to_date_after_waitall(devices):
-    def act(trainer, number, loss):
-        if number == 3:
-            trainer.optimizer.param_groups[0]["lr"] = 0.05
-
-    _, _, groups = assert_same_as_one_at_a_time(devices, act, make_optimizer=counting)
-    assert groups[0]["k"] == 6
-
-
-@on_devices
-def test_counters_in_the_groups_can_be_reset_after_waitall(devices):
-    def act(trainer, number, loss):
-        if number == 2:
-            trainer.waitall()
-            trainer.optimizer.param_groups[0]["k"] = 0
-
+@pytest.mark.parametrize("name", WRITES)
+def test_hyper_parameters_written_between_steps(devices, name):
+    act, make_optimizer, at_the_end = WRITES[name]
+    waits = "before" if "waitall" in name else False
     _, _, groups = assert_same_as_one_at_a_time(
-        devices, act, make_optimizer=counting, waits="before"
+        devices, act, make_optimizer=make_optimizer, waits=waits
     )
-    assert groups[0]["k"] == 3
+    assert at_the_end.items() <= groups[0].items()
 
 
 @on_devices
@@ -188,21 +206,6 @@ def test_a_group_added_between_steps(devices, make_optimizer):
             trainer.optimizer.add_param_group({"params": trainer.model[4].parameters()})
 
     assert_same_as_one_at_a_time(devices, act, make_optimizer=without_head, waits=True)
-
-
-@on_devices
-def test_waitall_right_after_a_group_was_added(devices):
-    def act(trainer, number, loss):
-        if number == 3:
-            extra = nn.Parameter(torch.ones(2))
-            trainer.model[0].register_parameter("extra", extra)
-            trainer.optimizer.add_param_group({"params": extra})
-            trainer.waitall()
-
-    _, _, groups = assert_same_as_one_at_a_time(
-        devices, act, make_optimizer=counting, waits="before"
-    )
-    assert groups[0]["k"] == 6
 
 
 # Gradients that the user drops
@@ -257,8 +260,10 @@ def test_the_gradient_left_after_waitall_is_the_mean_gradient(devices):
 # Optimizers
 
 
-@on_devices
-@pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda cls: cls.__name__)
+# Each optimizer on a device that shares memory, or on one that does not.
+@pytest.mark.parametrize(
+    ("cls", "devices"), [(cls, DEVICES[1 + number % 2]) for number, cls in enumerate(OPTIMIZERS)]
+)
 def test_every_torch_optimizer_with_a_step_in_flight(cls, devices):
     def run(devices, max_in_flight):
         settings = SETTINGS.get(cls, {})
@@ -357,7 +362,7 @@ def test_an_optimizer_with_parameters_of_its_own_is_refused_with_steps_in_flight
     model = build("convolution")
     optimizer = OwnList(model.parameters(), hold)
     with pytest.raises(ContractError, match=r"OwnList\.mine holds parameters outside of"):
-        evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=1, max_in_flight=2)
+        open_trainer(model, optimizer=optimizer, devices=1, max_in_flight=2)
 
 
 @pytest.mark.parametrize("hold", OWN_LISTS.values(), ids=OWN_LISTS)
@@ -366,7 +371,7 @@ def test_one_step_at_a_time_it_has_the_bits_of_a_plain_loop(hold):
     make = functools.partial(OwnList, hold=hold)
     plain, _ = reference_training(model, make, batches, shards=8)
     optimizer = make(model.parameters())
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=2) as trainer:
+    with open_trainer(model, optimizer=optimizer) as trainer:
         for batch in batches:
             trainer.step(*batch)
     assert_same_bits(whole_state(model, optimizer), plain)

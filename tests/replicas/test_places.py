@@ -1,5 +1,6 @@
 """Parameters and buffers at any address train to the same bits as at multiples of 64 bytes."""
 
+import itertools
 import threading
 
 import pytest
@@ -8,7 +9,6 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import DeviceLostError, ModelError
-from grouping import grouped
 from places import (
     WAYS,
     Peeled,
@@ -22,7 +22,7 @@ from places import (
     one_vector_kept,
 )
 from reference import assert_same_bits, bits_of, plain_outputs, reference_training, whole_state
-from trainers import sgd
+from trainers import open_trainer, sgd
 
 LAYOUTS = [1, 2, ["cpu:0", "cpu:1:own"], ["cpu:0:own", "cpu:1:own"]]
 OPTIONS = {"shards": 4, "memory_format": "contiguous"}
@@ -39,33 +39,36 @@ def batches():
 
 
 def reference(model):
-    return reference_training(
-        aligned_clone(model), lambda own: torch.optim.SGD(own, 0.1, momentum=0.9), batches(),
-        shards=4,
-    )  # fmt: skip
+    def make(own):
+        return torch.optim.SGD(own, 0.1, momentum=0.9)
+
+    return reference_training(aligned_clone(model), make, batches(), shards=4)[0]
 
 
-def train(model, devices, **options):
-    optimizer = sgd(model)
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), **grouped(devices=devices, **OPTIONS, **options)
-    ) as trainer:
+def opened(model, **options):
+    return open_trainer(model, **OPTIONS, **options)
+
+
+def train(model, devices=2, **options):
+    with opened(model, devices=devices, **options) as trainer:
         for X, y in batches():
             trainer.step(X, y)
-    return whole_state(model, optimizer)
+    return whole_state(model, trainer.optimizer)
 
 
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+everywhere = pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+
+
+@everywhere
+@every_way
 def test_parameters_at_any_address_train_to_the_same_bits(way, devices):
     model = build()
-    expected, _ = reference(model)
-    for seed in range(2):
-        model = build()
-        kept = way(model, generator(seed))
-        assert any(one.data_ptr() % 64 for one in model.parameters())
-        assert_same_bits(train(model, devices), expected)
-        del kept
+    expected = reference(model)
+    kept = way(model, generator(LAYOUTS.index(devices)))
+    assert any(one.data_ptr() % 64 for one in model.parameters())
+    assert_same_bits(train(model, devices), expected)
+    del kept
 
 
 def odd(tensors):
@@ -92,7 +95,7 @@ def test_a_note_says_where_devices_compute_on_copies():
     def notes(way):
         model = build()
         kept = way(model, generator(0))
-        trainer = evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1)
+        trainer = open_trainer(model, devices=1)
         del kept
         return " ".join(trainer.notes)
 
@@ -109,7 +112,7 @@ def test_a_model_that_cannot_be_copied_says_which_tensor_needs_a_copy():
     model = Locked(*build())
     flat = one_vector_kept(model, generator(0))
     with pytest.raises(ModelError, match=r"can't be copied") as caught:
-        evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1)
+        open_trainer(model, devices=1)
     assert "since 0.weight, 0.bias, 2.weight" in " ".join(caught.value.__notes__)
     del flat
 
@@ -155,18 +158,18 @@ def assigned(model):
 BUFFERS = [in_a_vector, in_a_lost_vector, in_numpy, assigned]
 
 
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+@everywhere
 @pytest.mark.parametrize("place", BUFFERS, ids=lambda place: place.__name__)
 def test_buffers_at_any_address_train_to_the_same_bits(place, devices):
     torch.manual_seed(5)
     model = build()
     kept = place(model)
-    expected, _ = reference(model)
+    expected = reference(model)
     assert_same_bits(train(model, devices), expected)
     del kept
 
 
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+@everywhere
 def test_a_fixed_array_in_an_attribute_has_the_same_bits_on_all_devices(devices):
     def build_with(place):
         model = build()
@@ -175,48 +178,40 @@ def test_a_fixed_array_in_an_attribute_has_the_same_bits_on_all_devices(devices)
         model[3].basis = place(basis)
         return model
 
-    expected, _ = reference(build_with(torch.clone))
-    assert_same_bits(train(build_with(in_array), devices), expected)
+    assert_same_bits(train(build_with(in_array), devices), reference(build_with(torch.clone)))
 
 
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+@everywhere
 @pytest.mark.parametrize("held", [False, True])
 def test_parameters_and_buffers_that_get_odd_addresses_between_steps(devices, held):
-    plain, model = aligned_clone(build()), build()
-    expected, _ = reference(plain)
-    kept, optimizer = [], sgd(model)
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), **grouped(devices=devices, **OPTIONS)
-    ) as trainer:
+    model, kept = build(), []
+    with opened(model, devices=devices) as trainer:
         for step, (X, y) in enumerate(batches()):
             trainer.step(X, y)
             model[0].weight.data = odd_copy(model[0].weight, 1 + step)
             model[3].basis = odd_copy(model[3].basis, 2 + step)
             kept += [model[0].weight.data, model[3].basis.data] if held else []
-    assert_same_bits(whole_state(model, optimizer), expected)
+    assert_same_bits(whole_state(model, trainer.optimizer), reference(build()))
 
 
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+@everywhere
 def test_steps_in_flight_and_buffers_that_hooks_set(devices):
     def move(model):
         model[3].basis = odd_copy(model[3].basis)
 
-    expected, _ = reference(build())
     model = build()
     one_vector(model, generator(1))
-    assert_same_bits(train(model, devices, max_in_flight=2, after_update=move), expected)
+    found = train(model, devices, max_in_flight=2, after_update=move)
+    assert_same_bits(found, reference(build()))
 
 
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize(("way", "devices"), [*zip(WAYS, [*LAYOUTS, 2], strict=True)])
 def test_evaluation_and_prediction(way, devices):
     model = build()
     plain = aligned_clone(model)
     kept = way(model, generator(3))
     batch = batches()[0][0]
-    with evenstep.Trainer(
-        model, sgd(model), nn.CrossEntropyLoss(), **grouped(devices=devices, **OPTIONS)
-    ) as trainer:
+    with opened(model, devices=devices) as trainer:
         found = trainer.predict([(batch,)])
         other = trainer.predict([(batch,)], model=plain)
     shards = [plain_outputs(plain, part.clone()) for part in batch.split(3)]
@@ -224,24 +219,18 @@ def test_evaluation_and_prediction(way, devices):
     del kept
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@every_way
 def test_resuming_with_a_fresh_model(way, tmp_path):
-    expected, _ = reference(build())
-    model = build()
-    with evenstep.Trainer(
-        model, sgd(model), nn.CrossEntropyLoss(), **grouped(**OPTIONS)
-    ) as trainer:
+    with opened(build()) as trainer:
         trainer.step(*batches()[0])
         trainer.save(tmp_path)
     fresh = build()
     kept = way(fresh, generator(4))
-    optimizer = sgd(fresh)
-    with evenstep.Trainer.load(
-        tmp_path, fresh, optimizer, nn.CrossEntropyLoss(), devices=2
-    ) as trainer:
+    given = tmp_path, fresh, sgd(fresh), nn.CrossEntropyLoss()
+    with evenstep.Trainer.load(*given, devices=2) as trainer:
         for X, y in batches()[1:]:
             trainer.step(X, y)
-    assert_same_bits(whole_state(fresh, optimizer), expected)
+    assert_same_bits(whole_state(fresh, trainer.optimizer), reference(build()))
     del kept
 
 
@@ -259,19 +248,13 @@ def test_a_device_that_is_lost_with_the_copies_that_others_share():
         return nn.Sequential(*build(), Breaks())
 
     def trained(model, devices, break_in=None):
-        optimizer = sgd(model)
-        with evenstep.Trainer(
-            model,
-            optimizer,
-            nn.CrossEntropyLoss(),
-            **grouped(devices=devices, check="off", **OPTIONS),
-        ) as trainer:
+        with opened(model, devices=devices, check="off") as trainer:
             trainer.on_shard = lambda shard, value: None  # every device gets shards
             for number, (X, y) in enumerate(batches() * 3):
                 if number == break_in:
                     is_broken.set()
                 trainer.step(X, y)
-        return whole_state(model, optimizer)
+        return whole_state(model, trainer.optimizer)
 
     expected = trained(build_with(), 1)
     model = build_with()
@@ -281,11 +264,8 @@ def test_a_device_that_is_lost_with_the_copies_that_others_share():
 
 
 def test_new_odd_addresses_in_each_step_cost_no_new_check():
-    model = build()
-    reports = []
-    with evenstep.Trainer(
-        model, sgd(model), nn.CrossEntropyLoss(), **grouped(**OPTIONS)
-    ) as trainer:
+    model, reports = build(), []
+    with opened(model) as trainer:
         for step, (X, y) in enumerate([batches()[0]] * 4):
             trainer.step(X, y)
             reports.append(trainer.contract)
@@ -304,17 +284,22 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("options", OTHERS.values(), ids=OTHERS)
-def test_other_layouts(options, way):
-    expected, _ = reference(build())
+# Each layout with a vector that stays tied and one that does not; each way in one layout.
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        *itertools.product([one_vector, one_vector_kept], OTHERS),
+        *zip(WAYS[2:], OTHERS, strict=False),
+    ],
+)
+def test_other_layouts(way, options):
     model = build()
     kept = way(model, generator(6))
-    assert_same_bits(train(model, **options), expected)
+    assert_same_bits(train(model, **OTHERS[options]), reference(build()))
     del kept
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@every_way
 def test_slices(way):
     def sliced():
         model = build()
