@@ -9,10 +9,9 @@ from torch import nn
 
 import evenstep
 from evenstep.errors import BatchError
-from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
-from trainers import sgd
+from trainers import open_trainer, sgd
 
 SIZES = [(3, 5), (4,), (2, 6, 3), (5, 5)]  # nodes of each graph, for each micro-batch
 
@@ -92,12 +91,16 @@ def built():
     return model, sgd(model)
 
 
-def trained(kind, objective=mean, **layout):
+def opened(objective=mean, **layout):
     model, optimizer = built()
-    with evenstep.Trainer(model, optimizer, **grouped(objective=objective, **layout)) as trainer:
+    return open_trainer(model, objective=objective, optimizer=optimizer, **layout)
+
+
+def trained(kind, objective=mean, **layout):
+    with opened(objective, **layout) as trainer:
         for _ in range(3):
             loss = trainer.step(evenstep.Shards(graphs_of(kind)))
-    return whole_state(model, optimizer), float(loss)
+    return whole_state(trainer.model, trainer.optimizer), float(loss)
 
 
 def plain_state(kind, micro_batches):
@@ -145,13 +148,13 @@ def test_each_graph_is_an_example(kind):
 @KINDS
 def test_one_micro_batch_is_the_plain_step(kind):
     one = graphs_of(kind)[0]
-    model, optimizer = built()
-    with evenstep.Trainer(model, optimizer, objective=mean, devices=2) as trainer:
+    with opened() as trainer:
         trainer.step(evenstep.Shards([one]))
     plain, plain_optimizer = built()
     mean(plain, one).backward()
     plain_optimizer.step()
-    assert_same_bits(whole_state(model, optimizer), whole_state(plain, plain_optimizer))
+    expected = whole_state(plain, plain_optimizer)
+    assert_same_bits(whole_state(trainer.model, trainer.optimizer), expected)
 
 
 @KINDS
@@ -164,8 +167,7 @@ def test_the_users_graphs_are_left_alone(kind):
         graphs.y.add_(0)
         return mean(model, graphs)
 
-    model, optimizer = built()
-    with evenstep.Trainer(model, optimizer, objective=writes, devices=2) as trainer:
+    with opened(writes) as trainer:
         trainer.step(evenstep.Shards(graphs))
     assert all(one.x is other.x for one, other in zip(graphs, before, strict=True))
     assert all(one.name == other.name for one, other in zip(graphs, before, strict=True))
@@ -173,9 +175,8 @@ def test_the_users_graphs_are_left_alone(kind):
 
 @KINDS
 def test_a_graph_batch_is_not_cut(kind):
-    model, optimizer = built()
     graphs = graphs_of(kind)
-    with evenstep.Trainer(model, optimizer, objective=mean, devices=1) as trainer:
+    with opened(devices=1) as trainer:
         for _ in range(2):  # also when its class is known
             with pytest.raises(BatchError, match=r"batch\[0\] is a .*evenstep\.Shards"):
                 trainer.step(graphs[0])
@@ -183,7 +184,7 @@ def test_a_graph_batch_is_not_cut(kind):
         with pytest.raises(BatchError, match=r"evenstep\.Shards"):
             trainer.evaluate([graphs[0]], {"loss": total})
         found = trainer.evaluate([evenstep.Shards(graphs)], {"loss": total})
-    model.eval()
+    model = trainer.model.eval()
     sums = [total(model, one) for one in graphs]
     expected = sum(loss.item() for loss, _ in sums) / sum(count for _, count in sums)
     assert found["loss"] == pytest.approx(expected)
@@ -202,17 +203,16 @@ def test_graphs_as_tensors_have_batch_norm_too(devices):
     """Each micro-batch counts as one example, and has many nodes."""
     shards = evenstep.Shards([(g.x, g.edge_index, g.batch, g.y) for g in graphs_of("stand-in")])
     assert shards.examples == [1] * len(SIZES)
-    model, optimizer = built()
-    with evenstep.Trainer(model, optimizer, objective=of_tensors, devices=devices) as trainer:
+    with opened(of_tensors, devices=devices) as trainer:
         for _ in range(3):
             trainer.step(shards)
-    weighed = [(g, 1) for g in graphs_of("stand-in")]
+    graphs = graphs_of("stand-in")
     plain, plain_optimizer = built()
     for _ in range(3):
         plain_optimizer.zero_grad()
-        count = sum(len(one.y) for one, _ in weighed)
-        for one, _ in weighed:
+        count = sum(len(one.y) for one in graphs)
+        for one in graphs:
             (F.cross_entropy(plain.train()(one), one.y, reduction="sum") / count).backward()
         plain_optimizer.step()
-    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+    for one, other in zip(trainer.model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other)

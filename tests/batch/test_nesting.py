@@ -16,9 +16,8 @@ import evenstep
 from evenstep.batch import cut_batch
 from evenstep.batch.nesting import Keywords, Nesting, nest
 from evenstep.errors import BatchError, ModelError
-from grouping import grouped
 from layouts import own
-from trainers import sgd
+from trainers import open_trainer
 
 X = torch.arange(24.0).reshape(6, 4)
 Y = torch.arange(6) % 3
@@ -198,38 +197,32 @@ def in_two_calls(trainer):
     return loss
 
 
-def trained(way, devices, **options):
-    objective, step = WAYS[way]
+def opened(objective, **options):
     torch.manual_seed(0)
-    model = Model()
-    with evenstep.Trainer(
-        model, sgd(model), **grouped(objective=objective, devices=devices, **options)
-    ) as trainer:
+    return open_trainer(Model(), objective=objective, **options)
+
+
+def trained(way, **options):
+    objective, step = WAYS[way]
+    with opened(objective, **options) as trainer:
         losses = [float(step(trainer)) for _ in range(3)]
         return trainer.fingerprint(), losses
 
 
 @functools.cache
 def reference():
-    torch.manual_seed(0)
-    model = Model()
-    loss = nn.CrossEntropyLoss()
-    model.body.register_forward_pre_hook(lambda *_: None)
-    with evenstep.Trainer(
-        model,
-        sgd(model),
-        objective=lambda model, X, y: (loss(model.body(X), y) * len(X), len(X)),
-        devices=1,
-    ) as trainer:
+    def objective(model, X, y):
+        return F.cross_entropy(model.body(X), y) * len(X), len(X)
+
+    with opened(objective, devices=1) as trainer:
         losses = [float(trainer.step(BATCH["x"], BATCH["labels"])) for _ in range(3)]
         return trainer.fingerprint(), losses
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("devices", [1, 2, own(2)], ids=str)
+@pytest.mark.parametrize(("devices", "in_flight"), [(1, 1), (2, 2), (own(2), 1)], ids=str)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_trains_the_same(way, devices, in_flight):
-    assert trained(way, devices, max_in_flight=in_flight) == reference()
+    assert trained(way, devices=devices, max_in_flight=in_flight) == reference()
 
 
 @pytest.mark.parametrize("devices", [1, 2])
@@ -238,11 +231,10 @@ def test_a_short_batch_as_long_as_a_list_is_trained(devices):
         loss = F.cross_entropy(model.body(X + sum(crops)), y, reduction="sum")
         return loss * sum(scales), len(y)
 
-    model = Model()
-    with evenstep.Trainer(model, sgd(model), objective=objective, devices=devices) as trainer:
+    with opened(objective, devices=devices) as trainer:
         for examples in (6, 3, 2):
-            trainer.step(X[:examples], Y[:examples], [0.5, 0.25, 0.25], [X[:examples]] * 2)
             batch = X[:examples], Y[:examples], [0.5, 0.25, 0.25], [X[:examples]] * 2
+            trainer.step(*batch)
             trainer.evaluate([batch], {"loss": objective})
         assert trainer.steps_done == 3
 
@@ -250,34 +242,19 @@ def test_a_short_batch_as_long_as_a_list_is_trained(devices):
 def test_compiled_shards_follow_a_constant():
     losses = []
     for compile_ in (False, True):
-        torch.manual_seed(0)
-        model = Model()
-        with evenstep.Trainer(
-            model,
-            sgd(model),
-            objective=by_name,
-            devices=1,
-            experiment=evenstep.Experiment(compile=compile_),
-        ) as trainer:
+        with opened(by_name, devices=1, compile=compile_) as trainer:
             losses.append([float(trainer.step(**BATCH, scale=scale)) for scale in (1.0, 3.0)])
     torch.testing.assert_close(*map(torch.tensor, losses))
     assert losses[0][1] > 2 * losses[0][0]
 
 
 def test_cross_entropy_needs_a_target_without_a_name():
-    model = nn.Linear(4, 3)
-    with (
-        evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1) as trainer,
-        pytest.raises(
-            ModelError, match="got a batch of 2 parts, of which x, labels go to the model: give"
-        ),
-    ):
+    message = "got a batch of 2 parts, of which x, labels go to the model: give"
+    with open_trainer(nn.Linear(4, 3)) as trainer, pytest.raises(ModelError, match=message):
         trainer.step(**BATCH)
 
 
 def test_evaluation_takes_mappings_and_constants():
-    model = Model()
-
     def metric(model, batch):
         assert batch["mode"] == "sum"
         return by_name(model, **batch)
@@ -285,6 +262,6 @@ def test_evaluation_takes_mappings_and_constants():
     batches = [Encoding(**BATCH, mode="sum")]
     found = []
     for devices in (1, 3):
-        with evenstep.Trainer(model, sgd(model), objective=whole, devices=devices) as trainer:
+        with opened(whole, devices=devices) as trainer:
             found.append(trainer.evaluate(batches, {"loss": metric}))
     assert found[0] == found[1]

@@ -6,13 +6,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import evenstep
 from evenstep import Shards
 from evenstep.errors import BatchError, ContractError
-from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
-from trainers import LAYOUTS, sgd
+from trainers import open_trainer
 
 LENGTHS = (7, 3, 12, 1, 5)
 
@@ -51,31 +49,27 @@ def micro_batches(seed=0):
 EXAMPLES = [1, 2, 3, 1, 2]
 
 
-def trained(devices, shards=8, **options):
+def trained(**options):
     torch.manual_seed(0)
-    model = Packed()
-    with evenstep.Trainer(
-        model, sgd(model), **grouped(objective=objective, devices=devices, shards=shards, **options)
-    ) as trainer:
+    with open_trainer(Packed(), objective=objective, **options) as trainer:
         losses = []
         for seed in range(4):
             loss = trainer.step(Shards(micro_batches(seed), EXAMPLES))
             losses.append((float(loss), loss.outputs["scores"].tolist()))
-    return whole_state(model, trainer.optimizer), losses
+    return whole_state(trainer.model, trainer.optimizer), losses
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+@pytest.mark.parametrize(("devices", "in_flight"), [(3, 1), (own(3), 1), (2, 2), (own(2), 2)])
 def test_on_every_layout(devices, in_flight):
-    expected, losses = trained(1)
-    state, got = trained(devices, max_in_flight=in_flight)
+    expected, losses = trained(devices=1)
+    state, got = trained(devices=devices, max_in_flight=in_flight)
     assert_same_bits(state, expected)
     assert got == losses
     assert losses[0] != losses[1]
 
 
 def test_a_compiled_training_computes_them_eagerly():
-    assert_same_bits(trained(2, compile=True)[0], trained(1)[0])
+    assert_same_bits(trained(compile=True)[0], trained(devices=1)[0])
 
 
 def linear(model, X, y):
@@ -86,13 +80,10 @@ def test_the_same_cut_is_the_same_step():
     """Cut by hand as evenstep cuts, micro-batches give the bits of the whole batch."""
     X, y = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)), torch.arange(24) % 3
     states = []
-    for batch in (
-        (X, y),
-        (Shards([*zip(X.split(3), y.split(3), strict=True)]),),
-    ):
+    for batch in ((X, y), (Shards([*zip(X.split(3), y.split(3), strict=True)]),)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
-        with evenstep.Trainer(model, sgd(model), objective=linear, devices=2) as trainer:
+        with open_trainer(model, objective=linear) as trainer:
             for _ in range(3):
                 trainer.step(*batch)
         states.append(whole_state(model, trainer.optimizer))
@@ -104,7 +95,7 @@ def test_a_single_micro_batch_is_the_plain_step():
     plain, model = nn.Linear(4, 3), nn.Linear(4, 3)
     model.load_state_dict(plain.state_dict())
     F.cross_entropy(plain(X), y).backward()
-    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=2) as trainer:
+    with open_trainer(model) as trainer:
         trainer.backward(Shards([(X, y)]))
     assert torch.equal(model.weight.grad, plain.weight.grad)
 
@@ -117,7 +108,7 @@ def test_constants_differ_from_one_to_the_next():
     X, y = torch.randn(6, 4), torch.arange(6) % 3
     batch = Shards([(X[:2], y[:2], 1.0), (X[2:], y[2:], 3.0)])
     expected = scaled(model, X[:2], y[:2], 1.0)[0] + scaled(model, X[2:], y[2:], 3.0)[0]
-    with evenstep.Trainer(model, sgd(model), objective=scaled, devices=1) as trainer:
+    with open_trainer(model, objective=scaled) as trainer:
         assert float(trainer.step(batch)) == pytest.approx(expected.item() / 14)
 
 
@@ -129,10 +120,9 @@ def test_the_contract_is_checked_on_them():
         loss, count = linear(model, X, y)
         return loss * len(seen), count
 
-    model = nn.Linear(4, 3)
     batch = Shards([(torch.randn(2, 4), torch.zeros(2).long()) for _ in range(3)])
     with (
-        evenstep.Trainer(model, sgd(model), objective=remembers, devices=1) as trainer,
+        open_trainer(nn.Linear(4, 3), objective=remembers, devices=1) as trainer,
         pytest.raises(ContractError),
     ):
         trainer.step(batch)
@@ -144,10 +134,8 @@ def test_a_batch_in_flight_must_not_be_written_to():
     results = []
     for in_flight in (1, 2):
         torch.manual_seed(0)
-        model = nn.Linear(4, 3)
-        with evenstep.Trainer(
-            model, sgd(model), objective=linear, devices=own(2), max_in_flight=in_flight
-        ) as trainer:
+        options = {"objective": linear, "devices": own(2), "max_in_flight": in_flight}
+        with open_trainer(nn.Linear(4, 3), **options) as trainer:
             for step in range(4):
                 for array in arrays:
                     array[:] = step
@@ -185,9 +173,8 @@ def test_wrong_micro_batches_are_named(make, said):
     ids=["more than V", "beside others"],
 )
 def test_a_step_takes_as_many_as_it_has_shards(arguments, said):
-    model = nn.Linear(4, 3)
     with (
-        evenstep.Trainer(model, sgd(model), objective=linear, devices=1) as trainer,
+        open_trainer(nn.Linear(4, 3), objective=linear) as trainer,
         pytest.raises(BatchError, match=said),
     ):
         trainer.step(*arguments)

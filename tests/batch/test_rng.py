@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import evenstep
 from evenstep.batch.rng import _CALLERS, ShardRandomness, callers_generators
 from evenstep.batch.seeds import derive_seed, shard_seed
-from layouts import LAYOUTS, own, shared
+from layouts import mixed, own, shared
 from reference import assert_same_bits, reference_training, whole_state
+from trainers import open_trainer
 from zoo import CLASSES, make_batches
 
 SEED = 2**40 + 17
@@ -316,19 +316,15 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 def train(model, devices):
     optimizer = SGD(model.parameters())
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices) as trainer:
+    with open_trainer(model, optimizer=optimizer, devices=devices) as trainer:
         losses = [float(trainer.step(X, y)) for X, y in BATCHES]
     return whole_state(model, optimizer), losses
 
 
-@pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize(
-    "outside", [list, lambda: [nn.Dropout(0.5)], lambda: [Noise()]], ids=["no", "drop", "add"]
-)
-def test_recomputing_ops_that_are_not_random_keeps_the_bits(outside, devices):
-    plain = build([SelfAttention()], outside(), again=False)
+def assert_plain(again, plain, devices):
+    """Compare training `again` with the plain loop over the shards of `plain`."""
     expected, expected_losses = reference_training(plain, SGD, BATCHES, shards=8)
-    state, losses = train(build([SelfAttention()], outside(), again=True), devices)
+    state, losses = train(again, devices)
     assert_same_bits(state, expected)
     assert losses == expected_losses
 
@@ -336,6 +332,17 @@ def test_recomputing_ops_that_are_not_random_keeps_the_bits(outside, devices):
 class Noise(nn.Module):
     def forward(self, x):
         return x + torch.rand(36) + torch.randperm(36)
+
+
+OUTSIDE = {"no": list, "drop": lambda: [nn.Dropout(0.5)], "add": lambda: [Noise()]}
+
+
+@pytest.mark.parametrize("devices", [shared(1), shared(3), own(2), mixed(3)], ids=str)
+@pytest.mark.parametrize("outside", OUTSIDE)
+def test_recomputing_ops_that_are_not_random_keeps_the_bits(outside, devices):
+    layers = OUTSIDE[outside]
+    again, plain = (build([SelfAttention()], layers(), again=again) for again in (True, False))
+    assert_plain(again, plain, devices)
 
 
 class PutsBack(nn.Module):
@@ -352,11 +359,8 @@ class PutsBack(nn.Module):
 
 @pytest.mark.parametrize("devices", [shared(1), shared(3), own(2)], ids=str)
 def test_draws_are_noticed_even_if_the_backward_pass_hides_them(devices):
-    plain = build([], [PutsBack()], again=False)
-    expected, expected_losses = reference_training(plain, SGD, BATCHES, shards=8)
-    state, losses = train(build([], [PutsBack()], again=False), devices)
-    assert_same_bits(state, expected)
-    assert losses == expected_losses
+    again, plain = (build([], [PutsBack()], again=False) for _ in range(2))
+    assert_plain(again, plain, devices)
 
 
 def test_a_rate_of_zero_may_be_recomputed():

@@ -214,16 +214,12 @@ steady = settings(
 )
 
 
+# The exhaustive test below takes more of them.
+@pytest.mark.parametrize("lanes", [ThreadLanes, InlineLanes])
 @a_run
-@settings(steady, max_examples=150)
-def test_random_graphs_equal_a_sequential_run(graph, count, max_in_flight, order):
-    check(graph, lanes=ThreadLanes, count=count, max_in_flight=max_in_flight, order=order)
-
-
-@a_run
-@settings(steady, max_examples=50)
-def test_random_graphs_without_threads_equal_a_sequential_run(graph, count, max_in_flight, order):
-    check(graph, lanes=InlineLanes, count=count, max_in_flight=max_in_flight, order=order)
+@settings(steady, max_examples=60)
+def test_random_graphs_equal_a_sequential_run(lanes, graph, count, max_in_flight, order):
+    check(graph, lanes=lanes, count=count, max_in_flight=max_in_flight, order=order)
 
 
 @pytest.mark.exhaustive

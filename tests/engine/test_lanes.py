@@ -46,16 +46,6 @@ def test_a_lane_carries_out_its_tasks_in_their_order_and_knows_itself(make):
         assert seen[lane] == [(f"{number}", "", lane, True) for number in range(lane, 40, 4)]
 
 
-@both
-@pytest.mark.parametrize("callers", [1, 2, 5])
-def test_a_lane_has_its_devices_threads_whatever_the_caller_has(make, callers):
-    torch.set_num_threads(callers)
-    puts = [(lane, None, torch.get_num_threads) for lane in range(6)]
-    seen = carried_out(make, cpus(1, 2, 3), puts)
-    assert [results[0][1] for results in seen.values()] == [1, 2, 3, 1, 2, 3]
-    assert torch.get_num_threads() == callers
-
-
 def test_lanes_run_at_the_same_time_each_with_its_own_threads():
     barrier = threading.Barrier(3)
 
@@ -81,15 +71,3 @@ def test_inline_lanes_run_a_task_before_submit_returns():
         ran = []
         engine.submit(ran.append, 1)
         assert ran == [1]
-
-
-def test_no_thread_runs_outside_with():
-    def lane_threads():
-        return [thread for thread in threading.enumerate() if thread.name.startswith("evenstep")]
-
-    engine = Engine(cpus(1, 1, 1))
-    assert lane_threads() == []
-    with engine:
-        engine.waitall()
-        assert len(lane_threads()) == 6  # to compute and to copy
-    assert lane_threads() == []

@@ -1,5 +1,6 @@
 """The pure core as a whole: random events, and what must hold after each of them."""
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -176,5 +177,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True
+    max_examples=50, stateful_step_count=30, deadline=None, derandomize=True
 )
+
+
+@pytest.mark.slow
+class TestSchedulerMachineForLonger(SchedulerMachine.TestCase):
+    settings = settings(max_examples=400, stateful_step_count=50, deadline=None)
