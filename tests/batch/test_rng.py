@@ -1,6 +1,5 @@
 """A shard draws the random numbers of `torch.manual_seed` and the shard computed alone."""
 
-import functools
 import hashlib
 import itertools
 import threading
@@ -12,14 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from evenstep.batch.rng import _CALLERS, ShardRandomness, callers_generators
 from evenstep.batch.seeds import derive_seed, shard_seed
-from layouts import mixed, own, shared
-from reference import assert_same_bits, reference_training, whole_state
-from trainers import open_trainer
-from zoo import CLASSES, make_batches
 
 SEED = 2**40 + 17
 
@@ -280,91 +274,3 @@ def test_the_default_generator_of_the_cpu_is_never_used(name, mode):
         watcher.join()
     assert seen
     assert all(seen)
-
-
-# ---- activations recomputed in the backward pass
-
-
-class Recomputed(nn.Module):
-    """Two blocks; the first is computed again in the backward pass, if `again`."""
-
-    def __init__(self, first, second, *, again):
-        super().__init__()
-        self.first, self.second, self.again = first, second, again
-
-    def forward(self, x):
-        x = x.flatten(1)
-        x = checkpoint(self.first, x, use_reentrant=False) if self.again else self.first(x)
-        return self.second(x)
-
-
-class SelfAttention(nn.Module):
-    def forward(self, x):
-        x = x.reshape(len(x), 1, 6, 6)
-        return F.scaled_dot_product_attention(x, x, x).flatten(1)
-
-
-def build(first, second, *, again):
-    torch.manual_seed(0)
-    first = nn.Sequential(nn.Linear(36, 36), nn.Tanh(), *first)
-    return Recomputed(first, nn.Sequential(*second, nn.Linear(36, CLASSES)), again=again)
-
-
-BATCHES = make_batches((24, 11))
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
-
-
-def train(model, devices):
-    optimizer = SGD(model.parameters())
-    with open_trainer(model, optimizer=optimizer, devices=devices) as trainer:
-        losses = [float(trainer.step(X, y)) for X, y in BATCHES]
-    return whole_state(model, optimizer), losses
-
-
-def assert_plain(again, plain, devices):
-    """Compare training `again` with the plain loop over the shards of `plain`."""
-    expected, expected_losses = reference_training(plain, SGD, BATCHES, shards=8)
-    state, losses = train(again, devices)
-    assert_same_bits(state, expected)
-    assert losses == expected_losses
-
-
-class Noise(nn.Module):
-    def forward(self, x):
-        return x + torch.rand(36) + torch.randperm(36)
-
-
-OUTSIDE = {"no": list, "drop": lambda: [nn.Dropout(0.5)], "add": lambda: [Noise()]}
-
-
-@pytest.mark.parametrize("devices", [shared(1), shared(3), own(2), mixed(3)], ids=str)
-@pytest.mark.parametrize("outside", OUTSIDE)
-def test_recomputing_ops_that_are_not_random_keeps_the_bits(outside, devices):
-    layers = OUTSIDE[outside]
-    again, plain = (build([SelfAttention()], layers(), again=again) for again in (True, False))
-    assert_plain(again, plain, devices)
-
-
-class PutsBack(nn.Module):
-    """Draws, and restores the default generator in its backward pass.
-
-    Lanes that recompute side by side can do the same: the last one to end restores what it found.
-    """
-
-    def forward(self, x):
-        state = torch.get_rng_state()
-        x.register_hook(lambda gradient: torch.set_rng_state(state))
-        return F.dropout(x, 0.5)
-
-
-@pytest.mark.parametrize("devices", [shared(1), shared(3), own(2)], ids=str)
-def test_draws_are_noticed_even_if_the_backward_pass_hides_them(devices):
-    again, plain = (build([], [PutsBack()], again=False) for _ in range(2))
-    assert_plain(again, plain, devices)
-
-
-def test_a_rate_of_zero_may_be_recomputed():
-    layers = [nn.Dropout(0.0), SelfAttention()]
-    expected, _ = train(build(layers, [], again=False), 1)
-    state, _ = train(build(layers, [], again=True), 2)
-    assert_same_bits(state, expected)

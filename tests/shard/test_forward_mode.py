@@ -91,7 +91,6 @@ def expected(objective):
         *[(objective, LAYOUTS[1]) for objective in (by_level, by_hessian, by_jvp_of_jvp)],
         *[(by_jvp, layout) for layout in LAYOUTS],
     ],
-    ids=str,
 )
 def test_every_layout_has_the_bits_of_a_plain_loop(objective, layout):
     assert_same_bits(trained(objective, **layout), expected(objective))

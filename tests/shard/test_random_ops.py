@@ -91,6 +91,19 @@ def layer_with_a_hook():
     return layer
 
 
+class HidesDraws(nn.Module):
+    """Draws, and restores the default generator in its backward pass.
+
+    Lanes that recompute side by side can do the same: the last one to end restores what it found.
+    """
+
+    def forward(self, x):
+        state = torch.get_rng_state()
+        x = x * 1
+        x.register_hook(lambda gradient: torch.set_rng_state(state))
+        return F.dropout(x, 0.5)
+
+
 BACKWARD = {
     "a tensor's hook": lambda: NoisyBackward(hooked),
     "a tensor's hook, and dropout": lambda: NoisyBackward(hooked, rate=0.4),
@@ -98,6 +111,7 @@ BACKWARD = {
     "a function, and dropout": lambda: NoisyBackward(NoisyGradient.apply, rate=0.4),
     "a backward pass in a function": lambda: NoisyBackward(InsideBackward.apply),
     "a layer's hook": layer_with_a_hook,
+    "a hook that hides draws": HidesDraws,
     "from the third step on": lambda: LateNoise(hooked),
     "from the third step on, and dropout": lambda: LateNoise(hooked, rate=0.4),
 }
@@ -107,11 +121,12 @@ BACKWARD = {
 
 
 class Checkpointed(nn.Module):
-    """A block with dropout, computed again in the backward pass."""
+    """A block, with dropout if nothing else is given, computed again in the backward pass."""
 
-    def __init__(self, *, only_late=False, **options):
+    def __init__(self, *layers, only_late=False, **options):
         super().__init__()
-        self.block = nn.Sequential(nn.Linear(36, 36), nn.Tanh(), nn.Dropout(0.5))
+        layers = layers or [nn.Dropout(0.5)]
+        self.block = nn.Sequential(nn.Linear(36, 36), nn.Tanh(), *layers)
         self.only_late, self.options = only_late, options
 
     def forward(self, x):
@@ -131,7 +146,28 @@ class Nested(nn.Module):
         return checkpoint(lambda x: F.dropout(self.inner(x), 0.3), x, use_reentrant=False)
 
 
+class SelfAttention(nn.Module):
+    """Which could draw, and does not."""
+
+    def forward(self, x):
+        x = x.reshape(len(x), 1, 6, 6)
+        return F.scaled_dot_product_attention(x, x, x).flatten(1)
+
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.rand(36) + torch.randperm(36)
+
+
+def attending(*before):
+    return Checkpointed(*before, SelfAttention(), use_reentrant=False)
+
+
 RECOMPUTED = {
+    "not random": attending,
+    "not random, beside dropout": lambda: nn.Sequential(attending(), nn.Dropout(0.5)),
+    "not random, beside noise": lambda: nn.Sequential(attending(), Noise()),
+    "a rate of zero": lambda: attending(nn.Dropout(0.0)),
     "reentrant": lambda: Checkpointed(use_reentrant=True),
     "not reentrant": lambda: Checkpointed(use_reentrant=False),
     "reentrant, beside dropout": lambda: nn.Sequential(
