@@ -125,19 +125,25 @@ def test_changes_between_steps_reach_every_device(change):
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_every_change_that_forward_can_read_reaches_every_device(change):
-    def run(devices, change):
-        model = Changing()
-        with open_trainer(model, devices=devices) as trainer:
-            for number, (X, y) in enumerate(make_batches((16, 16, 16, 16))):
-                if number == 2:
-                    change(model)
-                trainer.step(X, y)
-            return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-    one = run(1, change)
-    assert not torch.equal(one["body.weight"], run(1, lambda model: None)["body.weight"])
+    one = changed(1, change)
+    assert not torch.equal(one["body.weight"], unchanged()["body.weight"])
     for devices in (3, own(2)):
-        assert_same_bits(run(devices, change), one)
+        assert_same_bits(changed(devices, change), one)
+
+
+def changed(devices, change):
+    model = Changing()
+    with open_trainer(model, devices=devices) as trainer:
+        for number, (X, y) in enumerate(make_batches((16, 16, 16, 16))):
+            if number == 2:
+                change(model)
+            trainer.step(X, y)
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@functools.cache
+def unchanged():
+    return changed(1, lambda model: None)
 
 
 def test_what_forward_keeps_does_not_make_the_copies_again():

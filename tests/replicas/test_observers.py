@@ -96,7 +96,7 @@ def test_one_shard_is_the_plain_loop(make, devices):
 
 
 @every_observer
-@everywhere
+@pytest.mark.parametrize("devices", [1, own(2)], ids=str)
 def test_a_step_leaves_the_range_of_the_batch(make, devices):
     """As if a plain forward pass had seen the whole batch; the scale belongs to the range."""
     model = built(make)
@@ -123,7 +123,7 @@ def test_a_rule_that_is_given_comes_first(devices):
 
 
 @pytest.mark.parametrize("make", QUANTISERS.values(), ids=QUANTISERS)
-@everywhere
+@pytest.mark.parametrize("devices", DEVICES[1:], ids=str)
 def test_ranges_can_be_frozen(make, devices):
     states = []
     for layout in (1, devices):
@@ -139,8 +139,7 @@ def test_ranges_can_be_frozen(make, devices):
 
 
 @by_channel
-@pytest.mark.parametrize("shards", [1, 8])
-@everywhere
+@pytest.mark.parametrize(("shards", "devices"), [(1, 2), (8, 1), (8, own(2))], ids=str)
 def test_observers_without_a_shape_are_named(make, shards, devices):
     model = built(make)
     with (
@@ -153,7 +152,7 @@ def test_observers_without_a_shape_are_named(make, shards, devices):
 
 
 @by_channel
-@everywhere
+@pytest.mark.parametrize("devices", DEVICES[1:], ids=str)
 def test_observers_that_have_seen_a_batch_have_a_shape(make, devices):
     states = []
     for layout in (1, devices):

@@ -72,9 +72,9 @@ SCHEDULERS = {
 }
 
 
-@on_devices
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_stepped_after_every_step(devices, name):
+# Each scheduler on one kind of devices, each kind with two schedulers.
+@pytest.mark.parametrize(("name", "devices"), [*zip(SCHEDULERS, DEVICES * 2, strict=True)])
+def test_a_scheduler_stepped_after_every_step(name, devices):
     """Also tests that nothing warns: warnings are errors here."""
 
     def act(trainer, number, loss):
@@ -164,8 +164,9 @@ def test_hyper_parameters_written_between_steps(devices, name):
 
 
 @on_devices
-@pytest.mark.parametrize("waitall", [True, False])
-@pytest.mark.parametrize("make_optimizer", [sgd, adam, counting])
+@pytest.mark.parametrize(
+    ("make_optimizer", "waitall"), [(sgd, True), (adam, False), (counting, True), (counting, False)]
+)
 def test_a_state_loaded_between_steps(devices, make_optimizer, waitall):
     saved = {}
 
