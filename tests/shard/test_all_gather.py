@@ -114,7 +114,6 @@ QUICK = ("2 shared", "5 shared", "3 own", "3 mixed")
 @pytest.mark.parametrize(
     ("shards", "max_in_flight", "layouts"),
     [(7, 1, QUICK[::2]), (8, 2, QUICK[1::2]), slow(7, 2, LAYOUTS), slow(8, 1, LAYOUTS)],
-    ids=str,
 )
 def test_every_layout_has_the_same_bits(shards, max_in_flight, layouts):
     data = batches((21, 33, 5, 1))

@@ -104,7 +104,6 @@ QUICK = ("2 shared", "5 shared", "3 own", "3 mixed")
         (0.4, 2, 7, QUICK),
         *[slow(*case, LAYOUTS) for case in ((0.0, 1, 7), (0.0, 2, 8), (0.4, 1, 8))],
     ],
-    ids=str,
 )
 def test_every_layout_has_the_same_bits(dropout, max_in_flight, shards, layouts):
     data = batches((21, 5))
