@@ -41,6 +41,22 @@ def test_each_device_computes_its_run_of_slices():
     assert len({*threads}) == 3
 
 
+def test_the_lead_waits_for_the_last_device():
+    first = threading.Event()
+
+    def last_one_late(number, tensor):
+        if number == 1:
+            first.set()
+        elif number == 2:
+            wait(first)
+            threading.Event().wait(0.1)  # a lead that waits for any device would overtake this
+        return (torch.tensor(number),)
+
+    with crew_of(["cpu:0", "cpu:1", "cpu:2"]) as runner:
+        found = runner.run(last_one_late, [(None,)] * 3)
+    assert [one.item() for (one,) in found] == [0, 1, 2]
+
+
 def test_a_device_with_memory_of_its_own_holds_its_slices_of_the_weights_and_no_others():
     """What is sent: x once for each device, each held part once, and the results."""
     exchanged = Exchanged()
