@@ -1,9 +1,10 @@
-"""The mistakes of a first hour, each with the first line that answers it."""
+"""The mistakes of a first hour, each with what the line that answers it must say."""
 
 import copy
 import io
 import logging
 import pickle
+import re
 import traceback
 
 import pytest
@@ -163,409 +164,152 @@ def swapped():
 
 
 HABITS = {
-    "fit": "Trainer has no fit: write the loop, `for X, y in trainer.epoch(loader): "
-    "trainer.step(X, y)`",
-    "train": "Trainer has no train: write the loop, `for X, y in trainer.epoch(loader): "
-    "trainer.step(X, y)`; for the model's mode, model.train()",
-    "eval": "Trainer has no eval: trainer.evaluate and trainer.predict set the model's mode "
-    "themselves",
-    "zero_grad": "Trainer has no zero_grad: leave it out, as each trainer.step begins with new "
-    "gradients",
-    "parameters": "Trainer has no parameters: use model.parameters()",
-    "state_dict": "Trainer has no state_dict: write trainer.save(folder) and "
-    "evenstep.Trainer.load(folder, model, optimizer, loss); for the model alone, "
-    "model.state_dict()",
-    "load_state_dict": "Trainer has no load_state_dict: write evenstep.Trainer.load(folder, model, "
-    "optimizer, loss); for the model alone, model.load_state_dict(...)",
-    "to": "Trainer has no to: choose devices by evenstep.Trainer(..., devices=...)",
-    "test": "Trainer has no test: write trainer.evaluate(batches, metrics)",
+    "fit": "write the loop, `for X, y in trainer.epoch(loader): trainer.step(X, y)`",
+    "train": "write the loop, `for X, y in trainer.epoch(loader): ... model.train()",
+    "eval": "trainer.evaluate and trainer.predict set the model's mode themselves",
+    "zero_grad": "leave it out, as each trainer.step begins with new gradients",
+    "parameters": "use model.parameters()",
+    "state_dict": "write trainer.save(folder) and evenstep.Trainer.load( ... model.state_dict()",
+    "load_state_dict": "write evenstep.Trainer.load( ... model.load_state_dict(",
+    "to": "choose devices by evenstep.Trainer(..., devices=",
+    "test": "write trainer.evaluate(batches, metrics)",
 }
-PICKLED = (
-    "a trainer can't be pickled or copied: write trainer.save(folder), and "
-    "evenstep.Trainer.load(folder, model, optimizer, loss) to resume; for the model alone, "
-    "torch.save(model.state_dict(), file)"
-)
-LOOP = "write `for X, y in trainer.epoch(loader): trainer.step(X, y)`"
+PICKLED = "can't be pickled or copied: write trainer.save(folder), and evenstep.Trainer.load("
+LOOP = "gives batches: write `for X, y in trainer.epoch(loader): trainer.step(X, y)`"
 OPTIMIZER = "give an optimizer object, such as torch.optim.SGD(model.parameters(), lr=0.1)"
 METRICS = 'give a dict, such as {"accuracy": evenstep.metrics.accuracy}'
 NO_GRADIENT = "no parameter of the model has got a gradient in step 0, since "
-DETACHED = (
-    f"{NO_GRADIENT}the loss does not depend on them (look for detach(), item() or "
-    f"torch.no_grad()); the step was not taken"
-)
-MAKER = (
-    "give a function that takes devices and returns a new trainer, such as the one in the help of "
-    "evenstep.verify"
-)
-PAIR = (
-    "return the pair (total, count) over the examples that the metric is given, such as "
-    "((output.argmax(1) == y).sum(), len(y)), from which the mean over all batches follows"
-)
+DETACHED = f"{NO_GRADIENT}the loss does not depend on them ... detach() ... the step was not taken"
+MAKER = "as make_trainer: give a function that takes devices and returns a new trainer"
+PAIR = "return the pair (total, count) over the examples that the metric is given"
+LISTED = "values of type {} in a batch of {} examples: ... give a tensor ... evenstep.shared("
+LOADER_OF = "as a loader, so each of {} would be a batch: give an iterable of batches"
 
-MISTAKES = {
-    # ---- what a plain loop does, and other libraries
-    "a left-over optimizer.step()": (
-        inside(step_twice),
-        "SGD.step() was called while a trainer is open, but Trainer.step has updated the "
-        "parameters already: remove loss.backward() and optimizer.step() from the loop (a "
-        "scheduler's step() stays), or call trainer.backward(...) instead of trainer.step(...)",
-    ),
-    "a left-over loss.backward()": (
-        inside(lambda trainer: trainer.step(X, y).backward()),
-        "the loss has no backward: trainer.step has computed the gradients and updated the model "
-        "already, so remove loss.backward() and optimizer.step() from the loop",
-    ),
-    "a left-over (loss / 4).backward()": (
-        inside(lambda trainer: (trainer.step(X, y) / 4).backward()),
-        "trainer.step has computed the gradients and updated the model already, so remove "
-        "loss.backward() and optimizer.step() from the loop (instead of accumulating gradients, "
-        "give trainer.step the whole batch)",
-    ),
-    **{
-        f"trainer.{name}": (inside(lambda trainer, name=name: getattr(trainer, name)()), line)
-        for name, line in HABITS.items()
-    },
-    "trainer(X)": (
-        inside(lambda trainer: trainer(X)),
-        "a trainer can't be called: use trainer.predict([X]), which computes on all devices, or "
-        "model(X)",
-    ),
-    "torch.save(trainer)": (inside(lambda trainer: torch.save(trainer, io.BytesIO())), PICKLED),
-    "pickle.dumps(trainer)": (lambda: pickle.dumps(trainer_of()), PICKLED),
-    "copy.deepcopy(trainer)": (lambda: copy.deepcopy(trainer_of()), PICKLED),
+# What a plain loop does, and other libraries: raised by evenstep's last frame, at the user's line.
+LEFT_OVERS = [
+    (inside(step_twice),
+     "SGD.step() was called while a trainer is open ... remove loss.backward() and optimizer.step()"
+     " from the loop (a scheduler's step() stays) ... trainer.backward("),
+    (inside(lambda trainer: trainer.step(X, y).backward()),
+     "the loss has no backward: ... remove loss.backward() and optimizer.step() from the loop"),
+    *((inside(lambda trainer, name=name: getattr(trainer, name)()), f"has no {name}: {advice}")
+      for name, advice in HABITS.items()),
+    (inside(lambda trainer: trainer(X)), "can't be called: use trainer.predict([X]) ... model(X)"),
+    (inside(lambda trainer: torch.save(trainer, io.BytesIO())), PICKLED),
+    (lambda: pickle.dumps(trainer_of()), PICKLED),
+    (lambda: copy.deepcopy(trainer_of()), PICKLED),
+]  # fmt: skip
+
+MISTAKES = [
+    (inside(lambda trainer: (trainer.step(X, y) / 4).backward()),
+     "remove loss.backward() and optimizer.step() ... instead of accumulating ... the whole batch"),
     # ---- what a trainer is made of
-    "a loss class": (
-        made(loss=nn.CrossEntropyLoss),
-        "got the class CrossEntropyLoss as loss: give an object of it, such as CrossEntropyLoss()",
-    ),
-    "the name of a loss": (
-        made(loss="cross_entropy"),
-        "got loss='cross_entropy': give a function or a module, such as nn.CrossEntropyLoss()",
-    ),
-    "a summed loss": (
-        made(loss=nn.CrossEntropyLoss(reduction="sum")),
-        "got a loss with reduction='sum', but loss= needs a mean: leave reduction out, or write "
-        "objective=lambda model, X, y: (total, count) with the sum over the shard as total and "
-        "what to divide by (such as len(y)) as count",
-    ),
-    "a model class": (
-        lambda: evenstep.Trainer(nn.Linear, sgd(net()), nn.CrossEntropyLoss()),
-        "got the class Linear as model: give an object of it, such as Linear(...)",
-    ),
-    "the name of an optimizer": (made(optimizer="sgd"), f"got optimizer='sgd': {OPTIMIZER}"),
-    "an optimizer class": (
-        made(optimizer=torch.optim.SGD),
-        f"got the class SGD as optimizer: {OPTIMIZER}",
-    ),
-    "a scheduler as optimizer": (
-        made(optimizer=a_scheduler()),
-        "got a scheduler, StepLR, as optimizer: give the optimizer that it was made for, and the "
-        "scheduler as evenstep.Trainer(..., scheduler=...)",
-    ),
-    "an optimizer as scheduler": (
-        made(scheduler=sgd(net())),
-        "got an optimizer, SGD, as scheduler: give a scheduler that was made for it, or leave "
-        "scheduler out",
-    ),
-    "optimizer and loss swapped": (
-        swapped,
-        "got a loss, CrossEntropyLoss, as optimizer: the order is evenstep.Trainer(model, "
-        "optimizer, loss)",
-    ),
-    "the optimizer of another model": (
-        of_another_model,
-        "the optimizer holds 4 of 4 parameters that are not the model's: make it from "
-        "model.parameters(), after the last change to the model",
-    ),
-    "an unknown device": (
-        made(devices="gpu"),
-        "got device 'gpu': write cpu:0, cpu:1, ..., cuda:0, cuda:1, ..., a number of devices, or "
-        "auto",
-    ),
-    "no device": (made(devices=0), "got 0 devices: at least 1 is needed"),
-    "the numbers of devices": (
-        made(devices=[0, 1]),
-        "got a device of type int: give a name such as cpu:1 or cuda:0, a torch.device, or an "
-        "evenstep.Device",
-    ),
-    "half precision": (
-        made(precision="fp16"),
-        "got precision='fp16': choose one of fp32, bf16",
-    ),
+    (made(loss=nn.CrossEntropyLoss), "the class CrossEntropyLoss as loss ... CrossEntropyLoss()"),
+    (made(loss="cross_entropy"), "got loss='cross_entropy': give a function or a module"),
+    (made(loss=nn.CrossEntropyLoss(reduction="sum")),
+     "reduction='sum', but loss= needs a mean: ... objective=lambda model, X, y: (total, count)"),
+    (lambda: evenstep.Trainer(nn.Linear, sgd(net()), nn.CrossEntropyLoss()),
+     "got the class Linear as model: give an object of it, such as Linear("),
+    (made(optimizer="sgd"), f"got optimizer='sgd': {OPTIMIZER}"),
+    (made(optimizer=torch.optim.SGD), f"got the class SGD as optimizer: {OPTIMIZER}"),
+    (made(optimizer=[sgd(net())]), f"got optimizer=[SGD ( ... : {OPTIMIZER}"),
+    (made(optimizer=a_scheduler()), "got a scheduler, StepLR, as optimizer ... , scheduler=...)"),
+    (made(scheduler=sgd(net())), "got an optimizer, SGD, as scheduler: give a scheduler ... leave"),
+    (swapped, "a loss, CrossEntropyLoss, as optimizer: ... evenstep.Trainer(model, optimizer, l"),
+    (of_another_model, "4 of 4 parameters that are not the model's: ... model.parameters(), after"),
+    (made(devices="gpu"), "got device 'gpu': write cpu:0, cpu:1, ..., cuda:0 ... or auto"),
+    (made(devices=0), "got 0 devices: at least 1 is needed"),
+    (made(devices=[0, 1]), "got a device of type int: give a name such as cpu:1 or cuda:0"),
+    (made(precision="fp16"), "got precision='fp16': choose one of fp32, bf16"),
+    (made(nn.DataParallel(net())), "the model is a DataParallel: give ... model.module, because"),
     # ---- `with`
-    "no with": (
-        lambda: trainer_of().step(X, y),
-        "the trainer is not open: use it as `with evenstep.Trainer(...) as trainer:`, or as "
-        "`trainer = evenstep.Trainer(...).open()`",
-    ),
-    "a closed trainer": (
-        use_closed,
-        "the trainer was closed, at the end of its `with` or by `close`: indent the call into the "
-        "`with`, or open the trainer again by `with trainer:`",
-    ),
-    "two trainers of one optimizer": (
-        share_an_optimizer,
-        "another trainer with this optimizer is open: close that one first (end its `with`, or "
-        "call its `close`), or give each trainer an optimizer of its own",
-    ),
-    "with, twice": (open_twice, "the trainer is open already: remove the second `with` or `open`"),
+    (lambda: trainer_of().step(X, y), "is not open: use it as `with evenstep.T ... .open()`"),
+    (use_closed, "the trainer was closed ... indent the call into ... `with trainer:`"),
+    (share_an_optimizer, "another trainer with this optimizer is open: close that one first"),
+    (open_twice, "the trainer is open already: remove the second `with` or `open`"),
     # ---- batches
-    "a DataLoader as a batch": (
-        step(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, y))),
-        f"batch[0] is a DataLoader, which gives batches: {LOOP}",
-    ),
-    "a generator as a batch": (
-        step(batch for batch in LOADER),
-        f"batch[0] is a generator, which gives batches: {LOOP}",
-    ),
-    "numpy": (
-        step(X.numpy(), y.numpy()),
-        "batch[0] is a numpy array: give a tensor, torch.from_numpy(array)",
-    ),
-    "a batch in one piece": (
-        step((X, y)),
-        "got one argument, a tuple of 2 parts: write trainer.step(*batch)",
-    ),
-    "no labels": (
-        step(X),
-        "cross entropy and NLL take (output, target), got a batch of 1 part: give "
-        "trainer.step(X, y), or use objective=... for other batches",
-    ),
-    "too few labels": (
-        step(X, y[:9]),
-        "the tensors of a batch need the same number of examples (first dimension), but batch[0] "
-        "has 16, batch[1] has 9; give one that every shard needs whole as evenstep.shared(tensor)",
-    ),
-    "images in bytes": (
-        step(IMAGES, y),
-        "batch[0] is torch.uint8, but the model's parameters are torch.float32: give "
-        "X.float() / 255",
-    ),
-    "doubles": (
-        step(X.double(), y),
-        "batch[0] is torch.float64, but the model's parameters are torch.float32: give X.float()",
-    ),
-    "images without channels": (
-        step(X[:, 0], y),
-        "batch[0] is of shape (16, 6, 6), without a dimension for channels: a Conv2d takes "
-        "(examples, channels, height, width), so give X.unsqueeze(1)",
-    ),
-    "images with channels last": (
-        step(X.permute(0, 2, 3, 1), y),
-        "batch[0] is of shape (16, 6, 6, 1), with the channels last: a Conv2d takes (examples, "
-        "channels, height, width), so give X.permute(0, 3, 1, 2)",
-    ),
+    (step(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(X, y))),
+     f"batch[0] is a DataLoader, which {LOOP}"),
+    (step(batch for batch in LOADER), f"batch[0] is a generator, which {LOOP}"),
+    (step(X.numpy(), y.numpy()), "batch[0] is a numpy array: ... torch.from_numpy(array)"),
+    (step((X, y)), "got one argument, a tuple of 2 parts: write trainer.step(*batch)"),
+    (step(X), "(output, target), got a batch of 1 part: give trainer.step(X, y) ... objective="),
+    (step(X, y[:9]), "batch[0] has 16, batch[1] has 9; ... whole as evenstep.shared(tensor)"),
+    (step(IMAGES, y), "batch[0] is torch.uint8, but ... torch.float32: give X.float() / 255"),
+    (step(X.double(), y), "batch[0] is torch.float64, but ... torch.float32: give X.float()"),
+    (step(X[:, 0], y), "(16, 6, 6), without a dimension for channels: ... give X.unsqueeze(1)"),
+    (step(X.permute(0, 2, 3, 1), y),
+     "(16, 6, 6, 1), with the channels last: ... give X.permute(0, 3, 1, 2)"),
+    (step(X.tolist(), y), f"batch[0] is a list of 16 {LISTED.format('list', 16)}"),
+    (inside(lambda trainer: trainer.step(F.cross_entropy(trainer.model(X), y))),
+     "batch[0] is a loss: give the batch, trainer.step(X, y)"),
     # ---- labels
-    "labels as float": (
-        step(X, y.float()),
-        "the labels are torch.float32: cross entropy takes numbers of classes, so give y.long()",
-    ),
-    "labels as int32": (
-        step(X, y.int()),
-        "the labels are torch.int32: cross entropy takes numbers of classes, so give y.long()",
-    ),
-    "labels in a column": (
-        step(X, y[:, None]),
-        "the labels are of shape (examples, 1): cross entropy takes one number for each example, "
-        "so give y.squeeze(1)",
-    ),
-    "one-hot labels": (
-        step(X, F.one_hot(y, 5)),
-        "the one-hot labels are torch.int64: give y.argmax(1), or y.float()",
-    ),
-    "one-hot labels of another width": (
-        step(X, F.one_hot(y, 7).float()),
-        "the labels have 7 columns, but the model gives 5 classes: use one number of classes",
-    ),
-    "labels from 1": (
-        step(X, y + 1),
-        "a label is 5, but the model gives 5 classes, 0 to 4: number the labels from 0, or give "
-        "the model a larger last layer",
-    ),
-    "labels that are masked by -1": (
-        step(X, torch.where(y == 0, -100, y - 1 - (y == 1).long())),
-        "a label is -1, but the model gives 5 classes, 0 to 4: number the labels from 0, or give "
-        "the model a larger last layer",
-    ),
+    (step(X, y.float()), "the labels are torch.float32: ... numbers of classes, so give y.long()"),
+    (step(X, y.int()), "the labels are torch.int32: ... numbers of classes, so give y.long()"),
+    (step(X, y[:, None]), "the labels are of shape (examples, 1): ... give y.squeeze(1)"),
+    (step(X, F.one_hot(y, 5)), "one-hot labels are torch.int64: give y.argmax(1), or y.float()"),
+    (step(X, F.one_hot(y, 7).float()), "the labels have 7 columns, but the model gives 5 classes"),
+    (step(X, y + 1), "a label is 5, but the model gives 5 classes, 0 to 4: number the labels"),
+    (step(X, torch.where(y == 0, -100, y - 1 - (y == 1).long())),
+     "a label is -1, but the model gives 5 classes, 0 to 4: number the labels from 0"),
     # ---- what would train nothing, or something else
-    "a frozen model": (
-        one_step(model=frozen()),
-        f"{NO_GRADIENT}none requires a gradient: call requires_grad_() on those that are to be "
-        f"trained; the step was not taken",
-    ),
-    "a detached loss": (one_step(loss=lambda output, y: output.detach().mean()), DETACHED),
-    "an objective under no_grad": (
-        with_objective(torch.no_grad()(lambda model, X, y: F.cross_entropy(model(X), y))),
-        DETACHED,
-    ),
-    "labels that broadcast": (
-        one_step(y.float(), model=one_column(), loss=nn.MSELoss()),
-        "the labels are of shape (examples,), but the model gives (examples, 1), so MSELoss would "
-        "compare every example with all others: give y.unsqueeze(-1)",
-    ),
-    "outputs that broadcast": (
-        one_step(y[:, None], model=nn.Sequential(one_column(), nn.Flatten(0)), loss=F.l1_loss),
-        "the labels are of shape (examples, 1), but the model gives (examples,), so F.l1_loss "
-        "would compare every example with all others: give y.squeeze(-1)",
-    ),
-    "binary labels of another shape": (
-        one_step((y > 2).float(), model=one_column(), loss=nn.BCEWithLogitsLoss()),
-        "the labels are of shape (examples,), but the model gives (examples, 1): give "
-        "y.unsqueeze(-1)",
-    ),
-    "binary labels as numbers of classes": (
-        one_step((y[:, None] > 2).long(), model=one_column(), loss=nn.BCEWithLogitsLoss()),
-        "the labels are torch.int64: BCEWithLogitsLoss takes floats, so give y.float()",
-    ),
-    "DataParallel": (
-        made(nn.DataParallel(net())),
-        "the model is a DataParallel: give the module inside it, model.module, because the trainer "
-        "itself divides each batch among the devices",
-    ),
+    (one_step(model=frozen()),
+     f"{NO_GRADIENT}none requires a gradient: call requires_grad_() ... the step was not taken"),
+    (one_step(loss=lambda output, y: output.detach().mean()), DETACHED),
+    (with_objective(torch.no_grad()(lambda model, X, y: F.cross_entropy(model(X), y))), DETACHED),
+    (one_step(y.float(), model=one_column(), loss=nn.MSELoss()),
+     "shape (examples,), but the model gives (examples, 1), so MSELoss ... give y.unsqueeze(-1)"),
+    (one_step(y[:, None], model=nn.Sequential(one_column(), nn.Flatten(0)), loss=F.l1_loss),
+     "shape (examples, 1), but the model gives (examples,), so F.l1_loss ... give y.squeeze(-1)"),
+    (one_step((y > 2).float(), model=one_column(), loss=nn.BCEWithLogitsLoss()),
+     "shape (examples,), but the model gives (examples, 1): give y.unsqueeze(-1)"),
+    (one_step((y[:, None] > 2).long(), model=one_column(), loss=nn.BCEWithLogitsLoss()),
+     "the labels are torch.int64: BCEWithLogitsLoss takes floats, so give y.float()"),
     # ---- functions that take other arguments
-    "a model with two outputs": (
-        one_step(model=TwoOutputs()),
-        "the model returned a tuple, but CrossEntropyLoss takes a tensor: give objective=lambda "
-        "model, X, y: loss(model(X)[0], y) instead of loss=..., or let forward return the tensor "
-        "alone",
-    ),
-    "an objective as loss": (
-        one_step(loss=lambda model, X, y: F.cross_entropy(model(X), y)),
-        "called the loss as loss(output, *targets), with 1 target (what takes (model, *batch) is "
-        "given as objective=...): <lambda>() missing 1 required positional argument: 'y'",
-    ),
-    "an objective that takes the batch in one piece": (
-        with_objective(lambda model, batch: None),
-        "called the objective as objective(model, *batch), with 2 parts of a batch: <lambda>() "
-        "takes 2 positional arguments but 3 were given",
-    ),
-    "a metric without targets": (
-        evaluate({"accuracy": evenstep.metrics.accuracy}, [X]),
-        'called the metric "accuracy" as metric(output, *targets), with 0 targets: accuracy() '
-        "missing 1 required positional argument: 'target'",
-    ),
-    "a misspelt argument": (
-        lambda: evenstep.Trainer(net(), None, device="cpu"),
-        "got device=: write devices=",
-    ),
-    "an argument that another one groups": (
-        lambda: evenstep.Trainer(net(), None, clip_norm=1.0),
-        "got clip_norm=: write experiment=Experiment(clip_norm=...)",
-    ),
-    "a misspelt argument that another one groups": (
-        lambda: evenstep.Trainer(net(), None, lost_after=3.0),
-        "got lost_after=: write faults=Faults(lost_after_s=...)",
-    ),
-    "a list of optimizers": (
-        made(optimizer=[sgd(net())]),
-        "got optimizer=[SGD ( Parameter Group 0 dampening:... nesterov: False weight_decay: 0 )]: "
-        f"{OPTIMIZER}",
-    ),
+    (one_step(model=TwoOutputs()),
+     "returned a tuple, but CrossEntropyLoss takes a tensor: ... objective= ... model(X)[0], y)"),
+    (one_step(loss=lambda model, X, y: F.cross_entropy(model(X), y)),
+     "called the loss as loss(output, *targets), with 1 target ... objective=...): <lambda>()"),
+    (with_objective(lambda model, batch: None),
+     "called the objective as objective(model, *batch), with 2 parts of a batch: <lambda>()"),
+    (evaluate({"accuracy": evenstep.metrics.accuracy}, [X]),
+     'called the metric "accuracy" as metric(output, *targets), with 0 targets: accuracy()'),
+    (lambda: evenstep.Trainer(net(), None, device="cpu"), "got device=: write devices="),
+    (lambda: evenstep.Trainer(net(), None, clip_norm=1.0),
+     "got clip_norm=: write experiment=Experiment(clip_norm=...)"),
+    (lambda: evenstep.Trainer(net(), None, lost_after=3.0),
+     "got lost_after=: write faults=Faults(lost_after_s=...)"),
     # ---- loaders
-    "a tensor as a loader": (
-        trained(X),
-        "got a tensor as a loader, so each of its rows would be a batch: give an iterable of "
-        "batches, such as torch.utils.data.DataLoader(...) or a list, [(X, y)]",
-    ),
-    "one batch as a loader": (
-        trained((X, y)),
-        "got a tuple of 2 tensors as a loader, so each of them would be a batch: give an iterable "
-        "of batches, such as torch.utils.data.DataLoader(...) or a list, [(X, y)]",
-    ),
-    "the names in a batch": (
-        trained(NAMED),
-        "got the strings 'image', 'label', 'name' and no tensor: if they are the names in a batch "
-        "that is a dict, write trainer.step(**batch)",
-    ),
-    "strings in a batch": (
-        inside(lambda trainer: trainer.step(**next(iter(NAMED)))),
-        "batch[0]['name'] is a list of 4 values of type str in a batch of 4 examples: if there is "
-        "one for each example, give a tensor, of which every shard gets its own rows; if every "
-        "shard needs all of them, give evenstep.shared(torch.tensor(...)), or leave them out",
-    ),
-    "images as lists": (
-        step(X.tolist(), y),
-        "batch[0] is a list of 16 values of type list in a batch of 16 examples: if there is "
-        "one for each example, give a tensor, of which every shard gets its own rows; if every "
-        "shard needs all of them, give evenstep.shared(torch.tensor(...)), or leave them out",
-    ),
-    "a loss as a batch": (
-        inside(lambda trainer: trainer.step(F.cross_entropy(trainer.model(X), y))),
-        "batch[0] is a loss: give the batch, trainer.step(X, y), which computes the loss and its "
-        "gradients on all devices",
-    ),
-    "tensors as a data set": (
-        lambda: evenstep.data.Loader((X, y), 8),
-        "got a tuple of 2 tensors as a data set, so each of them would be an example: give "
-        "torch.utils.data.TensorDataset(X, y)",
-    ),
+    (trained(X), f"got a tensor {LOADER_OF.format('its rows')}"),
+    (trained((X, y)), f"got a tuple of 2 tensors {LOADER_OF.format('them')}"),
+    (trained(NAMED), "got the strings 'image', 'label', 'name' ... trainer.step(**batch)"),
+    (inside(lambda trainer: trainer.step(**next(iter(NAMED)))),
+     f"batch[0]['name'] is a list of 4 {LISTED.format('str', 4)}"),
+    (lambda: evenstep.data.Loader((X, y), 8),
+     "got a tuple of 2 tensors as a data set ... give torch.utils.data.TensorDataset(X, y)"),
     # ---- evenstep.verify
-    "verify: a trainer": (
-        lambda: evenstep.verify(trainer_of(), LOADER),
-        f"got a Trainer as make_trainer: {MAKER}",
-    ),
-    "verify: a model": (verified(net()), f"got a Sequential as make_trainer: {MAKER}"),
-    "verify: a number of devices": (
-        verified(lambda devices: trainer_of(devices=devices), devices=2),
-        "got devices=2: give a list of the sets of devices to compare, such as [1, 2]",
-    ),
-    "verify: a function without argument": (
-        verified(lambda: trainer_of()),
-        "called make_trainer(devices): <lambda>() takes 0 positional arguments but 1 was given",
-    ),
-    "verify: a function that returns nothing": (
-        verified(lambda devices: None),
-        "make_trainer returned None: it must return an evenstep.Trainer",
-    ),
-    "verify: always the same devices": (
-        verified(lambda devices: trainer_of(devices=1)),
-        "make_trainer returned a trainer on cpu:0 instead of cpu:0, cpu:1: give the trainer what "
-        "make_trainer is given, devices=devices",
-    ),
-    "verify: always the same model": (
-        verified(of_one_model()),
-        "make_trainer returned a trainer of the same model again, which is trained by now: make "
-        "model, optimizer and trainer inside make_trainer",
-    ),
+    (lambda: evenstep.verify(trainer_of(), LOADER), f"got a Trainer {MAKER}"),
+    (verified(net()), f"got a Sequential {MAKER}"),
+    (verified(lambda devices: trainer_of(devices=devices), devices=2),
+     "got devices=2: give a list of the sets of devices to compare, such as [1, 2]"),
+    (verified(lambda: trainer_of()), "called make_trainer(devices): <lambda>() takes 0"),
+    (verified(lambda devices: None), "make_trainer returned None: it must return an evenstep.T"),
+    (verified(lambda devices: trainer_of(devices=1)),
+     "a trainer on cpu:0 instead of cpu:0, cpu:1: give ... devices=devices"),
+    (verified(of_one_model()), "a trainer of the same model again ... inside make_trainer"),
     # ---- evaluation
-    "a metric that returns a mean": (
-        evaluate({"accuracy": a_mean}),
-        f'the metric "accuracy" returned a tensor of shape (): {PAIR}',
-    ),
-    "a metric that returns a row for each example": (
-        evaluate({"right": lambda output, y: (output.argmax(1) == y).float()}, [(X[:4], y[:4])]),
-        f'the metric "right" returned a tensor of shape (2,): {PAIR}',
-    ),
-    "a list of metrics": (evaluate([a_mean]), f"got a list as metrics: {METRICS}"),
-    "a metric alone": (evaluate(a_mean), f"got a function as metrics: {METRICS}"),
-    "the name of a metric": (
-        evaluate({"accuracy": "accuracy"}),
-        "the metric \"accuracy\" is 'accuracy': give a function, metric(output, *targets) -> "
-        "(total, count)",
-    ),
-    "one batch to evaluate": (
-        evaluate({"accuracy": evenstep.metrics.accuracy}, (X, y)),
-        "got a tuple of 2 tensors as batches, so each of them would be a batch: give a list of "
-        "batches, such as [(X, y)]",
-    ),
-    "nothing to predict": (
-        inside(lambda trainer: trainer.predict(None)),
-        "got None as batches: give an iterable of batches, such as a DataLoader or a list, "
-        "[(X, y)]",
-    ),
-    "one tensor to predict": (
-        inside(lambda trainer: trainer.predict(X)),
-        "got a tensor as batches, so each of its rows would be a batch: give a list of batches, "
-        "such as [X]",
-    ),
-}
-
-
-RAISED_AT_THE_LINE = {  # one frame of evenstep's, the last, which raises
-    *("a left-over optimizer.step()", "a left-over loss.backward()"),
-    *(f"trainer.{name}" for name in HABITS),
-    *("trainer(X)", "torch.save(trainer)", "pickle.dumps(trainer)", "copy.deepcopy(trainer)"),
-}
+    (evaluate({"accuracy": a_mean}), f'metric "accuracy" returned a tensor of shape (): {PAIR}'),
+    (evaluate({"right": lambda output, y: (output.argmax(1) == y).float()}, [(X[:4], y[:4])]),
+     f'the metric "right" returned a tensor of shape (2,): {PAIR}'),
+    (evaluate([a_mean]), f"got a list as metrics: {METRICS}"),
+    (evaluate(a_mean), f"got a function as metrics: {METRICS}"),
+    (evaluate({"accuracy": "accuracy"}), "\"accuracy\" is 'accuracy': give a function, metric("),
+    (evaluate({"accuracy": evenstep.metrics.accuracy}, (X, y)),
+     "got a tuple of 2 tensors as batches ... give a list of batches, such as [(X, y)]"),
+    (inside(lambda trainer: trainer.predict(None)), "got None as batches: give an iterable of b"),
+    (inside(lambda trainer: trainer.predict(X)),
+     "got a tensor as batches, so each of its rows would be a batch: ... such as [X]"),
+]  # fmt: skip
 
 
 def answers(error):
@@ -574,13 +318,14 @@ def answers(error):
     return lines if isinstance(error, EvenstepError) else lines + getattr(error, "__notes__", [])
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_answered_in_one_line(name):
-    make, line = MISTAKES[name]
+@pytest.mark.parametrize(("make", "answer"), LEFT_OVERS + MISTAKES)
+def test_a_mistake_is_answered_in_one_line(make, answer):
+    """In the table, " ... " stands for any text."""
     with pytest.raises(Exception) as caught:  # noqa: PT011 - the line tells
         make()
-    assert line in answers(caught.value)
-    if name not in RAISED_AT_THE_LINE:
+    pattern = ".*".join(map(re.escape, answer.split(" ... ")))
+    assert any(re.search(pattern, line) for line in answers(caught.value)), answers(caught.value)
+    if (make, answer) not in LEFT_OVERS:
         assert "evenstep" not in packages_of(caught.value)
 
 
@@ -590,22 +335,16 @@ def packages_of(error):
     return {frame.f_globals["__name__"].partition(".")[0] for frame in frames}
 
 
-def test_there_are_many():
-    assert len(MISTAKES) >= 25
-
-
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
     with trainer_of() as trainer:
         trainer.save(tmp_path)
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5))
     with pytest.raises(EvenstepError) as caught:
         evenstep.Trainer.load(tmp_path, model, sgd(model), nn.CrossEntropyLoss())
-    assert answers(caught.value) == [
-        "can't resume with parameter 1.weight float32 (5, 36) instead of none, parameter 1.bias "
-        "float32 (5,) instead of none, parameter 0.weight none instead of float32 (2, 1, 3, 3) and "
-        "3 more: the checkpoint is of another model: build the model that was trained, or train "
-        "from the start in a new folder"
-    ]
+    (line,) = answers(caught.value)
+    assert "parameter 1.weight float32 (5, 36) instead of none" in line
+    assert "0.weight none instead of float32 (2, 1, 3, 3) and 3 more: the checkpoint is of" in line
+    assert "build the model that was trained, or train from the start in a new folder" in line
 
 
 def test_more_devices_than_cores_are_answered_by_a_note(monkeypatch):
@@ -627,10 +366,8 @@ def messages_of_two_steps(model, caplog):
 
 def test_a_model_that_is_trained_in_evaluation_mode_is_named_once(caplog):
     model = nn.Sequential(net(), nn.Dropout(), nn.BatchNorm1d(5), nn.Dropout()).eval()
-    assert messages_of_two_steps(model, caplog) == [
-        "the model is in evaluation mode, which changes what Dropout and BatchNorm1d compute: call "
-        "model.train() before the first step"
-    ]
+    (message,) = messages_of_two_steps(model, caplog)
+    assert "evaluation mode, which changes what Dropout and BatchNorm1d compute: call m" in message
 
 
 def test_nothing_is_said_where_the_mode_makes_no_difference(caplog):
@@ -643,15 +380,15 @@ def test_nothing_is_said_where_the_mode_makes_no_difference(caplog):
 
 
 @pytest.mark.parametrize(
-    ("examples", "shards", "side_by_side", "where"),
+    ("examples", "shards", "side_by_side", "those"),
     [
-        (16, 2, False, "in shard 0 (examples 0 to 7 of your batch) of step 0 on cpu:0"),
-        (16, 2, True, "in shard 0 (examples 0 to 7 of your batch) of step 0 on cpu:0"),
-        (16, 1, False, "in shard 0 (examples 0 to 15 of your batch) of step 0 on cpu:0"),
-        (2, 2, False, "in shard 0 (example 0 of your batch) of step 0 on cpu:0"),
+        (16, 2, False, "examples 0 to 7"),
+        (16, 2, True, "examples 0 to 7"),
+        (16, 1, False, "examples 0 to 15"),
+        (2, 2, False, "example 0"),
     ],
 )
-def test_a_note_says_which_examples_a_shard_has(examples, shards, side_by_side, where):
+def test_a_note_says_which_examples_a_shard_has(examples, shards, side_by_side, those):
     def fail(output, y):
         raise ZeroDivisionError("by the user") if 0 in y else RuntimeError("not this one")
 
@@ -661,6 +398,7 @@ def test_a_note_says_which_examples_a_shard_has(examples, shards, side_by_side, 
         trainer_of(loss=fail, shards=shards, side_by_side=side_by_side) as trainer,
     ):
         trainer.step(X[:examples], y)
+    where = f"in shard 0 ({those} of your batch) of step 0 on cpu:0"
     assert caught.value.__notes__[0] == where
 
 
@@ -693,22 +431,16 @@ def test_an_error_of_the_users_own_gets_no_advice(batch):
 # ---- names that a trainer does not have
 
 
-@pytest.mark.parametrize("name", HABITS)
-def test_a_name_with_advice_is_no_attribute(name):
+def test_a_name_with_advice_is_no_attribute():
     trainer = trainer_of()
-    assert not hasattr(evenstep.Trainer, name)
-    assert not hasattr(trainer, name)
-    assert name not in dir(trainer)
+    for name in HABITS:
+        assert not hasattr(evenstep.Trainer, name)
+        assert not hasattr(trainer, name)
+        assert name not in dir(trainer)
     assert "step" in dir(trainer)
-
-
-def test_the_loss_has_no_attribute_with_advice():
     assert not hasattr(StepLoss, "backward")
-
-
-def test_another_missing_name_is_answered_by_python():
     with pytest.raises(AttributeError, match="'Trainer' object has no attribute 'nothing'"):
-        trainer_of().nothing  # noqa: B018
+        trainer.nothing  # noqa: B018
 
 
 def test_an_attribute_error_inside_a_property_is_not_hidden(monkeypatch):
