@@ -4,6 +4,7 @@ Compared with trainings that no error has disturbed. What is counted, and what i
 on how far the update was when the error came.
 """
 
+import contextlib
 import types
 
 import pytest
@@ -25,7 +26,6 @@ LAYOUTS = {
     "in flight, own": {"devices": own(2), "max_in_flight": 2},
     "stages": {"devices": 2, "divide": evenstep.Stages({"0": 0, "2": 1})},
 }
-on_layouts = pytest.mark.parametrize("layout", LAYOUTS)
 one_at_a_time = [name for name, layout in LAYOUTS.items() if "max_in_flight" not in layout]
 with_hooks = pytest.mark.parametrize("layout", one_at_a_time)  # in flight, hooks are refused
 X, Y = torch.arange(48.0).reshape(16, 3) / 48, torch.arange(16) % 4
@@ -120,37 +120,27 @@ def assert_half(trainer, once, folder):
         trainer.step(X, Y)  # opened again
 
 
-def assert_whole(trainer, once, undisturbed):
+def assert_even(trainer, once, undisturbed, *, taken):
+    """Fail in the third step, which is taken as a whole or not at all, and go on."""
     with trainer, undisturbed:
         steps(trainer, 2)
-        steps(undisturbed, 3)
+        steps(undisturbed, 2 + taken)
         once.is_due = True
         with pytest.raises(LookupError, match="bang") as caught:
             steps(trainer, 1)
-        assert any("step 2 was taken" in note for note in caught.value.__notes__)
-        assert trainer.steps_done == 3
+        notes = getattr(caught.value, "__notes__", [])
+        assert any("step 2 was taken" in note for note in notes) == taken
+        assert trainer.steps_done == 2 + taken
         assert_same_bits(state_of(trainer), state_of(undisturbed))
         steps(trainer, 2)
         steps(undisturbed, 2)
         assert_same_bits(state_of(trainer), state_of(undisturbed))
 
 
-def assert_nothing(trainer, once, undisturbed):
-    with trainer, undisturbed:
-        steps(trainer, 2)
-        steps(undisturbed, 2)
-        once.is_due = True
-        with pytest.raises(LookupError, match="bang"):
-            steps(trainer, 1)
-        assert trainer.steps_done == 2
-        assert_same_bits(state_of(trainer), state_of(undisturbed))
-        steps(trainer, 2)
-        steps(undisturbed, 2)
-        assert_same_bits(state_of(trainer), state_of(undisturbed))
-
-
-@pytest.mark.parametrize("past_counters", [False, True])
-@on_layouts
+@pytest.mark.parametrize(
+    ("layout", "past_counters"),
+    [(layout, number % 2 == 1) for number, layout in enumerate(LAYOUTS)],
+)
 def test_an_optimizer_that_fails_at_its_fourth_parameter(layout, past_counters, tmp_path):
     once = Once()
 
@@ -179,49 +169,39 @@ def test_a_step_behind_the_failed_one_is_not_taken(tmp_path):
         assert_refuses(trainer, tmp_path)
 
 
-@pytest.mark.parametrize("when", ["before it is opened", "inside the with"])
+def schedule(optimizer):
+    """A scheduler replaces the optimizer's `step`."""
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+@pytest.mark.parametrize("prepare", [schedule, lambda optimizer: None])
 @with_hooks
-def test_a_hook_after_the_optimizer_s_step(layout, when):
-    once = Once()
-
-    def prepare(optimizer):
-        if when == "before it is opened":
-            optimizer.register_step_post_hook(once)
-
-    calls = []
+def test_a_hook_after_the_optimizer_s_step(layout, prepare):
+    """Registered before the trainer is opened, or in its `with`."""
+    once, calls = Once(), []
     trainer = open_trainer(layout, prepare=prepare, after_update=calls.append)
-    undisturbed = open_trainer(layout, after_update=lambda module: None)
-    trainer.open()
-    if when == "inside the with":
+    undisturbed = open_trainer(layout, prepare=prepare, after_update=lambda module: None)
+    with trainer if prepare is not schedule else contextlib.nullcontext():
         trainer.optimizer.register_step_post_hook(once)
-    trainer.close()
-    assert_whole(trainer, once, undisturbed)
+    assert_even(trainer, once, undisturbed, taken=True)
     assert len(calls) == 5  # it is called for the step that was taken, too
 
 
-@on_layouts
-def test_after_update(layout):
-    once = Once()
-    assert_whole(open_trainer(layout, after_update=once), once, open_trainer(layout))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_hooks_of_the_update(layout):
+    for place, taken in (("before_update", False), ("after_update", True)):
+        once = Once()
+        trainer = open_trainer(layout, **{place: once})
+        assert_even(trainer, once, open_trainer(layout), taken=taken)
 
 
-PLACES = [
-    *(("before_update", layout) for layout in LAYOUTS),
-    *(("a hook before the optimizer's step", layout) for layout in one_at_a_time),
-]
-
-
-@pytest.mark.parametrize(("place", "layout"), PLACES)
-def test_before_the_optimizer_s_step(layout, place):
-    once = Once()
-    if place == "before_update":
-        trainer = open_trainer(layout, before_update=once)
-    else:
-        trainer = open_trainer(layout, prepare=lambda one: one.register_step_pre_hook(once))
-    assert_nothing(trainer, once, open_trainer(layout))
-
-
-@pytest.mark.parametrize(("place", "layout"), PLACES)
+@pytest.mark.parametrize(
+    ("place", "layout"),
+    [
+        *(("before_update", layout) for layout in LAYOUTS),
+        *(("a hook before the optimizer's step", layout) for layout in one_at_a_time),
+    ],
+)
 def test_before_the_optimizer_s_step_when_parameters_were_written(layout, place, tmp_path):
     once, model = Once(), []
 
@@ -300,46 +280,16 @@ def test_an_update_in_two_parts_that_fails_between_them(make, tmp_path):
     assert_half(open_trainer("two", make, once=once), once, tmp_path)
 
 
-@with_hooks
-def test_a_hook_of_an_optimizer_whose_rate_a_scheduler_sets(layout):
-    """A scheduler replaces the optimizer's `step`."""
-    once = Once()
-
-    def prepare(optimizer):
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        optimizer.register_step_post_hook(once)
-
-    def schedule(optimizer):
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)
-
-    undisturbed = open_trainer(layout, prepare=schedule)
-    assert_whole(open_trainer(layout, prepare=prepare), once, undisturbed)
-
-
 def lbfgs(parameters, once):
     return torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)
 
 
 @pytest.mark.parametrize("layout", ["one", "two", "own"])
-def test_lbfgs_is_rolled_back_or_counted(layout):
+def test_lbfgs_is_rolled_back(layout):
+    """That `after_update` leaves it counted is a case of test_errors_of_user_code."""
     once = Once()
     hooked = open_trainer(layout, lbfgs, prepare=lambda one: one.register_step_post_hook(once))
-    assert_nothing(hooked, once, open_trainer(layout, lbfgs))
-    assert_whole(open_trainer(layout, lbfgs, after_update=once), once, open_trainer(layout, lbfgs))
-
-
-# ---- after the step
-
-
-@pytest.mark.parametrize("layout", ["two", "in flight"])
-def test_a_callback(layout):
-    once = Once()
-
-    class Failing(evenstep.callbacks.Callback):
-        def on_step(self, record):
-            once()
-
-    assert_whole(open_trainer(layout, callbacks=[Failing()]), once, open_trainer(layout))
+    assert_even(hooked, once, open_trainer(layout, lbfgs), taken=False)
 
 
 def test_a_scheduler_that_fails_leaves_the_step_taken():
