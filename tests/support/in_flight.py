@@ -156,10 +156,16 @@ def groups(optimizer):
     ]
 
 
-def assert_same_as_one_at_a_time(devices, act, *, waits=False, **options):
+def assert_same_as_one_at_a_time(devices, act, **options):
     """Compare two in flight with one at a time on one device; return what the latter gave."""
+    return assert_same_on([devices], act, **options)
+
+
+def assert_same_on(sets, act, *, waits=False, **options):
+    """Compare so on several sets of devices."""
     one = train(1, act, max_in_flight=1, **options)
-    two = train(devices, act, max_in_flight=2, waits=waits, **options)
-    assert_same_bits(two[0], one[0])
-    assert two[1:] == one[1:]
+    for devices in sets:
+        two = train(devices, act, max_in_flight=2, waits=waits, **options)
+        assert_same_bits(two[0], one[0])
+        assert two[1:] == one[1:]
     return one

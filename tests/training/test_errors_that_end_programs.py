@@ -41,8 +41,9 @@ class First:
 
 
 @pytest.mark.parametrize("examples", [16, 9], ids=["the contract", "lone examples"])
-@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt, GeneratorExit])
-@pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.parametrize(
+    ("error", "max_in_flight"), [(SystemExit, 1), (KeyboardInterrupt, 2), (GeneratorExit, 1)]
+)
 def test_an_error_that_ends_programs_is_no_matter_of_a_check(error, max_in_flight, examples):
     """An `Exception` is left to the step, which meets it again; this one ends the program."""
     raised = error("enough")

@@ -16,23 +16,20 @@ from grouping import grouped
 from in_flight import (
     DEVICES,
     HeldCopies,
-    assert_same_as_one_at_a_time,
+    assert_same_on,
     groups,
     numbered,
     opened,
     outcome,
     train,
 )
+from layouts import own
 from patience import wait, wait_until
 from reference import assert_same_bits
 from trainers import sgd
 from zoo import build
 
 on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
-
-
-def nothing(trainer, number, loss):
-    pass
 
 
 # Returning at once
@@ -124,10 +121,9 @@ def test_a_step_is_copied_while_the_one_before_computes(devices, monkeypatch):
         trainer.waitall()
 
 
-@on_devices
 @pytest.mark.parametrize("name", ["batch_norm", "noisy", "recurrent", "branching"])
-def test_the_result_is_that_of_one_at_a_time(devices, name):
-    assert_same_as_one_at_a_time(devices, nothing, model=name)
+def test_the_result_is_that_of_one_at_a_time(name):
+    assert_same_on(DEVICES, lambda *step: None, model=name)
 
 
 # What waits for the steps in flight
@@ -145,7 +141,6 @@ def outcome_after_waitall(trainer):
     }
 
 
-@on_devices
 @pytest.mark.parametrize(
     "look",
     [
@@ -155,7 +150,7 @@ def outcome_after_waitall(trainer):
         lambda trainer, folder: outcome_after_waitall(trainer),
     ],
 )
-def test_looking_at_the_model_in_the_middle_of_steps_in_flight(devices, look, tmp_path):
+def test_looking_at_the_model_in_the_middle_of_steps_in_flight(look, tmp_path):
     def looks(devices, max_in_flight):
         found = []
 
@@ -166,9 +161,11 @@ def test_looking_at_the_model_in_the_middle_of_steps_in_flight(devices, look, tm
         state, *rest = train(devices, act, max_in_flight=max_in_flight, waits="before")
         return found, rest, state
 
-    two, one = looks(devices, 2), looks(1, 1)
-    assert two[:2] == one[:2]
-    assert_same_bits(two[2], one[2])
+    one = looks(1, 1)
+    for devices in DEVICES:
+        two = looks(devices, 2)
+        assert two[:2] == one[:2]
+        assert_same_bits(two[2], one[2])
 
 
 @on_devices
@@ -210,8 +207,7 @@ def test_a_checkpoint_waits_for_the_steps_in_flight(tmp_path):
     assert loaded.fingerprint() == expected
 
 
-@on_devices
-def test_epochs_with_a_step_in_flight_at_their_end(devices):
+def test_epochs_with_a_step_in_flight_at_their_end():
     X, y, _ = numbered(1)[0]
     dataset = torch.utils.data.TensorDataset(X, y)
 
@@ -229,12 +225,10 @@ def test_epochs_with_a_step_in_flight_at_their_end(devices):
             assert trainer.cursor == Cursor(2, 0)
             return places, trainer.fingerprint()
 
-    assert run(devices, 2) == run(1, 1)
+    assert run(1, 1) == run(1, 2) == run(2, 2) == run(own(2), 2)
 
 
-@on_devices
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_lbfgs_with_a_scheduler(devices, max_in_flight):
+def test_lbfgs_with_a_scheduler():
     def make_optimizer(model):
         return torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
 
@@ -249,7 +243,9 @@ def test_lbfgs_with_a_scheduler(devices, max_in_flight):
                 trainer.scheduler.step()
             return losses, trainer.fingerprint(), groups(trainer.optimizer)
 
-    assert run(devices, max_in_flight) == run(1, 1)
+    one = run(1, 1)
+    for devices, max_in_flight in ((2, 1), (own(2), 1), (1, 2), (2, 2), (own(2), 2)):
+        assert run(devices, max_in_flight) == one
 
 
 # Leaving

@@ -1,5 +1,6 @@
 """A step that fails with another one in flight: neither is taken, and training goes on exactly."""
 
+import functools
 import signal
 import threading
 
@@ -9,6 +10,7 @@ import torch
 from evenstep.data import Cursor
 from evenstep.errors import BatchError, InputError, NonFiniteLossError
 from in_flight import DEVICES, HeldCopies, numbered, opened, outcome
+from layouts import own
 from patience import main_thread_is_in, only_one_interrupt, wait, wait_until
 from reference import assert_same_bits
 
@@ -16,6 +18,7 @@ on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
 BATCHES = numbered(6)
 
 
+@functools.cache
 def undisturbed(steps=5, **options):
     with opened(1, max_in_flight=1, **options) as (trainer, _):
         for batch in BATCHES[:steps]:
@@ -78,9 +81,16 @@ def two_steps(trainer):
     return outcome(trainer)
 
 
-@on_devices
+@pytest.mark.parametrize(
+    ("devices", "then", "error"),
+    [
+        (1, bang, RuntimeError),
+        (2, give_nan, NonFiniteLossError),
+        (own(2), bang, RuntimeError),
+        (own(2), give_nan, NonFiniteLossError),
+    ],
+)
 @somewhere
-@pytest.mark.parametrize(("then", "error"), [(bang, RuntimeError), (give_nan, NonFiniteLossError)])
 def test_a_shard_that_fails_with_the_next_step_in_flight(devices, wait_somewhere, then, error):
     with opened(devices) as (trainer, gates):
         before = two_steps(trainer)
@@ -158,9 +168,10 @@ def test_before_update_that_has_failed_leaves_no_gradients_of_the_users_own(devi
             trainer.waitall()
 
 
-@on_devices
+@pytest.mark.parametrize(
+    ("devices", "draws"), [(1, True), (2, False), (own(2), False), (own(2), True)]
+)
 @somewhere
-@pytest.mark.parametrize("draws", [False, True])
 def test_a_batch_written_to_right_after_step_returned(devices, wait_somewhere, draws):
     let_copy = threading.Event()
     let_copy.set()
@@ -223,8 +234,9 @@ WRITES = [
 
 @on_devices
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("second", [True, False])
-def test_parameters_or_buffers_written_to_in_flight(devices, write, second):
+def test_parameters_or_buffers_written_to_in_flight(devices, write):
+    """With a second step in flight, or without one."""
+    second = (DEVICES.index(devices) + WRITES.index(write)) % 2
     with opened(devices) as (trainer, gates):
         before = two_steps(trainer)
         gates.hold(2)

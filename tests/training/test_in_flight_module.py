@@ -5,9 +5,7 @@ import torch
 from torch import nn
 
 from changing import CHANGES, Changing
-from in_flight import DEVICES, assert_same_as_one_at_a_time, train
-
-on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
+from in_flight import DEVICES, assert_same_on, train
 
 
 class Parts(nn.Module):
@@ -60,58 +58,49 @@ def write_mask(model):
     model.mask[3:9] = 0
 
 
-@on_devices
-@pytest.mark.parametrize(
-    "change",
-    [
-        raise_dropout,
-        norm_evaluates,
-        evaluation_mode,
-        freeze,
-        swap_layer,
-        add_hook,
-        add_gradient_hook,
-        set_temperature,
-        write_mask,
-    ],
-)
-def test_a_change_of_the_module_holds_from_the_next_step_on(devices, change):
-    def act_at(wanted):
-        def act(trainer, number, loss):
-            if number == wanted:
-                change(trainer.model)
+def change_at(wanted, change):
+    def act(trainer, number, loss):
+        if number == wanted:
+            change(trainer.model)
 
-        return act
+    return act
 
-    assert_same_as_one_at_a_time(devices, act_at(2), model=Parts, waits=True)
-    earlier = train(1, act_at(1), model=Parts, max_in_flight=1)
-    later = train(1, act_at(2), model=Parts, max_in_flight=1)
+
+OF_PARTS = [
+    *(raise_dropout, norm_evaluates, evaluation_mode, freeze, swap_layer),
+    *(add_hook, add_gradient_hook, set_temperature, write_mask),
+]
+
+
+@pytest.mark.parametrize("change", OF_PARTS)
+def test_a_change_of_the_module_holds_from_the_next_step_on(change):
+    later = assert_same_on(DEVICES, change_at(2, change), model=Parts, waits=True)
+    earlier = train(1, change_at(1, change), model=Parts, max_in_flight=1)
     assert earlier[1][:2] == later[1][:2]
     assert earlier[1] != later[1]
 
 
-@on_devices
+@pytest.fixture(scope="module")
+def unchanged():
+    return train(1, lambda *step: None, model=Changing, max_in_flight=1)
+
+
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_every_change_that_forward_can_read_holds_from_the_next_step_on(devices, change):
-    def act(trainer, number, loss):
-        if number == 2:
-            change(trainer.model)
-
-    changed = assert_same_as_one_at_a_time(devices, act, model=Changing, waits=True)
-    assert changed[1] != train(1, lambda *step: None, model=Changing, max_in_flight=1)[1]
+def test_every_change_that_forward_can_read_holds_from_the_next_step_on(change, unchanged):
+    act = change_at(2, change)
+    changed = assert_same_on(DEVICES, act, model=Changing, waits=True)
+    assert changed[1] != unchanged[1]
 
 
-@on_devices
-def test_switching_a_part_there_and_back_between_steps(devices):
+def test_switching_a_part_there_and_back_between_steps():
     def act(trainer, number, loss):
         trainer.model.norm.train(number % 2 == 0)
         trainer.model.dropout.p = 0.1 * number
 
-    assert_same_as_one_at_a_time(devices, act, model=Parts, waits=True)
+    assert_same_on(DEVICES, act, model=Parts, waits=True)
 
 
-@on_devices
-def test_after_waitall_and_after_a_loss_was_read_the_parameters_may_be_written(devices):
+def test_after_waitall_and_after_a_loss_was_read_the_parameters_may_be_written():
     def act(trainer, number, loss):
         if number == 2:
             trainer.waitall()
@@ -123,4 +112,4 @@ def test_after_waitall_and_after_a_loss_was_read_the_parameters_may_be_written(d
         if number == 4:
             trainer.model.head.weight.data = trainer.model.head.weight.data * 0.5
 
-    assert_same_as_one_at_a_time(devices, act, model=Parts, waits="before")
+    assert_same_on(DEVICES, act, model=Parts, waits="before")

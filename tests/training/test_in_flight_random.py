@@ -8,7 +8,7 @@ from torch import nn
 
 import evenstep
 from evenstep.data import Loader
-from in_flight import DEVICES, assert_same_as_one_at_a_time, numbered, opened, outcome
+from in_flight import DEVICES, assert_same_on, numbered, opened, outcome
 from layouts import own
 from reference import assert_same_bits
 from trainers import sgd
@@ -56,9 +56,8 @@ def new_layer(model):
     model.dropout = nn.Dropout(0.5)
 
 
-@on_devices
 @pytest.mark.parametrize("switch", [train_mode, set_rate, new_layer])
-def test_dropout_that_is_switched_on_for_the_third_step(devices, switch):
+def test_dropout_that_is_switched_on_for_the_third_step(switch):
     """The user's own draws, too, are those of a program without evenstep."""
     drawn = {}
 
@@ -70,23 +69,21 @@ def test_dropout_that_is_switched_on_for_the_third_step(devices, switch):
         if number >= 2:
             drawn.setdefault(trainer, []).extend(draw())
 
-    assert_same_as_one_at_a_time(devices, act, model=Switched, waits=True)
+    assert_same_on(DEVICES, act, model=Switched, waits=True)
     torch.manual_seed(4)
     plain = [value for _ in range(4) for value in draw()]
-    assert [*drawn.values()] == [plain, plain]
+    assert [*drawn.values()] == [plain] * (1 + len(DEVICES))
 
 
-@on_devices
-def test_dropout_that_switches_itself_on(devices):
+def test_dropout_that_switches_itself_on():
     def act(trainer, number, loss):
         draw()
 
-    assert_same_as_one_at_a_time(devices, act, model=Late)
+    assert_same_on(DEVICES, act, model=Late)
 
 
-@on_devices
 @pytest.mark.parametrize("name", ["batch_norm", "dropout", "noisy", "recurrent", "attention"])
-def test_the_users_own_draws_are_those_of_a_program_without_evenstep(devices, name):
+def test_the_users_own_draws_are_those_of_a_program_without_evenstep(name):
     drawn = {}
 
     def act(trainer, number, loss):
@@ -94,10 +91,10 @@ def test_the_users_own_draws_are_those_of_a_program_without_evenstep(devices, na
             torch.manual_seed(4)
         drawn.setdefault(trainer, []).extend(draw())
 
-    assert_same_as_one_at_a_time(devices, act, model=name)
+    assert_same_on(DEVICES, act, model=name)
     torch.manual_seed(4)
     plain = [value for _ in range(6) for value in draw()]
-    assert [*drawn.values()] == [plain, plain]
+    assert [*drawn.values()] == [plain] * (1 + len(DEVICES))
 
 
 @on_devices
