@@ -33,6 +33,15 @@ def open_trainer(model, loss=None, *, optimizer=None, **options):
     return evenstep.Trainer(model, optimizer or sgd(model), loss, **grouped(**options))
 
 
+def take_steps(trainer, batches):
+    """Open a trainer, and take a step on each batch; return the state."""
+    with trainer:
+        for batch in batches:
+            trainer.step(*batch)
+        trainer.waitall()
+        return state_of(trainer)
+
+
 def state_of(trainer):
     """Return copies of a trainer's whole state, by name."""
     return {

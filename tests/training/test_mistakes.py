@@ -210,6 +210,8 @@ MISTAKES = [
      "reduction='sum', but loss= needs a mean: ... objective=lambda model, X, y: (total, count)"),
     (lambda: evenstep.Trainer(nn.Linear, sgd(net()), nn.CrossEntropyLoss()),
      "got the class Linear as model: give an object of it, such as Linear("),
+    (lambda: evenstep.Trainer(3, sgd(net()), None), "got model=3: give a torch.nn.Module"),
+    (made(optimizer=3), "got optimizer=3: give an optimizer object"),
     (made(optimizer="sgd"), f"got optimizer='sgd': {OPTIMIZER}"),
     (made(optimizer=torch.optim.SGD), f"got the class SGD as optimizer: {OPTIMIZER}"),
     (made(optimizer=[sgd(net())]), f"got optimizer=[SGD ( ... : {OPTIMIZER}"),

@@ -51,6 +51,15 @@ ARGUMENTS = [
     ("threads", 99_999_999_999, "from 1 to 1024"),
     ("threads", -1, "from 1 to 1024"),
     ("batch_dim", 10**20, "from 0 to 64"),
+    ("shards", 0, "shards=0"),
+    ("shards", 2.0, "shards=2.0"),
+    ("seed", -1, "seed=-1"),
+    ("memory_format", "nchw", "channels_last"),
+    ("max_in_flight", 0, "max_in_flight=0"),
+    ("devices", ["tpu:0"], "'tpu:0'"),
+    ("devices", [], "empty list"),
+    ("devices", ["cpu:0", "cpu:0"], "twice"),
+    *([] if torch.cuda.is_available() else [("devices", ["cuda:0"], "0 GPUs")]),
     ("devices", 40_000, "got 40000 devices: use at most 1024 in one process"),
     ("devices", 10**20, "use at most 1024"),
     ("devices", "9" * 5000, "got device '999"),
@@ -192,23 +201,14 @@ def test_an_absurd_model_is_refused(name, devices):
 
 
 @pytest.mark.parametrize(
-    ("model", "optimizer", "part"),
+    ("name", "devices", "max_in_flight"),
     [
-        (3, None, "got model=3: give a torch.nn.Module"),
-        (None, 3, "got optimizer=3: give an optimizer object"),
+        ("convolution", shared(1), 2),
+        ("batch_norm", shared(2), 1),
+        ("convolution", own(2), 1),
+        ("batch_norm", own(2), 2),
     ],
-    ids=["model", "optimizer"],
 )
-def test_what_is_no_model_or_no_optimizer_is_refused(model, optimizer, part):
-    module = build("convolution")
-    given = (module if model is None else model, sgd(module) if optimizer is None else optimizer)
-    with pytest.raises(ModelError, match=part):
-        evenstep.Trainer(*given, nn.CrossEntropyLoss())
-
-
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("devices", [shared(1), shared(2), own(2)], ids=["one", "two", "own"])
-@pytest.mark.parametrize("name", ["convolution", "batch_norm"])
 def test_after_a_layer_was_replaced_there_is_a_fingerprint_and_save_says_what_is_wrong(
     name, devices, max_in_flight, tmp_path
 ):
@@ -216,10 +216,7 @@ def test_after_a_layer_was_replaced_there_is_a_fingerprint_and_save_says_what_is
     with open_trainer(model, devices=devices, max_in_flight=max_in_flight) as trainer:
         trainer.step(*BATCH)
         before = trainer.fingerprint()
-        last = [name for name, one in model.named_modules() if isinstance(one, nn.Linear)][-1]
-        layer, (parent, _, name) = model.get_submodule(last), last.rpartition(".")
-        other = nn.Linear(layer.in_features, layer.out_features)
-        setattr(model.get_submodule(parent), name, other)
+        model[-1] = nn.Linear(model[-1].in_features, model[-1].out_features)
         assert len(trainer.fingerprint()) == 64
         assert trainer.fingerprint() != before
         with pytest.raises(ModelError, match="parameters that are not the model's"):
