@@ -5,6 +5,7 @@ import ctypes
 import dis
 import functools
 import gc
+import itertools
 import signal
 import sys
 import threading
@@ -265,6 +266,11 @@ def interrupted_at(boundary, act=press_ctrl_c):
         yield passed
     finally:
         sys.settrace(None)
+
+
+def spread(number, of, first, stride):
+    """Return boundaries for one of several cases, which all together try every `stride`-th one."""
+    return itertools.count(first + number % of * stride, of * stride)
 
 
 def lanes_left():

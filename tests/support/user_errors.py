@@ -1,6 +1,7 @@
 """Errors of user code: a table of the places where it is called, and of six kinds of errors."""
 
 import dataclasses
+import operator
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -87,10 +88,10 @@ class Bang:
     def __deepcopy__(self, memo):
         return self
 
-    def then(self, value):
-        """Return a function that may fail, and gives its argument."""
-        del value
-        return lambda x: (self(), x)[1]
+    def passing(self, x):
+        """Return the argument, if it doesn't fail."""
+        self()
+        return x
 
 
 # ---- where user code is called
@@ -168,11 +169,7 @@ def backward(trainer, bang, folder):
 
 
 def backward_with_objective(trainer, bang, folder):
-    def objective(model, X, y):
-        bang()
-        return nn.functional.cross_entropy(model(X), y, reduction="sum"), len(y)
-
-    trainer.backward(X, Y, objective=objective)
+    trainer.backward(X, Y, objective=objective(bang))
     trainer.optimizer.step()
 
 
@@ -181,19 +178,15 @@ def accuracy(output, y):
 
 
 def evaluate(trainer, bang, folder):
-    def metric(output, y):
-        bang()
-        return accuracy(output, y)
-
-    return trainer.evaluate([(X, Y)], {"right": metric})
+    return trainer.evaluate([(X, Y)], {"right": lambda *given: bang.passing(accuracy(*given))})
 
 
-def evaluate_with(trainer, bang, folder):
-    return trainer.evaluate([(X, Y)], {"right": accuracy})
+def evaluate_with(trainer, bang, folder, **options):
+    return trainer.evaluate([(X, Y)], {"right": accuracy}, **options)
 
 
 def predict(trainer, bang, folder):
-    return trainer.predict([X], lambda model, x: (bang(), model(x))[1])
+    return trainer.predict([X], lambda model, x: bang.passing(model(x)))
 
 
 def evaluate_batches(trainer, bang, folder):
@@ -215,15 +208,13 @@ def evaluate_another_model(trainer, bang, folder):
             bang()
             return super().named_parameters(*given, **options)
 
-    return trainer.evaluate([(X, Y)], {"right": accuracy}, model=Average(None))
+    return evaluate_with(trainer, bang, folder, model=Average(None))
 
 
-def evaluate_an_object(trainer, bang, folder):
-    return trainer.evaluate([(X, Y)], {"right": metric_object(bang, "update")})
-
-
-def compute_an_object(trainer, bang, folder):
-    return trainer.evaluate([(X, Y)], {"right": metric_object(bang, "compute")})
+def evaluate_an_object(where):
+    return lambda trainer, bang, folder: trainer.evaluate(
+        [(X, Y)], {"right": metric_object(bang, where)}
+    )
 
 
 def metric_object(bang, where):
@@ -253,7 +244,7 @@ def save_in_background(trainer, bang, folder):
 
 
 class Failing:
-    """A list of batches whose iterator may fail before the second one."""
+    """A list of batches whose iterator may fail before the second one, and go on then."""
 
     def __init__(self, batches, bang):
         self.batches, self.bang = batches, bang
@@ -267,18 +258,16 @@ class Failing:
 
 class FailingIterator:
     def __init__(self, of):
-        self.of, self.place = of, 0
+        self.rest, self.place, self.bang = iter(of.batches), 0, of.bang
 
     def __iter__(self):
         return self
 
     def __next__(self):
-        if self.place == len(self.of.batches):
-            raise StopIteration
         if self.place == 1:
-            self.of.bang()
+            self.bang()
         self.place += 1
-        return self.of.batches[self.place - 1]
+        return next(self.rest)
 
 
 class Data:
@@ -426,13 +415,8 @@ def objective(bang):
     return total
 
 
-def by_name(bang):
-    def total(model, batch):
-        return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), len(
-            batch["y"]
-        )
-
-    return total
+def of_mapping(model, batch):
+    return objective(lambda: None)(model, batch["x"], batch["y"])
 
 
 def hooked(bang):
@@ -457,9 +441,7 @@ def recomputed(bang):
 
 def saved_tensors(bang):
     def inside(x):
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda one: one, lambda one: (bang(), one)[1]
-        ):
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, bang.passing):
             return x * x
 
     return {"inside": inside}
@@ -469,12 +451,13 @@ def inside_function(where):
     return lambda bang: {"inside": lambda x: Passes.apply(x, bang, where)}
 
 
-def on_the_model(register):
-    return lambda bang: {"prepare": lambda model, optimizer: register(model, bang)}
+def on_the_model(path):
+    """Register a hook by calling an attribute of the model."""
+    return lambda bang: {"prepare": lambda model, _: operator.attrgetter(path)(model)(bang)}
 
 
-def on_the_optimizer(register):
-    return lambda bang: {"prepare": lambda model, optimizer: register(optimizer, bang)}
+def on_the_optimizer(name):
+    return lambda bang: {"prepare": lambda _, optimizer: getattr(optimizer, name)(bang)}
 
 
 def extra_state(bang):
@@ -518,97 +501,87 @@ NOT_OWNERS = tuple(name for name in LAYOUTS if name != "owners")
 IN_FLIGHT = ("in flight", "in flight, own")
 WITH_HOOKS = tuple(name for name in NOT_OWNERS if name not in IN_FLIGHT)  # of the optimizer
 
+
+def in_forward(bang):
+    return {"inside": bang.passing}
+
+
+def in_update(name):
+    return lambda bang: {name: bang}
+
+
+def in_callback(name):
+    return lambda bang: {"callbacks": [Callback(bang, name)]}
+
+
+def by_hand(bang):
+    return {"make": lambda parameters: ByHand(parameters, bang)}
+
+
+def with_lbfgs(given):
+    return lambda bang: {**given(bang), "make": lbfgs}
+
+
+def in_state(bang):
+    return {"state": {"a": State(bang, "state_dict")}}
+
+
+def in_loss(bang):
+    return {"loss": lambda *given: bang.passing(nn.functional.cross_entropy(*given))}
+
+
 PLACES = {
-    "forward": Place(lambda bang: {"inside": bang.then(None)}, step),
-    "the loss": Place(
-        lambda bang: {
-            "loss": lambda output, y: (bang(), nn.functional.cross_entropy(output, y))[1]
-        },
-        step,
-    ),
+    "forward": Place(in_forward, step),
+    "the loss": Place(in_loss, step),
     "the objective": Place(lambda bang: {"objective": objective(bang)}, step),
-    "a hook before a module": Place(
-        on_the_model(lambda model, bang: model.last.register_forward_pre_hook(bang)), step
-    ),
-    "a hook behind a module": Place(
-        on_the_model(lambda model, bang: model.first.register_forward_hook(bang)), step
-    ),
-    "a hook on a module's gradient": Place(
-        on_the_model(lambda model, bang: model.last.register_full_backward_hook(bang)), step
-    ),
+    "a hook before a module": Place(on_the_model("last.register_forward_pre_hook"), step),
+    "a hook behind a module": Place(on_the_model("first.register_forward_hook"), step),
+    "a hook on a module's gradient": Place(on_the_model("last.register_full_backward_hook"), step),
     "a hook on an activation's gradient": Place(hooked, step),
-    "a hook on a parameter": Place(
-        on_the_model(lambda model, bang: model.last.weight.register_hook(bang)), step
-    ),
+    "a hook on a parameter": Place(on_the_model("last.weight.register_hook"), step),
     "a Function's forward": Place(inside_function("forward"), step),
     "a Function's backward": Place(inside_function("backward"), step),
     "a recomputed function": Place(recomputed, step),
     "a hook on saved tensors": Place(saved_tensors, step),
-    "a batch's own class": Place(lambda bang: {"objective": by_name(bang)}, step_on_a_mapping),
-    "before_update": Place(lambda bang: {"before_update": bang}, step),
+    "a batch's own class": Place(lambda bang: {"objective": of_mapping}, step_on_a_mapping),
+    "before_update": Place(in_update("before_update"), step),
     "a hook before the optimizer": Place(
-        on_the_optimizer(lambda optimizer, bang: optimizer.register_step_pre_hook(bang)),
-        step,
-        layouts=WITH_HOOKS,
+        on_the_optimizer("register_step_pre_hook"), step, layouts=WITH_HOOKS
     ),
-    "the optimizer": Place(
-        lambda bang: {"make": lambda parameters: ByHand(parameters, bang)}, step, "half", NOT_OWNERS
-    ),
+    "the optimizer": Place(by_hand, step, "half", NOT_OWNERS),
     "a hook behind the optimizer": Place(
-        on_the_optimizer(lambda optimizer, bang: optimizer.register_step_post_hook(bang)),
-        step,
-        "whole",
-        WITH_HOOKS,
+        on_the_optimizer("register_step_post_hook"), step, "whole", WITH_HOOKS
     ),
-    "after_update": Place(lambda bang: {"after_update": bang}, step, "whole"),
-    "forward, and a step behind it": Place(
-        lambda bang: {"inside": bang.then(None)}, two_steps, layouts=IN_FLIGHT
-    ),
+    "after_update": Place(in_update("after_update"), step, "whole"),
+    "forward, and a step behind it": Place(in_forward, two_steps, layouts=IN_FLIGHT),
     "before_update, and a step behind it": Place(
-        lambda bang: {"before_update": bang}, two_steps, layouts=IN_FLIGHT
+        in_update("before_update"), two_steps, layouts=IN_FLIGHT
     ),
-    "the optimizer, and a step behind it": Place(
-        lambda bang: {"make": lambda parameters: ByHand(parameters, bang)},
-        two_steps,
-        "half",
-        IN_FLIGHT,
-    ),
-    "on_step": Place(lambda bang: {"callbacks": [Callback(bang, "on_step")]}, step, "whole"),
-    "on_save": Place(lambda bang: {"callbacks": [Callback(bang, "on_save")]}, save),
-    "on_epoch": Place(
-        lambda bang: {"callbacks": [Callback(bang, "on_epoch")]},
-        epoch_of("a list"),
-        "epoch",
-    ),
-    "forward, in backward": Place(
-        lambda bang: {"inside": bang.then(None)}, backward, layouts=NOT_OWNERS
-    ),
+    "the optimizer, and a step behind it": Place(by_hand, two_steps, "half", IN_FLIGHT),
+    "on_step": Place(in_callback("on_step"), step, "whole"),
+    "on_save": Place(in_callback("on_save"), save),
+    "on_epoch": Place(in_callback("on_epoch"), epoch_of("a list"), "epoch"),
+    "forward, in backward": Place(in_forward, backward, layouts=NOT_OWNERS),
     "the objective of backward": Place(nothing_given, backward_with_objective, layouts=NOT_OWNERS),
     "a metric": Place(nothing_given, evaluate),
-    "forward, in evaluate": Place(lambda bang: {"inside": bang.then(None)}, evaluate_with),
-    "a metric object's update": Place(nothing_given, evaluate_an_object),
-    "a metric object's compute": Place(nothing_given, compute_an_object),
+    "forward, in evaluate": Place(in_forward, evaluate_with),
+    "a metric object's update": Place(nothing_given, evaluate_an_object("update")),
+    "a metric object's compute": Place(nothing_given, evaluate_an_object("compute")),
     "evaluate's batches": Place(nothing_given, evaluate_batches),
     "evaluate's model": Place(nothing_given, evaluate_another_model),
     "predict's forward": Place(nothing_given, predict),
     "predict's batches": Place(nothing_given, predict_batches),
-    "a state's state_dict": Place(lambda bang: {"state": {"a": State(bang, "state_dict")}}, save),
-    "the same in the background": Place(
-        lambda bang: {"state": {"a": State(bang, "state_dict")}}, save_in_background
-    ),
+    "a state's state_dict": Place(in_state, save),
+    "the same in the background": Place(in_state, save_in_background),
     "a module's extra state": Place(extra_state, save),
-    "a scheduler's state_dict": Place(lambda bang: {"schedule": bang}, save),
+    "a scheduler's state_dict": Place(in_update("schedule"), save),
     "a step that is observed": Place(nothing_given, step_observed),
-    "forward, with LBFGS": Place(
-        lambda bang: {"inside": bang.then(None), "make": lbfgs}, step, layouts=NOT_OWNERS
-    ),
+    "forward, with LBFGS": Place(with_lbfgs(in_forward), step, layouts=NOT_OWNERS),
     "after_update, with LBFGS": Place(
-        lambda bang: {"after_update": bang, "make": lbfgs}, step, "whole", NOT_OWNERS
+        with_lbfgs(in_update("after_update")), step, "whole", NOT_OWNERS
     ),
     "a hook on the optimizer's state": Place(
-        on_the_optimizer(lambda optimizer, bang: optimizer.register_state_dict_post_hook(bang)),
-        save,
-        layouts=NOT_OWNERS,
+        on_the_optimizer("register_state_dict_post_hook"), save, layouts=NOT_OWNERS
     ),
     **{name: Place(nothing_given, epoch_of(name)) for name in LOADERS if name != "a list"},
 }

@@ -61,16 +61,6 @@ def with_weights(steps, dtype=torch.float32):
     ]
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
-def test_a_shared_tensor_reaches_every_shard(devices, max_in_flight):
-    expected, losses, _ = train(with_weights(3), devices=1)
-    options = {"devices": devices, "max_in_flight": max_in_flight}
-    state, found, _ = train(with_weights(3), **options)
-    assert found == losses
-    assert_same_bits(state, expected)
-
-
 def test_a_shared_tensor_gives_the_training_of_the_whole_batch():
     batches, dtype = with_weights(3, torch.float64), torch.float64
     model, whole = linear(dtype), linear(dtype)
@@ -211,15 +201,26 @@ def sequence_batches(sizes, dtype=torch.float32):
     ]
 
 
+KINDS = {
+    "a shared tensor": lambda: (with_weights(3), weighted, linear(), {}),
+    "sequences": lambda: (sequence_batches((21, 16, 5)), tags_total, tagger(), {"batch_dim": 1}),
+}
+
+
+@functools.cache
+def alone(kind):
+    *given, options = KINDS[kind]()
+    return train(*given, devices=1, **options)[:2]
+
+
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("devices", LAYOUTS, ids=str)
-def test_batches_of_sequences_have_the_same_bits_on_every_layout(devices, max_in_flight):
-    batches = sequence_batches((21, 16, 5))
-    expected, losses, _ = train(batches, tags_total, tagger(), devices=1, batch_dim=1)
-    options = {"devices": devices, "max_in_flight": max_in_flight, "batch_dim": 1}
-    state, found, _ = train(batches, tags_total, tagger(), **options)
-    assert found == losses
-    assert_same_bits(state, expected)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_layout_gives_the_same_bits(kind, devices, max_in_flight):
+    *given, options = KINDS[kind]()
+    state, losses, _ = train(*given, devices=devices, max_in_flight=max_in_flight, **options)
+    assert losses == alone(kind)[1]
+    assert_same_bits(state, alone(kind)[0])
 
 
 @pytest.mark.parametrize("shards", [1, 8])
@@ -244,9 +245,7 @@ def test_batches_of_sequences_with_a_mean_loss():
 
     X, y = sequences(21)
     model, whole = tagger(), tagger()
-    with evenstep.Trainer(
-        model, SGD(model.parameters()), loss, experiment=evenstep.Experiment(batch_dim=1)
-    ) as trainer:
+    with of_sequences(model, loss) as trainer:
         assert float(trainer.step(X, y)) == pytest.approx(loss(whole(X), y).item(), rel=1e-5)
 
 
@@ -263,18 +262,17 @@ def test_batch_dim_is_part_of_the_experiment_and_of_checkpoints(tmp_path):
     assert_same_bits(whole_state(model, optimizer), expected)
 
 
+def of_sequences(model, loss=None, **options):
+    given = SGD(model.parameters()), loss or nn.MSELoss()
+    return evenstep.Trainer(model, *given, **grouped(batch_dim=1, **options))
+
+
 @pytest.mark.parametrize("devices", [1, 2], ids=str)
 @pytest.mark.parametrize(("kind", "dim"), [(Tagger, 1), (Classifier, 0)])
 def test_predictions_lie_along_the_dimension_that_has_the_examples(kind, dim, devices):
     parts = [sequences(size, seed=size)[0] for size in (10, 3)]
     model = tagger(kind)
-    with evenstep.Trainer(
-        model,
-        SGD(model.parameters()),
-        nn.MSELoss(),
-        devices=devices,
-        experiment=evenstep.Experiment(batch_dim=1),
-    ) as trainer:
+    with of_sequences(model, devices=devices) as trainer:
         found = trainer.predict(parts)
         assert bits_of(trainer.predict(parts, dim=dim)) == bits_of(found)
         with torch.no_grad():
@@ -282,14 +280,7 @@ def test_predictions_lie_along_the_dimension_that_has_the_examples(kind, dim, de
 
 
 def test_predictions_that_may_lie_along_either_dimension_are_refused():
-    model = tagger()
-    with evenstep.Trainer(
-        model,
-        SGD(model.parameters()),
-        nn.MSELoss(),
-        shards=2,
-        experiment=evenstep.Experiment(batch_dim=1),
-    ) as trainer:
+    with of_sequences(tagger(), shards=2) as trainer:
         square = sequences(8, time=4)[0]  # 4 examples in a shard, of 4 times each
         with pytest.raises(ModelError, match=r"\(4, 4, 5\), may lie .* dim=1 or dim=0"):
             trainer.predict([square])

@@ -26,8 +26,6 @@ from trainers import open_trainer, state_of
 
 pytestmark = [HUNG_TESTS_ABORT, pytest.mark.usefixtures("own_handlers")]
 
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (own(2), 1), (own(2), 2)]
-in_layouts = pytest.mark.parametrize(("devices", "max_in_flight"), LAYOUTS, ids=str)
 STEPS = 4
 NAMES = [signal.SIGINT, signal.SIGTERM]
 
@@ -37,7 +35,7 @@ def undisturbed():
     return undisturbed_course(STEPS)
 
 
-def interrupt_once(training, boundary, undisturbed, until=STEPS):
+def interrupt_once(training, boundary, undisturbed, until):
     """Train to a step, interrupted at a boundary, and go on; return the boundaries passed."""
     states, losses = undisturbed
     # Python may call the handler only behind the code that was interrupted.
@@ -51,29 +49,11 @@ def interrupt_once(training, boundary, undisturbed, until=STEPS):
     return passed
 
 
-LOST = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # Python prints, and drops, what is raised while it drops the generator of an epoch
-
-
-@LOST
-@in_layouts
-def test_ctrl_c_at_some_bytecodes(devices, max_in_flight, undisturbed):
-    """Of the first steps of a training, each time of a new one."""
-    for boundary in itertools.count(211, 1777):
-        training = Training(devices, max_in_flight, check="off", tune_malloc=False)
-        generator = torch.get_rng_state()
-        with training.trainer:
-            passed = interrupt_once(training, boundary, undisturbed)
-        assert torch.equal(torch.get_rng_state(), generator)
-        if len(passed) < boundary:
-            break
-    assert boundary > 5000
-
-
 @pytest.mark.exhaustive
 @pytest.mark.timeout(3000)
-@LOST
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Python prints, and drops, what is raised while it drops the generator of an epoch
 @pytest.mark.parametrize(
     ("devices", "max_in_flight", "stride"),
     [(1, 1, 1), (2, 1, 1), (own(2), 1, 1), (1, 2, 7), (2, 2, 1), (own(2), 2, 7)],
@@ -106,48 +86,11 @@ def evaluate(trainer, batches):
     return trainer.evaluate(batches, {"mean": lambda output, y: (output.sum(), len(y))})
 
 
-def predict(trainer, batches):
-    return trainer.predict(batches).sum().item()
-
-
-@pytest.mark.parametrize("act", [evaluate, pytest.param(predict, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("devices", [1, 2, pytest.param(own(2), marks=pytest.mark.slow)], ids=str)
-def test_ctrl_c_at_some_bytecodes_of_an_evaluation(devices, act):
-    training = Training(devices)
-    with training.trainer as trainer:
-        training.run(1)
-        batches, before = [*training.loader], state_of(trainer)
-        expected = act(trainer, batches)
-        for boundary in itertools.count(101, 709):
-            came = False
-            try:
-                with interrupted_at(boundary) as passed:
-                    act(trainer, batches)
-            except KeyboardInterrupt:
-                came = True
-            assert came == (len(passed) >= boundary)
-            assert trainer.model.training
-            assert_same_bits(state_of(trainer), before)
-            assert act(trainer, batches) == expected
-            if len(passed) < boundary:
-                break
-        assert boundary > 2000
-
-
 @pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_ctrl_c_while_a_trainer_is_opened_and_closed(max_in_flight, undisturbed):
+def test_ctrl_c_while_a_trainer_is_closed(max_in_flight, undisturbed):
     """No thread and no handler is left, and what was trained stays as it is."""
     states, _ = undisturbed
     handler = signal.getsignal(signal.SIGINT)
-    for boundary in itertools.count(7, 131):
-        trainer = Training(2, max_in_flight, check="off").trainer
-        with contextlib.suppress(KeyboardInterrupt), interrupted_at(boundary) as passed, trainer:
-            pass
-        assert lanes_left() == []
-        assert signal.getsignal(signal.SIGINT) == handler
-        if len(passed) < boundary:
-            break
-    assert boundary > 2000
     for boundary in range(1, 600, 61):
         closed = Training(1, max_in_flight, check="off")
         closed.trainer.__enter__()

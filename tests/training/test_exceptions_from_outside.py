@@ -31,6 +31,7 @@ from interrupting import (
     lanes_left,
     loader,
     press_ctrl_c,
+    spread,
     thrown_after,
     thrown_at,
     undisturbed_course,
@@ -58,20 +59,39 @@ EVALUATING = "OtherValues", "_having", "_copy_all", "_evaluating", "evaluation_m
 
 
 @pytest.fixture(scope="module")
-def undisturbed():
-    return undisturbed_course(STEPS)[0]
+def course():
+    return undisturbed_course(STEPS)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(course):
+    return course[0]
+
+
+by_ctrl_c_or_thrown = pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Python prints, and drops, what is raised while it drops the generator of an epoch
+@by_ctrl_c_or_thrown
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_thrown_into_steps(layout, undisturbed):
-    for boundary in itertools.count(503, 4013):
+def test_in_steps(layout, act, course):
+    states, losses = course
+    for boundary in spread([*LAYOUTS].index(layout), 3, 211, 1777):
         training = Training(**{**QUICK, **LAYOUTS[layout]})
+        generator = torch.get_rng_state()
         with training.trainer:
-            with thrown_at(boundary) as passed, contextlib.suppress(OutsideError):
+            # Python may call the handler of Ctrl-C only behind the code that was interrupted.
+            late = contextlib.suppress(OutsideError, KeyboardInterrupt)
+            with late, interrupting(act, boundary) as passed:
                 training.run(STEPS)
-            training.assert_is_at_a_step_of(undisturbed)
+            training.assert_is_at_a_step_of(states)
             training.run(STEPS)
-            assert_same_bits(state_of(training.trainer), undisturbed[STEPS])
+            assert_same_bits(state_of(training.trainer), states[STEPS])
+        found = {step: loss for step, loss in training.losses.items() if isinstance(loss, float)}
+        assert found.items() <= losses.items()
+        assert torch.equal(torch.get_rng_state(), generator)
         if len(passed) < boundary:
             break
     assert boundary > 5000
@@ -95,14 +115,17 @@ def test_thrown_by_another_thread_at_random_moments(layout, undisturbed):
     assert thrown == 20
 
 
-@pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
-@pytest.mark.parametrize("layout", ["one", "two", "in flight", "own in flight"])
+IN_TWO_CALLS = ["one", "two", "in flight", "own in flight"]
+
+
+@by_ctrl_c_or_thrown
+@pytest.mark.parametrize("layout", IN_TWO_CALLS)
 def test_a_backward_pass_is_made_or_not(layout, act, undisturbed):
     """If it was made, its gradients are there; else gradients, buffers and the count are as before.
 
     A loop that goes on from `steps_done` then has lost no update.
     """
-    for boundary in itertools.count(503, 4013):
+    for boundary in spread(IN_TWO_CALLS.index(layout), 4, 503, 2011):
         training = InTwoCalls(**{**QUICK, **LAYOUTS[layout]})
         with training.trainer:
             interrupted = interrupting(act, boundary)
@@ -121,7 +144,7 @@ def gradients_of(model):
     return [None if one.grad is None else one.grad.clone() for one in model.parameters()]
 
 
-@pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
+@by_ctrl_c_or_thrown
 @pytest.mark.parametrize("layout", ["one", "in flight"])
 def test_an_accumulating_backward_pass_is_made_or_not(layout, act):
     X, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(2)), torch.arange(8) % 4
@@ -158,11 +181,17 @@ def test_an_accumulating_backward_pass_is_made_or_not(layout, act):
     assert boundary > 1000
 
 
-@pytest.mark.parametrize("devices", [1, 2, own(2)], ids=str)
-@pytest.mark.parametrize("call", ["evaluate", "another model", "predict", "waitall", "save"])
-def test_thrown_into_other_calls(call, devices, undisturbed, tmp_path):
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize(
+    ("call", "act"),
+    [
+        *((call, "throw") for call in ("evaluate", "another model", "predict", "waitall", "save")),
+        *((call, press_ctrl_c) for call in ("evaluate", "predict")),
+    ],
+)
+def test_in_other_calls(call, act, number, undisturbed, tmp_path):
     """Called again, they give what they would have given."""
-    training = Training(devices, **QUICK)
+    training = Training([1, 2, own(2)][number], **QUICK)
     trainer = training.trainer
     other = Training().trainer.model
     metrics = {"mean": lambda output, y: (output.sum(), len(y))}
@@ -176,9 +205,14 @@ def test_thrown_into_other_calls(call, devices, undisturbed, tmp_path):
     with trainer:
         training.run(2)
         expected = calls[call]()
-        for boundary in itertools.count(53, 1301):
-            with thrown_at(boundary) as passed, contextlib.suppress(OutsideError):
-                calls[call]()
+        for boundary in spread(number, 3, 53, 1301):
+            came = False
+            try:
+                with interrupting(act, boundary) as passed:
+                    calls[call]()
+            except (OutsideError, KeyboardInterrupt):
+                came = True
+            assert act == "throw" or came == (len(passed) >= boundary)
             assert trainer.model.training
             assert_same_bits(state_of(trainer), undisturbed[2])
             assert not [*tmp_path.glob(".*")]
@@ -191,20 +225,28 @@ def test_thrown_into_other_calls(call, devices, undisturbed, tmp_path):
 
 @pytest.mark.parametrize("layout", ["two", "in flight"])
 @pytest.mark.parametrize(
-    ("first", "stride", "functions", "enough"),
-    [(7, 211, (), 2000), pytest.param(1, 1, OPENING, 300, marks=pytest.mark.slow)],
-    ids=["some", "every place"],
+    ("act", "first", "stride", "functions", "enough"),
+    [
+        ("throw", 7, 211, (), 2000),
+        (press_ctrl_c, 71, 211, (), 2000),
+        pytest.param("throw", 1, 1, OPENING, 300, marks=pytest.mark.slow),
+    ],
+    ids=["thrown", "Ctrl-C", "every place"],
 )
-def test_thrown_while_a_trainer_is_opened_and_closed(
-    layout, first, stride, functions, enough, undisturbed
+def test_while_a_trainer_is_opened_and_closed(
+    layout, act, first, stride, functions, enough, undisturbed
 ):
+    """No thread and no handler is left, and it can be opened again."""
     handler = signal.getsignal(signal.SIGINT)
     for boundary in itertools.count(first, stride):
-        training = Training(**{**QUICK, **LAYOUTS[layout]})
-        interrupted = thrown_at(boundary, functions)
-        with interrupted as passed, contextlib.suppress(OutsideError), training.trainer:
+        training = Training(**{"check": "off", "tune_malloc": act != "throw", **LAYOUTS[layout]})
+        interrupted = thrown_at(boundary, functions) if functions else interrupting(act, boundary)
+        late = contextlib.suppress(OutsideError, KeyboardInterrupt)
+        with late, interrupted as passed, training.trainer:
             pass
-        wait_until(lambda: not lanes_left())  # one may just begin, and end
+        if act == "throw":
+            wait_until(lambda: not lanes_left())  # one may just begin, and end
+        assert lanes_left() == []
         assert signal.getsignal(signal.SIGINT) == handler
         with training.trainer:
             training.run(2)
@@ -248,7 +290,7 @@ def test_thrown_anywhere_in_what_puts_values_back(undisturbed):
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that has just been opened
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
+@by_ctrl_c_or_thrown
 def test_a_training_is_loaded_or_not(act, undisturbed, tmp_path):
     """The model has the saved values, or its own; loaded again, it is the saved one."""
     saved = Training(**QUICK)
@@ -289,6 +331,9 @@ def kill_a_worker():
         return
 
 
+KILLED_IN = ("two", "in flight", "own in flight")
+
+
 @pytest.fixture
 def torchs_handler():
     """Torch's handler of SIGCHLD raises if a worker has died; it is set once in a process."""
@@ -301,8 +346,7 @@ def torchs_handler():
 
 
 @pytest.mark.usefixtures("torchs_handler")
-@pytest.mark.parametrize("layout", ["two", "in flight", "own in flight"])
-def test_a_killed_worker_of_a_loader_ends_the_loop_with_torchs_error(layout, undisturbed):
+def test_a_killed_worker_of_a_loader_ends_the_loop_with_torchs_error():
     X, y = zip(*loader().dataset, strict=True)
     data = TensorDataset(torch.stack(X), torch.stack(y))
 
@@ -325,7 +369,8 @@ def test_a_killed_worker_of_a_loader_ends_the_loop_with_torchs_error(layout, und
     with whole.trainer, interrupted_at(0) as passed:
         train(whole, steps)
     ends = set()
-    for boundary in range(len(passed) // 2, len(passed), len(passed) // 14):
+    boundaries = range(len(passed) // 2, len(passed), len(passed) // 14)
+    for boundary, layout in zip(boundaries, itertools.cycle(KILLED_IN), strict=False):
         training = Training(**{**QUICK, **LAYOUTS[layout]})
         with training.trainer as trainer:
             try:

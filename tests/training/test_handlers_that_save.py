@@ -26,6 +26,7 @@ from interrupting import (
     InTwoCalls,
     Training,
     interrupted_at,
+    spread,
     undisturbed_course,
 )
 from launched import launched
@@ -82,25 +83,21 @@ def train_and_save(kind, boundary, folder, undisturbed, **options):
     return passed
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_steps(layout, undisturbed, tmp_path):
-    for boundary in itertools.count(307, 5507):
-        folder = tmp_path / str(boundary)
-        passed = train_and_save(Training, boundary, folder, undisturbed, **LAYOUTS[layout])
-        if len(passed) < boundary:
-            break
-        assert len([*folder.iterdir()]) == 1
-    assert boundary > 5000
+CASES = [
+    *((Training, layout) for layout in LAYOUTS),
+    *((InTwoCalls, layout) for layout in ("one", "two", "in flight")),
+]
 
 
-@pytest.mark.parametrize("layout", ["one", "two", "in flight"])
-def test_between_backward_and_the_update_too(layout, undisturbed, tmp_path):
-    """The checkpoint, which holds no gradients, is of the state before the backward pass."""
-    for boundary in itertools.count(307, 5507):
+@pytest.mark.parametrize(("kind", "layout"), CASES)
+def test_in_steps(kind, layout, undisturbed, tmp_path):
+    """Between backward and the update, a checkpoint is of the state before the backward pass."""
+    for boundary in spread(CASES.index((kind, layout)), 3, 307, 5507):
         folder = tmp_path / str(boundary)
-        passed = train_and_save(InTwoCalls, boundary, folder, undisturbed, **LAYOUTS[layout])
+        passed = train_and_save(kind, boundary, folder, undisturbed, **LAYOUTS[layout])
         if len(passed) < boundary:
             break
+        assert kind is InTwoCalls or len([*folder.iterdir()]) == 1
     assert boundary > 5000
 
 
@@ -187,7 +184,7 @@ def test_in_other_calls(call, devices, undisturbed, tmp_path):
     with trainer:
         training.run(2)
         expected = None if call == "close" else calls[call]()
-        for boundary in itertools.count(53, 2003):
+        for boundary in spread(devices, 2, 53, 4003):
             with interrupted_at(boundary, press) as passed:
                 assert calls[call]() == expected
             if call == "close" and not trainer.steps_done % 2:

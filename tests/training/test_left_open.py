@@ -3,7 +3,6 @@
 import os
 import signal
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from evenstep.errors import ClosedError, DeadlockError
 from evenstep.metrics import accuracy
 from patience import HUNG_TESTS_ABORT
 from reference import assert_same_bits
-from trainers import open_trainer, state_of
+from trainers import open_trainer, state_of, take_steps
 from warm import run
 from zoo import build, make_batches
 
@@ -31,92 +30,79 @@ flights = pytest.mark.parametrize("max_in_flight", [1, 2])
 # ---- the end of the program
 
 
-OPEN = """
-    import sys, threading, torch, evenstep
-    from torch import nn
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 700), nn.Linear(700, 700), nn.Linear(700, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = torch.randn(2000, 4), torch.randint(0, 3, (2000,))
-    trainer = evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=2, max_in_flight=FLIGHT
-    ).__enter__()
-    trainer.step(*batch)
+PROGRAM = """
+import atexit, sys, threading, torch, evenstep
+from torch import nn
+updates = []
+atexit.register(lambda: print(len(updates)))  # called after the trainer has ended
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 700), nn.Linear(700, 700), nn.Linear(700, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batch = torch.randn(2000, 4), torch.randint(0, 3, (2000,))
+trainer = evenstep.Trainer(
+    model, optimizer, nn.CrossEntropyLoss(), devices=2, max_in_flight={flight},
+    after_update=updates.append,
+).{open}()
+trainer.step(*batch)
+{end}
 """
+AN_ENGINE = """
+trainer.__exit__(None, None, None)
+engine = evenstep.Engine(2).__enter__()
+for _ in range(40): engine.submit(torch.mm, torch.ones(500, 500), torch.ones(500, 500))
+"""
+ENDS = [  # the end of a program, its exit code, and what it left open
+    ("for _ in range(2): trainer.step(*batch)", 0, ["a trainer"]),
+    ("trainer.step(*batch); sys.exit(3)", 3, ["a trainer"]),
+    ("trainer.step(*batch); raise KeyError('mine')", 1, ["a trainer"]),
+    (AN_ENGINE, 0, ["an engine"]),
+    ("trainer.__exit__(None, None, None)", 0, []),
+]
+A_STEP = "trainer.step(*batch)\n"
+OPENED = [  # the end of a program, its exit code, and what it prints
+    ("", 0, "2"),
+    ("trainer.waitall(); raise KeyError('mine')", 1, "2"),
+    ("sys.exit(3)", 3, "2"),
+    ("trainer.close(); trainer.close(); print(threading.active_count())", 0, "1 2"),
+    ("del trainer", 0, "2"),
+]
 
-ENDS = {
-    "in flight": "for _ in range(2): trainer.step(*batch)",
-    "exit": "trainer.step(*batch); sys.exit(3)",
-    "error": "trainer.step(*batch); raise KeyError('mine')",
-    "an engine": """
-        trainer.__exit__(None, None, None)
-        engine = evenstep.Engine(2).__enter__()
-        for _ in range(40): engine.submit(torch.mm, torch.ones(500, 500), torch.ones(500, 500))
-    """,
-    "closed": "trainer.__exit__(None, None, None)",
-}
+
+def first_is_fast(cases):
+    """The others are slow: each starts a process."""
+    first, *others = cases
+    return [first, *(pytest.param(*case, marks=pytest.mark.slow) for case in others)]
+
+
+def ended(**parts):
+    finished = run("-c", PROGRAM.format(**parts))
+    lines = [line for line in finished.stderr.splitlines() if "was still open" in line]
+    assert "KeyError" in parts["end"] or finished.stderr.splitlines() == lines
+    return finished, lines
 
 
 @pytest.mark.timeout(90)  # a new process has to import torch
 @pytest.mark.parametrize(
-    ("end", "max_in_flight"),
-    [
-        ("in flight", 2),
-        *(
-            pytest.param(end, flight, marks=pytest.mark.slow)
-            for end in ENDS
-            for flight in (1, 2)
-            if (end, flight) != ("in flight", 2)
-        ),
-    ],
+    ("end", "code", "left", "flight"),
+    first_is_fast((*end, flight) for end in ENDS for flight in (2, 1)),
 )
-def test_a_program_that_leaves_a_trainer_open_ends_cleanly_with_one_line(end, max_in_flight):
-    script = textwrap.dedent(OPEN).replace("FLIGHT", str(max_in_flight))
-    script += textwrap.dedent(ENDS[end]) + "\n"
-    ended = run("-c", script)
-    assert ended.returncode == {"exit": 3, "error": 1}.get(end, 0), ended.stderr
-    lines = [line for line in ended.stderr.splitlines() if "was still open" in line]
-    what = {"an engine": ["an engine"], "closed": []}.get(end, ["a trainer"])
+def test_a_program_that_leaves_a_trainer_open_ends_cleanly_with_one_line(end, code, left, flight):
+    finished, lines = ended(open="__enter__", flight=flight, end=end)
+    assert finished.returncode == code, finished.stderr
     assert lines == [
         f"{one} was still open when the program ended, so unfinished work was dropped: use it "
         f"inside `with`"
-        for one in what
+        for one in left
     ]
-    if end != "error":
-        assert ended.stderr.splitlines() == lines
-
-
-COUNTED = """
-    import atexit
-    updates = []
-    atexit.register(lambda: print(len(updates)))  # called after the trainer has ended
-"""
-
-OPENED = {
-    "ends": ("", 0, "2"),
-    "error": ("trainer.waitall(); raise KeyError('mine')", 1, "2"),
-    "exit": ("sys.exit(3)", 3, "2"),
-    "closed": ("trainer.close(); trainer.close(); print(threading.active_count())", 0, "1 2"),
-    "not held": ("del trainer", 0, "2"),
-}
 
 
 @pytest.mark.timeout(90)
-@pytest.mark.parametrize(
-    "end",
-    [end if end == "ends" else pytest.param(end, marks=pytest.mark.slow) for end in OPENED],
-)
-def test_a_program_that_calls_open_needs_no_with_and_finishes_its_steps(end):
-    script = textwrap.dedent(COUNTED) + textwrap.dedent(OPEN).replace("__enter__", "open")
-    script = script.replace("max_in_flight=FLIGHT", "max_in_flight=2, after_update=updates.append")
-    last, code, printed = OPENED[end]
-    script += f"trainer.step(*batch)\n{last}\n"
-    ended = run("-c", script)
-    assert ended.returncode == code, ended.stderr
-    assert ended.stdout.split() == printed.split()
-    assert "was still open" not in ended.stderr
-    if end != "error":
-        assert ended.stderr == ""
+@pytest.mark.parametrize(("end", "code", "printed"), first_is_fast(OPENED))
+def test_a_program_that_calls_open_needs_no_with_and_finishes_its_steps(end, code, printed):
+    finished, lines = ended(open="open", flight=2, end=A_STEP + end)
+    assert finished.returncode == code, finished.stderr
+    assert finished.stdout.split() == printed.split()
+    assert lines == []
 
 
 def test_open_and_close_do_what_with_does():
@@ -202,10 +188,8 @@ def test_every_call_in_a_fork_is_refused_at_once(max_in_flight):
         trainer.step(*BATCHES[2])
         trainer.waitall()
         state = state_of(trainer)
-    with open_trainer(build("convolution"), devices=1) as alone:
-        for batch in BATCHES:
-            alone.step(*batch)
-        assert_same_bits(state, state_of(alone))
+    alone = open_trainer(build("convolution"), devices=1)
+    assert_same_bits(state, take_steps(alone, BATCHES))
 
 
 def test_an_engine_in_a_fork_is_refused_at_once():

@@ -1,5 +1,6 @@
 """Loaders that people have already: the same order on any devices, and after any resume."""
 
+import functools
 import itertools
 import logging
 import multiprocessing
@@ -69,7 +70,7 @@ def load(folder, devices=1, **options):
     return evenstep.Trainer.load(folder, module, sgd(module), nn.CrossEntropyLoss(), **options)
 
 
-def train(trainer, loader, epochs=2, until=None, at_least=0):
+def train(trainer, loader, epochs=2, until=None):
     """Train up to an epoch's end, or up to a number of steps; return the inputs of the batches."""
     seen = []
     with trainer:
@@ -84,6 +85,13 @@ def train(trainer, loader, epochs=2, until=None, at_least=0):
     return seen
 
 
+@functools.cache
+def unbroken(kind):
+    """Return the batches of two epochs on one device, and the trainer that was trained on them."""
+    trainer = new()
+    return train(trainer, loader_of(kind)), trainer
+
+
 def same(some, others):
     return len(some) == len(others) and all(map(torch.equal, some, others))
 
@@ -96,8 +104,7 @@ def no_worker_is_left():
 
 @pytest.mark.parametrize("kind", kinds())
 def test_a_training_resumes_in_the_middle_of_an_epoch(tmp_path, kind):
-    unbroken = new(devices=1)
-    whole = train(unbroken, loader_of(kind))
+    whole, straight = unbroken(kind)
     stop = len(whole) // 2 + 3
     interrupted = new(devices=2)
     before = train(interrupted, loader_of(kind), until=stop)
@@ -106,29 +113,19 @@ def test_a_training_resumes_in_the_middle_of_an_epoch(tmp_path, kind):
     resumed = load(tmp_path, devices=3)
     after = train(resumed, loader_of(kind))
     assert same(before + after, whole)
-    assert resumed.fingerprint() == unbroken.fingerprint()
-    assert resumed.cursor == unbroken.cursor == Cursor(2)
+    assert resumed.fingerprint() == straight.fingerprint()
+    assert resumed.cursor == straight.cursor == Cursor(2)
 
 
 @pytest.mark.parametrize("kind", kinds(sorted(set(KINDS) - PROCESSES)))
-def test_a_training_resumes_twice_in_one_epoch(tmp_path, kind):
-    whole = train(new(), loader_of(kind))
+def test_a_training_resumes_twice_in_one_epoch_and_at_its_end(tmp_path, kind):
     trainer, seen = new(), []
-    for stop in (BATCHES + 3, BATCHES + 5, BATCHES + 6):
-        seen += train(trainer, loader_of(kind), until=stop)
-        assert len(seen) == stop
-        trainer.save(tmp_path / str(stop))
-        trainer = load(tmp_path / str(stop))
-    assert same(seen + train(trainer, loader_of(kind)), whole)
-
-
-@pytest.mark.parametrize("kind", kinds(["shuffled", "stream", "own state", "torchdata stream"]))
-def test_a_training_resumes_at_the_end_of_an_epoch(tmp_path, kind):
-    whole = train(new(), loader_of(kind))
-    interrupted = new()
-    before = train(interrupted, loader_of(kind), epochs=1)
-    interrupted.save(tmp_path)
-    assert same(before + train(load(tmp_path), loader_of(kind)), whole)
+    for epochs, more in ((1, BATCHES + 1), (2, 5), (2, 1)):  # an epoch has at most 12
+        seen += train(trainer, loader_of(kind), epochs, until=len(seen) + more)
+        assert len(seen) == trainer.steps_done
+        trainer.save(tmp_path / str(len(seen)))
+        trainer = load(tmp_path / str(len(seen)))
+    assert same(seen + train(trainer, loader_of(kind)), unbroken(kind)[0])
 
 
 SPAWNED = {"forkserver", "spawn"}
@@ -137,15 +134,14 @@ IN_ORDER = {"in order", "list", "datasets itself", "datasets stream"}
 
 @pytest.mark.parametrize("kind", kinds(sorted(set(KINDS) - IN_ORDER - SPAWNED)))
 def test_the_epochs_have_different_orders(kind):
-    whole = train(new(), loader_of(kind))
+    whole, _ = unbroken(kind)
     half = len(whole) // 2
     assert not torch.equal(torch.cat(whole[:half]), torch.cat(whole[half:]))
 
 
 @pytest.mark.parametrize("kind", kinds(FEW))
 def test_another_seed_is_another_order(kind):
-    some, others = train(new(), loader_of(kind)), train(new(seed=1), loader_of(kind))
-    assert not same(some, others)
+    assert not same(unbroken(kind)[0], train(new(seed=1), loader_of(kind)))
 
 
 @pytest.mark.parametrize("kind", kinds(FEW))
@@ -170,7 +166,7 @@ def test_the_number_of_workers_changes_nothing(kind):
         num_workers=2,
         multiprocessing_context="fork",
     )
-    assert same(train(new(), alone), train(new(), helped))
+    assert same(unbroken(kind)[0], train(new(), helped))
 
 
 def test_an_example_that_is_drawn_twice_is_augmented_anew():
@@ -181,10 +177,9 @@ def test_an_example_that_is_drawn_twice_is_augmented_anew():
 
 def test_steps_in_flight_change_nothing():
     for kind in ("augmented", "stream"):
-        one, two = new(), new(devices=2, max_in_flight=2)
-        train(one, loader_of(kind))
+        two = new(devices=2, max_in_flight=2)
         train(two, loader_of(kind))
-        assert one.fingerprint() == two.fingerprint()
+        assert two.fingerprint() == unbroken(kind)[1].fingerprint()
 
 
 def test_an_epoch_yields_what_the_loader_yields():
@@ -202,7 +197,6 @@ def plain_inputs():
 
 @pytest.mark.parametrize("kind", kinds(["shuffled", "stream", "list", "own state", "persistent"]))
 def test_a_loop_that_breaks_off_continues_behind_its_last_step(kind):
-    whole = train(new(), loader_of(kind))
     trainer, seen = new(), []
     loader = loader_of(kind)
     with trainer:
@@ -216,7 +210,7 @@ def test_a_loop_that_breaks_off_continues_behind_its_last_step(kind):
                     trainer.step(X, y)
                 if trainer.steps_done == stop:
                     break
-    assert same(seen, whole)
+    assert same(seen, unbroken(kind)[0])
 
 
 def test_batches_before_the_place_are_not_fetched_again(tmp_path):
@@ -306,39 +300,28 @@ def draw(loader, **options):
             pass
 
 
-@pytest.mark.parametrize(
-    ("loader", "line"),
-    [
-        (list, "list gave no batch in epoch 0"),
-        (
-            lambda: DataLoader(loading.plain(), 100, drop_last=True),
-            "DataLoader gave no batch in epoch 0.*with drop_last=True",
-        ),
-        (lambda: iter(loader_of("list")), "is an iterator, and was exhausted in epoch 0: give a l"),
-        (
-            lambda: DataLoader(loading.plain(), 4, sampler=loading.Unseeded()),
-            "the sampler of the DataLoader, Unseeded in BatchSampler, gave two orders for epoch 0",
-        ),
-        (
-            lambda: DataLoader(
-                loading.plain(), 4, sampler=DistributedSampler(range(EXAMPLES), 2, 0)
-            ),
-            "has a DistributedSampler for 2 processes: evenstep cuts each batch for the processes",
-        ),
-        (
-            lambda: DataLoader(loading.Stream(), 4, num_workers=1, in_order=False),
-            "has in_order=False",
-        ),
-        (loading.plain, "got the data set TensorDataset, which gives examples"),
-        (lambda: loader_of, "got <function loader_of at .* as a loader: call it"),
-        (lambda: "batches", "got 'batches' as a loader: give an iterable of batches"),
-        (lambda: 3, "got 3 as a loader"),
-    ],
-    ids=[
-        "empty", "drop_last", "iterator", "entropy", "distributed", "in_order", "data set",
-        "function", "text", "number",
-    ],
-)  # fmt: skip
+PLAIN = loading.plain()
+REFUSED = [
+    (list, "list gave no batch in epoch 0"),
+    (lambda: DataLoader(PLAIN, 100, drop_last=True), "no batch in epoch 0.*with drop_last=True"),
+    (lambda: iter(loader_of("list")), "is an iterator, and was exhausted in epoch 0: give a l"),
+    (
+        lambda: DataLoader(PLAIN, 4, sampler=loading.Unseeded()),
+        "the sampler of the DataLoader, Unseeded in BatchSampler, gave two orders for epoch 0",
+    ),
+    (
+        lambda: DataLoader(PLAIN, 4, sampler=DistributedSampler(range(EXAMPLES), 2, 0)),
+        "has a DistributedSampler for 2 processes: evenstep cuts each batch for the processes",
+    ),
+    (lambda: DataLoader(loading.Stream(), 4, num_workers=1, in_order=False), "has in_order=False"),
+    (loading.plain, "got the data set TensorDataset, which gives examples"),
+    (lambda: loader_of, "got <function loader_of at .* as a loader: call it"),
+    (lambda: "batches", "got 'batches' as a loader: give an iterable of batches"),
+    (lambda: 3, "got 3 as a loader"),
+]
+
+
+@pytest.mark.parametrize(("loader", "line"), REFUSED)
 def test_a_loader_that_is_none_is_refused_in_one_line(loader, line):
     with pytest.raises(InputError, match=line) as caught:
         draw(loader())
@@ -394,22 +377,22 @@ def test_a_state_that_the_loader_does_not_take_is_named(tmp_path):
     assert resumed.cursor == Cursor(0, 5)
 
 
-@pytest.mark.parametrize(
-    "kind", ["another order", "another stream", "fewer batches", "fewer in a stream"]
-)
-def test_other_data_than_before_are_refused(tmp_path, kind):
-    def loader(now):
-        if kind == "another order":
-            dataset = TensorDataset(*(one[: EXAMPLES - now] for one in loading.tensors()))
-            return DataLoader(dataset, BATCH, shuffle=True)
-        if kind == "another stream":
-            return [(X + now, y) for X, y in KINDS["list"]()]
-        if kind == "fewer batches":
-            return DataLoader(loading.plain(), BATCH * (1 + 4 * now))
-        return KINDS["list"]()[: 12 - 9 * now]
+def shortened(now):
+    dataset = TensorDataset(*(one[: EXAMPLES - now] for one in loading.tensors()))
+    return DataLoader(dataset, BATCH, shuffle=True)
 
-    expected = {"fewer batches": InputError, "fewer in a stream": InputError}
-    error = expected.get(kind, CheckpointError)
+
+@pytest.mark.parametrize(
+    ("loader", "error"),
+    [
+        (shortened, CheckpointError),
+        (lambda now: [(X + now, y) for X, y in KINDS["list"]()], CheckpointError),
+        (lambda now: DataLoader(loading.plain(), BATCH * (1 + 4 * now)), InputError),
+        (lambda now: KINDS["list"]()[: 12 - 9 * now], InputError),
+    ],
+    ids=["another order", "another stream", "fewer batches", "fewer in a stream"],
+)
+def test_other_data_than_before_are_refused(tmp_path, loader, error):
     resumed = broken_off(tmp_path, loader(0))
     with pytest.raises(error, match="training (that was saved|is at batch 5|started with)"):
         train(resumed, loader(1))

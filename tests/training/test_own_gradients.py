@@ -39,17 +39,16 @@ def penalty(model):
     return model[0].weight.abs().sum() * 0.01 + model[2].bias.square().sum()
 
 
-def trained(penalised=penalty, after=lambda trainer: None, model=None, **options):
+def trained(sizes=(24, 17, 9), **options):
     """Train as a user does who adds a penalty's gradient to each step's."""
-    model = build() if model is None else model
+    model = build()
     optimizer = SGD(model.parameters())
     with evenstep.Trainer(model, optimizer, LOSS, **grouped(**options)) as trainer:
-        for X, y in batches():
+        for X, y in batches(sizes):
             trainer.waitall()
             optimizer.zero_grad()
-            penalised(model).backward()
+            penalty(model).backward()
             trainer.step(X, y)
-            after(trainer)
         trainer.waitall()
         return whole_state(model, optimizer), [one.grad for one in model.parameters()]
 
@@ -117,7 +116,8 @@ def test_before_update_sees_the_sum_of_both(layout):
 
 
 def test_compiled_shards_leave_the_users_gradient_as_it_is():
-    eager, compiled = (trained(shards=2, devices=1, compile=one)[0] for one in (False, True))
+    options = {"sizes": (24, 24), "shards": 2, "devices": 1}
+    eager, compiled = (trained(**options, compile=one)[0] for one in (False, True))
     for name, value in eager.items():
         if isinstance(value, torch.Tensor):
             torch.testing.assert_close(compiled[name], value, rtol=1e-4, atol=1e-6)
@@ -235,29 +235,21 @@ def test_an_optimizer_that_evaluates_the_batch_itself_refuses_it():
 
 
 def test_rows_of_a_sparse_gradient_are_added():
-    def build_sparse():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.EmbeddingBag(9, 6, sparse=True), nn.Linear(6, 4))
-
-    y = torch.arange(8) % 4
-    X = torch.arange(24).reshape(8, 3) % 9
+    y, X = torch.arange(8) % 4, torch.arange(24).reshape(8, 3) % 9
     states = []
-    for train in (True, False):
-        model = build_sparse()
+    for is_plain in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.EmbeddingBag(9, 6, sparse=True), nn.Linear(6, 4))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.zero_grad()
-        model[0](torch.tensor([[1, 2]])).sum().backward()
-        if train:
-            with evenstep.Trainer(model, optimizer, LOSS, shards=1, devices=2) as trainer:
-                optimizer.zero_grad()
-                model[0](torch.tensor([[1, 2]])).sum().backward()
+        with evenstep.Trainer(model, optimizer, LOSS, shards=1, devices=2) as trainer:
+            model[0](torch.tensor([[1, 2]])).sum().backward()
+            if not is_plain:
                 trainer.step(X, y)
-        else:
+        if is_plain:
             F.cross_entropy(model(X), y).backward()
             optimizer.step()
-        states.append(dict(model.state_dict()))
-    for name, value in states[1].items():
-        torch.testing.assert_close(states[0][name], value, rtol=1e-6, atol=1e-7)
+        states.append(model.state_dict())
+    torch.testing.assert_close(states[1], states[0], rtol=1e-6, atol=1e-7)
 
 
 # Several processes

@@ -1,6 +1,7 @@
 """Devices of different speed, and devices that fail: time is lost, bits never are."""
 
 import copy
+import functools
 import itertools
 import logging
 import threading
@@ -15,7 +16,7 @@ from evenstep.batch import contiguous_runs
 from evenstep.errors import DeviceLostError
 from layouts import own, shared
 from reference import assert_same_bits
-from trainers import open_trainer, state_of
+from trainers import open_trainer, state_of, take_steps
 from warm import run
 from zoo import CLASSES, build, make_batches
 
@@ -35,11 +36,9 @@ def uneven(model, late_ms):
     return model
 
 
-def even_run(name="batch_norm"):
-    with open_trainer(build(name), devices=1) as trainer:
-        for X, y in BATCHES:
-            trainer.step(X, y)
-        return state_of(trainer)
+@functools.cache
+def even_run():
+    return take_steps(open_trainer(build("batch_norm"), devices=1), BATCHES)
 
 
 class LateOnce:
@@ -170,9 +169,18 @@ def stops(request, hang):
     return {"fails": fail, "hangs": hang}[request.param]
 
 
-@pytest.mark.parametrize("stops", ["fails", "hangs"], indirect=True)
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-@pytest.mark.parametrize("devices", [shared(2), shared(3), ["cpu:0", "cpu:1:own"]], ids=str)
+@pytest.mark.parametrize(
+    ("stops", "max_in_flight", "devices"),
+    [
+        ("fails", 1, shared(2)),
+        ("fails", 2, ["cpu:0", "cpu:1:own"]),
+        ("hangs", 1, ["cpu:0", "cpu:1:own"]),
+        ("hangs", 2, shared(2)),
+        ("hangs", 1, shared(3)),
+        ("fails", 2, shared(3)),
+    ],
+    indirect=["stops"],
+)
 def test_a_lost_device_costs_time_only(stops, max_in_flight, devices, caplog):
     with caplog.at_level(logging.WARNING):
         state, found, trainer = train_with(
@@ -209,10 +217,18 @@ def evaluated(model, devices, **options):
         return metrics, outputs.tolist(), loss, state_of(trainer)
 
 
-@pytest.mark.parametrize("stops", ["fails", "hangs"], indirect=True)
-@pytest.mark.parametrize("options", [{}, {"max_in_flight": 2}], ids=str)
-@pytest.mark.parametrize("devices", [shared(2), ["cpu:0", "cpu:1:own"]], ids=str)
-def test_a_device_lost_in_an_evaluation_costs_time_only(stops, options, devices, caplog):
+@pytest.mark.parametrize(
+    ("stops", "max_in_flight", "devices"),
+    [
+        ("fails", 1, ["cpu:0", "cpu:1:own"]),
+        ("fails", 2, shared(2)),
+        ("hangs", 1, shared(2)),
+        ("hangs", 2, ["cpu:0", "cpu:1:own"]),
+    ],
+    indirect=["stops"],
+)
+def test_a_device_lost_in_an_evaluation_costs_time_only(stops, max_in_flight, devices, caplog):
+    options = {"max_in_flight": max_in_flight}
     with caplog.at_level(logging.WARNING):
         *found, state = evaluated(Stops(f"evenstep {devices[1]}", stops, at=1), devices, **options)
     *expected, undisturbed = evaluated(Stops("no lane", fail), ["cpu:0"])

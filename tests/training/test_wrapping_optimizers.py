@@ -1,6 +1,7 @@
-"""Optimizers that wrap another one without calling torch's constructor, as public copies do."""
+"""Optimizers that wrap another one, most without calling torch's constructor, as copies do."""
 
 import functools
+import re
 from collections import defaultdict
 
 import pytest
@@ -118,6 +119,29 @@ class Delegating(Proxied):
         return getattr(self.__dict__["optimizer"], name)
 
 
+class Holding(torch.optim.Optimizer):
+    """As sharpness-aware minimisation is written: the inner optimizer has a state of its own."""
+
+    def __init__(self, optimizer):
+        super().__init__([*optimizer.param_groups[0]["params"]], optimizer.defaults)
+        self.base_optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+    def step(self, closure=None):
+        self.base_optimizer.step()
+
+
+class Nested(torch.optim.Optimizer):
+    """Keeps its inner optimizer in a list, and has groups of its own."""
+
+    def __init__(self, optimizer):
+        super().__init__([*optimizer.param_groups[0]["params"]], optimizer.defaults)
+        self.parts = [optimizer]
+
+    def step(self, closure=None):
+        self.parts[0].step()
+
+
 def accelerated(optimizer):
     pytest.importorskip("accelerate")
     from accelerate import Accelerator
@@ -125,7 +149,7 @@ def accelerated(optimizer):
     return Accelerator(cpu=True).prepare(optimizer)
 
 
-WRAPPERS = [Lookahead, Counting, Proxied, Delegating, accelerated]
+WRAPPERS = [Lookahead, Counting, Proxied, Delegating, Holding, Nested, accelerated]
 every_wrapper = pytest.mark.parametrize("wrap", WRAPPERS, ids=lambda one: one.__name__)
 
 
@@ -174,6 +198,8 @@ def test_a_resumed_training_is_the_uninterrupted_one(wrap, tmp_path):
             model = build("convolution", 7)
             optimizer = made(wrap, model.parameters())
             trainer = evenstep.Trainer.load(tmp_path, model, optimizer, LOSS, devices=2)
+            if wrap in (Lookahead, Holding):
+                assert optimizer.param_groups is optimizer.base_optimizer.param_groups
             train(trainer, BATCHES[stop:])
         ends.append(fingerprint_2(model, optimizer))
     assert ends[0] == ends[1]
@@ -204,12 +230,20 @@ def test_another_optimizer_of_the_class_stays_usable(wrap):
     assert not other.weight.equal(before)
 
 
-@pytest.mark.parametrize("options", [{"max_in_flight": 2}, {"divide": evenstep.Owners()}])
-def test_layouts_that_need_an_unwrapped_optimizer_name_the_inner_one(options):
+@pytest.mark.parametrize(
+    ("wrap", "inner", "options"),
+    [
+        (Lookahead, "Lookahead.base_optimizer", {"max_in_flight": 2}),
+        (Lookahead, "Lookahead.base_optimizer", {"divide": evenstep.Owners()}),
+        (Holding, "base_optimizer", {"max_in_flight": 2}),
+        (Nested, "parts.0", {"max_in_flight": 2}),
+    ],
+)
+def test_layouts_that_need_an_unwrapped_optimizer_name_the_inner_one(wrap, inner, options):
     model = build("convolution")
-    optimizer = made(Lookahead, model.parameters())
+    optimizer = made(wrap, model.parameters())
     with (
-        pytest.raises((ContractError, ModelError), match=r"Lookahead\.base_optimizer is an opt"),
+        pytest.raises((ContractError, ModelError), match=rf"{re.escape(inner)} is an opt"),
         evenstep.Trainer(model, optimizer, LOSS, **grouped(devices=2, **options)),
     ):
         pass
