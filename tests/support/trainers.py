@@ -25,12 +25,13 @@ def train(model, make_optimizer, batches, **options):
     return whole_state(model, optimizer), losses
 
 
-def open_trainer(model, loss=None, *, optimizer=None, **options):
+def open_trainer(model, loss=None, optimizer=None, **options):
     """Return a trainer with SGD, cross entropy and two devices, where nothing else is given."""
     options = {"devices": 2, **options}
     if loss is None and "objective" not in options:
         loss = nn.CrossEntropyLoss()
-    return evenstep.Trainer(model, optimizer or sgd(model), loss, **grouped(**options))
+    optimizer = sgd(model) if optimizer is None else optimizer
+    return evenstep.Trainer(model, optimizer, loss, **grouped(**options))
 
 
 def take_steps(trainer, batches):

@@ -1,5 +1,6 @@
 """Batches with tensors that every shard gets whole, and with examples along another dimension."""
 
+import copy
 import functools
 import types
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset
 
 import evenstep
@@ -15,6 +17,7 @@ from evenstep.errors import BatchError, ContractError, ModelError
 from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, bits_of, whole_state
+from trainers import open_trainer
 
 LAYOUTS = [1, 2, 3, own(2), own(3)]
 CLASSES = 5
@@ -59,20 +62,6 @@ def with_weights(steps, dtype=torch.float32):
         for step in range(steps)
         for X, y in [rows(40, step, dtype)]
     ]
-
-
-def test_a_shared_tensor_gives_the_training_of_the_whole_batch():
-    batches, dtype = with_weights(3, torch.float64), torch.float64
-    model, whole = linear(dtype), linear(dtype)
-    _, losses, _ = train(batches, model=model)
-    optimizer = SGD(whole.parameters())
-    for (X, rest), found in zip(batches, losses, strict=True):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(whole(X), rest["y"], rest["weights"].tensor)
-        loss.backward()
-        optimizer.step()
-        assert found == pytest.approx(loss.item(), rel=1e-12)
-    torch.testing.assert_close(model.weight, whole.weight, rtol=1e-12, atol=1e-15)
 
 
 def test_a_loss_of_shared_targets_is_weighed_by_the_examples():
@@ -134,11 +123,7 @@ def test_a_shard_that_writes_to_a_shared_tensor_is_refused(devices, max_in_fligh
 
 def test_a_shared_tensor_that_is_written_to_in_flight_is_refused():
     first, second = with_weights(2)
-    model = linear()
-    optimizer = SGD(model.parameters())
-    with evenstep.Trainer(
-        model, optimizer, objective=weighted, devices=1, max_in_flight=2
-    ) as trainer:
+    with open_trainer(linear(), objective=weighted, devices=1, max_in_flight=2) as trainer:
         trainer.step(*first)
         cut = trainer._executor.group.cut
         trainer._executor.group.cut = lambda *given: written(
@@ -201,10 +186,16 @@ def sequence_batches(sizes, dtype=torch.float32):
     ]
 
 
-KINDS = {
-    "a shared tensor": lambda: (with_weights(3), weighted, linear(), {}),
-    "sequences": lambda: (sequence_batches((21, 16, 5)), tags_total, tagger(), {"batch_dim": 1}),
-}
+def of_weights(dtype=torch.float32):
+    return with_weights(3, dtype), weighted, linear(dtype), {}
+
+
+def of_times(dtype=torch.float32):
+    batches = sequence_batches((21, 16, 7, 5), dtype)
+    return batches, tags_total, tagger(dtype=dtype), {"batch_dim": 1}
+
+
+KINDS = {"a shared tensor": of_weights, "sequences": of_times}
 
 
 @functools.cache
@@ -223,15 +214,21 @@ def test_every_layout_gives_the_same_bits(kind, devices, max_in_flight):
     assert_same_bits(state, alone(kind)[0])
 
 
+def unshared(leaf):
+    return leaf.tensor if hasattr(leaf, "tensor") else leaf
+
+
 @pytest.mark.parametrize("shards", [1, 8])
-def test_batches_of_sequences_train_as_the_whole_batch(shards):
-    batches = sequence_batches((21, 7), torch.float64)  # the second is as long as it is wide
-    model, whole = tagger(dtype=torch.float64), tagger(dtype=torch.float64)
-    _, losses, _ = train(batches, tags_total, model, shards=shards, batch_dim=1)
+@pytest.mark.parametrize("kind", KINDS)
+def test_such_batches_train_as_the_whole_batch(kind, shards):
+    """A batch of sequences may be as long as it is wide."""
+    batches, objective, model, options = KINDS[kind](torch.float64)
+    whole = copy.deepcopy(model)
+    _, losses, _ = train(batches, objective, model, shards=shards, **options)
     optimizer = SGD(whole.parameters())
     for batch, found in zip(batches, losses, strict=True):
         optimizer.zero_grad()
-        total, count = tags_total(whole, *batch)
+        total, count = objective(whole, *tree_map(unshared, batch))
         (total / count).backward()
         optimizer.step()
         assert found == pytest.approx((total / count).item(), rel=1e-12)
@@ -303,17 +300,15 @@ def test_a_loaders_collate_makes_such_batches(workers):
 
     X, y = sequences(40)
     data = TensorDataset(X.transpose(0, 1), y.transpose(0, 1))
-    model, by_hand = tagger(), tagger()
+    model = tagger()
     optimizer = SGD(model.parameters())
-    with evenstep.Trainer(
-        model, optimizer, objective=objective, experiment=evenstep.Experiment(batch_dim=1)
-    ) as trainer:
-        for batch in trainer.epoch(
-            Loader(data, 16, seed=2, collate_fn=by_time, num_workers=workers)
-        ):
+    options = grouped(objective=objective, batch_dim=1)
+    with evenstep.Trainer(model, optimizer, **options) as trainer:
+        loader = Loader(data, 16, seed=2, collate_fn=by_time, num_workers=workers)
+        for batch in trainer.epoch(loader):
             trainer.step(*batch)
     batches = [by_time(list(zip(*rows, strict=True))) for rows in Loader(data, 16, seed=2)]
-    expected, _, _ = train(batches, objective, by_hand, batch_dim=1)
+    expected, _, _ = train(batches, objective, tagger(), batch_dim=1)
     assert_same_bits(whole_state(model, optimizer), expected)
 
 

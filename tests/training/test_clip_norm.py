@@ -11,7 +11,7 @@ import evenstep
 from evenstep.errors import CheckpointError, InputError, ModelError
 from grouping import grouped
 from reference import assert_same_bits, whole_state
-from trainers import LAYOUTS, sgd
+from trainers import LAYOUTS, open_trainer, sgd
 from zoo import build, make_batches
 
 SIZES = (24, 17, 24)
@@ -22,9 +22,7 @@ def trained(devices=1, make_optimizer=sgd, **options):
     """Return the state, and the norm of each step's gradient."""
     model = build("convolution")
     optimizer = make_optimizer(model)
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), **grouped(devices=devices, **options)
-    ) as trainer:
+    with open_trainer(model, optimizer=optimizer, devices=devices, **options) as trainer:
         losses = [trainer.step(X, y) for X, y in make_batches(SIZES)]
         norms = [loss.outputs.get("grad_norm") for loss in losses]
     return whole_state(model, optimizer), norms
@@ -103,16 +101,10 @@ def test_an_output_of_that_name_is_refused():
     def objective(model, X, y):
         return nn.functional.cross_entropy(model(X), y), 1, {"grad_norm": 1.0}
 
-    model = build("convolution")
+    options = {"objective": objective, "clip_norm": 1.0, "separable": False}
     ((X, y),) = make_batches((24,))
     with (
-        evenstep.Trainer(
-            model,
-            sgd(model),
-            objective=objective,
-            devices=1,
-            experiment=evenstep.Experiment(clip_norm=1.0, separable=False),
-        ) as trainer,
+        open_trainer(build("convolution"), **options) as trainer,
         pytest.raises(ModelError, match="an output 'grad_norm'"),
     ):
         trainer.step(X, y)

@@ -4,7 +4,6 @@ import itertools
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 import evenstep
@@ -12,6 +11,7 @@ from evenstep.devices import Device
 from evenstep.errors import InputError
 from evenstep.training.setup.arguments import Chosen
 from evenstep.training.setup.combinations import APART, refuse_combinations
+from trainers import open_trainer
 
 GPU = Device("cuda", 0)
 USES = {
@@ -59,14 +59,8 @@ def test_a_pair_is_refused_by_both_names_if_it_stands_in_the_table(pair):
 
 def test_batch_norm_over_the_batch_counts_as_lockstep():
     message = "got compile=True and batch_norm='sync', but .* can't be compiled: use one of them"
-    model = nn.Linear(2, 2)
     with pytest.raises(InputError, match=message):
-        evenstep.Trainer(
-            model,
-            torch.optim.SGD(model.parameters()),
-            nn.MSELoss(),
-            experiment=evenstep.Experiment(compile=True, batch_norm="sync"),
-        )
+        open_trainer(nn.Linear(2, 2), compile=True, batch_norm="sync")
 
 
 def test_the_table_names_what_a_trainer_can_use():

@@ -12,7 +12,7 @@ import evenstep
 from evenstep.batch.seeds import shard_seed
 from evenstep.data import Cursor, Loader
 from evenstep.errors import NonFiniteLossError
-from trainers import sgd
+from trainers import open_trainer, sgd
 from zoo import CLASSES
 
 EXAMPLES, BATCH = 42, 4  # 11 batches an epoch, the last of 2
@@ -46,15 +46,12 @@ class Loop:
         self.stepped = []
 
     def new(self):
-        model = dropping()
-        return evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), **self.options)
+        return open_trainer(dropping(), **self.options)
 
     def load(self, folder):
         model = dropping()
-        return evenstep.Trainer.load(
-            folder, model, sgd(model), nn.CrossEntropyLoss(), devices=1,
-            max_in_flight=self.options["max_in_flight"],
-        )  # fmt: skip
+        options = {"devices": 1, "max_in_flight": self.options["max_in_flight"]}
+        return evenstep.Trainer.load(folder, model, sgd(model), nn.CrossEntropyLoss(), **options)
 
     def run(self, trainer, until):
         """Train until `until` batches of all epochs were drawn."""
@@ -203,11 +200,8 @@ def test_what_a_step_draws_follows_from_its_epoch_and_its_place_in_it():
         drawn = torch.rand(len(y))
         return nn.functional.cross_entropy(model(X), y, reduction="sum"), len(y), {"drawn": drawn}
 
-    model = nn.Linear(3, CLASSES)
-    data, seed = loader(), 5
-    with evenstep.Trainer(
-        model, sgd(model), objective=objective, devices=2, shards=2, seed=seed
-    ) as trainer:
+    model, data, seed = nn.Linear(3, CLASSES), loader(), 5
+    with open_trainer(model, objective=objective, shards=2, seed=seed) as trainer:
         for epoch in range(2):
             for step, batch in enumerate(trainer.epoch(data)):
                 found = trainer.step(*batch).outputs["drawn"]

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from evenstep.checkpoint.async_writer import AsyncWriter
-from evenstep.data import Cursor
 from evenstep.errors import ContractError, ModelError
 from patience import only_one_interrupt, press_ctrl_c_when, wait
 from reference import assert_same_bits
@@ -95,6 +94,12 @@ def assert_same(trainer, whole):
     assert_same_bits(state_of(trainer), state_of(whole))
 
 
+def assert_same_step(trainer, whole):
+    step(trainer, INPUTS)
+    step(whole, INPUTS)
+    assert_same(trainer, whole)
+
+
 @in_flight
 @on_layouts
 @pytest.mark.parametrize("call", [step, evaluate, predict])
@@ -109,9 +114,7 @@ def test_an_error_leaves_assigned_buffers_as_they_were(call, devices, max_in_fli
             assert buffers_of(trainer.model) == held
             assert_same_bits(state_of(trainer), before)
             assert trainer.steps_done == number
-            step(trainer, INPUTS)
-            step(whole, INPUTS)
-            assert_same(trainer, whole)
+            assert_same_step(trainer, whole)
 
 
 @in_flight
@@ -168,32 +171,6 @@ def test_the_default_generator_is_as_the_call_found_it(call, error):
 # ---- one point of commitment
 
 
-@in_flight
-@on_layouts
-def test_an_error_after_the_update_leaves_the_step_taken(devices, max_in_flight):
-    """`after_update` runs behind the point of commitment: the step counts, and is not undone."""
-    fails = []
-
-    def after_update(module):
-        if fails:
-            raise LookupError(fails.pop())
-
-    options = {"devices": devices, "max_in_flight": max_in_flight, "after_update": after_update}
-    with beside_undisturbed(**options) as (trainer, whole):
-        step(trainer, INPUTS)
-        step(whole, INPUTS)
-        fails.append("bang")
-        with pytest.raises(LookupError, match="bang"):
-            step(trainer, INPUTS)
-        step(whole, INPUTS)
-        assert trainer.steps_done == 2
-        assert trainer.cursor == Cursor(0, 2)
-        assert_same(trainer, whole)
-        step(trainer, INPUTS)
-        step(whole, INPUTS)
-        assert_same(trainer, whole)
-
-
 @on_layouts
 def test_an_error_after_the_update_drops_the_step_behind_it(devices):
     fails, let_go = [], threading.Event()
@@ -242,9 +219,7 @@ def test_a_rate_set_before_a_step_that_is_refused_is_not_lost(devices):
             trainer.step(INPUTS, LABELS)
         assert trainer.steps_done == 0
         trainer.model.refuses = False
-        step(trainer, INPUTS)
-        step(whole, INPUTS)
-        assert_same(trainer, whole)
+        assert_same_step(trainer, whole)
 
 
 @on_layouts
@@ -257,9 +232,7 @@ def test_a_rate_set_before_a_step_that_fails_stays(devices):
         with pytest.raises(LookupError, match="bang"):
             step(trainer, bad_in_the_last_shard())
         assert trainer.optimizer.param_groups[0]["lr"] == 0.25
-        step(trainer, INPUTS)
-        step(whole, INPUTS)
-        assert_same(trainer, whole)
+        assert_same_step(trainer, whole)
 
 
 def test_a_step_that_cannot_begin_does_not_hide_the_ones_before_it(monkeypatch):

@@ -26,7 +26,7 @@ from in_flight import (
 from layouts import own
 from patience import wait, wait_until
 from reference import assert_same_bits
-from trainers import sgd
+from trainers import open_trainer, sgd
 from zoo import build
 
 on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
@@ -40,7 +40,9 @@ def test_a_step_returns_before_it_is_finished_and_its_loss_waits(devices):
     first, second = numbered(2)
     got = []
     with opened(devices) as (trainer, gates):
-        trainer.step(*first)
+        gates.hold(0)
+        assert not trainer.step(*first)._step.finished  # the first step of a trainer, too
+        gates.release(0)
         gates.hold(1)
         loss = trainer.step(*second)
         wait(gates.at_work[1])
@@ -52,15 +54,6 @@ def test_a_step_returns_before_it_is_finished_and_its_loss_waits(devices):
         gates.release(1)
         reader.join()
         assert got == [float(loss)]
-
-
-@on_devices
-def test_the_first_step_of_a_trainer_returns_at_once(devices):
-    with opened(devices) as (trainer, gates):
-        gates.hold(0)
-        loss = trainer.step(*numbered(1)[0])
-        assert not loss._step.finished
-        assert len(trainer._pipeline.steps) == 1
 
 
 @on_devices
@@ -212,11 +205,8 @@ def test_epochs_with_a_step_in_flight_at_their_end():
     dataset = torch.utils.data.TensorDataset(X, y)
 
     def run(devices, max_in_flight):
-        places, model = [], build("batch_norm")
-        with evenstep.Trainer(
-            model, sgd(model), nn.CrossEntropyLoss(), shards=2, devices=devices,
-            max_in_flight=max_in_flight,
-        ) as trainer:  # fmt: skip
+        places, options = [], {"shards": 2, "devices": devices, "max_in_flight": max_in_flight}
+        with open_trainer(build("batch_norm"), **options) as trainer:
             for _ in range(2):
                 for batch in trainer.epoch(Loader(dataset, 8)):
                     places.append(trainer.cursor)

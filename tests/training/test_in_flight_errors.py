@@ -81,6 +81,13 @@ def two_steps(trainer):
     return outcome(trainer)
 
 
+def submit_two(trainer, gates):
+    """Take two steps, and submit two more, held; return the state and the handles of these."""
+    before = two_steps(trainer)
+    gates.hold(2)
+    return before, [trainer.step(*batch) for batch in BATCHES[2:4]]
+
+
 @pytest.mark.parametrize(
     ("devices", "then", "error"),
     [
@@ -93,25 +100,21 @@ def two_steps(trainer):
 @somewhere
 def test_a_shard_that_fails_with_the_next_step_in_flight(devices, wait_somewhere, then, error):
     with opened(devices) as (trainer, gates):
-        before = two_steps(trainer)
-        gates.hold(2)
         gates.then[2] = then
-        failed, later = trainer.step(*BATCHES[2]), trainer.step(*BATCHES[3])
+        before, handles = submit_two(trainer, gates)
         wait(gates.at_work[2])
         gates.release(2)
         with pytest.raises(error, match=r"bang|step 2 \(epoch 0, batch 2\)"):
-            wait_somewhere(trainer, later)
-        go_on(trainer, gates, before, [failed, later], error)
+            wait_somewhere(trainer, handles[1])
+        go_on(trainer, gates, before, handles, error)
 
 
 @on_devices
 @somewhere
 def test_the_later_of_two_steps_fails(devices, wait_somewhere):
     with opened(devices) as (trainer, gates):
-        two_steps(trainer)
-        gates.hold(2)
         gates.then[3] = bang
-        taken, failed = trainer.step(*BATCHES[2]), trainer.step(*BATCHES[3])
+        _, (taken, failed) = submit_two(trainer, gates)
         gates.release(2)
         assert float(taken) > 0
         with pytest.raises(RuntimeError, match="bang"):  # noqa: PT012
@@ -135,9 +138,7 @@ def test_before_update_that_fails(devices):
             raise KeyError("the hook's")
 
     with opened(devices, before_update=before_update) as (trainer, gates):
-        before = two_steps(trainer)
-        gates.hold(2)
-        handles = trainer.step(*BATCHES[2]), trainer.step(*BATCHES[3])
+        before, handles = submit_two(trainer, gates)
         fails.set()
         gates.release(2)
         with pytest.raises(KeyError, match="the hook's"):
@@ -196,47 +197,33 @@ def test_a_batch_written_to_right_after_step_returned(devices, wait_somewhere, d
 
 
 def write_parameter(model):
-    with torch.no_grad():
-        model[4].weight.mul_(0.5)
-
-
-def swap_storage(model):
-    model[4].weight.data = model[4].weight.data * 0.5
-
-
-def load(model):
-    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
-
-
-def write_buffer(model):
-    model[1].reset_running_stats()
-
-
-def write_noise(model):
-    """The draw looks as if the step had drawn."""
-    with torch.no_grad():
-        model[4].weight.copy_(torch.randn(model[4].weight.shape))
+    model[4].weight.detach().mul_(0.5)
 
 
 def negate_past_the_counter(model):
     model[4].weight.data.neg_()
 
 
-def write_buffer_past_the_counter(model):
-    model[1].running_var.data.mul_(2)
+def load(model):
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
 
 
-WRITES = [
-    *(write_parameter, swap_storage, load, write_buffer, write_noise),
-    *(negate_past_the_counter, write_buffer_past_the_counter),
-]
+WRITES = {
+    "a parameter": write_parameter,
+    "its storage": lambda model: setattr(model[4].weight, "data", model[4].weight.data * 0.5),
+    "load_state_dict": load,
+    "a buffer": lambda model: model[1].reset_running_stats(),
+    "drawn": lambda model: model[4].weight.detach().normal_(),  # as if the step had drawn
+    "past the counter": negate_past_the_counter,
+    "a buffer past the counter": lambda model: model[1].running_var.data.mul_(2),
+}
 
 
 @on_devices
-@pytest.mark.parametrize("write", WRITES)
-def test_parameters_or_buffers_written_to_in_flight(devices, write):
+@pytest.mark.parametrize(("number", "name"), [*enumerate(WRITES)])
+def test_parameters_or_buffers_written_to_in_flight(devices, number, name):
     """With a second step in flight, or without one."""
-    second = (DEVICES.index(devices) + WRITES.index(write)) % 2
+    second = (DEVICES.index(devices) + number) % 2
     with opened(devices) as (trainer, gates):
         before = two_steps(trainer)
         gates.hold(2)
@@ -244,7 +231,7 @@ def test_parameters_or_buffers_written_to_in_flight(devices, write):
         if second:
             handles.append(trainer.step(*BATCHES[3]))
         wait(gates.at_work[2])
-        write(trainer.model)
+        WRITES[name](trainer.model)
         gates.release(2)
         with pytest.raises(InputError, match=r"call trainer\.waitall\(\) before you change"):
             float(handles[0])

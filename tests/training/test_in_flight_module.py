@@ -22,42 +22,6 @@ class Parts(nn.Module):
         return self.head(self.dropout(x)) * self.temperature
 
 
-def raise_dropout(model):
-    model.dropout.p = 0.5
-
-
-def norm_evaluates(model):
-    model.norm.eval()
-
-
-def evaluation_mode(model):
-    model.eval()
-
-
-def freeze(model):
-    model.body.requires_grad_(False)
-
-
-def swap_layer(model):
-    model.dropout = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
-
-
-def add_hook(model):
-    model.body.register_forward_hook(lambda module, inputs, output: output * 0.5)
-
-
-def add_gradient_hook(model):
-    model.head.weight.register_hook(lambda gradient: gradient * 0.5)
-
-
-def set_temperature(model):
-    model.temperature = 2.0
-
-
-def write_mask(model):
-    model.mask[3:9] = 0
-
-
 def change_at(wanted, change):
     def act(trainer, number, loss):
         if number == wanted:
@@ -66,13 +30,24 @@ def change_at(wanted, change):
     return act
 
 
-OF_PARTS = [
-    *(raise_dropout, norm_evaluates, evaluation_mode, freeze, swap_layer),
-    *(add_hook, add_gradient_hook, set_temperature, write_mask),
-]
+def halve(module, inputs, output):
+    return output * 0.5
 
 
-@pytest.mark.parametrize("change", OF_PARTS)
+OF_PARTS = {
+    "dropout's rate": lambda model: setattr(model.dropout, "p", 0.5),
+    "a norm evaluates": lambda model: model.norm.eval(),
+    "the mode": lambda model: model.eval(),
+    "frozen": lambda model: model.body.requires_grad_(False),
+    "a layer": lambda model: setattr(model, "dropout", nn.Sequential(nn.Tanh(), nn.Dropout(0.3))),
+    "a hook": lambda model: model.body.register_forward_hook(halve),
+    "a gradient's hook": lambda model: model.head.weight.register_hook(lambda one: one * 0.5),
+    "an attribute": lambda model: setattr(model, "temperature", 2.0),
+    "a tensor": lambda model: model.mask[3:9].zero_(),
+}
+
+
+@pytest.mark.parametrize("change", OF_PARTS.values(), ids=OF_PARTS)
 def test_a_change_of_the_module_holds_from_the_next_step_on(change):
     later = assert_same_on(DEVICES, change_at(2, change), model=Parts, waits=True)
     earlier = train(1, change_at(1, change), model=Parts, max_in_flight=1)

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-import evenstep
 from evenstep.data import Loader
-from in_flight import DEVICES, assert_same_on, numbered, opened, outcome
+from in_flight import DEVICES, assert_same_on, numbered, outcome
 from layouts import own
 from reference import assert_same_bits
-from trainers import sgd
+from trainers import open_trainer
 from zoo import build
 
 on_devices = pytest.mark.parametrize("devices", DEVICES, ids=str)
@@ -44,19 +43,14 @@ class Late(Switched):
         self.late = True
 
 
-def train_mode(model):
-    model.dropout.train()
+SWITCHES = {
+    "mode": lambda model: model.dropout.train(),
+    "rate": lambda model: setattr(model, "rate", 0.5),
+    "layer": lambda model: setattr(model, "dropout", nn.Dropout(0.5)),
+}
 
 
-def set_rate(model):
-    model.rate = 0.5
-
-
-def new_layer(model):
-    model.dropout = nn.Dropout(0.5)
-
-
-@pytest.mark.parametrize("switch", [train_mode, set_rate, new_layer])
+@pytest.mark.parametrize("switch", SWITCHES.values(), ids=SWITCHES)
 def test_dropout_that_is_switched_on_for_the_third_step(switch):
     """The user's own draws, too, are those of a program without evenstep."""
     drawn = {}
@@ -97,18 +91,6 @@ def test_the_users_own_draws_are_those_of_a_program_without_evenstep(name):
     assert [*drawn.values()] == [plain] * (1 + len(DEVICES))
 
 
-@on_devices
-@pytest.mark.parametrize("name", ["batch_norm", "dropout", "noisy"])
-def test_the_default_generator_is_left_as_it_was(devices, name):
-    with opened(devices, model=name) as (trainer, _):
-        torch.manual_seed(5)
-        before = torch.get_rng_state()
-        for batch in numbered(4):
-            trainer.step(*batch)
-        trainer.waitall()
-        assert torch.equal(torch.get_rng_state(), before)
-
-
 def draw():
     return [*torch.randn(3).tolist(), *torch.randperm(5).tolist()]
 
@@ -130,10 +112,7 @@ class Augmented(torch.utils.data.Dataset):
 
 def augmented(devices, max_in_flight, workers=0, name="dropout"):
     """Train two epochs of batches with random augmentation; return what came of it."""
-    model = build(name)
-    with evenstep.Trainer(
-        model, sgd(model), nn.CrossEntropyLoss(), devices=devices, max_in_flight=max_in_flight
-    ) as trainer:
+    with open_trainer(build(name), devices=devices, max_in_flight=max_in_flight) as trainer:
         losses = []
         for _ in range(2):
             for batch in trainer.epoch(Loader(Augmented(72), 24, num_workers=workers)):

@@ -29,10 +29,6 @@ OPTIONS = {
     "CriticalSuccessIndex": {"threshold": 0.5},
     "MinkowskiDistance": {"p": 3},
 }
-WITH_GROUPS = ("BinaryFairness", "BinaryGroupStatRates")
-OF_ROWS = ("ContinuousRankedProbabilityScore",)
-OF_DISTRIBUTIONS = ("KLDivergence", "JensenShannonDivergence", "CosineSimilarity")
-POSITIVE = ("MeanSquaredLogError",)
 
 
 class Given(nn.Module):
@@ -99,24 +95,24 @@ def distributions(size, generator):
     return tuple(torch.rand(size, 3, generator=generator) + 0.1 for _ in range(2))
 
 
+KINDS = {"Binary": binary, "Multiclass": multiclass, "Multilabel": multilabel}
+OTHERS = {
+    **dict.fromkeys(("BinaryFairness", "BinaryGroupStatRates"), grouped),
+    **dict.fromkeys(("KLDivergence", "JensenShannonDivergence", "CosineSimilarity"), distributions),
+    "MulticlassExactMatch": exact_match,
+    "ContinuousRankedProbabilityScore": rows,
+    "MeanSquaredLogError": positive,
+}
+
+
 def batches_of(name):
-    if name in WITH_GROUPS:
-        return grouped
-    if name.startswith("Binary"):
-        return binary
-    if name == "MulticlassExactMatch":
-        return exact_match
-    if name.startswith("Multiclass"):
-        return multiclass
-    if name.startswith("Multilabel"):
-        return multilabel
-    of = {**dict.fromkeys(OF_ROWS, rows), **dict.fromkeys(OF_DISTRIBUTIONS, distributions)}
-    return {**of, **dict.fromkeys(POSITIVE, positive)}.get(name, numbers)
+    kinds = [batches for kind, batches in KINDS.items() if name.startswith(kind)]
+    return OTHERS.get(name, [*kinds, numbers][0])
 
 
 def options_of(name):
-    options = {} if not name.startswith("Multiclass") else {"num_classes": CLASSES}
-    options = options if not name.startswith("Multilabel") else {"num_labels": CLASSES}
+    options = {"num_classes": CLASSES} if name.startswith("Multiclass") else {}
+    options |= {"num_labels": CLASSES} if name.startswith("Multilabel") else {}
     for part, more in OPTIONS.items():
         options |= more if part in name else {}
     return options
@@ -124,8 +120,7 @@ def options_of(name):
 
 def made():
     """Return all metrics, by what their batches are made of."""
-    kinds = ("Binary", "Multiclass", "Multilabel")
-    names = [name for name in classification.__all__ if name.startswith(kinds)]
+    names = [name for name in classification.__all__ if name.startswith((*KINDS,))]
     by_batches = {}
     for name in [*names, *regression.__all__]:
         room = regression if name in regression.__all__ else classification

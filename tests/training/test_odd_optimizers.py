@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import evenstep
-from grouping import grouped
 from places import by_address, in_array, odd_copy
 from reference import assert_same_bits, whole_state
+from trainers import open_trainer, take_steps
 
 OPTIONS = {"shards": 1, "memory_format": "contiguous", "devices": 1}
 
@@ -55,9 +55,7 @@ def train(load=lambda optimizer: None, load_inside=lambda optimizer: None, **opt
     model = build()
     optimizer = Whitened(model.parameters())
     load(optimizer)
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), **grouped(**{**OPTIONS, **options})
-    ) as trainer:
+    with open_trainer(model, optimizer=optimizer, **{**OPTIONS, **options}) as trainer:
         load_inside(optimizer)
         for X, y in batches():
             trainer.step(X, y)
@@ -93,11 +91,8 @@ def test_gradients_that_a_hook_returns():
 
     model = build()
     hooked(model)
-    optimizer = Whitened(model.parameters())
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**OPTIONS)) as trainer:
-        for X, y in batches():
-            trainer.step(X, y)
-    assert_same_bits(whole_state(model, optimizer), plain(double))
+    trainer = open_trainer(model, optimizer=Whitened(model.parameters()), **OPTIONS)
+    assert_same_bits(take_steps(trainer, batches()), plain(double))
 
 
 def state_dict(place):
@@ -133,11 +128,6 @@ def test_torchs_own_optimizers_that_compute_each_element_by_itself_take_any_stat
                 "exp_avg": place(torch.ones(one.shape)),
                 "exp_avg_sq": place(torch.ones(one.shape)),
             }
-        with evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), **grouped(**OPTIONS)
-        ) as trainer:
-            for X, y in batches():
-                trainer.step(X, y)
-        return whole_state(model, optimizer)
+        return take_steps(open_trainer(model, optimizer=optimizer, **OPTIONS), batches())
 
     assert_same_bits(trained(in_array), trained(torch.clone))

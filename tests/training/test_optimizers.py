@@ -80,9 +80,8 @@ def test_lbfgs_that_fails_between_evaluations_leaves_everything_as_it_was(device
     def counted(module):
         evaluations.append(module)
 
-    with evenstep.Trainer(
-        model, optimizer, loss, devices=devices, before_update=counted
-    ) as trainer:
+    options = {"devices": devices, "before_update": counted}
+    with evenstep.Trainer(model, optimizer, loss, **options) as trainer:
         for _ in range(steps_before):
             trainer.step(X, y)
         evaluations.clear()
@@ -112,9 +111,8 @@ def test_groups_with_their_own_rates_and_a_scheduler():
         head, body = list(model[4].parameters()), list(model[0].parameters())
         optimizer = torch.optim.SGD([{"params": body, "lr": 0.01}, {"params": head}], lr=0.1)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.05, 0.5], total_steps=5)
-        with evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), devices=devices, scheduler=scheduler
-        ) as trainer:
+        options = {"devices": devices, "scheduler": scheduler}
+        with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
             for X, y in batches:
                 trainer.step(X, y)
                 scheduler.step()

@@ -7,13 +7,11 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import evenstep
 from evenstep.errors import ModelError
 from evenstep.metrics import accuracy
-from grouping import grouped
 from layouts import own
 from reference import assert_same_bits, whole_state
-from trainers import sgd
+from trainers import open_trainer, take_steps
 from zoo import build, make_batches
 
 BATCHES = make_batches((24, 17, 24))
@@ -24,20 +22,15 @@ def averaged(devices, **options):
     """Train with an average of the weights; return what is measured of it, and the state."""
     model = build("convolution")
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-    with evenstep.Trainer(
-        model,
-        sgd(model),
-        nn.CrossEntropyLoss(),
-        **grouped(devices=devices, after_update=ema.update_parameters, **options),
-    ) as trainer:
+    options |= {"devices": devices, "after_update": ema.update_parameters}
+    with open_trainer(model, **options) as trainer:
         measured = []
         for batch in BATCHES:
             trainer.step(*batch)
             trainer.waitall()
             state = whole_state(model, trainer.optimizer)
-            found = trainer.evaluate(
-                BATCHES, {"accuracy": accuracy, "loss": loss}, model=ema.module
-            )
+            metrics = {"accuracy": accuracy, "loss": loss}
+            found = trainer.evaluate(BATCHES, metrics, model=ema.module)
             rows = trainer.predict(BATCHES, model=ema.module)
             assert_same_bits(whole_state(model, trainer.optimizer), state)
             measured.append((found, rows.tolist()))
@@ -59,21 +52,19 @@ def test_an_average_is_measured_and_training_goes_on_as_without(in_flight):
 
 
 def untouched():
-    model = build("convolution")
-    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1) as trainer:
-        for batch in BATCHES:
-            trainer.step(*batch)
-        return trainer.fingerprint()
+    trainer = open_trainer(build("convolution"), devices=1)
+    take_steps(trainer, BATCHES)
+    return trainer.fingerprint()
 
 
 @pytest.mark.parametrize("devices", LAYOUTS, ids=str)
 def test_it_is_the_other_model_that_is_measured(devices):
     _, _, ema = averaged(1)
     model = build("convolution", seed=3)
-    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=devices) as trainer:
+    with open_trainer(model, devices=devices) as trainer:
         of_other = trainer.predict(BATCHES, model=ema)
         of_own = trainer.predict(BATCHES)
-    with evenstep.Trainer(ema, sgd(ema), nn.CrossEntropyLoss(), devices=1) as trainer:
+    with open_trainer(ema, devices=1) as trainer:
         assert torch.equal(of_other, trainer.predict(BATCHES))
     assert not torch.equal(of_other, of_own)
 
@@ -84,7 +75,7 @@ def test_an_error_gives_the_model_its_own_values_back():
     def broken(output, y):
         raise RuntimeError("broken")
 
-    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=2) as trainer:
+    with open_trainer(model, devices=2) as trainer:
         before = whole_state(model, trainer.optimizer)
         with pytest.raises(RuntimeError, match="broken"):
             trainer.evaluate(BATCHES, {"broken": broken}, model=other)
@@ -95,7 +86,7 @@ def test_another_structure_is_refused():
     model = build("convolution")
     wider = copy.deepcopy(model)
     wider[-1] = nn.Linear(20, 7)
-    with evenstep.Trainer(model, sgd(model), nn.CrossEntropyLoss(), devices=1) as trainer:
+    with open_trainer(model, devices=1) as trainer:
         for other, said in (
             (wider, r"shape \(7, 20\) named 4.weight, the trainer's model shape \(5, 20\)"),
             (AveragedModel(model), r"\.module"),

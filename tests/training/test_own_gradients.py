@@ -1,6 +1,5 @@
 """Gradients of the user's own in `.grad` when `trainer.step` is called: it adds its own to them."""
 
-import copy
 import functools
 import json
 
@@ -16,6 +15,7 @@ from launched import alone, launched
 from layouts import own
 from marks import slow
 from reference import assert_same_bits, reference_backward, whole_state
+from trainers import open_trainer, state_of
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 LOSS = nn.CrossEntropyLoss()
@@ -42,15 +42,14 @@ def penalty(model):
 def trained(sizes=(24, 17, 9), **options):
     """Train as a user does who adds a penalty's gradient to each step's."""
     model = build()
-    optimizer = SGD(model.parameters())
-    with evenstep.Trainer(model, optimizer, LOSS, **grouped(**options)) as trainer:
+    with open_trainer(model, **options) as trainer:
         for X, y in batches(sizes):
             trainer.waitall()
-            optimizer.zero_grad()
+            trainer.optimizer.zero_grad()
             penalty(model).backward()
             trainer.step(X, y)
         trainer.waitall()
-        return whole_state(model, optimizer), [one.grad for one in model.parameters()]
+        return state_of(trainer), [one.grad for one in model.parameters()]
 
 
 def plain(shards=1, clip_norm=None):
@@ -171,26 +170,24 @@ def test_two_trainers_that_take_turns_replace_each_others_gradients():
 def test_a_gradient_added_onto_what_a_step_has_left_is_refused(layout):
     """Only the user knows whether the old one is meant: plain torch would add up all three."""
     model = build()
-    optimizer = SGD(model.parameters())
     (X, y), *_ = batches()
-    with evenstep.Trainer(model, optimizer, LOSS, **grouped(**LAYOUTS[layout])) as trainer:
+    with open_trainer(model, **LAYOUTS[layout]) as trainer:
         trainer.step(X, y)
         trainer.waitall()
         penalty(model).backward()
-        state = copy.deepcopy(whole_state(model, optimizer))
+        state = state_of(trainer)
         with pytest.raises(InputError, match=r"0\.weight.*zero_grad"):
             trainer.step(X, y)
-        assert_same_bits(whole_state(model, optimizer), state)
-        optimizer.zero_grad()
+        assert_same_bits(state_of(trainer), state)
+        trainer.optimizer.zero_grad()
         penalty(model).backward()
         trainer.step(X, y)
 
 
 def test_a_gradient_set_with_a_step_in_flight_is_refused():
     model = build()
-    optimizer = SGD(model.parameters())
     (X, y), *_ = batches()
-    with evenstep.Trainer(model, optimizer, LOSS, devices=1, max_in_flight=2) as trainer:
+    with open_trainer(model, devices=1, max_in_flight=2) as trainer:
         trainer.step(X, y)
         model[0].weight.grad = torch.ones(8, 6)
         with pytest.raises(InputError, match=r"0\.weight.*waitall"):
@@ -201,11 +198,8 @@ def test_a_gradient_set_with_a_step_in_flight_is_refused():
 @pytest.mark.parametrize("layout", ["one", "own memory", "in flight"])
 def test_after_an_error_the_users_gradient_is_there_again(layout):
     model = build()
-    optimizer = SGD(model.parameters())
     (X, y), *_ = batches()
-    with evenstep.Trainer(
-        model, optimizer, LOSS, **grouped(shards=1, **LAYOUTS[layout])
-    ) as trainer:
+    with open_trainer(model, shards=1, **LAYOUTS[layout]) as trainer:
         penalty(model).backward()
         before = [None if one.grad is None else one.grad.clone() for one in model.parameters()]
         with pytest.raises(NonFiniteLossError):
@@ -226,7 +220,7 @@ def test_an_optimizer_that_evaluates_the_batch_itself_refuses_it():
     model = build()
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
     (X, y), *_ = batches()
-    with evenstep.Trainer(model, optimizer, LOSS, devices=1) as trainer:
+    with open_trainer(model, optimizer=optimizer, devices=1) as trainer:
         trainer.step(X, y)
         optimizer.zero_grad()
         penalty(model).backward()

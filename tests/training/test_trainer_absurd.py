@@ -33,10 +33,7 @@ X, Y = BATCH
 
 
 def train(batch=BATCH, *, model=None, **options):
-    model = model or build("convolution")
-    with evenstep.Trainer(
-        model, sgd(model), nn.CrossEntropyLoss(), **grouped(**{"devices": 1, **options})
-    ) as trainer:
+    with open_trainer(model or build("convolution"), **{"devices": 1, **options}) as trainer:
         return trainer.step(*batch).item()
 
 

@@ -142,10 +142,13 @@ def train_with(stop, lane_name="evenstep cpu:1", devices=("cpu:0", "cpu:1"), **o
         return state_of(trainer), losses, trainer
 
 
-def train_evenly(steps):
+def assert_costs_time_only(trained):
+    state, found, uneven_one = trained
+    assert uneven_one.steps_done == len(found)
     with open_trainer(Stops("no lane", fail), devices=["cpu:0"]) as trainer:
-        losses = [float(trainer.step(*BATCHES[step % len(BATCHES)])) for step in range(steps)]
-        return state_of(trainer), losses
+        batches = itertools.islice(itertools.cycle(BATCHES), len(found))
+        assert found == [float(trainer.step(*batch)) for batch in batches]
+        assert_same_bits(state, state_of(trainer))
 
 
 def fail():
@@ -182,30 +185,28 @@ def stops(request, hang):
     indirect=["stops"],
 )
 def test_a_lost_device_costs_time_only(stops, max_in_flight, devices, caplog):
+    lane, options = f"evenstep {devices[1]}", {"max_in_flight": max_in_flight}
     with caplog.at_level(logging.WARNING):
-        state, found, trainer = train_with(
-            stops, f"evenstep {devices[1]}", devices, max_in_flight=max_in_flight
-        )
-    expected, losses = train_evenly(len(found))
-    assert_same_bits(state, expected)
-    assert found == losses
-    assert trainer.steps_done == len(found)
+        assert_costs_time_only(train_with(stops, lane, devices, **options))
     (line,) = [record.message for record in caplog.records if "was lost" in record.message]
     assert line.startswith(f"{devices[1]} was lost in step ")
     assert "the other devices go on without it, with the same result" in line
 
 
 def test_a_first_device_that_computes_on_a_copy_can_be_lost_too(hang):
-    state, found, _ = train_with(hang, "evenstep cpu:0", max_in_flight=2)
-    expected, losses = train_evenly(len(found))
-    assert_same_bits(state, expected)
-    assert found == losses
+    assert_costs_time_only(train_with(hang, "evenstep cpu:0", max_in_flight=2))
 
 
 @pytest.mark.parametrize("devices", [shared(2), own(2), shared(1)], ids=str)
 def test_without_the_device_that_holds_the_model_training_ends_with_an_error(devices):
     with pytest.raises(DeviceLostError, match=r"fell off|cpu:0(:own)? was lost"):
         train_with(fail, f"evenstep {devices[0]}", devices)
+
+
+@pytest.mark.parametrize("stops", ["fails", "hangs"], indirect=True)
+def test_without_it_an_evaluation_does_so_too(stops):
+    with pytest.raises(DeviceLostError, match="fell off|cpu:0 was lost"):
+        evaluated(Stops("evenstep cpu:0", stops), shared(2))
 
 
 def evaluated(model, devices, **options):
@@ -237,12 +238,6 @@ def test_a_device_lost_in_an_evaluation_costs_time_only(stops, max_in_flight, de
     (line,) = [record.message for record in caplog.records if "was lost" in record.message]
     assert line.startswith(f"{devices[1]} was lost in an evaluation (")
     assert line.endswith("the other devices go on without it, with the same result")
-
-
-@pytest.mark.parametrize("stops", ["fails", "hangs"], indirect=True)
-def test_without_the_device_that_holds_the_model_an_evaluation_ends_with_an_error(stops):
-    with pytest.raises(DeviceLostError, match="fell off|cpu:0 was lost"):
-        evaluated(Stops("evenstep cpu:0", stops), shared(2))
 
 
 class StandsStill(nn.Module):

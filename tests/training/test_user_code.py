@@ -45,9 +45,7 @@ def follow_over(devices, max_in_flight, make_optimizer=sgd):
         average.update_parameters(module)
 
     options = {"devices": devices, "max_in_flight": max_in_flight, "after_update": after_update}
-    trainer = evenstep.Trainer(
-        model, make_optimizer(model), nn.CrossEntropyLoss(), **grouped(**options)
-    )
+    trainer = open_trainer(model, optimizer=make_optimizer(model), **options)
     return take_steps(trainer, BATCHES), state_of(average)
 
 
@@ -196,9 +194,8 @@ def test_buffers_that_a_hook_writes_stay_written(where, max_in_flight):
         model = Counted()
         optimizer = sgd(model)
         options = {**where(model, optimizer), "devices": devices, "shards": shards}
-        options = grouped(max_in_flight=max_in_flight, **options)
-        trainer = evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **options)
-        return take_steps(trainer, BATCHES)
+        options |= {"optimizer": optimizer, "max_in_flight": max_in_flight}
+        return take_steps(open_trainer(model, **options), BATCHES)
 
     assert_same_bits(run(1, 1), plain(Counted(), before_update=write))
     one = run(1, 4)
@@ -213,11 +210,8 @@ def test_a_buffer_that_before_update_writes_stays_written_with_lbfgs():
         module.written += 1
         calls.append(1)
 
-    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=1, before_update=before_update
-    ) as trainer:
-        trainer.step(*BATCHES[0])
+    options = {"devices": 1, "before_update": before_update}
+    take_steps(open_trainer(model, optimizer=lbfgs(model), **options), BATCHES[:1])
     assert model.written.tolist() == [len(calls)] * 3
 
 
@@ -277,9 +271,7 @@ def test_a_left_over_step_of_the_optimizer_is_refused(max_in_flight, make_optimi
     optimizer = make_optimizer(model)
     if scheduled:
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=2, max_in_flight=max_in_flight
-    ) as trainer:
+    with open_trainer(model, optimizer=optimizer, max_in_flight=max_in_flight) as trainer:
         optimizer.zero_grad()
         trainer.step(*BATCHES[0])
         before = trainer.fingerprint()
@@ -340,9 +332,7 @@ def test_a_step_patched_on_the_optimizer_is_called_or_refused():
         trainer.step(*BATCHES[0])
         assert len(calls) == 1
     with pytest.raises(ContractError, match=r"SGD\.step was replaced on the optimizer itself"):
-        evenstep.Trainer(
-            model, trainer.optimizer, nn.CrossEntropyLoss(), devices=1, max_in_flight=2
-        )
+        open_trainer(model, optimizer=trainer.optimizer, devices=1, max_in_flight=2)
     with open_trainer(Counted(), max_in_flight=2) as trainer:
         trainer.step(*BATCHES[0])
         patched(trainer.optimizer, calls)
