@@ -79,6 +79,25 @@ class Training:
         self.loader = loader()
         self.losses = {}
 
+    def load(self, folder, **options):
+        """Make the trainer a resumed one, on one device; return it."""
+        given = self.trainer.model, self.optimizer, nn.CrossEntropyLoss()
+        self.trainer = evenstep.Trainer.load(folder, *given, devices=1, **options)
+        return self.trainer
+
+    def calls(self, folder):
+        """Return calls beside the steps, by name."""
+        trainer, other = self.trainer, Training().trainer.model
+        metrics = {"mean": lambda output, y: (output.sum(), len(y))}
+        return {
+            "evaluate": lambda: trainer.evaluate(self.loader, metrics),
+            "another model": lambda: trainer.evaluate(self.loader, metrics, model=other),
+            "predict": lambda: trainer.predict(self.loader).sum().item(),
+            "waitall": trainer.waitall,
+            "save": lambda: trainer.save(folder),
+            "close": trainer.close,
+        }
+
     def take(self, batch):
         """Take a step on a batch; return its loss."""
         return self.trainer.step(*batch)

@@ -63,9 +63,7 @@ def press():
 def resumed(folder, kind=Training):
     """Resume a training on one device, and train to the end; return its state."""
     training = kind(**QUICK)
-    given = training.trainer.model, training.optimizer, nn.CrossEntropyLoss()
-    training.trainer = evenstep.Trainer.load(folder, *given, devices=1)
-    with training.trainer as trainer:
+    with training.load(folder) as trainer:
         training.run(STEPS)
         return state_of(trainer)
 
@@ -98,7 +96,7 @@ def test_in_steps(kind, layout, undisturbed, tmp_path):
         if len(passed) < boundary:
             break
         assert kind is InTwoCalls or len([*folder.iterdir()]) == 1
-    assert boundary > 5000
+    assert boundary > 11321  # at least one was in time
 
 
 def test_in_the_update_of_a_loop_it_waits_for_its_end(undisturbed, tmp_path):
@@ -128,23 +126,16 @@ def test_gradients_that_are_accumulated_are_not_lost(tmp_path):
             if number % 2:
                 trainer.optimizer.step()
 
-    def made(load=None):
-        training = Training(**QUICK)
-        if load is None:
-            return training.trainer
-        given = training.trainer.model, training.optimizer, nn.CrossEntropyLoss()
-        return evenstep.Trainer.load(load, *given, devices=1)
-
-    with made() as whole:
+    with Training(**QUICK).trainer as whole:
         train(whole, 8)
-    with made() as trainer:
+    with Training(**QUICK).trainer as trainer:
         train(trainer, 4)
         trainer.backward(torch.ones(8, 3), torch.zeros(8).long())
         kept = state_of(trainer)
         trainer.save(tmp_path)
         assert_same_bits(state_of(trainer), kept)
         assert trainer.steps_done == 5
-    with made(load=tmp_path) as again:
+    with Training(**QUICK).load(tmp_path) as again:
         assert again.steps_done == 4
         train(again, 8)
         assert_same_bits(state_of(again), state_of(whole))
@@ -159,9 +150,7 @@ def test_an_update_by_hand_uses_the_gradients(tmp_path):
             parameter.data.sub_(parameter.grad, alpha=0.1)
         trainer.save(tmp_path)
         state = state_of(trainer)
-    loaded = Training(**QUICK)
-    given = loaded.trainer.model, loaded.optimizer, nn.CrossEntropyLoss()
-    again = evenstep.Trainer.load(tmp_path, *given, devices=1)
+    again = Training(**QUICK).load(tmp_path)
     assert again.steps_done == 1
     assert_same_bits(state_of(again), state)
 
@@ -170,23 +159,14 @@ def test_an_update_by_hand_uses_the_gradients(tmp_path):
 @pytest.mark.parametrize("call", ["evaluate", "another model", "predict", "save", "close"])
 def test_in_other_calls(call, devices, undisturbed, tmp_path):
     training = Training(devices, **QUICK)
-    trainer = training.trainer
-    other = Training().trainer.model
-    metrics = {"mean": lambda output, y: (output.sum(), len(y))}
-    calls = {
-        "evaluate": lambda: trainer.evaluate(training.loader, metrics),
-        "another model": lambda: trainer.evaluate(training.loader, metrics, model=other),
-        "predict": lambda: trainer.predict(training.loader).sum().item(),
-        "save": lambda: trainer.save(tmp_path / "own"),
-        "close": trainer.close,
-    }
+    trainer, make_call = training.trainer, training.calls(tmp_path / "own")[call]
     saved = saving(trainer, tmp_path / "saved")
     with trainer:
         training.run(2)
-        expected = None if call == "close" else calls[call]()
-        for boundary in spread(devices, 2, 53, 4003):
+        expected = None if call == "close" else make_call()
+        for boundary in itertools.chain([53], spread(devices, 2, 2056, 2003)):
             with interrupted_at(boundary, press) as passed:
-                assert calls[call]() == expected
+                assert make_call() == expected
             if call == "close" and not trainer.steps_done % 2:
                 trainer.open()
             if len(passed) < boundary:
@@ -198,14 +178,11 @@ def test_in_other_calls(call, devices, undisturbed, tmp_path):
 
 
 def test_a_step_of_lbfgs_ends_before_the_handler_runs(tmp_path):
-    def made(load=None):
+    def made(make=evenstep.Trainer, *folder):
         torch.manual_seed(0)
         model = nn.Linear(3, 4)
         optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5)
-        given = model, optimizer, nn.CrossEntropyLoss()
-        if load is None:
-            return evenstep.Trainer(*given, **grouped(devices=1, **QUICK))
-        return evenstep.Trainer.load(load, *given, **grouped(devices=1, **QUICK))
+        return make(*folder, model, optimizer, nn.CrossEntropyLoss(), **grouped(devices=1, **QUICK))
 
     X, y = torch.randn(8, 3, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 4
     with made() as whole:
@@ -217,7 +194,7 @@ def test_a_step_of_lbfgs_ends_before_the_handler_runs(tmp_path):
             with interrupted_at(boundary, press):
                 for _ in range(3):
                     trainer.step(X, y)
-        with made(load=tmp_path / str(boundary)) as again:
+        with made(evenstep.Trainer.load, tmp_path / str(boundary)) as again:
             assert again.steps_done == saved[0]
             while again.steps_done < 3:
                 again.step(X, y)
@@ -289,8 +266,7 @@ def test_generators_are_saved_as_the_user_left_them(made, press_at, tmp_path):
     assert left
     assert left[0] != expected["python"]  # they were lent when the handler ran
     random.seed(6)
-    given = training.trainer.model, training.optimizer, nn.CrossEntropyLoss()
-    evenstep.Trainer.load(tmp_path, *given, devices=1, state={"random": states})
+    training.load(tmp_path, state={"random": states})
     assert_same_bits(flat(states.state_dict()), flat(expected))
 
 
