@@ -74,7 +74,7 @@ by_ctrl_c_or_thrown = pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
 )  # Python prints, and drops, what is raised while it drops the generator of an epoch
 @by_ctrl_c_or_thrown
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_steps(layout, act, course):
+def test_thrown_into_steps(layout, act, course):
     states, losses = course
     for boundary in spread([*LAYOUTS].index(layout), 3, 211, 1777):
         training = Training(**{**QUICK, **LAYOUTS[layout]})

@@ -167,7 +167,7 @@ class Counted(nn.Module):
 
 
 def write(model):
-    model.written += 1
+    model.written = model.written + 1
     model.norm.running_mean.mul_(0.5)
 
 
