@@ -24,8 +24,6 @@ from evenstep.devices import (
 )
 from evenstep.errors import DeviceError
 
-HOW_TO_NAME = "write cpu:0, cpu:1, ..., cuda:0, cuda:1, ..., a number of devices, or auto"
-
 
 @pytest.fixture
 def cores(monkeypatch):
@@ -48,12 +46,6 @@ def gpus(monkeypatch):
 
     plug_in()
     return plug_in
-
-
-def message(call, *arguments, **options):
-    with pytest.raises(DeviceError) as caught:
-        call(*arguments, **options)
-    return str(caught.value)
 
 
 def trainer_on(devices):
@@ -87,28 +79,15 @@ def test_a_name_is_read_and_written(text, device, name, memory):
     assert parse_device(name) == device
 
 
-def test_threads_are_given_to_the_device():
+def test_a_device_checks_its_numbers_and_is_frozen():
     assert parse_device("cpu:1", threads=3) == Device("cpu", 1, threads=3)
-
-
-@pytest.mark.parametrize(
-    "text", ["", "gpu", "cpu:", "cpu:-1", "cpu:x", "CPU:0", "cuda:0:own", "cpu:0:mine", "cpu:0 1"]
-)
-def test_what_is_no_name_is_refused(text):
-    assert message(parse_device, text) == f"got device {text.strip()!r}: {HOW_TO_NAME}"
-
-
-@pytest.mark.parametrize("threads", [0, -4, 1025])
-def test_impossible_numbers_are_refused(threads):
-    assert message(Device, "cpu", 0, threads=threads) == (
-        f"got threads={threads} of a device: give an integer from 1 to 1024"
-    )
-    assert message(Device, "cpu", -1) == (
-        "got index=-1 of a device: give an integer from 0 to 999999"
-    )
-
-
-def test_a_device_is_frozen():
+    for wrong, most in (
+        *(({"index": 0, "threads": number}, "1 to 1024") for number in (0, -4, 1025)),
+        ({"index": -1}, "0 to 999999"),
+    ):
+        name, value = [*wrong.items()][-1]
+        with pytest.raises(DeviceError, match=f"got {name}={value} of a device: .* from {most}"):
+            Device("cpu", **wrong)
     with pytest.raises(dataclasses.FrozenInstanceError):
         Device("cpu", 0).index = 1
 
@@ -177,19 +156,15 @@ def test_auto_with_gpus_is_all_of_them(gpus):
     assert try_all_gpus(threads=4) == tuple(Device("cuda", i, threads=4) for i in range(3))
 
 
-def test_gpus_that_torch_cannot_use_do_not_count(gpus, monkeypatch):
+def test_gpus_are_those_that_torch_can_use(gpus, monkeypatch):
+    assert try_gpu() == Device("cpu", 0)
     gpus("A", "A")
+    assert [try_gpu(*index) for index in ((), (1,), (2,))] == [
+        *(Device("cuda", 0), Device("cuda", 1), Device("cpu", 0))
+    ]
     assert gpu_count() == 2
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu_count() == 0
-
-
-def test_try_gpu_falls_back_to_the_cpu(gpus):
-    assert try_gpu() == Device("cpu", 0)
-    gpus("A", "A")
-    assert try_gpu() == Device("cuda", 0)
-    assert try_gpu(1) == Device("cuda", 1)
-    assert try_gpu(2) == Device("cpu", 0)
 
 
 def test_a_number_is_that_many(gpus):
@@ -198,27 +173,6 @@ def test_a_number_is_that_many(gpus):
     assert {device.threads for device in find_devices(2, threads=3)} == {3}
     gpus("A", "A")
     assert names(find_devices(2)) == ["cuda:0", "cuda:1"]
-
-
-@pytest.mark.parametrize("count", [0, -1, "0", "-3"])
-def test_less_than_one_device_is_refused(count):
-    assert message(find_devices, count) == f"got {count} devices: at least 1 is needed"
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        "cpu:0,cpu:5:own,cpu",
-        ["cpu:0", "cpu:1", "cpu"],
-        ("cpu:2", "cpu:2"),
-    ],
-    ids=str,
-)
-def test_a_cpu_device_named_twice_is_refused(wanted):
-    twice = "cpu:2" if isinstance(wanted, tuple) else "cpu:0"
-    assert message(find_devices, wanted) == (
-        f"got {twice} twice: give each CPU device a number of its own"
-    )
 
 
 def test_lists_of_names_devices_and_torchs_devices(gpus):
@@ -252,35 +206,7 @@ def test_one_device_needs_no_list(gpus, wanted, found):
 def test_a_device_keeps_its_own_threads():
     assert find_devices(Device("cpu", 1, threads=2), threads=3) == (Device("cpu", 1, threads=2),)
     assert find_devices(torch.device("cpu"), threads=3) == (Device("cpu", 0, threads=3),)
-
-
-def test_devices_that_were_found_are_found_again():
     assert find_devices(find_devices(3)) == find_devices(3)
-
-
-@pytest.mark.parametrize(
-    "wanted",
-    [None, 2.0, True, object(), torch.nn.Linear(1, 1)],
-    ids=lambda value: type(value).__name__,
-)
-def test_a_wrong_type_is_refused(wanted):
-    assert message(find_devices, wanted) == (
-        f"got devices of type {type(wanted).__name__}: give 'auto', a number of devices, a name "
-        f"such as cpu:1 or cuda:0, a torch.device, an evenstep.Device, or a list of these"
-    )
-
-
-@pytest.mark.parametrize("wanted", [[0, 1], ["cpu:0", 1], [None], [["cpu:0"]], b"cpu", {1: "cpu"}])
-def test_a_wrong_type_in_a_list_is_refused(wanted):
-    wrong = next(item for item in wanted if not isinstance(item, str))
-    assert message(find_devices, wanted) == (
-        f"got a device of type {type(wrong).__name__}: give a name such as cpu:1 or cuda:0, a "
-        f"torch.device, or an evenstep.Device"
-    )
-
-
-def test_a_device_of_torch_that_evenstep_does_not_support_is_refused():
-    assert message(find_devices, torch.device("meta")) == f"got device 'meta': {HOW_TO_NAME}"
 
 
 @pytest.mark.parametrize("make", [evenstep.Engine, trainer_on])
@@ -288,38 +214,55 @@ def test_engines_and_trainers_accept_the_same(make):
     assert make(torch.device("cpu")).devices == (Device("cpu", 0),)
     assert make(Device("cpu", 2)).devices == (Device("cpu", 2),)
     assert make("2").devices == make(2).devices
-    assert "got devices of type float" in message(make, 1.0)
+    with pytest.raises(DeviceError, match="got devices of type float"):
+        make(1.0)
 
 
-@pytest.mark.parametrize("wanted", [[], ()])
-def test_an_empty_list_is_refused(wanted):
-    assert message(find_devices, wanted) == (
-        "got an empty list of devices: name at least one, or give 'auto'"
-    )
+NO_NAMES = ("", "gpu", "cpu:", "cpu:-1", "cpu:x", "CPU:0", "cuda:0:own", "cpu:0:mine", "cpu:0 1")
+TWICE = ("cpu:0,cpu:5:own,cpu", ["cpu:0", "cpu:1", "cpu"], ("cpu:0", "cpu:0"))
+WRONG_ITEMS = ([0, 1], ["cpu:0", 1], b"cpu", {1: "cpu"})
+REFUSED = [
+    *((text, f"got device {text!r}: write cpu:0, cpu:1, ..., cuda:0") for text in NO_NAMES),
+    *((text, "got device 'tpu:1': write") for text in ("cpu:0,tpu:1", ["cpu:0", "tpu:1"])),
+    ("cpu:0,", "got device '': write"),
+    (["auto"], "got device 'auto': write"),
+    (torch.device("meta"), "got device 'meta': write"),
+    *((count, f"got {count} devices: at least 1 is needed") for count in (0, -1, "0", "-3")),
+    *((wanted, "got cpu:0 twice: give each CPU device a number of its own") for wanted in TWICE),
+    *((wanted, "got an empty list of devices: name at least one") for wanted in ([], ())),
+    (None, "got devices of type NoneType: give 'auto', a number of devices, a name"),
+    (2.0, "got devices of type float"),
+    (True, "got devices of type bool"),
+    (object(), "got devices of type object"),
+    (torch.nn.Linear(1, 1), "got devices of type Linear"),
+    *((wanted, "got a device of type int: give a name such as cpu:1") for wanted in WRONG_ITEMS),
+    ([None], "got a device of type NoneType"),
+    ([["cpu:0"]], "got a device of type list"),
+]
 
 
-@pytest.mark.parametrize("wanted", ["cpu:0,", "cpu:0,tpu:1", ["cpu:0", "tpu:1"], ["auto"]])
-def test_an_unknown_name_in_a_list_is_refused(wanted):
-    bad = (wanted.split(",") if isinstance(wanted, str) else wanted)[-1]
-    assert message(find_devices, wanted) == f"got device {bad!r}: {HOW_TO_NAME}"
+@pytest.mark.parametrize(("wanted", "text"), REFUSED, ids=str)
+def test_what_is_no_device_is_refused(wanted, text):
+    with pytest.raises(DeviceError) as caught:
+        find_devices(wanted)
+    assert str(caught.value).startswith(text)
 
 
-def test_gpus_that_are_not_there_are_refused(gpus):
-    use_cpus = "CPU devices (cpu:0, cpu:1, ...)"
-    assert message(find_devices, ["cuda:0"]) == (
-        f"got cuda:0, but torch sees 0 GPUs here: use {use_cpus}"
-    )
-    gpus("A")
-    assert message(find_devices, ["cuda:1"]) == (
-        f"got cuda:1, but torch sees 1 GPU here: use cuda:0, or {use_cpus}"
-    )
-    gpus("A", "A")
-    assert message(find_devices, "cpu:0,cuda:2") == (
-        f"got cuda:2, but torch sees 2 GPUs here: use cuda:0 to cuda:1, or {use_cpus}"
-    )
-    assert message(find_devices, 3) == (
-        f"got cuda:2, but torch sees 2 GPUs here: use cuda:0 to cuda:1, or {use_cpus}"
-    )
+@pytest.mark.parametrize(
+    ("count", "wanted", "text"),
+    [
+        (0, ["cuda:0"], "got cuda:0, but torch sees 0 GPUs here: use CPU devices (cpu:0, "),
+        (1, ["cuda:1"], "got cuda:1, but torch sees 1 GPU here: use cuda:0, or CPU devices"),
+        (2, "cpu:0,cuda:2", "got cuda:2, but torch sees 2 GPUs here: use cuda:0 to cuda:1, or CPU"),
+        (2, 3, "got cuda:2, but torch sees 2 GPUs here"),
+    ],
+    ids=str,
+)
+def test_gpus_that_are_not_there_are_refused(gpus, count, wanted, text):
+    gpus(*["A"] * count)
+    with pytest.raises(DeviceError) as caught:
+        find_devices(wanted)
+    assert str(caught.value).startswith(text)
 
 
 # ---- cores: affinity and control groups
@@ -367,6 +310,7 @@ def quota_of(tmp_path, proc, files):
         ({"a/b/cpu.max": "max 100000\n", "cpu.max": "50000 100000\n"}, 0.5),
         ({"a/c/cpu.max": "100000 100000\n"}, None),  # somebody else's group
         ({"a/b/c/cpu.max": "100000 100000\n"}, None),  # a child's
+        ({"a/b/cpu.max": "\n"}, None),  # half written
         ({}, None),
     ],
     ids=str,
@@ -406,6 +350,8 @@ def v1(group, quota, period="100000"):
         (v1("", 400000), 4.0),  # inside a container, where the path of the host is not there
         (v1("/other", 100000), None),
         ({"memory/box/cpu.max": "100000 100000\n"}, None),
+        ({"cpu/box/cpu.cfs_quota_us": "100000\n"}, None),  # half written
+        ({**v1("/box/run", 300000), "x/cpu.max": "200000 100000\n"}, 2.0),  # of both versions
     ],
     ids=str,
 )
@@ -413,59 +359,43 @@ def test_quotas_of_cgroup_v1(tmp_path, files, cores):
     assert quota_of(tmp_path, V1_PROC, files) == cores
 
 
-def test_the_tightest_of_both_versions_counts(tmp_path):
-    files = {**v1("/box/run", 300000), "x/cpu.max": "200000 100000\n"}
-    assert quota_of(tmp_path, V1_PROC, files) == 2.0
-
-
 def test_a_system_without_control_groups_has_no_quota(tmp_path):
     assert cgroup_quota_cores(tmp_path / "cgroup", tmp_path / "not there") is None
-
-
-def test_a_half_written_group_has_no_quota(tmp_path):
-    assert quota_of(tmp_path, "0::/a\n", {"a/cpu.max": "\n"}) is None
-    assert quota_of(tmp_path, V1_PROC, {"cpu/box/cpu.cfs_quota_us": "100000\n"}) is None
 
 
 # ---- notes about a layout
 
 
-def test_a_plain_layout_needs_no_line(cores):
+SLOW = "threads of CPU devices share 2 cores: the result is the same, but no faster than with 2"
+IDLE = "8 shards keep 8 of 64 devices busy: shards=64 uses them all (and is another experiment)"
+MIXED = "or thread counts: results are equal within rounding, not bit for bit"
+
+
+@pytest.mark.parametrize(
+    ("models", "devices", "shards", "lines"),
+    [
+        ((), ["cpu:0", "cpu:1"], 8, []),
+        ((), [Device("cpu", 0, threads=2)], 1, []),
+        ((), ["cpu:0", "cpu:1", "cpu:2"], 8, [f"3 {SLOW}"]),
+        ((), [Device("cpu", 0, threads=3), Device("cpu", 1, True, 3)], 8, [f"6 {SLOW}"]),
+        (("A",) * 64, "auto", 8, [IDLE]),
+        (("A",) * 64, "auto", 64, []),
+        (("H200", "L4", "L4"), ["cuda:1", "cuda:2"], 8, []),
+        (("H200", "L4"), "auto", 8, [f"devices of different kinds (H200, L4) {MIXED}"]),
+        (("H200",), ["cuda:0", "cpu:0"], 8, [f"devices of different kinds (H200, cpu) {MIXED}"]),
+        (
+            (),
+            [Device("cpu", 0, threads=2), "cpu:1"],
+            8,
+            [f"3 {SLOW}", f"devices of different kinds (cpu) {MIXED}"],
+        ),
+    ],
+    ids=str,
+)
+def test_notes_are_of_what_costs_time_or_bits(gpus, cores, models, devices, shards, lines):
+    gpus(*models)
     cores(2)
-    assert layout_notes(find_devices(["cpu:0", "cpu:1"]), 8) == []
-    assert layout_notes(find_devices(["cpu:0"], threads=2), 1) == []
-
-
-def test_more_threads_than_cores_cost_time_only(cores):
-    cores(2)
-    line = "threads of CPU devices share 2 cores: the result is the same, but no faster than with 2"
-    assert layout_notes(find_devices(["cpu:0", "cpu:1", "cpu:2"]), 8) == [f"3 {line}"]
-    assert layout_notes(find_devices(["cpu:0", "cpu:1:own"], threads=3), 8) == [f"6 {line}"]
-
-
-def test_more_devices_than_shards_are_idle(gpus):
-    gpus(*["A"] * 64)
-    expected = [
-        "8 shards keep 8 of 64 devices busy: shards=64 uses them all (and is another experiment)"
-    ]
-    assert layout_notes(find_devices("auto"), 8) == expected
-    assert layout_notes(find_devices("auto"), 64) == []
-
-
-def test_devices_of_different_kinds_are_equal_within_rounding_only(gpus, cores):
-    gpus("H200", "L4", "L4")
-    cores(8)
-    line = "or thread counts: results are equal within rounding, not bit for bit"
-    assert layout_notes(find_devices(["cuda:1", "cuda:2"]), 8) == []
-    assert layout_notes(find_devices(["cuda:0", "cuda:1", "cuda:2"]), 8) == [
-        f"devices of different kinds (H200, L4) {line}"
-    ]
-    assert layout_notes(find_devices(["cuda:0", "cpu:0"]), 8) == [
-        f"devices of different kinds (H200, cpu) {line}"
-    ]
-    assert layout_notes([Device("cpu", 0, threads=2), Device("cpu", 1)], 8) == [
-        f"devices of different kinds (cpu) {line}"
-    ]
+    assert layout_notes(find_devices(devices), shards) == lines
 
 
 def test_each_thing_has_a_line_of_its_own(gpus, cores):
@@ -489,13 +419,9 @@ def test_intra_op_threads_are_set_and_restored():
         with intra_op_threads(1):
             assert torch.get_num_threads() == 1
         assert torch.get_num_threads() == 3
-    assert torch.get_num_threads() == 2
-
-
-def test_intra_op_threads_are_restored_after_an_error():
     with pytest.raises(ZeroDivisionError), intra_op_threads(3):
         _ = 1 / 0
-    assert torch.get_num_threads() == 1
+    assert torch.get_num_threads() == 2
 
 
 @pytest.fixture
@@ -509,7 +435,7 @@ def torch_settings():
     torch.use_deterministic_algorithms(before[1])
 
 
-def test_gpus_are_kept_to_deterministic_kernels(torch_settings):
+def test_gpus_alone_are_kept_to_deterministic_kernels(torch_settings):
     torch.backends.cudnn.benchmark = True
     with deterministic_kernels([Device("cuda", 0), Device("cpu", 0)]):
         assert torch_settings() == (False, True)
@@ -517,9 +443,5 @@ def test_gpus_are_kept_to_deterministic_kernels(torch_settings):
     with pytest.raises(ZeroDivisionError), deterministic_kernels([Device("cuda", 0)]):
         _ = 1 / 0
     assert torch_settings() == (True, False)
-
-
-def test_cpus_need_no_settings(torch_settings):
-    torch.backends.cudnn.benchmark = True
     with deterministic_kernels([Device("cpu", 0), Device("cpu", 1, own_memory=True)]):
         assert torch_settings() == (True, False)
