@@ -1,5 +1,6 @@
 """The command line: what `train`, `verify` and `devices` do, and what they print."""
 
+import functools
 import json
 import os
 import re
@@ -25,16 +26,18 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture(scope="module")
+def unbroken():
+    """The records of the MLP after some numbers of steps, on one device."""
+    return functools.cache(lambda steps: trained(*MLP, "--steps", steps, "--devices", 1))
+
+
 # --- train: what it says
 
 
-def test_the_json_object_has_exactly_these_keys_in_this_order():
-    record = json.loads(run("train", *MLP, "--steps", 2, "--json", "-").stdout)
-    assert list(record) == KEYS
-
-
-def test_json_on_stdout_leaves_everything_else_to_stderr():
+def test_json_on_stdout_has_these_keys_and_leaves_everything_else_to_stderr():
     result = run("train", *MLP, "--steps", 2, "--json", "-")
+    assert list(json.loads(result.stdout)) == KEYS
     assert result.stdout.count("\n") == 1
     assert "test accuracy" in result.stderr
     assert "fingerprint" in result.stderr
@@ -118,39 +121,32 @@ def test_the_command_line_makes_cublas_deterministic(monkeypatch):
 # --- train: the same result
 
 
-def test_the_devices_do_not_change_the_result():
-    records = [trained(*MLP, "--steps", 8, "--devices", devices) for devices in ("1", "3")]
-    assert records[0].fingerprint == records[1].fingerprint
-    assert records[0].train_loss == records[1].train_loss
-    assert records[0].test_accuracy == records[1].test_accuracy
+def test_the_devices_do_not_change_the_result(unbroken):
+    record = trained(*MLP, "--steps", 8, "--devices", 3)
+    for name in ("fingerprint", "train_loss", "test_accuracy"):
+        assert getattr(record, name) == getattr(unbroken(8), name)
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("option", "value"),
     [
-        ("--seed", 1),
-        ("--shards", 7),
-        ("--batch-size", 255),
-        ("--lr", 0.2),
-        ("--momentum", 0.8),
-        ("--precision", "bf16"),
+        *(("--seed", 1), ("--shards", 7), ("--batch-size", 255)),
+        *(("--lr", 0.2), ("--momentum", 0.8), ("--precision", "bf16")),
     ],
 )
-def test_every_choice_reaches_the_training(other):
-    plain = trained(*MLP, "--steps", 2)
-    assert trained(*MLP, "--steps", 2, *other).fingerprint != plain.fingerprint
+def test_every_choice_reaches_the_training(option, value, unbroken):
+    assert trained(*MLP, "--steps", 2, option, value).fingerprint != unbroken(2).fingerprint
 
 
-def test_the_short_last_batch_can_be_left_out():
-    whole = trained("--model", "mlp", "--batch-size", 1000, "--epochs", 2)
-    dropped = trained("--model", "mlp", "--batch-size", 1000, "--epochs", 2, "--drop-last")
-    assert (whole.steps, dropped.steps) == (4, 2)
-
-
-def test_steps_and_epochs_whichever_comes_first():
-    assert trained(*MLP, "--steps", 2, "--epochs", 1).steps == 2
-    assert trained(*MLP, "--steps", 20, "--epochs", 1).steps == EPOCH_STEPS
-    assert trained("--model", "mlp", "--batch-size", 1438).steps == 30  # epochs of one step
+def test_the_length_is_that_of_steps_and_epochs_whichever_comes_first():
+    for options, steps in (
+        ((*MLP, "--steps", 2, "--epochs", 1), 2),
+        ((*MLP, "--steps", 20, "--epochs", 1), EPOCH_STEPS),
+        (("--model", "mlp", "--batch-size", 1438), 30),  # epochs of one step
+        (("--model", "mlp", "--batch-size", 1000, "--epochs", 2), 4),
+        (("--model", "mlp", "--batch-size", 1000, "--epochs", 2, "--drop-last"), 2),
+    ):
+        assert trained(*options).steps == steps
 
 
 def test_a_model_of_ones_own_is_found_in_the_current_folder(folder, monkeypatch):
@@ -173,13 +169,12 @@ def test_a_model_of_ones_own_is_found_in_the_current_folder(folder, monkeypatch)
 
 
 @pytest.mark.parametrize("stop", [4, EPOCH_STEPS, 9])
-def test_a_resume_on_other_devices_ends_with_the_unbroken_fingerprint(stop):
-    unbroken = trained(*MLP, "--steps", 15, "--devices", 2)
+def test_a_resume_on_other_devices_ends_with_the_unbroken_fingerprint(stop, unbroken):
     trained(*MLP, "--steps", stop, "--devices", 1, "--checkpoint-dir", "kept")
     resumed = trained("--resume", "--steps", 15, "--devices", 3, "--checkpoint-dir", "kept")
-    assert resumed.fingerprint == unbroken.fingerprint
+    assert resumed.fingerprint == unbroken(15).fingerprint
     assert (resumed.steps, resumed.epochs) == (15, 3)
-    assert resumed.test_accuracy == unbroken.test_accuracy
+    assert resumed.test_accuracy == unbroken(15).test_accuracy
 
 
 def test_a_resume_keeps_the_choices_and_the_length_of_the_run():
@@ -207,24 +202,20 @@ def test_a_resume_takes_the_same_options_given_again():
     assert trained(*options, "--resume", "--steps", 4).steps == 4
 
 
-def test_it_saves_every_so_many_steps_and_at_the_end():
+def test_it_saves_after_each_epoch_or_every_so_many_steps_and_at_the_end():
     trained(*MLP, "--steps", 8, "--checkpoint-dir", "kept", "--checkpoint-every", 3)
     assert steps_kept() == [3, 6, 8]
-
-
-def test_by_default_it_saves_after_each_epoch():
-    trained(*MLP, "--steps", 14, "--checkpoint-dir", "kept")
-    assert steps_kept() == [6, 12, 14]
+    trained(*MLP, "--steps", 14, "--checkpoint-dir", "by epoch")
+    assert steps_kept("by epoch") == [6, 12, 14]
 
 
 # --- verify and devices
 
 
-def test_verify_prints_the_fingerprint_that_train_ends_with():
-    record = trained(*MLP, "--steps", 8)
+def test_verify_prints_the_fingerprint_that_train_ends_with(unbroken):
     result = run("verify", *MLP, "--steps", 8, "--devices", "1,3,cpu:0+cpu:1:own")
     rows = dict(line.split() for line in result.stdout.splitlines()[1:4])
-    assert rows == dict.fromkeys(["1", "3", "cpu:0+cpu:1:own"], record.fingerprint)
+    assert rows == dict.fromkeys(["1", "3", "cpu:0+cpu:1:own"], unbroken(8).fingerprint)
     assert result.stdout.splitlines()[4].startswith("identical: ")
 
 

@@ -1,16 +1,18 @@
 """`evenstep train` fixes how Python hashes strings, in every process that it starts."""
 
-import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
+import cli_models
+from commands import trained
 from evenstep.checkpoint.files import read_checkpoint
 
 FRESH = {key: value for key, value in os.environ.items() if key != "PYTHONHASHSEED"}
-TRAIN = ("train", "--model", "cli_models:Hashing", "--steps", "2", "--json", "-")
+TRAIN = ("train", "--model", "cli_models:Hashing", "--steps", "2")
 
 
 def fingerprint(*options, folder, **variables):
@@ -23,15 +25,25 @@ def fingerprint(*options, folder, **variables):
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    return json.loads(ended.stdout)["fingerprint"]
+    return re.search(r"^fingerprint +(\w{64})$", ended.stdout, re.MULTILINE)[1]
 
 
-def test_two_trainings_hash_alike(tmp_path):
-    found = {fingerprint(folder=tmp_path / name) for name in ("one", "two")}
-    assert len(found) == 1
-    assert read_checkpoint(tmp_path / "one")["hash_seed"] == "0"
-    assert found != {fingerprint(folder=tmp_path / "seven", PYTHONHASHSEED="7")}
-    assert read_checkpoint(tmp_path / "seven")["hash_seed"] == "7"
+def fingerprint_of(seed, monkeypatch):
+    """Train in this process, with the hash that a process with this seed computes."""
+    command = [sys.executable, "-c", "print(hash('a name'))"]
+    environment = {**FRESH, "PYTHONHASHSEED": seed}
+    ended = subprocess.run(command, env=environment, capture_output=True, check=True)
+    monkeypatch.setattr(cli_models, "hash", lambda text: int(ended.stdout), raising=False)
+    return trained(*TRAIN[1:]).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("variables", "seed"), [({}, "0"), ({"PYTHONHASHSEED": "7"}, "7")], ids=["fixed", "given"]
+)
+def test_strings_are_hashed_with_seed_0_or_that_of_the_user(tmp_path, monkeypatch, variables, seed):
+    found = fingerprint(folder=tmp_path, **variables)
+    assert found == fingerprint_of(seed, monkeypatch)
+    assert read_checkpoint(tmp_path)["hash_seed"] == seed
 
 
 @pytest.mark.slow
