@@ -5,8 +5,9 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from checked import CLASSES, X, Y, everywhere, train
+from checked import CLASSES, X, Y, train
 from evenstep.errors import ContractError
+from taking_turns import in_turn
 
 
 class Attach(torch.autograd.Function):
@@ -108,8 +109,7 @@ OTHER = {
 REFUSED = OWN | OTHER
 
 
-@everywhere
-@pytest.mark.parametrize("name", REFUSED)
+@in_turn("name", REFUSED)
 def test_gradients_that_do_not_add_up_are_refused(name, devices):
     torch.manual_seed(1)
     build, words = REFUSED[name]

@@ -14,7 +14,6 @@ from checked import (
     X,
     Y,
     contrast,
-    everywhere,
     net,
     summed,
     train,
@@ -24,11 +23,11 @@ from evenstep.contract import self_check
 from evenstep.errors import ContractError, InputError
 from grouping import grouped
 from reference import assert_same_bits
+from taking_turns import in_turn
 from trainers import sgd
 
 
-@everywhere
-@pytest.mark.parametrize("check", ["first", "every 1", "every 2"])
+@in_turn("check", ["first", "every 1", "every 2"])
 def test_a_check_has_no_effect_on_the_bits(check, devices):
     def model():
         torch.manual_seed(1)
@@ -144,28 +143,19 @@ def test_another_word_is_refused(check):
         train(net(), check=check)
 
 
-def test_an_error_of_the_users_code_is_the_steps_own():
+def test_an_error_of_the_users_code_is_the_steps_own_and_the_check_is_logged(caplog):
+    caplog.set_level(logging.DEBUG, "evenstep")
+
     def broken(model, X, y):
         raise ZeroDivisionError("by the user")
 
     with pytest.raises(ZeroDivisionError, match="by the user") as caught:
         train(net(), broken)
     assert "in shard 0 (examples 0 to 3 of your batch) of step 0 on cpu:0" in caught.value.__notes__
-
-
-def test_a_check_that_cannot_be_made_is_logged(caplog):
-    caplog.set_level(logging.DEBUG, "evenstep")
-
-    def broken(model, X, y):
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        train(net(), broken)
     assert "the contract could not be checked" in caplog.text
 
 
-@everywhere
-@pytest.mark.parametrize("check", ["first", "off"])
+@in_turn("check", ["first", "off", "first", "off"])
 def test_a_parameter_written_in_a_later_step_is_refused(devices, check):
     class Late(Momentum):
         def forward(self, x):
@@ -177,16 +167,10 @@ def test_a_parameter_written_in_a_later_step_is_refused(devices, check):
         train(Late(None), batches=[(X, Y), (X + 1e4, Y)], devices=devices, check=check)
 
 
-def test_a_size_in_an_attribute_does_not_disturb():
+def test_sizes_and_arrays_in_attributes_do_not_disturb():
     model = net()
-    model.size = torch.Size([6, 4])
+    model.size, model.table = torch.Size([6, 4]), np.eye(3)
     assert train(model)[1].unjudged == ""
-
-
-def test_numpy_arrays_in_attributes_do_not_disturb():
-    model = net()
-    model.table = np.eye(3)
-    train(model)
 
 
 def test_a_shard_may_write_to_its_own_examples():

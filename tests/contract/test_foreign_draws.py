@@ -1,5 +1,6 @@
 """Draws from generators that evenstep does not control are found: which generator, and where."""
 
+import contextlib
 import copy
 import cProfile
 import functools
@@ -127,11 +128,33 @@ def test_generators_that_were_frozen_are_found_and_stay_frozen():
     assert {draw.what for draw in draws} == {FOREIGN["a Generator"][0]}
 
 
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_foreign_draw_is_named_with_its_place(name):
-    what, function = FOREIGN[name]
+def numbers_after(function):
+    """Seed all generators and call the function; return its result, and what they draw next."""
     KEPT.clear()
-    first, second = twice(function)
+    random.seed(1)
+    np.random.seed(1)
+    np.random.randn()  # leaves the second number of a pair behind
+    torch.manual_seed(1)
+    LAYER.__init__()
+    Own.python.seed(1)
+    Own.torch.manual_seed(1)
+    Own.numpy.bit_generator.state = np.random.default_rng(1).bit_generator.state
+    Own.philox.bit_generator.state = np.random.Philox(1).state
+    Own.legacy.seed(1)
+    Own.legacy.randn()
+    return function(), [
+        *(random.gauss(0, 1), Own.python.random(), np.random.randn(), np.random.rand()),
+        *(Own.numpy.normal(), Own.philox.normal(), Own.legacy.randn(), Own.legacy.rand()),
+        *(torch.rand(()).item(), torch.rand((), generator=Own.torch).item()),
+        Own.torch.initial_seed(),
+    ]
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_foreign_draw_is_named_with_its_place_and_stays_the_same(name):
+    what, function = FOREIGN[name]
+    (first, second), watched = numbers_after(lambda: twice(function))
+    assert watched == numbers_after(lambda: (function(), function()))[1]
     draws = outliving(first, second)
     assert {draw.what for draw in draws} == {what}
     assert {draw.file for draw in draws} == {__file__}
@@ -150,38 +173,6 @@ def test_objects_of_numpy_take_a_thorough_look(name):
     KEPT.clear()
     named = {draw.what for draw in outliving(*twice(function, thorough=False))}
     assert named == (set() if what.startswith("a numpy") else {what})
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_what_is_drawn_stays_the_same(name):
-    _, function = FOREIGN[name]
-
-    def drawn(watched):
-        KEPT.clear()
-        random.seed(1)
-        np.random.seed(1)
-        np.random.randn()  # leaves the second number of a pair behind
-        torch.manual_seed(1)
-        for generator in (Own.python, LAYER):
-            generator.__init__()
-        Own.python.seed(1)
-        Own.torch.manual_seed(1)
-        Own.numpy.bit_generator.state = np.random.default_rng(1).bit_generator.state
-        Own.philox.bit_generator.state = np.random.Philox(1).state
-        Own.legacy.seed(1)
-        Own.legacy.randn()
-        if watched:
-            twice(function)
-        else:
-            function(), function()
-        return [
-            *(random.gauss(0, 1), Own.python.random(), np.random.randn(), np.random.rand()),
-            *(Own.numpy.normal(), Own.philox.normal(), Own.legacy.randn(), Own.legacy.rand()),
-            *(torch.rand(()).item(), torch.rand((), generator=Own.torch).item()),
-            Own.torch.initial_seed(),
-        ]
-
-    assert drawn(watched=True) == drawn(watched=False)
 
 
 def made_inside():
@@ -215,24 +206,15 @@ def library():
     logging.getLogger("nobody").info("draws nothing")
 
 
-HARMLESS = {
-    "made inside": made_inside,
-    "copied": copied,
-    "states": states,
-    "torch's own": of_torch,
-    "libraries": library,
-}
+HARMLESS = (made_inside, copied, states, of_torch, library)
 
 
-@pytest.mark.parametrize("randomness", [None, ShardRandomness], ids=["without", "with"])
-@pytest.mark.parametrize("name", HARMLESS)
-def test_harmless_draws_are_not_refused(name, randomness):
+@pytest.mark.parametrize("randomness", [contextlib.nullcontext, ShardRandomness])
+def test_harmless_draws_are_not_refused(randomness):
     def shard():
-        if randomness is None:
-            HARMLESS[name]()
-        else:
-            with randomness(lambda: 3):
-                HARMLESS[name]()
+        with randomness(lambda: 3):
+            for draw in HARMLESS:
+                draw()
 
     with callers_generators():
         first, second = twice(shard)

@@ -14,6 +14,7 @@ from checked import CLASSES, X, Y, everywhere, net, train
 from evenstep.errors import ContractError, WrongSumError
 from evenstep.shard import forward_backward
 from shared_gradients import Positions
+from taking_turns import in_turn
 from zoo import make_batches
 
 
@@ -61,12 +62,11 @@ FOLLOW = {
 }
 
 
-@everywhere
 @pytest.mark.parametrize("gate", [1.0, 0.0])
-@pytest.mark.parametrize("follow", FOLLOW.values(), ids=FOLLOW)
-def test_state_from_shard_to_shard_is_refused_by_name(follow, gate, devices):
+@in_turn("name", FOLLOW)
+def test_state_from_shard_to_shard_is_refused_by_name(name, gate, devices):
     with pytest.raises(ContractError, match=r"model\.mean.*shard.*keep it in a buffer"):
-        train(Normalising(follow, gate), devices=devices)
+        train(Normalising(FOLLOW[name], gate), devices=devices)
 
 
 @pytest.mark.parametrize("check", ["first", "every 1"])
@@ -126,12 +126,22 @@ def every(nth):
     return lambda model, output: output * (2.0 if model.calls % nth == 0 else 1.0)
 
 
-@everywhere
-@pytest.mark.parametrize("zero", [0, torch.zeros((), dtype=torch.int64)], ids=["int", "tensor"])
-@pytest.mark.parametrize("use", [warms_up, stops_learning, *map(every, (7, 50, 64, 1000))])
-def test_a_count_that_will_decide_is_refused_by_name(use, zero, devices):
+TENSOR = torch.zeros((), dtype=torch.int64)
+COUNTS = {
+    "warms up": (warms_up, 0),
+    "stops learning": (stops_learning, TENSOR),
+    "every 7th": (every(7), TENSOR),
+    "every 50th": (every(50), 0),
+    "every 64th": (every(64), 0),
+    "every 1000th": (every(1000), TENSOR),
+    "warms up, in a tensor": (warms_up, TENSOR),
+}
+
+
+@in_turn("name", COUNTS)
+def test_a_count_that_will_decide_is_refused_by_name(name, devices):
     with pytest.raises(ContractError, match=r"model\.calls"):
-        train(Counting(use, zero), devices=devices)
+        train(Counting(*COUNTS[name]), devices=devices)
 
 
 class Tally:
@@ -161,9 +171,9 @@ class CountingInside(nn.Linear):
         return super().forward(x) * (2.0 if self.decides and before % 50 == 0 and before else 1.0)
 
 
-@everywhere
-@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
-def test_a_count_inside_of_what_an_attribute_holds_is_refused_if_it_will_decide(holder, devices):
+@in_turn("name", HOLDERS)
+def test_a_count_inside_of_what_an_attribute_holds_is_refused_if_it_will_decide(name, devices):
+    holder = HOLDERS[name]
     with pytest.raises(ContractError, match=r"model\.held\.inside\.(calls|0)"):
         train(CountingInside(*holder, decides=True), devices=devices)
     model = CountingInside(*holder, decides=False)
@@ -171,8 +181,7 @@ def test_a_count_inside_of_what_an_attribute_holds_is_refused_if_it_will_decide(
     assert holder[2](model.held["inside"]) <= 8 * 8  # what was tried out is not left
 
 
-@everywhere
-@pytest.mark.parametrize("use", [begins_once, logs])
+@in_turn("use", [begins_once, logs])
 def test_a_count_that_decides_nothing_is_fine(use, devices):
     model = Counting(use)
     model.scale = 1.0
@@ -252,8 +261,7 @@ class Caching(nn.Module):
         return self.hidden
 
 
-@everywhere
-@pytest.mark.parametrize("size", [32, 33, 9, 8])
+@in_turn("size", [32, 33, 9, 8])
 def test_caches_and_what_a_shard_writes_first_are_fine(size, devices):
     batch = torch.randn(size, 6), torch.arange(size) % CLASSES
     train(Caching(), batches=[batch] * 4, devices=devices)

@@ -37,9 +37,13 @@ class Method(Lambda):
         return self.norm(x)
 
 
-@pytest.mark.parametrize("model", [Lambda, hooked])
-@pytest.mark.parametrize("options", [{}, {"max_in_flight": 2}])
-@pytest.mark.parametrize("devices", [2, own(2)])
+@pytest.mark.parametrize(
+    ("model", "options", "devices"),  # each value with each other one
+    [
+        *((Lambda, {}, 2), (hooked, {"max_in_flight": 2}, 2)),
+        *((hooked, {}, own(2)), (Lambda, {"max_in_flight": 2}, own(2))),
+    ],
+)
 def test_a_function_that_writes_buffers_of_the_model_itself_is_refused(model, options, devices):
     model = model()
     before = [one.clone() for one in model.buffers()]
@@ -82,9 +86,13 @@ class Agent:
         return F.cross_entropy(model(x), before)
 
 
-@pytest.mark.parametrize("objective", ["loss", "penalty"])
-@pytest.mark.parametrize("shards", [1, 4])
-@pytest.mark.parametrize("devices", [1, own(1), 2])
+@pytest.mark.parametrize(
+    ("devices", "shards", "objective"),
+    [
+        *((1, 1, "loss"), (own(1), 4, "loss"), (2, 4, "loss")),
+        *((1, 4, "penalty"), (own(1), 1, "penalty"), (2, 1, "penalty")),
+    ],
+)
 def test_an_objective_that_computes_with_the_outer_model_is_refused(devices, shards, objective):
     model = net()
     agent = Agent(model)

@@ -12,11 +12,20 @@ from grouping import grouped
 from layouts import own
 from trainers import sgd
 
-COPIES = {"two devices": 2, "own memory": ["cpu:0", "cpu:1:own"], "own memories": own(2)}
-EVERY_LAYOUT = {"one device": 1, **COPIES}
-copies = pytest.mark.parametrize("devices", COPIES.values(), ids=COPIES)
-everywhere = pytest.mark.parametrize("devices", EVERY_LAYOUT.values(), ids=EVERY_LAYOUT)
-flights = pytest.mark.parametrize("max_in_flight", [1, 2])
+LAYOUTS = {
+    "one device": 1,
+    "two devices": 2,
+    "own memory": ["cpu:0", "cpu:1:own"],
+    "own memories": own(2),
+}
+
+
+def layouts(*cases):
+    """Parametrize `devices`, `max_in_flight` and more: each value once, not their product."""
+    names = ("devices", "max_in_flight", "more")[: len(cases[0])]
+    return pytest.mark.parametrize(
+        names, [pytest.param(LAYOUTS[case[0]], *case[1:], id=str(case)) for case in cases]
+    )
 
 
 class Two(nn.Module):
@@ -56,12 +65,17 @@ def of_the_last_examples(outer, x):
     return of_a_parameter(outer, x) if torch.equal(x[-1], X[-1]) else 0.0
 
 
-@copies
-@flights
-@pytest.mark.parametrize("penalty", [of_a_parameter, of_an_output, of_the_last_examples])
-def test_an_objective_that_reads_the_outer_model_later(devices, max_in_flight, penalty):
+@layouts(
+    ("two devices", 1, of_a_parameter),
+    ("own memory", 2, of_a_parameter),
+    ("own memory", 1, of_an_output),
+    ("own memories", 2, of_an_output),
+    ("two devices", 2, of_the_last_examples),
+    ("own memories", 1, of_the_last_examples),
+)
+def test_an_objective_that_reads_the_outer_model_later(devices, max_in_flight, more):
     model = Two()
-    objective = Warming(model, penalty)
+    objective = Warming(model, more)
     options = {"devices": devices, "max_in_flight": max_in_flight}
     with evenstep.Trainer(model, sgd(model), **grouped(objective=objective, **options)) as trainer:
         trainer.on_shard = lambda shard, value: None  # which device computes a shard is fixed
@@ -86,12 +100,16 @@ def test_one_device_refuses_it_when_the_contract_is_checked_again():
             trainer.step(X, Y)
 
 
-@everywhere
-@flights
-@pytest.mark.parametrize("check", ["first", "every 100"])
-def test_a_forward_around_a_layer_of_the_model(devices, max_in_flight, check):
+@layouts(
+    ("one device", 1, "first"),
+    ("one device", 2, "every 100"),
+    ("two devices", 2, "first"),
+    ("own memory", 1, "every 100"),
+    ("own memories", 2, "first"),
+)
+def test_a_forward_around_a_layer_of_the_model(devices, max_in_flight, more):
     model = Two()
-    options = {"devices": devices, "max_in_flight": max_in_flight, "check": check}
+    options = {"devices": devices, "max_in_flight": max_in_flight, "check": more}
     with evenstep.Trainer(model, sgd(model), F.cross_entropy, **grouped(**options)) as trainer:
         for _ in range(5):
             trainer.step(X, Y)
@@ -103,8 +121,7 @@ def test_a_forward_around_a_layer_of_the_model(devices, max_in_flight, check):
         assert trainer.fingerprint() == before
 
 
-@copies
-@flights
+@layouts(("two devices", 1), ("own memory", 2), ("own memories", 1))
 def test_a_function_around_a_layer_that_writes_buffers(devices, max_in_flight):
     model = Two()
     options = {"devices": devices, "max_in_flight": max_in_flight}
@@ -119,8 +136,7 @@ def test_a_function_around_a_layer_that_writes_buffers(devices, max_in_flight):
         assert trainer.fingerprint() == before
 
 
-@everywhere
-@flights
+@layouts(("one device", 2), ("two devices", 1), ("own memory", 1), ("own memories", 2))
 def test_functions_that_need_nothing_of_the_model_are_followed(devices, max_in_flight):
     def plain():
         model = Two()

@@ -9,8 +9,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrize
 
 import evenstep
-from checked import X, Y, everywhere, net, train
+from checked import X, Y, net, train
 from evenstep.errors import ContractError
+from taking_turns import in_turn
 from trainers import sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of mkldnn.flags
@@ -51,8 +52,7 @@ def objective_with(setting):
     return objective
 
 
-@everywhere
-@pytest.mark.parametrize("name", SETTINGS)
+@in_turn("name", SETTINGS)
 def test_a_setting_that_a_shard_changes_is_refused_by_name(name, devices):
     model = net()
     before = [one.clone() for one in model.parameters()]

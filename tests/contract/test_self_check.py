@@ -17,6 +17,7 @@ from checked import (
     write_in_place,
 )
 from evenstep.errors import ContractError
+from taking_turns import in_turn
 
 
 class Stateful(nn.Module):
@@ -50,12 +51,7 @@ def test_state_in_an_attribute_is_refused_by_its_name(devices):
         train(Stateful(), devices=devices)
 
 
-@everywhere
-@pytest.mark.parametrize(
-    "write",
-    [write_in_place, write_past_the_counter, write_another_storage],
-    ids=lambda f: f.__name__,
-)
+@in_turn("write", [write_in_place, write_past_the_counter, write_another_storage])
 def test_parameters_written_in_forward_are_refused_by_their_name(write, devices):
     with pytest.raises(ContractError, match=r"key\.weight was written in forward.*after_update"):
         train(Momentum(write), devices=devices)
@@ -106,9 +102,10 @@ GENERATORS = {
 }
 
 
-@everywhere
-@pytest.mark.parametrize(("draw", "line"), GENERATORS.values(), ids=GENERATORS)
-def test_a_generator_besides_torchs_is_refused_by_file_and_line(draw, line, devices):
+@in_turn("name", GENERATORS)
+def test_a_generator_besides_torchs_is_refused_by_file_and_line(name, devices):
+    draw, line = GENERATORS[name]
+
     def objective(model, X, y):
         return F.cross_entropy(model(X) * float(draw()), y, reduction="sum"), len(y)
 
@@ -175,9 +172,6 @@ def test_a_frozen_teacher_and_a_penalty_on_the_inputs_gradient_are_fine():
     assert report.unjudged == ""
 
 
-# ---- separability
-
-
 # ---- addresses
 
 
@@ -210,10 +204,9 @@ class Paged(nn.Module):
         return self.head(torch.tanh(RoundsByPage.apply(x, self.weight)))
 
 
-@everywhere
-@pytest.mark.parametrize("is_buffer", [False, True])
-@pytest.mark.parametrize("shards", [1, 4])
-def test_an_operation_that_rounds_by_the_address_of_a_weight_is_refused(devices, is_buffer, shards):
-    model = nn.Sequential(net(), nn.Linear(CLASSES, 6), Paged(is_buffer=is_buffer))
+@in_turn("shards_and_kind", [(1, "parameter"), (4, "parameter"), (4, "buffer"), (1, "buffer")])
+def test_an_operation_that_rounds_by_the_address_of_a_weight_is_refused(shards_and_kind, devices):
+    shards, kind = shards_and_kind
+    model = nn.Sequential(net(), nn.Linear(CLASSES, 6), Paged(is_buffer=kind == "buffer"))
     with pytest.raises(ContractError, match="other addresses in memory"):
         train(model, devices=devices, shards=shards)

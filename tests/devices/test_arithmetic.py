@@ -97,9 +97,9 @@ def test_known_computations_take_less_than_50_ms():
     known_results(CPU)
     took = []
     for _ in range(5):
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         known_results(CPU)
-        took.append(time.perf_counter() - began_s)
+        took.append(time.process_time() - began_s)
     assert min(took) < 0.05
 
 
