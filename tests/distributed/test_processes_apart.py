@@ -161,14 +161,13 @@ def test_a_setting_of_a_library_in_one_environment_is_named(tmp_path, name, valu
         assert f"{name} is {value} on rank 1" in end["plain"]["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("ONEDNN_MAX_CPU_ISA", "ALL"),
-        pytest.param("ONEDNN_MAX_CPU_ISA", "AVX2", marks=pytest.mark.slow),
-        pytest.param("MKL_ENABLE_INSTRUCTIONS", "AVX2", marks=pytest.mark.slow),
-        pytest.param("MKL_ENABLE_INSTRUCTIONS", "AVX512", marks=pytest.mark.slow),
-        pytest.param("OPENBLAS_CORETYPE", "Zen", marks=pytest.mark.slow),
+        *(("ONEDNN_MAX_CPU_ISA", "ALL"), ("ONEDNN_MAX_CPU_ISA", "AVX2")),
+        *(("MKL_ENABLE_INSTRUCTIONS", "AVX2"), ("MKL_ENABLE_INSTRUCTIONS", "AVX512")),
+        ("OPENBLAS_CORETYPE", "Zen"),
     ],
 )
 def test_a_choice_of_instructions_is_named_if_it_moves_bits_here(

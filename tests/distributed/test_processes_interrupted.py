@@ -7,17 +7,17 @@ import torch
 
 from interrupting import undisturbed_course
 from launched import launched
+from marks import slow
 
 STEPS = 4
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("act", ["press", "throw"])
-@pytest.mark.parametrize(
-    "places",
-    [[4001, 7001, 10007], pytest.param([*range(503, 20000, 811)], marks=pytest.mark.slow)],
-    ids=["some", "many"],
-)
+SOME, MANY = [4001, 7001, 10007], [*range(503, 20000, 811)]
+CASES = [("press", 0, SOME), ("throw", 1, SOME)]
+CASES += [slow(act, victim, MANY) for act in ("press", "throw") for victim in (0, 1)]
+
+
+@pytest.mark.parametrize(("act", "victim", "places"), CASES)
 def test_both_end_at_a_step_and_go_on_from_there(tmp_path, act, victim, places):
     torch.save(undisturbed_course(STEPS)[0], tmp_path / "undisturbed.pt")
     finished = launched(2, "interrupted.py", tmp_path, victim, act, *places)

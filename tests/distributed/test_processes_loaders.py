@@ -10,6 +10,7 @@ import pytest
 from evenstep.data.fetching import COMPARED
 from launched import alone, launched
 from loading import EXAMPLES, OWN
+from marks import slow
 
 PARTS = ["shuffled", "quiet", "augmented", "in lists", "weighted", "fork"]
 WHOLE = ["collate_fn", "stream", "stream fork", "list", "generators", "own state"]
@@ -64,8 +65,8 @@ def test_a_loop_may_ask_for_whole_batches_to_draw_numbers_for_every_example(tmp_
     assert not [line for one in found for line in one["lines"] if "whole batches" in line]
 
 
-DATA_SETS = ["listed", "listed, collate_fn", "listed, own", "changed", "changed, own"]
-DATA_SETS += ["listed, workers"]
+DATA_SETS = ["listed, collate_fn", "listed, workers", "changed, own"]
+DATA_SETS += [slow(kind) for kind in ("listed", "listed, own", "changed")]
 
 
 @pytest.mark.parametrize("kind", DATA_SETS)
@@ -88,41 +89,22 @@ def test_a_data_set_that_nobody_can_seed_is_not_taken_for_another_one(tmp_path):
         assert steps_done == 0
 
 
+DISAGREE = "InputError: the processes disagree about the data: "
+
+
 @pytest.mark.parametrize(
     ("kind", "pattern", "steps"),
     [
-        (
-            "another order",
-            r"InputError: the processes disagree about the data: a digest of (the|some)",
-            0,
-        ),
-        pytest.param(
-            "unseeded", r"InputError: the sampler .*gave two orders", 0, marks=pytest.mark.slow
-        ),
-        pytest.param(
-            "another length",
-            r"InputError: .* its length is 11 on rank 1 .*, but 12 on rank 0",
-            0,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "another kind",
-            r"InputError: .* the loader is DataLoader on rank 1 .*, but list on rank 0",
-            0,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "other batches",
-            r"ContractError: in step 0 rank 1 \(on \S+\) was given another batch",
-            0,
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
+        ("another order", f"{DISAGREE}a digest of (the|some)", 0),
+        slow("unseeded", r"InputError: the sampler .*gave two orders", 0),
+        slow("another length", r"InputError: .* its length is 11 on rank 1 .*, but 12 on rank", 0),
+        slow("another kind", r"InputError: .* is DataLoader on rank 1 .*, but list on rank 0", 0),
+        slow("other batches", r"ContractError: in step 0 rank 1 .* was given another batch", 0),
+        slow(
             "ends early",
             r"PeerError: rank \d \(on \S+\) is in (step 4|epoch), but rank \d \(on \S+\) is in "
             r"(step 4|epoch): every process must call epoch",
             4,
-            marks=pytest.mark.slow,
         ),
     ],
     ids=str,

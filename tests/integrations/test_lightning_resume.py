@@ -1,5 +1,7 @@
 """Lightning's checkpoints, and trainers that fit again, with evenstep's steps."""
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
@@ -162,9 +164,16 @@ def resumed_at_an_end(cases, tmp_path, loader, when, **options):
     return whole, rest
 
 
-@pytest.mark.parametrize("when", WHEN)
+KINDS = ["plain", "shuffled", "generator", "workers", "stream", "unsized", "own"]
+EACH_ONCE = {*zip(KINDS, itertools.cycle(WHEN), strict=False)}
+
+
 @pytest.mark.parametrize(
-    "kind", ["plain", "shuffled", "generator", "workers", "stream", "unsized", "own"]
+    ("kind", "when"),
+    [
+        pytest.param(kind, when, marks=[pytest.mark.slow] * ((kind, when) not in EACH_ONCE))
+        for kind, when in itertools.product(KINDS, WHEN)
+    ],
 )
 def test_resumed_at_an_epochs_end_with_a_loader_that_has_a_state(cases, tmp_path, kind, when):
     whole, rest = resumed_at_an_end(cases, tmp_path, lambda: with_state(cases, kind), when)
@@ -172,8 +181,10 @@ def test_resumed_at_an_epochs_end_with_a_loader_that_has_a_state(cases, tmp_path
     assert_same_bits(cases.state_of(rest), cases.state_of(whole))
 
 
-@pytest.mark.parametrize("step", [2, 4])
-@pytest.mark.parametrize("kind", ["shuffled", "generator", "workers", "stream", "unsized"])
+@pytest.mark.parametrize(
+    ("kind", "step"),
+    [("shuffled", 4), ("generator", 2), ("workers", 4), ("stream", 2), ("unsized", 4)],
+)
 def test_resumed_in_the_middle_with_what_the_loader_draws(cases, tmp_path, kind, step):
     from lightning.pytorch.callbacks import ModelCheckpoint
 

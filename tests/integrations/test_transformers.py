@@ -18,6 +18,7 @@ pytest.importorskip("accelerate", reason="pip install evenstep[transformers]")
 from evenstep.integrations import transformers as integration  # noqa: E402
 from evenstep.integrations.transformers import EvenTrainer  # noqa: E402
 from grouping import grouped  # noqa: E402
+from marks import slow  # noqa: E402
 
 WORDS, LENGTH, EXAMPLES = 23, 9, 28
 BERT = {
@@ -177,7 +178,7 @@ def test_shards_without_a_label_that_counts(tmp_path):
     assert_same_curve(tmp_path, args, "hidden words")
 
 
-@pytest.mark.parametrize("shards", [1, 3, 8])
+@pytest.mark.parametrize("shards", [8, *map(slow, (1, 3))])
 def test_answers_that_do_not_count(tmp_path, shards):
     """With 8 shards, many have none that counts."""
     args = settings(tmp_path, num_train_epochs=1, optim="sgd")

@@ -303,10 +303,18 @@ def _made_up(key):
     }
 
 
+def page_of(size):
+    return page(experiments(size), document(**made_up(size)), "evenstep reproduce")
+
+
+@pytest.fixture(scope="module")
+def whole_page():
+    return page_of("full")
+
+
 @pytest.mark.parametrize("size", ["quick", "full"])
-def test_every_experiment_has_its_rows_and_pictures(size):
-    figures = made_up(size)
-    found = page(experiments(size), document(**figures), "evenstep reproduce")
+def test_every_experiment_has_its_rows_and_pictures(size, whole_page):
+    found = whole_page if size == "full" else page_of(size)
     parsed = Page(found)
     assert "Not measured yet" not in found
     assert parsed.names == set(BOOK_EXPERIMENTS)
@@ -338,20 +346,16 @@ def test_a_difference_is_called_one():
     assert found["fingerprint, one device and two, improved"].here == "equal"
 
 
+BOTH, NOTHING = "both devices", "nothing"
+
+
 @pytest.mark.parametrize(
     ("name", "key", "field", "text", "gained", "lost"),
     [
-        ("waiting", "waiting.add.engine.end", "seconds", "sums: gain", "both devices", "nothing"),
-        (
-            "waiting",
-            "waiting.mm.engine.end",
-            "seconds",
-            "products: gain",
-            "both devices",
-            "nothing",
-        ),
+        ("waiting", "waiting.add.engine.end", "seconds", "sums: gain", BOTH, NOTHING),
+        ("waiting", "waiting.mm.engine.end", "seconds", "products: gain", BOTH, NOTHING),
         ("together", "together.engine.together", "seconds", "gain", "Two CPU", "not faster"),
-        ("copies", "copies.thin.engine.together", "seconds", "thin: gain", "hidden", "nothing"),
+        ("copies", "copies.thin.engine.together", "seconds", "thin: gain", "hidden", NOTHING),
         ("queued", "queued", "finished_s", "the first over the second", "no time", "a good part"),
     ],
 )
@@ -387,7 +391,7 @@ def test_a_speed_up_below_one_is_no_gain():
     assert "gained nothing" in row.why
 
 
-def test_accuracies_of_a_quick_run_are_marked_and_explain_nothing():
+def test_accuracies_of_a_quick_run_are_marked_and_explain_nothing(whole_page):
     for name in ("lenet", "resnet18", "sixteen"):
         rows = rows_of(name, made_up("quick"), "quick").items()
         accuracies = [row for text, row in rows if "accuracy after" in text]
@@ -395,20 +399,18 @@ def test_accuracies_of_a_quick_run_are_marked_and_explain_nothing():
         for row in accuracies:
             assert row.here.endswith(" (quick)")
             assert row.why == "Quick run: few examples and epochs; accuracies are no result."
-    assert "(quick)" not in page(experiments("full"), document(**made_up()), "x")
+    assert "(quick)" not in whole_page
 
 
-def test_numbers_stand_right_in_columns_of_one_width_and_contents_are_a_navigation():
-    found = page(experiments("full"), document(**made_up()), "x")
-    assert "table-layout: fixed" in found
-    assert re.search(r"td:nth-child\(2\), td:nth-child\(3\) \{ text-align: right \}", found)
-    navigation = found[found.index("<nav") : found.index("</nav>")]
+def test_numbers_stand_right_in_columns_of_one_width_and_contents_are_a_navigation(whole_page):
+    assert "table-layout: fixed" in whole_page
+    assert re.search(r"td:nth-child\(2\), td:nth-child\(3\) \{ text-align: right \}", whole_page)
+    navigation = whole_page[whole_page.index("<nav") : whole_page.index("</nav>")]
     assert re.findall(r'<li><a href="#(\w+)">', navigation) == list(BOOK_EXPERIMENTS)
 
 
-def test_the_same_figures_make_the_same_page():
-    both = [page(experiments("full"), document(**made_up()), "x") for _ in range(2)]
-    assert both[0] == both[1]
+def test_the_same_figures_make_the_same_page(whole_page):
+    assert page_of("full") == whole_page
 
 
 def test_the_trainings_are_those_of_the_book():
