@@ -14,6 +14,7 @@ from torch import nn
 import evenstep
 from evenstep.callbacks import Callback, RunLog
 from evenstep.errors import InputError, SaveError
+from marks import slow
 from resuming import LOADER
 from resuming import run as run_steps
 from trainers import open_trainer, sgd
@@ -104,8 +105,7 @@ class Killed(Callback):
     [
         (3, 5),
         (4, 4),
-        pytest.param(100, 130, marks=pytest.mark.slow),
-        pytest.param(117, 118, marks=pytest.mark.slow),
+        *(slow(100, 130), slow(117, 118)),
     ],
 )
 def test_after_a_kill_no_step_is_missing_or_there_twice(saved_at, killed_at, devices, tmp_path):

@@ -20,11 +20,19 @@ LAYOUTS = {
 }
 
 
+def name_of(value):
+    return getattr(value, "__name__", str(value))
+
+
 def layouts(*cases):
     """Parametrize `devices`, `max_in_flight` and more: each value once, not their product."""
     names = ("devices", "max_in_flight", "more")[: len(cases[0])]
     return pytest.mark.parametrize(
-        names, [pytest.param(LAYOUTS[case[0]], *case[1:], id=str(case)) for case in cases]
+        names,
+        [
+            pytest.param(LAYOUTS[layout], *rest, id=", ".join([layout, *map(name_of, rest)]))
+            for layout, *rest in cases
+        ],
     )
 
 

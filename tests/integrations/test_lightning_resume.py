@@ -7,13 +7,13 @@ import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
 from evenstep.errors import InputError
-from marks import LIGHTNING
+from marks import LIGHTNING, slow
 from reference import assert_same_bits
 
 pytestmark = LIGHTNING
 
 
-@pytest.mark.parametrize(("left", "right"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("left", "right"), [(1, 2), slow(2, 1)])
 def test_resumed_at_an_epochs_end_on_other_devices(cases, tmp_path, left, right):
     """The loader shuffles, and the module has dropout."""
     module = lambda: cases.Classifier(dropout=0.3, interval="step")  # noqa: E731
@@ -30,25 +30,31 @@ def test_resumed_at_an_epochs_end_on_other_devices(cases, tmp_path, left, right)
     assert_same_bits(cases.state_of(second), cases.state_of(whole))
 
 
-@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def resumed_at(cases, tmp_path, step, loader, make_module=None, *, every=None, **options):
+    """Return a whole training, and one on two devices that was resumed at a step of it."""
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    make_module = make_module or (lambda: cases.Classifier(dropout=0.3))
+    save = ModelCheckpoint(
+        tmp_path, filename="{step}", every_n_train_steps=every or step, save_top_k=-1
+    )
+    whole = cases.even(1, callbacks=[save], enable_checkpointing=True, **options)
+    cases.trained(whole, make_module(), loader())
+    rest = cases.even(2, **options)
+    cases.trained(rest, make_module(), loader(), resume=tmp_path / f"step={step}.ckpt")
+    assert rest.global_step == whole.global_step
+    assert_same_bits(cases.state_of(rest), cases.state_of(whole))
+    return rest
+
+
+@pytest.mark.parametrize("parts", [1, slow(2)])
 def test_resumed_in_the_middle_of_an_epoch(cases, tmp_path, parts):
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
-    from lightning.pytorch.callbacks import ModelCheckpoint
 
     def loader():
         return torchdata.StatefulDataLoader(cases.make_data(), batch_size=5, shuffle=True)
 
-    def module():
-        return cases.Classifier(dropout=0.3)
-
-    options = {"accumulate_grad_batches": parts, "enable_checkpointing": True}
-    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    whole = cases.even(1, callbacks=[save], **options)
-    cases.trained(whole, module(), loader())
-    rest = cases.even(2, **{**options, "enable_checkpointing": False})
-    cases.trained(rest, module(), loader(), resume=tmp_path / "step=3.ckpt")
-    assert rest.global_step == whole.global_step
-    assert_same_bits(cases.state_of(rest), cases.state_of(whole))
+    resumed_at(cases, tmp_path, 3, loader, accumulate_grad_batches=parts)
 
 
 def with_state(cases, kind):
@@ -186,30 +192,16 @@ def test_resumed_at_an_epochs_end_with_a_loader_that_has_a_state(cases, tmp_path
     [("shuffled", 4), ("generator", 2), ("workers", 4), ("stream", 2), ("unsized", 4)],
 )
 def test_resumed_in_the_middle_with_what_the_loader_draws(cases, tmp_path, kind, step):
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=step, save_top_k=-1)
-    whole = cases.even(1, callbacks=[save], enable_checkpointing=True, max_epochs=3)
-    cases.trained(whole, cases.Classifier(dropout=0.3), with_state(cases, kind))
-    rest = cases.even(2, max_epochs=3)
-    saved = tmp_path / f"step={step}.ckpt"
-    cases.trained(rest, cases.Classifier(dropout=0.3), with_state(cases, kind), resume=saved)
+    rest = resumed_at(cases, tmp_path, step, lambda: with_state(cases, kind), max_epochs=3)
     assert rest.global_step == 9
-    assert_same_bits(cases.state_of(rest), cases.state_of(whole))
 
 
 def test_a_loader_whose_state_only_counts_batches_is_refused_in_the_middle(cases, tmp_path):
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
-    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
-    whole = cases.even(1, callbacks=[save], enable_checkpointing=True, max_epochs=2)
-    cases.trained(whole, loader=with_state(cases, "stateless"))
+    loader = lambda: with_state(cases, "stateless")  # noqa: E731
+    resumed_at(cases, tmp_path, 3, loader, every=1, max_epochs=2)
     rest = cases.even(1, max_epochs=2)
     with pytest.raises(InputError, match="the data set Stateless.*state_dict.*end of an epoch"):
-        cases.trained(rest, loader=with_state(cases, "stateless"), resume=tmp_path / "step=2.ckpt")
-    rest = cases.even(1, max_epochs=2)
-    cases.trained(rest, loader=with_state(cases, "stateless"), resume=tmp_path / "step=3.ckpt")
-    assert_same_bits(cases.state_of(rest), cases.state_of(whole))
+        cases.trained(rest, loader=loader(), resume=tmp_path / "step=2.ckpt")
 
 
 @pytest.mark.parametrize("when", ["batch", "epoch"])
@@ -238,21 +230,14 @@ def test_a_loader_of_another_kind_is_refused(cases, tmp_path, kind, match):
 
 def test_a_module_that_asks_for_the_number_of_steps_resumes_in_the_middle(cases, tmp_path):
     """Lightning loads the data to count them, before it knows the place in them."""
-    from lightning.pytorch.callbacks import ModelCheckpoint
 
     class Counted(cases.Classifier):
         def configure_optimizers(self):
             assert self.trainer.estimated_stepping_batches == 6
             return super().configure_optimizers()
 
-    save = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=2, save_top_k=-1)
-    whole = cases.even(1, callbacks=[save], enable_checkpointing=True)
-    cases.trained(whole, Counted(), with_state(cases, "shuffled"))
-    rest = cases.even(2)
-    saved = tmp_path / "step=2.ckpt"
-    cases.trained(rest, Counted(), with_state(cases, "shuffled"), resume=saved)
+    rest = resumed_at(cases, tmp_path, 2, lambda: with_state(cases, "shuffled"), Counted)
     assert rest.global_step == 6
-    assert_same_bits(cases.state_of(rest), cases.state_of(whole))
 
 
 def test_a_plain_checkpoint_is_resumed(cases, tmp_path, caplog):

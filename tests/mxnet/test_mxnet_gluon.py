@@ -1,5 +1,8 @@
 """Gluon: blocks and their parameters, losses, data, saving, and the trainer on several contexts."""
 
+import random
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,7 @@ from evenstep import mxnet as mx
 from evenstep.errors import DeferredInitializationError
 from evenstep.mxnet import autograd, d2l, gluon, init, metric, nd
 from evenstep.mxnet import np as mnp
+from evenstep.mxnet.core.invoke import run
 from evenstep.mxnet.gluon import loss as gloss
 from evenstep.mxnet.gluon import nn
 from evenstep.mxnet.gluon import utils as gutils
@@ -197,16 +201,12 @@ def test_batch_norm_learns_statistics_while_training_only():
 @pytest.mark.parametrize(
     ("layer", "shape", "expected"),
     [
-        (lambda: nn.GlobalAvgPool2D(), (2, 3, 4, 4), (2, 3, 1, 1)),
-        (lambda: nn.GlobalMaxPool2D(), (2, 3, 4, 4), (2, 3, 1, 1)),
+        (nn.GlobalAvgPool2D, (2, 3, 4, 4), (2, 3, 1, 1)),
+        (nn.GlobalMaxPool2D, (2, 3, 4, 4), (2, 3, 1, 1)),
         (lambda: nn.Conv2DTranspose(4, 4, padding=1, strides=2), (2, 3, 4, 4), (2, 4, 8, 8)),
         (lambda: nn.Conv1D(4, 3), (2, 3, 8), (2, 4, 6)),
         (lambda: nn.LayerNorm(), (2, 6), (2, 6)),
-        (lambda: nn.PReLU(), (2, 6), (2, 6)),
-        (lambda: nn.ELU(), (2, 6), (2, 6)),
-        (lambda: nn.GELU(), (2, 6), (2, 6)),
-        (lambda: nn.SELU(), (2, 6), (2, 6)),
-        (lambda: nn.Swish(), (2, 6), (2, 6)),
+        *((make, (2, 6), (2, 6)) for make in (nn.PReLU, nn.ELU, nn.GELU, nn.SELU, nn.Swish)),
         (lambda: nn.LeakyReLU(0.1), (2, 6), (2, 6)),
         (lambda: nn.Embedding(10, 3), (2, 6), (2, 6, 3)),
         (lambda: nn.Dense(4, flatten=False), (2, 6, 3), (2, 6, 4)),
@@ -364,16 +364,10 @@ def test_two_contexts_give_the_same_bits_as_one_with_the_same_parts():
 
 
 def test_the_bits_do_not_depend_on_which_context_is_slow():
-    import random
-
-    from evenstep.mxnet.core.invoke import run
-
     draw = random.Random(0)
 
     def hold(number):
         pause = draw.random() / 100
-        import time
-
         run("slow", mx.gpu(number), lambda: time.sleep(pause))
 
     plain = train([mx.gpu(0), mx.gpu(1)], 2)
@@ -384,12 +378,7 @@ def test_four_contexts_sum_in_the_canonical_order():
     contexts = [mx.gpu(i) for i in range(4)]
     parameter = gluon.Parameter("w", shape=(3,))
     parameter.initialize(init.Zero(), ctx=contexts)
-    values = [
-        np.float32([1e8, 1, 3]),
-        np.float32([1, 1e8, 3]),
-        np.float32([-1e8, 1, 3]),
-        np.float32([1, -1e8, 3]),
-    ]
+    values = np.float32([[1e8, 1, 3], [1, 1e8, 3], [-1e8, 1, 3], [1, -1e8, 3]])
     for context, value in zip(contexts, values, strict=True):
         with autograd.record():
             y = parameter.data(context) * nd.array(value, ctx=context)
