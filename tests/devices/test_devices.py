@@ -233,7 +233,6 @@ REFUSED = [
     (None, "got devices of type NoneType: give 'auto', a number of devices, a name"),
     (2.0, "got devices of type float"),
     (True, "got devices of type bool"),
-    (object(), "got devices of type object"),
     (torch.nn.Linear(1, 1), "got devices of type Linear"),
     *((wanted, "got a device of type int: give a name such as cpu:1") for wanted in WRONG_ITEMS),
     ([None], "got a device of type NoneType"),
