@@ -22,32 +22,24 @@ def rates(scheduler, optimizer, steps):
     return found
 
 
-@pytest.mark.parametrize(("rule", "expected"), [("linear", 0.8), ("sqrt", 0.1 * 8**0.5)])
-def test_the_rate_follows_the_batch_size(rule, expected):
+FALLING = [0.2, 0.2 * (1 + 0.5**0.5) / 2, 0.1, 0.2 * (1 - 0.5**0.5) / 2, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("base", "batch", "options", "expected"),
+    [
+        (64, 512, {"rule": "linear"}, [0.8] * 3),
+        (64, 512, {"rule": "sqrt"}, [0.1 * 8**0.5] * 3),
+        (64, 16, {}, [0.025] * 3),
+        (1, 5, {"warmup_steps": 4}, [0.1, 0.2, 0.3, 0.4, 0.5, 0.5]),
+        (1, 2, {"warmup_steps": 1, "total_steps": 5}, [0.1, *FALLING]),  # half a cosine
+    ],
+)
+def test_the_rate_follows_the_batch_size(base, batch, options, expected):
     optimizer = optimizer_of(build("convolution"))
-    scheduler = evenstep.scale_lr(optimizer, base_batch_size=64, batch_size=512, rule=rule)
-    assert rates(scheduler, optimizer, 3) == pytest.approx([expected] * 3)
-
-
-def test_a_smaller_batch_has_a_smaller_rate():
-    optimizer = optimizer_of(build("convolution"))
-    evenstep.scale_lr(optimizer, base_batch_size=64, batch_size=16)
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.025)
-
-
-def test_warming_up_grows_evenly_from_the_optimizers_own_rate():
-    optimizer = optimizer_of(build("convolution"))
-    scheduler = evenstep.scale_lr(optimizer, base_batch_size=1, batch_size=5, warmup_steps=4)
-    assert rates(scheduler, optimizer, 6) == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.5])
-
-
-def test_with_the_training_s_length_it_falls_to_nothing_along_half_a_cosine():
-    optimizer = optimizer_of(build("convolution"))
-    scheduler = evenstep.scale_lr(
-        optimizer, base_batch_size=1, batch_size=2, warmup_steps=1, total_steps=5
-    )
-    falling = [0.2, 0.2 * (1 + 0.5**0.5) / 2, 0.1, 0.2 * (1 - 0.5**0.5) / 2, 0.0, 0.0]
-    assert rates(scheduler, optimizer, 7) == pytest.approx([0.1, *falling])
+    sizes = {"base_batch_size": base, "batch_size": batch}
+    scheduler = evenstep.scale_lr(optimizer, **sizes, **options)
+    assert rates(scheduler, optimizer, len(expected)) == pytest.approx(expected)
 
 
 def test_each_group_keeps_its_own_base():

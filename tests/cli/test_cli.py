@@ -121,12 +121,6 @@ def test_the_command_line_makes_cublas_deterministic(monkeypatch):
 # --- train: the same result
 
 
-def test_the_devices_do_not_change_the_result(unbroken):
-    record = trained(*MLP, "--steps", 8, "--devices", 3)
-    for name in ("fingerprint", "train_loss", "test_accuracy"):
-        assert getattr(record, name) == getattr(unbroken(8), name)
-
-
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -265,9 +259,3 @@ def test_devices_tells_what_there_is_and_what_would_differ():
     assert torch.__version__ in output
     for word in ("memory", "--threads", "--shards", "--precision", "device model"):
         assert word in output
-
-
-def test_without_a_command_it_shows_the_help():
-    output = run().stdout
-    for command in ("train", "verify", "devices"):
-        assert re.search(rf"^  {command} ", output, re.MULTILINE)

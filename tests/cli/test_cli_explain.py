@@ -91,14 +91,6 @@ def test_a_bad_file_gets_one_line(tmp_path, content, part):
     assert "give a file that `evenstep train --trace FILE`" in line
 
 
-def test_a_folder_is_no_trace(tmp_path):
-    assert "could not be read" in complaint("explain", tmp_path, code=2)
-
-
-def test_a_file_is_needed():
-    assert "FILE" in complaint("explain", code=2)
-
-
 def test_help_says_where_a_file_comes_from():
     assert "evenstep train --trace FILE" in " ".join(run("explain", "--help").stdout.split())
     assert "\n  explain " in run("--help").stdout

@@ -41,8 +41,11 @@ def test_a_pipe_gets_the_text(tmp_path):
     assert pipe.is_fifo()
 
 
-@pytest.mark.parametrize("name", ["/dev/null", "/", "nowhere/file"])
-def test_what_can_never_be_a_file_is_refused_at_once(name):
+@pytest.mark.parametrize("name", ["/dev/null", "/", "nowhere/file", "circle", "astray"])
+def test_what_can_never_be_a_file_is_refused_at_once(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    for link, target in (("circle", "back"), ("back", "circle"), ("astray", "nowhere/file")):
+        (tmp_path / link).symlink_to(target)
     with pytest.raises(InputError, match=f"^got file {name}: expected a file in an"):
         OutputFile().convert(name, None, None)
 
@@ -124,16 +127,3 @@ def test_a_link_of_another_user_is_not_followed(tmp_path, monkeypatch):
             f"{link} is a link that another user has made: give the path of the file itself"
         )
     assert (tmp_path / "mine").read_text() == "keep"
-
-
-def test_links_in_a_circle_are_refused_at_once(tmp_path):
-    (tmp_path / "a").symlink_to("b")
-    (tmp_path / "b").symlink_to("a")
-    with pytest.raises(InputError, match="expected a file in an existing folder"):
-        OutputFile().convert(str(tmp_path / "a"), None, None)
-
-
-def test_a_link_to_a_folder_that_is_missing_is_refused_at_once(tmp_path):
-    (tmp_path / "link").symlink_to("nowhere/file")
-    with pytest.raises(InputError, match="expected a file in an existing folder"):
-        OutputFile().convert(str(tmp_path / "link"), None, None)

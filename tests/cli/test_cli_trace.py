@@ -79,8 +79,3 @@ def test_a_stopped_run_leaves_its_trace(folder):
         code=130,
     )
     assert run("explain", "run.trace").stdout.startswith("3 steps in ")
-
-
-def test_a_trace_that_cannot_be_written_is_refused_before_training():
-    line = complaint("train", *MLP, "--trace", "nowhere/run.trace", code=2)
-    assert line == "evenstep: got --trace nowhere/run.trace: expected a file in an existing folder"

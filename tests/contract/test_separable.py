@@ -91,16 +91,37 @@ def test_who_means_it_may_train_on_what_does_not_add_up(options):
     assert all(torch.isfinite(value).all() for value in state.values())
 
 
-def test_totals_that_cancel_are_fine():
-    advantage = torch.randn(32)
-    advantage -= advantage.mean()
+def policy_gradient(model, X, y, advantage):
+    chosen = model(X).log_softmax(1).gather(1, y[:, None])[:, 0]
+    return -(chosen * advantage).sum(), len(y)
 
-    def policy_gradient(model, X, y, advantage):
-        chosen = model(X).log_softmax(1).gather(1, y[:, None])[:, 0]
-        return -(chosen * advantage).sum(), len(y)
 
-    _, report = train(net(), policy_gradient, [(X, Y, advantage)])
-    assert report.unjudged == ""
+def drawn_into_a_tensor(model, X, y):
+    order = torch.empty(len(X), 6, dtype=torch.int64)
+    torch.multinomial(F.softmax(X, 1), 6, out=order)
+    return summed(model, X.gather(1, order), y)
+
+
+class Narrow(nn.Module):
+    """May round its numbers more than others."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, CLASSES)).bfloat16()
+
+    def forward(self, x):
+        return self.layers(x.bfloat16().reshape(1, -1, 6)).float()[0]
+
+
+def normalised():
+    """Batch normalisation by the statistics of the shard, in evaluation mode too."""
+    return nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), net())
+
+
+def attention():
+    layer = nn.TransformerEncoderLayer(2, 1, 4, batch_first=True)
+    return nn.Sequential(nn.Unflatten(1, (3, 2)), layer, nn.Flatten(), net())
 
 
 DRAWING = {
@@ -115,35 +136,30 @@ DRAWING = {
 }
 
 
-@pytest.mark.parametrize("draw", DRAWING.values(), ids=DRAWING)
-def test_random_numbers_for_every_example_are_fine(draw):
-    _, report = train(net(), lambda model, X, y: summed(model, draw(X), y))
+def drawing(draw):
+    return lambda model, X, y: summed(model, draw(X), y)
+
+
+JUDGED = {
+    **{name: (net, drawing(draw)) for name, draw in DRAWING.items()},
+    "a tensor for the draws": (net, drawn_into_a_tensor),
+    "attention, with dropout": (attention, summed),
+    "rrelu": (lambda: nn.Sequential(nn.RReLU(), net()), summed),
+    "batch norm without statistics": (normalised, summed),
+    "narrow": (Narrow, lambda m, X, y: (m(X).square().sum(), len(y))),
+}
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_what_adds_up_is_judged_and_taken(name):
+    make_model, objective = JUDGED[name]
+    _, report = train(make_model(), objective)
     assert report.unjudged == ""
 
 
-@pytest.mark.parametrize(
-    "layer",
-    [
-        nn.Sequential(
-            nn.Unflatten(1, (3, 2)), nn.TransformerEncoderLayer(2, 1, 4, batch_first=True),
-            nn.Flatten(),
-        ),
-        nn.RReLU(),
-    ],
-    ids=["attention", "rrelu"],
-)  # fmt: skip
-def test_layers_that_draw_in_training_only_are_judged(layer):
-    _, report = train(nn.Sequential(layer, net()))
-    assert report.unjudged == ""
-
-
-def normalised():
-    """Batch normalisation by the statistics of the shard, in evaluation mode too."""
-    return nn.Sequential(nn.BatchNorm1d(6, track_running_stats=False), net())
-
-
-def test_batch_norm_without_running_statistics_is_fine():
-    _, report = train(normalised())
+def test_totals_that_cancel_are_judged_and_taken():
+    advantage = torch.randn(32)
+    _, report = train(net(), policy_gradient, [(X, Y, advantage - advantage.mean())])
     assert report.unjudged == ""
 
 
@@ -158,20 +174,6 @@ def test_examples_mixed_at_random_are_refused():
 
     with pytest.raises(ContractError, match="does not add up"):
         train(net(), mixed)
-
-
-def test_narrow_numbers_inside_the_model_may_round():
-    class Narrow(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(1)
-            self.layers = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, CLASSES)).bfloat16()
-
-        def forward(self, x):
-            return self.layers(x.bfloat16().reshape(1, -1, 6)).float()[0]
-
-    _, report = train(Narrow(), lambda m, X, y: (m(X).square().sum(), len(y)))
-    assert report.unjudged == ""
 
 
 def test_what_cannot_be_judged_is_said():
@@ -196,12 +198,3 @@ def test_gradients_that_are_divided_by_frequencies_are_refused():
         train(model, batches=[(indices, Y)])
     train(model, batches=[(indices, Y)], shards=1)
     train(model, batches=[(indices, Y)], separable=False)
-
-
-def test_indices_drawn_into_a_given_tensor_are_judged():
-    def drawn(model, X, y):
-        order = torch.empty(len(X), 6, dtype=torch.int64)
-        torch.multinomial(F.softmax(X, 1), 6, out=order)
-        return summed(model, X.gather(1, order), y)
-
-    assert train(net(), drawn)[1].unjudged == ""
