@@ -150,12 +150,14 @@ def test_one_result_on_two_devices(tmp_path):
     assert_same_bits(two.model.state_dict(), one.model.state_dict())
 
 
+ONE_EPOCH = {"num_train_epochs": 1, "optim": "sgd"}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["classes", "next word", "next word, counted"])
 @pytest.mark.parametrize("parts", [1, 4])
 def test_the_curve_is_that_of_transformers(tmp_path, task, parts):
-    args = in_parts(tmp_path, parts, num_train_epochs=1, optim="sgd", max_grad_norm=1.0)
-    assert_same_curve(tmp_path, args, task)
+    assert_same_curve(tmp_path, in_parts(tmp_path, parts, **ONE_EPOCH, max_grad_norm=1.0), task)
 
 
 @pytest.mark.slow
@@ -167,29 +169,24 @@ def test_a_mean_over_shifted_labels(tmp_path):
         model.accepts_loss_kwargs = False
         return model
 
-    args = settings(tmp_path, num_train_epochs=1, optim="sgd")
+    args = settings(tmp_path, **ONE_EPOCH)
     assert_same_curve(tmp_path, args, "next word", make_model=make_llama)
 
 
-@pytest.mark.slow
-def test_shards_without_a_label_that_counts(tmp_path):
-    """BERT's loss is a mean over the counted words, which most shards of one sentence lack."""
-    args = settings(tmp_path, num_train_epochs=1, optim="sgd")
-    assert_same_curve(tmp_path, args, "hidden words")
-
-
-@pytest.mark.parametrize("shards", [8, *map(slow, (1, 3))])
-def test_answers_that_do_not_count(tmp_path, shards):
-    """With 8 shards, many have none that counts."""
-    args = settings(tmp_path, num_train_epochs=1, optim="sgd")
-    assert_same_curve(tmp_path, args, "answers", even={"shards": shards})
+@pytest.mark.parametrize(
+    ("task", "shards"),
+    [("answers", 8), slow("answers", 1), slow("answers", 3), slow("hidden words", 8)],
+)
+def test_shards_without_a_label_that_counts(tmp_path, task, shards):
+    """BERT's loss is a mean over the words or answers that count, which many shards lack."""
+    assert_same_curve(tmp_path, settings(tmp_path, **ONE_EPOCH), task, even={"shards": shards})
 
 
 def test_answers_of_which_only_a_half_counts(tmp_path):
     """A mean over starts and one over ends have two counts, which no shard's loss shows."""
     rows = sentences("answers")
     rows[1]["end_positions"] = LENGTH
-    args = settings(tmp_path, num_train_epochs=1, optim="sgd")
+    args = settings(tmp_path, **ONE_EPOCH)
     with pytest.raises(InputError, match="start.*end.*shards=1"):
         trained(EvenTrainer, args, "answers", train_dataset=rows)
     assert_same_curve(tmp_path, args, "answers", even={"shards": 1}, train_dataset=rows)
@@ -218,7 +215,7 @@ def test_a_loss_function_of_the_users_own(tmp_path, parts):
             num_items_in_batch
         )
 
-    args = in_parts(tmp_path, parts, num_train_epochs=1, optim="sgd")
+    args = in_parts(tmp_path, parts, **ONE_EPOCH)
     assert_same_curve(tmp_path, args, "next word", compute_loss_func=of_next_words)
 
 
@@ -280,7 +277,7 @@ def test_losses_that_transformers_adds_without_dividing(tmp_path, caplog):
     class PlainMean(transformers.Trainer):
         loss_is_scaled_for_ga = False
 
-    args = in_parts(tmp_path, 4, num_train_epochs=1, optim="sgd")
+    args = in_parts(tmp_path, 4, **ONE_EPOCH)
     assert_same_curve(tmp_path, args, "classes", kind=Mean, plain=PlainMean)
     assert "num_items_in_batch" not in caplog.text
     trained(EvenTrainer, in_parts(tmp_path, 4, max_steps=1))
@@ -304,10 +301,10 @@ class WithPenalty(nn.Module):
 
 @pytest.mark.slow
 def test_a_loss_that_is_divided_in_part(tmp_path):
-    args = settings(tmp_path, num_train_epochs=1, optim="sgd")
+    args = settings(tmp_path, **ONE_EPOCH)
     with pytest.raises(InputError, match="only a part of the loss of WithPenalty"):
         trained(EvenTrainer, args, "next word", model=WithPenalty())
-    parts = in_parts(tmp_path, 2, num_train_epochs=1, optim="sgd")
+    parts = in_parts(tmp_path, 2, **ONE_EPOCH)
     assert_same_curve(tmp_path, parts, "next word", make_model=WithPenalty)
     whole = {"make_model": WithPenalty, "even": {"shards": 1}}
     assert_same_curve(tmp_path, args, "next word", **whole)
