@@ -273,6 +273,7 @@ EXPORTS = {
         "Slices",
         "Stages",
     ],
+    "evenstep.private_torch": [],
     "evenstep.profiling": [],
     "evenstep.replicas": [
         "JUDGE",

@@ -34,10 +34,10 @@ from evenstep.data.generators import (
     samplers_of,
     set_epoch_of,
 )
-from evenstep.data.workers import end_workers
 from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError, shown
+from evenstep.private_torch.loaders import end_kept_workers, end_workers
 
 T = TypeVar("T")
 
@@ -129,7 +129,7 @@ class Fetcher:
     def close(self) -> None:
         """End worker processes that were kept from epoch to epoch."""
         while self._kept:
-            end_workers(self._kept.popitem()[1]._iterator)
+            end_kept_workers(self._kept.popitem()[1])
 
     # ---- the parts of the above
 

@@ -1,21 +1,11 @@
-"""Worker processes of a loader: how they end, and what is said where one ends too early."""
+"""Worker processes of a loader: what is said where one ends too early."""
 
 from __future__ import annotations
 
 import traceback
-from typing import Any
 
 _CONNECTIONS = ("multiprocessing", "torch.multiprocessing")
 """What receives a batch: the tensors of it come through a socket of the worker's."""
-
-
-def end_workers(iterator: Any) -> None:
-    """End the worker processes of a `DataLoader`'s iterator, if it has some.
-
-    Its `__del__` does this too, but not while a traceback holds it.
-    """
-    if hasattr(iterator, "_shutdown_workers"):  # torch has no public way
-        iterator._shutdown_workers()
 
 
 def refuse_half_a_batch(error: OSError | EOFError, loader: str) -> None:

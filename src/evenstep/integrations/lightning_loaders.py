@@ -24,8 +24,8 @@ from evenstep.data.generators import (
     samplers_of,
     states_of,
 )
-from evenstep.data.workers import end_workers
 from evenstep.errors import InputError
+from evenstep.private_torch.loaders import end_workers
 
 
 def place_in(loop: Any) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import operator
 import pkgutil
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -73,8 +73,11 @@ def attribute(
     sample: object, name: str, purpose: str, *, public_way: Callable[[Any], Any] | None = None
 ) -> Callable[[Any], Any]:
     """Return a function that returns the attribute `name` of objects like `sample`."""
-    kind = type(sample)
-    place = getattr(sample, "__name__", None) or f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(sample, types.ModuleType):
+        place = sample.__name__
+    else:
+        kind = sample if isinstance(sample, type) else type(sample)
+        place = f"{kind.__module__}.{kind.__qualname__}"
     path = f"{place}.{name}"
     try:
         lookup(sample, name, path)
@@ -82,7 +85,11 @@ def attribute(
         _note(path, purpose, public_way, True, is_there=False)
         return _stand_in(path, purpose) if public_way is None else public_way
     _note(path, purpose, public_way, True, is_there=True)
-    return operator.attrgetter(name)
+
+    def read(one: Any) -> Any:  # no operator.attrgetter, which torch.compile can't trace
+        return getattr(one, name)
+
+    return read
 
 
 def when_called(owner: str, name: str, purpose: str) -> Callable[[], Any]:

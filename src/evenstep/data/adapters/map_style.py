@@ -25,6 +25,7 @@ from evenstep.data.generators import samplers_of
 from evenstep.data.loader import Loader
 from evenstep.data.order import Cursor, LoaderPlace
 from evenstep.errors import CheckpointError, InputError
+from evenstep.private_torch.loaders import makes_iterator
 
 _FIRST = 64  # batches of an epoch whose order is compared
 _REMEMBERED = 4096  # batches: more than may be in flight, or fetched ahead
@@ -46,8 +47,8 @@ def is_map_style(loader: object) -> bool:
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, MapDataPipe):
         return False
     kind = type(loader)
-    own = kind.__iter__, kind._get_iterator
-    is_plain = own == (DataLoader.__iter__, DataLoader._get_iterator) or is_torchdatas(loader)
+    own, torchs = ((one.__iter__, makes_iterator(one)) for one in (kind, DataLoader))
+    is_plain = own == torchs or is_torchdatas(loader)
     has_lists = not isinstance(loader.dataset, IterableDataset)
     parts = [loader.dataset, *samplers_of(loader)]
     return is_plain and has_lists and not any(map(_has_state, parts))

@@ -16,8 +16,8 @@ from evenstep.data.digests import digest_of_batch
 from evenstep.data.fetching import PartOf
 from evenstep.data.generators import BorrowedGenerators, generators_of, samplers_of, set_epoch_of
 from evenstep.data.order import Cursor, LoaderPlace
-from evenstep.data.workers import end_workers
 from evenstep.errors import CheckpointError, InputError, text_of
+from evenstep.private_torch.loaders import end_kept_workers, end_workers
 
 _SNAPSHOT_EVERY = 100  # batches
 _END = object()
@@ -315,10 +315,10 @@ def _start_anew(loader: Any) -> None:
     if is_torchdatas(loader):
         loader.load_state_dict({})
     else:
-        _end_workers(loader, loader._iterator)
+        end_kept_workers(loader)
 
 
 def _end_workers(loader: Any, iterator: Any) -> None:
     end_workers(iterator)
     if loader.persistent_workers:
-        loader._iterator = None  # else the loader would wait for them
+        end_kept_workers(loader)
