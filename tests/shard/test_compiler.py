@@ -126,22 +126,24 @@ def test_python_side_effects_make_shards_eager(forward, where, capsys):
     assert (capsys.readouterr().out.count("here") >= 8) == (forward is printing)  # every shard
 
 
-PROGRAMS = {
-    "in place": lambda: made(in_place),
-    "a loop": lambda: made(looping),
-    "recomputed layers that share a weight": Recomputed,
+PROGRAMS = {  # and how far their losses may be from eager ones
+    "in place": (lambda: made(in_place), 1e-5),
+    "a loop": (lambda: made(looping), 1e-5),
+    "recomputed layers that share a weight": (Recomputed, 1e-4),
 }
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_what_is_part_of_the_program_is_compiled_and_right(name):
+    make, tolerance = PROGRAMS[name]
+
     def run(**options):
-        return train(PROGRAMS[name](), make_batches((16, 16)), **options)
+        return train(make(), make_batches((16, 16)), **options)
 
     one, two, eagerly = run(devices=1), run(devices=own(3)), run(compile=False)
     assert not one[2].why_not
     assert one[:2] == two[:2]
-    assert one[1] == pytest.approx(eagerly[1], rel=1e-4)
+    assert one[1] == pytest.approx(eagerly[1], rel=tolerance)
 
 
 class Keeping(nn.Module):
