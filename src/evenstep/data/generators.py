@@ -263,14 +263,15 @@ _users_states: list[list[Any]] = []
 def _put_back(generators: Sequence[Generator]) -> Iterator[list[Any]]:
     """Inside `with`, code may draw from generators, which have their states again at the end."""
     before = [generator.read() for generator in generators]
-    outer = [*_users_states]
     try:
         _users_states.append(before)
         yield before
     finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.write(state)
-        _users_states[:] = outer
+        try:
+            for generator, state in zip(generators, before, strict=True):
+                generator.write(state)
+        finally:  # Ctrl-C, too, must not leave them behind: checkpoints would hold them for good
+            _users_states[:] = [one for one in _users_states if one is not before]
 
 
 def _generator(one: object) -> Generator | None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenstep.private_torch.tensors import has_only, is_view, memory_of
+from evenstep.private_torch.tensors import USERS_OF_ONE, handle_of, is_view, memory_of, users_of
 
 ALIGNMENT = 64  # bytes, of torch's allocations
 PAGE = 4096  # bytes, of memory
@@ -116,7 +116,7 @@ def _are_alone(own: Sequence[torch.Tensor]) -> bool:
     spans = sorted(map(_span, own))
     return (
         storage.resizable()
-        and has_only(len(own), storage)
+        and users_of(handle_of(storage)) == USERS_OF_ONE + len(own) - 1
         and not any(is_view(one) or one.is_inference() for one in own)
         and all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     )

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from evenstep.devices.process_wide import process_wide
 from evenstep.errors import ContractError
-from evenstep.private_torch.compilers import is_inside_a_level, transforms
+from evenstep.private_torch.compilers import level_of, transforms
 
 _ENTRIES = [
     (forward_ad, "enter_dual_level", "exit_dual_level"),
@@ -71,8 +71,8 @@ def refuse_inside_a_level(what: str) -> None:
     Raises:
         ContractError: the calling thread is inside a level.
     """
-    if is_inside_a_level() and _INSIDE.acquire(blocking=False):
-        is_inside = is_inside_a_level()
+    if level_of(forward_ad) >= 0 and _INSIDE.acquire(blocking=False):
+        is_inside = level_of(forward_ad) >= 0
         _INSIDE.release()
         if is_inside:
             raise ContractError(

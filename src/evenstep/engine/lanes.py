@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
+from torch.autograd import forward_ad
 
 from evenstep.devices import Device
 from evenstep.engine.task import PLAIN, in_modes
 from evenstep.errors import DeviceError
-from evenstep.private_torch.compilers import compile_scripts, compiles_scripts, is_inside_a_level
+from evenstep.private_torch.compilers import compile_scripts, compiles_scripts, level_of
 from evenstep.private_torch.dispatch import count_dispatch_modes, count_function_modes
 from evenstep.private_torch.graph import saving_hooks
 
@@ -282,7 +283,7 @@ def has_own_modes() -> bool:
         count_function_modes()
         or count_dispatch_modes()
         or saving_hooks(False)
-        or is_inside_a_level()  # of any thread
+        or level_of(forward_ad) >= 0  # of any thread
     )
 
 

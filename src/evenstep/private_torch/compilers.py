@@ -64,15 +64,11 @@ def no_compiling() -> contextlib.AbstractContextManager[object]:
 
 _LEVELS = "let one thread at a time enter a level of forward-mode AD"
 
-_level = attribute(forward_ad, "_current_level", _LEVELS)
+level_of = attribute(forward_ad, "_current_level", _LEVELS)
+"""Return the level that any thread is inside, given `torch.autograd.forward_ad`; -1 for none."""
 
 transforms: Any = private("torch._functorch", "eager_transforms", _LEVELS)
 """The module in which `torch.func`'s transforms look up how they enter and leave a level."""
-
-
-def is_inside_a_level() -> bool:
-    """Return whether any thread is inside a level."""
-    return bool(_level(forward_ad) >= 0)
 
 
 # ---- settings

@@ -32,12 +32,13 @@ def _by_torch(tensors: tuple[torch.Tensor, ...], roots: Any, *_: object, **__: o
     torch.autograd.backward(tensors, roots)
 
 
-_run: Callable[..., object] = private(
+run_backward: Callable[..., object] = private(
     "torch.autograd.Variable._execution_engine",
     "run_backward",
     "begin a backward pass without torch's Python code around its engine",
     public_way=_by_torch,
 )
+"""Run a backward pass, as autograd's engine takes its arguments."""
 
 saving_hooks: Callable[[bool], object] = private(
     "torch._C._autograd",
@@ -66,15 +67,6 @@ def number_of(node: Any) -> int:
 def is_in_backward() -> bool:
     """Return whether the calling thread computes a backward pass."""
     return _backward_pass() != -1
-
-
-def run_backward(total: torch.Tensor, root: torch.Tensor) -> None:
-    """Run `total.backward(root)`, where both are plain tensors on the CPU.
-
-    torch's Python code handles other arguments, and takes longer than the backward pass of a small
-    layer.
-    """
-    _run((total,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def gives_sparse_gradient(node: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,20 +27,18 @@ own_modules: Parts = attribute(_MODULE, "_modules", _PARTS)
 own_parameters: Parts = attribute(_MODULE, "_parameters", _PARTS)
 own_buffers: Parts = attribute(_MODULE, "_buffers", _PARTS)
 
-_gradient_hooks = attribute(_PARAMETER, "_backward_hooks", _HOOKS)
-_sum_hooks = attribute(_PARAMETER, "_post_accumulate_grad_hooks", _HOOKS)
+ANY_HOOKS = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"
+"""The same, for `getattr`: torch.compile can't trace the functions above."""
+
+MaybeHooks = Callable[[torch.Tensor], "dict[int, Callable[..., Any]] | None"]
+
+gradient_hooks: MaybeHooks = attribute(_PARAMETER, "_backward_hooks", _HOOKS)
+"""Return the hooks that a parameter's gradient passes, or None."""
+
+sum_hooks: MaybeHooks = attribute(_PARAMETER, "_post_accumulate_grad_hooks", _HOOKS)
+"""Return the hooks that are called when a parameter's gradient was accumulated, or None."""
 
 _compiled_call = attribute(_MODULE, "_compiled_call_impl", "refuse layers that the user compiled")
-
-
-def gradient_hooks(parameter: torch.Tensor) -> Mapping[int, Callable[..., Any]]:
-    """Return the hooks that a parameter's gradient passes."""
-    return _gradient_hooks(parameter) or {}
-
-
-def sum_hooks(parameter: torch.Tensor) -> Mapping[int, Callable[..., Any]]:
-    """Return the hooks that are called when a parameter's gradient was accumulated."""
-    return _sum_hooks(parameter) or {}
 
 
 def has_backward_hooks(module: nn.Module) -> bool:

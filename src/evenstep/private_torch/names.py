@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import operator
 import pkgutil
 import sys
 import types
@@ -85,11 +86,7 @@ def attribute(
         _note(path, purpose, public_way, True, is_there=False)
         return _stand_in(path, purpose) if public_way is None else public_way
     _note(path, purpose, public_way, True, is_there=True)
-
-    def read(one: Any) -> Any:  # no operator.attrgetter, which torch.compile can't trace
-        return getattr(one, name)
-
-    return read
+    return operator.attrgetter(name)
 
 
 def when_called(owner: str, name: str, purpose: str) -> Callable[[], Any]:

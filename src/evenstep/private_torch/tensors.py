@@ -30,12 +30,13 @@ def rows_of(sparse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 # ---- memory
 
-_handle_of: Callable[[torch.UntypedStorage], int] = attribute(
+handle_of: Callable[[torch.UntypedStorage], int] = attribute(
     _ONE.untyped_storage(),
     "_cdata",
     "tell storages apart",
     public_way=torch.UntypedStorage.data_ptr,
 )
+"""Return a number for a storage; storages that are not empty have different ones."""
 
 
 def _unknown(_handle: int) -> float:
@@ -43,15 +44,18 @@ def _unknown(_handle: int) -> float:
     return math.nan
 
 
-_users_of: Callable[[int], float] = private(
+users_of: Callable[[int], float] = private(
     "torch._C",
     "_storage_Use_Count",
     "see whether something else holds a tensor's memory",
     public_way=_unknown,
 )
-if _handle_of is torch.UntypedStorage.data_ptr:  # which is no handle
-    _users_of = _unknown
-_USERS_OF_ONE = _users_of(_handle_of(_ONE.untyped_storage()))  # the tensor, and what counts them
+"""Return how many hold a storage, given its handle; a number that equals nothing if unknown."""
+
+if handle_of is torch.UntypedStorage.data_ptr:  # which is no handle
+    users_of = _unknown
+USERS_OF_ONE = users_of(handle_of(_ONE.untyped_storage()))
+"""The users of a storage that has one tensor: the tensor, and what counts them."""
 
 _is_view = attribute(
     _ONE, "_is_view", "see whether a tensor is a view", public_way=lambda _: lambda: True
@@ -68,12 +72,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
     The storage must not be empty.
     """
-    return _handle_of(tensor.untyped_storage())
-
-
-def has_only(tensors: int, storage: torch.UntypedStorage) -> bool:
-    """Return whether nothing but this number of tensors holds a storage; False if unknown."""
-    return _users_of(_handle_of(storage)) == _USERS_OF_ONE + tensors - 1
+    return handle_of(tensor.untyped_storage())
 
 
 # ---- many tensors in one call

@@ -522,5 +522,6 @@ def _structure(modules: Sequence[nn.Module], parameters: Sequence[nn.Parameter])
         for hooks in (forward_hooks, forward_pre_hooks, backward_hooks, backward_pre_hooks):
             found += hooks(module).values()
     for parameter in parameters:
-        found += [*gradient_hooks(parameter).values(), *sum_hooks(parameter).values()]
+        found += (gradient_hooks(parameter) or {}).values()
+        found += (sum_hooks(parameter) or {}).values()
     return found

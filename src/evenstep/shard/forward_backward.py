@@ -216,12 +216,16 @@ def _forward(replica: Replica, work: ShardWork, objective: ShardObjective) -> Sh
 
 
 def _backward(replica: Replica, total: torch.Tensor, divisor: int) -> None:
-    """Run `(total / divisor).backward()`, on CPUs without torch's Python code around its engine."""
+    """Run `(total / divisor).backward()`, on CPUs without torch's Python code around its engine.
+
+    That code handles other arguments, and takes longer than the backward pass of a small layer.
+    """
     if not total.requires_grad:
         return
     root = torch.full_like(total, root_gradient(divisor, total.dtype))
     if total.__class__ is torch.Tensor and total.is_cpu and total.is_floating_point():
-        run_backward(total, root)
+        given = (total,), (root,), False, False, ()
+        run_backward(*given, allow_unreachable=True, accumulate_grad=True)
     else:
         total.backward(root)
     if not replica.has_run_backward:

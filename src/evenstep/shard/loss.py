@@ -28,7 +28,7 @@ from evenstep.batch.cut import tensors_of
 from evenstep.batch.nesting import Keywords
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import ModelError, add_note, counted, shown
-from evenstep.private_torch.modules import backward_hooks, forward_hooks, forward_pre_hooks
+from evenstep.private_torch.modules import ANY_HOOKS
 from evenstep.private_torch.tensors import version_of
 from evenstep.shard.partial_sum import HALF_PRECISION
 from evenstep.shard.targets import (
@@ -372,7 +372,8 @@ def _class_sums(
     targets, counted or not, that each of the `examples` has; they are left if that is None.
     """
     weight, ignored = loss.weight, loss.ignore_index
-    if forward_hooks(loss) or forward_pre_hooks(loss) or backward_hooks(loss):
+    before, around, behind = ANY_HOOKS
+    if getattr(loss, before) or getattr(loss, around) or getattr(loss, behind):
         summed = copy.copy(loss)
         summed.reduction = "sum"
         total: torch.Tensor = summed(output, target)

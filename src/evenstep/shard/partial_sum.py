@@ -23,7 +23,7 @@ from evenstep.collectives import tree_sum
 from evenstep.devices import Device, carry
 from evenstep.engine import streams
 from evenstep.errors import ContractError, EvenstepError
-from evenstep.private_torch.tensors import add_all, has_only, version_of
+from evenstep.private_torch.tensors import USERS_OF_ONE, add_all, handle_of, users_of, version_of
 from evenstep.replicas import JUDGE, Replica
 from evenstep.replicas.buffer_rules import RANGE, ranges_of
 
@@ -275,7 +275,11 @@ def with_own_memory(gradient: torch.Tensor) -> torch.Tensor:
     storage, or one that an expanded gradient has fewer elements in than it shows.
     """
     storage = gradient.untyped_storage()
-    is_alone = has_only(1, storage) and storage.nbytes() == gradient.nbytes and storage.resizable()
+    is_alone = (
+        users_of(handle_of(storage)) == USERS_OF_ONE
+        and storage.nbytes() == gradient.nbytes
+        and storage.resizable()
+    )
     return gradient if is_alone and not gradient.is_conj() else gradient.clone()
 
 

@@ -338,7 +338,7 @@ class Update:
         home = self._replicas.home
         for number, name in self._replicas.hooked:
             gradient = root.gradients[number]
-            for hook in [*gradient_hooks(home.parameters[number]).values()]:
+            for hook in [*(gradient_hooks(home.parameters[number]) or {}).values()]:
                 if gradient is None:
                     break
                 with torch.no_grad():
