@@ -42,7 +42,7 @@ demo: install ## train LeNet on handwritten digits on 1 and on 2 devices: the sa
 quick: install ## the fast part of the tests (under a minute on two cores)
 	$(PYTEST) -m 'not slow' $(QUICK)
 
-test: install ## the tests (about fourteen minutes on two cores)
+test: install ## the tests (about thirteen minutes on two cores)
 	$(PYTEST) -m 'not slow'
 
 slow: install ## the long tests, and some as a processor without AVX-512 computes them
