@@ -23,6 +23,7 @@ from evenstep.cli.machine.checks import (
 from evenstep.cli.machine.doctor import report
 from evenstep.cli.machine.facts import read_facts
 from evenstep.devices import usable_cores
+from evenstep.private_torch.names import PrivateName
 
 HEALTHY = MachineFacts(
     system="Linux",
@@ -59,7 +60,16 @@ def test_what_is_unknown_is_no_finding():
     assert findings(machine(cores_used_by_others=None, free_bytes=None, shared_bytes=None)) == []
 
 
+def lacking(**changes):
+    """A machine whose torch lacks a private name."""
+    names = {"path": "torch._C._x", "purpose": "see it", "has_public_way": False, "needed": True}
+    return {"torch_lacks": (PrivateName(**{**names, **changes}, is_there=False),)}
+
+
 CASES = [
+    (lacking(), "results", "_x, which evenstep reads to see it: no trainer", "install torch=="),
+    (lacking(needed=False), "results", "what needs it will fail", "pip install torch=="),
+    (lacking(has_public_way=True), "speed", "a slower public way", "pip install torch=="),
     ({"torch": "2.5.1"}, "results", "torch 2.5.1 is older than 2.6", "--upgrade 'torch>=2.6'"),
     ({"torch": "1.13.0a0+git"}, "results", "is older than 2.6", "pip install"),
     ({"system": "Darwin"}, "results", "this is Darwin", "evenstep verify"),

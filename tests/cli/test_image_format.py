@@ -58,11 +58,23 @@ class Unsafe(nn.Sequential):
         super().__init__(nn.Conv2d(1, 4, 1, stride=2), nn.Flatten(), nn.LazyLinear(10))
 
 
+class Views(nn.Sequential):
+    """Fails with torch's "view size is not compatible" for channels-last images."""
+
+    def __init__(self):
+        super().__init__(nn.Conv2d(1, 4, 3), nn.Linear(4 * 26 * 26, 10))
+
+    def forward(self, X):
+        X = self[0](X)
+        return self[1](X.view(len(X), -1))
+
+
 @pytest.mark.parametrize(
     ("factory", "options"),
     [
         (lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(10)), {}),  # no convolution
         (Unsafe, {}),  # can't be channels-last
+        (Views, {}),  # nor can this
         (lenet, {"memory_format": "channels_last"}),  # chosen already
     ],
 )

@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 from evenstep.devices import Device
 from evenstep.engine.task import PLAIN, in_modes
 from evenstep.errors import DeviceError
-from evenstep.private_torch.compilers import compile_scripts, compiles_scripts, level_of
+from evenstep.private_torch.compilers import compile_scripts, level_of, scripts_are_compiled
 from evenstep.private_torch.dispatch import count_dispatch_modes, count_function_modes
 from evenstep.private_torch.graph import saving_hooks
 
@@ -311,7 +311,7 @@ def _fix_modes() -> None:
 @contextlib.contextmanager
 def _fixed_modes() -> Iterator[None]:
     """Inside `with`, the calling thread has the modes that `_fix_modes` sets."""
-    caches, optimizes = torch.is_autocast_cache_enabled(), compiles_scripts()
+    caches, optimizes = torch.is_autocast_cache_enabled(), scripts_are_compiled()
     _fix_modes()
     try:
         yield

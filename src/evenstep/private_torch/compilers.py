@@ -13,7 +13,7 @@ from evenstep.private_torch.names import attribute, private, when_called
 
 _INTERPRETED = "interpret functions of torch.jit.script, which round differently when compiled"
 
-compiles_scripts: Callable[[], bool] = private(
+scripts_are_compiled: Callable[[], bool] = private(
     "torch._C", "_get_graph_executor_optimize", _INTERPRETED
 )
 """Return whether the calling thread compiles functions of TorchScript."""
@@ -46,17 +46,20 @@ load_compiled: Callable[[], Callable[..., Any]] = when_called(
     "torch._inductor", "aoti_load_package", "compile a model ahead of time"
 )
 
-_compiling_lock: Callable[[], Any] = when_called(
-    "torch._dynamo.convert_frame", "compile_lock", "update while nothing compiles"
+_lock: Callable[[], Any] = when_called(
+    "torch._dynamo.convert_frame", "compile_lock", "update while nothing compiles", needed=True
 )
 
 
-def no_compiling() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which no other thread runs `torch.compile`."""
-    has_compiled = "torch._dynamo.convert_frame" in sys.modules
-    lock: contextlib.AbstractContextManager[object] = (
-        _compiling_lock() if has_compiled else contextlib.nullcontext()
-    )
+def lock_of_compiler() -> contextlib.AbstractContextManager[object] | None:
+    """Return the lock that torch holds while it compiles; None if nothing was compiled yet.
+
+    While one thread compiles, optimizers in all threads take the arithmetic that can be compiled
+    (Adam corrects its bias in another order): torch's flag for it belongs to the process.
+    """
+    if "torch._dynamo.convert_frame" not in sys.modules:
+        return None
+    lock: contextlib.AbstractContextManager[object] = _lock()
     return lock
 
 

@@ -89,13 +89,20 @@ def attribute(
     return operator.attrgetter(name)
 
 
-def when_called(owner: str, name: str, purpose: str) -> Callable[[], Any]:
+def when_called(owner: str, name: str, purpose: str, *, needed: bool = False) -> Callable[[], Any]:
     """Return a function that returns a private name of a module, which takes long to import.
 
-    The function raises a VersionError if the name is missing.
+    The function raises a VersionError if the name is missing: a trainer can be built, but what
+    calls the function fails.
+
+    Args:
+        owner: the module.
+        name: the name in it.
+        purpose: what it is for.
+        needed: whether every training calls the function.
     """
     path = f"{owner}.{name}"
-    _NAMES.append(PrivateName(path=path, purpose=purpose, has_public_way=False, needed=False))
+    _note(path, purpose, None, needed, is_there=True)
 
     def find() -> Any:
         try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -15,6 +14,7 @@ from torch import nn
 from evenstep.collectives import tree_sum
 from evenstep.devices.addresses import align_gradients, aligned
 from evenstep.errors import ClosedError, add_note
+from evenstep.private_torch.compilers import lock_of_compiler
 from evenstep.private_torch.modules import gradient_hooks
 from evenstep.private_torch.optimizers import post_hooks, pre_hooks
 from evenstep.replicas import (
@@ -89,6 +89,7 @@ class Update:
         self.may_step_elsewhere = False
         self.record: Callable[[], Sequence[Any]] = tuple
         self._is_stepping = self._is_made = False
+        self._compiling = lock_of_compiler()  # None before torch has imported its compiler
         self._stepped = hookable(optimizer)
         self._known = {*replicas.home.parameters}  # those that the optimizer was made for
 
@@ -100,7 +101,8 @@ class Update:
         self._close_buffers(root)
         self._is_made = False
         try:
-            with _no_compiling():
+            self._compiling = self._compiling or lock_of_compiler()
+            with self._compiling or contextlib.nullcontext():
                 self._update(step, count, root)
             step.is_taken = True
         except BaseException as error:
@@ -408,13 +410,3 @@ def sum_floats(values: Sequence[Number | None]) -> float:
     total = tree_sum([None if value is None else float(value) for value in values], operator.add)
     assert total is not None
     return total
-
-
-def _no_compiling() -> contextlib.AbstractContextManager[object]:
-    """Return a context in which no other thread runs `torch.compile`.
-
-    While one thread compiles, optimizers in all threads take the arithmetic that can be compiled
-    (Adam corrects its bias in another order): torch's flag for it belongs to the process.
-    """
-    dynamo = sys.modules.get("torch._dynamo.convert_frame")  # present once something was compiled
-    return contextlib.nullcontext() if dynamo is None else dynamo.compile_lock

@@ -178,7 +178,8 @@ def _check_torch(facts: MachineFacts) -> Iterator[Finding]:
         if lacking.has_public_way:
             yield _speed(f"{what}: a slower public way is used instead", fix)
         else:
-            yield _results(f"{what}: {'no trainer' if lacking.needed else 'not all'} works", fix)
+            fails = "no trainer can be built" if lacking.needed else "what needs it will fail"
+            yield _results(f"{what}: {fails}", fix)
 
 
 def _check_system(facts: MachineFacts) -> Iterator[Finding]:

@@ -239,6 +239,7 @@ def _parse(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[_Event], _
 
 
 def _about(about: Any) -> _About:
+    """Return what the file says beside its events, checked."""
     if about["program"] != "evenstep":
         raise ValueError(f"written by {about['program']!r:.40}")
     dropped = int(about["dropped_spans"])

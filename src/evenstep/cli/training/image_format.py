@@ -14,7 +14,6 @@ from torch import nn
 from evenstep.batch import Batch
 from evenstep.cli.options.training import ExperimentOptions
 from evenstep.cli.training.setup import Factory, make_trainer
-from evenstep.errors import InputError
 from evenstep.limits import MemoryFormat
 
 _MEASURED_S = 2.0  # for both formats together, about
@@ -36,35 +35,33 @@ def time_image_formats(
 
     Returns:
         None where the format doesn't matter (no images, or no convolution of images), was chosen
-        by the user, or can't be channels-last (`replicas/layouts.py`).
+        by the user, or can't be channels-last: evenstep refuses it (`replicas/layouts.py`), or the
+        model fails, such as at `x.view(len(x), -1)` behind a convolution.
     """
     images = batch[0]
     if options.memory_format != "preserve" or images.ndim != 4 or not _has_convolutions(factory()):
         return None
     shard = tuple(part[: -(-len(images) // options.shards)] for part in batch)
     formats: tuple[MemoryFormat, ...] = ("contiguous", "channels_last")
+    steps: dict[MemoryFormat, Callable[[], object]] = {}
     with ExitStack() as trainers:
-        steps = {}
-        for one in formats:
-            changed = dataclasses.replace(options, shards=1, compile=False, memory_format=one)
-            try:
-                trainer = make_trainer(changed, factory, devices=[device])
-            except InputError:
-                return None
-            steps[one] = trainers.enter_context(trainer).step
-        return _medians_ms({one: functools.partial(steps[one], *shard) for one in formats})
+        try:
+            for one in formats:
+                changed = dataclasses.replace(options, shards=1, compile=False, memory_format=one)
+                trainer = trainers.enter_context(make_trainer(changed, factory, devices=[device]))
+                steps[one] = functools.partial(trainer.step, *shard)
+                steps[one]()  # the first step checks the model
+        except Exception:  # of any model
+            return None
+        return _medians_ms(steps)
 
 
 def _has_convolutions(model: nn.Module) -> bool:
     return any(isinstance(module, nn.Conv2d) for module in model.modules())
 
 
-def _medians_ms(
-    run: dict[MemoryFormat, Callable[[], object]],
-) -> dict[MemoryFormat, float]:
+def _medians_ms(run: dict[MemoryFormat, Callable[[], object]]) -> dict[MemoryFormat, float]:
     """Return the median milliseconds of each function, which take turns."""
-    for function in run.values():  # the first step of a trainer checks it
-        function()
     times: dict[MemoryFormat, list[float]] = {name: [] for name in run}
     ends_s = time.perf_counter() + _MEASURED_S
     for number in range(_MOST):
