@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import emu
 from evenstep.engine import Engine, InlineLanes, ThreadLanes
 from evenstep.engine.interrupts import INTERRUPTS
 from layouts import TWO
@@ -19,6 +20,26 @@ settings.register_profile("evenstep", deadline=None, suppress_health_check=[Heal
 settings.load_profile("evenstep")
 
 SHARED = Path(__file__).parents[2] / "shared"
+BUILD = Path(__file__).parents[1] / "build"
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--accelerator",
+        action="store_true",
+        help="register the emulated accelerator in this process, for tests/accelerator",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--accelerator") and not emu.missing():
+        emu.load(BUILD)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out the tests of an accelerator in a process that has none."""
+    is_of_one = collection_path.name == "accelerator" and collection_path.parent.name == "tests"
+    return True if is_of_one and not config.getoption("--accelerator") else None
 
 
 def pytest_itemcollected(item):

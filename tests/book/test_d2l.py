@@ -173,7 +173,8 @@ def test_sgd_divides_by_the_whole_batch_and_clears():
 def test_devices_without_gpus_are_cpu_devices(monkeypatch):
     monkeypatch.setattr(evenstep.book.d2l, "gpu_count", lambda: 0)
     assert [d2l.try_gpu(i).name for i in range(3)] == ["cpu:0", "cpu:1", "cpu:2"]
-    monkeypatch.setattr(evenstep.book.d2l, "gpu_count", lambda: 2)
+    for module in (evenstep.book.d2l, evenstep.devices.discovery):
+        monkeypatch.setattr(module, "gpu_count", lambda: 2)
     assert [d2l.try_gpu(i).name for i in range(3)] == ["cuda:0", "cuda:1", "cpu:0"]
 
 

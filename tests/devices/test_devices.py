@@ -9,6 +9,7 @@ import torch
 import evenstep
 from evenstep.devices import (
     Device,
+    accelerator,
     as_device,
     cgroup_quota_cores,
     deterministic_kernels,
@@ -40,6 +41,9 @@ def gpus(monkeypatch):
     """Return a function that puts GPUs of these models into the machine."""
 
     def plug_in(*models):
+        kind = torch.device("cuda") if models else None
+        monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: kind)
+        monkeypatch.setattr(accelerator, "refuse_incomplete", lambda kind: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(models))
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(models))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: models[index])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from evenstep.devices import process_wide
+from evenstep.devices import accelerator, process_wide
 from evenstep.errors import ModelError
 from evenstep.private_torch import dispatch
 from evenstep.private_torch.graph import is_in_backward
@@ -27,8 +27,8 @@ _CPU = torch.device("cpu")
 class ShardRandomness:
     """Inside `with`, the calling thread's random ops draw from a shard's own generators.
 
-    On a CPU, autograd computes a backward pass in the thread that calls it. A GPU has a thread of
-    autograd's own. A generator that the model passes is used.
+    On a CPU, autograd computes a backward pass in the thread that calls it. An accelerator has a
+    thread of autograd's own. A generator that the model passes is used.
 
     Inside `callers_generators`, `torch.manual_seed`, `torch.get_rng_state`,
     `torch.random.fork_rng` and their like use the shard's generators too. So a shard may seed its
@@ -63,10 +63,10 @@ class ShardRandomness:
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the shard's generator for `device`."""
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        elif device.type == "cpu":
+        if device.type == "cpu":
             device = _CPU
+        elif device.index is None:
+            device = torch.device(device.type, torch.accelerator.current_device_index())
         if device not in self._generators:
             self._generators[device] = torch.Generator(device).manual_seed(self._seed())
         return self._generators[device]
@@ -121,16 +121,11 @@ def _as_default(generator: torch.Generator) -> Iterator[None]:
 
 def default_generator(device: torch.device) -> torch.Generator:
     """Return torch's default generator for `device`."""
-    if device.type == "cuda":
-        torch.cuda.init()
-        generators = torch.cuda.default_generators
-        process_wide = generators.process_wide if isinstance(generators, _OfGPUs) else generators
-        return process_wide[device.index or 0]
-    return torch.default_generator
+    is_cpu = device.type == "cpu"
+    return torch.default_generator if is_cpu else accelerator.default_generator(device)
 
 
 _TORCH_RANDOM: Any = torch.random
-_TORCH_CUDA: Any = torch.cuda
 
 
 @process_wide
@@ -142,14 +137,11 @@ def callers_generators() -> Iterator[None]:
     replaced while a trainer is open. Outside of shards the process-wide generators are used.
     """
     _TORCH_RANDOM.default_generator = _OfCPU()
-    if torch.cuda.is_initialized():
-        _TORCH_CUDA.default_generators = _OfGPUs(torch.cuda.default_generators)
     try:
-        yield
+        with accelerator.routed_generators(_callers_generator):
+            yield
     finally:
         _TORCH_RANDOM.default_generator = torch.default_generator
-        if isinstance(_TORCH_CUDA.default_generators, _OfGPUs):
-            _TORCH_CUDA.default_generators = _TORCH_CUDA.default_generators.process_wide
 
 
 class _OfCPU:
@@ -157,22 +149,6 @@ class _OfCPU:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(_callers_generator(_CPU), name)
-
-
-class _OfGPUs(tuple[torch.Generator, ...]):
-    """What `torch.cuda.get_rng_state` and so on take for the default generators."""
-
-    @property
-    def process_wide(self) -> tuple[torch.Generator, ...]:
-        """The process-wide default generators."""
-        return tuple(super().__iter__())
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return the caller's generator for a GPU."""
-        return _callers_generator(torch.device("cuda", index))
-
-    def __iter__(self) -> Iterator[torch.Generator]:
-        return (self[index] for index in range(len(self)))
 
 
 def _callers_generator(device: torch.device) -> torch.Generator:
@@ -225,7 +201,7 @@ def _draw(op: Any, behind: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
     device = _device_of(args, kwargs)
     if "generator" in _argument_names(op):
         return run(*args, **{**kwargs, "generator": randomness.generator(device)})
-    if device.type != "cuda" or _is_off(op, args, kwargs):  # a CPU's kernel is made of other ops
+    if device.type == "cpu" or _is_off(op, args, kwargs):  # a CPU's kernel is made of other ops
         return run(*args, **kwargs)
     with _as_default(randomness.generator(device)):
         return run(*args, **kwargs)

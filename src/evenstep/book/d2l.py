@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from evenstep import devices
 from evenstep.book.animator import Animator
 from evenstep.collectives import tree_sum
 from evenstep.data import Cursor, Loader, fashion_mnist
@@ -59,9 +60,7 @@ Net: TypeAlias = "Callable[[Any], torch.Tensor]"
 
 def try_gpu(i: int = 0) -> Device:
     """Return GPU `i` or `cpu:0` if there is no such GPU; without any GPU, CPU device `i`."""
-    if i < gpu_count():
-        return Device("cuda", i)
-    return Device("cpu", 0 if gpu_count() else i)
+    return devices.try_gpu(i) if gpu_count() else Device("cpu", i)
 
 
 class Timer:

@@ -57,7 +57,7 @@ def elsewhere(copied: Replica) -> Iterator[None]:
     """
     held = rounding((*copied.parameters, *filter(is_alone, copied.buffers)))
     before = [one.data for one in held]
-    line = ALIGNMENT if copied.device.kind == "cpu" else _ALIGNMENT_OF_A_GPU  # bytes
+    line = _ALIGNMENT_OF_A_GPU if copied.device.is_accelerator else ALIGNMENT  # bytes
     try:
         for number, one in enumerate(held):
             lines = 1 + 5 * number % (PAGE // line - 1)  # from where it was, never a whole page

@@ -317,10 +317,10 @@ class SelfCheck:
     def _copy_of(self, rehearsal: Rehearsal) -> Replica | None:
         """Return a copy of the model on a CPU, of another device or a new one; None elsewhere."""
         home = self._replicas.home
-        if home.device.kind != "cpu":
+        if home.device.is_accelerator:
             return None
         others = [one for one in self._replicas.all if one is not home]
-        copies = [one for one in others if one.device.kind == "cpu"]
+        copies = [one for one in others if not one.device.is_accelerator]
         return copies[0] if copies else rehearsal.copy()
 
     @contextmanager

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, get_worker_info
 
 from evenstep.batch.rng import DEFAULT_GENERATORS
 from evenstep.batch.seeds import derive_seed
+from evenstep.devices import accelerator
 from evenstep.engine.interrupts import INTERRUPTS, interruptible
 from evenstep.errors import InputError
 
@@ -220,7 +221,7 @@ class GeneratorStates:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states as plain values and tensors."""
-        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        cuda = accelerator.generator_states()
         with _alone():  # a handler of a signal may save while they are lent
             states = (
                 _users_states[0] if _users_states else [generator.read() for generator in DEFAULTS]
@@ -231,8 +232,7 @@ class GeneratorStates:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Set the states; skip those of GPUs that this machine does not have."""
         restore_states(DEFAULTS, [state_dict[name] for name in ("torch", "python", "numpy")])
-        for number, state in enumerate(state_dict["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state, number)
+        accelerator.set_generator_states(state_dict["cuda"])
 
 
 # ---- the parts of the above

@@ -21,8 +21,7 @@ from evenstep.devices.discovery import (
 )
 from evenstep.devices.malloc import kept_memory
 from evenstep.devices.placement import carry, deterministic_kernels, intra_op_threads
-from evenstep.devices.process_wide import process_wide
-from evenstep.devices.switch_interval import short_switch_interval
+from evenstep.devices.process_wide import process_wide, short_switch_interval
 
 __all__ = [
     "Device",

@@ -77,7 +77,7 @@ def arithmetic_facts(devices: Sequence[Device]) -> dict[str, str]:
     facts["GLIBC_TUNABLES"] = ":".join(one for one in tunables if ".cpu." in one) or "not set"
     if any(device.threads > 1 for device in devices):
         facts |= _environment(THREAD_VARIABLES)
-    if any(device.kind == "cuda" for device in devices):
+    if any(device.is_accelerator for device in devices):
         facts |= _gpu_facts()
     return facts
 

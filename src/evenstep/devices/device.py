@@ -1,8 +1,8 @@
 """Devices as values: `cpu:0`, `cuda:1`, `cpu:2:own`.
 
 A CPU device computes in a thread of its own with a fixed number of intra-op threads. `cpu:2:own`
-has memory of its own: it holds copies of the parameters, as a GPU does, instead of sharing them. So
-any machine can test what a machine with several GPUs does.
+has memory of its own: it holds copies of the parameters, as an accelerator does, instead of sharing
+them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from evenstep.devices import accelerator
 from evenstep.errors import DeviceError, shown
 from evenstep.limits import MOST_THREADS
 
@@ -26,22 +27,25 @@ class Device:
     """A place where shards are computed.
 
     Attributes:
-        kind: "cpu" or "cuda".
-        index: number of the GPU, or of the CPU device (only a name: threads are not pinned).
-        own_memory: whether a CPU device keeps copies of the parameters, as GPUs do.
+        kind: "cpu", or the type of an accelerator as torch names it: "cuda", "xpu", ...
+        index: number of the accelerator, or of the CPU device (only a name: threads are not
+            pinned).
+        own_memory: whether a CPU device keeps copies of the parameters, as accelerators do.
         threads: number of intra-op threads on this device, at most 1,024; part of the experiment.
         name: the name that `parse_device` reads: `cpu:0`, `cuda:1`, `cpu:2:own`.
         memory: the memory that holds its tensors; devices with the same memory share parameters.
         torch_device: the `torch.device` that its tensors are on.
+        is_accelerator: whether it is no CPU device: its kernels run later than they are launched.
     """
 
-    kind: Literal["cpu", "cuda"]
+    kind: str
     index: int
     own_memory: bool = False
     threads: int = 1
     name: str = dataclasses.field(init=False, repr=False, compare=False)
     memory: str = dataclasses.field(init=False, repr=False, compare=False)
     torch_device: torch.device = dataclasses.field(init=False, repr=False, compare=False)
+    is_accelerator: bool = dataclasses.field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, least, most in (("index", 0, MOST_INDEX), ("threads", 1, MOST_THREADS)):
@@ -51,11 +55,13 @@ class Device:
                     f"got {name}={shown(value)} of a device: give an integer from {least} to {most}"
                 )
         name = f"{self.kind}:{self.index}" + (":own" if self.own_memory else "")
-        memory = "cpu" if self.kind == "cpu" and not self.own_memory else name
-        torch_device = (
-            torch.device("cpu") if self.kind == "cpu" else torch.device("cuda", self.index)
-        )
-        derived = {"name": name, "memory": memory, "torch_device": torch_device}
+        is_cpu = self.kind == "cpu"
+        derived = {
+            "name": name,
+            "memory": "cpu" if is_cpu and not self.own_memory else name,
+            "torch_device": torch.device("cpu") if is_cpu else torch.device(self.kind, self.index),
+            "is_accelerator": not is_cpu,
+        }
         for field, value in derived.items():
             object.__setattr__(self, field, value)
 
@@ -78,7 +84,7 @@ class Device:
     @property
     def model_name(self) -> str:
         """The hardware model; results are bit-identical on devices of one model only."""
-        return "cpu" if self.kind == "cpu" else torch.cuda.get_device_name(self.index)
+        return accelerator.model_name(self.torch_device) if self.is_accelerator else "cpu"
 
     def __str__(self) -> str:
         return self.name
@@ -110,12 +116,23 @@ def as_device(device: object, *, threads: int = 1) -> Device:
 
 
 def parse_device(name: str, *, threads: int = 1) -> Device:
-    """Parse a device name: `cpu`, `cpu:1`, `cpu:1:own`, `cuda`, `cuda:0` (no number means 0)."""
-    match = re.fullmatch(r"(cpu|cuda)(?::(\d{1,6}))?(:own)?", name.strip())
-    if match is None or (match[1] == "cuda" and match[3]):
+    """Parse a device name: `cpu`, `cpu:1`, `cpu:1:own`, `cuda`, `cuda:0` (no number means 0).
+
+    Instead of `cuda`, it may be any type of device that torch knows.
+    """
+    match = re.fullmatch(r"([a-z][a-z0-9_]{0,30})(?::(\d{1,6}))?(:own)?", name.strip())
+    if match is None or not _is_a_kind(match[1]) or (match[1] != "cpu" and match[3]):
         raise DeviceError(
             f"got device {shown(name.strip())}: write cpu:0, cpu:1, ..., cuda:0, cuda:1, ..., "
             f"a number of devices, or auto"
         )
-    kind: Literal["cpu", "cuda"] = "cpu" if match[1] == "cpu" else "cuda"
-    return Device(kind, int(match[2] or 0), own_memory=bool(match[3]), threads=threads)
+    return Device(match[1], int(match[2] or 0), own_memory=bool(match[3]), threads=threads)
+
+
+def _is_a_kind(name: str) -> bool:
+    """Whether torch knows a type of device of this name, on which it can compute."""
+    try:
+        torch.get_device_module(name)
+    except RuntimeError:
+        return False
+    return True

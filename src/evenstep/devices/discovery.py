@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from evenstep.devices import accelerator
 from evenstep.devices.device import Device, as_device
 from evenstep.errors import DeviceError, counted, hides_own_frames, shown
 from evenstep.limits import MOST_DEVICES, MOST_THREADS
@@ -65,20 +66,20 @@ def find_devices(
 
 def try_gpu(index: int = 0) -> Device:
     """Return GPU `index` if it exists, otherwise the CPU device `cpu:0`."""
-    return Device("cuda", index) if index < gpu_count() else Device("cpu", 0)
+    return _gpu(index) if index < gpu_count() else Device("cpu", 0)
 
 
 def try_all_gpus(*, threads: int = 1) -> tuple[Device, ...]:
     """Return all GPUs; without a GPU, one CPU device for each core that this process may use."""
     if gpu_count():
-        return tuple(Device("cuda", index, threads=threads) for index in range(gpu_count()))
+        return tuple(_gpu(index, threads) for index in range(gpu_count()))
     count = min(max(1, usable_cores() // threads), MOST_DEVICES)
     return tuple(Device("cpu", index, threads=threads) for index in range(count))
 
 
 def gpu_count() -> int:
-    """Return the number of GPUs that torch can use."""
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    """Return the number of GPUs, or other accelerators, that torch can use."""
+    return accelerator.count_here()
 
 
 def usable_cores() -> int:
@@ -105,7 +106,7 @@ def cgroup_quota_cores(
 def layout_notes(devices: Sequence[Device], shards: int) -> list[str]:
     """Return a line for each property of `devices` that costs time or weakens reproducibility."""
     notes = []
-    lanes = sum(device.threads for device in devices if device.kind == "cpu")
+    lanes = sum(device.threads for device in devices if not device.is_accelerator)
     if lanes > usable_cores():
         notes.append(
             f"{lanes} threads of CPU devices share {usable_cores()} cores: the result is the "
@@ -159,7 +160,7 @@ def _numbered(count: int, threads: int, rank: int) -> tuple[Device, ...]:
         raise _too_many(count)
     if gpu_count():
         first = rank * count
-        return tuple(Device("cuda", first + index, threads=threads) for index in range(count))
+        return tuple(_gpu(first + index, threads) for index in range(count))
     return tuple(Device("cpu", index, threads=threads) for index in range(count))
 
 
@@ -168,25 +169,35 @@ def _check(devices: Sequence[Device]) -> None:
         raise DeviceError("got an empty list of devices: name at least one, or give 'auto'")
     if len(devices) > MOST_DEVICES:
         raise _too_many(len(devices))
-    threads = sum(device.threads for device in devices if device.kind == "cpu")
+    threads = sum(device.threads for device in devices if not device.is_accelerator)
     if threads > MOST_THREADS and threads > usable_cores():
         raise DeviceError(
             f"got {len(devices)} devices with {threads} intra-op threads in all: a process may "
             f"have at most {max(MOST_THREADS, usable_cores())}, so use fewer devices, or fewer "
             f"threads of each"
         )
-    gpus = gpu_count()
-    for device in devices:
-        if device.kind == "cuda" and device.index >= gpus:
-            raise DeviceError(
-                f"got {device}, but torch sees {counted(gpus, 'GPU')} here: use "
-                + ("", "cuda:0, or ", f"cuda:0 to cuda:{gpus - 1}, or ")[min(gpus, 2)]
-                + "CPU devices (cpu:0, cpu:1, ...)"
-            )
-    names = Counter(device.name for device in devices if device.kind == "cpu")
+    _check_gpus([device for device in devices if device.is_accelerator])
+    names = Counter(device.name for device in devices if not device.is_accelerator)
     for name, times in names.items():
         if times > 1:
             raise DeviceError(f"got {name} twice: give each CPU device a number of its own")
+
+
+def _check_gpus(devices: Sequence[Device]) -> None:
+    kind, gpus = accelerator.kind_here(), gpu_count()
+    for device in devices:
+        if device.kind != kind or device.index >= gpus:
+            raise DeviceError(
+                f"got {device}, but torch sees {counted(gpus, 'GPU')} here: use "
+                + ("", f"{kind}:0, or ", f"{kind}:0 to {kind}:{gpus - 1}, or ")[min(gpus, 2)]
+                + "CPU devices (cpu:0, cpu:1, ...)"
+            )
+    if devices:
+        accelerator.refuse_incomplete(devices[0].kind)
+
+
+def _gpu(index: int, threads: int = 1) -> Device:
+    return Device(accelerator.kind_here() or "cuda", index, threads=threads)
 
 
 def _too_many(count: int) -> DeviceError:

@@ -16,12 +16,12 @@ def carry(
 ) -> torch.Tensor:
     """Return a copy of `tensor` in the memory of `device`, in an allocation of its own.
 
-    A copy to a GPU goes through pinned memory, on the current stream.
+    A copy to an accelerator goes through pinned memory, on the current stream.
     """
     if tensor.requires_grad:
         tensor = tensor.detach()
     target = device.torch_device
-    if device.kind == "cuda" and not tensor.is_cuda:
+    if device.is_accelerator and tensor.device.type == "cpu":
         pinned = tensor.pin_memory()
         return pinned.to(target, copy=True, memory_format=memory_format, non_blocking=True)
     return tensor.to(target, copy=True, memory_format=memory_format)
@@ -39,12 +39,12 @@ def intra_op_threads(threads: int) -> Iterator[None]:
 
 
 def deterministic_kernels(devices: Sequence[Device]) -> AbstractContextManager[None]:
-    """Return a context that uses deterministic CUDA kernels; no effect without a CUDA device.
+    """Return a context that uses deterministic kernels of accelerators; no effect without one.
 
     Turns off cuDNN's autotuning, which picks kernels by timing, and turns on torch's deterministic
     algorithms; restores both at the end.
     """
-    has_gpu = any(device.kind == "cuda" for device in devices)
+    has_gpu = any(device.is_accelerator for device in devices)
     return _deterministic_kernels() if has_gpu else nullcontext()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -37,3 +38,26 @@ def process_wide(
                     entered.close()
 
     return opened
+
+
+_INTERVAL_S = 1e-4
+
+
+@process_wide
+@contextmanager
+def short_switch_interval() -> Iterator[None]:
+    """Let Python's threads take turns sooner while the context is open: every 0.1 ms.
+
+    A thread whose kernel has finished needs Python's global lock to start the next one. It waits
+    for Python's switch interval, 5 ms by default, before it asks the thread that has the lock to
+    release it, and a whole forward pass of a shard may take less than that. A shorter interval
+    stays; at the end the earlier one is restored, unless another one was set meanwhile.
+    """
+    earlier_s = sys.getswitchinterval()
+    sys.setswitchinterval(min(earlier_s, _INTERVAL_S))
+    chosen_s = sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        if sys.getswitchinterval() == chosen_s:
+            sys.setswitchinterval(earlier_s)

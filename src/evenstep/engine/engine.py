@@ -20,7 +20,14 @@ from typing import Any
 
 import torch
 
-from evenstep.devices import Device, Devices, as_device, find_devices, short_switch_interval
+from evenstep.devices import (
+    Device,
+    Devices,
+    accelerator,
+    as_device,
+    find_devices,
+    short_switch_interval,
+)
 from evenstep.engine import handle as handles
 from evenstep.engine import streams
 from evenstep.engine.exclusive import Exclusive
@@ -110,7 +117,7 @@ class Engine:
         self._opened = contextlib.ExitStack()
         self._lock = Exclusive()
         self._numbers = {device.name: number for number, device in enumerate(self.devices)}
-        self._has_gpu = any(device.kind == "cuda" for device in self.devices)
+        self._has_gpu = any(device.is_accelerator for device in self.devices)
         self._failed: set[Task] = set()
         self._waiters: list[tuple[int, threading.Lock]] = []
         self.broken_by: BaseException | None = None
@@ -294,8 +301,8 @@ class Engine:
         self.refuse_inside("wait for all tasks")
         self._wait_until(0)
         for device in self.devices:
-            if device.kind == "cuda":
-                torch.cuda.synchronize(device.index)
+            if device.is_accelerator:
+                accelerator.synchronize(device.torch_device)
         self._raise_unseen()
 
     # ---- for code that builds on the engine
@@ -310,7 +317,7 @@ class Engine:
         if self.max_in_flight is not None:
             self._wait_until(self.max_in_flight - 1)
         if self._has_gpu:
-            fences = [streams.fence_here(d) for d in self.devices if d.kind == "cuda"]
+            fences = [streams.fence_here(d) for d in self.devices if d.is_accelerator]
             for task in tasks:
                 task.after = fences
         submissions = [_submission(task) for task in tasks]
@@ -344,6 +351,7 @@ class Engine:
             late = time.monotonic() - since_s > self.patience_s
             if gives_up and late and INTERRUPTS.ctrl_c_has_come:
                 self._give_up_at_work()
+        streams.finish([task.fence], lambda: gives_up and INTERRUPTS.ctrl_c_has_come)
 
     @INTERRUPTS.uninterrupted
     def wait_for_lanes(self) -> None:
@@ -478,8 +486,10 @@ class Engine:
             self.refuse_inside(f"wait for {task.name!r}")
             if not self._await(self._end_of(task), timeout_s):
                 return False
-        if task.fence is not None:
-            task.fence.synchronize()
+        if task.fence is not None and not self._await_kernels([task.fence], timeout_s):
+            return False
+        if self._has_gpu:
+            streams.keep(task.result)
         return True
 
     @INTERRUPTS.uninterrupted
@@ -491,9 +501,9 @@ class Engine:
             self._wait_for(writer)
         elif cause is not None:
             raise self._error_of(cause)
-        for fence in var.fences:
-            if fence is not None:
-                fence.synchronize()
+        if self._has_gpu:
+            self._await_kernels([*var.fences])
+            streams.keep(var.value_in_task())
 
     # ---- in the submitting thread
 
@@ -537,6 +547,17 @@ class Engine:
         ended = _locked()
         self._lock.change(lambda: ended.release() if task.ended else task.wakes.append(ended))
         return ended
+
+    def _await_kernels(self, fences: Sequence[Any], timeout_s: float | None = None) -> bool:
+        """Wait until kernels have finished; return whether they have. Signals are handled."""
+        ends_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+
+        def is_late() -> bool:
+            if INTERRUPTS.pending:
+                INTERRUPTS.check()
+            return time.monotonic() >= ends_s
+
+        return streams.finish(fences, is_late)
 
     def _await(self, reached: threading.Lock, timeout_s: float | None = None) -> bool:
         """Wait until `reached` is released; return whether it is. Signals are handled meanwhile."""
@@ -629,6 +650,8 @@ class Engine:
             if not task.ended:  # otherwise its lane was lost meanwhile
                 task.result = result
                 task.error, task.traceback = error, traceback
+                if self._has_gpu:
+                    streams.note_fence(task)
             dropped = self.trace.add(Span(lane, task.name, task.category, began, ended, task.story))
             left: object = None
             if self.broken_by is None:
@@ -641,7 +664,13 @@ class Engine:
             raise ClosedError(f"{task.name!r} was dropped: the engine was closed before it started")
         if self._has_gpu:
             streams.open_task(task, device)
-        result = task.call()
+        try:
+            result = task.call()
+        except BaseException:
+            if self._has_gpu:
+                with contextlib.suppress(RuntimeError):  # of a device that has failed altogether
+                    streams.close_task(task, device)
+            raise
         if self._has_gpu:
             streams.close_task(task, device)
         return result

@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch.autograd import forward_ad
 
-from evenstep.devices import Device
+from evenstep.devices import Device, accelerator
 from evenstep.engine.task import PLAIN, in_modes
 from evenstep.errors import DeviceError
 from evenstep.private_torch.compilers import compile_scripts, level_of, scripts_are_compiled
@@ -184,9 +184,8 @@ class ThreadLanes:
         self._here.lane = lane
         _fix_threads(device.threads)
         _fix_modes()
-        if device.kind == "cuda":
-            torch.cuda.set_device(device.index)
-            torch.cuda.set_stream(torch.cuda.Stream(device.index))
+        if device.is_accelerator:
+            accelerator.open_lane(device.torch_device)
 
 
 _Outcomes: TypeAlias = "queue.SimpleQueue[BaseException | None]"

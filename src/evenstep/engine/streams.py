@@ -1,22 +1,25 @@
-"""Orders the CUDA streams of the lanes by events, so that no thread waits for kernels to finish.
+"""Orders the streams of accelerators' lanes by events, so that no thread waits for kernels.
 
-To the scheduler, a task on a GPU has ended when its kernels are launched. An event (`fence`) is
-recorded behind them, and the stream of any task that takes the result waits for that event. Without
-GPUs nothing here is called.
+To the scheduler, a task on an accelerator has ended when its kernels are launched. An event
+(`fence`) is recorded behind them, and the stream of any task that takes the result waits for that
+event. Without accelerators nothing here is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import optree
 import torch
 
-from evenstep.devices import Device, carry
+from evenstep.devices import Device, accelerator, carry
 from evenstep.engine.graph import Place
 from evenstep.engine.handle import Handle, Var
 from evenstep.engine.task import Task
+
+_LOOK_S = 1e-3  # the longest time between two looks at a fence
 
 
 def copy_to(value: Any, device: Device) -> Any:
@@ -28,40 +31,74 @@ def copy_to(value: Any, device: Device) -> Any:
     return optree.tree_map(copied, value)
 
 
+def copied_to_host(value: Any) -> Any:
+    """Return `value` with every tensor copied to pinned memory behind the kernels launched here.
+
+    The host may read them once a fence that is recorded afterwards has passed.
+    """
+
+    def copied(leaf: Any) -> Any:
+        return leaf.to("cpu", non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    return optree.tree_map(copied, value)
+
+
 def fence_here(device: Device) -> Any:
-    """Record an event behind the kernels that the calling thread has launched on a GPU."""
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(device.index))
-    return event
+    """Record an event behind the kernels that the calling thread has launched on a device."""
+    return accelerator.fence_here(device.torch_device)
 
 
 def wait_for(fences: Iterable[Any], device: Device) -> None:
-    """Make a GPU's current stream wait for `fences`; on a CPU device, block until they pass."""
+    """Make an accelerator's current stream wait for `fences`; for a CPU device, block."""
     for fence in fences:
         if fence is None:
             continue
-        if device.kind == "cuda":
-            torch.cuda.current_stream(device.index).wait_event(fence)
+        if device.is_accelerator:
+            accelerator.wait_here(fence, device.torch_device)
         else:
-            fence.synchronize()
+            finish([fence])
+
+
+def finish(fences: Iterable[Any], unless: Callable[[], bool] = lambda: False) -> bool:
+    """Wait until `fences` pass, or `unless()` is true; return whether all have passed.
+
+    It looks again and again, at most a millisecond late: a wait inside torch would have no end if
+    the device stands still.
+
+    Args:
+        fences: events, or None for one that has passed.
+        unless: whether to give up.
+    """
+    for fence in fences:
+        began_s = time.perf_counter()
+        while fence is not None and not fence.query():
+            if unless():
+                return False
+            time.sleep(min(_LOOK_S, (time.perf_counter() - began_s) / 50))
+    return True
 
 
 def open_task(task: Task, device: Device) -> None:
     """Make the lane's stream wait for the submitting thread's kernels and the task's inputs."""
     wait_for(task.after, device)
+    keep(task.arguments)
     for source in task.sources:
         if isinstance(source, Handle):
             wait_for([source.task.fence], device)
-            if device.kind == "cuda":
-                keep(source.task.result)
+            keep(source.task.result)
     for place in (*task.reads, *task.writes):
         assert isinstance(place, Var)
-        wait_for(place.fences, device)
+        wait_for([*place.fences], device)
+        keep(place.value_in_task())
 
 
 def close_task(task: Task, device: Device) -> None:
-    """Record a fence behind the task's kernels, and on the places that it used."""
-    task.fence = fence_here(device) if device.kind == "cuda" else None
+    """Record a fence behind the task's kernels, also those of a task that has failed."""
+    task.fence = fence_here(device) if device.is_accelerator else None
+
+
+def note_fence(task: Task) -> None:
+    """Note the fence of an ended task on the places that it used; one call at a time."""
     for place in task.writes:
         _fences_of(place)[:] = [task.fence]
     for place in task.reads:
@@ -78,5 +115,5 @@ def _fences_of(place: Place) -> list[Any]:
 def keep(value: Any) -> None:
     """Mark the memory of `value` as used by the current stream, so that it is not reused early."""
     for leaf in optree.tree_leaves(value):
-        if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-            leaf.record_stream(torch.cuda.current_stream(leaf.device))
+        if isinstance(leaf, torch.Tensor):
+            accelerator.keep(leaf)

@@ -10,16 +10,16 @@ import contextlib
 import contextvars
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
 
+from evenstep.devices import accelerator
+from evenstep.devices.accelerator import autocast_kinds
 from evenstep.engine.graph import Place
 from evenstep.engine.schedule import Job
 from evenstep.errors import DeviceLostError, text_of
-
-_AUTOCAST_KINDS = ("cpu", "cuda")
 
 
 class Modes(NamedTuple):
@@ -28,22 +28,21 @@ class Modes(NamedTuple):
     Attributes:
         grad: whether ops are recorded for the backward pass.
         inference: whether inference mode is on.
-        autocast: the dtypes that autocast uses on the CPU and on CUDA; None where it is off.
+        autocast: the dtypes that autocast uses, by the type of device, where it is on.
     """
 
     grad: bool
     inference: bool
-    autocast: tuple[torch.dtype | None, ...]
+    autocast: Mapping[str, torch.dtype]
 
 
 def current_modes() -> Modes:
     """Return the modes of the calling thread."""
     grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    on_cpu, on_cuda = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    if grad and not (inference or on_cpu or on_cuda):
+    casting = [kind for kind in autocast_kinds() if torch.is_autocast_enabled(kind)]
+    if grad and not (inference or casting):
         return PLAIN
-    cpu = torch.get_autocast_dtype("cpu") if on_cpu else None
-    return Modes(grad, inference, (cpu, torch.get_autocast_dtype("cuda") if on_cuda else None))
+    return Modes(grad, inference, {kind: torch.get_autocast_dtype(kind) for kind in casting})
 
 
 @contextlib.contextmanager
@@ -56,15 +55,15 @@ def in_modes(modes: Modes) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.inference_mode(modes.inference))
         stack.enter_context(torch.set_grad_enabled(modes.grad))
-        for kind, dtype in zip(_AUTOCAST_KINDS, modes.autocast, strict=True):
-            if dtype is not None:
+        for kind in autocast_kinds():
+            if (dtype := modes.autocast.get(kind)) is not None:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
             elif torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 
-PLAIN = Modes(grad=True, inference=False, autocast=(None,) * len(_AUTOCAST_KINDS))
+PLAIN = Modes(grad=True, inference=False, autocast=MappingProxyType({}))
 """The modes of a new thread."""
 
 
@@ -91,8 +90,8 @@ class Task(Job):
         traceback: the traceback of `error`.
         seen: whether `error` was raised to a caller (or is left to the submitter, see `quiet`).
         ran_on: the lane that it ran on.
-        after: on GPUs: events recorded behind the submitting thread's own kernels.
-        fence: on a GPU: the event recorded behind the task's kernels.
+        after: on accelerators: events recorded behind the submitting thread's own kernels.
+        fence: on an accelerator: the event recorded behind the task's kernels.
         wakes: locks to release when the task ends.
     """
 
@@ -231,8 +230,7 @@ def sources_in(arguments: Any) -> list[Source]:
 
 
 def is_device_failure(error: BaseException | None) -> bool:
-    """Return whether an error means that a device failed: ours, or torch's for a broken GPU."""
-    accelerator_error = getattr(torch, "AcceleratorError", None)
+    """Return whether an error means that a device failed: ours, or torch's for an accelerator."""
     return isinstance(error, DeviceLostError) or (
-        accelerator_error is not None and isinstance(error, accelerator_error)
+        error is not None and accelerator.is_failure(error)
     )

@@ -268,7 +268,7 @@ class EvenTrainer(transformers.Trainer):
         """
         device = self.args.device
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.no_grad(), _forked_generators(device):
             by_one, by_two = (float(self._loss(model, inputs, items)) for items in (1.0, 2.0))
         model.train()
         if math.isclose(by_one, 2 * by_two, rel_tol=1e-5):
@@ -323,12 +323,18 @@ class EvenTrainer(transformers.Trainer):
 
     def _refuse_other_device(self) -> None:
         first, theirs = self._devices[0].torch_device, self.args.device
-        if first.type != theirs.type or (first.type == "cuda" and first.index != theirs.index):
+        if first.type != theirs.type or (first.type != "cpu" and first.index != theirs.index):
             raise InputError(
                 f"the first device of EvenTrainer is {self._devices[0]}, but that of its training "
                 f"arguments is {theirs}: use TrainingArguments(use_cpu=True) for CPUs, or let "
                 f"devices= begin with {theirs}"
             )
+
+
+def _forked_generators(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    if device.type == "cpu":
+        return torch.random.fork_rng([])
+    return torch.random.fork_rng([device], device_type=device.type)
 
 
 def _refuse_other_experiment(here: Experiment, checkpoint: Path) -> None:

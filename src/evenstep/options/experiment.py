@@ -98,7 +98,7 @@ class Experiment(Options):
             return lambda tensor: carry(tensor, device, _last_if_images(tensor))
         preserve = self.memory_format == "preserve"
         layout = torch.preserve_format if preserve else torch.contiguous_format
-        if device.kind == "cpu":
+        if not device.is_accelerator:
             # What `carry` does on CPUs, without a call into Python for each tensor.
             target = device.torch_device
             return operator.methodcaller("to", target, copy=True, memory_format=layout)

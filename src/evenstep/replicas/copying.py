@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import optree
@@ -19,11 +21,30 @@ def move_home(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device
     """Move the user's model and the optimizer's state to `device`, in place."""
     target = device.torch_device
     if any(parameter.device != target for parameter in model.parameters()):
-        model.to(target)
+        with _keeping_parameters(target):
+            model.to(target)
         for state in optimizer.state.values():
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and value.ndim > 0:
                     state[key] = value.to(target)
+
+
+@contextmanager
+def _keeping_parameters(target: torch.device) -> Iterator[None]:
+    """Inside `with`, `module.to(target)` keeps the parameter objects, which optimizers refer to.
+
+    It gives a parameter new data, but new parameters to a module where tensors on `target` are of
+    another type in C++ (accelerators of extensions). There, their contents can be swapped.
+    """
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    try:
+        torch.empty(0).data = torch.empty(0, device=target)
+    except RuntimeError:
+        torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 def align_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

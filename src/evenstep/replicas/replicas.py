@@ -192,7 +192,7 @@ class Replicas:
     @property
     def on_cpus(self) -> bool:
         """Whether every device is a CPU."""
-        return all(device.kind == "cpu" for device in self._devices)
+        return not any(device.is_accelerator for device in self._devices)
 
     def refresh(self) -> bool:
         """Bring every replica up to date with the user's module.
@@ -336,7 +336,7 @@ class Replicas:
         memory and the device computes on a copy. It needs all devices where each has several
         replicas.
         """
-        needs_home = self._home_computes or self.home.device.kind != "cpu"
+        needs_home = self._home_computes or self.home.device.is_accelerator
         if len(lost) >= len(self.all) or len(self.all) > self._lanes or (0 in lost and needs_home):
             return False
         self._lost = lost

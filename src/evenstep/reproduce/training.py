@@ -19,7 +19,7 @@ from evenstep.bench import results
 from evenstep.callbacks.lr_scaling import Rule, scale_lr
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.data import Loader
-from evenstep.devices import Devices, gpu_count
+from evenstep.devices import Devices, gpu_count, try_all_gpus
 from evenstep.limits import Precision
 from evenstep.metrics import accuracy
 from evenstep.models.registry import find_factory
@@ -189,8 +189,8 @@ def _make_scheduler(
 
 def choose_devices(count: int) -> Devices:
     """Return `count` devices: the GPUs in turn, or CPU devices on a machine without GPUs."""
-    gpus = gpu_count()
-    return [f"cuda:{number % gpus}" for number in range(count)] if gpus else count
+    gpus = try_all_gpus() if gpu_count() else ()
+    return [gpus[number % len(gpus)] for number in range(count)] if gpus else count
 
 
 def timeline(spans: list[Span], devices: list[str]) -> list[dict[str, Any]]:

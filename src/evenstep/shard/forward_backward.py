@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -87,6 +87,7 @@ def compute_shard(
     stream: GradientStream | None = None,
     may_accumulate: bool = True,
     observe: Callable[[int, PartialSum], None] | None = None,
+    finish: Callable[[Sequence[Any]], object] = streams.finish,
 ) -> Leaf:
     """Run one shard forward and backward, and put its gradients and buffers into the tree.
 
@@ -104,6 +105,7 @@ def compute_shard(
         stream: takes gradients as soon as they are final; None to leave them all to the tree.
         may_accumulate: whether a backward pass adds to each gradient at most once.
         observe: called with the shard's number and its own value.
+        finish: waits for the shard's kernels on an accelerator, given the fence behind them.
 
     Returns:
         The shard's (total, count), detached.
@@ -117,7 +119,7 @@ def compute_shard(
         node, left = work.shard, None
     if left is not None and left.fence is not None:
         receive(left, replica.device)
-    is_on_gpu = replica.device.kind == "cuda"
+    is_on_gpu = replica.device.is_accelerator
     with ShardRandomness(work.random_seed, follows_autograd=is_on_gpu):
         if work.program is not None:
             leaf, value = _run_program(replica, work, work.program, left)
@@ -125,14 +127,16 @@ def compute_shard(
             leaf, value = _run_eagerly(replica, work, objective, node, left, stream)
     if may_accumulate and replica.may_accumulate and not value.is_dense:
         raise AccumulatedTwiceError("a function that is no layer gave a sparse gradient")
-    if observe is not None:
-        observe(work.shard, value)
     if left is not None:
         value.buffers = add_buffers(left, value) if replica.buffers else []
         value.weights = (*left.weights, *value.weights)
         value.lo = left.lo
     if is_on_gpu:
+        leaf = streams.copied_to_host(leaf)
         value.fence = streams.fence_here(replica.device)
+        finish([value.fence])  # nobody waits for a device that stands still
+    if observe is not None:
+        observe(work.shard, value)
     tree.put(node, value)
     return leaf
 
@@ -197,7 +201,7 @@ def _run_eagerly(
 
 
 def _detached(outputs: Outputs) -> Outputs:
-    """Return copies of outputs on the CPU, without their graph."""
+    """Return copies of outputs without their graph."""
     return {
         name: tuple(map(_copied, value)) if isinstance(value, tuple) else _copied(value)
         for name, value in outputs.items()
@@ -205,7 +209,7 @@ def _detached(outputs: Outputs) -> Outputs:
 
 
 def _copied(value: Number) -> Number:
-    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _forward(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardLoss:

@@ -81,9 +81,8 @@ class PartialSum:
 def add(left: PartialSum, right: PartialSum) -> PartialSum:
     """Return left + right in the memory of `left`, whose tensors are reused."""
     device = left.replica.device
-    if device.kind == "cuda":
-        receive(left, device)
-        receive(right, device)
+    receive(left, device)
+    receive(right, device)
     if right.replica.device.memory != device.memory:
         right = _moved(right, left.replica)
     return PartialSum(
@@ -94,7 +93,7 @@ def add(left: PartialSum, right: PartialSum) -> PartialSum:
         left.lo,
         right.hi,
         left.is_dense and right.is_dense,
-        streams.fence_here(device) if device.kind == "cuda" else None,
+        streams.fence_here(device) if device.is_accelerator else None,
     )
 
 
@@ -201,7 +200,7 @@ def divide_gradients(gradients: Sequence[torch.Tensor | None], count: float) -> 
 
 
 def receive(value: PartialSum, device: Device) -> None:
-    """On a GPU, make the calling lane's stream wait for the kernels that computed `value`."""
+    """Make the calling lane's stream wait for the kernels that computed `value`; block on a CPU."""
     if value.fence is not None:
         streams.wait_for([value.fence], device)
         streams.keep((value.gradients, value.buffers))
@@ -252,8 +251,15 @@ def _unwritten(opening: torch.Tensor, value: PartialSum) -> torch.Tensor:
     return total
 
 
+def at_home(root: PartialSum, home: Replica) -> PartialSum:
+    """Return the root of a step in the memory of the user's module, for the calling lane."""
+    receive(root, home.device)
+    is_there = root.replica.device.memory == home.device.memory
+    return root if is_there else _moved(root, home)
+
+
 def _moved(value: PartialSum, replica: Replica) -> PartialSum:
-    """Return a copy in the memory of `replica`."""
+    """Return a copy in the memory of `replica`, which the calling lane has received."""
 
     def moved(tensors: Tensors) -> Tensors:
         return [None if tensor is None else carry(tensor, replica.device) for tensor in tensors]

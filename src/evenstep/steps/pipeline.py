@@ -19,6 +19,7 @@ import torch
 
 from evenstep.batch.assignment import OneLaneChoice
 from evenstep.contract import refuse_modes
+from evenstep.devices.accelerator import autocast_kinds
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.distributed.step_report import AgainError
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
@@ -26,6 +27,7 @@ from evenstep.engine.lanes import has_own_modes
 from evenstep.engine.task import PLAIN, Task
 from evenstep.errors import DeviceLostError, InputError
 from evenstep.profiling.clock import ADD_UP_EVERY, Timekeeper
+from evenstep.shard.partial_sum import at_home
 from evenstep.steps.executors import IndependentExecutor
 from evenstep.steps.failures import Recovery
 from evenstep.steps.step import Attempt, Progress, Step, StepLoss
@@ -65,6 +67,7 @@ class Pipeline(abc.ABC):
         self._progress = progress
         self._overlap = max_in_flight > 1
         self._recovery = Recovery(executor)
+        self._autocast_kinds = autocast_kinds()
 
     # ---- before a step
 
@@ -99,7 +102,7 @@ class Pipeline(abc.ABC):
         engine = self._engine
         if self._executor.side_by_side or threading.get_ident() in engine.lanes.threads:
             engine.refuse_inside("take a step, or evaluate")
-        if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        if any(map(torch.is_autocast_enabled, self._autocast_kinds)):
             raise InputError(
                 "torch.autocast around a step is not propagated to the worker threads: use "
                 'Trainer(precision="bf16") instead'
@@ -303,7 +306,7 @@ class Pipeline(abc.ABC):
         except AgainError:
             attempt.ending.committed = False
             raise
-        step.finish(step, leaves, root)
+        step.finish(step, leaves, at_home(root, self._replicas.home))
         step.finished = True
         attempt.clock.update = (self._engine.lanes.here, began_s, time.perf_counter())
         self._timekeeper.ended.append((step.number, attempt.clock))

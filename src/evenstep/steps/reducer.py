@@ -33,6 +33,7 @@ from evenstep.distributed.step_report import (
     named,
     unnamed,
 )
+from evenstep.engine import streams
 from evenstep.errors import PeerError, text_of
 from evenstep.replicas import Replicas
 from evenstep.shard.forward_backward import Leaf
@@ -144,7 +145,9 @@ class ProcessReducer(LocalReducer):
         """
         attempt = step.attempt
         assert attempt.sum.tree is not None
-        report = self._report(step, attempt.sum.tree.take_partials())
+        partials = attempt.sum.tree.take_partials()
+        streams.finish(partial.fence for partial in partials)  # before they are copied to the host
+        report = self._report(step, partials)
         self.note(f"exchanging step {step.number}")
         attempt.ending.reported = True
         began_s = time.perf_counter()

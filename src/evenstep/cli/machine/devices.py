@@ -12,7 +12,7 @@ from evenstep.cli.machine.facts import memory_bytes
 from evenstep.cli.options.table import Scope
 from evenstep.cli.options.training import ExperimentOptions
 from evenstep.cli.terminal.output import fields_table, print_line, print_table
-from evenstep.devices import cgroup_quota_cores, gpu_count, try_all_gpus, usable_cores
+from evenstep.devices import accelerator, cgroup_quota_cores, gpu_count, try_all_gpus, usable_cores
 from evenstep.options.experiment import Experiment
 
 _GIB = 1 << 30
@@ -31,9 +31,9 @@ def _devices() -> list[tuple[str, str]]:
     rows = [("devices", f"{', '.join(map(str, try_all_gpus()))} (--devices auto)")]
     if not gpu_count():
         return [*rows, ("GPUs", "none that torch can use")]
-    for index in range(gpu_count()):
-        properties = torch.cuda.get_device_properties(index)
-        rows.append((f"cuda:{index}", f"{properties.name}, {_gib(properties.total_memory)}"))
+    for gpu in try_all_gpus():
+        memory = _gib(accelerator.memory_nbytes(gpu.torch_device))
+        rows.append((str(gpu), f"{gpu.model_name}, {memory}"))
     return rows
 
 

@@ -14,7 +14,7 @@ import torch
 from evenstep.bench.machine import package_version
 from evenstep.cli.machine.checks import FEATURES, SHARED, MachineFacts
 from evenstep.cli.machine.load import cores_used_by_others
-from evenstep.devices import gpu_count, usable_cores
+from evenstep.devices import gpu_count, try_all_gpus, usable_cores
 from evenstep.private_torch.names import missing_names
 
 _COMPILERS = ("c++", "g++", "clang++")
@@ -44,7 +44,7 @@ def read_facts(environment: Mapping[str, str]) -> MachineFacts:
         shared_bytes=shutil.disk_usage(SHARED).total if os.path.isdir(SHARED) else None,
         governors=_governors(),
         is_on_battery=_is_on_battery(),
-        gpus=tuple(torch.cuda.get_device_name(index) for index in range(gpu_count())),
+        gpus=tuple(gpu.model_name for gpu in try_all_gpus()) if gpu_count() else (),
         has_nvidia_driver=_NVIDIA.exists(),
         environment=environment,
     )

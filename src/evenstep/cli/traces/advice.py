@@ -213,7 +213,7 @@ def _update(account: TraceAccount) -> Finding:
     updaters = [device.device for device in account.devices if device.update_s]
     where = f", on {_list(updaters)}"
     where += " while the others wait" if len(updaters) < len(account.devices) else ""
-    if any(device.startswith("cuda") for device in updaters):
+    if any(map(_is_gpu, updaters)):
         where += " (on a GPU, this includes waiting for the kernels of the shards)"
     text = (
         f"updating takes {share:.0%} of the time, {_ms(account.updating_s / account.steps)} a step"
@@ -292,7 +292,11 @@ def _percents(account: TraceAccount) -> dict[str, int]:
 
 
 def _gpus(account: TraceAccount) -> list[str]:
-    return [device.device for device in account.devices if device.device.startswith("cuda")]
+    return [device.device for device in account.devices if _is_gpu(device.device)]
+
+
+def _is_gpu(device: str) -> bool:
+    return not device.startswith("cpu")
 
 
 def _who(account: TraceAccount, verb: str) -> str:

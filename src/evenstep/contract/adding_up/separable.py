@@ -263,7 +263,7 @@ def _tolerance(replica: Replica, work: ShardWork, total: torch.dtype) -> float:
     tensors = [*replica.parameters, *replica.buffers, *tensors_of(work.batch)]
     kinds = {total, *(one.dtype for one in tensors if one.is_floating_point())}
     exact = max(_TOLERANCE.get(kind, _TOLERANCE_OF_NARROW) for kind in kinds)
-    return exact if replica.device.kind == "cpu" else max(exact, _TOLERANCE_WITH_TF32)
+    return max(exact, _TOLERANCE_WITH_TF32) if replica.device.is_accelerator else exact
 
 
 def _adds_up(together: Loss, apart: Sequence[Loss], tolerance: float) -> bool:

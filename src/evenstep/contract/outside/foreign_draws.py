@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from evenstep.batch.rng import default_generator
 from evenstep.errors import ContractError
 from evenstep.private_torch.dispatch import TorchDispatchMode, dispatch_modes
 
@@ -214,9 +215,7 @@ def _are_one(draw: ForeignDraw, other: ForeignDraw) -> bool:
 
 
 def _equals_default(generator: torch.Generator) -> bool:
-    index = generator.device.index or 0
-    is_cuda = generator.device.type == "cuda"
-    default = torch.cuda.default_generators[index] if is_cuda else torch.default_generator
+    default = default_generator(generator.device)
     return torch.equal(generator.get_state(), default.get_state())
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from evenstep.devices import torch_settings
+from evenstep.devices.accelerator import autocast_kinds
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
 from evenstep.private_torch.dispatch import (
@@ -100,7 +101,7 @@ def _settings() -> dict[str, str]:
 
 
 def _casts_are_cached() -> bool:
-    casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    casts = any(map(torch.is_autocast_enabled, autocast_kinds()))
     return casts and torch.is_autocast_cache_enabled()
 
 

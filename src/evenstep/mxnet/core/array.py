@@ -378,7 +378,7 @@ def adopt(tensor: torch.Tensor, context: Context | None, like: type[NDArray]) ->
     """Return an array over a tensor on the CPU that nothing else changes."""
     context = context or current_context()
     array = like(Chunk("values of the program", tensor), Spec.of(tensor), context)
-    if context.device.kind == "cuda":
+    if context.device.is_accelerator:
         return like(array.chunk, array.spec, Context("cpu")).copyto(context)
     return array
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import logging
 
-from evenstep.devices import Device, gpu_count
+from evenstep.devices import Device, gpu_count, try_gpu
 from evenstep.errors import DeviceError
 
 logger = logging.getLogger("evenstep")
@@ -96,7 +96,7 @@ def _cpu_device(number: int) -> Device:
 @functools.cache
 def _gpu_device(number: int, gpus: int) -> Device:
     if number < gpus:
-        return Device("cuda", number)
+        return try_gpu(number)
     if gpus:
         there = "gpu(0)" if gpus == 1 else f"gpu(0) to gpu({gpus - 1})"
         raise DeviceError(

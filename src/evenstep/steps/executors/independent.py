@@ -116,6 +116,7 @@ class IndependentExecutor:
             stream=stream,
             may_accumulate=self.adds_once,
             observe=step.observe,
+            finish=self._finish_kernels,
         )
         if self.engine.lost_lanes:
             self.lost.go_on_without_idle(f"step {step.number}")
@@ -182,6 +183,12 @@ class IndependentExecutor:
             raise
         finally:
             shard_here.reset(outside)
+
+    def _finish_kernels(self, fences: Sequence[Any]) -> None:
+        """Wait for kernels of the calling lane, unless its device is given up meanwhile."""
+        lane = self.engine.lane_here
+        if not streams.finish(fences, lambda: lane in self.engine.lost_lanes):
+            raise self.engine.lost_error(lane)
 
     def copy(self, attempt: Attempt, shards: Sequence[int], device: Device) -> dict[int, Batch]:
         """Copy some shards' examples to `device`; called in its copy lane."""
@@ -269,6 +276,7 @@ class IndependentExecutor:
                 self._assign_evaluation(attempt)
                 error = self._run_everywhere(attempt)
                 if error is None:
+                    streams.keep(attempt.work.results)
                     self._timekeeper.evaluated(attempt.clock)
                     return [attempt.work.results[shard] for shard in cut.part.run]
                 if not self.lost.can_go_on(error, "an evaluation"):

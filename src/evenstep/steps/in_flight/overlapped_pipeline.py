@@ -32,7 +32,7 @@ class OverlappedPipeline(Pipeline):
         super().__init__(*given, **options)
         devices = self._engine.devices
         kinds = {(device.kind, device.threads) for device in devices}
-        self._any_lane = len(kinds) == 1 and devices[0].kind == "cpu"
+        self._any_lane = len(kinds) == 1 and not devices[0].is_accelerator
         self._model = self._engine.Var(None, "the model")
 
     def submit(self, step: Step) -> StepLoss:

@@ -66,7 +66,7 @@ def refuse_combinations(chosen: Chosen, *, is_alone: bool) -> None:
 def _used(chosen: Chosen, *, is_alone: bool) -> dict[str, str]:
     """Return the options that have a place in the table, as the user has written them."""
     experiment, layout = chosen.experiment, chosen.layout
-    no_cpu = next((str(device) for device in chosen.devices if device.kind != "cpu"), "")
+    no_cpu = next((str(device) for device in chosen.devices if device.is_accelerator), "")
     found = {
         "compile": "compile=True" * experiment.compile,
         "lockstep": lockstep_option(experiment) * chosen.is_lockstep,

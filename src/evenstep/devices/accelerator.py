@@ -1,0 +1,196 @@
+"""The accelerator of this machine, of whatever kind torch can use: the one place that knows it.
+
+torch has one kind of accelerator at a time (`torch.accelerator`): GPUs by CUDA or ROCm, Intel's
+XPUs, or what an extension registers. Besides tensors, evenstep needs of it streams, events, and the
+names that the modules of these kinds share (`torch.cuda`, `torch.xpu`, ...). A kind that lacks one
+of these is refused by its name. CPU devices need nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from evenstep.errors import DeviceError
+
+_NEEDED = ("device_count", "default_generators")
+"""The names in a kind's module without which shards could not be computed there."""
+
+
+# ---- which there are
+
+
+def kind_here() -> str | None:
+    """Return the type of this machine's accelerators, such as "cuda"; None without one."""
+    if not torch.accelerator.is_available():
+        return None
+    found = torch.accelerator.current_accelerator()
+    return None if found is None else found.type
+
+
+def autocast_kinds() -> tuple[str, ...]:
+    """Return the types of devices whose autocast may be on in a thread."""
+    found = torch.accelerator.current_accelerator()
+    return ("cpu",) if found is None else ("cpu", found.type)
+
+
+def count_here() -> int:
+    """Return the number of accelerators that torch can use."""
+    kind = kind_here()
+    return 0 if kind is None else int(_module(kind).device_count())
+
+
+def refuse_incomplete(kind: str) -> None:
+    """Refuse a kind of accelerator that lacks what evenstep needs.
+
+    Raises:
+        DeviceError: names what it lacks.
+    """
+    module = _module(kind)
+    lacking = [f"torch.{kind}.{name}" for name in _NEEDED if not hasattr(module, name)]
+    try:
+        torch.Event(torch.device(kind))
+        torch.Stream(torch.device(kind))
+    except (RuntimeError, TypeError) as error:
+        lacking.append(f"streams and events ({error})")
+    if lacking:
+        raise DeviceError(
+            f"evenstep can't compute on {kind} devices, for which torch lacks "
+            f"{' and '.join(lacking)}: use CPU devices (cpu:0, cpu:1, ...)"
+        )
+
+
+def model_name(device: torch.device) -> str:
+    """Return the hardware model of an accelerator, or its type if torch doesn't know the model."""
+    named = getattr(_module(device.type), "get_device_name", None)
+    return device.type if named is None else str(named(device.index))
+
+
+def memory_nbytes(device: torch.device) -> int:
+    """Return the size of an accelerator's memory in bytes."""
+    return int(torch.accelerator.get_memory_info(device.index)[1])
+
+
+def is_failure(error: BaseException) -> bool:
+    """Return whether torch raised an error because an accelerator failed."""
+    kind = getattr(torch, "AcceleratorError", None)
+    return kind is not None and isinstance(error, kind)
+
+
+# ---- streams and events
+
+
+def open_lane(device: torch.device) -> None:
+    """Let the calling thread compute on an accelerator, in a stream of its own."""
+    torch.accelerator.set_device_index(device.index)
+    torch.accelerator.set_stream(torch.Stream(device))
+
+
+def fence_here(device: torch.device) -> torch.Event:
+    """Record an event behind the kernels that the calling thread has launched on a device."""
+    event = torch.Event(device)
+    event.record(torch.accelerator.current_stream(device.index))
+    return event
+
+
+def wait_here(fence: torch.Event, device: torch.device) -> None:
+    """Make the calling thread's stream on a device wait for an event, also of another device."""
+    torch.accelerator.current_stream(device.index).wait_event(fence)
+
+
+def keep(tensor: torch.Tensor) -> None:
+    """Mark a tensor's memory as used by the calling thread's stream, so that it is not reused."""
+    if tensor.device.type != "cpu":
+        tensor.record_stream(torch.accelerator.current_stream(tensor.device.index))
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all kernels on a device."""
+    torch.accelerator.synchronize(device.index)
+
+
+# ---- random numbers
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return torch's process-wide default generator for an accelerator."""
+    module = _module(device.type)
+    module.init()
+    index = torch.accelerator.current_device_index() if device.index is None else device.index
+    found: torch.Generator = _process_wide(module.default_generators)[index]
+    return found
+
+
+def generator_states() -> list[torch.Tensor]:
+    """Return the states of the default generators of all accelerators that were used."""
+    module = _initialized()
+    return (
+        []
+        if module is None
+        else [one.get_state() for one in _process_wide(module.default_generators)]
+    )
+
+
+def set_generator_states(states: list[torch.Tensor]) -> None:
+    """Set the states that `generator_states` returned; skip those of devices that aren't there."""
+    kind = kind_here()
+    for number, state in enumerate(states[: count_here()]):
+        default_generator(torch.device(str(kind), number)).set_state(state)
+
+
+@contextmanager
+def routed_generators(find: Any) -> Iterator[None]:
+    """Inside `with`, torch's functions for random states use the generators that `find` returns.
+
+    They look up the default generators by their name in the module of the kind.
+
+    Args:
+        find: returns the generator for a device, given the `torch.device`.
+    """
+    module = _initialized()
+    if module is None:
+        yield
+        return
+    before = module.default_generators
+    module.default_generators = _Routed(before, module.__name__.rpartition(".")[2], find)
+    try:
+        yield
+    finally:
+        module.default_generators = before
+
+
+class _Routed(tuple[torch.Generator, ...]):
+    """What `torch.cuda.get_rng_state` and so on take for the default generators."""
+
+    find: Any
+    kind: str
+
+    def __new__(cls, generators: tuple[torch.Generator, ...], kind: str, find: Any) -> _Routed:
+        made = super().__new__(cls, generators)
+        made.kind, made.find = kind, find
+        return made
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the caller's generator for a device."""
+        return self.find(torch.device(self.kind, index))
+
+    def __iter__(self) -> Iterator[torch.Generator]:
+        return (self[index] for index in range(len(self)))
+
+
+def _process_wide(generators: tuple[torch.Generator, ...]) -> tuple[torch.Generator, ...]:
+    return tuple(tuple.__iter__(generators))
+
+
+def _initialized() -> Any:
+    """Return the module of the accelerator here if it was used; None if it wasn't."""
+    kind = kind_here()
+    module = None if kind is None else _module(kind)
+    return module if module is not None and module.is_initialized() else None
+
+
+def _module(kind: str) -> Any:
+    return torch.get_device_module(kind)
