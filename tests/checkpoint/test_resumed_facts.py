@@ -374,7 +374,9 @@ print(trainer.within_rounding)
 def test_a_setting_of_libraries_counts_where_it_moves_a_bit(folder, settings, named):
     here = Path(__file__).parent
     given = "-c", PROGRAM, here, here.parent / "support", folder
-    finished = run(*given, env={**os.environ, **settings}, fresh=True)
+    # Settings that the tests run with themselves, to compute as another processor, stay.
+    env = {**os.environ, **settings} if named else {**settings, **os.environ}
+    finished = run(*given, env=env, fresh=True)
     lines = finished.stderr.splitlines()
     if named is None:
         assert (finished.stdout, lines) == ("False\n", [])

@@ -438,6 +438,16 @@ def torch_settings():
     torch.use_deterministic_algorithms(before[1])
 
 
+def test_settings_of_deterministic_kernels_are_put_back(torch_settings):
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    with deterministic_kernels([Device("cuda", 0)]):
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.is_deterministic_algorithms_warn_only_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
 def test_gpus_alone_are_kept_to_deterministic_kernels(torch_settings):
     torch.backends.cudnn.benchmark = True
     with deterministic_kernels([Device("cuda", 0), Device("cpu", 0)]):

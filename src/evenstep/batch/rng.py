@@ -196,9 +196,14 @@ def _draw(op: Any, behind: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a random op behind this kernel; inside a shard, with the shard's generator."""
     run = functools.partial(op.redispatch, keys & behind)
     randomness = _callers_randomness()
-    if randomness is None or _has_generator(args, kwargs):
+    if _has_generator(args, kwargs):
         return run(*args, **kwargs)
     device = _device_of(args, kwargs)
+    if randomness is None:
+        if device.type == "cpu":
+            return run(*args, **kwargs)
+        with DEFAULT_GENERATORS:  # a shard's state may be in the default generator's place
+            return run(*args, **kwargs)
     if "generator" in _argument_names(op):
         return run(*args, **{**kwargs, "generator": randomness.generator(device)})
     if device.type == "cpu" or _is_off(op, args, kwargs):  # a CPU's kernel is made of other ops

@@ -16,6 +16,7 @@ import torch
 
 from evenstep.errors import DeviceError
 
+_ASSERTION = "device-side assert"
 _NEEDED = ("device_count", "default_generators")
 """The names in a kind's module without which shards could not be computed there."""
 
@@ -75,9 +76,22 @@ def memory_nbytes(device: torch.device) -> int:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Return whether torch raised an error because an accelerator failed."""
+    """Return whether torch raised an error because an accelerator failed.
+
+    An assertion in a kernel (a label that is no class, an index outside of a tensor) is the
+    program's: it would fail on every other device, too.
+    """
     kind = getattr(torch, "AcceleratorError", None)
-    return kind is not None and isinstance(error, kind)
+    return kind is not None and isinstance(error, kind) and _ASSERTION not in str(error)
+
+
+def has_failed(device: torch.device) -> bool:
+    """Return whether an accelerator refuses every call, since something on it has failed."""
+    try:
+        fence_here(device).query()
+    except RuntimeError:
+        return True
+    return False
 
 
 # ---- streams and events

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def deterministic_kernels(devices: Sequence[Device]) -> AbstractContextManager[N
     """Return a context that uses deterministic kernels of accelerators; no effect without one.
 
     Turns off cuDNN's autotuning, which picks kernels by timing, and turns on torch's deterministic
-    algorithms; restores both at the end.
+    algorithms, without a fill of all new memory; restores the settings at the end.
     """
     has_gpu = any(device.is_accelerator for device in devices)
     return _deterministic_kernels() if has_gpu else nullcontext()
@@ -53,10 +54,15 @@ def deterministic_kernels(devices: Sequence[Device]) -> AbstractContextManager[N
 def _deterministic_kernels() -> Iterator[None]:
     benchmark = torch.backends.cudnn.benchmark
     algorithms = torch.are_deterministic_algorithms_enabled()
+    only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    memory: Any = torch.utils.deterministic
+    fills = memory.fill_uninitialized_memory
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
         torch.backends.cudnn.benchmark = benchmark
-        torch.use_deterministic_algorithms(algorithms)
+        torch.use_deterministic_algorithms(algorithms, warn_only=only_warns)
+        memory.fill_uninitialized_memory = fills

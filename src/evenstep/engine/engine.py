@@ -317,7 +317,8 @@ class Engine:
         if self.max_in_flight is not None:
             self._wait_until(self.max_in_flight - 1)
         if self._has_gpu:
-            fences = [streams.fence_here(d) for d in self.devices if d.is_accelerator]
+            alive = [d for lane, d in enumerate(self.devices) if lane not in self.lost_lanes]
+            fences = [streams.fence_here(d) for d in alive if d.is_accelerator]
             for task in tasks:
                 task.after = fences
         submissions = [_submission(task) for task in tasks]
@@ -334,10 +335,10 @@ class Engine:
 
     @INTERRUPTS.uninterrupted
     def drain(self, task: Task, *, gives_up: bool = True) -> None:
-        """Wait until `task` has ended, even if Ctrl-C is pressed.
+        """Wait until `task` and its kernels have ended, even if Ctrl-C is pressed.
 
-        When Ctrl-C is pressed after `patience_s`, devices that are at work are given up; or none,
-        with `gives_up=False`.
+        When Ctrl-C is pressed after `patience_s`, devices that are at work are given up. With
+        `gives_up=False` none is, and kernels are only waited for until they are launched.
         """
         INTERRUPTS.follow()
         if task.number < self._forgotten:
@@ -351,7 +352,8 @@ class Engine:
             late = time.monotonic() - since_s > self.patience_s
             if gives_up and late and INTERRUPTS.ctrl_c_has_come:
                 self._give_up_at_work()
-        streams.finish([task.fence], lambda: gives_up and INTERRUPTS.ctrl_c_has_come)
+        if gives_up:
+            streams.finish([task.fence], lambda: INTERRUPTS.ctrl_c_has_come)
 
     @INTERRUPTS.uninterrupted
     def wait_for_lanes(self) -> None:
@@ -453,9 +455,22 @@ class Engine:
         """Give up the device whose failure, if that is the cause, made an ended task fail."""
         cause = task.cause
         if isinstance(cause, Task) and is_device_failure(cause.error):
+            failed = self._failed_lanes()  # a task may use tensors of others, such as an update
             lane = cause.lane if cause.ran_on is None else cause.ran_on
-            if lane is not None and lane not in self.scheduler.lost:
-                self.lose(lane % len(self.devices))
+            if not failed and lane is not None and lane not in self.scheduler.lost:
+                failed = {lane % len(self.devices)}
+            for one in failed:
+                self.lose(one)
+
+    def _failed_lanes(self) -> set[int]:
+        """Return the lanes of the accelerators that refuse every call, and are not lost yet."""
+        return {
+            lane
+            for lane, device in enumerate(self.devices)
+            if device.is_accelerator
+            and lane not in self.scheduler.lost
+            and accelerator.has_failed(device.torch_device)
+        }
 
     @INTERRUPTS.uninterrupted
     def lose(self, lane: int) -> None:

@@ -83,18 +83,39 @@ class Replica:
             if opening.shape != buffer.shape:
                 raise reshaped_error(name, opening, buffer)
 
-    def changed_buffers(self) -> list[torch.Tensor | None]:
+    def changed_buffers(
+        self, differ: Sequence[torch.Tensor | None] | None = None
+    ) -> list[torch.Tensor | None]:
         """Return each buffer whose value the shard has changed (None for the others).
 
         Compares bits, not version counters: batch normalisation writes its running statistics
         without counting.
+
+        Args:
+            differ: what `differences` has returned, on the host; None to compare here.
         """
+        known = differ or [None] * len(self._slots)
         try:
-            values = [slots[0][0].get(slots[0][1]) for slots in self._slots]
-            pairs = zip(values, self.opening, self.buffer_names, strict=True)
-            return [_changed(value, opening, name) for value, opening, name in pairs]
+            found = zip(self._values(), self.opening, self.buffer_names, known, strict=True)
+            return [_changed(*one) for one in found]
         finally:
             self.put_back_buffers()
+
+    def differences(self) -> list[torch.Tensor | None]:
+        """Return for each buffer whether the shard has changed it, as a bool on the device.
+
+        So the host need not wait for each one. None where two buffers can't be compared there.
+        """
+        pairs = zip(self._values(), self.opening, strict=True)
+        return [
+            (as_integers(now.detach()) != as_integers(opening)).any()
+            if isinstance(now, torch.Tensor) and _is_like(now, opening)
+            else None
+            for now, opening in pairs
+        ]
+
+    def _values(self) -> list[Any]:
+        return [slots[0][0].get(slots[0][1]) for slots in self._slots]
 
     def put_back_buffers(self) -> None:
         """Register the replica's own buffer tensors again where a shard has assigned others.
@@ -148,7 +169,9 @@ def _is_like(value: object, own: torch.Tensor) -> bool:
     )
 
 
-def _changed(value: object, opening: torch.Tensor, name: str) -> torch.Tensor | None:
+def _changed(
+    value: object, opening: torch.Tensor, name: str, differs: torch.Tensor | None
+) -> torch.Tensor | None:
     """Return the value of a buffer after a shard; None if the shard has not changed it."""
     if not isinstance(value, torch.Tensor):
         raise ModelError(
@@ -156,7 +179,8 @@ def _changed(value: object, opening: torch.Tensor, name: str) -> torch.Tensor | 
             f"it had before; keep what may be missing in an argument or in the batch"
         )
     now = value.detach()
-    return None if same_bits(now, opening) else now
+    has_changed = not same_bits(now, opening) if differs is None else bool(differs)
+    return now if has_changed else None
 
 
 def reshaped_error(name: str, before: torch.Tensor, after: torch.Tensor) -> ModelError:

@@ -95,7 +95,8 @@ class Replicas:
         self._lanes = len(devices)
         self._devices = (*devices,) * per_device
         self._home_may_compute = home_computes
-        self._sums_bits = in_flight
+        # On accelerators, the host would have to wait for the sums.
+        self._sums_bits = in_flight and not devices[0].is_accelerator
         self._given_rules = buffers or {}
         self._lost: frozenset[int] = frozenset()
         self.were_rebuilt = False

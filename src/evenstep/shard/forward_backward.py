@@ -127,14 +127,16 @@ def compute_shard(
             leaf, value = _run_eagerly(replica, work, objective, node, left, stream)
     if may_accumulate and replica.may_accumulate and not value.is_dense:
         raise AccumulatedTwiceError("a function that is no layer gave a sparse gradient")
+    if is_on_gpu:
+        leaf, differ = streams.copied_to_host((leaf, replica.differences()))
+        finish([streams.fence_here(replica.device)])  # so nobody waits for one that stands still
+        value.buffers = _contributions(replica, work, replica.changed_buffers(differ))
     if left is not None:
         value.buffers = add_buffers(left, value) if replica.buffers else []
         value.weights = (*left.weights, *value.weights)
         value.lo = left.lo
     if is_on_gpu:
-        leaf = streams.copied_to_host(leaf)
         value.fence = streams.fence_here(replica.device)
-        finish([value.fence])  # nobody waits for a device that stands still
     if observe is not None:
         observe(work.shard, value)
     tree.put(node, value)
@@ -344,17 +346,22 @@ def _collect(replica: Replica, work: ShardWork) -> PartialSum:
         elif gradient is not None:
             gradient = with_own_memory(gradient)
         gradients.append(gradient)
-    changed = replica.changed_buffers() if replica.buffers else []
+    looks_later = replica.device.is_accelerator
+    changed = replica.changed_buffers() if replica.buffers and not looks_later else []
     value = _value(replica, work, gradients, changed)
     value.is_dense = is_dense
     return value
 
 
 def _value(replica: Replica, work: ShardWork, gradients: Tensors, changed: Tensors) -> PartialSum:
-    buffers = changed and [
+    buffers = _contributions(replica, work, changed)
+    return PartialSum(gradients, buffers, (work.weight,), replica, work.shard, work.shard + 1)
+
+
+def _contributions(replica: Replica, work: ShardWork, changed: Tensors) -> Tensors:
+    return changed and [
         _contribution(number, buffer, work, replica) for number, buffer in enumerate(changed)
     ]
-    return PartialSum(gradients, buffers, (work.weight,), replica, work.shard, work.shard + 1)
 
 
 def _contribution(

@@ -22,6 +22,7 @@ from evenstep.contract import refuse_modes
 from evenstep.devices.accelerator import autocast_kinds
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.distributed.step_report import AgainError
+from evenstep.engine.graph import Place
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
 from evenstep.engine.lanes import has_own_modes
 from evenstep.engine.task import PLAIN, Task
@@ -118,9 +119,15 @@ class Pipeline(abc.ABC):
             self.run_in_first_lane(self._update.update_copies)
         self._update.follow_user()
 
+    @property
+    def _written(self) -> Sequence[Place]:
+        """What tasks that write the model write, where shards are tasks that read it."""
+        return ()
+
     def run_in_first_lane(self, function: Callable[[], None]) -> None:
         """Run `function` where the update is done, and wait for it, also if Ctrl-C is pressed."""
-        task = Task(function, lane=self._engine.first_lane, modes=PLAIN, quiet=True)
+        first = self._engine.first_lane
+        task = Task(function, lane=first, writes=self._written, modes=PLAIN, quiet=True)
         self._engine.submit_tasks([task])
         self._engine.drain(task, gives_up=False)
         if task.error is not None:

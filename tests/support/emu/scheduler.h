@@ -139,10 +139,12 @@ inline void run_first(Lock& lock, Stream* s) {
     if (delay.count())
       std::this_thread::sleep_for(delay);
     try {
-      TORCH_CHECK(!fails, "a fault on request");
-      item.run();
-    } catch (const std::exception& caught) {
-      error = (std::string(item.name) + ": " + caught.what()).substr(0, 600);
+      if (fails)
+        error = "unspecified launch failure, a fault on request";
+      else
+        item.run();
+    } catch (const std::exception& caught) {  // as CUDA says it of an index that is out of range
+      error = "device-side assert triggered, in " + (std::string(item.name) + ": " + caught.what()).substr(0, 600);
     }
     item.run = nullptr;
     lock.lock();
@@ -262,8 +264,8 @@ inline void refuse_failed(Lock& lock, int dev) {
     return;
   lock.unlock();
   throw c10::AcceleratorError(
-      {__func__, __FILE__, (uint32_t)__LINE__}, 710,
-      "emu: device-side assert on emu:" + std::to_string(dev) + ", reported at a later call: " + error);
+      {__func__, __FILE__, (uint32_t)__LINE__}, 719,
+      "emu:" + std::to_string(dev) + ": " + error + " (reported at a later call)");
 }
 
 // Counts a wait of the host for a device.

@@ -345,9 +345,11 @@ class IndependentExecutor:
     ) -> ShardWork:
         cut = attempt.cut
         lo, hi = cut.bounds[shard]
-        batch = batches.get(shard) if batches else None
+        batch = None if batches is None else batches.get(shard)
         if batch is None:
             batch = cut.take(shard, self._place[lane])
+            if batches is not None:  # the user may have changed the examples meanwhile
+                cut.check_unchanged()
         elif not cut.lies_on(batch, replica.device):  # copied for another device's run
             batch = streams.copy_to(batch, replica.device)
         return ShardWork(

@@ -6,11 +6,12 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from evenstep.batch import Batch
 from evenstep.engine import Task
+from evenstep.engine.graph import Place
 from evenstep.engine.task import PLAIN
 from evenstep.errors import InputError, PeerError
 from evenstep.shard.forward_backward import OuterModelError
@@ -47,7 +48,7 @@ class OverlappedPipeline(Pipeline):
         if self._overlap and not self.steps:
             self._replicas.drop_gradients()
         executor.open(step)
-        copies = self._copies(attempt) if self._overlap else []
+        copies = self._copies(attempt) if self._overlap else {}
         shards = self._shards(attempt, copies)
         attempt.ending.task = self._writer(
             "update", self._end_in_task, step, *map(engine.handle, shards)
@@ -58,13 +59,13 @@ class OverlappedPipeline(Pipeline):
         self.steps.append(step)
         self._progress.count(step)
         # Together, so that all of them are submitted or none.
-        engine.submit_tasks([*copies, *opens, *shards, attempt.ending.task])
+        engine.submit_tasks([*copies.values(), *opens, *shards, attempt.ending.task])
 
-    def _copies(self, attempt: Attempt) -> list[Task]:
-        """Return tasks that copy shards' examples to the devices whose runs they begin in."""
+    def _copies(self, attempt: Attempt) -> dict[int, Task]:
+        """Return for each lane a task that copies its run's examples to its device."""
         engine = self._engine
-        return [
-            Task(
+        return {
+            lane: Task(
                 self._executor.copy,
                 (attempt, shards, engine.devices[lane]),
                 lane=engine.copy_lane(lane),
@@ -76,16 +77,16 @@ class OverlappedPipeline(Pipeline):
             )
             for lane, shards in enumerate(attempt.work.runs)
             if shards
-        ]
+        }
 
-    def _shards(self, attempt: Attempt, copies: Sequence[Task]) -> list[Task]:
-        """Return a task for each lane, which computes shards when the copies are done."""
+    def _shards(self, attempt: Attempt, copies: Mapping[int, Task]) -> list[Task]:
+        """Return a task for each lane, which computes shards when its own copies are done."""
         engine = self._engine
-        copied = [engine.handle(task) for task in copies]
+        copied = {lane: engine.handle(task) for lane, task in copies.items()}
         return [
             Task(
                 self._compute,
-                (attempt, lane, copied),
+                (attempt, lane, copied.get(lane, {}), tuple(copies.values())),
                 lane=lane,
                 name="shards",
                 category="shards",
@@ -98,9 +99,10 @@ class OverlappedPipeline(Pipeline):
             if lane not in engine.lost_lanes
         ]
 
-    def _compute(self, attempt: Attempt, lane: int, copied: Sequence[Mapping[int, Batch]]) -> None:
-        batches = {shard: batch for run in copied for shard, batch in run.items()}
-        self._executor.compute(attempt, lane, batches)
+    def _compute(
+        self, attempt: Attempt, lane: int, own: Mapping[int, Batch], copies: Sequence[Task]
+    ) -> None:
+        self._executor.compute(attempt, lane, _Copied(own, copies) if copies else None)
 
     def _writer(self, name: str, function: Callable[..., None], step: Step, *after: Any) -> Task:
         """Return a task that writes the model.
@@ -114,11 +116,15 @@ class OverlappedPipeline(Pipeline):
             lane=None if self._any_lane else self._engine.first_lane,
             name=f"{name} {step.number}",
             category="step",
-            writes=(self._model,),
+            writes=self._written,
             modes=PLAIN,
             story={"step": step.number},
             quiet=True,
         )
+
+    @property
+    def _written(self) -> Sequence[Place]:
+        return (self._model,)
 
     def _open(self, step: Step) -> None:
         if not self._overlap:
@@ -177,3 +183,34 @@ class OverlappedPipeline(Pipeline):
         for step in self.steps:
             if step.attempt.ending.task is not None and step.attempt.ending.task.was_submitted:
                 self._engine.drain(step.attempt.ending.task)
+
+
+class _Copied(Mapping[int, Batch]):
+    """The shards of a step that were copied: a lane's own, and others' in the CPU's memory.
+
+    A lane does not wait for another accelerator, which may stand still.
+
+    Args:
+        own: the lane's own, by shard.
+        copies: the tasks that copy the shards of all lanes.
+    """
+
+    def __init__(self, own: Mapping[int, Batch], copies: Sequence[Task]) -> None:
+        self._own = own
+        self._copies = copies
+
+    def __getitem__(self, shard: int) -> Batch:
+        if shard in self._own:
+            return self._own[shard]
+        for task in self._copies:
+            is_there = task.ended and task.error is None and task.fence is None
+            if is_there and shard in task.result:
+                batch: Batch = task.result[shard]
+                return batch
+        raise KeyError(shard)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._own)
+
+    def __len__(self) -> int:
+        return len(self._own)

@@ -1,0 +1,168 @@
+"""Accelerators that fail, stand still or are slow while they train."""
+
+import _thread
+import math
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import emu
+import evenstep
+from patience import wait_until
+from reference import assert_same_bits, whole_state
+
+SIZES = (16, 19, 16, 16, 16, 16)
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batch_of(number):
+    given = torch.Generator().manual_seed(number)
+    X = torch.randn(SIZES[number], 5, generator=given)
+    return X, torch.arange(SIZES[number]) % 3
+
+
+def train(devices, *, before=lambda number: None, **options):
+    """Train six steps, with a call before each; return the whole state."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), devices=devices, shards=4, **options
+    ) as trainer:
+        for number in range(len(SIZES)):
+            before(number)
+            trainer.step(*batch_of(number))
+    return on_the_host(whole_state(model, optimizer))
+
+
+def on_the_host(state):
+    return {name: value.cpu() for name, value in state.items()}
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("kernels", [30, 60])
+def test_the_others_go_on_without_a_device_whose_kernel_fails(in_flight, kernels, caplog):
+    def fail(number):
+        if number == 3:
+            emu.fail_after(1, kernels)
+
+    devices = ["emu:0", "emu:1", "emu:2"]
+    found = train(devices, before=fail, max_in_flight=in_flight)
+    assert "emu:1 was lost" in caplog.text
+    assert_same_bits(found, train(1))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_the_others_go_on_without_a_device_that_stands_still(in_flight, caplog):
+    model, stops = make_model(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def objective(model, X, y):
+        if stops and X.device.index == 1:
+            torch.accelerator.synchronize(0)  # which gives it the parameters
+            torch.accelerator.synchronize(1)
+            emu.stand_still(1)
+        return nn.functional.cross_entropy(model(X), y, reduction="sum"), len(y)
+
+    with evenstep.Trainer(
+        model,
+        optimizer,
+        objective=objective,
+        devices=["emu:0", "emu:1"],
+        shards=4,
+        max_in_flight=in_flight,
+        faults=evenstep.Faults(lost_after_s=0.3),
+    ) as trainer:
+        for number in range(len(SIZES)):
+            if number == 3:
+                trainer.waitall()
+                stops.append(True)
+            trainer.step(*batch_of(number))
+    assert "emu:1 was lost" in caplog.text
+    assert_same_bits(on_the_host(whole_state(model, optimizer)), train(1))
+
+
+def test_the_times_of_shards_are_those_of_their_kernels():
+    delay_s, least_kernels = 3e-3, 10  # of a shard
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), devices=["emu:0", "emu:1"], shards=4
+    ) as trainer:
+        emu.slow_down(1, int(delay_s * 1e6))
+        for number in range(len(SIZES)):
+            float(trainer.step(*batch_of(number)))
+        slow = next(share for share in trainer.shares() if share.device == "emu:1")
+    assert slow.shards
+    assert slow.compute_s > slow.shards * least_kernels * delay_s
+    assert_same_bits(on_the_host(whole_state(model, optimizer)), train(1))
+
+
+def test_a_label_that_is_no_class_is_the_program_s_mistake(caplog):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    X, _ = batch_of(0)
+    with (
+        evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), devices=["emu:0", "emu:1"], shards=4
+        ) as trainer,
+        pytest.raises(torch.AcceleratorError, match="device-side assert"),
+    ):
+        trainer.step(X, torch.full((len(X),), 7))
+    assert "was lost" not in caplog.text
+
+
+def test_ctrl_c_is_heard_while_a_device_stands_still():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    faults = evenstep.Faults(lost_after_s=math.inf)
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), devices=["emu:0", "emu:1"], faults=faults
+    ) as trainer:
+        float(trainer.step(*batch_of(0)))
+        opening = {name: value.cpu() for name, value in model.state_dict().items()}
+        emu.stand_still(1)
+
+        def interrupt():
+            wait_until(lambda: emu.pending(1) > 0)
+            _thread.interrupt_main()
+            emu.stand_still(1, still=False)
+
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.step(*batch_of(1))
+        thread.join()
+        for name, value in model.state_dict().items():
+            assert torch.equal(value.cpu(), opening[name])
+
+
+def test_buffers_are_put_back_behind_the_kernels_of_a_shard_that_failed():
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fails = []
+
+    def objective(model, X, y):
+        output = model(X)
+        if fails and len(X) == 5:
+            raise ArithmeticError("as asked for")
+        return nn.functional.cross_entropy(output, y, reduction="sum"), len(y)
+
+    with evenstep.Trainer(
+        model, optimizer, objective=objective, devices=["emu:0", "emu:1"], shards=4
+    ) as trainer:
+        for seed in range(4):
+            emu.configure("random", seed)
+            float(trainer.step(*batch_of(1)))
+            opening = {name: value.cpu() for name, value in model.state_dict().items()}
+            fails.append(True)
+            with pytest.raises(ArithmeticError):
+                trainer.step(*batch_of(1))
+            fails.clear()
+            for name, value in model.state_dict().items():
+                assert torch.equal(value.cpu(), opening[name]), name

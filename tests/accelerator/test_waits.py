@@ -1,0 +1,83 @@
+"""What the host waits for, and what is kept for streams that still use it."""
+
+import pytest
+import torch
+
+import emu
+import evenstep
+from evenstep import Engine
+from good_models import MODELS
+
+MOST_WAITS = 2  # in a step
+
+
+def waits_of_steps(name, **layout):
+    """Train a model; return how often the host has waited in the steps that checked nothing."""
+    torch.manual_seed(0)
+    recipe = MODELS[name]
+    model = recipe.make_model()
+    optimizer = recipe.make_optimizer(model.parameters())
+    waits = []
+    with evenstep.Trainer(
+        model, optimizer, recipe.loss, objective=recipe.objective, **layout
+    ) as trainer:
+        for _ in range(8):
+            batch = recipe.make_batch(16)
+            emu.host_waits()
+            float(trainer.step(*batch))
+            waits.append(sum(emu.host_waits().values()))
+    return [waits[number] for number in (2, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("devices", [["emu:0"], ["emu:0", "emu:1"], ["emu:0", "emu:1", "emu:2"]])
+@pytest.mark.parametrize("name", ["mlp", "lenet", "resnet", "gpt"])
+def test_a_step_has_at_most_two_waits(name, devices, in_flight):
+    waits = waits_of_steps(name, devices=devices, max_in_flight=in_flight)
+    assert max(waits) <= MOST_WAITS
+
+
+def test_memory_of_a_plain_argument_is_kept_for_the_lane():
+    with Engine(["emu:0"]) as engine:
+        for number in range(20):
+            x = torch.full((256,), float(number), device="emu:0")
+            handle = engine.submit(lambda x: x * 2, x)
+            del x
+            others = [torch.full((256,), -1.0, device="emu:0") for _ in range(3)]
+            assert bool((handle.result() == 2 * number).all())
+            del others
+
+
+def test_a_result_is_kept_for_the_stream_that_reads_it():
+    with Engine(["emu:0"]) as engine:
+        for number in range(20):
+            result = engine.submit(torch.full, (256,), float(number), device="emu:0")
+            doubled = result.result() * 2
+            del result
+            later = engine.submit(torch.full, (256,), -1.0, device="emu:0")
+            assert bool((doubled == 2 * number).all())
+            later.result()
+
+
+def test_a_caller_s_numbers_are_its_own_beside_shards_that_draw():
+    torch.manual_seed(3)
+    expected = [torch.randn(4, device="emu:0").cpu() for _ in range(40)]
+    torch.manual_seed(0)
+    recipe = MODELS["vit"]
+    model = recipe.make_model()
+    optimizer = recipe.make_optimizer(model.parameters())
+    with evenstep.Trainer(
+        model,
+        optimizer,
+        recipe.loss,
+        objective=recipe.objective,
+        devices=["emu:0", "emu:1"],
+        max_in_flight=2,
+    ) as trainer:
+        trainer.step(*recipe.make_batch(16))
+        torch.manual_seed(3)
+        found = []
+        for _ in range(4):
+            trainer.step(*recipe.make_batch(16))
+            found += [torch.randn(4, device="emu:0").cpu() for _ in range(10)]
+    assert all(map(torch.equal, found, expected))
