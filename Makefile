@@ -21,7 +21,7 @@ QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_er
 	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
 	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
 
-.PHONY: help install demo quick test slow exhaustive mutants lint types format check bench book notebooks docs-site dist placeholders clean
+.PHONY: help install demo quick test accelerator slow exhaustive mutants lint types format check bench book notebooks docs-site dist placeholders clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -42,12 +42,17 @@ demo: install ## train LeNet on handwritten digits on 1 and on 2 devices: the sa
 quick: install ## the fast part of the tests (under a minute on two cores)
 	$(PYTEST) -m 'not slow' $(QUICK)
 
-test: install ## the tests (about thirteen minutes on two cores)
+test: install ## the tests (about fifteen minutes on two cores)
 	$(PYTEST) -m 'not slow'
+	$(PYTEST) --accelerator -m 'not slow' tests/accelerator
+
+accelerator: install ## all tests on the emulated accelerator (needs g++)
+	$(PYTEST) --accelerator tests/accelerator
 
 slow: install ## the long tests, and some as a processor without AVX-512 computes them
 	$(PYTEST) -m 'slow and not exhaustive'
 	$(AVX2) $(PYTEST) -m 'not slow' $(QUICK) tests/golden tests/zoo
+	$(PYTEST) --accelerator -m slow tests/accelerator
 
 exhaustive: install ## the tests that take minutes each
 	$(PYTEST) -m exhaustive

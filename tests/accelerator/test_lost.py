@@ -54,7 +54,7 @@ def test_the_others_go_on_without_a_device_whose_kernel_fails(in_flight, kernels
     devices = ["emu:0", "emu:1", "emu:2"]
     found = train(devices, before=fail, max_in_flight=in_flight)
     assert "emu:1 was lost" in caplog.text
-    assert_same_bits(found, train(1))
+    assert_same_bits(found, train("cpu:0"))
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -84,7 +84,7 @@ def test_the_others_go_on_without_a_device_that_stands_still(in_flight, caplog):
                 stops.append(True)
             trainer.step(*batch_of(number))
     assert "emu:1 was lost" in caplog.text
-    assert_same_bits(on_the_host(whole_state(model, optimizer)), train(1))
+    assert_same_bits(on_the_host(whole_state(model, optimizer)), train("cpu:0"))
 
 
 def test_the_times_of_shards_are_those_of_their_kernels():
@@ -100,7 +100,7 @@ def test_the_times_of_shards_are_those_of_their_kernels():
         slow = next(share for share in trainer.shares() if share.device == "emu:1")
     assert slow.shards
     assert slow.compute_s > slow.shards * least_kernels * delay_s
-    assert_same_bits(on_the_host(whole_state(model, optimizer)), train(1))
+    assert_same_bits(on_the_host(whole_state(model, optimizer)), train("cpu:0"))
 
 
 def test_a_label_that_is_no_class_is_the_program_s_mistake(caplog):

@@ -75,7 +75,7 @@ def on_the_host(state):
 
 
 def assert_bits_of_a_cpu(recipe, **layout):
-    state, losses = train(recipe, devices=1)
+    state, losses = train(recipe, devices="cpu:0")
     found, other_losses = train(recipe, **layout)
     assert_same_bits(found, state)
     assert other_losses == losses
