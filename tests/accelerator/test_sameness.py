@@ -55,7 +55,6 @@ UNFIT = {
 
 ROUNDED = {
     "bfloat16 weights": "torch's optimizers use other kernels on accelerators (foreach)",
-    "inner steps": "torch adds up gradients of gradients in another order there",
 }
 """The models to which plain torch gives other bits on an accelerator than on a CPU, and why."""
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from evenstep.batch.rng import _CALLERS, ShardRandomness, callers_generators
+from evenstep.batch.rng import ShardRandomness, callers_generators
 from evenstep.batch.seeds import derive_seed, shard_seed
 
 SEED = 2**40 + 17
@@ -189,12 +189,6 @@ def test_randomness_ends_with_its_context():
     with ShardRandomness(lambda: SEED):
         torch.rand(5)
     assert torch.equal(torch.rand(5), expected)
-
-
-def test_a_thread_of_a_cpu_keeps_nothing_that_torch_would_free_after_its_end():
-    """Torch would need Python for it, and aborts a process in which Python is ending."""
-    with ShardRandomness(lambda: SEED):
-        assert not torch._C._is_key_in_tls(_CALLERS)
 
 
 @pytest.mark.parametrize(

@@ -27,24 +27,21 @@ _CPU = torch.device("cpu")
 class ShardRandomness:
     """Inside `with`, the calling thread's random ops draw from a shard's own generators.
 
-    On a CPU, autograd computes a backward pass in the thread that calls it. An accelerator has a
-    thread of autograd's own. A generator that the model passes is used.
+    Autograd computes a shard's backward pass in the thread that calls it, also on accelerators
+    (`devices.accelerator.open_lane`). A generator that the model passes is used.
 
     Inside `callers_generators`, `torch.manual_seed`, `torch.get_rng_state`,
     `torch.random.fork_rng` and their like use the shard's generators too. So a shard may seed its
     numbers anew, and `torch.utils.checkpoint` recomputes with the numbers of the forward pass.
     """
 
-    def __init__(self, seed: Callable[[], int], *, follows_autograd: bool = False) -> None:
+    def __init__(self, seed: Callable[[], int]) -> None:
         """Create generators, when they are needed.
 
         Args:
             seed: returns the seed of every generator; not called for a shard that draws none.
-            follows_autograd: whether they are also those of autograd's threads, in a backward pass
-                that begins inside `with`.
         """
         self._seed = seed
-        self._follows = follows_autograd
         self._generators: dict[torch.device, torch.Generator] = {}
         self._outer: ShardRandomness | None = None
 
@@ -53,13 +50,9 @@ class ShardRandomness:
             _route_random_ops()
         self._outer = getattr(_HERE, "randomness", None)
         _HERE.randomness = self
-        if self._follows:
-            dispatch.carry(_CALLERS, self)
 
     def __exit__(self, *_: object) -> None:
         _HERE.randomness = self._outer
-        if self._follows:
-            dispatch.carry(_CALLERS, self._outer)
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return the shard's generator for `device`."""
@@ -74,29 +67,27 @@ class ShardRandomness:
 
 _HERE = threading.local()  # .randomness: of the shard that the thread computes
 
-# The same, where torch carries it into autograd's threads. Not used on CPUs: torch frees it after
-# the thread has left Python, and aborts the process if Python ends at that moment.
-_CALLERS = "evenstep: the randomness of the shard that this thread computes"
 
-
-def _callers_randomness() -> ShardRandomness | None:
+def _callers_randomness(device: torch.device) -> ShardRandomness | None:
     """Return the randomness of the shard that the calling thread computes; None outside of shards.
+
+    Args:
+        device: the device to draw on.
 
     Raises:
         ModelError: autograd computes part of a shard's backward pass in a thread of its own, where
-            the shard is not known.
+            the shard is not known. (On an accelerator, it is a backward pass of the user's own.)
     """
     found: ShardRandomness | None = getattr(_HERE, "randomness", None)
-    if found is None and is_in_backward():
-        if dispatch.is_carried(_CALLERS):
-            found = dispatch.carried(_CALLERS)
-        elif threading.get_ident() not in {thread.ident for thread in threading.enumerate()}:
-            raise ModelError(
-                "random numbers are drawn in a backward pass inside more than 60 others, which "
-                "autograd runs in a thread of its own: use torch.utils.checkpoint with "
-                "use_reentrant=False"
-            )
-    return found
+    if found is not None or device.type != "cpu" or not is_in_backward():
+        return found
+    if threading.get_ident() not in {thread.ident for thread in threading.enumerate()}:
+        raise ModelError(
+            "random numbers are drawn in a backward pass inside more than 60 others, which "
+            "autograd runs in a thread of its own: use torch.utils.checkpoint with "
+            "use_reentrant=False"
+        )
+    return None
 
 
 # ---- the default generators
@@ -152,7 +143,7 @@ class _OfCPU:
 
 
 def _callers_generator(device: torch.device) -> torch.Generator:
-    randomness = _callers_randomness()
+    randomness = _callers_randomness(device)
     return default_generator(device) if randomness is None else randomness.generator(device)
 
 
@@ -195,10 +186,10 @@ def _ops_that_draw() -> Iterator[Any]:
 def _draw(op: Any, behind: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a random op behind this kernel; inside a shard, with the shard's generator."""
     run = functools.partial(op.redispatch, keys & behind)
-    randomness = _callers_randomness()
     if _has_generator(args, kwargs):
         return run(*args, **kwargs)
     device = _device_of(args, kwargs)
+    randomness = _callers_randomness(device)
     if randomness is None:
         if device.type == "cpu":
             return run(*args, **kwargs)

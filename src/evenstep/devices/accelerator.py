@@ -98,9 +98,16 @@ def has_failed(device: torch.device) -> bool:
 
 
 def open_lane(device: torch.device) -> None:
-    """Let the calling thread compute on an accelerator, in a stream of its own."""
+    """Let the calling thread compute on an accelerator, in a stream of its own.
+
+    Autograd computes backward passes in the calling thread, as on CPUs, instead of in one thread
+    for each device. Each thread numbers the nodes that it makes; a backward pass through another
+    one (`create_graph=True`) orders them by number. With nodes of two threads, the order of its
+    sums would depend on what else each of them has computed.
+    """
     torch.accelerator.set_device_index(device.index)
     torch.accelerator.set_stream(torch.Stream(device))
+    torch.autograd.set_multithreading_enabled(False)
 
 
 def fence_here(device: torch.device) -> torch.Event:

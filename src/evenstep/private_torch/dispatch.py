@@ -79,15 +79,3 @@ DataDependentOutput: type[Exception] = private(
     "know ops whose shapes depend on values",
     public_way=RuntimeError,
 )
-
-
-# ---- what torch carries into autograd's own threads
-
-carry: Callable[[str, object], None] = private("torch._C", "_stash_obj_in_tls", _NUMBERS)
-"""Keep an object for the calling thread, and for the backward passes that it begins."""
-
-is_carried: Callable[[str], bool] = private("torch._C", "_is_key_in_tls", _NUMBERS)
-"""Return whether the calling thread was given an object by `carry`."""
-
-carried: Callable[[str], Any] = private("torch._C", "_get_obj_in_tls", _NUMBERS)
-"""Return what the calling thread was given by `carry`."""

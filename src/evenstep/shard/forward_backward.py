@@ -120,7 +120,7 @@ def compute_shard(
     if left is not None and left.fence is not None:
         receive(left, replica.device)
     is_on_gpu = replica.device.is_accelerator
-    with ShardRandomness(work.random_seed, follows_autograd=is_on_gpu):
+    with ShardRandomness(work.random_seed):
         if work.program is not None:
             leaf, value = _run_program(replica, work, work.program, left)
         else:
