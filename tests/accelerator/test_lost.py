@@ -57,8 +57,7 @@ def test_the_others_go_on_without_a_device_whose_kernel_fails(in_flight, kernels
     assert_same_bits(found, train("cpu:0"))
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
-def test_the_others_go_on_without_a_device_that_stands_still(in_flight, caplog):
+def test_the_others_go_on_without_a_device_that_stands_still(caplog):
     model, stops = make_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -75,12 +74,10 @@ def test_the_others_go_on_without_a_device_that_stands_still(in_flight, caplog):
         objective=objective,
         devices=["emu:0", "emu:1"],
         shards=4,
-        max_in_flight=in_flight,
         faults=evenstep.Faults(lost_after_s=0.3),
     ) as trainer:
         for number in range(len(SIZES)):
             if number == 3:
-                trainer.waitall()
                 stops.append(True)
             trainer.step(*batch_of(number))
     assert "emu:1 was lost" in caplog.text
