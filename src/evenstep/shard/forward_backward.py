@@ -354,14 +354,12 @@ def _collect(replica: Replica, work: ShardWork) -> PartialSum:
 
 
 def _value(replica: Replica, work: ShardWork, gradients: Tensors, changed: Tensors) -> PartialSum:
-    buffers = _contributions(replica, work, changed)
+    buffers = changed and _contributions(replica, work, changed)
     return PartialSum(gradients, buffers, (work.weight,), replica, work.shard, work.shard + 1)
 
 
 def _contributions(replica: Replica, work: ShardWork, changed: Tensors) -> Tensors:
-    return changed and [
-        _contribution(number, buffer, work, replica) for number, buffer in enumerate(changed)
-    ]
+    return [_contribution(number, buffer, work, replica) for number, buffer in enumerate(changed)]
 
 
 def _contribution(
