@@ -465,8 +465,8 @@ _LOST_BUFFER = [
         "a tensor that forward assigns to a buffer is not its value",
         LOST_BUFFER,
         "replicas/replica.py",
-        "values = [slots[0][0].get(slots[0][1]) for slots in self._slots]",
-        "values = self.buffers",
+        "return [slots[0][0].get(slots[0][1]) for slots in self._slots]",
+        "return list(self.buffers)",
         ("training/test_half_a_step.py::test_assigning_a_buffer_is_writing_it",),
     ),
     Mutant(
@@ -575,8 +575,8 @@ _WRONG_SEED = [
         "a lane keeps the generator of its last shard",
         WRONG_SEED,
         "batch/rng.py",
-        "    def __exit__(self, *_: object) -> None:\n        _HERE.randomness = self._outer\n",
-        "    def __exit__(self, *_: object) -> None:\n",
+        "        _HERE.randomness = self._outer\n",
+        "        self._generators.clear()\n",
         ("batch/test_rng.py::test_randomness_ends_with_its_context",),
     ),
     Mutant(

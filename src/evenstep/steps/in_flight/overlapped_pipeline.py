@@ -6,7 +6,7 @@ computes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from evenstep.batch import Batch
@@ -80,13 +80,22 @@ class OverlappedPipeline(Pipeline):
         }
 
     def _shards(self, attempt: Attempt, copies: Mapping[int, Task]) -> list[Task]:
-        """Return a task for each lane, which computes shards when its own copies are done."""
+        """Return a task for each lane, which computes shards when the copies are done.
+
+        With accelerators, a lane waits for its own copies only: another device may stand still. It
+        copies the shards itself that it takes from another lane.
+        """
         engine = self._engine
         copied = {lane: engine.handle(task) for lane, task in copies.items()}
+        waits_for_all = self._replicas.on_cpus
         return [
             Task(
                 self._compute,
-                (attempt, lane, copied.get(lane, {}), tuple(copies.values())),
+                (
+                    attempt,
+                    lane,
+                    [run for owner, run in copied.items() if waits_for_all or owner == lane],
+                ),
                 lane=lane,
                 name="shards",
                 category="shards",
@@ -99,10 +108,9 @@ class OverlappedPipeline(Pipeline):
             if lane not in engine.lost_lanes
         ]
 
-    def _compute(
-        self, attempt: Attempt, lane: int, own: Mapping[int, Batch], copies: Sequence[Task]
-    ) -> None:
-        self._executor.compute(attempt, lane, _Copied(own, copies) if copies else None)
+    def _compute(self, attempt: Attempt, lane: int, copied: Sequence[Mapping[int, Batch]]) -> None:
+        batches = {shard: batch for run in copied for shard, batch in run.items()}
+        self._executor.compute(attempt, lane, batches if self._overlap else None)
 
     def _writer(self, name: str, function: Callable[..., None], step: Step, *after: Any) -> Task:
         """Return a task that writes the model.
@@ -183,34 +191,3 @@ class OverlappedPipeline(Pipeline):
         for step in self.steps:
             if step.attempt.ending.task is not None and step.attempt.ending.task.was_submitted:
                 self._engine.drain(step.attempt.ending.task)
-
-
-class _Copied(Mapping[int, Batch]):
-    """The shards of a step that were copied: a lane's own, and others' in the CPU's memory.
-
-    A lane does not wait for another accelerator, which may stand still.
-
-    Args:
-        own: the lane's own, by shard.
-        copies: the tasks that copy the shards of all lanes.
-    """
-
-    def __init__(self, own: Mapping[int, Batch], copies: Sequence[Task]) -> None:
-        self._own = own
-        self._copies = copies
-
-    def __getitem__(self, shard: int) -> Batch:
-        if shard in self._own:
-            return self._own[shard]
-        for task in self._copies:
-            is_there = task.ended and task.error is None and task.fence is None
-            if is_there and shard in task.result:
-                batch: Batch = task.result[shard]
-                return batch
-        raise KeyError(shard)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._own)
-
-    def __len__(self) -> int:
-        return len(self._own)
