@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import evenstep
-from evenstep.devices import accelerator
+from evenstep.devices import find_devices
 from evenstep.errors import DeviceError
 
 SOURCES = Path(evenstep.__file__).parent
@@ -40,14 +40,30 @@ def test_the_search_finds(line, tmp_path):
     assert uses_of_hardware(tmp_path / "module.py") == [line]
 
 
-def test_a_kind_without_generators_or_streams_is_refused_by_name(monkeypatch):
+@pytest.fixture
+def mac(monkeypatch):
+    """A machine whose accelerator lacks default generators."""
+
     class Module:
         @staticmethod
         def device_count():
             return 1
 
+        is_available = device_count
+
     monkeypatch.setattr(torch, "get_device_module", lambda kind: Module)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+
+
+@pytest.mark.usefixtures("mac")
+def test_a_kind_without_generators_is_refused_by_name():
     with pytest.raises(
         DeviceError, match=r"on mps devices, for which torch lacks torch\.mps\.default_generators"
     ):
-        accelerator.refuse_incomplete("mps")
+        find_devices("mps:0")
+
+
+@pytest.mark.usefixtures("mac")
+@pytest.mark.parametrize("wanted", ["auto", 2])
+def test_a_kind_that_lacks_something_is_not_chosen_for_the_user(wanted):
+    assert {device.kind for device in find_devices(wanted)} == {"cpu"}

@@ -39,9 +39,14 @@ def autocast_kinds() -> tuple[str, ...]:
 
 
 def count_here() -> int:
-    """Return the number of accelerators that torch can use."""
+    """Return the number of accelerators that evenstep can use; 0 of a kind that lacks something."""
     kind = kind_here()
-    return 0 if kind is None else int(_module(kind).device_count())
+    return 0 if kind is None or _lacking(kind) else int(_module(kind).device_count())
+
+
+def _lacking(kind: str) -> list[str]:
+    module = _module(kind)
+    return [f"torch.{kind}.{name}" for name in _NEEDED if not hasattr(module, name)]
 
 
 def refuse_incomplete(kind: str) -> None:
@@ -50,8 +55,7 @@ def refuse_incomplete(kind: str) -> None:
     Raises:
         DeviceError: names what it lacks.
     """
-    module = _module(kind)
-    lacking = [f"torch.{kind}.{name}" for name in _NEEDED if not hasattr(module, name)]
+    lacking = _lacking(kind)
     try:
         torch.Event(torch.device(kind))
         torch.Stream(torch.device(kind))

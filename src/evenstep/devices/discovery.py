@@ -185,6 +185,8 @@ def _check(devices: Sequence[Device]) -> None:
 
 def _check_gpus(devices: Sequence[Device]) -> None:
     kind, gpus = accelerator.kind_here(), gpu_count()
+    if kind is not None and kind in {device.kind for device in devices}:
+        accelerator.refuse_incomplete(kind)
     for device in devices:
         if device.kind != kind or device.index >= gpus:
             raise DeviceError(
@@ -192,8 +194,6 @@ def _check_gpus(devices: Sequence[Device]) -> None:
                 + ("", f"{kind}:0, or ", f"{kind}:0 to {kind}:{gpus - 1}, or ")[min(gpus, 2)]
                 + "CPU devices (cpu:0, cpu:1, ...)"
             )
-    if devices:
-        accelerator.refuse_incomplete(devices[0].kind)
 
 
 def _gpu(index: int, threads: int = 1) -> Device:
