@@ -48,6 +48,14 @@ def test_memory_of_a_plain_argument_is_kept_for_the_lane():
             del others
 
 
+def test_a_result_of_another_lane_is_waited_for():
+    with Engine(["emu:0", "emu:0", "emu:1"]) as engine:
+        for number in range(20):
+            first = engine.submit(torch.full, (256,), float(number), device="emu:0")
+            total = engine.submit(torch.add, first, 1.0)
+            assert bool((total.result() == number + 1).all())
+
+
 def test_a_result_is_kept_for_the_stream_that_reads_it():
     with Engine(["emu:0"]) as engine:
         for number in range(20):

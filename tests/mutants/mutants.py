@@ -849,6 +849,73 @@ _SWALLOWED_ERROR = [
     ),
 ]
 
+_ACCELERATORS = [
+    Mutant(
+        "a shard's loss is read before its kernels have run",
+        MISSING_WAIT,
+        "shard/forward_backward.py",
+        "        finish([streams.fence_here(replica.device)])",
+        "        streams.fence_here(replica.device)",
+        ("accelerator/test_sameness.py::test_every_layout_in_every_mode",),
+    ),
+    Mutant(
+        "the sum of a step stays on the device of its first shard",
+        MISSING_WAIT,
+        "shard/partial_sum.py",
+        "return root if is_there else _moved(root, home)",
+        "return root",
+        ("accelerator/test_sameness.py::test_every_layout_in_every_mode",),
+    ),
+    Mutant(
+        "a lane does not wait for the kernels of another one's task",
+        MISSING_WAIT,
+        "engine/streams.py",
+        "            wait_for([source.task.fence], device)\n",
+        "",
+        ("accelerator/test_waits.py::test_a_result_of_another_lane_is_waited_for",),
+    ),
+    Mutant(
+        "the memory of a task's arguments is not kept for its lane",
+        MISSING_WAIT,
+        "engine/streams.py",
+        "    keep(task.arguments)\n",
+        "",
+        ("accelerator/test_waits.py::test_memory_of_a_plain_argument_is_kept_for_the_lane",),
+    ),
+    Mutant(
+        "autograd has a thread of its own for each accelerator",
+        ORDER,
+        "devices/accelerator.py",
+        "    torch.autograd.set_multithreading_enabled(False)\n",
+        "",
+        ("accelerator/test_sameness.py::test_every_model",),
+    ),
+    Mutant(
+        "a moved model has parameters that its optimizer does not know",
+        LOST_BUFFER,
+        "replicas/copying.py",
+        "        torch.__future__.set_swap_module_params_on_conversion(True)\n",
+        "        pass\n",
+        ("accelerator/test_sameness.py::test_every_layout_in_every_mode",),
+    ),
+    Mutant(
+        "a failed assertion in a kernel counts as a lost device",
+        SWALLOWED_ERROR,
+        "devices/accelerator.py",
+        " and _ASSERTION not in str(error)",
+        "",
+        ("accelerator/test_lost.py::test_a_label_that_is_no_class_is_the_program_s_mistake",),
+    ),
+    Mutant(
+        "a lost device's stream is waited for",
+        MISSING_WAIT,
+        "engine/engine.py",
+        "if lane not in self.lost_lanes]\n            fences",
+        "]\n            fences",
+        ("accelerator/test_lost.py::test_the_others_go_on_without_a_device_that_stands_still",),
+    ),
+]
+
 MUTANTS: tuple[Mutant, ...] = (
     *_ARITHMETIC,
     *_ORDER,
@@ -856,4 +923,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *_LOST_BUFFER,
     *_WRONG_SEED,
     *_SWALLOWED_ERROR,
+    *_ACCELERATORS,
 )

@@ -90,7 +90,7 @@ def planted(mutant: Mutant) -> Iterator[None]:
 def tests_with_limit(tests: Sequence[str]) -> tuple[int | None, str]:
     """Run tests in a session of their own; return their exit status, None at the limit."""
     process = subprocess.Popen(
-        [sys.executable, *PYTEST, *tests],
+        [sys.executable, *PYTEST, *_options_of(tests), *tests],
         cwd=ROOT,
         # Compiled files with a fault could be as new and as long as those without it.
         env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"},
@@ -108,6 +108,11 @@ def tests_with_limit(tests: Sequence[str]) -> tuple[int | None, str]:
         end_session(process)
         raise
     return process.returncode, output
+
+
+def _options_of(tests: Sequence[str]) -> list[str]:
+    is_of_accelerator = any(test.startswith("tests/accelerator/") for test in tests)
+    return ["--accelerator"] * is_of_accelerator
 
 
 def end_session(process: subprocess.Popen[str]) -> None:
