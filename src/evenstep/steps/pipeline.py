@@ -119,15 +119,14 @@ class Pipeline(abc.ABC):
             self.run_in_first_lane(self._update.update_copies)
         self._update.follow_user()
 
-    @property
-    def _written(self) -> Sequence[Place]:
-        """What tasks that write the model write, where shards are tasks that read it."""
+    def _renewed(self) -> Sequence[Place]:
+        """Return what later shards wait for, where their streams must wait, with no step in flight."""
         return ()
 
     def run_in_first_lane(self, function: Callable[[], None]) -> None:
         """Run `function` where the update is done, and wait for it, also if Ctrl-C is pressed."""
         first = self._engine.first_lane
-        task = Task(function, lane=first, writes=self._written, modes=PLAIN, quiet=True)
+        task = Task(function, lane=first, writes=self._renewed(), modes=PLAIN, quiet=True)
         self._engine.submit_tasks([task])
         self._engine.drain(task, gives_up=False)
         if task.error is not None:

@@ -124,14 +124,16 @@ class OverlappedPipeline(Pipeline):
             lane=None if self._any_lane else self._engine.first_lane,
             name=f"{name} {step.number}",
             category="step",
-            writes=self._written,
+            writes=(self._model,),
             modes=PLAIN,
             story={"step": step.number},
             quiet=True,
         )
 
-    @property
-    def _written(self) -> Sequence[Place]:
+    def _renewed(self) -> Sequence[Place]:
+        if self._replicas.on_cpus:
+            return ()
+        self._model = self._engine.Var(None, "the model")
         return (self._model,)
 
     def _open(self, step: Step) -> None:
