@@ -103,14 +103,15 @@ def test_the_times_of_shards_are_those_of_their_kernels():
 def test_a_label_that_is_no_class_is_the_program_s_mistake(caplog):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    X, _ = batch_of(0)
-    with (
-        evenstep.Trainer(
-            model, optimizer, nn.CrossEntropyLoss(), devices=["emu:0", "emu:1"], shards=4
-        ) as trainer,
-        pytest.raises(torch.AcceleratorError, match="device-side assert"),
-    ):
-        trainer.step(X, torch.full((len(X),), 7))
+    X, y = batch_of(0)
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), devices=["emu:0", "emu:1"], shards=4
+    ) as trainer:
+        for _ in range(3):
+            trainer.step(X, y)
+        y[-1] = 7  # on the second device
+        with pytest.raises(torch.AcceleratorError, match="device-side assert"):
+            trainer.step(X, y)
     assert "was lost" not in caplog.text
 
 
