@@ -867,14 +867,6 @@ _ACCELERATORS = [
         ("accelerator/test_sameness.py::test_every_layout_in_every_mode",),
     ),
     Mutant(
-        "a lane does not wait for the kernels of another one's task",
-        MISSING_WAIT,
-        "engine/streams.py",
-        "            wait_for([source.task.fence], device)\n",
-        "",
-        ("accelerator/test_waits.py::test_a_result_of_another_lane_is_waited_for",),
-    ),
-    Mutant(
         "the memory of a task's arguments is not kept for its lane",
         MISSING_WAIT,
         "engine/streams.py",
