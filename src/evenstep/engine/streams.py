@@ -62,8 +62,8 @@ def wait_for(fences: Iterable[Any], device: Device) -> None:
 def finish(fences: Iterable[Any], unless: Callable[[], bool] = lambda: False) -> bool:
     """Wait until `fences` pass, or `unless()` is true; return whether all have passed.
 
-    It looks again and again, at most a millisecond late: a wait inside torch would have no end if
-    the device stands still.
+    It polls, at least every millisecond, instead of blocking in torch: a blocking wait would never
+    return from a device that stands still.
 
     Args:
         fences: events, or None for one that has passed.

@@ -129,7 +129,7 @@ def compute_shard(
         raise AccumulatedTwiceError("a function that is no layer gave a sparse gradient")
     if is_on_gpu:
         leaf, differ = streams.copied_to_host((leaf, replica.differences()))
-        finish([streams.fence_here(replica.device)])  # so nobody waits for one that stands still
+        finish([streams.fence_here(replica.device)])  # others must not wait for a hang
         value.buffers = _contributions(replica, work, replica.changed_buffers(differ))
     if left is not None:
         value.buffers = add_buffers(left, value) if replica.buffers else []

@@ -120,7 +120,7 @@ class Pipeline(abc.ABC):
         self._update.follow_user()
 
     def _renewed(self) -> Sequence[Place]:
-        """Return what later shards wait for in their streams; called with no step in flight."""
+        """Return new places for a task to write that later shards read; no step is in flight."""
         return ()
 
     def run_in_first_lane(self, function: Callable[[], None]) -> None:

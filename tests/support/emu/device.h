@@ -72,7 +72,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     if (ev && ev->s)
       make_wait(unwrap(st), ev->s, ev->seq);
   }
-  // Whoever looks again and again gets an answer: the second look finds the work done, sooner or later.
+  // Asks for the work in front of the event, so that a program that polls gets its answer in every mode.
   bool queryEvent(void* e) const override {
     auto* ev = (Event*)e;
     if (!ev || !ev->s)
