@@ -37,11 +37,7 @@ def train(devices, *, before=lambda number: None, **options):
         for number in range(len(SIZES)):
             before(number)
             trainer.step(*batch_of(number))
-    return on_the_host(whole_state(model, optimizer))
-
-
-def on_the_host(state):
-    return {name: value.cpu() for name, value in state.items()}
+    return emu.on_the_host(whole_state(model, optimizer))
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
@@ -81,7 +77,7 @@ def test_the_others_go_on_without_a_device_that_stands_still(caplog):
                 stops.append(True)
             trainer.step(*batch_of(number))
     assert "emu:1 was lost" in caplog.text
-    assert_same_bits(on_the_host(whole_state(model, optimizer)), train("cpu:0"))
+    assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), train("cpu:0"))
 
 
 def test_the_times_of_shards_are_those_of_their_kernels():
@@ -97,7 +93,7 @@ def test_the_times_of_shards_are_those_of_their_kernels():
         slow = next(share for share in trainer.shares() if share.device == "emu:1")
     assert slow.shards
     assert slow.compute_s > slow.shards * least_kernels * delay_s
-    assert_same_bits(on_the_host(whole_state(model, optimizer)), train("cpu:0"))
+    assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), train("cpu:0"))
 
 
 def test_a_label_that_is_no_class_is_the_program_s_mistake(caplog):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 import emu
 import evenstep
@@ -72,11 +71,7 @@ def train(recipe, **layout):
     ) as trainer:
         losses = [trainer.step(*recipe.make_batch(size)) for size in SIZES]
         losses = [*map(float, losses)]
-    return on_the_host(whole_state(model, optimizer)), losses
-
-
-def on_the_host(state):
-    return pytree.tree_map(lambda one: one.cpu() if isinstance(one, torch.Tensor) else one, state)
+    return emu.on_the_host(whole_state(model, optimizer)), losses
 
 
 def assert_bits_of_a_cpu(recipe, **layout):

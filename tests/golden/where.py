@@ -48,7 +48,7 @@ def load():
 
 def _computed(build, shape, dtype):
     """Return a layer's output and gradients."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         layer, x = build().to(dtype), torch.randn(shape).to(dtype).requires_grad_()
     output = layer(x)

@@ -93,8 +93,8 @@ class Noisy(nn.Module):
 
     def forward(self, x):
         x = x.flatten(1)
-        x = x + 0.1 * torch.randn_like(x) + 0.1 * torch.rand(36)
-        x = x[:, torch.randperm(36)] * torch.empty(36).uniform_(0.5, 1.5)
+        x = x + 0.1 * torch.randn_like(x) + 0.1 * torch.rand(36, device=x.device)
+        x = x[:, torch.randperm(36, device=x.device)] * torch.empty_like(x[0]).uniform_(0.5, 1.5)
         return self.head(nn.functional.dropout(x, 0.25, self.training))
 
 

@@ -22,6 +22,7 @@ from evenstep.contract import refuse_modes
 from evenstep.devices.accelerator import autocast_kinds
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.distributed.step_report import AgainError
+from evenstep.engine import streams
 from evenstep.engine.graph import Place
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
 from evenstep.engine.lanes import has_own_modes
@@ -131,6 +132,7 @@ class Pipeline(abc.ABC):
         self._engine.drain(task, gives_up=False)
         if task.error is not None:
             raise task.error
+        streams.wait_for([task.fence], self._engine.devices[first])
 
     def refuse_given_up(self) -> None:
         """Refuse to go on if a device is at work that was given up, and that training needs."""

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 SOURCES = Path(__file__).parent
 MODES = ("lazy", "random", "thread", "eager")
@@ -145,6 +146,11 @@ def noting_places() -> Iterator[list[str]]:
         places += _ops().waiting_places()
 
 
+def on_the_host(state: Any) -> Any:
+    """Return copies of all tensors in nested dicts and lists, in the memory of the CPU."""
+    return pytree.tree_map(lambda one: one.cpu() if isinstance(one, torch.Tensor) else one, state)
+
+
 # ---- torch.emu
 
 
@@ -187,6 +193,7 @@ def _module() -> types.ModuleType:
     module: Any = types.ModuleType("torch.emu")
     module._lazy_init = module.init = lambda: None
     module._is_in_bad_fork = lambda: False
+    module._initialized = True  # `torch.utils.checkpoint` looks at it
     module.is_available = module.is_initialized = lambda: True
     module.device_count = lambda: int(_ops().device_count())
     module.get_device_name = lambda device=None: "emulated accelerator"

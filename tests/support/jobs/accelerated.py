@@ -27,5 +27,5 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices) as trainer:
     losses = [float(trainer.step(X, y)) for X, y in make_batches((33, 16, 30))]
 if os.environ.get("RANK", "0") == "0":
-    state = {name: value.cpu() for name, value in whole_state(model, optimizer).items()}
+    state = emu.on_the_host(whole_state(model, optimizer))
     torch.save((state, losses), out)

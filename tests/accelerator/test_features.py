@@ -1,0 +1,190 @@
+"""What users do besides ordinary steps, on emulated accelerators, against plain torch on a CPU."""
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import emu
+import evenstep
+from reference import assert_same_bits, plain_outputs, reference_backward, whole_state
+from zoo import build, make_batches
+
+LAYOUTS = {
+    "1": ["emu:0"],
+    "2": ["emu:1", "emu:0"],
+    "twice, with a CPU": ["emu:2", "emu:2", "cpu:0"],
+    "behind a CPU": ["cpu:0", "emu:0", "emu:1"],
+}
+EVERY_LAYOUT = pytest.mark.parametrize("devices", LAYOUTS.values(), ids=LAYOUTS)
+SIZES = (33, 16, 30, 24)
+
+
+def momentum(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def open_trainer(model, optimizer, devices, **options):
+    return evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices, **options)
+
+
+@EVERY_LAYOUT
+@pytest.mark.parametrize("mode", ["lazy", "random"])
+def test_gradients_of_two_batches_are_accumulated_and_clipped_by_the_user(mode, devices):
+    emu.configure(mode, seed=1)
+    model = build("batch_norm")
+    expected = copy.deepcopy(model)
+    optimizer, plain = momentum(model), momentum(expected)
+    batches = make_batches((24, 24, 32, 32))
+    with open_trainer(model, optimizer, devices) as trainer:
+        for first, second in (batches[:2], batches[2:]):
+            trainer.backward(*first)
+            trainer.backward(*second, accumulate=True)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+    for number, (first, second) in enumerate((batches[:2], batches[2:])):
+        reference_backward(expected, *first, shards=8, step=2 * number)
+        summed = [parameter.grad for parameter in expected.parameters()]
+        reference_backward(expected, *second, shards=8, step=2 * number + 1)
+        for parameter, gradient in zip(expected.parameters(), summed, strict=True):
+            parameter.grad = gradient + parameter.grad
+        plain_norm = nn.utils.clip_grad_norm_(expected.parameters(), 0.1)
+        plain.step()
+    assert norm.cpu() == plain_norm
+    assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), whole_state(expected, plain))
+
+
+@EVERY_LAYOUT
+def test_outputs_and_metrics_are_those_of_the_plain_model(devices):
+    model = build("batch_norm")
+    optimizer = momentum(model)
+    batches = make_batches((24, 17))
+    with open_trainer(model, optimizer, devices) as trainer:
+        for batch in make_batches(SIZES):
+            trainer.step(*batch)
+        outputs = trainer.predict([batch[:1] for batch in batches])
+        accuracy = trainer.evaluate(batches, {"accuracy": evenstep.metrics.accuracy})["accuracy"]
+    plain = copy.deepcopy(model).cpu()
+    expected = torch.cat([plain_outputs(plain, X) for X, _ in batches])
+    hits = sum(int((plain_outputs(plain, X).argmax(1) == y).sum()) for X, y in batches)
+    assert torch.allclose(outputs.cpu(), expected, atol=1e-6)  # other batch sizes, other products
+    assert accuracy == hits / 41
+
+
+@EVERY_LAYOUT
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_an_average_of_the_weights_follows_the_updates(in_flight, devices):
+    def averaged(devices):
+        model = build("dropout")
+        optimizer = momentum(model)
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+        )
+        average.to(devices[0] if devices[0].startswith("emu") else "cpu")
+        with open_trainer(
+            model,
+            optimizer,
+            devices,
+            max_in_flight=in_flight,
+            after_update=average.update_parameters,
+        ) as trainer:
+            for batch in make_batches(SIZES):
+                trainer.step(*batch)
+        return emu.on_the_host({**whole_state(model, optimizer), **average.state_dict()})
+
+    assert_same_bits(averaged(devices), averaged(["cpu:0"]))
+
+
+@EVERY_LAYOUT
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_recomputed_activations_draw_the_same_numbers_again(in_flight, devices):
+    def train(devices):
+        model = build("dropout")
+        optimizer = momentum(model)
+
+        def objective(model, X, y):
+            output = torch.utils.checkpoint.checkpoint(model, X, use_reentrant=False)
+            return nn.functional.cross_entropy(output, y, reduction="sum"), len(y)
+
+        with evenstep.Trainer(
+            model, optimizer, objective=objective, devices=devices, max_in_flight=in_flight
+        ) as trainer:
+            for batch in make_batches(SIZES):
+                trainer.step(*batch)
+        return emu.on_the_host(whole_state(model, optimizer))
+
+    assert_same_bits(train(devices), train(["cpu:0"]))
+
+
+@EVERY_LAYOUT
+def test_the_gradient_of_a_batch_tensor_s_own_graph(devices):
+    """A penalty's gradient that the user has put into `.grad` is added, as plain torch adds it."""
+    model = build("convolution")
+    expected = copy.deepcopy(model)
+    optimizer, plain = momentum(model), momentum(expected)
+    with open_trainer(model, optimizer, devices) as trainer:
+        for batch in make_batches((24, 24)):
+            trainer.waitall()
+            optimizer.zero_grad()
+            (1e-3 * sum(one.square().sum() for one in model.parameters())).backward()
+            trainer.step(*batch)
+    for step, batch in enumerate(make_batches((24, 24))):
+        plain.zero_grad()
+        (1e-3 * sum(one.square().sum() for one in expected.parameters())).backward()
+        own = [one.grad for one in expected.parameters()]
+        reference_backward(expected, *batch, shards=8, step=step)
+        for parameter, gradient in zip(expected.parameters(), own, strict=True):
+            parameter.grad = parameter.grad + gradient
+        plain.step()
+    assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), whole_state(expected, plain))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_verify_finds_the_same_bits(in_flight):
+    def make_trainer(devices):
+        model = build("dropout")
+        return open_trainer(model, momentum(model), devices, max_in_flight=in_flight)
+
+    layouts = [["cpu:0"], ["emu:0"], ["emu:1", "emu:0"], ["cpu:0", "emu:3"]]
+    verdict = evenstep.verify(make_trainer, make_batches(SIZES), devices=layouts, steps=4)
+    assert verdict.identical, verdict
+
+
+def test_a_model_on_an_accelerator_is_exported(tmp_path):
+    model = build("convolution")
+    (X, _), *_ = make_batches((6,))
+    optimizer = momentum(model)
+    with open_trainer(model, optimizer, ["emu:0", "emu:1"]) as trainer:
+        for batch in make_batches(SIZES):
+            trainer.step(*batch)
+    evenstep.export(model, X.to("emu:0"), tmp_path / "model.pt2")
+    loaded = evenstep.load_exported(tmp_path / "model.pt2")
+    assert torch.equal(loaded(X.to("emu:0")).cpu(), plain_outputs(model, X.to("emu:0")).cpu())
+
+
+@pytest.mark.parametrize("mode", emu.MODES)
+def test_a_training_that_is_saved_in_the_background_saves_what_it_had(tmp_path, mode):
+    emu.configure(mode, seed=2)
+    train = functools.partial(_train_and_save, tmp_path)
+    expected = train("cpu", ["cpu:0"])
+    assert_same_bits(train(mode, ["emu:0", "emu:1"]), expected)
+
+
+def _train_and_save(folder, name, devices):
+    """Train four steps, saving after two of them; return the state after the two, from the file."""
+    model = build("batch_norm")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with open_trainer(model, optimizer, devices) as trainer:
+        for number, batch in enumerate(make_batches(SIZES)):
+            trainer.step(*batch)
+            if number == 1:
+                trainer.save(folder / name, background=True)
+    model = build("batch_norm", seed=5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    loaded = evenstep.Trainer.load(
+        folder / name, model, optimizer, nn.CrossEntropyLoss(), devices="cpu:0"
+    )
+    with loaded:
+        return whole_state(model, optimizer)
