@@ -118,6 +118,54 @@ def test_recomputed_activations_draw_the_same_numbers_again(in_flight, devices):
     assert_same_bits(train(devices), train(["cpu:0"]))
 
 
+class TwoTowers(nn.Module):
+    """Two encoders, whose outputs are compared with those of the whole batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8))
+        self.other = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.Dropout(0.2))
+
+
+def contrastive(model, images, rows):
+    one, other = model.one(images), model.other(images.flip(2))
+    logits = one @ evenstep.all_gather(other).T
+    return nn.functional.cross_entropy(logits, rows, reduction="sum"), len(rows)
+
+
+@EVERY_LAYOUT
+@pytest.mark.parametrize("mode", emu.MODES)
+@pytest.mark.parametrize("batch_norm", ["shard", "sync"])
+def test_shards_side_by_side_exchange_values_between_devices(batch_norm, mode, devices):
+    def train(devices):
+        model = TwoTowers()
+        optimizer = momentum(model)
+        with evenstep.Trainer(
+            model,
+            optimizer,
+            objective=contrastive,
+            devices=devices,
+            experiment=evenstep.Experiment(shards=5, batch_norm=batch_norm),
+            layout=evenstep.Layout(side_by_side=True),
+        ) as trainer:
+            losses = [
+                float(trainer.step(images, torch.arange(len(images))))
+                for images, _ in make_batches(SIZES)
+            ]
+            measured = trainer.evaluate(
+                [(images, torch.arange(len(images))) for images, _ in make_batches((16,))],
+                {"loss": contrastive},
+            )
+        return emu.on_the_host(whole_state(model, optimizer)), losses, measured
+
+    expected = train(["cpu:0"])
+    emu.configure(mode, seed=5, delay_us=20)
+    state, *numbers = train(devices)
+    assert_same_bits(state, expected[0])
+    assert numbers == [*expected[1:]]
+
+
 @EVERY_LAYOUT
 def test_the_gradient_of_a_batch_tensor_s_own_graph(devices):
     """A penalty's gradient that the user has put into `.grad` is added, as plain torch adds it."""

@@ -26,8 +26,6 @@ UNFIT = {
     "bf16": "the emulator has no autocast",
     "bf16, dropout, Adam": "the emulator has no autocast",
     "two threads a device": "the emulator's kernels have one thread each",
-    "batch_norm=sync": "refused on accelerators",
-    "batch_norm=sync, V = 5": "refused on accelerators",
     "compiled": "the emulator has no compiler",
     "compiled, batch_norm, Adam": "the emulator has no compiler",
     "resumed": "has other options: see below",

@@ -57,7 +57,7 @@ def seeds():
         yield pytest.param(seed, marks=marks)
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", [*seeds()])
 def test_a_random_layout_has_the_bits_of_the_reference(seed):
     (name, sizes, shards, make_optimizer), layout, mode, delay_us = drawn(seed)
     expected, expected_losses = reference_of(name, sizes, shards, make_optimizer)

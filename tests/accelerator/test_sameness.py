@@ -47,7 +47,6 @@ UNFIT = {
         "the emulator has no sparse tensors",
     ),
     "autocast": "the emulator has no autocast",
-    "synchronised batch norm": "batch_norm='sync' is refused on accelerators",
     "two threads": "the emulator's kernels have one thread each",
 }
 """The models that the emulated accelerator can't train, and why."""

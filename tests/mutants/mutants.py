@@ -232,9 +232,9 @@ _ORDER = [
         "shards side by side are summed in the order of arrival",
         ORDER,
         "shard/lockstep.py",
-        "tree_sum([brought[shard] for shard in range(self._shards)], add)",
-        "tree_sum([*brought.values()], add)",
-        ("shard/test_lockstep.py::test_the_sum_is_canonical_in_any_order_of_arrival",),
+        "return [brought[shard] for shard in range(self._shards)]",
+        "return [*brought.values()]",
+        ("shard/test_lockstep.py",),
     ),
     Mutant(
         "rows gathered from shards of unequal size are cut wrongly",

@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -32,7 +32,7 @@ from evenstep.errors import (
 from evenstep.options import Experiment, Faults
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.forward_backward import ShardWork
-from evenstep.shard.lockstep import shard_here
+from evenstep.shard.lockstep import Alone, shard_here
 from evenstep.shard.loss import ShardObjective
 
 logger = logging.getLogger("evenstep")
@@ -326,8 +326,13 @@ class SelfCheck:
     @contextmanager
     def _apart(self, cut: Cut, rehearsal: Rehearsal) -> Iterator[None]:
         """Inside `with`, a shard can't see others, unless the batch's shards meet."""
-        meets_others = self._side_by_side or rehearsal.works[0].is_only_shard
-        outside = shard_here.set(None if meets_others else "apart")
+        here: Alone | Literal["apart"] | None = None
+        if not rehearsal.works[0].is_only_shard:
+            if not self._side_by_side:
+                here = "apart"
+            elif rehearsal.replica.device.is_accelerator:
+                here = Alone()
+        outside = shard_here.set(here)
         try:
             yield
         except ContractError:

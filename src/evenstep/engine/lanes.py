@@ -157,8 +157,7 @@ class ThreadLanes:
     def adopt(self, lane: int) -> None:
         """Make the calling thread compute as the lane's own thread does."""
         self._here.lane = lane
-        _fix_threads(self.devices[lane].threads)
-        _fix_modes()
+        self._fix(self.devices[lane % len(self.devices)])
 
     def _run(
         self,
@@ -182,6 +181,10 @@ class ThreadLanes:
     def _set_up(self, lane: int, device: Device) -> None:
         self.threads.add(threading.get_ident())
         self._here.lane = lane
+        self._fix(device)
+
+    @staticmethod
+    def _fix(device: Device) -> None:
         _fix_threads(device.threads)
         _fix_modes()
         if device.is_accelerator:

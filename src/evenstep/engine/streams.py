@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -76,6 +76,34 @@ def finish(fences: Iterable[Any], unless: Callable[[], bool] = lambda: False) ->
                 return False
             time.sleep(min(_LOOK_S, (time.perf_counter() - began_s) / 50))
     return True
+
+
+class Given(NamedTuple):
+    """A value that threads on other devices, or with other streams, may take.
+
+    Attributes:
+        value: nested tuples, lists and dicts of tensors.
+        device: whose memory its tensors are in.
+        fence: behind the kernels that compute them; None on a CPU.
+    """
+
+    value: Any
+    device: Device
+    fence: Any
+
+
+def given_from(device: Device, value: Any) -> Given:
+    """Return a value of the calling thread, which has computed it on `device`, for others."""
+    return Given(value, device, fence_here(device) if device.is_accelerator else None)
+
+
+def received(given: Given, device: Device) -> Any:
+    """Return what another thread has given, in the memory of the calling thread's `device`."""
+    value, source, fence = given
+    if fence is not None:
+        wait_for([fence], device)
+        keep(value)
+    return value if source.torch_device == device.torch_device else copy_to(value, device)
 
 
 def open_task(task: Task, device: Device) -> None:

@@ -19,7 +19,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from evenstep.collectives import tree_sum
+from evenstep.devices import Device
 from evenstep.devices.forward_mode import refuse_inside_a_level
+from evenstep.engine import streams
 from evenstep.errors import ContractError, EvenstepError
 
 T = TypeVar("T")
@@ -50,20 +52,24 @@ class Lockstep:
             self._stopped = True
             self._change.notify_all()
 
-    def bring(self, shard: int, key: Hashable, value: T, add: Callable[[T, T], T]) -> bool:
-        """Note a shard's value; return whether it was the last one, so that the sum is there."""
+    def bring(self, shard: int, key: Hashable, value: T) -> list[T] | None:
+        """Note a shard's value; return all values by shard if it is the last one, which adds up."""
         with self._change:
             brought = self._brought.setdefault(key, {})
             brought[shard] = value
             if len(brought) < self._shards:
                 self._waiting += 1
                 self._refuse_deadlock()
-                return False
+                return None
             del self._brought[key]
-            self._sums[key] = tree_sum([brought[shard] for shard in range(self._shards)], add)
             self._waiting -= self._shards - 1
+            return [brought[shard] for shard in range(self._shards)]
+
+    def show(self, key: Hashable, total: object) -> None:
+        """Give the shards that wait for `key` the sum."""
+        with self._change:
+            self._sums[key] = total
             self._change.notify_all()
-            return True
 
     def wait_for(self, key: Hashable) -> None:
         """Wait until the sum for `key` is there, or the step was stopped."""
@@ -102,10 +108,12 @@ class DeviceTurns:
 
     Args:
         note: called with every turn, at its end.
+        device: the device.
     """
 
-    def __init__(self, note: Callable[[Turn], object]) -> None:
+    def __init__(self, note: Callable[[Turn], object], device: Device) -> None:
         self._note = note
+        self.device = device
         self._is_free = threading.Lock()
         self._began_s: float | None = None
 
@@ -176,14 +184,19 @@ class ShardInStep:
             ContractError: the caller is inside a level of forward-mode AD, which others may want.
         """
         refuse_inside_a_level("evenstep.all_gather or BatchNorm over the whole batch")
-        if not self._lockstep.bring(self.number, key, value, add):
+        device = self._turns.device
+        brought = self._lockstep.bring(self.number, key, streams.given_from(device, value))
+        if brought is not None:
+            total = tree_sum([streams.received(one, device) for one in brought], add)
+            self._lockstep.show(key, streams.given_from(device, total))
+        else:
             self._turns.end(self.number)
             try:
                 self._lockstep.wait_for(key)
             finally:
                 self._turns.begin()
-        total: T = self._lockstep.sum_of(key)
-        return total
+        found: T = streams.received(self._lockstep.sum_of(key), device)
+        return found
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all shards, in the order of the shards (see `all_gather`)."""
@@ -203,6 +216,18 @@ class Gathers(Protocol):
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the rows of all shards, given one shard's."""
+
+
+class Alone:
+    """Refuses to gather, where a shard is computed by itself on an accelerator to check it.
+
+    With its own rows only, an index of other shards' rows would be outside of the tensor. On a CPU
+    that is an error like others; on an accelerator nothing could be computed afterwards.
+    """
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """Raise AloneError."""
+        raise AloneError("evenstep.all_gather has no other shards in a check on an accelerator")
 
 
 shard_here: ContextVar[Gathers | Literal["apart"] | None] = ContextVar("shard", default=None)
@@ -284,6 +309,10 @@ def _refuse_unlike(brought: Sequence[torch.Tensor], place: str) -> None:
                 f"{place}: shard 0 brought {ours}, shard {shard} {theirs}: all shards must bring "
                 f"rows of one shape and dtype"
             )
+
+
+class AloneError(EvenstepError):
+    """A shard that is checked by itself needs others."""
 
 
 class StoppedError(EvenstepError):

@@ -219,7 +219,7 @@ def _computed_apart(
         rehearsals = {shard: _Rehearsal(gathered) for shard in shards if shard not in known}
         losses = {shard: known[shard] for shard in shards if shard in known}
         for shard, rehearsal in rehearsals.items():
-            outside = shard_here.set(rehearsal if shard_here.get() is None else "apart")
+            outside = shard_here.set(shard_here.get() or rehearsal)
             try:
                 losses[shard] = compute(*neighbours.take([shard]))
             except _RowsMissingError:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from evenstep.batch import Batch, contiguous_runs
 from evenstep.batch.assignment import Pace
+from evenstep.engine import streams
 from evenstep.errors import DeviceError, DeviceLostError
 from evenstep.options.experiment import Experiment
 from evenstep.profiling.clock import ShardTime
@@ -74,7 +75,9 @@ class LockstepExecutor(IndependentExecutor):
             self._turn_pace.learn(lane, ended_s - began_s)
             attempt.clock.shards.append(ShardTime(lane, shard, False, began_s, ended_s))
 
-        turns = self._turns[lane] = DeviceTurns(note)
+        device = self.engine.devices[lane]
+        turns = self._turns[lane] = DeviceTurns(note, device)
+        opened, closed = streams.given_from(device, None), list[streams.Given]()
 
         def compute_one(place: int, shard: int) -> Leaf | None:
             replica = self.replicas.of_lane(lane, place)
@@ -82,10 +85,14 @@ class LockstepExecutor(IndependentExecutor):
 
             def in_turn() -> Leaf:
                 self.engine.adopt(lane)
+                streams.received(opened, device)
                 shard_here.set(in_step)  # in a thread of the shard's own
-                work = self._work(replica, lane, attempt, shard, batches)
-                with SyncedBatchNorm(in_step) if syncs else nullcontext():
-                    leaf: Leaf = attempt.work.compute(replica, work)
+                try:
+                    work = self._work(replica, lane, attempt, shard, batches)
+                    with SyncedBatchNorm(in_step) if syncs else nullcontext():
+                        leaf: Leaf = attempt.work.compute(replica, work)
+                finally:
+                    closed.append(streams.given_from(device, None))
                 if attempt.cut.shared:
                     attempt.cut.refuse_written_copies()
                 return leaf
@@ -109,6 +116,8 @@ class LockstepExecutor(IndependentExecutor):
                 f"could not get a thread ({error}): use fewer shards"
             ) from error
         wait(found)
+        for one in closed:
+            streams.received(one, device)
         results: dict[int, Any] = {
             shard: future.result() for shard, future in zip(shards, found, strict=True)
         }

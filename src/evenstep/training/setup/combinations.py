@@ -31,7 +31,6 @@ APART: Mapping[tuple[str, str], tuple[str, str]] = {
     ("Stages", "lockstep"): (_AT_ONCE, ""),
     ("Slices", "lockstep"): (_AT_ONCE, ""),
     ("Slices", "in flight"): ("all devices meet in each layer of each shard", ""),
-    ("lockstep", "GPU"): (_WAITS, _CPUS),
     ("Stages", "GPU"): (_WAITS, _CPUS),
     ("Slices", "GPU"): ("so far, only CPU devices compute slices together", _CPUS),
     ("Owners", "GPU"): ("so far, the update is divided by owners on CPU devices only", _CPUS),
