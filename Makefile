@@ -16,12 +16,17 @@ AVX2 := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 RELEASED := pyproject.toml CITATION.cff SECURITY.md CODE_OF_CONDUCT.md CONTRIBUTING.md README.md
 
+# `make gpu` installs nothing: it takes the environment of `make install`, or else python3.
+DEVICE ?= cuda
+KIT := $(abspath $(firstword $(wildcard $(BIN)/python) $(shell command -v python3)))
+KIT_RESULT := $(abspath $(if $(filter emu,$(DEVICE)),build/gpu.json,benchmarks/results/gpu.json))
+
 QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_errors.py options \
 	test_verification.py batch checkpoint/test_codec.py collectives data engine/test_graph.py \
 	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
 	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
 
-.PHONY: help install demo quick test accelerator slow exhaustive mutants lint types format check bench book notebooks docs-site dist placeholders clean
+.PHONY: help install demo quick test accelerator gpu slow exhaustive mutants lint types format check bench book notebooks docs-site dist placeholders clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -49,13 +54,18 @@ test: install ## the tests (about fifteen minutes on two cores)
 accelerator: install ## all tests on the emulated accelerator (needs g++)
 	$(PYTEST) --accelerator tests/accelerator
 
+gpu: ## what a GPU shows of evenstep, in nine minutes, as JSON (DEVICE=emu: the emulated one, small)
+	cd benchmarks && PYTHONPATH=../src:../tests/support:$$PYTHONPATH $(KIT) -m gpu --device $(DEVICE) \
+		$(if $(filter emu,$(DEVICE)),--quick) --out $(KIT_RESULT)
+
 slow: install ## the long tests, and some as a processor without AVX-512 computes them
 	$(PYTEST) -m 'slow and not exhaustive'
 	$(AVX2) $(PYTEST) -m 'not slow' $(QUICK) tests/golden tests/zoo
-	$(PYTEST) --accelerator -m slow tests/accelerator
+	$(PYTEST) --accelerator -m 'slow and not exhaustive' tests/accelerator
 
 exhaustive: install ## the tests that take minutes each
 	$(PYTEST) -m exhaustive
+	$(PYTEST) --accelerator -m exhaustive tests/accelerator
 
 mutants: install ## plant faults in the library, and see that its tests catch each (twenty minutes)
 	$(BIN)/python tests/mutants/run.py

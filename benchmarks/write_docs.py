@@ -23,6 +23,7 @@ from evenstep.bench.tables import Table, number
 from evenstep.limits import BOOK_EXPERIMENTS
 from evenstep.reproduce import Experiment, experiments
 from evenstep.reproduce import pictures as book_pictures
+from gpu import tables as kit
 from specs import engine, overhead, speed, text
 
 DOCS = ROOT / "docs"
@@ -30,7 +31,7 @@ IMAGES = DOCS / "images"
 PAGES = ("benchmarks", "reliability", "kinds")
 FILES = (
     *(*measure.BENCHMARKS, "chargpt", "gains", "batch_norm"),
-    *("scaling_lenet", "scaling_resnet18"),
+    *("scaling_lenet", "scaling_resnet18", "gpu"),
 )
 NOTES = (
     *(
@@ -91,7 +92,8 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
             name: one.tables(documents[name])
             for name, one in measure.BENCHMARKS.items()
             if documents[name]
-        },
+        }
+        | ({"gpu": kit.tables(documents["gpu"])} if documents["gpu"] else {}),
         claims=Table(("claim", "test"), claims(), 2).markdown(),
         ratios=speed.ratios,
         failures=speed.failures,

@@ -1,6 +1,9 @@
 """What every test shares: one intra-op thread in the test's own thread, and no leftover lanes."""
 
+import getpass
+import os
 import signal
+import tempfile
 import threading
 from pathlib import Path
 
@@ -32,6 +35,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    # torch finds compiled code in its cache that was made for the vectors of another setting.
+    capability = torch.backends.cpu.get_cpu_capability()
+    cache = Path(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}_{capability}")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache))
     if config.getoption("--accelerator") and not emu.missing():
         emu.load(BUILD)
 

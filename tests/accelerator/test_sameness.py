@@ -46,12 +46,11 @@ UNFIT = {
         ("sparse embeddings", "word2vec", "gradients in shared memory, SparseSums"),
         "the emulator has no sparse tensors",
     ),
-    "autocast": "the emulator has no autocast",
-    "two threads": "the emulator's kernels have one thread each",
 }
 """The models that the emulated accelerator can't train, and why."""
 
 ROUNDED = {
+    "two threads": "the emulator's kernels have one thread each",
     "bfloat16 weights": "torch's optimizers use other kernels on accelerators (foreach)",
 }
 """The models to which plain torch gives other bits on an accelerator than on a CPU, and why."""

@@ -177,10 +177,11 @@ def test_the_page_has_a_section_for_each_file_and_its_note(tmp_path):
     assert "accelerate None" not in page
 
 
-def test_without_files_the_page_is_its_head(tmp_path):
+def test_without_files_the_page_is_its_head_and_that_no_gpu_was_measured(tmp_path):
     page = write_docs.page("benchmarks", tmp_path, {})
     assert page.startswith("# Benchmarks\n")
-    assert page.count("\n\n") == 1
+    assert [line for line in page.splitlines() if line.startswith("## ")] == ["## GPUs"]
+    assert "Not measured yet" in page
 
 
 def test_notes_are_found_by_name_and_hold_no_figures():

@@ -1,4 +1,5 @@
 // The functions that tests call: modes, faults, counters.
+#include "autocast.h"
 #include "operators.h"
 
 namespace emu {

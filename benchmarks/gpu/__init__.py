@@ -1,0 +1,1 @@
+"""What an accelerator shows of evenstep: `make gpu`."""
