@@ -10,6 +10,7 @@ from torch import nn
 import emu
 import evenstep
 from reference import assert_same_bits, plain_outputs, reference_backward, whole_state
+from slicing import sliced_model
 from zoo import build, make_batches
 
 LAYOUTS = {
@@ -164,6 +165,28 @@ def test_shards_side_by_side_exchange_values_between_devices(batch_norm, mode, d
     state, *numbers = train(devices)
     assert_same_bits(state, expected[0])
     assert numbers == [*expected[1:]]
+
+
+@pytest.mark.parametrize("mode", emu.MODES)
+@pytest.mark.parametrize(
+    "devices",
+    [["emu:0", "emu:1"], ["emu:2", "emu:2"], ["emu:0", "cpu:0", "emu:1"], ["cpu:0", "emu:3"]],
+    ids=str,
+)
+def test_slices_of_layers_are_computed_by_several_devices(devices, mode):
+    def train(devices, layout):
+        model = sliced_model()
+        optimizer = momentum(model)
+        with open_trainer(model, optimizer, devices, layout=layout) as trainer:
+            losses = [float(trainer.step(*batch)) for batch in make_batches(SIZES)]
+            outputs = trainer.predict([make_batches((16,))[0][:1]])
+        return emu.on_the_host({**whole_state(model, optimizer), "outputs": outputs}), losses
+
+    expected, expected_losses = train(["cpu:0"], evenstep.Layout())
+    emu.configure(mode, seed=7, delay_us=20)
+    state, losses = train(devices, evenstep.Layout(divide=evenstep.Slices()))
+    assert_same_bits(state, expected)
+    assert losses == expected_losses
 
 
 @EVERY_LAYOUT

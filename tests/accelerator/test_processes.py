@@ -6,30 +6,36 @@ from torch import nn
 
 import evenstep
 from launched import launched
-from reference import assert_same_bits, whole_state
+from reference import assert_same_bits
 from zoo import build, make_batches
 
 
 def train():
-    model = build("convolution")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model = build("batch_norm")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices="cpu:0") as trainer:
         losses = [float(trainer.step(X, y)) for X, y in make_batches((33, 16, 30))]
-    return whole_state(model, optimizer), losses
+        return model.state_dict(), losses, trainer.fingerprint()
 
 
 @pytest.mark.parametrize(
-    ("processes", "mode", "devices"),
+    ("processes", "mode", "devices", "divide", "in_flight"),
     [
-        (2, "lazy", "emu:0,emu:1"),
-        (2, "thread", "cpu:0,emu:1"),
-        pytest.param(3, "random", "emu:2", marks=pytest.mark.slow),
+        (2, "lazy", "emu:0,emu:1", "nothing", 1),
+        (2, "thread", "cpu:0,emu:1", "nothing", 1),
+        (2, "lazy", "emu:0,emu:1", "owners", 2),
+        pytest.param(2, "random", "emu:0", "owners", 1, marks=pytest.mark.slow),
+        pytest.param(3, "thread", "emu:2,emu:0", "owners", 1, marks=pytest.mark.slow),
+        pytest.param(3, "random", "emu:2", "nothing", 2, marks=pytest.mark.slow),
     ],
 )
-def test_processes_train_with_the_bits_of_one_on_a_cpu(tmp_path, processes, mode, devices):
-    finished = launched(processes, "accelerated.py", tmp_path / "state", mode, devices)
+def test_processes_train_with_the_bits_of_one_on_a_cpu(
+    tmp_path, processes, mode, devices, divide, in_flight
+):
+    given = mode, devices, divide, str(in_flight)
+    finished = launched(processes, "accelerated.py", tmp_path / "state", *given)
     assert finished.returncode == 0, finished.stderr
-    state, losses = torch.load(tmp_path / "state")
-    expected, their_losses = train()
+    state, *others = torch.load(tmp_path / "state")
+    expected, *expected_others = train()
     assert_same_bits(state, expected)
-    assert losses == their_losses
+    assert others == expected_others

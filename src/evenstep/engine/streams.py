@@ -97,13 +97,19 @@ def given_from(device: Device, value: Any) -> Given:
     return Given(value, device, fence_here(device) if device.is_accelerator else None)
 
 
+def taken(given: Given, device: Device) -> Any:
+    """Return what another thread has given, where it lies, for the calling thread's `device`."""
+    if given.fence is not None:
+        wait_for([given.fence], device)
+        keep(given.value)
+    return given.value
+
+
 def received(given: Given, device: Device) -> Any:
     """Return what another thread has given, in the memory of the calling thread's `device`."""
-    value, source, fence = given
-    if fence is not None:
-        wait_for([fence], device)
-        keep(value)
-    return value if source.torch_device == device.torch_device else copy_to(value, device)
+    value = taken(given, device)
+    is_there = given.device.torch_device == device.torch_device
+    return value if is_there else copy_to(value, device)
 
 
 def open_task(task: Task, device: Device) -> None:

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from evenstep.devices import Device, carry
+from evenstep.engine import streams
 from evenstep.engine.interrupts import POLL_S
 from evenstep.engine.task import is_device_failure
 from evenstep.errors import EvenstepError
@@ -97,6 +98,7 @@ class SlicingDevices:
 
     def __init__(self, members: Mapping[int, Device], exchanged: Exchanged) -> None:
         self.first, *self._helpers = members
+        self._members = members
         self._home = members[self.first]
         self._exchanged = exchanged
         self._inboxes: dict[int, queue.SimpleQueue[_Job | None]] = {
@@ -118,7 +120,12 @@ class SlicingDevices:
         """
         runs = equal_runs(len(arguments), 1 + len(self._helpers))
         asked = [lane for lane, run in zip(self._helpers, runs[1:], strict=True) if run]
-        job = _Job(function, arguments, dict(zip(self._helpers, runs[1:], strict=True)), {*asked})
+        job = _Job(
+            function,
+            streams.given_from(self._home, arguments),
+            dict(zip(self._helpers, runs[1:], strict=True)),
+            {*asked},
+        )
         if self._is_stopped:
             raise SlicingStoppedError
         for lane in asked:
@@ -126,6 +133,8 @@ class SlicingDevices:
         own = [(number, arguments[number]) for number in runs[0]]
         job.results.update({n: function(n, *map(_value_here, given)) for n, given in own})
         self._wait(job)
+        for found in job.found:
+            job.results.update(streams.taken(found, self._home))
         self._exchanged.waits += bool(asked)
         self._exchanged.nbytes += sum(job.nbytes.values())
         self._exchanged.held.update(job.held)
@@ -160,10 +169,11 @@ class SlicingDevices:
         return sorted(job.missing) if stuck and job is not None and job.missing else [*stuck]
 
     def _compute(self, job: _Job, lane: int, memory: _Memory | None) -> None:
-        number, found = -1, {}
+        number, found, device = -1, {}, self._members[lane]
         try:
+            arguments = streams.taken(job.given, device)
             for number in job.runs[lane]:
-                given = job.arguments[number]
+                given = arguments[number]
                 if memory is None:
                     found[number] = job.function(number, *map(_value_here, given))
                 else:
@@ -177,7 +187,7 @@ class SlicingDevices:
             memory.forget_received()
             job.nbytes[lane] = memory.take_nbytes()
             job.held[memory.device.name] = memory.held_nbytes
-        job.results.update(found)
+        job.found.append(streams.given_from(self._home, found))  # sent back to there
         job.end(lane)
 
     def _wait(self, job: _Job) -> None:
@@ -195,15 +205,16 @@ class _Job:
     def __init__(
         self,
         function: SliceFunction,
-        arguments: Sequence[Sequence[Argument]],
+        given: streams.Given,
         runs: Mapping[int, Sequence[int]],
         missing: set[int],
     ) -> None:
         self.function = function
-        self.arguments = arguments
+        self.given = given  # the arguments of each slice
         self.runs = runs
         self.missing = missing
         self.results: dict[int, Result] = {}
+        self.found: list[streams.Given] = []  # the results of each lane
         self.errors: dict[int, Exception] = {}
         self.nbytes: dict[int, int] = {}
         self.held: dict[str, int] = {}

@@ -1,8 +1,8 @@
 """A script that trains on emulated accelerators, in one process or several.
 
-    python tests/support/jobs/accelerated.py OUT MODE DEVICES
+    python tests/support/jobs/accelerated.py OUT MODE DEVICES DIVIDE STEPS_IN_FLIGHT
 
-Rank 0 writes the state of the training to OUT.
+DIVIDE is "owners" or "nothing". Rank 0 writes the weights, the losses and the fingerprint to OUT.
 """
 
 import os
@@ -16,16 +16,21 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import emu
 import evenstep
-from reference import whole_state
 from zoo import build, make_batches
 
-out, mode, devices = sys.argv[1:]
+out, mode, devices, divide, in_flight = sys.argv[1:]
 emu.load(Path(__file__).parents[3] / "build")
 emu.configure(mode)
-model = build("convolution")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices) as trainer:
-    losses = [float(trainer.step(X, y)) for X, y in make_batches((33, 16, 30))]
+model = build("batch_norm")
+with evenstep.Trainer(
+    model,
+    torch.optim.Adam(model.parameters(), lr=0.01),
+    nn.CrossEntropyLoss(),
+    devices=devices,
+    layout=evenstep.Layout(divide=evenstep.Owners() if divide == "owners" else ()),
+    max_in_flight=int(in_flight),
+) as trainer:
+    losses = [*map(float, [trainer.step(X, y) for X, y in make_batches((33, 16, 30))])]
+    fingerprint = trainer.fingerprint()
 if os.environ.get("RANK", "0") == "0":
-    state = emu.on_the_host(whole_state(model, optimizer))
-    torch.save((state, losses), out)
+    torch.save((emu.on_the_host(model.state_dict()), losses, fingerprint), out)

@@ -85,7 +85,7 @@ class LockstepExecutor(IndependentExecutor):
 
             def in_turn() -> Leaf:
                 self.engine.adopt(lane)
-                streams.received(opened, device)
+                streams.taken(opened, device)
                 shard_here.set(in_step)  # in a thread of the shard's own
                 try:
                     work = self._work(replica, lane, attempt, shard, batches)
@@ -117,7 +117,7 @@ class LockstepExecutor(IndependentExecutor):
             ) from error
         wait(found)
         for one in closed:
-            streams.received(one, device)
+            streams.taken(one, device)
         results: dict[int, Any] = {
             shard: future.result() for shard, future in zip(shards, found, strict=True)
         }

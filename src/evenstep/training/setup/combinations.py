@@ -18,7 +18,7 @@ _MOST_SIDE_BY_SIDE = 1_024  # shards, each with a thread and a replica
 _COMPILED = "shards that wait for each other, or pass between devices, can't be compiled"
 _DIVIDED = "devices compute whole shards, the slices of one shard, or a stage each"
 _AT_ONCE = "shards that are all under way at once can't share their devices in turn"
-_WAITS = "shards that wait for each other are not ordered with the streams of GPUs yet"
+_ONE_MEMORY = "the parameters of a copy of the model lie in one memory so far"
 _APART = "processes don't wait for each other's shards"
 _CPUS = "name CPU devices, or leave it out"
 _ONE_PROCESS = "start one process, which uses all devices of this machine, or leave it out"
@@ -31,9 +31,7 @@ APART: Mapping[tuple[str, str], tuple[str, str]] = {
     ("Stages", "lockstep"): (_AT_ONCE, ""),
     ("Slices", "lockstep"): (_AT_ONCE, ""),
     ("Slices", "in flight"): ("all devices meet in each layer of each shard", ""),
-    ("Stages", "GPU"): (_WAITS, _CPUS),
-    ("Slices", "GPU"): ("so far, only CPU devices compute slices together", _CPUS),
-    ("Owners", "GPU"): ("so far, the update is divided by owners on CPU devices only", _CPUS),
+    ("Stages", "GPU"): (_ONE_MEMORY, _CPUS),
     ("lockstep", "processes"): (_APART, _ONE_PROCESS),
 }
 """What does not go together: why, and what to do (else: use one of them only)."""
