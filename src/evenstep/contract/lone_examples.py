@@ -95,7 +95,7 @@ class LoneExamples:
 
     def _compute(self, cut: Cut, seed: Callable[[int], int], objective: ShardObjective) -> None:
         self._replicas.open_step()
-        replica = self._replicas.all[self._engine.lane_here]
+        replica = self._replicas.of_lane(self._engine.lane_here)
         if replica.buffers:
             replica.open_shard()
         batch: Batch = cut.first_example(self._experiment.placement(replica.device))

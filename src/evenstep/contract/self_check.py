@@ -216,7 +216,7 @@ class SelfCheck:
 
     def _results(self, sent: SentShard, objective: ShardObjective) -> dict[str, str]:
         self._replicas.open_step()
-        replica = self._replicas.all[self._engine.lane_here]
+        replica = self._replicas.of_lane(self._engine.lane_here)
         work = ShardWork(
             sent.number,
             sent.take(self._experiment.placement(replica.device)),
@@ -299,7 +299,7 @@ class SelfCheck:
         objective: ShardObjective,
     ) -> Rehearsal:
         self._replicas.open_step()
-        replica = self._replicas.all[self._engine.lane_here]
+        replica = self._replicas.of_lane(self._engine.lane_here)
         place = self._experiment.placement(replica.device)
         works = [
             ShardWork(

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenstep.devices import Device
+from evenstep.devices import Device, carry
+from evenstep.engine import streams
 from evenstep.errors import InputError, ModelError
 from evenstep.private_torch.modules import has_backward_hooks, own_buffers
 from evenstep.private_torch.tensors import copy_all, rows_of, version_of
@@ -28,6 +29,7 @@ class Replica:
         buffer_names: the names of the buffers.
         buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
         opening: the values that the buffers have when a shard starts, in this replica's memory.
+        given: the opening values in another memory, from where they are yet to be copied.
         has_run_backward: whether a backward pass has reached the parameters.
         may_accumulate: whether a backward pass may add to the gradients of other shards: not where
             layers have sparse gradients, or hooks on their backward pass, which could see them.
@@ -51,6 +53,7 @@ class Replica:
         self.buffers = list(module.buffers())
         self.rules = rules
         self.opening: list[torch.Tensor] = []
+        self.given: streams.Given | None = None
         self.has_run_backward = False
         self.may_accumulate = not any(
             getattr(child, "sparse", False) or has_backward_hooks(child)
@@ -70,6 +73,13 @@ class Replica:
             except RuntimeError:
                 self._refuse_reshaped()
                 raise
+
+    def take_given(self) -> None:
+        """Copy the opening values to this replica's memory; called in its device's lane."""
+        assert self.given is not None
+        device = self.device
+        self.opening = [carry(one, device) for one in streams.taken(self.given, device)]
+        self.given = None
 
     def put_back_shapes(self) -> None:
         """Give every buffer that a shard has resized its opening shape again."""

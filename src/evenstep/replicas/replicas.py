@@ -22,8 +22,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from evenstep.devices import Device, carry
+from evenstep.devices import Device
 from evenstep.devices.addresses import align, are_aligned, has_foreign_attributes, rounding
+from evenstep.engine import streams
 from evenstep.errors import ContractError, InputError, ModelError, add_note
 from evenstep.private_torch.modules import (
     backward_hooks,
@@ -137,6 +138,8 @@ class Replicas:
                 )
             raise
         self._others = [replica for replica in self.all if replica is not self.home]
+        here = self.home.device.memory
+        self._elsewhere = [replica for replica in self.all if replica.device.memory != here]
         distinct = dict.fromkeys((self.home, *self._owners.values()))
         self._distinct = [one for replica in distinct for one in replica.parameters]
         self._modules = [list(replica.module.modules()) for replica in self._others]
@@ -186,9 +189,12 @@ class Replicas:
         copied.opening = replica.opening
         return copied
 
-    def of_lane(self, lane: int, number: int) -> Replica:
-        """Return replica `number` of a device."""
-        return self.all[number * self._lanes + lane]
+    def of_lane(self, lane: int, number: int = 0) -> Replica:
+        """Return replica `number` of a device, which has the opening values; called in its lane."""
+        replica = self.all[number * self._lanes + lane]
+        if replica.given is not None:
+            replica.take_given()
+        return replica
 
     @property
     def on_cpus(self) -> bool:
@@ -391,22 +397,22 @@ class Replicas:
         self._bits = None
 
     def open_step(self) -> None:
-        """Take the home's buffers as the opening values of every replica."""
+        """Take the home's buffers as the opening values of every replica.
+
+        Lanes copy them to other memories themselves, behind their own kernels.
+        """
         if self.computed.found:
             for modules in [self._home_modules] * self._home_computes + self._modules:
                 self.computed.hide(modules)
         opening = [buffer.detach().clone() for buffer in self.home.buffers]
         self._opened = [*map(_VERSION, self._distinct)]
-        per_memory = {self.home.device.memory: opening}
         self.home.opening = opening
-        for lane, replica in enumerate(self.all):
-            if lane in self._lost:
-                continue
-            memory = replica.device.memory
-            if memory not in per_memory:
-                per_memory[memory] = [carry(value, replica.device) for value in opening]
-            replica.opening = per_memory[memory]
-            replica.graph_nodes = -1
+        for replica in self.all:
+            replica.opening, replica.graph_nodes = opening, -1
+        if self._elsewhere:
+            given = streams.given_from(self.home.device, opening)
+            for replica in self._elsewhere:
+                replica.given = given
 
     @property
     def were_written_since_open(self) -> bool:

@@ -168,7 +168,7 @@ class IndependentExecutor:
             lane: the calling lane.
             batches: shards that were copied to devices already; others are copied here.
         """
-        replica, queue, shard = self.replicas.all[lane], attempt.work.queue, -1
+        replica, queue, shard = self.replicas.of_lane(lane), attempt.work.queue, -1
         assert queue is not None
         outside = shard_here.set("apart" if attempt.cut.filled > 1 else None)
         try:

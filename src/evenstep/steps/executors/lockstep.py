@@ -15,6 +15,7 @@ from evenstep.engine import streams
 from evenstep.errors import DeviceError, DeviceLostError
 from evenstep.options.experiment import Experiment
 from evenstep.profiling.clock import ShardTime
+from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.lockstep import DeviceTurns, Lockstep, ShardInStep, Turn, shard_here
 from evenstep.steps.executors.independent import IndependentExecutor, explain
@@ -77,10 +78,10 @@ class LockstepExecutor(IndependentExecutor):
 
         device = self.engine.devices[lane]
         turns = self._turns[lane] = DeviceTurns(note, device)
+        replicas = [self.replicas.of_lane(lane, place) for place in range(len(shards))]
         opened, closed = streams.given_from(device, None), list[streams.Given]()
 
-        def compute_one(place: int, shard: int) -> Leaf | None:
-            replica = self.replicas.of_lane(lane, place)
+        def compute_one(replica: Replica, shard: int) -> Leaf | None:
             in_step = ShardInStep(lockstep, shard, turns)
 
             def in_turn() -> Leaf:
@@ -106,8 +107,8 @@ class LockstepExecutor(IndependentExecutor):
 
         found: list[Future[Leaf | None]] = []
         try:
-            for place, shard in enumerate(shards):
-                found.append(_in_thread(functools.partial(compute_one, place, shard)))
+            for replica, shard in zip(replicas, shards, strict=True):
+                found.append(_in_thread(functools.partial(compute_one, replica, shard)))
         except RuntimeError as error:  # the system refuses another thread
             attempt.drop()  # those that have begun wait for the others
             wait(found)
