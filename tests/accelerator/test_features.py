@@ -9,6 +9,7 @@ from torch import nn
 
 import emu
 import evenstep
+from evenstep.inference import fast_call
 from reference import assert_same_bits, plain_outputs, reference_backward, whole_state
 from slicing import sliced_model
 from zoo import build, make_batches
@@ -233,6 +234,24 @@ def test_a_model_on_an_accelerator_is_exported(tmp_path):
     evenstep.export(model, X.to("emu:0"), tmp_path / "model.pt2")
     loaded = evenstep.load_exported(tmp_path / "model.pt2")
     assert torch.equal(loaded(X.to("emu:0")).cpu(), plain_outputs(model, X.to("emu:0")).cpu())
+
+
+def test_a_model_on_an_accelerator_is_written_as_onnx(tmp_path):
+    pytest.importorskip("onnxruntime", reason="pip install evenstep[onnx]")
+    model = build("convolution").to("emu:1")
+    (X, _), *_ = make_batches((6,))
+    file = evenstep.export(model, X.to("emu:1"), tmp_path / "model.onnx")
+    assert file.stat().st_size
+
+
+def test_the_time_of_a_call_is_that_of_its_kernels(monkeypatch):
+    monkeypatch.setattr(fast_call, "_MAKERS", {})
+    monkeypatch.setattr(fast_call, "_ROUNDS", 1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).to("emu:0")
+    delay_us, least_kernels = 2000, 3
+    emu.slow_down(0, delay_us)
+    called = evenstep.hybridize(model, torch.ones(2, 4, device="emu:0"))
+    assert called.method.call_us > delay_us * least_kernels
 
 
 @pytest.mark.parametrize("mode", emu.MODES)

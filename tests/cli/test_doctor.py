@@ -80,7 +80,11 @@ CASES = [
     ),
     (
         {"gpus": ("H200",), "has_nvidia_driver": True},
-        *("results", "torch refuses them", "export CUBLAS_WORKSPACE_CONFIG=:4096:8"),
+        *(
+            "results",
+            "refuses GPUs that a script has used",
+            "export CUBLAS_WORKSPACE_CONFIG=:4096:8",
+        ),
     ),
     (
         {"gpus": ("H200", "A100"), "environment": {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}},

@@ -8,6 +8,7 @@ of these is refused by its name. CPU devices need nothing of this.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,9 @@ from evenstep.errors import DeviceError
 _ASSERTION = "device-side assert"
 _NEEDED = ("device_count", "default_generators")
 """The names in a kind's module without which shards could not be computed there."""
+
+_WORKSPACE, _DETERMINISTIC = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+"""What makes matrix products of cuBLAS deterministic. CUDA reads it when it starts."""
 
 
 # ---- which there are
@@ -66,6 +70,23 @@ def refuse_incomplete(kind: str) -> None:
             f"evenstep can't compute on {kind} devices, for which torch lacks "
             f"{' and '.join(lacking)}: use CPU devices (cpu:0, cpu:1, ...)"
         )
+
+
+def ask_for_deterministic_products(kind: str) -> None:
+    """Set the variable by which cuBLAS computes with the same bits each time, if it is not set.
+
+    Raises:
+        DeviceError: CUDA has started without it.
+    """
+    if kind != "cuda" or _WORKSPACE in os.environ:
+        return
+    if torch.cuda.is_initialized():
+        raise DeviceError(
+            f"CUDA has started without {_WORKSPACE}, so its matrix products may have other bits "
+            f"each time: write os.environ[{_WORKSPACE!r}] = {_DETERMINISTIC!r} above `import "
+            f"torch`, or find the devices before anything is on a GPU"
+        )
+    os.environ[_WORKSPACE] = _DETERMINISTIC
 
 
 def model_name(device: torch.device) -> str:
@@ -133,8 +154,9 @@ def keep(tensor: torch.Tensor) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for all kernels on a device."""
-    torch.accelerator.synchronize(device.index)
+    """Wait for all kernels on a device; on a CPU, none is left."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device.index)
 
 
 # ---- random numbers

@@ -186,6 +186,7 @@ def _check(devices: Sequence[Device]) -> None:
 def _check_gpus(devices: Sequence[Device]) -> None:
     kind, gpus = accelerator.kind_here(), gpu_count()
     if kind is not None and kind in {device.kind for device in devices}:
+        accelerator.ask_for_deterministic_products(kind)
         accelerator.refuse_incomplete(kind)
     for device in devices:
         if device.kind != kind or device.index >= gpus:

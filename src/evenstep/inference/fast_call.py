@@ -22,6 +22,7 @@ import optree
 import torch
 from torch import nn
 
+from evenstep.devices import accelerator
 from evenstep.errors import EvenstepError, ModelError, hides_own_frames
 from evenstep.inference.export import Inputs, as_inputs, recorded
 from evenstep.private_torch.compilers import compile_ahead, load_compiled
@@ -206,12 +207,15 @@ def _times(calls: dict[str, Call], inputs: tuple[torch.Tensor, ...]) -> dict[str
             began = time.perf_counter()
             for _ in range(repeats[name]):
                 call(*inputs)
+            accelerator.synchronize(inputs[0].device)
             rounds[name].append((time.perf_counter() - began) / repeats[name] * 1e6)
     return {name: statistics.median(taken) for name, taken in rounds.items()}
 
 
 def _once(call: Call, inputs: tuple[torch.Tensor, ...]) -> float:
     call(*inputs)
+    accelerator.synchronize(inputs[0].device)
     began = time.perf_counter()
     call(*inputs)
+    accelerator.synchronize(inputs[0].device)
     return time.perf_counter() - began

@@ -43,6 +43,7 @@ def as_onnx(net: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes:
     with evaluation_mode(net), torch.no_grad():
         expected = optree.tree_leaves(net(*inputs))
     for mine, its in zip(expected, found, strict=True):
+        mine = mine.cpu()
         difference = (mine - its).abs().max().item()
         if not difference <= _BOUND * max(1.0, mine.abs().max().item()):
             raise ExportError(
@@ -78,5 +79,5 @@ def _run(content: bytes, inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]
     runtime: Any = importlib.import_module("onnxruntime")
     session = runtime.InferenceSession(content, providers=["CPUExecutionProvider"])
     names = [one.name for one in session.get_inputs()]
-    given = {name: tensor.numpy() for name, tensor in zip(names, inputs, strict=True)}
+    given = {name: tensor.cpu().numpy() for name, tensor in zip(names, inputs, strict=True)}
     return [torch.from_numpy(output) for output in session.run(None, given)]

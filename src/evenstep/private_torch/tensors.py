@@ -88,6 +88,11 @@ def _add_each(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -
         tensor.add_(other)
 
 
+def _divide_each(tensors: Sequence[torch.Tensor], number: float) -> None:
+    for tensor in tensors:
+        tensor.div_(number)
+
+
 copy_all: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any] = private(
     "torch", "_foreach_copy_", "copy many tensors in one call", public_way=_copy_each
 )
@@ -97,3 +102,8 @@ add_all: Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], Any] = priva
     "torch", "_foreach_add_", "add many tensors in one call", public_way=_add_each
 )
 """Add the second tensors to the first ones, in place."""
+
+divide_all: Callable[[Sequence[torch.Tensor], float], Any] = private(
+    "torch", "_foreach_div_", "divide many tensors in one call", public_way=_divide_each
+)
+"""Divide tensors by a number, in place."""

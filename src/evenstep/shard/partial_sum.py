@@ -23,7 +23,14 @@ from evenstep.collectives import tree_sum
 from evenstep.devices import Device, carry
 from evenstep.engine import streams
 from evenstep.errors import ContractError, EvenstepError
-from evenstep.private_torch.tensors import USERS_OF_ONE, add_all, handle_of, users_of, version_of
+from evenstep.private_torch.tensors import (
+    USERS_OF_ONE,
+    add_all,
+    divide_all,
+    handle_of,
+    users_of,
+    version_of,
+)
 from evenstep.replicas import JUDGE, Replica
 from evenstep.replicas.buffer_rules import RANGE, ranges_of
 
@@ -194,10 +201,9 @@ def _close_ranges(closings: Tensors, replica: Replica) -> None:
 
 def divide_gradients(gradients: Sequence[torch.Tensor | None], count: float) -> None:
     """Divide every gradient by `count`, in place."""
-    if count != 1:
-        for gradient in gradients:
-            if gradient is not None:
-                gradient.div_(count)
+    present = [gradient for gradient in gradients if gradient is not None]
+    if count != 1 and present:
+        divide_all(present, count)
 
 
 def receive(value: PartialSum, device: Device) -> None:

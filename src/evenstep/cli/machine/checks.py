@@ -203,8 +203,8 @@ def _check_rounding(facts: MachineFacts) -> Iterator[Finding]:
 def _check_gpus(facts: MachineFacts) -> Iterator[Finding]:
     if facts.gpus and _CUBLAS not in facts.environment:
         yield _results(
-            f"{_CUBLAS} is not set, so matrix products on GPUs are not deterministic, "
-            "and torch refuses them. The command evenstep sets it; your own scripts need it",
+            f"{_CUBLAS} is not set, so matrix products on GPUs are not deterministic. evenstep "
+            "sets it, and refuses GPUs that a script has used before without it",
             f"export {_CUBLAS}=:4096:8",
         )
     if len(set(facts.gpus)) > 1:
