@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device, carry
-from evenstep.engine import streams
 from evenstep.errors import InputError, ModelError
 from evenstep.private_torch.modules import has_backward_hooks, own_buffers
 from evenstep.private_torch.tensors import copy_all, rows_of, version_of
@@ -53,7 +52,7 @@ class Replica:
         self.buffers = list(module.buffers())
         self.rules = rules
         self.opening: list[torch.Tensor] = []
-        self.given: streams.Given | None = None
+        self.given: list[torch.Tensor] | None = None
         self.has_run_backward = False
         self.may_accumulate = not any(
             getattr(child, "sparse", False) or has_backward_hooks(child)
@@ -77,8 +76,7 @@ class Replica:
     def take_given(self) -> None:
         """Copy the opening values to this replica's memory; called in its device's lane."""
         assert self.given is not None
-        device = self.device
-        self.opening = [carry(one, device) for one in streams.taken(self.given, device)]
+        self.opening = [carry(one, self.device) for one in self.given]
         self.given = None
 
     def put_back_shapes(self) -> None:

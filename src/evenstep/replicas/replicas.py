@@ -24,7 +24,6 @@ from torch import nn
 
 from evenstep.devices import Device
 from evenstep.devices.addresses import align, are_aligned, has_foreign_attributes, rounding
-from evenstep.engine import streams
 from evenstep.errors import ContractError, InputError, ModelError, add_note
 from evenstep.private_torch.modules import (
     backward_hooks,
@@ -409,10 +408,8 @@ class Replicas:
         self.home.opening = opening
         for replica in self.all:
             replica.opening, replica.graph_nodes = opening, -1
-        if self._elsewhere:
-            given = streams.given_from(self.home.device, opening)
-            for replica in self._elsewhere:
-                replica.given = given
+        for replica in self._elsewhere:
+            replica.given = opening
 
     @property
     def were_written_since_open(self) -> bool:
