@@ -1,11 +1,13 @@
 """Several processes that train on emulated accelerators, whose gradients go through the host."""
 
+import signal
+
 import pytest
 import torch
 from torch import nn
 
 import evenstep
-from launched import launched
+from launched import alone, launched
 from reference import assert_same_bits
 from zoo import build, make_batches
 
@@ -39,3 +41,24 @@ def test_processes_train_with_the_bits_of_one_on_a_cpu(
     expected, *expected_others = train()
     assert_same_bits(state, expected)
     assert others == expected_others
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_a_training_that_is_killed_again_and_again_goes_on_with_the_same_bits(tmp_path, in_flight):
+    model = build("batch_norm")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices="cpu:0") as trainer:
+        for X, y in make_batches((33, 16, 30, 24, 33, 16)):
+            trainer.step(X, y)
+        expected = trainer.fingerprint()
+    killed_at = iter((45, 29, 37))
+    for devices, mode in (
+        ("emu:0,emu:1", "lazy"),
+        ("cpu:0,emu:2", "random"),
+        ("emu:1", "thread"),
+        ("emu:3,emu:3,cpu:0", "lazy"),
+    ):
+        given = tmp_path / "saved", devices, mode, in_flight, next(killed_at, 0)
+        finished = alone("killed_on_accelerators.py", *given)
+        assert finished.returncode == (-signal.SIGKILL if given[-1] else 0), finished.stderr
+    assert finished.stdout.strip() == expected
