@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import emu
 import evenstep
@@ -90,3 +91,26 @@ def test_a_caller_s_numbers_are_its_own_beside_shards_that_draw():
             trainer.step(*recipe.make_batch(16))
             found += [torch.randn(4, device="emu:0").cpu() for _ in range(10)]
     assert all(map(torch.equal, found, expected))
+
+
+def running_statistics(device):
+    """Return a layer's running mean after each of three steps of LBFGS, read at once."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
+    X, y = torch.randn(16, 6), torch.arange(16) % 3
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), devices=device, shards=4
+    ) as trainer:
+        found = []
+        for _ in range(3):
+            trainer.step(X, y)
+            found.append(torch.empty(8).copy_(model[1].running_mean))
+    return found
+
+
+@pytest.mark.parametrize("mode", emu.MODES)
+def test_buffers_can_be_read_as_soon_as_a_step_of_lbfgs_returns(mode):
+    expected = running_statistics("cpu:0")
+    emu.configure(mode, seed=1, delay_us=200)
+    assert all(map(torch.equal, running_statistics("emu:0"), expected))

@@ -1,6 +1,6 @@
 """A training on emulated accelerators that goes on from its checkpoints until it is killed.
 
-    python tests/support/jobs/killed_on_accelerators.py FOLDER DEVICES MODE STEPS_IN_FLIGHT KILLED_AT
+    python tests/support/jobs/killed_on_accelerators.py FOLDER DEVICES MODE IN_FLIGHT KILLED_AT
 
 It saves after every step, in the background. KILLED_AT is the number of the shard at whose forward
 pass the process is killed, in the midst of its kernels; 0 for never. At the end it prints the
