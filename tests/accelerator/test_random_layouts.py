@@ -1,7 +1,11 @@
 """Random trainings on random sets of devices, against the plain reference of `reference.py`."""
 
+import contextlib
 import functools
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -59,7 +63,13 @@ def seeds():
 
 @pytest.mark.parametrize("seed", [*seeds()])
 def test_a_random_layout_has_the_bits_of_the_reference(seed):
-    (name, sizes, shards, make_optimizer), layout, mode, delay_us = drawn(seed)
+    experiment, layout, mode, delay_us = drawn(seed)
+    assert_reference(experiment, layout, mode, seed, delay_us)
+
+
+def assert_reference(experiment, layout, mode, seed, delay_us):
+    """Train in a layout, with kernels in the given order; the bits must be the reference's."""
+    name, sizes, shards, make_optimizer = experiment
     expected, expected_losses = reference_of(name, sizes, shards, make_optimizer)
     emu.configure(mode, seed, delay_us)
     model = build(name)
@@ -71,3 +81,22 @@ def test_a_random_layout_has_the_bits_of_the_reference(seed):
         losses = [float(loss) for loss in [trainer.step(*b) for b in make_batches(sizes)]]
     assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), expected)
     assert losses == expected_losses
+
+
+@pytest.fixture
+def _load():
+    """Busy processes on every core while a test runs."""
+    command = [sys.executable, "-c", "while True: pass"]
+    with contextlib.ExitStack() as busy:
+        for _ in range(os.cpu_count() or 1):
+            busy.callback(busy.enter_context(subprocess.Popen(command)).kill)
+        yield
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_load")
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("delay_us", [1_000, 5_000])
+def test_delays_of_milliseconds_under_load_move_no_bit(delay_us, seed):
+    experiment, layout, *_ = drawn(seed)
+    assert_reference(experiment, layout, "thread", seed, delay_us)
