@@ -58,6 +58,7 @@ def test_with_eight_shards_it_is_the_plain_loop_within_rounding(name):
     assert kind.even(ONE)[2] == pytest.approx(plain, rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_kind_is_the_same_in_two_processes(tmp_path):
     """Or it is refused, because its shards meet."""
     finished = launched(2, "kinds.py", tmp_path, *QUICK)

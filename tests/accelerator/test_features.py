@@ -168,7 +168,10 @@ def test_shards_side_by_side_exchange_values_between_devices(batch_norm, mode, d
     assert numbers == [*expected[1:]]
 
 
-@pytest.mark.parametrize("mode", emu.MODES)
+@pytest.mark.parametrize(
+    "mode",
+    ["lazy", "thread", *(pytest.param(m, marks=pytest.mark.slow) for m in ("random", "eager"))],
+)
 @pytest.mark.parametrize(
     "devices",
     [["emu:0", "emu:1"], ["emu:2", "emu:2"], ["emu:0", "cpu:0", "emu:1"], ["cpu:0", "emu:3"]],

@@ -42,7 +42,8 @@ def on_a_cpu(name):
 def cases():
     for name in runs.RUNS.keys() - UNFIT.keys():
         for layout, options in LAYOUTS.items():
-            marks = () if layout in QUICK else (pytest.mark.slow,)
+            is_quick = layout in QUICK and name != "resnet18 on digits"
+            marks = () if is_quick else (pytest.mark.slow,)
             yield pytest.param(name, options, id=f"{name} [{layout}]", marks=marks)
 
 

@@ -31,7 +31,7 @@ MODELS = (
 )
 ACCELERATORS = [f"emu:{number}" for number in range(emu.DEVICES)]
 CPUS = ["cpu:0", "cpu:1", "cpu:2:own"]
-SEEDS, QUICK, SLOW = 2_000, 60, 300
+SEEDS, QUICK, SLOW = 2_000, 56, 300
 
 
 @functools.cache

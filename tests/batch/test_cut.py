@@ -264,6 +264,7 @@ def test_a_batch_without_examples_keeps_everything_else():
     assert without_examples(SEQUENCES).shape == (0, 7, 2)
 
 
+@pytest.mark.slow
 def test_threads_may_read_a_cut_during_a_garbage_collection():
     job = alone("read_during_collection.py", fresh=True)  # with a collector that knows everything
     assert (job.returncode, job.stdout) == (0, "ok\n"), job.stderr

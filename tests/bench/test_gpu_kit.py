@@ -26,6 +26,7 @@ def measured(out, *options):
     return done, document, {run["part"]: run for run in document["runs"]}
 
 
+@pytest.mark.slow
 def test_what_must_hold_is_measured_and_written(tmp_path):
     done, document, runs = measured(tmp_path / "gpu.json", "--only", "sameness.lenet")
     assert done.returncode == 0, done.stdout + done.stderr

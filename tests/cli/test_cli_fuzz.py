@@ -150,7 +150,7 @@ def fuzzer(examples, *, derandomize):
 
 @pytest.mark.timeout(60, method="thread")
 def test_some_command_lines_end_with_a_result_or_one_line(bounded):
-    fuzzer(40, derandomize=True)()
+    fuzzer(16, derandomize=True)()
 
 
 @pytest.mark.slow

@@ -162,6 +162,7 @@ def test_sigterm_saves_one_checkpoint_and_leaves_no_process(tmp_path):
     assert resumed.fingerprint == trained(*MLP, "--steps", step + 2).fingerprint
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_process_and_the_run_is_saved(tmp_path):
     folder = tmp_path / "kept"
     options = ("--processes", 2, "--devices", 1, "--steps", 10**6, "--checkpoint-every", 10**6)

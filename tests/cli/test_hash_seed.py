@@ -38,7 +38,11 @@ def fingerprint_of(seed, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("variables", "seed"), [({}, "0"), ({"PYTHONHASHSEED": "7"}, "7")], ids=["fixed", "given"]
+    ("variables", "seed"),
+    [
+        pytest.param({}, "0", id="fixed"),
+        pytest.param({"PYTHONHASHSEED": "7"}, "7", id="given", marks=pytest.mark.slow),
+    ],
 )
 def test_strings_are_hashed_with_seed_0_or_that_of_the_user(tmp_path, monkeypatch, variables, seed):
     found = fingerprint(folder=tmp_path, **variables)

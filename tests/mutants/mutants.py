@@ -441,8 +441,8 @@ _LOST_BUFFER = [
         "a device keeps the opening buffers of its first step",
         LOST_BUFFER,
         "replicas/replicas.py",
-        "            replica.opening = per_memory[memory]\n",
-        "            replica.opening = replica.opening or per_memory[memory]\n",
+        "            replica.opening, replica.graph_nodes = opening, -1\n",
+        "            replica.opening = replica.opening or opening\n",
         ("replicas/test_observers.py::test_every_layout_has_the_same_bits",),
     ),
     Mutant(

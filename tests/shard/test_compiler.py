@@ -223,6 +223,7 @@ def test_only_the_thread_that_begins_steps_compiles(monkeypatch, tmp_path):
     assert threads == {threading.main_thread()}
 
 
+@pytest.mark.slow
 def test_each_size_flag_and_attribute_value_has_one_program():
     def run(devices):
         model = build("dropout")
@@ -247,6 +248,7 @@ def test_each_size_flag_and_attribute_value_has_one_program():
     assert counts == [1, 2, 3, 4, 4, 4, 4, 4]
 
 
+@pytest.mark.slow
 def test_draws_depend_on_seed_step_and_shard_and_leave_the_default_generator_alone():
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
@@ -404,6 +406,7 @@ def resumed(folder, model, **options):
     return evenstep.Trainer.load(folder, model, ADAM(model.parameters()), LOSS, **options)
 
 
+@pytest.mark.slow
 def test_training_resumes_with_the_same_bits_on_other_devices(tmp_path):
     with opened(build("dropout"), devices=1) as whole:
         steps(whole, 9)

@@ -358,7 +358,14 @@ def torchs_handler():
 
 
 @pytest.mark.usefixtures("torchs_handler")
-@pytest.mark.parametrize(("number", "layout"), [*enumerate(["two", "in flight", "own in flight"])])
+@pytest.mark.parametrize(
+    ("number", "layout"),
+    [
+        pytest.param(0, "two", marks=pytest.mark.slow),
+        (1, "in flight"),
+        pytest.param(2, "own in flight", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_worker_of_a_loader_ends_the_loop_with_torchs_error(number, layout, loaded_course):
     (states, passed), ends = loaded_course, set()
     first = passed // 2 + number * passed // 14

@@ -155,7 +155,7 @@ def test_an_update_by_hand_uses_the_gradients(tmp_path):
     assert_same_bits(state_of(again), state)
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("call", ["evaluate", "another model", "predict", "save", "close"])
 def test_in_other_calls(call, devices, undisturbed, tmp_path):
     training = Training(devices, **QUICK)
