@@ -143,7 +143,7 @@ class SlicingDevices:
         return [job.results[number] for number in range(len(arguments))]
 
     def help(self, lane: int) -> None:
-        """Compute slices in the lane of another device than the lead, until the crew is stopped."""
+        """Compute slices in the lane of another device than the shard's, until `stop`."""
         inbox, memory = self._inboxes[lane], self._memories.get(lane)
         with torch.no_grad():
             while (job := inbox.get()) is not None:
@@ -151,7 +151,7 @@ class SlicingDevices:
                 del job  # an idle lane must not keep a step's tensors alive
 
     def stop(self) -> None:
-        """End the work: helpers return, and the lead gets an error instead of slices."""
+        """End the work: helpers return, and the shard gets an error instead of slices."""
         self._is_stopped = True
         for inbox in self._inboxes.values():
             inbox.put(None)
@@ -160,7 +160,7 @@ class SlicingDevices:
             job.is_done.set()
 
     def keeping(self, stuck: Sequence[int]) -> list[int]:
-        """Return the lanes that a stuck lead waits for, or the lead itself if it waits for none.
+        """Return the lanes that a stuck shard waits for, or its own if it waits for none.
 
         Args:
             stuck: [first] if its shard takes too long, or nothing.

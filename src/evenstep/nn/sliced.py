@@ -37,7 +37,7 @@ def compute_sliced(
 ) -> torch.Tensor:
     """Return the output of a layer that is cut as `product` says.
 
-    The crew of the calling thread computes the slices, in forward and backward. In a backward pass
+    The runner of the calling thread computes the slices, in forward and backward. In a backward pass
     with `create_graph=True`, and in traced code, the calling thread computes them.
 
     Args:

@@ -161,9 +161,9 @@ class AssignedWork:
         """Let no further shard begin, and none wait for another one."""
         if self.queue is not None:
             self.queue.dropped = True
-        for meeting in (self.lockstep, self.slicing, self.turns):
-            if meeting is not None:
-                meeting.stop()
+        for waited_in in (self.lockstep, self.slicing, self.turns):
+            if waited_in is not None:
+                waited_in.stop()
 
 
 @dataclasses.dataclass(eq=False)

@@ -101,7 +101,7 @@ class OwnedUpdate(Update):
         norms: Mapping[int, torch.Tensor] = MappingProxyType({}),
         failure: BaseException | None = None,
     ) -> dict[int, torch.Tensor]:
-        """Tell all processes that this one is at its next meeting, or why it does not come."""
+        """Tell all processes that this one is at the next exchange, or why it does not come."""
         assert self.owners is not None
         what, *self._exchanges = self._exchanges
         try:
