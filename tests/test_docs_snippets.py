@@ -34,13 +34,19 @@ def commands(page):
 COMMANDS = sorted({tuple(words) for page in PAGES for words in commands(page)})
 
 
+def asking_for_help(words):
+    """Return a command line with --help, before a command that belongs to the user."""
+    place = 1 if words[:1] == ("record",) else len(words)
+    return [*words[:place], "--help", *words[place:]]
+
+
 def test_there_are_commands():
     assert len(COMMANDS) >= 15
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
 def test_every_option_of_a_command_exists(words):
-    result = CliRunner().invoke(main, [*words, "--help"])
+    result = CliRunner().invoke(main, asking_for_help(words))
     assert result.exit_code == 0, result.output
     assert result.output.startswith("Usage: ")
 

@@ -215,6 +215,7 @@ def test_nothing_is_pickled():
 WRITERS = {
     "files.py": {"open"},
     "callbacks/table.py": {"open"},  # row by row
+    "recording/record_file.py": {"open"},  # event by event
     "checkpoint/files.py": {"write_bytes", "save_file"},  # into a folder of its own
     "cli/terminal/files.py": {"open"},  # a stream
     "bench/pictures.py": {"savefig"},  # into memory

@@ -7,11 +7,13 @@ if TYPE_CHECKING:
     from evenstep import callbacks, data, errors, metrics, models, nn
     from evenstep.batch import Shards, shared
     from evenstep.callbacks.lr_scaling import scale_lr
+    from evenstep.comparison import compare
     from evenstep.devices import Device, find_devices, try_all_gpus, try_gpu
     from evenstep.engine import Engine
     from evenstep.inference.export import Exported, export, load_exported
     from evenstep.inference.fast_call import Hybrid, hybridize
     from evenstep.options import Experiment, Faults, Layout, Owners, Slices, Stages
+    from evenstep.recording import record
     from evenstep.shard.compile_policy import Hybridized
     from evenstep.shard.lockstep import all_gather
     from evenstep.training.trainer import Trainer
@@ -35,6 +37,7 @@ __all__ = [
     "Trainer",
     "all_gather",
     "callbacks",
+    "compare",
     "data",
     "errors",
     "export",
@@ -44,6 +47,7 @@ __all__ = [
     "metrics",
     "models",
     "nn",
+    "record",
     "scale_lr",
     "shared",
     "try_all_gpus",
@@ -67,10 +71,12 @@ _DEFINED_IN = {
     "Stages": "evenstep.options",
     "Trainer": "evenstep.training.trainer",
     "all_gather": "evenstep.shard.lockstep",
+    "compare": "evenstep.comparison",
     "export": "evenstep.inference.export",
     "find_devices": "evenstep.devices",
     "hybridize": "evenstep.inference.fast_call",
     "load_exported": "evenstep.inference.export",
+    "record": "evenstep.recording",
     "scale_lr": "evenstep.callbacks.lr_scaling",
     "shared": "evenstep.batch",
     "try_all_gpus": "evenstep.devices",

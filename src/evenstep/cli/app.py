@@ -15,10 +15,12 @@ import click
 
 from evenstep.cli.commands import (
     bench,
+    compare,
     devices,
     doctor,
     explain,
     export,
+    record,
     reproduce,
     train,
     verify,
@@ -30,6 +32,7 @@ from evenstep.errors import EvenstepError, InputError, PeerError
 
 _COMMANDS = {
     "Train and check": (train, verify),
+    "Why do two runs differ": (record, compare),
     "Look inside": (doctor, devices, explain),
     "Use a trained model": (export,),
     "Measure": (bench, reproduce),

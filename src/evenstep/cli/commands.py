@@ -131,6 +131,61 @@ def doctor(environment: Mapping[str, str], as_json: bool) -> None:
     doctor(environment, as_json=as_json)
 
 
+@click.command(
+    cls=GroupedCommand,
+    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+)
+@click.option(
+    "--out", required=True, metavar="RECORD", type=click.Path(path_type=Path), help="A new folder."
+)
+@click.option("--steps", default=100, show_default=True, type=click.IntRange(1), metavar="N",
+              help="Record at most so many updates.")  # fmt: skip
+@click.option("--every", default=1, show_default=True, type=click.IntRange(1), metavar="N",
+              help="Record only every so many updates.")  # fmt: skip
+@click.option("--level", default="module", show_default=True,
+              type=click.Choice(["step", "module"]),
+              help="Keep each call of a module, or each step only.")  # fmt: skip
+@click.option("--limit-mb", default=1024, show_default=True, type=click.IntRange(1, 4096),
+              metavar="MB", help="The largest file of a process.")  # fmt: skip
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def record(
+    context: click.Context,
+    out: Path,
+    command: tuple[str, ...],
+    *,
+    steps: int,
+    every: int,
+    level: str,
+    limit_mb: int,
+) -> None:
+    """Run a script and record what it does, for `evenstep compare`.
+
+    COMMAND is a script (train.py --epochs 1), or any command that trains with torch, in one process
+    or several (torchrun --nproc-per-node 2 train.py). Neither the script nor a bit of its results
+    is changed.
+    """
+    from evenstep.cli.records.record import record
+
+    context.exit(record(out, command, level=level, steps=steps, every=every, most_mb=limit_mb))
+
+
+@click.command(cls=GroupedCommand)
+@click.argument("one", metavar="RECORD", type=click.Path(path_type=Path))
+@click.argument("other", metavar="RECORD", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.pass_context
+def compare(context: click.Context, one: Path, other: Path, *, as_json: bool) -> None:
+    """Say where two recorded runs part first, and why.
+
+    They may have other numbers of processes. The exit code is 0 if they are equal, or differ by
+    rounding only.
+    """
+    from evenstep.cli.records.compare import compare
+
+    context.exit(0 if compare(one, other, as_json=as_json) else 1)
+
+
 @click.command(cls=GroupedCommand)
 @click.option(
     "--only",

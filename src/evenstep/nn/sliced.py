@@ -37,8 +37,8 @@ def compute_sliced(
 ) -> torch.Tensor:
     """Return the output of a layer that is cut as `product` says.
 
-    The runner of the calling thread computes the slices, in forward and backward. In a backward pass
-    with `create_graph=True`, and in traced code, the calling thread computes them.
+    The runner of the calling thread computes the slices, in forward and backward. In traced code,
+    and in a backward pass with `create_graph=True`, the calling thread computes them.
 
     Args:
         product: the layer's arithmetic.

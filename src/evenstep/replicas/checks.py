@@ -104,9 +104,13 @@ def _refuse_compiled(model: nn.Module) -> None:
 
 
 def refuse_hooks_on_sums(model: nn.Module) -> None:
-    """Refuse hooks on accumulated gradients, which would see sums of some shards."""
+    """Refuse hooks on accumulated gradients, which would see sums of some shards.
+
+    Those of a recorder (`evenstep record`) change nothing.
+    """
     for name, parameter in model.named_parameters():
-        if sum_hooks(parameter):
+        hooks = (sum_hooks(parameter) or {}).values()
+        if any(not getattr(hook, "only_reads", False) for hook in hooks):
             raise ContractError(
                 f"the parameter {name} has a hook on its accumulated gradient, which would get "
                 f"sums over only some shards: change the mean gradient in before_update=..., or "

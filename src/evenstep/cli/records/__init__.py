@@ -1,0 +1,1 @@
+"""Runs of anybody's scripts, recorded and compared."""

@@ -1,0 +1,30 @@
+"""`evenstep compare`: says where two recorded runs part first, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import click
+
+from evenstep.comparison import find_cause, lines_of, read_run
+from evenstep.comparison.finding import HARMLESS
+
+
+def compare(one: Path, other: Path, *, as_json: bool) -> bool:
+    """Print why two runs differ; return whether they are equal within rounding.
+
+    Raises:
+        InputError: one of them is no record, or damaged.
+    """
+    ours, theirs = read_run(one), read_run(other)
+    finding = find_cause(ours, theirs)
+    if as_json:
+        found = dataclasses.asdict(finding)
+        found |= {"cause": finding.cause.name.lower(), "sentence": finding.cause.value}
+        click.echo(json.dumps(found, indent=1))
+    else:
+        for line in lines_of(finding, ours, theirs):
+            click.echo(line)
+    return finding.cause in HARMLESS

@@ -1,0 +1,55 @@
+"""`evenstep record`: runs a command, and records every process of it that trains with torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from evenstep.cli.records.child import FOLDER, VARIABLE
+from evenstep.errors import InputError
+from evenstep.files import write_file
+
+_SITE = "from evenstep.cli.records.child import begin\n\nbegin()\n"
+
+
+def record(
+    out: Path, command: Sequence[str], *, level: str, steps: int, every: int, most_mb: int
+) -> int:
+    """Run a command and record it; return its exit code.
+
+    Raises:
+        InputError: the command doesn't exist, or something is at `out`.
+    """
+    if out.exists():
+        raise InputError(f"{out} exists: give --out the path of a new record")
+    started = [sys.executable, *command] if command[0].endswith(".py") else [*command]
+    if shutil.which(started[0]) is None:
+        raise InputError(
+            f"got the command {started[0]}, which can't be run: give a script or a program"
+        )
+    options = {"level": level, "steps": steps, "every": every, "most_nbytes": most_mb << 20}
+    with tempfile.TemporaryDirectory(prefix="evenstep-") as folder:
+        write_file(Path(folder, "sitecustomize.py"), _SITE)
+        paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {
+            **os.environ,
+            VARIABLE: json.dumps({"folder": str(out.resolve()), **options}),
+            FOLDER: folder,
+            "PYTHONPATH": os.pathsep.join(paths),
+        }
+        click.echo(f"recording at most {steps} steps, {most_mb} MB for each process", err=True)
+        code = subprocess.run(started, env=environment, check=False).returncode
+    if not out.exists():
+        click.echo(
+            f"evenstep: no model was called in {' '.join(command)}: nothing was recorded", err=True
+        )
+        return code if code > 0 else 1
+    return 128 - code if code < 0 else code

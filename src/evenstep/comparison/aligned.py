@@ -1,0 +1,160 @@
+"""Brings what several processes did for one update together, so that two runs can be compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from evenstep.comparison.reading import Call, Kept, ProcessStep
+
+_MODULUS = 1 << 64
+
+ROUNDING = 1e-4
+"""The largest relative difference that counts as rounding in one step."""
+
+_SMALL = 1e-3
+"""The part of the largest norm below which a tensor's own norm says nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """All calls of one module for one update, in all processes.
+
+    Attributes:
+        module: its name.
+        kind: its class.
+        calls: how often it was called.
+        trains: whether it was in training mode in any call.
+        drew: whether random numbers were drawn in any call.
+        inputs, outputs: its tensors, by their places, added up over the calls.
+    """
+
+    module: str
+    kind: str
+    calls: int
+    trains: bool
+    drew: bool
+    inputs: list[Kept]
+    outputs: list[Kept]
+
+
+def join_calls(steps: Sequence[ProcessStep]) -> dict[str, Joined]:
+    """Return the calls of each module of all processes together, in the order of the first."""
+    found: dict[str, list[Call]] = {}
+    for step in steps:
+        for call in step.calls:
+            if call.module or call.examples is not None:
+                found.setdefault(call.module, []).append(call)
+    return {name: _join(name, calls) for name, calls in found.items()}
+
+
+def _join(name: str, calls: Sequence[Call]) -> Joined:
+    return Joined(
+        name,
+        calls[0].kind,
+        len(calls),
+        any(call.trains for call in calls),
+        any(call.drew for call in calls),
+        _added([call.inputs for call in calls]),
+        _added([call.outputs for call in calls]),
+    )
+
+
+def _added(every: Sequence[Sequence[Kept]]) -> list[Kept]:
+    """Add what was kept of tensors at the same place; where calls have other places, of none."""
+    if len({len(tensors) for tensors in every}) != 1:
+        return []
+    return [_sum_of(tensors) for tensors in zip(*every, strict=True)]
+
+
+def _sum_of(tensors: Sequence[Kept]) -> Kept:
+    if len(tensors) == 1:
+        return tensors[0]
+    rows = [one.rows for one in tensors]
+    shape = tensors[0].shape
+    if all(row is not None for row in rows):
+        shape = (sum(one.shape[0] for one in tensors), *shape[1:])
+    return Kept(
+        None,
+        None if None in rows else sum(row for row in rows if row is not None) % _MODULUS,
+        shape,
+        tensors[0].dtype,
+        _added_up([one.total for one in tensors]),
+        _added_up([one.squares for one in tensors]),
+        max((one.largest or 0.0 for one in tensors), default=None),
+        sum(one.nans or 0 for one in tensors),
+    )
+
+
+def _added_up(values: Sequence[float | None]) -> float | None:
+    return None if None in values else math.fsum(value for value in values if value is not None)
+
+
+# ---- how far apart
+
+
+def same(one: Kept, other: Kept) -> bool:
+    """Return whether two tensors have the same bits, or the same rows in any order."""
+    if one.rows is not None and other.rows is not None:
+        return one.rows == other.rows and one.shape == other.shape and one.dtype == other.dtype
+    return one.digest is not None and one.digest == other.digest
+
+
+def distance(one: Kept, other: Kept, least: float = 0.0) -> float:
+    """Return how far two tensors are apart, relative to their norm, estimated from below.
+
+    By the difference of their norms and of their sums; infinity if they can't be equal.
+
+    Args:
+        one: a tensor.
+        other: another one.
+        least: what a smaller norm counts as.
+    """
+    if one.shape != other.shape:
+        return math.inf
+    if same(one, other):
+        return 0.0
+    if one.total is None or other.total is None:
+        return math.inf
+    mine = other.squares if one.squares is None else one.squares
+    its = one.squares if other.squares is None else other.squares
+    if mine is None or its is None:  # of neither is more known than its sum
+        return 0.0
+    norms = math.sqrt(mine), math.sqrt(its)
+    size = max(*norms, least)
+    if not all(map(math.isfinite, (*norms, one.total, other.total))):
+        return 0.0 if one.nans == other.nans else math.inf
+    if size == 0.0:
+        return 0.0
+    by_sum = abs(one.total - other.total) / (size * math.sqrt(max(one.elements, 1)))
+    return max(abs(norms[0] - norms[1]) / size, by_sum)
+
+
+def furthest(one: Mapping[str, Kept], other: Mapping[str, Kept]) -> tuple[str, float]:
+    """Return the name of the tensors that are furthest apart, and how far; ("", 0) if none is.
+
+    A gradient that is zero but for rounding (of a bias before a softmax) has no size of its own:
+    each counts as at least a small part of the largest.
+    """
+    least = _SMALL * max((math.sqrt(kept.squares or 0.0) for kept in one.values()), default=0.0)
+    least = least if math.isfinite(least) else 0.0
+    found = {name: distance(one[name], other[name], least) for name in one if name in other}
+    name = max(found, key=lambda key: found[key], default="")
+    return name, found.get(name, 0.0)
+
+
+def scale_between(one: Mapping[str, Kept], other: Mapping[str, Kept]) -> float | None:
+    """Return the number by which all tensors of `other` are larger than those of `one`, if any."""
+    least = _SMALL**2 * max((kept.squares or 0.0 for kept in one.values()), default=0.0)
+    ratios = [
+        math.sqrt(theirs.squares / ours.squares)
+        for name, ours in one.items()
+        if (theirs := other.get(name)) is not None
+        and theirs.squares
+        and (ours.squares or 0.0) > least
+        and ours.squares
+    ]
+    if not ratios or max(ratios) - min(ratios) > 1e-3 * max(ratios):
+        return None
+    return sum(ratios) / len(ratios)

@@ -1,0 +1,163 @@
+"""The examples of two runs: which reached the models, in which update and process, how often."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from evenstep.comparison.finding import Cause, Finding
+from evenstep.comparison.reading import Run
+
+
+def find_other_data(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return why the examples of an update differ; None if they don't, or none were recorded."""
+    mine, its = rows_of(ours, number), rows_of(theirs, number)
+    if Counter(mine) == Counter(its):
+        return None
+    for run in (theirs, ours):
+        finding = _same_in_processes(run, number)
+        if finding is not None:
+            return finding
+    return _at_an_epochs_end(ours, theirs, number) or _another_order(ours, theirs, number)
+
+
+def rows_of(run: Run, number: int) -> list[str]:
+    """Return the digests of the examples of an update, in all processes."""
+    return [row for step in run.step(number) for row in step.examples]
+
+
+def _same_in_processes(run: Run, number: int) -> Finding | None:
+    """Return that two processes have most of their examples in common."""
+    parts = [Counter(step.examples) for step in run.step(number)]
+    for rank, part in enumerate(parts):
+        for other in range(rank):
+            common = (part & parts[other]).total()
+            if common * 2 > part.total():
+                return Finding(
+                    Cause.SAME_ROWS,
+                    number,
+                    (
+                        f"{common} of the {part.total()} examples of process {rank} are those of "
+                        f"process {other} ({run.name})",
+                    ),
+                    "give the loader a DistributedSampler, or another that deals each process "
+                    "examples of its own",
+                )
+    return None
+
+
+def _at_an_epochs_end(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that the last batch of an epoch is dropped, or was filled up."""
+    is_last = [_is_an_epochs_last(run, number) for run in (ours, theirs)]
+    mine, its = Counter(rows_of(ours, number)), Counter(rows_of(theirs, number))
+    if number and (is_last[0] or is_last[1]) and is_last[0] != is_last[1]:
+        shorter = ours if is_last[0] else theirs
+        counts = [_updates_of_epoch(run, number) for run in (ours, theirs)]
+        return Finding(
+            Cause.DROPPED,
+            number,
+            (
+                f"an epoch has {counts[0]} updates in {ours.name} and {counts[1]} in "
+                f"{theirs.name}: {shorter.name} has no update for the last examples",
+            ),
+            "use drop_last=True in both, or in neither",
+        )
+    for run, more, less in ((theirs, its, mine), (ours, mine, its)):
+        extra = more - less
+        seen = Counter(row for step in range(number) for row in rows_of(run, step))
+        if extra and not (less - more) and all(seen[row] or less[row] for row in extra):
+            return Finding(
+                Cause.PADDED,
+                number,
+                (
+                    f"{extra.total()} examples of {run.name} were used before in the same epoch: "
+                    f"DistributedSampler repeats some, so that each process has as many",
+                ),
+                "use drop_last=True in the sampler and in the run on one process, or a number of "
+                "examples that the processes divide",
+            )
+    return None
+
+
+def _is_an_epochs_last(run: Run, number: int) -> bool:
+    steps = run.processes[0].steps
+    return number + 1 < len(steps) and steps[number + 1].epoch > steps[number].epoch
+
+
+def _updates_of_epoch(run: Run, number: int) -> int:
+    steps = run.processes[0].steps
+    return sum(step.epoch == steps[number].epoch for step in steps)
+
+
+def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
+    mine, its = Counter(rows_of(ours, number)), Counter(rows_of(theirs, number))
+    if mine.total() != its.total():
+        counts = [[len(step.examples) for step in run.step(number)] for run in (ours, theirs)]
+        spelled = [" + ".join(map(str, count)) for count in counts]
+        return Finding(
+            Cause.MORE_ROWS,
+            number,
+            (
+                f"{mine.total()} examples ({spelled[0]}) in {ours.name}, {its.total()} "
+                f"({spelled[1]}) in {theirs.name}",
+                *_rates(ours, theirs, number),
+            ),
+            "divide the batch size by the number of processes (or of accumulated batches); a "
+            "larger batch is another experiment, with another learning rate",
+        )
+    steps = range(min(ours.steps, theirs.steps))
+    every = [Counter(row for step in steps for row in rows_of(run, step)) for run in (ours, theirs)]
+    for run, other in ((theirs, ours), (ours, theirs)):
+        if _repeats_its_order(run) and not _repeats_its_order(other):
+            return Finding(
+                Cause.SAME_ORDER,
+                number,
+                (f"the second epoch of {run.name} has the batches of its first, in their order",),
+                "call sampler.set_epoch(epoch) before each epoch, or use a shuffling loader",
+            )
+    common = (mine & its).total()
+    if every[0] == every[1]:
+        return Finding(
+            Cause.ORDER,
+            number,
+            (
+                f"{common} of {mine.total()} examples of update {number} are the same; over all "
+                f"{len(steps)} updates, all are",
+            ),
+            "seed the order of both in the same way (Loader, or DataLoader's generator=; torch's "
+            "DistributedSampler has an order of its own)",
+        )
+    shared = (every[0] & every[1]).total() / max(every[0].total(), 1)
+    if not common and shared < 0.01:
+        evidence = "none of the examples of one is among those of the other"
+    else:
+        evidence = f"{shared:.0%} of the examples of {ours.name} are in {theirs.name}, too"
+    return Finding(
+        Cause.ORDER if shared > 0.5 else Cause.DATA,
+        number,
+        (f"{common} of {mine.total()} examples of update {number} are the same; {evidence}",),
+        "seed data, augmentation and order in the same way",
+    )
+
+
+def _repeats_its_order(run: Run) -> bool:
+    """Return whether the second epoch has the batches of the first."""
+    epochs: dict[int, list[Counter[str]]] = {}
+    for number, step in enumerate(run.processes[0].steps[: run.steps]):
+        epochs.setdefault(step.epoch, []).append(Counter(rows_of(run, number)))
+    ordered: Sequence[list[Counter[str]]] = [*epochs.values()]
+    if len(ordered) < 2 or not ordered[1] or not ordered[0][0]:
+        return False
+    length = min(len(ordered[0]), len(ordered[1]))
+    return ordered[0][:length] == ordered[1][:length]
+
+
+def _rates(ours: Run, theirs: Run, number: int) -> list[str]:
+    rates = [
+        [group.get("lr") for group in run.step(number)[0].settings][:1] for run in (ours, theirs)
+    ]
+    if not all(rates):
+        return []
+    if rates[0] == rates[1]:
+        return [f"the learning rate is {rates[0][0]} in both"]
+    return [f"the learning rate is {rates[0][0]} and {rates[1][0]}"]

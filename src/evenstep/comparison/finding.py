@@ -1,0 +1,59 @@
+"""What a comparison says: a cause, in which step, by which evidence, and what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+
+class Cause(enum.Enum):
+    """Why two runs differ. The value is the first sentence of the answer."""
+
+    WEIGHTS = "they begin with other weights"
+    SAME_ROWS = "several processes train on the same examples"
+    MORE_ROWS = "an update is made from another number of examples"
+    ORDER = "they see the same examples in another order"
+    SAME_ORDER = "one of them sees the same order in every epoch"
+    PADDED = "some examples are used twice at the end of an epoch"
+    DROPPED = "one of them drops the last batch of an epoch"
+    DATA = "they see other examples"
+    MODES = "a module is in another mode"
+    PRECISION = "they compute in another precision"
+    BATCH_NORM = "batch normalisation sees a part of the batch only"
+    DROPOUT = "other random numbers are drawn in the model"
+    KERNEL = "a module gives other outputs for the same inputs"
+    MEAN = "one of them takes a mean of means"
+    PARAMETERS = "other parameters are trained"
+    NOT_EXCHANGED = "the processes don't exchange their gradients"
+    SCALE = "their gradients have another scale"
+    GRADIENTS = "the same losses give other gradients"
+    CLIPPED = "gradients are changed between the backward pass and the update in one of them"
+    SETTINGS = "their optimizers have other settings"
+    UPDATE = "the optimizer makes something else of the same gradients"
+    BUFFERS = "their buffers differ after an update"
+    SUM = "the gradients are summed in another order: they differ by rounding only"
+    ROUNDING = "a module rounds differently"
+    NOTHING = "they are equal to the bit"
+
+
+HARMLESS = (Cause.SUM, Cause.ROUNDING, Cause.NOTHING)
+"""What is no mistake of anybody's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """The answer to the question why two runs differ.
+
+    Attributes:
+        cause: the first place where they part.
+        step: the number of the update, counted from 0; None for before the first one.
+        evidence: lines that say what was seen.
+        remedy: what to do about it; "" for nothing.
+        follows: lines that say what else differs, perhaps because of it.
+    """
+
+    cause: Cause
+    step: int | None
+    evidence: tuple[str, ...]
+    remedy: str = ""
+    follows: tuple[str, ...] = ()

@@ -1,0 +1,278 @@
+"""Reads a record: the events of every process, put into steps. Needs no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from evenstep.errors import InputError
+from evenstep.files import open_file
+
+_FORMAT, _VERSION = "evenstep record", 1
+_MOST_NBYTES = 4 << 30
+_MOST_LINE_NBYTES = 256 << 20
+_MOST_PROCESSES = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What was kept of a tensor.
+
+    Attributes:
+        digest: of its bits; None if its values could not be read.
+        rows: of the set of its rows, as a number that adds up over batches; None without examples.
+        shape: its shape.
+        dtype: its dtype.
+        total: the sum of its values; None of integers.
+        squares: the sum of their squares.
+        largest: the largest absolute value.
+        nans: the number of NaN.
+    """
+
+    digest: str | None
+    rows: int | None
+    shape: tuple[int, ...]
+    dtype: str
+    total: float | None
+    squares: float | None
+    largest: float | None
+    nans: int | None
+
+    @property
+    def elements(self) -> int:
+        """The number of values."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclasses.dataclass
+class Call:
+    """A call of a module.
+
+    Attributes:
+        module: its name in the model; "" for the model itself.
+        kind: its class.
+        trains: whether it was in training mode.
+        drew: whether random numbers were drawn in it.
+        inputs, outputs: its tensors.
+        examples: of the model itself: a digest of each example.
+        autocast: of the model itself: the dtype of autocast.
+    """
+
+    module: str
+    kind: str
+    trains: bool
+    drew: bool
+    inputs: list[Kept]
+    outputs: list[Kept]
+    examples: list[str] | None = None
+    autocast: str | None = None
+
+
+@dataclasses.dataclass
+class ProcessStep:
+    """What one process did for one update.
+
+    Attributes:
+        epoch: the passes over a data loader that had begun.
+        calls: the calls of modules that were differentiated, in the order in which they ended.
+        losses: the losses that were backpropagated.
+        local: the gradients when the last backward pass had made them, by parameter.
+        exchanged: the gradients at the end of the last backward pass.
+        seen: the gradients that the optimizer saw.
+        held: the parameters that the optimizer updates.
+        settings: the optimizer's settings, for each group of parameters.
+        weights, buffers: the values after the update.
+        generators: the states of the generators of random numbers after the update.
+    """
+
+    epoch: int = 0
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    local: dict[str, Kept] = dataclasses.field(default_factory=dict)
+    exchanged: dict[str, Kept] = dataclasses.field(default_factory=dict)
+    seen: dict[str, Kept] = dataclasses.field(default_factory=dict)
+    held: list[str] = dataclasses.field(default_factory=list)
+    settings: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
+    weights: dict[str, Kept] = dataclasses.field(default_factory=dict)
+    buffers: dict[str, Kept] = dataclasses.field(default_factory=dict)
+    generators: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def examples(self) -> list[str]:
+        """The digests of all examples that reached a model, in their order."""
+        return [one for call in self.calls for one in call.examples or ()]
+
+
+@dataclasses.dataclass
+class Process:
+    """One process of a run.
+
+    Attributes:
+        rank: its number.
+        command: its command line.
+        facts: how it computes.
+        weights, buffers: the values at the first call of the model.
+        frozen: the parameters that want no gradient.
+        loaders: what each pass over a data loader said of it.
+        steps: one for each recorded update.
+        is_whole: whether the record has an end: it was neither killed nor full.
+    """
+
+    rank: int
+    command: list[str]
+    facts: Mapping[str, str]
+    weights: dict[str, Kept] = dataclasses.field(default_factory=dict)
+    buffers: dict[str, Kept] = dataclasses.field(default_factory=dict)
+    frozen: list[str] = dataclasses.field(default_factory=list)
+    loaders: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
+    steps: list[ProcessStep] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A recorded run.
+
+    Attributes:
+        name: the path of the record.
+        processes: one for each process, by their numbers.
+    """
+
+    name: str
+    processes: list[Process]
+
+    @property
+    def steps(self) -> int:
+        """The number of updates that all processes have recorded."""
+        return min(len(process.steps) for process in self.processes)
+
+    def step(self, number: int) -> list[ProcessStep]:
+        """Return what each process did for an update."""
+        return [process.steps[number] for process in self.processes]
+
+
+def read_run(folder: Path) -> Run:
+    """Return a recorded run.
+
+    Raises:
+        InputError: there is no record, or a file is none, damaged, too large, or of another
+            version. A last line that was cut off is left out.
+    """
+    files = sorted(folder.glob("process-*.jsonl")) if folder.is_dir() else []
+    if not files:
+        raise InputError(f"{folder} is no record: give a folder that `evenstep record` has written")
+    if len(files) > _MOST_PROCESSES:
+        raise InputError(
+            f"{folder} has {len(files)} processes: at most {_MOST_PROCESSES} can be read"
+        )
+    processes = sorted((_read_process(file) for file in files), key=lambda one: one.rank)
+    if not any(process.steps for process in processes):
+        raise InputError(f"{folder} holds no update of an optimizer: record a run that trains")
+    return Run(str(folder), [process for process in processes if process.steps])
+
+
+def _read_process(path: Path) -> Process:
+    try:
+        return _process_of(_events(path))
+    except InputError:
+        raise
+    except OSError as error:
+        raise InputError(f"{path} can't be read ({error.strerror or error})") from error
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise InputError(f"{path} is damaged ({type(error).__name__}: {error})") from error
+
+
+def _events(path: Path) -> Iterator[dict[str, Any]]:
+    with open_file(path) as file:
+        if path.stat().st_size > _MOST_NBYTES:
+            raise InputError(f"{path} has more than {_MOST_NBYTES >> 30} GiB: record fewer steps")
+        while line := file.readline(_MOST_LINE_NBYTES):
+            if not line.endswith(b"\n"):
+                if len(line) == _MOST_LINE_NBYTES:
+                    raise InputError(
+                        f"{path} has a line of more than {_MOST_LINE_NBYTES >> 20} MiB"
+                    )
+                return  # it was being written when the process ended
+            event = json.loads(line)
+            if not isinstance(event, dict):
+                raise InputError(f"{path} has a line that is no event")
+            yield event
+
+
+def _process_of(events: Iterator[dict[str, Any]]) -> Process:
+    header = next(events, {})
+    if header.get(_FORMAT) != _VERSION:
+        found = header.get(_FORMAT, "no version")
+        raise ValueError(f"its header has {found!r} where a record of version {_VERSION} is read")
+    process = Process(int(header["rank"]), [*map(str, header["command"])], dict(header["facts"]))
+    step, epochs, leader = ProcessStep(), 0, None
+    for event in events:
+        what = event["what"]
+        if what == "epoch":
+            epochs += 1
+            step.epoch = epochs
+            process.loaders.append({key: value for key, value in event.items() if key != "what"})
+        elif what == "model":
+            process.weights |= _kept_by_name(event["weights"])
+            process.buffers |= _kept_by_name(event["buffers"])
+            process.frozen += event["frozen"]
+        elif what == "call":
+            if event["grad"]:
+                step.calls.append(_call_of(event))
+        elif what == "gradient":
+            step.local[str(event["name"])] = _kept(event["kept"])
+        elif what == "backward":
+            step.losses += [float(loss) for loss in event["losses"]]
+            for gradients in event["gradients"]:
+                step.exchanged |= _kept_by_name(gradients)
+        elif what == "before update":
+            step.seen |= _kept_by_name(event["gradients"])
+            step.held += event["parameters"]
+            step.settings += event["settings"]
+        elif what == "update":
+            leader = event["optimizer"] if leader is None else leader
+            for weights in event["weights"]:
+                step.weights |= _kept_by_name(weights)
+            for buffers in event["buffers"]:
+                step.buffers |= _kept_by_name(buffers)
+            step.generators = dict(event["generators"])
+            if event["optimizer"] == leader:
+                process.steps.append(step)
+                step = ProcessStep(epoch=epochs)
+    return process
+
+
+def _call_of(event: Mapping[str, Any]) -> Call:
+    return Call(
+        str(event["module"]),
+        str(event["class"]),
+        bool(event["trains"]),
+        bool(event["drew"]),
+        [*map(_kept, event["in"])],
+        [*map(_kept, event["out"])],
+        [*map(str, event["examples"])] if "examples" in event else None,
+        event.get("autocast"),
+    )
+
+
+def _kept_by_name(found: Mapping[str, Any]) -> dict[str, Kept]:
+    return {str(name): _kept(value) for name, value in found.items()}
+
+
+def _kept(value: list[Any]) -> Kept:
+    digest, rows, shape, dtype, total, squares, largest, nans = value
+    return Kept(
+        digest,
+        None if rows is None else int(rows, 16),
+        tuple(map(int, shape)),
+        str(dtype),
+        None if total is None else float(total),
+        None if squares is None else float(squares),
+        None if largest is None else float(largest),
+        None if nans is None else int(nans),
+    )

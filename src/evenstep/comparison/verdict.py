@@ -1,0 +1,128 @@
+"""Finds the first place where two recorded runs part."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+from evenstep.comparison.aligned import ROUNDING, furthest
+from evenstep.comparison.computed import (
+    find_other_gradients,
+    find_other_losses,
+    find_other_modes,
+    find_other_outputs,
+    find_other_settings,
+    find_other_update,
+    first_that_rounds,
+)
+from evenstep.comparison.data import find_other_data
+from evenstep.comparison.finding import HARMLESS, Cause, Finding
+from evenstep.comparison.reading import Run, read_run
+
+_Search: TypeAlias = Callable[[Run, Run, int], Finding | None]
+
+_FACTS: tuple[_Search, ...] = (find_other_data, find_other_modes, find_other_settings)
+"""What is looked for in every update: no rounding changes it."""
+
+_SEARCHES: tuple[_Search, ...] = (
+    find_other_data,
+    find_other_modes,
+    find_other_outputs,
+    find_other_losses,
+    find_other_gradients,
+    find_other_settings,
+    find_other_update,
+)
+"""In the order in which a step is computed: each may take what those before found to be equal."""
+
+
+def compare(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Finding:
+    """Return why two recorded runs differ, and where they begin to.
+
+        finding = evenstep.compare("one.rec", "two.rec")
+        finding.cause.value     # "several processes train on the same examples"
+
+    They may have other numbers of processes: examples, not processes, are compared.
+
+    Args:
+        one: a folder that `evenstep record` or `evenstep.record` has written.
+        other: another one.
+
+    Raises:
+        InputError: one of them is no record, or damaged.
+    """
+    return find_cause(read_run(Path(one)), read_run(Path(other)))
+
+
+def find_cause(ours: Run, theirs: Run) -> Finding:
+    """Return why two runs differ.
+
+    Differences by rounding are passed over, unless nothing else differs.
+    """
+    found = _weights(ours, theirs)
+    if found is not None:
+        return found
+    rounds: Finding | None = None
+    steps = min(ours.steps, theirs.steps)
+    for number in range(steps):
+        for search in _SEARCHES if rounds is None else _FACTS:
+            finding = search(ours, theirs, number)
+            if finding is not None and finding.cause not in HARMLESS:
+                return _with_what_follows(finding, ours, theirs)
+            rounds = rounds or finding
+        if rounds is None and (tensor := first_that_rounds(ours, theirs, number)) is not None:
+            seen = f"{tensor} differs in its last bits, and nothing before it"
+            rounds = Finding(Cause.SUM, number, (seen,))
+    if rounds is not None:
+        return _with_growth(rounds, ours, theirs)
+    evidence = [f"{steps} updates of {ours.name} and {theirs.name} are the same"]
+    if ours.steps != theirs.steps:
+        evidence.append(f"{ours.name} has {ours.steps} updates, {theirs.name} {theirs.steps}")
+    return Finding(Cause.NOTHING, None, tuple(evidence))
+
+
+def _weights(ours: Run, theirs: Run) -> Finding | None:
+    mine, its = ours.processes[0].weights, theirs.processes[0].weights
+    missing = sorted(mine.keys() ^ its.keys())
+    if missing:
+        run = ours if missing[0] in mine else theirs
+        seen = f"{missing[0]} is a parameter in {run.name} only"
+        return Finding(Cause.WEIGHTS, None, (seen,), "compare runs of one model")
+    name, far = furthest(mine, its)
+    if far > 0:
+        return Finding(
+            Cause.WEIGHTS,
+            None,
+            (f"{name} differs before the first update",),
+            "call torch.manual_seed before the model is built, or load one checkpoint in both",
+        )
+    return None
+
+
+def _with_what_follows(finding: Finding, ours: Run, theirs: Run) -> Finding:
+    last = min(ours.steps, theirs.steps) - 1
+    name, far = furthest(ours.step(last)[0].weights, theirs.step(last)[0].weights)
+    if not far:
+        return finding
+    line = f"after update {last}, {name} differs by {far:.1e} of its size"
+    return dataclasses.replace(finding, follows=(line,))
+
+
+def _with_growth(finding: Finding, ours: Run, theirs: Run) -> Finding:
+    last = min(ours.steps, theirs.steps) - 1
+    first = finding.step or 0
+    apart = [
+        furthest(ours.step(number)[0].weights, theirs.step(number)[0].weights)[1]
+        for number in (first, last)
+    ]
+    grows = f"weights are {apart[0]:.1e} apart after update {first}, {apart[1]:.1e} after {last}"
+    remedy = ""
+    if apart[1] > ROUNDING:
+        remedy = (
+            "rounding grows as training goes on, in every run: train with evenstep for the same "
+            "bits on any number of devices, or compare means over several seeds"
+        )
+    return dataclasses.replace(finding, follows=(grows,), remedy=remedy)

@@ -1,0 +1,90 @@
+"""The first cause that is named is the one that was planted; without one, nothing is named."""
+
+import pytest
+
+from evenstep.comparison import Cause
+from evenstep.comparison.finding import HARMLESS
+from recorded_runs import Records
+
+PLANTED = [
+    ((1,), (1, "other weights"), Cause.WEIGHTS),
+    ((1,), (2, "no sampler"), Cause.SAME_ROWS),
+    ((1,), (2, "whole batches"), Cause.MORE_ROWS),
+    ((1, "shuffled"), (1, "other order"), Cause.ORDER),
+    ((2, "shuffled"), (2, "shuffled", "no epoch"), Cause.SAME_ORDER),
+    ((1, "shuffled"), (2, "shuffled"), Cause.ORDER),
+    ((1, "odd"), (2, "odd"), Cause.PADDED),
+    ((1, "odd"), (1, "odd", "drop last"), Cause.DROPPED),
+    ((1,), (1, "other data"), Cause.DATA),
+    ((1, "dropout"), (1, "dropout", "evaluation"), Cause.MODES),
+    ((1,), (1, "bfloat16"), Cause.PRECISION),
+    ((1, "batch norm"), (2, "batch norm"), Cause.BATCH_NORM),
+    ((1, "batch norm"), (1, "batch norm", "halved"), Cause.BATCH_NORM),
+    ((1, "dropout"), (2, "dropout"), Cause.DROPOUT),
+    ((1,), (1, "temperature"), Cause.KERNEL),
+    ((1,), (1, "uneven parts"), Cause.MEAN),
+    ((1, "masked"), (2, "masked"), Cause.MEAN),
+    ((1,), (2, "uneven parts"), Cause.MEAN),
+    ((1,), (1, "frozen"), Cause.PARAMETERS),
+    ((1,), (2, "alone"), Cause.NOT_EXCHANGED),
+    ((1,), (1, "accumulated"), Cause.SCALE),
+    ((1,), (2, "summed"), Cause.SCALE),
+    ((1,), (1, "clamped"), Cause.GRADIENTS),
+    ((1,), (1, "clipped"), Cause.CLIPPED),
+    ((1, "clipped"), (2, "clipped alone"), Cause.CLIPPED),
+    ((1,), (1, "rate"), Cause.SETTINGS),
+    ((1,), (1, "momentum"), Cause.SETTINGS),
+]
+ALIKE = [
+    ((1,), (1, "halved")),
+    ((1,), (2,)),
+    ((1, "layer norm"), (2, "layer norm")),
+    ((1,), (2, "by hand")),
+    ((1, "clipped"), (2, "clipped")),
+    ((1, "frozen"), (2, "frozen")),
+    ((1, "unused"), (2, "unused")),
+    ((2,), (2, "by hand")),
+    ((1, "uneven parts"), (2, "uneven parts")),
+]
+QUICK = {Cause.SAME_ROWS, Cause.BATCH_NORM, Cause.MEAN, Cause.SETTINGS, Cause.ORDER}
+
+
+@pytest.fixture(scope="module")
+def records(tmp_path_factory):
+    return Records(tmp_path_factory.mktemp("records"))
+
+
+def cases(planted):
+    seen = set()
+    for case in planted:
+        is_quick = case[-1] in QUICK - seen
+        seen.add(case[-1])
+        name = " | ".join(f"{one[0]} {' '.join(one[1:])}".strip() for one in case[:2])
+        yield pytest.param(*case, id=name, marks=() if is_quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("one", "other", "cause"), [*cases(PLANTED)])
+def test_the_planted_fault_is_named(records, one, other, cause):
+    finding = records.cause(one, other)
+    assert finding.cause is cause, finding
+    assert finding.evidence
+    assert finding.remedy
+    assert records.cause(other, one).cause is cause
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if number > 1 else ())
+        for number, case in enumerate(ALIKE)
+    ],
+)
+def test_what_differs_by_rounding_only_is_no_alarm(records, one, other):
+    finding = records.cause(one, other)
+    assert finding.cause in HARMLESS, finding
+
+
+@pytest.mark.parametrize("faults", [(), ("batch norm",), ("dropout",)])
+def test_a_run_equals_itself_recorded_at_another_level(records, faults):
+    finding = records.cause((1, *faults), (1, *faults, "step level"))
+    assert finding.cause is Cause.NOTHING, finding

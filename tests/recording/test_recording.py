@@ -1,0 +1,217 @@
+"""Recording changes no bit of a run, keeps what it says, and ends with what it had."""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from commands import run
+from evenstep.comparison import Cause, compare, read_run
+from evenstep.errors import InputError
+from good_models import MODELS
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(int(sys.argv[1]))
+model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
+optimizer = torch.optim.Adam(model.parameters())
+for step in range(int(sys.argv[2])):
+    optimizer.zero_grad()
+    x = torch.randn(6, 4)
+    nn.functional.cross_entropy(model(x), torch.arange(6) % 3).backward()
+    optimizer.step()
+print(sum(one.double().sum().item() for one in model.parameters()).hex())
+"""
+FRESH = {key: value for key, value in os.environ.items() if not key.startswith("COV")}
+
+
+def gradients(recipe, model, optimizer, batch):
+    """Compute the gradients of a batch; return its loss."""
+    optimizer.zero_grad()
+    if recipe.objective is not None:
+        total, count = recipe.objective(model, *batch)
+        loss = total / count
+    else:
+        *inputs, target = batch
+        loss = recipe.loss(model(*inputs), target)
+    loss.backward()
+    return loss
+
+
+def trained(name, recording):
+    """Train a model in plain torch; return its state and the state of torch's generator."""
+    torch.manual_seed(0)
+    recipe = MODELS[name]
+    model = recipe.make_model()
+    optimizer = recipe.make_optimizer(model.parameters())
+    with recording:
+        for _ in range(3):
+            closure = functools.partial(gradients, recipe, model, optimizer, recipe.make_batch(16))
+            if isinstance(optimizer, torch.optim.LBFGS):
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+    return [*model.state_dict().values(), torch.get_rng_state()]
+
+
+QUICK = sorted(MODELS)[::9]
+
+
+@pytest.mark.parametrize("level", ["step", "module"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in sorted(MODELS)],
+)
+def test_a_recorded_run_has_the_bits_of_one_that_is_not(name, level, tmp_path):
+    expected = trained(name, contextlib.nullcontext())
+    found = trained(name, evenstep.record(tmp_path / "it.rec", level=level))
+    assert all(map(torch.equal, found, expected))
+    assert read_run(tmp_path / "it.rec").steps == 3
+    assert trained(name, contextlib.nullcontext())  # nothing stays behind
+
+
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def command(*arguments, **options):
+    return subprocess.run(
+        [sys.executable, "-m", "evenstep", *map(str, arguments)],
+        capture_output=True, text=True, check=False, env=FRESH, **options,
+    )  # fmt: skip
+
+
+def test_a_script_is_recorded_and_compared_by_the_command_line(tmp_path):
+    path = script(tmp_path)
+    plain = subprocess.run(
+        [sys.executable, path, "1", "4"], capture_output=True, text=True, check=True
+    )
+    for seed in (1, 2):
+        done = command("record", "--out", tmp_path / f"{seed}.rec", path, seed, 4)
+        assert done.returncode == 0, done.stderr
+        if seed == 1:
+            assert done.stdout == plain.stdout
+    compared = command("compare", tmp_path / "1.rec", tmp_path / "2.rec")
+    assert compared.returncode == 1
+    assert compared.stdout.startswith("they begin with other weights\n")
+    same = command("compare", tmp_path / "1.rec", tmp_path / "1.rec")
+    assert (same.returncode, same.stdout.splitlines()[0]) == (0, "they are equal to the bit")
+
+
+def test_the_exit_code_is_that_of_the_script(tmp_path):
+    path = tmp_path / "fails.py"
+    path.write_text("import sys\nsys.exit(7)\n")
+    done = command("record", "--out", tmp_path / "it.rec", path)
+    assert done.returncode == 7
+    assert "no model was called" in done.stderr
+
+
+def test_the_users_own_sitecustomize_still_runs(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.was_there = True\n")
+    path = tmp_path / "train.py"
+    path.write_text("print(was_there)\n" + SCRIPT)
+    env = {**FRESH, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-m", "evenstep", "record", "--out", tmp_path / "it.rec", path, "1", "2"],
+        capture_output=True, text=True, check=True, env=env,
+    )  # fmt: skip
+    assert done.stdout.startswith("True\n")
+    assert read_run(tmp_path / "it.rec").steps == 2
+
+
+def record_of(tmp_path, trained=4, **options):
+    """Record a short training here; return the path."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    folder = tmp_path / f"{len([*tmp_path.iterdir()])}.rec"
+    with evenstep.record(folder, **options):
+        for _ in range(trained):
+            nn.functional.cross_entropy(model(torch.randn(6, 4)), torch.arange(6) % 3).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return folder
+
+
+def test_no_more_steps_are_recorded_than_asked_for(tmp_path):
+    assert read_run(record_of(tmp_path, 5, steps=2)).steps == 2
+    assert read_run(record_of(tmp_path, 6, steps=2, every=2)).steps == 2
+
+
+def test_a_record_that_was_cut_off_holds_the_steps_before(tmp_path):
+    folder = record_of(tmp_path)
+    (file,) = folder.iterdir()
+    content = file.read_bytes()
+    last = content.rindex(b'{"what":"before update"')
+    file.write_bytes(content[: last + 40])
+    assert read_run(folder).steps == 3
+    assert compare(folder, folder).cause is Cause.NOTHING
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"{}\n", b"[1]\n", b"\xff\xfe\n", b'{"evenstep record":2}\n', b"{" * 100_000 + b"\n",
+    b'{"evenstep record":1,"rank":"x","command":[],"facts":{}}\n',
+    b'{"evenstep record":1,"rank":0,"command":[],"facts":{}}\n{"what":"update"}\n',
+    b'{"evenstep record":1,"rank":0,"command":[],"facts":{}}\n[]\n',
+    b'{"evenstep record":1,"rank":0,"command":[],"facts":{}}\n',
+])  # fmt: skip
+def test_what_is_no_record_gets_one_line(tmp_path, content):
+    (tmp_path / "process-0.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=re_of(tmp_path)):
+        read_run(tmp_path)
+    done = run("compare", tmp_path, tmp_path, code=2)
+    assert len(done.stderr.splitlines()) == 1
+
+
+def re_of(path):
+    return f"{path}.* (is damaged|holds no update|has a line)"
+
+
+def test_a_folder_that_is_no_record_gets_one_line(tmp_path):
+    for path in (tmp_path, tmp_path / "nothing", script(tmp_path)):
+        with pytest.raises(InputError, match="is no record"):
+            read_run(path)
+
+
+def test_a_record_is_not_written_over(tmp_path):
+    (tmp_path / "it.rec").mkdir()
+    done = run("record", "--out", tmp_path / "it.rec", "train.py", code=2)
+    assert "it.rec exists" in done.stderr
+
+
+def test_a_command_that_is_not_there_gets_one_line(tmp_path):
+    done = run("record", "--out", tmp_path / "it.rec", "no-such-program", code=2)
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_killed_script_leaves_what_it_had(tmp_path):
+    path = tmp_path / "killed.py"
+    ended = f"import os\nos.kill(os.getpid(), {int(signal.SIGKILL)})\n"
+    path.write_text(SCRIPT + ended)
+    done = command("record", "--out", tmp_path / "it.rec", path, 1, 3)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert read_run(tmp_path / "it.rec").steps == 3
+
+
+def test_a_file_that_would_grow_too_large_ends(tmp_path):
+    path = script(tmp_path)
+    path.write_text(SCRIPT.replace("nn.Linear(4, 8)", "nn.Linear(4, 8), *[nn.Identity()] * 3000"))
+    done = command("record", "--out", tmp_path / "it.rec", "--limit-mb", 1, path, 1, 4)
+    assert done.returncode == 0, done.stderr
+    (file,) = (tmp_path / "it.rec").iterdir()
+    assert file.stat().st_size <= 1 << 20
+    assert json.loads(file.read_text().splitlines()[-1]) == {"what": "full"}

@@ -1,0 +1,159 @@
+"""A plain training loop that is recorded, for one process or several, with a fault on request.
+
+    python tests/support/jobs/recorded.py OUT FAULT...
+
+FAULT are names of `FAULTS`. Each process records to the folder OUT. Nothing of evenstep is used but
+`evenstep.record`.
+"""
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import evenstep
+
+FAULTS = {
+    "other weights", "other order", "no sampler", "whole batches", "no epoch", "shuffled", "odd",
+    "drop last", "other data", "evaluation", "bfloat16", "batch norm", "dropout", "temperature",
+    "uneven parts", "masked", "frozen", "alone", "accumulated", "halved", "summed", "clipped",
+    "clipped alone", "by hand", "rate", "momentum", "clamped", "scaled update", "layer norm",
+    "unused", "step level", "no noise", "noisy",
+}  # fmt: skip
+EXAMPLES, BATCH, EPOCHS = 96, 32, 2
+
+
+class Net(nn.Module):
+    def __init__(self, faults):
+        super().__init__()
+        self.temperature = 2.0 if "temperature" in faults else 1.0
+        norm = nn.Identity()
+        if "batch norm" in faults:
+            norm = nn.BatchNorm2d(4)
+        elif "layer norm" in faults:
+            norm = nn.GroupNorm(2, 4)
+        self.body = nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.ReLU(), nn.Flatten())
+        self.drop = nn.Dropout(0.5 if "dropout" in faults else 0.0)
+        self.scale = Scale(self.temperature)
+        self.head = nn.Linear(4 * 16, 3)
+        self.extra = nn.Linear(4 * 16, 3)
+        self.is_unused = "unused" in faults
+
+    def forward(self, x):
+        x = self.scale(self.drop(self.body(x)))
+        return self.head(x) if self.is_unused else self.head(x) + self.extra(x)
+
+
+class Scale(nn.Module):
+    def __init__(self, temperature):
+        super().__init__()
+        self.temperature = temperature
+
+    def forward(self, x):
+        return x / self.temperature
+
+
+def parts_of(x, y, rank, world, faults):
+    """Return the parts of a batch that this process computes, one after another."""
+    if "uneven parts" in faults:  # of the whole batch, by hand
+        cut = len(x) // 4
+        halves = [(x[:cut], y[:cut]), (x[cut:], y[cut:])]
+        return halves if world == 1 else [halves[rank]]
+    if {"accumulated", "halved"} & faults:
+        return [*zip(x.chunk(2), y.chunk(2), strict=True)]
+    return [(x, y)]
+
+
+def loader_of(rank, world, faults):
+    torch.manual_seed(7 if "other data" in faults else 5)
+    X, Y = torch.randn(EXAMPLES, 1, 6, 6), torch.randint(3, (EXAMPLES,))
+    if "masked" in faults:
+        Y[::4] = -100  # all of them in one of two processes
+    if "odd" in faults:
+        X, Y = X[:-7], Y[:-7]
+    data, size, sampler = TensorDataset(X, Y), BATCH, None
+    if world > 1 and not {"no sampler", "uneven parts"} & faults:
+        sampler = DistributedSampler(data, shuffle="shuffled" in faults)
+        size = BATCH if "whole batches" in faults else BATCH // world
+    order = torch.Generator().manual_seed(9 if "other order" in faults else 8)
+    shuffle = "other order" in faults or ("shuffled" in faults and world == 1)
+    return DataLoader(
+        data,
+        size,
+        sampler=sampler,
+        shuffle=shuffle if sampler is None else None,
+        generator=order,
+        drop_last="drop last" in faults,
+    )
+
+
+def average(model, world, faults):
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            if "summed" not in faults:
+                parameter.grad /= world
+
+
+def main():
+    out, *given = sys.argv[1:]
+    faults = {*given}
+    assert faults <= FAULTS, faults - FAULTS
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    torch.set_num_threads(1)
+    if world > 1:
+        dist.init_process_group("gloo")
+    loader = loader_of(rank, world, faults)
+    torch.manual_seed(2 if "other weights" in faults else 1)
+    model = Net(faults)
+    if "frozen" in faults:
+        model.extra.requires_grad_(False)
+    if "clamped" in faults:
+        model.head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    by_hand = {"by hand", "summed", "clipped alone"} & faults
+    net = model
+    if world > 1 and not by_hand and "alone" not in faults:
+        net = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    optimizer = torch.optim.SGD(
+        model.parameters(),
+        lr=0.2 if "rate" in faults else 0.1,
+        momentum=0.5 if "momentum" in faults else 0.9,
+    )
+    level = "step" if "step level" in faults else "module"
+    with evenstep.record(out, level=level):
+        train(net, model, optimizer, loader, rank, world, faults, by_hand)
+    if world > 1:
+        dist.destroy_process_group()
+
+
+def train(net, model, optimizer, loader, rank, world, faults, by_hand):
+    if "evaluation" in faults:
+        net.eval()
+    for epoch in range(EPOCHS):
+        if world > 1 and "no epoch" not in faults and hasattr(loader.sampler, "set_epoch"):
+            loader.sampler.set_epoch(epoch)
+        for x, y in loader:
+            optimizer.zero_grad()
+            parts = parts_of(x, y, rank, world, faults)
+            for part, targets in parts:
+                with torch.autocast("cpu", enabled="bfloat16" in faults):
+                    output = net(part)
+                loss = F.cross_entropy(output.float(), targets)
+                if "accumulated" not in faults:
+                    loss = loss / len(parts)
+                loss.backward()
+            if "clipped alone" in faults:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if by_hand and world > 1:
+                average(model, world, faults)
+            if "clipped" in faults:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
