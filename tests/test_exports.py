@@ -154,6 +154,7 @@ EXPORTS = {
         "lines_of",
         "read_run",
     ],
+    "evenstep.comparison.page": ["page_of"],
     "evenstep.contract": ["ContractReport", "SelfCheck", "refuse_modes"],
     "evenstep.contract.adding_up": [],
     "evenstep.contract.outside": [],

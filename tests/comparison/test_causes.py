@@ -34,6 +34,14 @@ PLANTED = [
     ((1, "clipped"), (2, "clipped alone"), Cause.CLIPPED),
     ((1,), (1, "rate"), Cause.SETTINGS),
     ((1,), (1, "momentum"), Cause.SETTINGS),
+    ((1,), (1, "adam"), Cause.SETTINGS),
+    ((1,), (1, "clamped weights"), Cause.CHANGED),
+    ((1, "float16", "scaler"), (1, "float16", "scaler", "overflow"), Cause.SKIPPED),
+    ((1, "two optimizers"), (1, "two optimizers", "other turns"), Cause.TURNS),
+    ((1,), (1, "longer"), Cause.LENGTH),
+    ((1,), (1, "nan"), Cause.DATA),
+    ((1, "operators"), (1, "operators", "temperature"), Cause.KERNEL),
+    ((1, "operators", "batch norm"), (2, "operators", "batch norm"), Cause.BATCH_NORM),
 ]
 ALIKE = [
     ((1,), (1, "halved")),
@@ -45,6 +53,21 @@ ALIKE = [
     ((1, "unused"), (2, "unused")),
     ((2,), (2, "by hand")),
     ((1, "uneven parts"), (2, "uneven parts")),
+    ((1, "dropout"), (1, "dropout")),
+    ((2, "dropout"), (2, "dropout")),
+    ((2, "batch norm"), (2, "batch norm")),
+    ((1,), (1, "scaler")),
+    ((1, "float16", "scaler"), (2, "float16", "scaler")),
+    ((1, "float16", "scaler", "overflow"), (2, "float16", "scaler", "overflow")),
+    ((1, "two optimizers"), (2, "two optimizers")),
+    ((1, "bfloat16"), (2, "bfloat16")),
+    ((1, "nan"), (2, "nan")),
+    ((1, "masked", "counted"), (2, "masked", "counted")),
+    ((1, "clamped weights"), (2, "clamped weights")),
+    ((1, "adam"), (2, "adam")),
+    ((1, "temperature"), (2, "temperature")),
+    ((1, "evaluation"), (2, "evaluation")),
+    ((1, "operators"), (2, "operators")),
 ]
 QUICK = {Cause.SAME_ROWS, Cause.BATCH_NORM, Cause.MEAN, Cause.SETTINGS, Cause.ORDER}
 

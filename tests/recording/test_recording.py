@@ -69,7 +69,7 @@ def trained(name, recording):
 QUICK = sorted(MODELS)[::9]
 
 
-@pytest.mark.parametrize("level", ["step", "module"])
+@pytest.mark.parametrize("level", ["step", "module", "operator"])
 @pytest.mark.parametrize(
     "name",
     [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in sorted(MODELS)],

@@ -143,8 +143,11 @@ def doctor(environment: Mapping[str, str], as_json: bool) -> None:
 @click.option("--every", default=1, show_default=True, type=click.IntRange(1), metavar="N",
               help="Record only every so many updates.")  # fmt: skip
 @click.option("--level", default="module", show_default=True,
-              type=click.Choice(["step", "module"]),
-              help="Keep each call of a module, or each step only.")  # fmt: skip
+              type=click.Choice(["step", "module", "operator"]),
+              help="Keep steps only, also modules' calls, or also operators of torch.")  # fmt: skip
+@click.option("--values", multiple=True, metavar="NAME",
+              help="Keep values of this module's outputs or parameter's gradient, too (64 KiB of "
+                   "each tensor); a pattern such as 'layer1.*', or several.")  # fmt: skip
 @click.option("--limit-mb", default=1024, show_default=True, type=click.IntRange(1, 4096),
               metavar="MB", help="The largest file of a process.")  # fmt: skip
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -157,6 +160,7 @@ def record(
     steps: int,
     every: int,
     level: str,
+    values: tuple[str, ...],
     limit_mb: int,
 ) -> None:
     """Run a script and record what it does, for `evenstep compare`.
@@ -167,15 +171,20 @@ def record(
     """
     from evenstep.cli.records.record import record
 
-    context.exit(record(out, command, level=level, steps=steps, every=every, most_mb=limit_mb))
+    options = {"level": level, "steps": steps, "every": every, "values": values}
+    context.exit(record(out, command, options, most_mb=limit_mb))
 
 
 @click.command(cls=GroupedCommand)
 @click.argument("one", metavar="RECORD", type=click.Path(path_type=Path))
 @click.argument("other", metavar="RECORD", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write a page that shows the two runs side by side.")  # fmt: skip
 @click.pass_context
-def compare(context: click.Context, one: Path, other: Path, *, as_json: bool) -> None:
+def compare(
+    context: click.Context, one: Path, other: Path, *, as_json: bool, html: Path | None
+) -> None:
     """Say where two recorded runs part first, and why.
 
     They may have other numbers of processes. The exit code is 0 if they are equal, or differ by
@@ -183,7 +192,7 @@ def compare(context: click.Context, one: Path, other: Path, *, as_json: bool) ->
     """
     from evenstep.cli.records.compare import compare
 
-    context.exit(0 if compare(one, other, as_json=as_json) else 1)
+    context.exit(0 if compare(one, other, as_json=as_json, page=html) else 1)
 
 
 @click.command(cls=GroupedCommand)

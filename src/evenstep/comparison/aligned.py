@@ -10,8 +10,8 @@ from evenstep.comparison.reading import Call, Kept, ProcessStep
 
 _MODULUS = 1 << 64
 
-ROUNDING = 1e-4
-"""The largest relative difference that counts as rounding in one step."""
+_ROUNDING = {"bfloat16": 2e-2, "float16": 3e-3}
+_ROUNDING_OF_OTHERS = 1e-4
 
 _SMALL = 1e-3
 """The part of the largest norm below which a tensor's own norm says nothing."""
@@ -94,6 +94,17 @@ def _added_up(values: Sequence[float | None]) -> float | None:
 # ---- how far apart
 
 
+def rounding_of(steps: Sequence[ProcessStep]) -> float:
+    """Return the largest relative difference that counts as rounding in a step.
+
+    It follows from the coarsest dtype of what modules give.
+    """
+    dtypes = {one.dtype for step in steps for call in step.calls for one in call.outputs}
+    return max(
+        (_ROUNDING.get(one, _ROUNDING_OF_OTHERS) for one in dtypes), default=_ROUNDING_OF_OTHERS
+    )
+
+
 def same(one: Kept, other: Kept) -> bool:
     """Return whether two tensors have the same bits, or the same rows in any order."""
     if one.rows is not None and other.rows is not None:
@@ -129,6 +140,19 @@ def distance(one: Kept, other: Kept, least: float = 0.0) -> float:
         return 0.0
     by_sum = abs(one.total - other.total) / (size * math.sqrt(max(one.elements, 1)))
     return max(abs(norms[0] - norms[1]) / size, by_sum)
+
+
+def divided(kept: Kept, scale: float) -> Kept:
+    """Return what would have been kept of a tensor divided by a number."""
+    if scale == 1.0:
+        return kept
+    return dataclasses.replace(
+        kept,
+        digest=None,
+        total=None if kept.total is None else kept.total / scale,
+        squares=None if kept.squares is None else kept.squares / scale**2,
+        largest=None if kept.largest is None else kept.largest / scale,
+    )
 
 
 def furthest(one: Mapping[str, Kept], other: Mapping[str, Kept]) -> tuple[str, float]:

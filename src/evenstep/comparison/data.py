@@ -132,8 +132,9 @@ def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
         evidence = "none of the examples of one is among those of the other"
     else:
         evidence = f"{shared:.0%} of the examples of {ours.name} are in {theirs.name}, too"
+    others = common * 2 > mine.total() and not (mine - its) <= every[1]
     return Finding(
-        Cause.ORDER if shared > 0.5 else Cause.DATA,
+        Cause.ORDER if shared > 0.5 and not others else Cause.DATA,
         number,
         (f"{common} of {mine.total()} examples of update {number} are the same; {evidence}",),
         "seed data, augmentation and order in the same way",

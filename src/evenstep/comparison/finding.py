@@ -17,6 +17,7 @@ class Cause(enum.Enum):
     PADDED = "some examples are used twice at the end of an epoch"
     DROPPED = "one of them drops the last batch of an epoch"
     DATA = "they see other examples"
+    CHANGED = "weights are changed outside of the optimizer"
     MODES = "a module is in another mode"
     PRECISION = "they compute in another precision"
     BATCH_NORM = "batch normalisation sees a part of the batch only"
@@ -28,9 +29,12 @@ class Cause(enum.Enum):
     SCALE = "their gradients have another scale"
     GRADIENTS = "the same losses give other gradients"
     CLIPPED = "gradients are changed between the backward pass and the update in one of them"
+    SKIPPED = "one of them leaves an update out"
+    TURNS = "their optimizers take turns in another order"
     SETTINGS = "their optimizers have other settings"
     UPDATE = "the optimizer makes something else of the same gradients"
     BUFFERS = "their buffers differ after an update"
+    LENGTH = "one of them makes more updates"
     SUM = "the gradients are summed in another order: they differ by rounding only"
     ROUNDING = "a module rounds differently"
     NOTHING = "they are equal to the bit"
@@ -50,6 +54,7 @@ class Finding:
         evidence: lines that say what was seen.
         remedy: what to do about it; "" for nothing.
         follows: lines that say what else differs, perhaps because of it.
+        place: the module or parameter where they part; "" where it is none.
     """
 
     cause: Cause
@@ -57,3 +62,4 @@ class Finding:
     evidence: tuple[str, ...]
     remedy: str = ""
     follows: tuple[str, ...] = ()
+    place: str = ""

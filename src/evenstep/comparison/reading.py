@@ -87,6 +87,12 @@ class ProcessStep:
         seen: the gradients that the optimizer saw.
         held: the parameters that the optimizer updates.
         settings: the optimizer's settings, for each group of parameters.
+        optimizer: the number of the optimizer.
+        changed: the weights that something else had changed before the step.
+        scale: by which a GradScaler had multiplied the losses.
+        is_skipped: whether the GradScaler left the update out.
+        values: of modules and parameters by name: the first values of outputs and gradients, as
+            base64.
         weights, buffers: the values after the update.
         generators: the states of the generators of random numbers after the update.
     """
@@ -99,6 +105,11 @@ class ProcessStep:
     seen: dict[str, Kept] = dataclasses.field(default_factory=dict)
     held: list[str] = dataclasses.field(default_factory=list)
     settings: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
+    optimizer: int = 0
+    changed: dict[str, Kept] = dataclasses.field(default_factory=dict)
+    scale: float = 1.0
+    is_skipped: bool = False
+    values: dict[str, list[str]] = dataclasses.field(default_factory=dict)
     weights: dict[str, Kept] = dataclasses.field(default_factory=dict)
     buffers: dict[str, Kept] = dataclasses.field(default_factory=dict)
     generators: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -121,6 +132,7 @@ class Process:
         frozen: the parameters that want no gradient.
         loaders: what each pass over a data loader said of it.
         steps: one for each recorded update.
+        most_steps: how many updates of each optimizer were to be recorded, at most.
         is_whole: whether the record has an end: it was neither killed nor full.
     """
 
@@ -132,6 +144,8 @@ class Process:
     frozen: list[str] = dataclasses.field(default_factory=list)
     loaders: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
     steps: list[ProcessStep] = dataclasses.field(default_factory=list)
+    most_steps: int = 0
+    is_whole: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +224,8 @@ def _process_of(events: Iterator[dict[str, Any]]) -> Process:
         found = header.get(_FORMAT, "no version")
         raise ValueError(f"its header has {found!r} where a record of version {_VERSION} is read")
     process = Process(int(header["rank"]), [*map(str, header["command"])], dict(header["facts"]))
-    step, epochs, leader = ProcessStep(), 0, None
+    process.most_steps = int(header.get("steps", 0))
+    step, epochs = ProcessStep(), 0
     for event in events:
         what = event["what"]
         if what == "epoch":
@@ -221,29 +236,36 @@ def _process_of(events: Iterator[dict[str, Any]]) -> Process:
             process.weights |= _kept_by_name(event["weights"])
             process.buffers |= _kept_by_name(event["buffers"])
             process.frozen += event["frozen"]
+        elif what == "changed":
+            step.changed |= _kept_by_name(event["weights"])
         elif what == "call":
             if event["grad"]:
                 step.calls.append(_call_of(event))
+                step.values.setdefault(str(event["module"]), []).extend(event.get("values", ()))
         elif what == "gradient":
             step.local[str(event["name"])] = _kept(event["kept"])
+            step.values.setdefault(str(event["name"]), []).append(event.get("values", ""))
         elif what == "backward":
             step.losses += [float(loss) for loss in event["losses"]]
             for gradients in event["gradients"]:
                 step.exchanged |= _kept_by_name(gradients)
+        elif what == "scale":
+            step.scale = float(event["scale"])
         elif what == "before update":
             step.seen |= _kept_by_name(event["gradients"])
             step.held += event["parameters"]
             step.settings += event["settings"]
         elif what == "update":
-            leader = event["optimizer"] if leader is None else leader
+            step.optimizer, step.is_skipped = int(event["optimizer"]), bool(event.get("skipped"))
             for weights in event["weights"]:
                 step.weights |= _kept_by_name(weights)
             for buffers in event["buffers"]:
                 step.buffers |= _kept_by_name(buffers)
             step.generators = dict(event["generators"])
-            if event["optimizer"] == leader:
-                process.steps.append(step)
-                step = ProcessStep(epoch=epochs)
+            process.steps.append(step)
+            step = ProcessStep(epoch=epochs)
+        elif what == "end":
+            process.is_whole = True
     return process
 
 

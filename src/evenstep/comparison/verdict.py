@@ -8,30 +8,46 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from evenstep.comparison.aligned import ROUNDING, furthest
+from evenstep.comparison.aligned import furthest, rounding_of
 from evenstep.comparison.computed import (
-    find_other_gradients,
     find_other_losses,
     find_other_modes,
     find_other_outputs,
-    find_other_settings,
-    find_other_update,
-    first_that_rounds,
 )
 from evenstep.comparison.data import find_other_data
 from evenstep.comparison.finding import HARMLESS, Cause, Finding
 from evenstep.comparison.reading import Run, read_run
+from evenstep.comparison.updated import (
+    find_changed_weights,
+    find_other_gradients,
+    find_other_optimizer,
+    find_other_settings,
+    find_other_update,
+    find_skipped,
+    first_that_rounds,
+)
+from evenstep.comparison.values import spell_values
+from evenstep.errors import counted
 
 _Search: TypeAlias = Callable[[Run, Run, int], Finding | None]
 
-_FACTS: tuple[_Search, ...] = (find_other_data, find_other_modes, find_other_settings)
+_FACTS: tuple[_Search, ...] = (
+    find_other_optimizer,
+    find_other_data,
+    find_other_modes,
+    find_skipped,
+    find_other_settings,
+)
 """What is looked for in every update: no rounding changes it."""
 
 _SEARCHES: tuple[_Search, ...] = (
+    find_other_optimizer,
     find_other_data,
+    find_changed_weights,
     find_other_modes,
     find_other_outputs,
     find_other_losses,
+    find_skipped,
     find_other_gradients,
     find_other_settings,
     find_other_update,
@@ -75,13 +91,34 @@ def find_cause(ours: Run, theirs: Run) -> Finding:
             rounds = rounds or finding
         if rounds is None and (tensor := first_that_rounds(ours, theirs, number)) is not None:
             seen = f"{tensor} differs in its last bits, and nothing before it"
-            rounds = Finding(Cause.SUM, number, (seen,))
+            rounds = Finding(Cause.SUM, number, (seen,), place=tensor.split()[-1])
+    longer = _length(ours, theirs)
+    if longer is not None:
+        return longer
     if rounds is not None:
         return _with_growth(rounds, ours, theirs)
-    evidence = [f"{steps} updates of {ours.name} and {theirs.name} are the same"]
+    evidence = [f"{counted(steps, 'update')} of {ours.name} and {theirs.name} are the same"]
     if ours.steps != theirs.steps:
         evidence.append(f"{ours.name} has {ours.steps} updates, {theirs.name} {theirs.steps}")
     return Finding(Cause.NOTHING, None, tuple(evidence))
+
+
+def _length(ours: Run, theirs: Run) -> Finding | None:
+    """Return that one run ended earlier, and neither because its record did."""
+    shorter, longer = sorted((ours, theirs), key=lambda run: run.steps)
+    if shorter.steps == longer.steps:
+        return None
+    if not all(one.is_whole and shorter.steps < one.most_steps for one in shorter.processes):
+        return None
+    return Finding(
+        Cause.LENGTH,
+        shorter.steps,
+        (
+            f"{shorter.name} ends after {counted(shorter.steps, 'update')}, {longer.name} has "
+            f"{longer.steps}; the updates before are the same, or differ by rounding only",
+        ),
+        "train both for as many updates: look at epochs, and at the length of the data",
+    )
 
 
 def _weights(ours: Run, theirs: Run) -> Finding | None:
@@ -103,6 +140,9 @@ def _weights(ours: Run, theirs: Run) -> Finding | None:
 
 
 def _with_what_follows(finding: Finding, ours: Run, theirs: Run) -> Finding:
+    if finding.step is not None:
+        values = spell_values(ours, theirs, finding.step, finding.place)
+        finding = dataclasses.replace(finding, evidence=(*finding.evidence, *values))
     last = min(ours.steps, theirs.steps) - 1
     name, far = furthest(ours.step(last)[0].weights, theirs.step(last)[0].weights)
     if not far:
@@ -112,6 +152,8 @@ def _with_what_follows(finding: Finding, ours: Run, theirs: Run) -> Finding:
 
 
 def _with_growth(finding: Finding, ours: Run, theirs: Run) -> Finding:
+    values = spell_values(ours, theirs, finding.step or 0, finding.place)
+    finding = dataclasses.replace(finding, evidence=(*finding.evidence, *values))
     last = min(ours.steps, theirs.steps) - 1
     first = finding.step or 0
     apart = [
@@ -120,7 +162,7 @@ def _with_growth(finding: Finding, ours: Run, theirs: Run) -> Finding:
     ]
     grows = f"weights are {apart[0]:.1e} apart after update {first}, {apart[1]:.1e} after {last}"
     remedy = ""
-    if apart[1] > ROUNDING:
+    if apart[1] > rounding_of(ours.step(last)):
         remedy = (
             "rounding grows as training goes on, in every run: train with evenstep for the same "
             "bits on any number of devices, or compare means over several seeds"

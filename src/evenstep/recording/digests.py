@@ -7,6 +7,7 @@ batch in one process equals the sum of those of its parts in several.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import math
 from collections.abc import Iterable
@@ -20,6 +21,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd; of the golden ratio, as in 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COLUMNS = 2048
 _DIGEST_NBYTES = 8
+_MOST_VALUES_NBYTES = 1 << 16
 
 
 @torch.no_grad()
@@ -38,13 +40,32 @@ def kept_of(tensor: torch.Tensor, *, examples: int | None = None) -> list[Any]:
     """
     shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     try:
-        dense = tensor.detach().to_dense() if tensor.layout is not torch.strided else tensor
-        dense = dense.detach().to("cpu").resolve_conj().resolve_neg()
+        dense = _dense(tensor)
         has_rows = examples is not None and dense.dim() > 0 and len(dense) == examples
         rows = _sum_of_rows(dense) if has_rows else None
         return [_digest(dense), rows, shape, dtype, *_statistics(dense)]
     except (RuntimeError, NotImplementedError):  # inside of a transform of torch.func, for example
         return [None, None, shape, dtype, None, None, None, None]
+
+
+@torch.no_grad()
+def digest_of(tensor: torch.Tensor) -> str | None:
+    """Return the digest of a tensor's bits that `kept_of` keeps."""
+    try:
+        return _digest(_dense(tensor))
+    except (RuntimeError, NotImplementedError):
+        return None
+
+
+@torch.no_grad()
+def values_of(tensor: torch.Tensor) -> str | None:
+    """Return the first 64 KiB of a tensor's values: bytes in C order, as base64; None without."""
+    try:
+        flat = _dense(tensor).contiguous().reshape(-1)
+        first = flat[: _MOST_VALUES_NBYTES // flat.element_size()]
+        return base64.b64encode(_bytes_of(first).numpy().tobytes()).decode()
+    except (RuntimeError, NotImplementedError):
+        return None
 
 
 @torch.no_grad()
@@ -65,6 +86,13 @@ def digests_of_examples(tensors: Iterable[torch.Tensor], examples: int) -> list[
             digest.update(part[number].numpy().tobytes())
         digests.append(digest.hexdigest())
     return digests
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as plain values on the CPU."""
+    dense = tensor.detach()
+    dense = dense if dense.layout is torch.strided else dense.to_dense()
+    return dense.to("cpu").resolve_conj().resolve_neg()
 
 
 def _rows_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,32 +8,42 @@ end, and when the optimizer sees them), and weights, buffers and settings after 
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import functools
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import optree
 import torch
 from torch import nn
 from torch.nn.modules import module as hooks_of_modules
 from torch.optim import optimizer as hooks_of_optimizers
 
 from evenstep.errors import InputError, shown
-from evenstep.recording.digests import digests_of_examples, kept_of
+from evenstep.recording.calls import Calls, Frame
+from evenstep.recording.digests import digests_of_examples, kept_of, values_of
 from evenstep.recording.facts import facts_here, loader_facts, states_of_generators
+from evenstep.recording.operators import Operators
 from evenstep.recording.record_file import FORMAT, VERSION, RecordFile
+from evenstep.recording.recorded_model import RecordedModel, bare, kept_by_name, wrappers_of
+from evenstep.recording.updates import Updates, settings_of
+from evenstep.recording.watching import (
+    autocast_dtype,
+    examples_in,
+    is_scripting,
+    number_of,
+    quiet,
+    replaced,
+    tensors_in,
+)
 
-LEVELS = ("step", "module")
-"""What is kept: of each step only, or of each call of a module, too."""
-
-_WRAPPERS = ("module.", "_orig_mod.")
-"""Prefixes that DistributedDataParallel and `torch.compile` give to names."""
+LEVELS = ("step", "module", "operator")
+"""What is kept: of each step only, of each call of a module, too, or of each operator of torch."""
 
 
 class Recorder:
@@ -44,6 +54,8 @@ class Recorder:
         level: one of `LEVELS`.
         steps: the updates that are recorded.
         every: only every so many updates are recorded, from the first on.
+        values: patterns of names (of modules and parameters) whose outputs and gradients are kept
+            as values, too.
         most_nbytes: the largest file.
         rank: the number of this process, and the number of processes, where `torch.distributed`
             does not say it.
@@ -58,32 +70,29 @@ class Recorder:
         level: str = "module",
         steps: int = 100,
         every: int = 1,
+        values: Iterable[str] = (),
         most_nbytes: int = 1 << 30,
         rank: tuple[int, int] = (0, 1),
         command: Iterable[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._folder, self._level = folder, level
-        self._steps, self._every, self._most_nbytes = steps, every, most_nbytes
-        self._rank = rank
-        self._header = {"level": level, "every": every, "command": [*command]}
-        self._environment = environment or {}
+        self._folder, self._level, self._most_nbytes = folder, level, most_nbytes
+        self._header = {"level": level, "every": every, "steps": steps, "command": [*command]}
+        self._rank, self._environment = rank, environment or {}
         self._process = os.getpid()
         self._file: RecordFile | None = None
         self._waiting: list[Mapping[str, Any]] = []  # until the file is there
-        self._updates: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
-        self._updates = weakref.WeakKeyDictionary()
-        self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
-        self._numbers = weakref.WeakKeyDictionary()
-        self._models: list[_Model] = []
-        self._depth = threading.local()
+        self._updates = Updates(steps, every)
+        self._values = [*values]
+        self._models: list[RecordedModel] = []
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._calls = Calls()
+        self._operators = Operators(self._keep_inputs, self._note_operator)
         self._lock = threading.RLock()
         self._undo = contextlib.ExitStack()
-        self._names: dict[int, str] = {}
 
     def start(self) -> None:
         """Record from now on."""
-        undo = self._undo
         for made in (
             hooks_of_modules.register_module_forward_pre_hook(self._before_call),
             hooks_of_modules.register_module_forward_hook(
@@ -92,25 +101,29 @@ class Recorder:
             hooks_of_optimizers.register_optimizer_step_pre_hook(self._before_update),
             hooks_of_optimizers.register_optimizer_step_post_hook(self._after_update),
         ):
-            undo.callback(made.remove)
-        undo.enter_context(_replaced(torch.Tensor, "backward", self._watched_backward))
-        undo.enter_context(_replaced(torch.autograd, "backward", self._watched_backward))
-        loader = torch.utils.data.DataLoader
-        undo.enter_context(_replaced(loader, "__iter__", self._watched_iteration))
+            self._undo.callback(made.remove)
+        for owner, name, watched in (
+            (torch.Tensor, "backward", self._watched_backward),
+            (torch.autograd, "backward", self._watched_backward),
+            (torch.amp.GradScaler, "step", self._watched_scaling),
+            (torch.utils.data.DataLoader, "__iter__", self._watched_iteration),
+        ):
+            self._undo.enter_context(replaced(owner, name, watched))
 
     def stop(self) -> None:
         """Record no more, and close the file."""
         with self._lock:
             self._undo.close()
             if self._file is not None:
+                self._file.write({"what": "end"})
                 self._file.close()
 
-    def _write(self, event: Mapping[str, Any]) -> None:
+    def _write(self, what: str, **event: Any) -> None:
         """Add an event to the file, once there is one."""
         if self._file is None:
-            self._waiting.append(event)
+            self._waiting.append({"what": what, **event})
         else:
-            self._file.write(event)
+            self._file.write({"what": what, **event})
 
     def _open_file(self) -> None:
         rank, world = self._rank
@@ -123,55 +136,91 @@ class Recorder:
             self._file.write(event)
         self._waiting.clear()
 
-    # ---- calls of modules
-
     @property
     def _is_due(self) -> bool:
-        """Whether the update that the run is working towards is recorded."""
-        done = min(self._updates.values(), default=0)
-        is_here = os.getpid() == self._process  # not in a forked worker of a loader
-        return is_here and done < self._steps * self._every and done % self._every == 0
+        """Whether what happens now is recorded: not in a forked worker of a loader."""
+        return os.getpid() == self._process and self._updates.is_due
+
+    # ---- calls of modules and operators
 
     def _before_call(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
-        calls = self._depth.__dict__.setdefault("calls", [])
-        draws = torch.default_generator.get_state() if self._is_due else None
-        calls.append(draws)
-        if len(calls) == 1 and self._is_due and not _is_scripting():
-            with self._lock, _quiet():
+        calls, is_due = self._calls, self._is_due and not is_scripting()
+        if not calls.frames and is_due:
+            has_grad = torch.is_grad_enabled()
+            with self._lock, quiet():
                 self._meet(module)
+                if has_grad:
+                    self._note_changed_weights()
+        examples = examples_in(tensors_in(arguments)) if is_due else None
+        if examples is None and calls.frames:
+            examples = calls.frames[-1].examples
+        draws = torch.default_generator.get_state() if is_due else None
+        is_whole = not calls.frames
+        name = "" if is_whole else self._names.get(module, type(module).__name__)
+        calls.enter(Frame(name, type(module).__name__, module.training, examples, draws))
+        if is_whole and is_due and self._level == "operator":
+            self._operators.__enter__()  # type: ignore[no-untyped-call]
 
     def _after_call(self, module: nn.Module, arguments: tuple[Any, ...], *rest: Any) -> None:
         """Note a call that has ended; after an exception, torch gives no output."""
-        calls = self._depth.__dict__.get("calls")
-        if not calls:
+        calls = self._calls
+        if not calls.frames:
             return
-        draws = calls.pop()
-        if len(rest) < 2 or draws is None or _is_scripting() or not self._is_due:
+        frame = calls.frames.pop()
+        is_whole = not calls.frames
+        if is_whole and frame.draws is not None and self._level == "operator":
+            self._operators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        if len(rest) < 2 or frame.draws is None or is_scripting() or not self._is_due:
             return
-        is_whole = not calls
-        if self._level != "module" and not is_whole:
+        if self._level == "step" and not is_whole:
             return
-        has_grad, autocast = torch.is_grad_enabled(), _autocast()
-        with self._lock, _quiet():
-            inputs, outputs = _tensors_in((arguments, rest[0])), _tensors_in(rest[1])
-            examples = _examples_of(inputs)
+        has_grad, autocast = torch.is_grad_enabled(), autocast_dtype()
+        with self._lock, quiet():
+            inputs, outputs = tensors_in((arguments, rest[0])), tensors_in(rest[1])
+            examples = examples_in(inputs)
+            event: dict[str, Any] = {}
             model = self._model_of(module) if is_whole else None
-            event = {
-                "what": "call",
-                "module": "" if is_whole else self._names.get(id(module), type(module).__name__),
-                "class": type(module).__name__,
-                "trains": module.training,
-                "grad": has_grad,
-                "in": [kept_of(one, examples=examples) for one in inputs],
-                "out": [kept_of(one, examples=examples) for one in outputs],
-                "drew": not torch.equal(draws, torch.default_generator.get_state()),
-            }
             if model is not None:
-                event["model"] = model.number
-                event["autocast"] = autocast
+                event |= {"model": model.number, "autocast": autocast}
                 if examples is not None:
                     event["examples"] = digests_of_examples(inputs, examples)
-            self._write(event)
+            if self._wants_values(frame.module):
+                event["values"] = [values_of(one) for one in outputs]
+            self._write(
+                "call",
+                module=frame.module,
+                **{"class": frame.kind},
+                trains=frame.trains,
+                grad=has_grad,
+                **{"in": [kept_of(one, examples=examples) for one in inputs]},
+                out=[kept_of(one, examples=examples) for one in outputs],
+                drew=not torch.equal(frame.draws, torch.default_generator.get_state()),
+                **event,
+            )
+
+    def _keep_inputs(self, values: Any) -> list[Any]:
+        with quiet():
+            return [kept_of(one, examples=self._examples) for one in tensors_in(values)]
+
+    @property
+    def _examples(self) -> int | None:
+        return self._calls.frames[-1].examples if self._calls.frames else None
+
+    def _note_operator(self, name: str, inputs: list[Any], outputs: Any, drew: bool) -> None:
+        calls = self._calls
+        frame = calls.frames[-1] if calls.frames else Frame("backward", "", True, None, None)
+        number = calls.number_of(frame.module, name)
+        with self._lock, quiet():
+            self._write(
+                "call",
+                module=f"{frame.module} > {name} {number}".removeprefix(" > "),
+                **{"class": f"operator of {frame.kind}" if frame.kind else "operator"},
+                trains=frame.trains,
+                grad=calls.is_in_backward or torch.is_grad_enabled(),
+                **{"in": inputs},
+                out=[kept_of(one, examples=self._examples) for one in tensors_in(outputs)],
+                drew=drew,
+            )
 
     def _meet(self, module: nn.Module) -> None:
         """Note a model at its first call, and parameters that it got since."""
@@ -183,21 +232,19 @@ class Recorder:
                 return
             if self._file is None:
                 self._open_file()
-            model = _Model(module, len(self._models))
+            model = RecordedModel(module, len(self._models))
             self._models.append(model)
             self._write(
-                {
-                    "what": "model",
-                    "model": model.number,
-                    "class": type(module).__name__,
-                    "wrapped": _names_of_wrappers(module),
-                    "weights": self._kept_by_name(model.parameters()),
-                    "buffers": self._kept_by_name(model.buffers()),
-                    "frozen": [name for name, one in model.parameters() if not one.requires_grad],
-                }
+                "model",
+                model=model.number,
+                **{"class": type(module).__name__},
+                wrapped=wrappers_of(module),
+                weights=model.keep_weights(),
+                buffers=kept_by_name(model.buffers()),
+                frozen=[name for name, one in model.parameters() if not one.requires_grad],
             )
         for name, child in module.named_modules():
-            self._names.setdefault(id(child), _bare(name))
+            self._names.setdefault(child, bare(name))
         for name, parameter in model.parameters():
             if parameter.requires_grad and parameter.is_leaf and name not in model.watched:
                 model.watched.add(name)
@@ -206,99 +253,122 @@ class Recorder:
                 handle = parameter.register_post_accumulate_grad_hook(noted)
                 self._undo.callback(handle.remove)
 
-    def _model_of(self, module: nn.Module) -> _Model | None:
+    def _note_changed_weights(self) -> None:
+        """Note parameters that something else than an optimizer has changed since the update."""
+        for model in self._models:
+            changed = model.changed_weights()
+            if changed:
+                self._write("changed", model=model.number, weights=changed)
+                model.keep_weights()
+
+    def _model_of(self, module: nn.Module) -> RecordedModel | None:
         return next((one for one in self._models if one.module() is module), None)
+
+    def _wants_values(self, name: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._values)
 
     # ---- gradients
 
     def _note_gradient(self, model: int, name: str, parameter: torch.Tensor) -> None:
         """Note a gradient as soon as a backward pass has made it, before any exchange."""
         if parameter.grad is not None and self._is_due:
-            with self._lock, _quiet():
+            with self._lock, quiet():
+                values = {"values": values_of(parameter.grad)} if self._wants_values(name) else {}
                 kept = kept_of(parameter.grad)
-                self._write({"what": "gradient", "model": model, "name": name, "kept": kept})
+                self._write("gradient", model=model, name=name, kept=kept, **values)
 
     def _watched_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
         def watched(*arguments: Any, **keywords: Any) -> Any:
-            depth = self._depth.__dict__
-            is_outer = not depth.get("backward")
-            depth["backward"] = True
+            calls = self._calls
+            if calls.is_in_backward or not self._is_due:
+                return backward(*arguments, **keywords)
+            calls.is_in_backward = True
+            is_seen = self._level == "operator" and not calls.frames
             try:
-                result = backward(*arguments, **keywords)
+                with self._operators if is_seen else contextlib.nullcontext():
+                    result = backward(*arguments, **keywords)
             finally:
-                if is_outer:
-                    depth["backward"] = False
-            if is_outer and self._is_due:
-                with self._lock, _quiet():
-                    losses = _tensors_in((arguments, keywords))[:1]
-                    self._write(
-                        {
-                            "what": "backward",
-                            "losses": [_value_of(one) for one in losses if one.numel() == 1],
-                            "gradients": self._gradients(),
-                        }
-                    )
+                calls.is_in_backward = False
+            with self._lock, quiet():
+                losses = tensors_in((arguments, keywords))[:1]
+                self._write(
+                    "backward",
+                    losses=[number_of(one) for one in losses if one.numel() == 1],
+                    gradients=[
+                        kept_by_name(
+                            (name, one.grad)
+                            for name, one in model.parameters()
+                            if one.grad is not None
+                        )
+                        for model in self._models
+                    ],
+                )
             return result
 
         return watched
-
-    def _gradients(self) -> list[dict[str, Any]]:
-        """Return the gradients of each model by name."""
-        return [
-            self._kept_by_name(
-                (name, one.grad) for name, one in model.parameters() if one.grad is not None
-            )
-            for model in self._models
-        ]
 
     # ---- updates
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if not self._is_due:
             return
-        with self._lock, _quiet():
+        with self._lock, quiet():
             known = {id(one): name for model in self._models for name, one in model.parameters()}
             held = {
                 known.get(id(one), f"group {place}, parameter {number}"): one
                 for place, group in enumerate(optimizer.param_groups)
                 for number, one in enumerate(group["params"])
             }
+            kind = {"class": type(optimizer).__name__}
             self._write(
-                {
-                    "what": "before update",
-                    "optimizer": self._number_of(optimizer),
-                    "class": type(optimizer).__name__,
-                    "settings": [_settings_of(group) for group in optimizer.param_groups],
-                    "parameters": [*held],
-                    "gradients": self._kept_by_name(
-                        (name, one.grad) for name, one in held.items() if one.grad is not None
-                    ),
-                }
+                "before update",
+                optimizer=self._updates.number_of(optimizer),
+                settings=[kind | settings_of(group) for group in optimizer.param_groups],
+                parameters=[*held],
+                gradients=kept_by_name(
+                    (name, one.grad) for name, one in held.items() if one.grad is not None
+                ),
             )
 
-    def _after_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        with self._lock, _quiet():
-            done = self._updates.get(optimizer, 0)
+    def _after_update(
+        self, optimizer: torch.optim.Optimizer, *_: object, is_skipped: bool = False
+    ) -> None:
+        with self._lock, quiet():
             if self._is_due:
                 self._write(
-                    {
-                        "what": "update",
-                        "optimizer": self._number_of(optimizer),
-                        "step": done,
-                        "weights": [self._kept_by_name(one.parameters()) for one in self._models],
-                        "buffers": [self._kept_by_name(one.buffers()) for one in self._models],
-                        "generators": states_of_generators(),
-                    }
+                    "update",
+                    optimizer=self._updates.number_of(optimizer),
+                    step=self._updates.done_by(optimizer),
+                    skipped=is_skipped,
+                    weights=[one.keep_weights() for one in self._models],
+                    buffers=[kept_by_name(one.buffers()) for one in self._models],
+                    generators=states_of_generators(),
                 )
-            self._updates[optimizer] = done + 1
-            if min(self._updates.values()) >= self._steps * self._every:
-                self._write({"what": "end"})
+            else:
+                for model in self._models:
+                    model.forget_weights()
+            self._updates.count(optimizer)
+            if self._updates.is_done:
                 self.stop()
 
-    def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        self._updates.setdefault(optimizer, 0)
-        return self._numbers.setdefault(optimizer, len(self._numbers))
+    def _watched_scaling(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def watched(
+            scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *rest: Any, **more: Any
+        ) -> Any:
+            if not scaler.is_enabled():
+                return step(scaler, optimizer, *rest, **more)
+            if self._is_due:
+                with self._lock:
+                    self._write("scale", scale=scaler.get_scale())
+            before = self._updates.done_by(optimizer)
+            result = step(scaler, optimizer, *rest, **more)
+            if self._updates.done_by(optimizer) == before:
+                self._after_update(optimizer, is_skipped=True)
+            return result
+
+        return watched
 
     # ---- data
 
@@ -306,19 +376,21 @@ class Recorder:
         @functools.wraps(iterate)
         def watched(loader: Any) -> Any:
             if self._is_due:
-                with self._lock, _quiet():
-                    self._write({"what": "epoch", **loader_facts(loader)})
+                with self._lock, quiet():
+                    self._write("epoch", **loader_facts(loader))
             return iterate(loader)
 
         return watched
 
-    def _kept_by_name(self, named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-        return {name: kept_of(one) for name, one in named}
-
 
 @contextlib.contextmanager
 def record(
-    folder: str | os.PathLike[str], *, level: str = "module", steps: int = 100, every: int = 1
+    folder: str | os.PathLike[str],
+    *,
+    level: str = "module",
+    steps: int = 100,
+    every: int = 1,
+    values: Sequence[str] = (),
 ) -> Iterator[None]:
     """Inside `with`, record what this process trains, for `evenstep.compare`.
 
@@ -329,9 +401,12 @@ def record(
 
     Args:
         folder: the record, which must not hold a record yet.
-        level: "module": each call of a module; "step": each step only.
+        level: "step": each step only; "module": each call of a module, too; "operator": each
+            operator of torch, too, which is slow.
         steps: how many updates are recorded, at most.
         every: only every so many updates are recorded.
+        values: names of modules and parameters, also as patterns ("layer1.*"), whose outputs and
+            gradients are kept as values, too: at most 64 KiB of each tensor.
 
     Raises:
         InputError: an argument is wrong, or the folder can't be written.
@@ -341,112 +416,13 @@ def record(
     for name, number in (("steps", steps), ("every", every)):
         if not isinstance(number, int) or number < 1:
             raise InputError(f"got {name}={shown(number)}: give a number from 1 on")
-    recorder = Recorder(Path(folder), level=level, steps=steps, every=every, command=sys.argv)
+    if isinstance(values, str) or not all(isinstance(one, str) for one in values):
+        raise InputError(f"got values={shown(values)}: give a list of names")
+    recorder = Recorder(
+        Path(folder), level=level, steps=steps, every=every, values=values, command=sys.argv
+    )
     recorder.start()
     try:
         yield
     finally:
         recorder.stop()
-
-
-class _Model:
-    """A model that was called by itself: not from another module."""
-
-    def __init__(self, module: nn.Module, number: int) -> None:
-        self.module = weakref.ref(module)
-        self.number = number
-        self.watched: set[str] = set()
-
-    def holds(self, module: nn.Module) -> bool:
-        """Whether a module is a part of the model."""
-        mine = self.module()
-        return mine is not None and any(one is module for one in mine.modules())
-
-    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters by the names that they have without wrappers."""
-        mine = self.module()
-        for name, one in () if mine is None else mine.named_parameters():
-            yield _bare(name), one
-
-    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the buffers by the names that they have without wrappers."""
-        mine = self.module()
-        for name, one in () if mine is None else mine.named_buffers():
-            yield _bare(name), one
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, watched: Callable[[Any], Any]) -> Iterator[None]:
-    """Inside `with`, a function is another one, unless somebody has replaced that too."""
-    before = getattr(owner, name)
-    mine = watched(before)
-    setattr(owner, name, mine)
-    try:
-        yield
-    finally:
-        if getattr(owner, name) is mine:
-            setattr(owner, name, before)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside `with`, nothing of what is computed gets a graph, or another dtype by autocast."""
-    with torch.no_grad(), torch.autocast("cpu", enabled=False):
-        yield
-
-
-def _is_scripting() -> bool:
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
-
-
-def _autocast() -> str | None:
-    return str(torch.get_autocast_dtype("cpu")) if torch.is_autocast_enabled("cpu") else None
-
-
-def _bare(name: str) -> str:
-    name += "."
-    while name.startswith(_WRAPPERS):
-        name = name.partition(".")[2]
-    return name.removesuffix(".")
-
-
-def _names_of_wrappers(module: nn.Module) -> list[str]:
-    inner = getattr(module, "module", None)
-    return [type(module).__name__] if isinstance(inner, nn.Module) else []
-
-
-def _tensors_in(values: Any) -> list[torch.Tensor]:
-    leaves: list[Any] = optree.tree_leaves(values, namespace="torch")
-    return [leaf for leaf in _opened(leaves) if isinstance(leaf, torch.Tensor)]
-
-
-def _opened(leaves: Iterable[Any]) -> Iterator[Any]:
-    """Yield leaves; of objects that hold tensors as attributes (outputs of models), those."""
-    for leaf in leaves:
-        if isinstance(leaf, Mapping):
-            yield from leaf.values()
-        else:
-            yield leaf
-
-
-def _examples_of(tensors: list[torch.Tensor]) -> int | None:
-    first = next((one for one in tensors if one.dim() > 0), None)
-    return None if first is None else len(first)
-
-
-def _value_of(loss: torch.Tensor) -> float | str:
-    value = float(loss.detach())
-    return value if abs(value) < float("inf") else str(value)
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers of a group of parameters: learning rate, momentum and so on."""
-    found: dict[str, Any] = {}
-    for name, value in group.items():
-        if isinstance(value, torch.Tensor) and value.numel() == 1:
-            value = value.item()
-        if isinstance(value, bool | int | float | str | None):
-            found[name] = value
-        elif isinstance(value, tuple):
-            found[name] = [one for one in value if isinstance(one, int | float)]
-    return found

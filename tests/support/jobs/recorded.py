@@ -22,7 +22,8 @@ FAULTS = {
     "drop last", "other data", "evaluation", "bfloat16", "batch norm", "dropout", "temperature",
     "uneven parts", "masked", "frozen", "alone", "accumulated", "halved", "summed", "clipped",
     "clipped alone", "by hand", "rate", "momentum", "clamped", "scaled update", "layer norm",
-    "unused", "step level", "no noise", "noisy",
+    "unused", "step level", "clamped weights", "float16", "scaler", "overflow", "two optimizers",
+    "other turns", "longer", "adam", "nan", "counted", "operators", "values",
 }  # fmt: skip
 EXAMPLES, BATCH, EPOCHS = 96, 32, 2
 
@@ -75,6 +76,8 @@ def loader_of(rank, world, faults):
         Y[::4] = -100  # all of them in one of two processes
     if "odd" in faults:
         X, Y = X[:-7], Y[:-7]
+    if "nan" in faults:
+        X[70] = float("nan")
     data, size, sampler = TensorDataset(X, Y), BATCH, None
     if world > 1 and not {"no sampler", "uneven parts"} & faults:
         sampler = DistributedSampler(data, shuffle="shuffled" in faults)
@@ -118,41 +121,71 @@ def main():
     net = model
     if world > 1 and not by_hand and "alone" not in faults:
         net = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    optimizer = torch.optim.SGD(
-        model.parameters(),
-        lr=0.2 if "rate" in faults else 0.1,
-        momentum=0.5 if "momentum" in faults else 0.9,
-    )
+    optimizers = optimizers_of(model, faults)
     level = "step" if "step level" in faults else "module"
-    with evenstep.record(out, level=level):
-        train(net, model, optimizer, loader, rank, world, faults, by_hand)
+    level = "operator" if "operators" in faults else level
+    values = ["head*"] if "values" in faults else ()
+    with evenstep.record(out, level=level, values=values):
+        train(net, model, optimizers, loader, rank, world, faults, by_hand)
     if world > 1:
         dist.destroy_process_group()
 
 
-def train(net, model, optimizer, loader, rank, world, faults, by_hand):
+def optimizers_of(model, faults):
+    if "adam" in faults:
+        return [torch.optim.Adam(model.parameters(), lr=0.1)]
+    options = {
+        "lr": 0.2 if "rate" in faults else 0.1,
+        "momentum": 0.5 if "momentum" in faults else 0.9,
+    }
+    if "two optimizers" not in faults:
+        return [torch.optim.SGD(model.parameters(), **options)]
+    first = [*model.body.parameters()]
+    rest = [*model.head.parameters(), *model.extra.parameters()]
+    return [torch.optim.SGD(part, **options) for part in (first, rest)]
+
+
+def loss_of(output, targets, world, faults):
+    if "counted" not in faults:
+        return F.cross_entropy(output, targets)
+    counted = (targets != -100).sum()
+    if world > 1:
+        dist.all_reduce(counted)
+    return F.cross_entropy(output, targets, reduction="sum") * world / counted
+
+
+def train(net, model, optimizers, loader, rank, world, faults, by_hand):
     if "evaluation" in faults:
         net.eval()
-    for epoch in range(EPOCHS):
+    dtype = torch.float16 if "float16" in faults else torch.bfloat16
+    scale = 2.0**24 if "overflow" in faults else 2.0**10
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled="scaler" in faults)
+    for epoch in range(EPOCHS + ("longer" in faults)):
         if world > 1 and "no epoch" not in faults and hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
         for x, y in loader:
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             parts = parts_of(x, y, rank, world, faults)
             for part, targets in parts:
-                with torch.autocast("cpu", enabled="bfloat16" in faults):
+                with torch.autocast("cpu", dtype, enabled=bool({"bfloat16", "float16"} & faults)):
                     output = net(part)
-                loss = F.cross_entropy(output.float(), targets)
+                loss = loss_of(output.float(), targets, world, faults)
                 if "accumulated" not in faults:
                     loss = loss / len(parts)
-                loss.backward()
+                scaler.scale(loss).backward()
             if "clipped alone" in faults:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             if by_hand and world > 1:
                 average(model, world, faults)
             if "clipped" in faults:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            optimizer.step()
+            for optimizer in optimizers[:: -1 if "other turns" in faults and epoch else 1]:
+                scaler.step(optimizer)
+            scaler.update()
+            if "clamped weights" in faults:
+                with torch.no_grad():
+                    model.head.weight.clamp_(-0.05, 0.05)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,20 @@ import click
 
 from evenstep.comparison import find_cause, lines_of, read_run
 from evenstep.comparison.finding import HARMLESS
+from evenstep.comparison.page import page_of
+from evenstep.files import write_file
 
 
-def compare(one: Path, other: Path, *, as_json: bool) -> bool:
+def compare(one: Path, other: Path, *, as_json: bool, page: Path | None) -> bool:
     """Print why two runs differ; return whether they are equal within rounding.
 
     Raises:
-        InputError: one of them is no record, or damaged.
+        InputError: one of them is no record, or damaged, or the page can't be written.
     """
     ours, theirs = read_run(one), read_run(other)
     finding = find_cause(ours, theirs)
+    if page is not None:
+        write_file(page, page_of(finding, ours, theirs))
     if as_json:
         found = dataclasses.asdict(finding)
         found |= {"cause": finding.cause.name.lower(), "sentence": finding.cause.value}

@@ -8,8 +8,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -20,10 +21,14 @@ from evenstep.files import write_file
 _SITE = "from evenstep.cli.records.child import begin\n\nbegin()\n"
 
 
-def record(
-    out: Path, command: Sequence[str], *, level: str, steps: int, every: int, most_mb: int
-) -> int:
+def record(out: Path, command: Sequence[str], options: Mapping[str, Any], *, most_mb: int) -> int:
     """Run a command and record it; return its exit code.
+
+    Args:
+        out: the record.
+        command: what to run.
+        options: of `evenstep.recording.Recorder`.
+        most_mb: the largest file of a process.
 
     Raises:
         InputError: the command doesn't exist, or something is at `out`.
@@ -35,17 +40,20 @@ def record(
         raise InputError(
             f"got the command {started[0]}, which can't be run: give a script or a program"
         )
-    options = {"level": level, "steps": steps, "every": every, "most_nbytes": most_mb << 20}
     with tempfile.TemporaryDirectory(prefix="evenstep-") as folder:
         write_file(Path(folder, "sitecustomize.py"), _SITE)
         paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
         environment = {
             **os.environ,
-            VARIABLE: json.dumps({"folder": str(out.resolve()), **options}),
+            VARIABLE: json.dumps(
+                {"folder": str(out.resolve()), "most_nbytes": most_mb << 20, **options}
+            ),
             FOLDER: folder,
             "PYTHONPATH": os.pathsep.join(paths),
         }
-        click.echo(f"recording at most {steps} steps, {most_mb} MB for each process", err=True)
+        click.echo(
+            f"recording at most {options['steps']} steps, {most_mb} MB for each process", err=True
+        )
         code = subprocess.run(started, env=environment, check=False).returncode
     if not out.exists():
         click.echo(

@@ -1,0 +1,5 @@
+"""The comparison of two runs as a page."""
+
+from evenstep.comparison.page.html import page_of
+
+__all__ = ["page_of"]

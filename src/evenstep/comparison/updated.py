@@ -1,0 +1,234 @@
+"""What two runs made of the same losses: gradients, and updates of the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from evenstep.comparison.aligned import divided, furthest, rounding_of, same, scale_between
+from evenstep.comparison.finding import Cause, Finding
+from evenstep.comparison.reading import Kept, ProcessStep, Run
+
+
+def find_changed_weights(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that something else than the optimizer has changed weights before the step."""
+    mine, its = ours.step(number)[0].changed, theirs.step(number)[0].changed
+    only = sorted(mine.keys() ^ its.keys())
+    name, far = furthest(mine, its)
+    if only:
+        run = ours if only[0] in mine else theirs
+        seen = f"{only[0]} was changed by something else than the optimizer in {run.name} only"
+    elif far > rounding_of(ours.step(number)):
+        seen = (
+            f"{name}, which is changed by something else than the optimizer, differs by {far:.1e}"
+        )
+    else:
+        return None
+    return Finding(
+        Cause.CHANGED,
+        number,
+        (seen,),
+        "look for code that writes to weights: weight clipping, averages (EMA), a checkpoint that "
+        "is loaded, a layer that is initialised again",
+        place=only[0] if only else name,
+    )
+
+
+def find_skipped(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that a GradScaler leaves the update out in one of the runs."""
+    mine, its = ours.step(number)[0], theirs.step(number)[0]
+    if mine.is_skipped == its.is_skipped:
+        return None
+    run, step = (ours, mine) if mine.is_skipped else (theirs, its)
+    return Finding(
+        Cause.SKIPPED,
+        number,
+        (
+            f"the GradScaler of {run.name} leaves this update out, because a gradient is infinite "
+            f"or NaN: it had multiplied the loss by {step.scale:g}",
+        ),
+        "start with a smaller init_scale, or compare from the first update on that both make",
+    )
+
+
+def find_other_optimizer(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that another one of several optimizers makes the update."""
+    mine, its = ours.step(number)[0], theirs.step(number)[0]
+    if mine.optimizer == its.optimizer:
+        return None
+    return Finding(
+        Cause.TURNS,
+        number,
+        (
+            f"it is made by optimizer {mine.optimizer} in {ours.name} and by optimizer "
+            f"{its.optimizer} in {theirs.name} (numbered from 0, as they were first called)",
+        ),
+        "call the optimizers in the same order, and each as often, in both",
+    )
+
+
+def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return how gradients differ, from the backward pass to what the optimizer sees."""
+    mine, its = ours.step(number), theirs.step(number)
+    if mine[0].is_skipped and its[0].is_skipped:
+        return None
+    for run, steps in ((ours, mine), (theirs, its)):
+        for rank, step in enumerate(steps[1:], 1):
+            name, far = furthest(steps[0].seen, step.seen)
+            if far > 0:
+                return Finding(
+                    Cause.NOT_EXCHANGED,
+                    number,
+                    (
+                        f"the gradient of {name} that the optimizer sees in process {rank} is not "
+                        f"that of process 0 ({run.name})",
+                    ),
+                    "wrap the model in DistributedDataParallel, or average the gradients before "
+                    "the update",
+                    place=name,
+                )
+    missing = sorted(mine[0].seen.keys() ^ its[0].seen.keys())
+    if missing:
+        run = ours if missing[0] in mine[0].seen else theirs
+        return Finding(
+            Cause.PARAMETERS,
+            number,
+            (f"{missing[0]} has a gradient in {run.name} only",),
+            "look for requires_grad, for layers that are not called, and for what each optimizer "
+            "was given",
+            place=missing[0],
+        )
+    rounding = rounding_of(mine)
+    if mine[0].seen and furthest(mine[0].seen, its[0].seen)[1] <= rounding:
+        return None  # whatever was done to them on the way
+    made = _mean_gradients(mine), _mean_gradients(its)
+    name, far = furthest(*made)
+    if far > rounding:
+        return _scaled(ours, theirs, number, made) or Finding(
+            Cause.GRADIENTS,
+            number,
+            (f"the gradient of {name} differs by {far:.1e} of its size after the backward pass",),
+            "look at what the backward pass does besides: hooks, functions of your own, gradients "
+            "of a part of the batch",
+            place=name,
+        )
+    changed = mine[0].seen, its[0].seen
+    name, far = furthest(*changed)
+    if far <= rounding:
+        return None
+    scale = scale_between(*changed)
+    worlds = {len(mine), len(its), 1 / len(mine), 1 / len(its)} - {1}
+    if scale is not None and any(abs(scale - world) < 1e-3 for world in worlds):
+        return _scaled(ours, theirs, number, changed)
+    spelled = [_spelled_scale(scale_between(*pair)) for pair in zip(made, changed, strict=True)]
+    return Finding(
+        Cause.CLIPPED,
+        number,
+        (
+            f"between the backward pass and the update gradients are {spelled[0]} in "
+            f"{ours.name} and {spelled[1]} in {theirs.name}",
+        ),
+        "clip (or unscale) the mean gradient of all processes, with the same limit in both",
+    )
+
+
+def _mean_gradients(steps: Sequence[ProcessStep]) -> Mapping[str, Kept]:
+    """Return the mean gradients of all processes after the backward pass.
+
+    Where a script exchanges gradients later, only their sums are known, since these are linear.
+    """
+    scale = steps[0].scale
+    first = {name: divided(kept, scale) for name, kept in steps[0].exchanged.items()}
+    if all(furthest(steps[0].exchanged, step.exchanged)[1] == 0 for step in steps):
+        return first
+    means = {}
+    for name, kept in first.items():
+        totals = [step.exchanged[name].total for step in steps if name in step.exchanged]
+        total = math.fsum(one or 0.0 for one in totals) / len(steps) / scale
+        means[name] = dataclasses.replace(kept, digest=None, total=total, squares=None)
+    return means
+
+
+def _spelled_scale(scale: float | None) -> str:
+    if scale is None:
+        return "changed"
+    return "left as they are" if abs(scale - 1) < 1e-3 else f"multiplied by {scale:.4g}"
+
+
+def find_other_settings(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that the optimizers have other settings."""
+    mine, its = ours.step(number)[0], theirs.step(number)[0]
+    for place, (one, other) in enumerate(zip(mine.settings, its.settings, strict=False)):
+        differ = sorted(key for key in {*one, *other} if one.get(key) != other.get(key))
+        if differ:
+            key = differ[0]
+            return Finding(
+                Cause.SETTINGS,
+                number,
+                (
+                    f"{key} of group {place} is {one.get(key)} in {ours.name} and "
+                    f"{other.get(key)} in {theirs.name}",
+                ),
+                "give both the same settings, also by their schedules",
+            )
+    return None
+
+
+def find_other_update(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that the same gradients give other weights."""
+    mine, its = ours.step(number)[0], theirs.step(number)[0]
+    rounding = rounding_of([mine])
+    name, far = furthest(mine.weights, its.weights)
+    if far > rounding:
+        return Finding(
+            Cause.UPDATE,
+            number,
+            (f"{name} differs by {far:.1e} of its size after the update",),
+            "look at the optimizer's state: a checkpoint that was loaded in one of them only",
+            place=name,
+        )
+    name, far = furthest(mine.buffers, its.buffers)
+    if far > rounding:
+        return Finding(
+            Cause.BUFFERS,
+            number,
+            (f"{name} differs by {far:.1e} of its size after the update",),
+            "processes keep buffers of their own part of the batch: use SyncBatchNorm, or don't "
+            "compare buffers",
+            place=name,
+        )
+    return None
+
+
+def _scaled(
+    ours: Run, theirs: Run, number: int, made: Sequence[Mapping[str, Kept]]
+) -> Finding | None:
+    scale = scale_between(*made)
+    if scale is None:
+        return None
+    counts = [sum(len(step.losses) for step in run.step(number)) for run in (ours, theirs)]
+    return Finding(
+        Cause.SCALE,
+        number,
+        (
+            f"all gradients of {theirs.name} are {scale:.6g} times those of {ours.name}",
+            f"{counts[0]} and {counts[1]} losses were backpropagated for the update",
+        ),
+        "divide the loss by the number of accumulated batches, and average over processes instead "
+        "of adding",
+    )
+
+
+def first_that_rounds(ours: Run, theirs: Run, number: int) -> str | None:
+    """Return which of two runs' tensors differ in a bit after an update; None if none does."""
+    mine, its = ours.step(number)[0], theirs.step(number)[0]
+    for what, one, other in (
+        ("the gradient of", mine.exchanged, its.exchanged),
+        ("", mine.weights, its.weights),
+        ("the buffer", mine.buffers, its.buffers),
+    ):
+        for name in one:
+            if name in other and not same(one[name], other[name]):
+                return f"{what} {name}".strip()
+    return None

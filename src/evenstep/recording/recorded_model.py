@@ -1,0 +1,87 @@
+"""A model that is recorded: its tensors by name, and what they were when last looked at."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenstep.recording.digests import digest_of, kept_of
+
+_WRAPPERS = ("module.", "_orig_mod.")
+"""Prefixes that DistributedDataParallel and `torch.compile` give to names."""
+
+
+class RecordedModel:
+    """A model that was called by itself: not from another module.
+
+    Args:
+        module: the model; held weakly.
+        number: its number in the record.
+
+    Attributes:
+        watched: the parameters whose gradients are noted.
+    """
+
+    def __init__(self, module: nn.Module, number: int) -> None:
+        self.module = weakref.ref(module)
+        self.number = number
+        self.watched: set[str] = set()
+        self._digests: dict[str, Any] = {}
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether a module is a part of the model."""
+        mine = self.module()
+        return mine is not None and any(one is module for one in mine.modules())
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Return the parameters by the names that they have without wrappers."""
+        mine = self.module()
+        for name, one in () if mine is None else mine.named_parameters():
+            yield bare(name), one
+
+    def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return the buffers by the names that they have without wrappers."""
+        mine = self.module()
+        for name, one in () if mine is None else mine.named_buffers():
+            yield bare(name), one
+
+    def keep_weights(self) -> dict[str, Any]:
+        """Return what is kept of the parameters, by name."""
+        kept = kept_by_name(self.parameters())
+        self._digests = {name: one[0] for name, one in kept.items()}
+        return kept
+
+    def changed_weights(self) -> dict[str, Any]:
+        """Return what is kept of the parameters that have changed since they were kept."""
+        return kept_by_name(
+            (name, one)
+            for name, one in self.parameters()
+            if name in self._digests and digest_of(one) != self._digests[name]
+        )
+
+    def forget_weights(self) -> None:
+        """Compare with nothing: an update was not recorded."""
+        self._digests = {}
+
+
+def bare(name: str) -> str:
+    """Return a name without the prefixes of wrappers."""
+    name += "."
+    while name.startswith(_WRAPPERS):
+        name = name.partition(".")[2]
+    return name.removesuffix(".")
+
+
+def wrappers_of(module: nn.Module) -> list[str]:
+    """Return the classes that wrap the model that a module holds."""
+    inner = getattr(module, "module", None)
+    return [type(module).__name__] if isinstance(inner, nn.Module) else []
+
+
+def kept_by_name(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
+    """Return what is kept of tensors."""
+    return {name: kept_of(one) for name, one in named}
