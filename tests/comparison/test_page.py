@@ -8,7 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import evenstep
+from commands import run
 from evenstep.comparison import Cause
 
 ROOT = Path(__file__).parents[2]
@@ -44,3 +48,63 @@ def test_the_commands_of_the_page_give_what_it_shows(tmp_path):
     numberless = re.compile(r"[\d.]+(?:e-\d+)?")
     shown = [numberless.sub("N", one) for one in block("text").splitlines()]
     assert [numberless.sub("N", one) for one in done.stdout.splitlines()] == shown
+
+
+class Wide(nn.Module):
+    def __init__(self, wide):
+        super().__init__()
+        self.wide = wide
+
+    def forward(self, x):
+        return x.tanh() * self.wide
+
+
+def trained(folder, wide=4, **options):
+    """Record a small training; return the record."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Wide(wide), nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenstep.record(folder, **options):
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(torch.randn(6, 4)), torch.arange(6) % 3).backward()
+            optimizer.step()
+    return folder
+
+
+def test_values_on_request_say_which_differ(tmp_path):
+    one, other = (trained(tmp_path / f"{n}.rec", n, values=["1"]) for n in (1, 2))
+    finding = evenstep.compare(one, other)
+    assert (finding.cause, finding.place) == (Cause.KERNEL, "1")
+    (line,) = (line for line in finding.evidence if "that were kept of it differ" in line)
+    assert line.startswith("24 of the 24 values")
+    first = float(re.search(r"the first at 0: (\S+) in", line)[1])
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+    nn.Linear(4, 3)
+    assert first == torch.tanh(layer(torch.randn(6, 4)))[0, 0].item()
+    assert f"{2 * first!r} in {other}" in line
+
+
+def test_operators_are_named(tmp_path):
+    one, other = (trained(tmp_path / f"{n}.rec", n, level="operator") for n in (1, 2))
+    finding = evenstep.compare(one, other)
+    assert (finding.cause, finding.place) == (Cause.KERNEL, "1 > aten.mul.Tensor 0")
+    calls = [call.module for call in evenstep.comparison.read_run(one).step(0)[0].calls]
+    assert "0 > aten.addmm 0" in calls
+    assert calls.index("1 > aten.tanh 0") < calls.index("1") < calls.index("2 > aten.addmm 0")
+    assert "backward > aten.mm 0" in calls  # of the backward pass
+
+
+def test_the_page_shows_the_two_runs(tmp_path):
+    one, other = (trained(tmp_path / f"<{n}>.rec", n) for n in (1, 2))
+    done = run("compare", one, other, "--html", tmp_path / "page.html", code=1)
+    page = (tmp_path / "page.html").read_text()
+    assert done.stdout.splitlines()[0].startswith(Cause.KERNEL.value)
+    assert Cause.KERNEL.value in page
+    assert "&lt;1&gt;.rec" in page
+    assert "<1>" not in page
+    rows = re.findall(r'<tr class="here"><td>(.*?)</td>', page)
+    assert rows == ["1", "0"]  # the module, and the update
+    assert page.count("<polyline") == 4
+    run("compare", one, other, "--html", tmp_path / "nowhere" / "page.html", code=2)

@@ -233,8 +233,8 @@ def _process_of(events: Iterator[dict[str, Any]]) -> Process:
             step.epoch = epochs
             process.loaders.append({key: value for key, value in event.items() if key != "what"})
         elif what == "model":
-            process.weights |= _kept_by_name(event["weights"])
-            process.buffers |= _kept_by_name(event["buffers"])
+            process.weights = _kept_by_name(event["weights"]) | process.weights
+            process.buffers = _kept_by_name(event["buffers"]) | process.buffers
             process.frozen += event["frozen"]
         elif what == "changed":
             step.changed |= _kept_by_name(event["weights"])

@@ -210,13 +210,14 @@ class Recorder:
         calls = self._calls
         frame = calls.frames[-1] if calls.frames else Frame("backward", "", True, None, None)
         number = calls.number_of(frame.module, name)
+        has_grad = calls.is_in_backward or torch.is_grad_enabled()
         with self._lock, quiet():
             self._write(
                 "call",
                 module=f"{frame.module} > {name} {number}".removeprefix(" > "),
                 **{"class": f"operator of {frame.kind}" if frame.kind else "operator"},
                 trains=frame.trains,
-                grad=calls.is_in_backward or torch.is_grad_enabled(),
+                grad=has_grad,
                 **{"in": inputs},
                 out=[kept_of(one, examples=self._examples) for one in tensors_in(outputs)],
                 drew=drew,

@@ -11,6 +11,7 @@ import click
 from evenstep.comparison import find_cause, lines_of, read_run
 from evenstep.comparison.finding import HARMLESS
 from evenstep.comparison.page import page_of
+from evenstep.errors import InputError
 from evenstep.files import write_file
 
 
@@ -23,7 +24,10 @@ def compare(one: Path, other: Path, *, as_json: bool, page: Path | None) -> bool
     ours, theirs = read_run(one), read_run(other)
     finding = find_cause(ours, theirs)
     if page is not None:
-        write_file(page, page_of(finding, ours, theirs))
+        try:
+            write_file(page, page_of(finding, ours, theirs))
+        except OSError as error:
+            raise InputError(f"{page} can't be written ({error.strerror or error})") from error
     if as_json:
         found = dataclasses.asdict(finding)
         found |= {"cause": finding.cause.name.lower(), "sentence": finding.cause.value}
