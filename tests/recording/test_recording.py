@@ -133,6 +133,29 @@ def test_the_users_own_sitecustomize_still_runs(tmp_path):
     assert read_run(tmp_path / "it.rec").steps == 2
 
 
+def test_a_script_that_asks_for_torch_before_it_imports_it_is_recorded(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text("import importlib.util\nassert importlib.util.find_spec('torch')\n" + SCRIPT)
+    done = command("record", "--out", tmp_path / "it.rec", path, 1, 2)
+    assert done.returncode == 0, done.stderr
+    assert read_run(tmp_path / "it.rec").steps == 2
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_compiled_model_is_one_graph_with_the_same_bits(backend, tmp_path):
+    path = tmp_path / "train.py"
+    compiled = f"\nmodel = torch.compile(model, backend={backend!r}, fullgraph=True)\noptimizer"
+    path.write_text(SCRIPT.replace("nn.Dropout(0.2), ", "").replace("\noptimizer", compiled, 1))
+    plain = subprocess.run(
+        [sys.executable, path, "1", "3"], capture_output=True, text=True, check=True, env=FRESH
+    )
+    done = command("record", "--out", tmp_path / "it.rec", path, 1, 3)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == plain.stdout
+    (process,) = read_run(tmp_path / "it.rec").processes
+    assert [len(step.examples) for step in process.steps] == [6, 6, 6]
+
+
 def record_of(tmp_path, trained=4, **options):
     """Record a short training here; return the path."""
     torch.manual_seed(0)

@@ -144,6 +144,8 @@ class Recorder:
     # ---- calls of modules and operators
 
     def _before_call(self, module: nn.Module, arguments: tuple[Any, ...]) -> None:
+        if torch.compiler.is_compiling():  # first: the compiler leaves out all that is behind it
+            return
         calls, is_due = self._calls, self._is_due and not is_scripting()
         if not calls.frames and is_due:
             has_grad = torch.is_grad_enabled()
@@ -163,6 +165,8 @@ class Recorder:
 
     def _after_call(self, module: nn.Module, arguments: tuple[Any, ...], *rest: Any) -> None:
         """Note a call that has ended; after an exception, torch gives no output."""
+        if torch.compiler.is_compiling():
+            return
         calls = self._calls
         if not calls.frames:
             return

@@ -87,18 +87,28 @@ class _After(importlib.abc.MetaPathFinder):
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name = name
         self._call = call
+        self._is_asking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Return the module's own spec, with a loader that calls the function at its end."""
-        if fullname != self._name:
+        if fullname != self._name or self._is_asking:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
+        self._is_asking = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._is_asking = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Calling(spec.loader, self._call)
+            spec.loader = _Calling(spec.loader, self._run)
         return spec
+
+    def _run(self) -> None:
+        """Call the function, once: others may have asked for the module without importing it."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._call()
 
 
 class _Calling(importlib.abc.Loader):
