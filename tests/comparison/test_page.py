@@ -107,4 +107,5 @@ def test_the_page_shows_the_two_runs(tmp_path):
     rows = re.findall(r'<tr class="here"><td>(.*?)</td>', page)
     assert rows == ["1", "0"]  # the module, and the update
     assert page.count("<polyline") == 4
-    run("compare", one, other, "--html", tmp_path / "nowhere" / "page.html", code=2)
+    done = run("compare", one, other, "--html", tmp_path / "page.html" / "page.html", code=2)
+    assert "can't be written" in done.stderr

@@ -272,11 +272,11 @@ def _process_of(events: Iterator[dict[str, Any]]) -> Process:
 def _call_of(event: Mapping[str, Any]) -> Call:
     return Call(
         str(event["module"]),
-        str(event["class"]),
+        str(event["kind"]),
         bool(event["trains"]),
         bool(event["drew"]),
-        [*map(_kept, event["in"])],
-        [*map(_kept, event["out"])],
+        [*map(_kept, event["inputs"])],
+        [*map(_kept, event["outputs"])],
         [*map(str, event["examples"])] if "examples" in event else None,
         event.get("autocast"),
     )

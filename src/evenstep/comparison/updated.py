@@ -61,7 +61,7 @@ def find_other_optimizer(ours: Run, theirs: Run, number: int) -> Finding | None:
         Cause.TURNS,
         number,
         (
-            f"it is made by optimizer {mine.optimizer} in {ours.name} and by optimizer "
+            f"the update is made by optimizer {mine.optimizer} in {ours.name} and by optimizer "
             f"{its.optimizer} in {theirs.name} (numbered from 0, as they were first called)",
         ),
         "call the optimizers in the same order, and each as often, in both",
@@ -178,26 +178,25 @@ def find_other_settings(ours: Run, theirs: Run, number: int) -> Finding | None:
 def find_other_update(ours: Run, theirs: Run, number: int) -> Finding | None:
     """Return that the same gradients give other weights."""
     mine, its = ours.step(number)[0], theirs.step(number)[0]
-    rounding = rounding_of([mine])
-    name, far = furthest(mine.weights, its.weights)
-    if far > rounding:
-        return Finding(
+    for cause, one, other, remedy in (
+        (
             Cause.UPDATE,
-            number,
-            (f"{name} differs by {far:.1e} of its size after the update",),
+            mine.weights,
+            its.weights,
             "look at the optimizer's state: a checkpoint that was loaded in one of them only",
-            place=name,
-        )
-    name, far = furthest(mine.buffers, its.buffers)
-    if far > rounding:
-        return Finding(
+        ),
+        (
             Cause.BUFFERS,
-            number,
-            (f"{name} differs by {far:.1e} of its size after the update",),
+            mine.buffers,
+            its.buffers,
             "processes keep buffers of their own part of the batch: use SyncBatchNorm, or don't "
             "compare buffers",
-            place=name,
-        )
+        ),
+    ):
+        name, far = furthest(one, other)
+        if far > rounding_of([mine]):
+            seen = f"{name} differs by {far:.1e} of its size after the update"
+            return Finding(cause, number, (seen,), remedy, place=name)
     return None
 
 

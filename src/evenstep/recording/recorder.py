@@ -193,11 +193,11 @@ class Recorder:
             self._write(
                 "call",
                 module=frame.module,
-                **{"class": frame.kind},
+                kind=frame.kind,
                 trains=frame.trains,
                 grad=has_grad,
-                **{"in": [kept_of(one, examples=examples) for one in inputs]},
-                out=[kept_of(one, examples=examples) for one in outputs],
+                inputs=[kept_of(one, examples=examples) for one in inputs],
+                outputs=[kept_of(one, examples=examples) for one in outputs],
                 drew=not torch.equal(frame.draws, torch.default_generator.get_state()),
                 **event,
             )
@@ -219,11 +219,11 @@ class Recorder:
             self._write(
                 "call",
                 module=f"{frame.module} > {name} {number}".removeprefix(" > "),
-                **{"class": f"operator of {frame.kind}" if frame.kind else "operator"},
+                kind=f"operator of {frame.kind}" if frame.kind else "operator",
                 trains=frame.trains,
                 grad=has_grad,
-                **{"in": inputs},
-                out=[kept_of(one, examples=self._examples) for one in tensors_in(outputs)],
+                inputs=inputs,
+                outputs=[kept_of(one, examples=self._examples) for one in tensors_in(outputs)],
                 drew=drew,
             )
 
@@ -242,7 +242,7 @@ class Recorder:
             self._write(
                 "model",
                 model=model.number,
-                **{"class": type(module).__name__},
+                kind=type(module).__name__,
                 wrapped=wrappers_of(module),
                 weights=model.keep_weights(),
                 buffers=kept_by_name(model.buffers()),

@@ -8,12 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from markupsafe import Markup, escape
 
 from evenstep.bench import results
+from evenstep.pages import template
 from evenstep.reproduce import pictures
 from evenstep.reproduce.plan import Experiment, Figures
+
+_TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
 def write_report(
@@ -39,7 +41,7 @@ def page(experiments: Sequence[Experiment], document: Mapping[str, Any], command
     measured = [one for one in experiments if one.can_be_shown(figures)]
     missing = [one.title for one in experiments if not one.can_be_shown(figures)]
     missing += [part.label for one in measured for part in one.missing(figures)]
-    return _template().render(
+    return template(_TEMPLATE, code=_with_code).render(
         experiments=measured,
         missing=missing,
         figures=figures,
@@ -49,18 +51,6 @@ def page(experiments: Sequence[Experiment], document: Mapping[str, Any], command
         picture=functools.partial(_picture, figures),
         titles=pictures.TITLES,
     )
-
-
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["code"] = _with_code
-    return environment.get_template("report.html.jinja")
 
 
 def _picture(figures: Figures, name: str) -> str | None:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import click
 
+from evenstep.bench.results import write_text
 from evenstep.comparison import find_cause, lines_of, read_run
 from evenstep.comparison.finding import HARMLESS
 from evenstep.comparison.page import page_of
-from evenstep.errors import InputError
-from evenstep.files import write_file
+from evenstep.errors import InputError, SaveError
 
 
 def compare(one: Path, other: Path, *, as_json: bool, page: Path | None) -> bool:
@@ -25,9 +25,9 @@ def compare(one: Path, other: Path, *, as_json: bool, page: Path | None) -> bool
     finding = find_cause(ours, theirs)
     if page is not None:
         try:
-            write_file(page, page_of(finding, ours, theirs))
-        except OSError as error:
-            raise InputError(f"{page} can't be written ({error.strerror or error})") from error
+            write_text(page, page_of(finding, ours, theirs))
+        except SaveError as error:  # whose exit code would say that there is a cause
+            raise InputError(str(error)) from error
     if as_json:
         found = dataclasses.asdict(finding)
         found |= {"cause": finding.cause.name.lower(), "sentence": finding.cause.value}

@@ -6,23 +6,23 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
-import jinja2
-
 from evenstep.comparison.finding import HARMLESS, Finding
 from evenstep.comparison.page.lines import HEIGHT, WIDTH, lines, lines_of_distances
 from evenstep.comparison.page.side_by_side import modules_of, updates_of
 from evenstep.comparison.reading import Run
+from evenstep.pages import template
+
+_TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
 
 def page_of(finding: Finding, ours: Run, theirs: Run) -> str:
     """Return the answer as one HTML file that needs no other."""
     updates = updates_of(ours, theirs)
-    number = finding.step or 0
-    number = min(number, len(updates) - 1)
+    number = min(finding.step or 0, len(updates) - 1)
     losses = [[one.losses[run] for one in updates] for run in (0, 1)]
     known = [one for part in losses for one in part if one is not None and math.isfinite(one)]
     apart = [[one.gradients for one in updates], [one.weights for one in updates]]
-    return _template().render(
+    return template(_TEMPLATE, far=_distance, number=_number).render(
         finding=finding,
         is_harmless=finding.cause in HARMLESS,
         runs=(ours, theirs),
@@ -39,19 +39,6 @@ def page_of(finding: Finding, ours: Run, theirs: Run) -> str:
     )
 
 
-def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    environment.filters["far"] = _spelled
-    environment.filters["number"] = lambda value: "" if value is None else f"{value:.6g}"
-    return environment.get_template("page.html.jinja")
-
-
 def _facts(ours: Run, theirs: Run) -> Iterator[tuple[str, str, str, bool]]:
     """Yield what is known of both runs: its name, each run's, and whether they differ."""
     first, other = ours.processes[0], theirs.processes[0]
@@ -66,7 +53,11 @@ def _facts(ours: Run, theirs: Run) -> Iterator[tuple[str, str, str, bool]]:
         yield name, mine, its, mine != its
 
 
-def _spelled(value: float | None) -> str:
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def _distance(value: float | None) -> str:
     if value is None:
         return "not comparable"
     return "equal" if value == 0 else f"{value:.1e}"
