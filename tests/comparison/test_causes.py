@@ -39,6 +39,7 @@ PLANTED = [
     ((1, "float16", "scaler"), (1, "float16", "scaler", "overflow"), Cause.SKIPPED),
     ((1, "two optimizers"), (1, "two optimizers", "other turns"), Cause.TURNS),
     ((1,), (1, "longer"), Cause.LENGTH),
+    ((1, "clipped"), (1, "scaler", "clipped"), Cause.CLIPPED),  # without unscale_
     ((1,), (1, "nan"), Cause.DATA),
     ((1, "operators"), (1, "operators", "temperature"), Cause.KERNEL),
     ((1, "operators", "batch norm"), (2, "operators", "batch norm"), Cause.BATCH_NORM),
