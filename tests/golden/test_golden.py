@@ -6,6 +6,7 @@ each other.
 
 import pytest
 import runs
+import torch
 from where import environment, load
 
 RECORDED = load().get(environment(), {})
@@ -30,6 +31,15 @@ def test_the_result_is_the_recorded_one(name, layout, expected):
     run = runs.RUNS[name]
     result = run.train(**run.layouts[layout])
     assert result == expected.setdefault(name, result)
+
+
+def test_where_results_belong_to_does_not_depend_on_threads():
+    """It is read while tests are collected, with other threads than those of a test."""
+    found = set()
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.add(environment())
+    assert found == {environment()}
 
 
 def test_at_least_25_runs():

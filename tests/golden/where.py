@@ -28,8 +28,18 @@ LAYERS = {
 def environment():
     """Name what decides bits here: torch's version, and a digest of what small layers compute.
 
-    Two processors on which these have the same bits share their golden results.
+    Two processors on which these have the same bits share their golden results. The layers are
+    computed with one thread, as the runs are, whatever the process has now.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _environment()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _environment():
     found = known_results([parse_device("cpu")])
     named = {f"the result of known {name}": found[f"the result of known {name}"] for name in FIRST}
     digest = hashlib.sha256(json.dumps(named).encode())
