@@ -216,8 +216,9 @@ def test_a_record_is_not_written_over(tmp_path):
     assert "it.rec exists" in done.stderr
 
 
-def test_a_command_that_is_not_there_gets_one_line(tmp_path):
-    done = run("record", "--out", tmp_path / "it.rec", "no-such-program", code=2)
+@pytest.mark.parametrize("name", ["no-such-program", "no-such-script.py"])
+def test_a_command_that_is_not_there_gets_one_line(tmp_path, name):
+    done = run("record", "--out", tmp_path / "it.rec", name, code=2)
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -31,11 +31,14 @@ def record(out: Path, command: Sequence[str], options: Mapping[str, Any], *, mos
         most_mb: the largest file of a process.
 
     Raises:
-        InputError: the command doesn't exist, or something is at `out`.
+        InputError: the command or script doesn't exist, or something is at `out`.
     """
     if out.exists():
         raise InputError(f"{out} exists: give --out the path of a new record")
-    started = [sys.executable, *command] if command[0].endswith(".py") else [*command]
+    is_script = command[0].endswith(".py")
+    if is_script and not Path(command[0]).is_file():
+        raise InputError(f"there is no script {command[0]}")
+    started = [sys.executable, *command] if is_script else [*command]
     if shutil.which(started[0]) is None:
         raise InputError(
             f"got the command {started[0]}, which can't be run: give a script or a program"
