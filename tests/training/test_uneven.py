@@ -206,7 +206,7 @@ def test_without_the_device_that_holds_the_model_training_ends_with_an_error(dev
 @pytest.mark.parametrize("stops", ["fails", "hangs"], indirect=True)
 def test_without_it_an_evaluation_does_so_too(stops):
     with pytest.raises(DeviceLostError, match="fell off|cpu:0 was lost"):
-        evaluated(Stops("evenstep cpu:0", stops), shared(2))
+        evaluated(Stops("evenstep cpu:0", stops, at=1), shared(2))
 
 
 def evaluated(model, devices, **options):
