@@ -90,6 +90,17 @@ def _callers_randomness(device: torch.device) -> ShardRandomness | None:
     return None
 
 
+def is_in_shard() -> bool:
+    """Whether the calling thread computes a shard."""
+    return getattr(_HERE, "randomness", None) is not None
+
+
+def generator_here(device: torch.device) -> torch.Generator:
+    """Return what the calling thread draws from on a device: its shard's generator, or torch's."""
+    shard: ShardRandomness | None = getattr(_HERE, "randomness", None)
+    return default_generator(device) if shard is None else shard.generator(device)
+
+
 # ---- the default generators
 
 

@@ -73,6 +73,7 @@ def _sum_of(tensors: Sequence[Kept]) -> Kept:
         return tensors[0]
     rows = [one.rows for one in tensors]
     shape = tensors[0].shape
+    picked = min((one for one in tensors if one.picked is not None), key=_pick, default=None)
     if all(row is not None for row in rows):
         shape = (sum(one.shape[0] for one in tensors), *shape[1:])
     return Kept(
@@ -84,7 +85,13 @@ def _sum_of(tensors: Sequence[Kept]) -> Kept:
         _added_up([one.squares for one in tensors]),
         max((one.largest or 0.0 for one in tensors), default=None),
         sum(one.nans or 0 for one in tensors),
+        None if picked is None else picked.picked,
+        () if picked is None else picked.sample,
     )
+
+
+def _pick(kept: Kept) -> int:
+    return kept.picked or 0
 
 
 def _added_up(values: Sequence[float | None]) -> float | None:
@@ -113,9 +120,10 @@ def same(one: Kept, other: Kept) -> bool:
 
 
 def distance(one: Kept, other: Kept, least: float = 0.0) -> float:
-    """Return how far two tensors are apart, relative to their norm, estimated from below.
+    """Return how far two tensors are apart, relative to their norm, estimated.
 
-    By the difference of their norms and of their sums; infinity if they can't be equal.
+    By the difference of their norms, of their sums, and of some values of one example, which are
+    kept of what a module gives for the same inputs; infinity if they can't be equal.
 
     Args:
         one: a tensor.
@@ -139,7 +147,19 @@ def distance(one: Kept, other: Kept, least: float = 0.0) -> float:
     if size == 0.0:
         return 0.0
     by_sum = abs(one.total - other.total) / (size * math.sqrt(max(one.elements, 1)))
-    return max(abs(norms[0] - norms[1]) / size, by_sum)
+    by_norm = abs(norms[0] - norms[1]) / size
+    return max(by_norm, by_sum, _by_sample(one, other, size / math.sqrt(max(one.elements, 1))))
+
+
+def _by_sample(one: Kept, other: Kept, usual: float) -> float:
+    """Return how far samples of the same example are apart, relative to the usual values."""
+    values = one.sample, other.sample
+    if one.picked is None or one.picked != other.picked or len(values[0]) != len(values[1]):
+        return 0.0
+    if not all(map(math.isfinite, (*values[0], *values[1]))):
+        return 0.0
+    size = max(math.hypot(*values[0]), math.hypot(*values[1]), usual * math.sqrt(len(values[0])))
+    return math.dist(*values) / size if size else 0.0
 
 
 def divided(kept: Kept, scale: float) -> Kept:

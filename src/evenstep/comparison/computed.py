@@ -54,16 +54,13 @@ def find_other_outputs(ours: Run, theirs: Run, number: int) -> Finding | None:
         if _alike(call, other, what="outputs"):
             continue
         far = max(map(distance, call.outputs, other.outputs), default=math.inf)
-        how_far = "" if far == math.inf else f" (relative difference at least {far:.1e})"
+        how_far = "" if far == math.inf else f" (relative difference about {far:.1e})"
         seen = f"{_spelled(call)} has the same inputs and other outputs{how_far}"
-        if "BatchNorm" in call.kind and call.trains and call.calls != other.calls:
+        if "BatchNorm" in call.kind and call.trains and max(call.calls, other.calls) > 1:
             return Finding(
                 Cause.BATCH_NORM,
                 number,
-                (
-                    f"{seen}: its statistics are of {counted(call.calls, 'part')} of the "
-                    f"batch in {ours.name}, of {counted(other.calls, 'part')} in {theirs.name}",
-                ),
+                (f"{seen}: {_parts(ours, call, theirs, other)}",),
                 "use nn.SyncBatchNorm.convert_sync_batchnorm, or layers that don't look at other "
                 "examples (GroupNorm, LayerNorm)",
                 place=name,
@@ -150,6 +147,19 @@ def _alike(call: Joined, other: Joined, *, what: str, within: float = 0.0) -> bo
         or same(one, its)
         or (within > 0 and distance(one, its) <= within)
         for one, its in zip(ours, theirs, strict=True)
+    )
+
+
+def _parts(ours: Run, call: Joined, theirs: Run, other: Joined) -> str:
+    """Return of which parts of the batch two runs took the statistics."""
+    parts = [counted(one.calls, "part") for one in (call, other)]
+    if call.kind != other.kind:
+        parts = [f"{part} ({one.kind})" for part, one in zip(parts, (call, other), strict=True)]
+    if parts[0] == parts[1]:
+        return f"its statistics are of {parts[0]} of the batch, which one of the runs puts together"
+    return (
+        f"its statistics are of {parts[0]} of the batch in {ours.name}, of {parts[1]} in "
+        f"{theirs.name}"
     )
 
 

@@ -12,7 +12,7 @@ from evenstep.comparison.reading import Run
 def find_other_data(ours: Run, theirs: Run, number: int) -> Finding | None:
     """Return why the examples of an update differ; None if they don't, or none were recorded."""
     mine, its = rows_of(ours, number), rows_of(theirs, number)
-    if Counter(mine) == Counter(its):
+    if not mine or not its or Counter(mine) == Counter(its):
         return None
     for run in (theirs, ours):
         finding = _same_in_processes(run, number)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections import ChainMap
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ class Kept:
         squares: the sum of their squares.
         largest: the largest absolute value.
         nans: the number of NaN.
+        picked: which example was looked at more closely, by its inputs; None without examples.
+        sample: some values of it.
     """
 
     digest: str | None
@@ -40,6 +43,8 @@ class Kept:
     squares: float | None
     largest: float | None
     nans: int | None
+    picked: int | None = None
+    sample: tuple[float, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -169,6 +174,22 @@ class Run:
         """Return what each process did for an update."""
         return [process.steps[number] for process in self.processes]
 
+    def seen(self, number: int) -> dict[str, Kept]:
+        """Return the gradients that optimizers saw, each in the first process that updates it."""
+        return _by_owner(self.step(number), [step.seen for step in self.step(number)])
+
+    def weights(self, number: int) -> dict[str, Kept]:
+        """Return the weights after an update, each from the first process that updates it."""
+        return _by_owner(self.step(number), [step.weights for step in self.step(number)])
+
+
+def _by_owner(steps: Sequence[ProcessStep], found: Sequence[dict[str, Kept]]) -> dict[str, Kept]:
+    owned = [
+        {name: one[name] for name in step.held if name in one}
+        for step, one in zip(steps, found, strict=True)
+    ]
+    return dict(ChainMap(*owned, found[0]))
+
 
 def read_run(folder: Path) -> Run:
     """Return a recorded run.
@@ -270,13 +291,20 @@ def _process_of(events: Iterator[dict[str, Any]]) -> Process:
 
 
 def _call_of(event: Mapping[str, Any]) -> Call:
+    outputs = [*map(_kept, event["outputs"])]
+    if "picked" in event:
+        picked = int(event["picked"])
+        outputs = [
+            dataclasses.replace(one, picked=picked, sample=tuple(map(float, sample)))
+            for one, sample in zip(outputs, event["samples"], strict=True)
+        ]
     return Call(
         str(event["module"]),
         str(event["kind"]),
         bool(event["trains"]),
         bool(event["drew"]),
         [*map(_kept, event["inputs"])],
-        [*map(_kept, event["outputs"])],
+        outputs,
         [*map(str, event["examples"])] if "examples" in event else None,
         event.get("autocast"),
     )

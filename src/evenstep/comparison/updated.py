@@ -6,14 +6,21 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from evenstep.comparison.aligned import divided, furthest, rounding_of, same, scale_between
+from evenstep.comparison.aligned import (
+    distance,
+    divided,
+    furthest,
+    rounding_of,
+    same,
+    scale_between,
+)
 from evenstep.comparison.finding import Cause, Finding
 from evenstep.comparison.reading import Kept, ProcessStep, Run
 
 
 def find_changed_weights(ours: Run, theirs: Run, number: int) -> Finding | None:
     """Return that something else than the optimizer has changed weights before the step."""
-    mine, its = ours.step(number)[0].changed, theirs.step(number)[0].changed
+    mine, its = _changed(ours, number), _changed(theirs, number)
     only = sorted(mine.keys() ^ its.keys())
     name, far = furthest(mine, its)
     if only:
@@ -33,6 +40,17 @@ def find_changed_weights(ours: Run, theirs: Run, number: int) -> Finding | None:
         "is loaded, a layer that is initialised again",
         place=only[0] if only else name,
     )
+
+
+def _changed(run: Run, number: int) -> Mapping[str, Kept]:
+    """Return the weights that were changed, except by the exchange of what processes update."""
+    changed = run.step(number)[0].changed
+    before = run.weights(number - 1) if number else {}
+    return {
+        name: kept
+        for name, kept in changed.items()
+        if name not in before or not same(kept, before[name])
+    }
 
 
 def find_skipped(ours: Run, theirs: Run, number: int) -> Finding | None:
@@ -88,9 +106,10 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
                     "the update",
                     place=name,
                 )
-    missing = sorted(mine[0].seen.keys() ^ its[0].seen.keys())
+    seen = ours.seen(number), theirs.seen(number)
+    missing = sorted(seen[0].keys() ^ seen[1].keys())
     if missing:
-        run = ours if missing[0] in mine[0].seen else theirs
+        run = ours if missing[0] in seen[0] else theirs
         return Finding(
             Cause.PARAMETERS,
             number,
@@ -100,9 +119,9 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
             place=missing[0],
         )
     rounding = rounding_of(mine)
-    if mine[0].seen and furthest(mine[0].seen, its[0].seen)[1] <= rounding:
+    if seen[0] and furthest(*seen)[1] <= rounding:
         return None  # whatever was done to them on the way
-    made = _mean_gradients(mine), _mean_gradients(its)
+    made = (_mean_gradients(mine) or seen[0]), (_mean_gradients(its) or seen[1])
     name, far = furthest(*made)
     if far > rounding:
         return _scaled(ours, theirs, number, made) or Finding(
@@ -113,15 +132,14 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
             "of a part of the batch",
             place=name,
         )
-    changed = mine[0].seen, its[0].seen
-    name, far = furthest(*changed)
+    name, far = furthest(*seen)
     if far <= rounding:
         return None
-    scale = scale_between(*changed)
+    scale = scale_between(*seen)
     worlds = {len(mine), len(its), 1 / len(mine), 1 / len(its)} - {1}
     if scale is not None and any(abs(scale - world) < 1e-3 for world in worlds):
-        return _scaled(ours, theirs, number, changed)
-    spelled = [_spelled_scale(scale_between(*pair)) for pair in zip(made, changed, strict=True)]
+        return _scaled(ours, theirs, number, seen)
+    spelled = [_spelled_scale(scale_between(*pair)) for pair in zip(made, seen, strict=True)]
     return Finding(
         Cause.CLIPPED,
         number,
@@ -178,11 +196,19 @@ def find_other_settings(ours: Run, theirs: Run, number: int) -> Finding | None:
 def find_other_update(ours: Run, theirs: Run, number: int) -> Finding | None:
     """Return that the same gradients give other weights."""
     mine, its = ours.step(number)[0], theirs.step(number)[0]
+    # Of a gradient that is zero but for rounding, Adam and its like make as large an update as of
+    # any other.
+    seen_by = ours.seen(number), theirs.seen(number)
+    noise = {
+        name
+        for name, kept in seen_by[0].items()
+        if name in seen_by[1] and distance(kept, seen_by[1][name]) > rounding_of([mine])
+    }
     for cause, one, other, remedy in (
         (
             Cause.UPDATE,
-            mine.weights,
-            its.weights,
+            ours.weights(number),
+            theirs.weights(number),
             "look at the optimizer's state: a checkpoint that was loaded in one of them only",
         ),
         (
@@ -193,7 +219,9 @@ def find_other_update(ours: Run, theirs: Run, number: int) -> Finding | None:
             "compare buffers",
         ),
     ):
-        name, far = furthest(one, other)
+        name, far = furthest(
+            *({key: kept[key] for key in kept.keys() - noise} for kept in (one, other))
+        )
         if far > rounding_of([mine]):
             seen = f"{name} differs by {far:.1e} of its size after the update"
             return Finding(cause, number, (seen,), remedy, place=name)
@@ -224,7 +252,8 @@ def first_that_rounds(ours: Run, theirs: Run, number: int) -> str | None:
     mine, its = ours.step(number)[0], theirs.step(number)[0]
     for what, one, other in (
         ("the gradient of", mine.exchanged, its.exchanged),
-        ("", mine.weights, its.weights),
+        ("the gradient of", ours.seen(number), theirs.seen(number)),
+        ("", ours.weights(number), theirs.weights(number)),
         ("the buffer", mine.buffers, its.buffers),
     ):
         for name in one:

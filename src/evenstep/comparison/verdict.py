@@ -144,7 +144,7 @@ def _with_what_follows(finding: Finding, ours: Run, theirs: Run) -> Finding:
         values = spell_values(ours, theirs, finding.step, finding.place)
         finding = dataclasses.replace(finding, evidence=(*finding.evidence, *values))
     last = min(ours.steps, theirs.steps) - 1
-    name, far = furthest(ours.step(last)[0].weights, theirs.step(last)[0].weights)
+    name, far = furthest(ours.weights(last), theirs.weights(last))
     if not far:
         return finding
     line = f"after update {last}, {name} differs by {far:.1e} of its size"
@@ -156,10 +156,7 @@ def _with_growth(finding: Finding, ours: Run, theirs: Run) -> Finding:
     finding = dataclasses.replace(finding, evidence=(*finding.evidence, *values))
     last = min(ours.steps, theirs.steps) - 1
     first = finding.step or 0
-    apart = [
-        furthest(ours.step(number)[0].weights, theirs.step(number)[0].weights)[1]
-        for number in (first, last)
-    ]
+    apart = [furthest(ours.weights(number), theirs.weights(number))[1] for number in (first, last)]
     grows = f"weights are {apart[0]:.1e} apart after update {first}, {apart[1]:.1e} after {last}"
     remedy = ""
     if apart[1] > rounding_of(ours.step(last)):

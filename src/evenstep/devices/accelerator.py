@@ -171,6 +171,12 @@ def default_generator(device: torch.device) -> torch.Generator:
     return found
 
 
+def current() -> list[torch.device]:
+    """Return the calling thread's current accelerator; none before one was used."""
+    kind = None if _initialized() is None else kind_here()
+    return [] if kind is None else [torch.device(kind, torch.accelerator.current_device_index())]
+
+
 def generator_states() -> list[torch.Tensor]:
     """Return the states of the default generators of all accelerators that were used."""
     module = _initialized()

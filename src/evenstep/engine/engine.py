@@ -37,7 +37,7 @@ from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
 from evenstep.engine.lanes import Lanes, ThreadLanes
 from evenstep.engine.ownership import Ownership
 from evenstep.engine.schedule import Decisions, Scheduler, Submission
-from evenstep.engine.task import PLAIN, Task, is_device_failure, name_of
+from evenstep.engine.task import IS_ASIDE, PLAIN, Task, is_device_failure, name_of
 from evenstep.errors import (
     ClosedError,
     DeadlockError,
@@ -381,7 +381,7 @@ class Engine:
         category: str,
         limit_s: float = math.inf,
     ) -> Task:
-        """Run a function in the first computing lane; return its ended task, failed or not.
+        """Run what belongs to no step in the first computing lane; return its ended task.
 
         Ctrl-C is raised when the function has ended.
 
@@ -399,6 +399,7 @@ class Engine:
             modes=PLAIN,
             quiet=True,
         )
+        task.context.run(IS_ASIDE.set, True)
         self.submit_tasks([task])
         try:
             ended = self.wait_for(task, None if limit_s == math.inf else limit_s)

@@ -63,6 +63,20 @@ def in_modes(modes: Modes) -> Iterator[None]:
         yield
 
 
+IS_ASIDE: contextvars.ContextVar[bool] = contextvars.ContextVar("is aside", default=False)
+"""Whether a thread computes what belongs to no step: a check of the user's code, a measurement."""
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Inside `with`, what is computed belongs to no step."""
+    outside = IS_ASIDE.set(True)
+    try:
+        yield
+    finally:
+        IS_ASIDE.reset(outside)
+
+
 PLAIN = Modes(grad=True, inference=False, autocast=MappingProxyType({}))
 """The modes of a new thread."""
 

@@ -18,14 +18,14 @@ class Frame:
         kind: its class.
         trains: whether it is in training mode.
         examples: the size of the batch, if it is known.
-        draws: the state of torch's generator before; None if the call isn't recorded.
+        draws: the states of generators before; None if the call isn't recorded.
     """
 
     module: str
     kind: str
     trains: bool
     examples: int | None
-    draws: torch.Tensor | None
+    draws: list[torch.Tensor] | None
 
 
 class Calls(threading.local):

@@ -11,7 +11,7 @@ import base64
 import hashlib
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,11 +22,32 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _COLUMNS = 2048
 _DIGEST_NBYTES = 8
 _MOST_VALUES_NBYTES = 1 << 16
+_SAMPLED = 15
+"""The number of values of an example that are kept, less one."""
+
+
+class Picked(NamedTuple):
+    """The example that is looked at more closely: it depends on the examples, not on their order.
+
+    Attributes:
+        key: the least checksum of a row.
+        row: its place.
+    """
+
+    key: int
+    row: int
+
+
+def kept_of(tensor: torch.Tensor, *, examples: int | None = None) -> list[Any]:
+    """Return what is kept of a tensor; the arguments are those of `kept_and_picked`."""
+    return kept_and_picked(tensor, examples)[0]
 
 
 @torch.no_grad()
-def kept_of(tensor: torch.Tensor, *, examples: int | None = None) -> list[Any]:
-    """Return what is kept of a tensor.
+def kept_and_picked(
+    tensor: torch.Tensor, examples: int | None = None
+) -> tuple[list[Any], Picked | None]:
+    """Return what is kept of a tensor, and which of its examples to look at.
 
     Args:
         tensor: any tensor.
@@ -36,16 +57,30 @@ def kept_of(tensor: torch.Tensor, *, examples: int | None = None) -> list[Any]:
     Returns:
         [digest of the bits, digest of the set of rows or None, shape, dtype, sum, sum of squares,
         largest absolute value, number of NaN]. The last four are None where numbers can't be
-        added, and the digests are None where the values can't be read.
+        added, and the digests are None where the values can't be read. The example is None where
+        there are none.
     """
     shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     try:
         dense = _dense(tensor)
         has_rows = examples is not None and dense.dim() > 0 and len(dense) == examples
-        rows = _sum_of_rows(dense) if has_rows else None
-        return [_digest(dense), rows, shape, dtype, *_statistics(dense)]
+        rows, picked = _digest_of_rows(dense) if has_rows else (None, None)
+        return [_digest(dense), rows, shape, dtype, *_statistics(dense)], picked
     except (RuntimeError, NotImplementedError):  # inside of a transform of torch.func, for example
-        return [None, None, shape, dtype, None, None, None, None]
+        return [None, None, shape, dtype, None, None, None, None], None
+
+
+@torch.no_grad()
+def sample_of(tensor: torch.Tensor, row: int, examples: int | None) -> list[float | str]:
+    """Return some values of an example, equally far apart; none of a tensor without examples."""
+    try:
+        dense = _dense(tensor)
+        if dense.dim() == 0 or len(dense) != examples or not dense.is_floating_point():
+            return []
+        flat = dense[row].reshape(-1)
+        return [*map(_number, flat[:: len(flat) // _SAMPLED + 1].double().tolist())]
+    except (RuntimeError, NotImplementedError):
+        return []
 
 
 @torch.no_grad()
@@ -134,11 +169,14 @@ def _digest(dense: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def _sum_of_rows(dense: torch.Tensor) -> str:
-    """Return the digest of a set of rows: the sum over mixed checksums of the rows, mod 2**64."""
+def _digest_of_rows(dense: torch.Tensor) -> tuple[str, Picked | None]:
+    """Return the digest of a set of rows, and the row with the least checksum.
+
+    The digest is the sum over mixed checksums of the rows, mod 2**64.
+    """
     rows = dense.contiguous().reshape(len(dense), -1)
     if rows.numel() == 0:
-        return "0"
+        return "0", None
     words = _bytes_of(rows)
     if words.shape[1] % 8:
         words = torch.nn.functional.pad(words, (0, -words.shape[1] % 8))
@@ -147,7 +185,9 @@ def _sum_of_rows(dense: torch.Tensor) -> str:
     checksums = words.sum(1) + 3 * words[:, :half].sum(1) + 5 * words[:, ::2].sum(1)
     mixed = (checksums ^ (checksums >> 29)) * _MULTIPLIER
     mixed = (mixed ^ (mixed >> 32)) * _MULTIPLIER
-    return f"{int(mixed.sum()) % ROWS_MODULUS:x}"
+    least = mixed.min(0)
+    picked = Picked(int(least.values), int(least.indices))
+    return f"{int(mixed.sum()) % ROWS_MODULUS:x}", picked
 
 
 def _words_of(flat: torch.Tensor) -> torch.Tensor:

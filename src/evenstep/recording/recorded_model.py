@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from evenstep.recording.digests import digest_of, kept_of
+from evenstep.replicas import original_of
 
 _WRAPPERS = ("module.", "_orig_mod.")
 """Prefixes that DistributedDataParallel and `torch.compile` give to names."""
@@ -23,40 +24,69 @@ class RecordedModel:
         number: its number in the record.
 
     Attributes:
-        watched: the parameters whose gradients are noted.
+        name: its name in the record: "" for the first model.
+        watched: by `id` the parameters whose gradients are noted.
     """
 
     def __init__(self, module: nn.Module, number: int) -> None:
         self.module = weakref.ref(module)
         self.number = number
-        self.watched: set[str] = set()
+        self.name = f"model {number}" if number else ""
+        self.watched: set[int] = set()
+        self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._digests: dict[str, Any] = {}
+        self._is_compared = True
 
     def holds(self, module: nn.Module) -> bool:
         """Whether a module is a part of the model."""
-        mine = self.module()
+        mine, module = self.module(), original_of(module)
         return mine is not None and any(one is module for one in mine.modules())
 
+    def is_called_by(self, module: nn.Module) -> bool:
+        """Whether a call of a module is one of the model: it is the model, or wraps it."""
+        return self.module() is module or module in self._wrappers
+
+    def is_wrapped_by(self, module: nn.Module) -> bool:
+        """Whether a module holds the model and has no other parameters."""
+        mine = self.module()
+        if mine is None or all(one is not mine for one in module.modules()):
+            return False
+        if {*map(id, module.parameters())} != {*map(id, mine.parameters())}:
+            return False
+        self._wrappers.add(module)
+        return True
+
+    def spell(self, name: str) -> str:
+        """Return what a module or tensor of the model is called in the record."""
+        return ": ".join(filter(None, (self.name, bare(name))))
+
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters by the names that they have without wrappers."""
+        """Return the parameters by what they are called in the record."""
         mine = self.module()
         for name, one in () if mine is None else mine.named_parameters():
-            yield bare(name), one
+            yield self.spell(name), one
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return the buffers by the names that they have without wrappers."""
+        """Return the buffers by what they are called in the record."""
         mine = self.module()
         for name, one in () if mine is None else mine.named_buffers():
-            yield bare(name), one
+            yield self.spell(name), one
 
     def keep_weights(self) -> dict[str, Any]:
         """Return what is kept of the parameters, by name."""
         kept = kept_by_name(self.parameters())
         self._digests = {name: one[0] for name, one in kept.items()}
+        self._is_compared = False
         return kept
 
     def changed_weights(self) -> dict[str, Any]:
-        """Return what is kept of the parameters that have changed since they were kept."""
+        """Return what is kept of the parameters that have changed since they were kept.
+
+        Of those that change after the first call since, none is seen.
+        """
+        if self._is_compared:
+            return {}
+        self._is_compared = True
         return kept_by_name(
             (name, one)
             for name, one in self.parameters()

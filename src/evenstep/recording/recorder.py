@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import functools
+import itertools
 import os
 import sys
 import threading
@@ -26,11 +27,24 @@ from torch.optim import optimizer as hooks_of_optimizers
 
 from evenstep.errors import InputError, shown
 from evenstep.recording.calls import Calls, Frame
-from evenstep.recording.digests import digests_of_examples, kept_of, values_of
+from evenstep.recording.digests import (
+    digests_of_examples,
+    kept_and_picked,
+    kept_of,
+    sample_of,
+    values_of,
+)
 from evenstep.recording.facts import facts_here, loader_facts, states_of_generators
 from evenstep.recording.operators import Operators
+from evenstep.recording.own_trainings import (
+    draws_here,
+    is_aside,
+    is_in_shard,
+    original_of,
+    watching_steps,
+)
 from evenstep.recording.record_file import FORMAT, VERSION, RecordFile
-from evenstep.recording.recorded_model import RecordedModel, bare, kept_by_name, wrappers_of
+from evenstep.recording.recorded_model import RecordedModel, kept_by_name, wrappers_of
 from evenstep.recording.updates import Updates, settings_of
 from evenstep.recording.watching import (
     autocast_dtype,
@@ -85,6 +99,7 @@ class Recorder:
         self._updates = Updates(steps, every)
         self._values = [*values]
         self._models: list[RecordedModel] = []
+        self._numbers = itertools.count()
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._calls = Calls()
         self._operators = Operators(self._keep_inputs, self._note_operator)
@@ -109,6 +124,7 @@ class Recorder:
             (torch.utils.data.DataLoader, "__iter__", self._watched_iteration),
         ):
             self._undo.enter_context(replaced(owner, name, watched))
+        self._undo.enter_context(watching_steps(self._meet_own_model, self._note_own_loss))
 
     def stop(self) -> None:
         """Record no more, and close the file."""
@@ -138,8 +154,8 @@ class Recorder:
 
     @property
     def _is_due(self) -> bool:
-        """Whether what happens now is recorded: not in a forked worker of a loader."""
-        return os.getpid() == self._process and self._updates.is_due
+        """Whether what happens now is recorded: no check, and not in a loader's forked worker."""
+        return os.getpid() == self._process and self._updates.is_due and not is_aside()
 
     # ---- calls of modules and operators
 
@@ -156,9 +172,11 @@ class Recorder:
         examples = examples_in(tensors_in(arguments)) if is_due else None
         if examples is None and calls.frames:
             examples = calls.frames[-1].examples
-        draws = torch.default_generator.get_state() if is_due else None
+        draws = draws_here() if is_due else None
         is_whole = not calls.frames
         name = "" if is_whole else self._names.get(module, type(module).__name__)
+        if is_whole and (model := self._model_of(module)) is not None:
+            name = model.name
         calls.enter(Frame(name, type(module).__name__, module.training, examples, draws))
         if is_whole and is_due and self._level == "operator":
             self._operators.__enter__()  # type: ignore[no-untyped-call]
@@ -190,15 +208,20 @@ class Recorder:
                     event["examples"] = digests_of_examples(inputs, examples)
             if self._wants_values(frame.module):
                 event["values"] = [values_of(one) for one in outputs]
+            kept = [kept_and_picked(one, examples) for one in inputs]
+            picked = next((one for _, one in kept if one is not None), None)
+            if picked is not None:
+                event["picked"] = picked.key
+                event["samples"] = [sample_of(one, picked.row, examples) for one in outputs]
             self._write(
                 "call",
                 module=frame.module,
                 kind=frame.kind,
                 trains=frame.trains,
                 grad=has_grad,
-                inputs=[kept_of(one, examples=examples) for one in inputs],
+                inputs=[one for one, _ in kept],
                 outputs=[kept_of(one, examples=examples) for one in outputs],
-                drew=not torch.equal(frame.draws, torch.default_generator.get_state()),
+                drew=not all(map(torch.equal, frame.draws, draws_here())),
                 **event,
             )
 
@@ -233,12 +256,11 @@ class Recorder:
             return
         model = self._model_of(module)
         if model is None:
-            if any(one.holds(module) for one in self._models):  # a part of a model that is known
+            if any(one.holds(module) or one.is_wrapped_by(module) for one in self._models):
                 return
             if self._file is None:
                 self._open_file()
-            model = RecordedModel(module, len(self._models))
-            self._models.append(model)
+            model = self._new_model(module)
             self._write(
                 "model",
                 model=model.number,
@@ -249,14 +271,25 @@ class Recorder:
                 frozen=[name for name, one in model.parameters() if not one.requires_grad],
             )
         for name, child in module.named_modules():
-            self._names.setdefault(child, bare(name))
-        for name, parameter in model.parameters():
-            if parameter.requires_grad and parameter.is_leaf and name not in model.watched:
-                model.watched.add(name)
+            self._names.setdefault(child, model.spell(name))
+        for name, parameter in () if is_in_shard() else model.parameters():
+            is_known = id(parameter) in model.watched
+            if parameter.requires_grad and parameter.is_leaf and not is_known:
+                model.watched.add(id(parameter))
                 noted = functools.partial(self._note_gradient, model.number, name)
                 noted.only_reads = True  # type: ignore[attr-defined]
                 handle = parameter.register_post_accumulate_grad_hook(noted)
                 self._undo.callback(handle.remove)
+
+    def _new_model(self, module: nn.Module) -> RecordedModel:
+        """Return a model for a module; what holds a model that is known takes its place."""
+        module = original_of(module)
+        inside = {id(one) for one in module.modules()}
+        known = [one for one in self._models if id(one.module()) in inside]
+        number = known[0].number if known else next(self._numbers)
+        self._models = [one for one in self._models if one not in known]
+        self._models.append(RecordedModel(module, number))
+        return self._models[-1]
 
     def _note_changed_weights(self) -> None:
         """Note parameters that something else than an optimizer has changed since the update."""
@@ -267,12 +300,25 @@ class Recorder:
                 model.keep_weights()
 
     def _model_of(self, module: nn.Module) -> RecordedModel | None:
-        return next((one for one in self._models if one.module() is module), None)
+        return next((one for one in self._models if one.is_called_by(original_of(module))), None)
 
     def _wants_values(self, name: str) -> bool:
         return any(fnmatch.fnmatchcase(name, pattern) for pattern in self._values)
 
     # ---- gradients
+
+    def _meet_own_model(self, model: nn.Module) -> None:
+        """Note the model of evenstep's own training before a step: it may be called in parts."""
+        if self._is_due:
+            with self._lock, quiet():
+                self._meet(model)
+                self._note_changed_weights()
+
+    def _note_own_loss(self, mean: float) -> None:
+        """Note the mean loss of a step of evenstep's own, over all shards and processes."""
+        if self._is_due:
+            with self._lock:
+                self._write("backward", losses=[mean], gradients=[])
 
     def _note_gradient(self, model: int, name: str, parameter: torch.Tensor) -> None:
         """Note a gradient as soon as a backward pass has made it, before any exchange."""
@@ -316,15 +362,11 @@ class Recorder:
     # ---- updates
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if not self._is_due:
-            return
         with self._lock, quiet():
-            known = {id(one): name for model in self._models for name, one in model.parameters()}
-            held = {
-                known.get(id(one), f"group {place}, parameter {number}"): one
-                for place, group in enumerate(optimizer.param_groups)
-                for number, one in enumerate(group["params"])
-            }
+            self._meet_optimizer(optimizer)
+            if not self._is_due:
+                return
+            held = self._held_by(optimizer)
             kind = {"class": type(optimizer).__name__}
             self._write(
                 "before update",
@@ -336,10 +378,32 @@ class Recorder:
                 ),
             )
 
+    def _meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        if not self._updates.is_known(optimizer):
+            held = self._held_by(optimizer)
+            self._updates.meet(optimizer, (*held,) if self._models else id(optimizer))
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        """Return the parameters that an optimizer updates, by name.
+
+        Those of a copy of the optimizer may be others in the same memory.
+        """
+        named = [pair for model in self._models for pair in model.parameters()]
+        known = {id(one): name for name, one in named}
+        places = {(one.data_ptr(), one.shape): name for name, one in named if one.numel()}
+        return {
+            known.get(id(one))
+            or places.get((one.data_ptr(), one.shape))
+            or f"group {place}, parameter {number}": one
+            for place, group in enumerate(optimizer.param_groups)
+            for number, one in enumerate(group["params"])
+        }
+
     def _after_update(
         self, optimizer: torch.optim.Optimizer, *_: object, is_skipped: bool = False
     ) -> None:
         with self._lock, quiet():
+            self._meet_optimizer(optimizer)
             if self._is_due:
                 self._write(
                     "update",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ import torch
 class Updates:
     """The updates of all optimizers of a process.
 
+    An optimizer is known by the parameters that it updates: a copy counts as the same one.
+
     Args:
         steps: how many updates of each optimizer are recorded.
         every: only every so many updates are, from the first on.
@@ -19,35 +21,43 @@ class Updates:
 
     def __init__(self, steps: int, every: int) -> None:
         self._steps, self._every = steps, every
-        self._counts: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
-        self._counts = weakref.WeakKeyDictionary()
         self._numbers: weakref.WeakKeyDictionary[torch.optim.Optimizer, int]
         self._numbers = weakref.WeakKeyDictionary()
+        self._updated: list[Hashable] = []  # by each optimizer
+        self._done: list[int] = []
 
     @property
     def is_due(self) -> bool:
         """Whether the update that the run is working towards is recorded."""
-        done = min(self._counts.values(), default=0)
-        return not self.is_done and done % self._every == 0
+        return not self.is_done and min(self._done, default=0) % self._every == 0
 
     @property
     def is_done(self) -> bool:
         """Whether all that are recorded are done."""
-        return min(self._counts.values(), default=0) >= self._steps * self._every
+        return min(self._done, default=0) >= self._steps * self._every
+
+    def is_known(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer was met."""
+        return optimizer in self._numbers
+
+    def meet(self, optimizer: torch.optim.Optimizer, updated: Hashable) -> None:
+        """Note which parameters an optimizer updates."""
+        if updated not in self._updated:
+            self._updated.append(updated)
+            self._done.append(0)
+        self._numbers[optimizer] = self._updated.index(updated)
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return the number of an optimizer: 0 for the first that was met."""
-        self._counts.setdefault(optimizer, 0)
-        return self._numbers.setdefault(optimizer, len(self._numbers))
+        """Return the number of an optimizer that was met: 0 for the first."""
+        return self._numbers[optimizer]
 
     def done_by(self, optimizer: torch.optim.Optimizer) -> int:
         """Return how many updates an optimizer has done."""
-        return self._counts.get(optimizer, 0)
+        return self._done[self._numbers[optimizer]] if self.is_known(optimizer) else 0
 
     def count(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that an optimizer has done an update."""
-        self.number_of(optimizer)
-        self._counts[optimizer] += 1
+        """Note that an optimizer that was met has done an update."""
+        self._done[self._numbers[optimizer]] += 1
 
 
 def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

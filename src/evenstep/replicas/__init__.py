@@ -8,7 +8,7 @@ from evenstep.replicas.checks import (
     written_error,
 )
 from evenstep.replicas.computed_before import StandIn
-from evenstep.replicas.copying import align_state, move_home
+from evenstep.replicas.copying import align_state, move_home, original_of
 from evenstep.replicas.layouts import with_safe_format
 from evenstep.replicas.optimizer_proxy import (
     OptimizerProxy,
@@ -50,6 +50,7 @@ __all__ = [
     "move_home",
     "note_left",
     "optimizer_settings",
+    "original_of",
     "own_gradients",
     "plain_attributes",
     "python_number",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,9 @@ from evenstep.devices import Device, carry
 from evenstep.devices.addresses import align, rounding
 from evenstep.errors import ContractError, ModelError, text_of
 from evenstep.replicas.computed_before import StandIn
+
+_ORIGINALS: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]]
+_ORIGINALS = weakref.WeakKeyDictionary()
 
 
 def move_home(model: nn.Module, optimizer: torch.optim.Optimizer, device: Device) -> None:
@@ -109,7 +113,14 @@ def copy_module(module: nn.Module, parameters: dict[int, nn.Parameter]) -> nn.Mo
             f"or train on one device"
         ) from error
     _refuse_shared(module, copied)
+    _ORIGINALS[copied] = weakref.ref(original_of(module))
     return copied
+
+
+def original_of(module: nn.Module) -> nn.Module:
+    """Return the user's module that a module is a copy of; the module itself if it is none."""
+    original = _ORIGINALS.get(module)
+    return module if original is None else original() or module
 
 
 def _refuse_shared(module: nn.Module, copied: nn.Module) -> None:

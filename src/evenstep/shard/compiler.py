@@ -21,7 +21,7 @@ from torch.func import functional_call
 from evenstep.batch import Batch
 from evenstep.batch.cut import tensors_of
 from evenstep.batch.rng import ShardRandomness
-from evenstep.engine.task import PLAIN, in_modes
+from evenstep.engine.task import PLAIN, aside, in_modes
 from evenstep.errors import EvenstepError, ModelError
 from evenstep.options.experiment import autocast
 from evenstep.private_torch.compilers import (
@@ -191,7 +191,7 @@ class ShardCompiler:
 
     def eager(self, batch: Batch, *, examples: int | None) -> Outcome:
         """Return the shard's outcome without compiling."""
-        with in_modes(PLAIN), autocast("cpu", self._precision):
+        with aside(), in_modes(PLAIN), autocast("cpu", self._precision):
             return _joint(self._whole, self._names, *self._state(), batch, examples, _root(1))
 
     def _state(self) -> tuple[Tensors, list[bool], Tensors]:

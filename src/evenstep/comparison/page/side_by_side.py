@@ -58,13 +58,12 @@ def updates_of(ours: Run, theirs: Run) -> list[Update]:
 
 def _update(ours: Run, theirs: Run, number: int) -> Update:
     mine, its = Counter(rows_of(ours, number)), Counter(rows_of(theirs, number))
-    first, other = ours.step(number)[0], theirs.step(number)[0]
     return Update(
         number,
         (mine.total(), its.total(), (mine & its).total()),
         (_loss(ours, number), _loss(theirs, number)),
-        furthest(first.seen, other.seen)[1],
-        furthest(first.weights, other.weights)[1],
+        furthest(ours.seen(number), theirs.seen(number))[1],
+        furthest(ours.weights(number), theirs.weights(number))[1],
     )
 
 

@@ -1,0 +1,69 @@
+"""What a record leaves out of evenstep's own trainings, and what it adds to them.
+
+The copies of a model that devices compute with count as the model; what is computed to check the
+user's code isn't recorded; models are met before a step, and its mean loss is noted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from evenstep.batch.rng import generator_here, is_in_shard
+from evenstep.devices import accelerator
+from evenstep.engine.task import IS_ASIDE
+from evenstep.recording.watching import replaced
+from evenstep.replicas import original_of
+from evenstep.steps import minimise, update
+from evenstep.training.trainer import Trainer
+
+__all__ = ["draws_here", "is_aside", "is_in_shard", "original_of", "watching_steps"]
+
+
+def is_aside() -> bool:
+    """Whether the calling lane computes what belongs to no step."""
+    return IS_ASIDE.get()
+
+
+def draws_here() -> list[torch.Tensor]:
+    """Return the states of the generators that random ops draw from here: torch's, or a shard's."""
+    devices = [torch.device("cpu"), *accelerator.current()]
+    return [generator_here(device).get_state() for device in devices]
+
+
+def watching_steps(
+    before: Callable[[nn.Module], None], note_loss: Callable[[float], None]
+) -> contextlib.ExitStack:
+    """Have functions called with the model before each step, and with the step's mean loss.
+
+    Returns:
+        What ends that when it is closed.
+    """
+
+    def watched_cut(cut: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(cut)
+        def watched(trainer: Trainer, *batch: Any) -> Any:
+            before(trainer.model)
+            return cut(trainer, *batch)
+
+        return watched
+
+    def watched_settle(settle: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(settle)
+        def watched(*arguments: Any) -> Any:
+            mean, count = settle(*arguments)
+            note_loss(mean)
+            return mean, count
+
+        return watched
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(replaced(Trainer, "_next_step", watched_cut))
+    for module in (update, minimise):
+        stack.enter_context(replaced(module, "settle", watched_settle))
+    return stack
