@@ -307,6 +307,7 @@ EXPORTS = {
         "move_home",
         "note_left",
         "optimizer_settings",
+        "original_of",
         "own_gradients",
         "plain_attributes",
         "python_number",

@@ -26,7 +26,8 @@ class Joined:
         kind: its class.
         calls: how often it was called.
         trains: whether it was in training mode in any call.
-        drew: whether random numbers were drawn in any call.
+        drew: digests of the random numbers that were drawn, in the order of the digests.
+        autocast: of the model itself: the dtype of autocast; None for none.
         inputs, outputs: its tensors, by their places, added up over the calls.
     """
 
@@ -34,7 +35,8 @@ class Joined:
     kind: str
     calls: int
     trains: bool
-    drew: bool
+    drew: tuple[str, ...]
+    autocast: str | None
     inputs: list[Kept]
     outputs: list[Kept]
 
@@ -55,7 +57,8 @@ def _join(name: str, calls: Sequence[Call]) -> Joined:
         calls[0].kind,
         len(calls),
         any(call.trains for call in calls),
-        any(call.drew for call in calls),
+        tuple(sorted(call.drew for call in calls if call.drew)),
+        calls[0].autocast,
         _added([call.inputs for call in calls]),
         _added([call.outputs for call in calls]),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 
 from evenstep.comparison.aligned import Joined, distance, join_calls, rounding_of, same
 from evenstep.comparison.finding import Cause, Finding
@@ -30,6 +31,7 @@ def find_other_modes(ours: Run, theirs: Run, number: int) -> Finding | None:
                 place=name,
             )
         dtypes = [[one.dtype for one in joined.outputs] for joined in (call, other)]
+        autocasts = [_autocast(joined) for joined in (mine, its)]
         if len(dtypes[0]) == len(dtypes[1]) and dtypes[0] != dtypes[1]:
             return Finding(
                 Cause.PRECISION,
@@ -37,6 +39,7 @@ def find_other_modes(ours: Run, theirs: Run, number: int) -> Finding | None:
                 (
                     f"{_spelled(call)} gives {', '.join(dtypes[0])} in {ours.name} and "
                     f"{', '.join(dtypes[1])} in {theirs.name}",
+                    *_differing("autocast", ours, autocasts[0], theirs, autocasts[1]),
                 ),
                 "use autocast, and dtypes of parameters, in both or in neither",
                 place=name,
@@ -65,11 +68,22 @@ def find_other_outputs(ours: Run, theirs: Run, number: int) -> Finding | None:
                 "examples (GroupNorm, LayerNorm)",
                 place=name,
             )
-        if call.drew or other.drew:
+        settings = [run.processes[0].settings.get(name, "") for run in (ours, theirs)]
+        differing = [*_differing("it says of itself", ours, settings[0], theirs, settings[1])]
+        if bool(call.drew) != bool(other.drew):
+            run = ours if call.drew else theirs
             return Finding(
                 Cause.DROPOUT,
                 number,
-                (f"{seen}, and draws random numbers",),
+                (f"{seen}: it draws random numbers in {run.name} only", *differing),
+                "use the same rate of dropout, and the same mode (train or eval), in both",
+                place=name,
+            )
+        if call.drew != other.drew:
+            return Finding(
+                Cause.DROPOUT,
+                number,
+                (f"{seen}, and draws other random numbers", *differing),
                 "seed both in the same way; with several processes each draws for its own part, "
                 "so only evenstep, which seeds shards, gives the same numbers",
                 place=name,
@@ -78,7 +92,7 @@ def find_other_outputs(ours: Run, theirs: Run, number: int) -> Finding | None:
             return Finding(
                 Cause.KERNEL,
                 number,
-                (seen, *_facts_that_differ(ours, theirs)),
+                (seen, *differing, *_facts_that_differ(ours, theirs)),
                 "look at what the module reads besides its inputs, and at the settings above",
                 place=name,
             )
@@ -170,8 +184,19 @@ def _spelled(call: Joined) -> str:
 def _facts_that_differ(ours: Run, theirs: Run) -> list[str]:
     mine, its = ours.processes[0].facts, theirs.processes[0].facts
     return [
-        f"{name}: {mine.get(name, 'not set')} in {ours.name}, {its.get(name, 'not set')} in "
-        f"{theirs.name}"
+        line
         for name in sorted({*mine, *its})
-        if mine.get(name) != its.get(name)
+        for line in _differing(name, ours, mine.get(name), theirs, its.get(name))
     ]
+
+
+def _differing(
+    what: str, ours: Run, one: str | None, theirs: Run, other: str | None
+) -> Iterator[str]:
+    """Yield a line if a setting has other values in two runs."""
+    if one != other:
+        yield f"{what}: {one or 'not set'} in {ours.name}, {other or 'not set'} in {theirs.name}"
+
+
+def _autocast(joined: Mapping[str, Joined]) -> str | None:
+    return joined[""].autocast if "" in joined else None

@@ -63,7 +63,7 @@ class Call:
         module: its name in the model; "" for the model itself.
         kind: its class.
         trains: whether it was in training mode.
-        drew: whether random numbers were drawn in it.
+        drew: a digest of the random numbers that were drawn in it; "" for none.
         inputs, outputs: its tensors.
         examples: of the model itself: a digest of each example.
         autocast: of the model itself: the dtype of autocast.
@@ -72,7 +72,7 @@ class Call:
     module: str
     kind: str
     trains: bool
-    drew: bool
+    drew: str
     inputs: list[Kept]
     outputs: list[Kept]
     examples: list[str] | None = None
@@ -120,6 +120,11 @@ class ProcessStep:
     generators: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
+    def updates_parts(self) -> bool:
+        """Whether the optimizer updates parts of parameters, and other processes the others."""
+        return any(name.startswith("part of group ") for name in self.held)
+
+    @property
     def examples(self) -> list[str]:
         """The digests of all examples that reached a model, in their order."""
         return [one for call in self.calls for one in call.examples or ()]
@@ -135,6 +140,7 @@ class Process:
         facts: how it computes.
         weights, buffers: the values at the first call of the model.
         frozen: the parameters that want no gradient.
+        settings: what modules say of their settings, by name.
         loaders: what each pass over a data loader said of it.
         steps: one for each recorded update.
         most_steps: how many updates of each optimizer were to be recorded, at most.
@@ -143,10 +149,11 @@ class Process:
 
     rank: int
     command: list[str]
-    facts: Mapping[str, str]
+    facts: dict[str, str]
     weights: dict[str, Kept] = dataclasses.field(default_factory=dict)
     buffers: dict[str, Kept] = dataclasses.field(default_factory=dict)
     frozen: list[str] = dataclasses.field(default_factory=list)
+    settings: dict[str, str] = dataclasses.field(default_factory=dict)
     loaders: list[Mapping[str, Any]] = dataclasses.field(default_factory=list)
     steps: list[ProcessStep] = dataclasses.field(default_factory=list)
     most_steps: int = 0
@@ -175,17 +182,29 @@ class Run:
         return [process.steps[number] for process in self.processes]
 
     def seen(self, number: int) -> dict[str, Kept]:
-        """Return the gradients that optimizers saw, each in the first process that updates it."""
+        """Return the gradients that optimizers saw, each in the first process that updates it.
+
+        Of those that are divided over processes, nothing is known.
+        """
+        if any(step.updates_parts for step in self.step(number)):
+            return {}
         return _by_owner(self.step(number), [step.seen for step in self.step(number)])
 
     def weights(self, number: int) -> dict[str, Kept]:
-        """Return the weights after an update, each from the first process that updates it."""
+        """Return the weights after an update, each from the first process that updates it.
+
+        Those that are divided over processes are whole when the next step begins.
+        """
+        first = self.processes[0].steps
+        if first[number].updates_parts:
+            exchanged = [step.changed for step in first[number + 1 : number + 2]]
+            return first[number].weights | exchanged[0] if exchanged else {}
         return _by_owner(self.step(number), [step.weights for step in self.step(number)])
 
 
 def _by_owner(steps: Sequence[ProcessStep], found: Sequence[dict[str, Kept]]) -> dict[str, Kept]:
     owned = [
-        {name: one[name] for name in step.held if name in one}
+        {name: one[name] for name in step.seen if name in one}
         for step, one in zip(steps, found, strict=True)
     ]
     return dict(ChainMap(*owned, found[0]))
@@ -257,6 +276,9 @@ def _process_of(events: Iterator[dict[str, Any]]) -> Process:
             process.weights = _kept_by_name(event["weights"]) | process.weights
             process.buffers = _kept_by_name(event["buffers"]) | process.buffers
             process.frozen += event["frozen"]
+            process.settings |= {str(name): str(text) for name, text in event["settings"].items()}
+            if event["compiled"]:
+                process.facts["torch.compile"] = "used"
         elif what == "changed":
             step.changed |= _kept_by_name(event["weights"])
         elif what == "call":
@@ -302,7 +324,7 @@ def _call_of(event: Mapping[str, Any]) -> Call:
         str(event["module"]),
         str(event["kind"]),
         bool(event["trains"]),
-        bool(event["drew"]),
+        str(event["drew"] or ""),
         [*map(_kept, event["inputs"])],
         outputs,
         [*map(str, event["examples"])] if "examples" in event else None,

@@ -94,7 +94,7 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
     for run, steps in ((ours, mine), (theirs, its)):
         for rank, step in enumerate(steps[1:], 1):
             name, far = furthest(steps[0].seen, step.seen)
-            if far > 0:
+            if far > 0 and not step.updates_parts:
                 return Finding(
                     Cause.NOT_EXCHANGED,
                     number,
@@ -107,6 +107,8 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
                     place=name,
                 )
     seen = ours.seen(number), theirs.seen(number)
+    if not seen[0] or not seen[1]:
+        return None
     missing = sorted(seen[0].keys() ^ seen[1].keys())
     if missing:
         run = ours if missing[0] in seen[0] else theirs
@@ -174,19 +176,24 @@ def _spelled_scale(scale: float | None) -> str:
     return "left as they are" if abs(scale - 1) < 1e-3 else f"multiplied by {scale:.4g}"
 
 
+_FIRST = ("class", "lr")
+"""The settings that say most."""
+
+
 def find_other_settings(ours: Run, theirs: Run, number: int) -> Finding | None:
     """Return that the optimizers have other settings."""
     mine, its = ours.step(number)[0], theirs.step(number)[0]
     for place, (one, other) in enumerate(zip(mine.settings, its.settings, strict=False)):
-        differ = sorted(key for key in {*one, *other} if one.get(key) != other.get(key))
+        differ = {key for key in {*one, *other} if one.get(key) != other.get(key)}
+        differ -= {"initial_lr"} if "lr" in differ else set()
         if differ:
-            key = differ[0]
             return Finding(
                 Cause.SETTINGS,
                 number,
-                (
+                tuple(
                     f"{key} of group {place} is {one.get(key)} in {ours.name} and "
-                    f"{other.get(key)} in {theirs.name}",
+                    f"{other.get(key)} in {theirs.name}"
+                    for key in sorted(differ, key=lambda key: (key not in _FIRST, key))
                 ),
                 "give both the same settings, also by their schedules",
             )

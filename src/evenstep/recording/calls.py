@@ -18,6 +18,7 @@ class Frame:
         kind: its class.
         trains: whether it is in training mode.
         examples: the size of the batch, if it is known.
+        number: how often the module was called before in this call of the model.
         draws: the states of generators before; None if the call isn't recorded.
     """
 
@@ -25,7 +26,13 @@ class Frame:
     kind: str
     trains: bool
     examples: int | None
+    number: int
     draws: list[torch.Tensor] | None
+
+    @property
+    def name(self) -> str:
+        """What the call is called in the record."""
+        return f"{self.module} (call {self.number + 1})" if self.number else self.module
 
 
 class Calls(threading.local):
@@ -39,15 +46,15 @@ class Calls(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
         self.is_in_backward = False
-        self._operators: Counter[tuple[str, str]] = Counter()
+        self._counts: Counter[tuple[str, str]] = Counter()
 
     def enter(self, frame: Frame) -> None:
         """Note that a call begins."""
-        if not self.frames:
-            self._operators.clear()
         self.frames.append(frame)
 
-    def number_of(self, module: str, operator: str) -> int:
-        """Return how often an operator was called in a module before, in this pass."""
-        self._operators[module, operator] += 1
-        return self._operators[module, operator] - 1
+    def number_of(self, module: str, operator: str = "") -> int:
+        """Return how often a module, or an operator in it, was called before in this pass."""
+        if not self.frames and not operator:
+            self._counts.clear()
+        self._counts[module, operator] += 1
+        return self._counts[module, operator] - 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,14 @@ from evenstep.replicas import original_of
 from evenstep.steps import minimise, update
 from evenstep.training.trainer import Trainer
 
-__all__ = ["draws_here", "is_aside", "is_in_shard", "original_of", "watching_steps"]
+__all__ = [
+    "drawn_between",
+    "draws_here",
+    "is_aside",
+    "is_in_shard",
+    "original_of",
+    "watching_steps",
+]
 
 
 def is_aside() -> bool:
@@ -34,6 +42,16 @@ def draws_here() -> list[torch.Tensor]:
     """Return the states of the generators that random ops draw from here: torch's, or a shard's."""
     devices = [torch.device("cpu"), *accelerator.current()]
     return [generator_here(device).get_state() for device in devices]
+
+
+def drawn_between(before: list[torch.Tensor], after: list[torch.Tensor]) -> str:
+    """Return a digest of the random numbers that were drawn between two states; "" for none."""
+    if all(map(torch.equal, before, after)):
+        return ""
+    digest = hashlib.blake2b(digest_size=8)
+    for state in (*before, *after):
+        digest.update(state.numpy().tobytes())
+    return digest.hexdigest()
 
 
 def watching_steps(

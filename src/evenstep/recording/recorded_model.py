@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,8 +13,10 @@ from torch import nn
 from evenstep.recording.digests import digest_of, kept_of
 from evenstep.replicas import original_of
 
-_WRAPPERS = ("module.", "_orig_mod.")
-"""Prefixes that DistributedDataParallel and `torch.compile` give to names."""
+_WRAPPERS = ("module.", "_orig_mod.", "_forward_module.")
+"""Prefixes that DistributedDataParallel, `torch.compile` and Lightning Fabric give to names."""
+
+_MOST_NBYTES_OF_TEXT = 200
 
 
 class RecordedModel:
@@ -104,6 +107,33 @@ def bare(name: str) -> str:
     while name.startswith(_WRAPPERS):
         name = name.partition(".")[2]
     return name.removesuffix(".")
+
+
+def settings_of_modules(module: nn.Module) -> dict[str, str]:
+    """Return what modules say of their settings, by name: "p=0.5, inplace=False"."""
+    found = {}
+    for name, child in module.named_modules():
+        with contextlib.suppress(Exception):  # of the user's code
+            if text := child.extra_repr():
+                found[bare(name)] = text[:_MOST_NBYTES_OF_TEXT]
+    return found
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether calls of a module go through `torch.compile`."""
+    return any(
+        hasattr(one, "_orig_mod") or getattr(one, "_compiled_call_impl", None) is not None
+        for one in module.modules()
+    )
+
+
+def name_in(named: Iterable[tuple[str, torch.Tensor]], tensor: torch.Tensor) -> str | None:
+    """Return the name of a tensor, or of one in the same memory; None if it is none of those."""
+    place = (tensor.data_ptr(), tensor.shape, tensor.device)
+    for name, one in named:
+        if one is tensor or (place[0] and place == (one.data_ptr(), one.shape, one.device)):
+            return name
+    return None
 
 
 def wrappers_of(module: nn.Module) -> list[str]:

@@ -25,6 +25,7 @@ from torch import nn
 from torch.nn.modules import module as hooks_of_modules
 from torch.optim import optimizer as hooks_of_optimizers
 
+from evenstep.distributed.rendezvous import job_share
 from evenstep.errors import InputError, shown
 from evenstep.recording.calls import Calls, Frame
 from evenstep.recording.digests import (
@@ -37,6 +38,7 @@ from evenstep.recording.digests import (
 from evenstep.recording.facts import facts_here, loader_facts, states_of_generators
 from evenstep.recording.operators import Operators
 from evenstep.recording.own_trainings import (
+    drawn_between,
     draws_here,
     is_aside,
     is_in_shard,
@@ -44,7 +46,14 @@ from evenstep.recording.own_trainings import (
     watching_steps,
 )
 from evenstep.recording.record_file import FORMAT, VERSION, RecordFile
-from evenstep.recording.recorded_model import RecordedModel, kept_by_name, wrappers_of
+from evenstep.recording.recorded_model import (
+    RecordedModel,
+    is_compiled,
+    kept_by_name,
+    name_in,
+    settings_of_modules,
+    wrappers_of,
+)
 from evenstep.recording.updates import Updates, settings_of
 from evenstep.recording.watching import (
     autocast_dtype,
@@ -55,6 +64,9 @@ from evenstep.recording.watching import (
     replaced,
     tensors_in,
 )
+
+PART = "part of group"
+"""How the name of what is no whole parameter begins."""
 
 LEVELS = ("step", "module", "operator")
 """What is kept: of each step only, of each call of a module, too, or of each operator of torch."""
@@ -100,6 +112,7 @@ class Recorder:
         self._values = [*values]
         self._models: list[RecordedModel] = []
         self._numbers = itertools.count()
+        self._is_own_step = False
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._calls = Calls()
         self._operators = Operators(self._keep_inputs, self._note_operator)
@@ -166,7 +179,7 @@ class Recorder:
         if not calls.frames and is_due:
             has_grad = torch.is_grad_enabled()
             with self._lock, quiet():
-                self._meet(module)
+                self._meet(module, is_own=is_in_shard())
                 if has_grad:
                     self._note_changed_weights()
         examples = examples_in(tensors_in(arguments)) if is_due else None
@@ -177,7 +190,8 @@ class Recorder:
         name = "" if is_whole else self._names.get(module, type(module).__name__)
         if is_whole and (model := self._model_of(module)) is not None:
             name = model.name
-        calls.enter(Frame(name, type(module).__name__, module.training, examples, draws))
+        kind, number = type(module).__name__, calls.number_of(name)
+        calls.enter(Frame(name, kind, module.training, examples, number, draws))
         if is_whole and is_due and self._level == "operator":
             self._operators.__enter__()  # type: ignore[no-untyped-call]
 
@@ -215,13 +229,13 @@ class Recorder:
                 event["samples"] = [sample_of(one, picked.row, examples) for one in outputs]
             self._write(
                 "call",
-                module=frame.module,
+                module=frame.name,
                 kind=frame.kind,
                 trains=frame.trains,
                 grad=has_grad,
                 inputs=[one for one, _ in kept],
                 outputs=[kept_of(one, examples=examples) for one in outputs],
-                drew=not all(map(torch.equal, frame.draws, draws_here())),
+                drew=drawn_between(frame.draws, draws_here()),
                 **event,
             )
 
@@ -235,13 +249,13 @@ class Recorder:
 
     def _note_operator(self, name: str, inputs: list[Any], outputs: Any, drew: bool) -> None:
         calls = self._calls
-        frame = calls.frames[-1] if calls.frames else Frame("backward", "", True, None, None)
-        number = calls.number_of(frame.module, name)
+        frame = calls.frames[-1] if calls.frames else Frame("backward", "", True, None, 0, None)
+        number = calls.number_of(frame.name, name)
         has_grad = calls.is_in_backward or torch.is_grad_enabled()
         with self._lock, quiet():
             self._write(
                 "call",
-                module=f"{frame.module} > {name} {number}".removeprefix(" > "),
+                module=f"{frame.name} > {name} {number}".removeprefix(" > "),
                 kind=f"operator of {frame.kind}" if frame.kind else "operator",
                 trains=frame.trains,
                 grad=has_grad,
@@ -250,8 +264,11 @@ class Recorder:
                 drew=drew,
             )
 
-    def _meet(self, module: nn.Module) -> None:
-        """Note a model at its first call, and parameters that it got since."""
+    def _meet(self, module: nn.Module, *, is_own: bool = False) -> None:
+        """Note a model at its first call, and parameters that it got since.
+
+        Of evenstep's own steps, the gradients that the optimizer sees say it all.
+        """
         if not any(True for _ in module.parameters()):
             return
         model = self._model_of(module)
@@ -266,13 +283,17 @@ class Recorder:
                 model=model.number,
                 kind=type(module).__name__,
                 wrapped=wrappers_of(module),
+                compiled=is_compiled(module),
+                settings={
+                    model.spell(name): text for name, text in settings_of_modules(module).items()
+                },
                 weights=model.keep_weights(),
                 buffers=kept_by_name(model.buffers()),
                 frozen=[name for name, one in model.parameters() if not one.requires_grad],
             )
         for name, child in module.named_modules():
             self._names.setdefault(child, model.spell(name))
-        for name, parameter in () if is_in_shard() else model.parameters():
+        for name, parameter in () if is_own else model.parameters():
             is_known = id(parameter) in model.watched
             if parameter.requires_grad and parameter.is_leaf and not is_known:
                 model.watched.add(id(parameter))
@@ -311,13 +332,14 @@ class Recorder:
         """Note the model of evenstep's own training before a step: it may be called in parts."""
         if self._is_due:
             with self._lock, quiet():
-                self._meet(model)
+                self._meet(model, is_own=True)
                 self._note_changed_weights()
 
     def _note_own_loss(self, mean: float) -> None:
         """Note the mean loss of a step of evenstep's own, over all shards and processes."""
         if self._is_due:
             with self._lock:
+                self._is_own_step = True
                 self._write("backward", losses=[mean], gradients=[])
 
     def _note_gradient(self, model: int, name: str, parameter: torch.Tensor) -> None:
@@ -362,6 +384,8 @@ class Recorder:
     # ---- updates
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if is_aside():
+            return
         with self._lock, quiet():
             self._meet_optimizer(optimizer)
             if not self._is_due:
@@ -386,15 +410,12 @@ class Recorder:
     def _held_by(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return the parameters that an optimizer updates, by name.
 
-        Those of a copy of the optimizer may be others in the same memory.
+        What evenstep's own optimizers update besides parameters is parts of them (`Owners()`).
         """
         named = [pair for model in self._models for pair in model.parameters()]
-        known = {id(one): name for name, one in named}
-        places = {(one.data_ptr(), one.shape): name for name, one in named if one.numel()}
+        other = PART if self._is_own_step else "group"
         return {
-            known.get(id(one))
-            or places.get((one.data_ptr(), one.shape))
-            or f"group {place}, parameter {number}": one
+            name_in(named, one) or f"{other} {place}, parameter {number}": one
             for place, group in enumerate(optimizer.param_groups)
             for number, one in enumerate(group["params"])
         }
@@ -402,6 +423,8 @@ class Recorder:
     def _after_update(
         self, optimizer: torch.optim.Optimizer, *_: object, is_skipped: bool = False
     ) -> None:
+        if is_aside():
+            return
         with self._lock, quiet():
             self._meet_optimizer(optimizer)
             if self._is_due:
@@ -417,6 +440,7 @@ class Recorder:
             else:
                 for model in self._models:
                     model.forget_weights()
+            self._is_own_step = False
             self._updates.count(optimizer)
             if self._updates.is_done:
                 self.stop()
@@ -488,7 +512,13 @@ def record(
     if isinstance(values, str) or not all(isinstance(one, str) for one in values):
         raise InputError(f"got values={shown(values)}: give a list of names")
     recorder = Recorder(
-        Path(folder), level=level, steps=steps, every=every, values=values, command=sys.argv
+        Path(folder),
+        level=level,
+        steps=steps,
+        every=every,
+        values=values,
+        rank=job_share(),
+        command=sys.argv,
     )
     recorder.start()
     try:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from evenstep.engine.task import aside
 from evenstep.errors import ModelError
 from evenstep.private_torch.optimizers import has_replaced_step, post_hooks, pre_hooks
 from evenstep.private_torch.tensors import version_of
@@ -194,7 +195,8 @@ class _Trial:
                 one = self.parameters[number]
                 drawn = torch.randn(one.shape, generator=generator, dtype=_drawn_dtype(one))
                 one.grad = torch.empty_like(one).copy_(drawn * self._scale)
-            self.optimizer.step()
+            with aside():
+                self.optimizer.step()
 
     def kept(self) -> list[Any]:
         """Return what the optimizer's attributes hold, and how often tensors there were written."""
