@@ -21,6 +21,9 @@ PLANTED = [
     ((1, "batch norm"), (2, "batch norm"), Cause.BATCH_NORM),
     ((1, "batch norm"), (1, "batch norm", "halved"), Cause.BATCH_NORM),
     ((1, "dropout"), (2, "dropout"), Cause.DROPOUT),
+    ((1, "dropout"), (1, "less dropout"), Cause.KERNEL),  # the same numbers, another rate
+    ((1,), (1, "less dropout"), Cause.DROPOUT),
+    ((1,), (1, "targets given"), Cause.ARGUMENTS),
     ((1,), (1, "temperature"), Cause.KERNEL),
     ((1,), (1, "uneven parts"), Cause.MEAN),
     ((1, "masked"), (2, "masked"), Cause.MEAN),
@@ -69,8 +72,17 @@ ALIKE = [
     ((1, "temperature"), (2, "temperature")),
     ((1, "evaluation"), (2, "evaluation")),
     ((1, "operators"), (2, "operators")),
+    ((1,), (1, "compiled")),
+    ((2, "less dropout"), (2, "less dropout")),
 ]
-QUICK = {Cause.SAME_ROWS, Cause.BATCH_NORM, Cause.MEAN, Cause.SETTINGS, Cause.ORDER}
+QUICK = {
+    Cause.SAME_ROWS,
+    Cause.BATCH_NORM,
+    Cause.MEAN,
+    Cause.SETTINGS,
+    Cause.ORDER,
+    Cause.ARGUMENTS,
+}
 
 
 @pytest.fixture(scope="module")
@@ -112,3 +124,20 @@ def test_what_differs_by_rounding_only_is_no_alarm(records, one, other):
 def test_a_run_equals_itself_recorded_at_another_level(records, faults):
     finding = records.cause((1, *faults), (1, *faults, "step level"))
     assert finding.cause is Cause.NOTHING, finding
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "line"),
+    [
+        ((1,), (1, "less dropout"), "it draws random numbers in "),
+        ((1, "dropout"), (1, "less dropout"), "it says of itself: p=0.5, inplace=False in "),
+        ((1,), (1, "adam"), "class of group 0 is SGD in "),
+        ((1,), (1, "bfloat16"), "autocast: not set in "),
+        ((1, "shuffled"), (1, "other order"), "of 32 examples of update 0 are the same"),
+        ((1,), (1, "targets given"), "the model gets tensors of the shapes (32, 1, 6, 6) in "),
+    ],
+    ids=str,
+)
+def test_the_evidence_says_what_to_look_at(records, one, other, line):
+    evidence = records.cause(one, other).evidence
+    assert any(line in seen for seen in evidence), evidence

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from evenstep.comparison.aligned import join_calls
 from evenstep.comparison.finding import Cause, Finding
 from evenstep.comparison.reading import Run
 
@@ -18,6 +19,8 @@ def find_other_data(ours: Run, theirs: Run, number: int) -> Finding | None:
         finding = _same_in_processes(run, number)
         if finding is not None:
             return finding
+    if not (Counter(mine) & Counter(its)) and (other := _other_arguments(ours, theirs, number)):
+        return other
     return _at_an_epochs_end(ours, theirs, number) or _another_order(ours, theirs, number)
 
 
@@ -44,6 +47,31 @@ def _same_in_processes(run: Run, number: int) -> Finding | None:
                     "examples of its own",
                 )
     return None
+
+
+def _other_arguments(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that the model is given other tensors, or tensors of another shape."""
+    calls = [join_calls(run.step(number)).get("") for run in (ours, theirs)]
+    if calls[0] is None or calls[1] is None:
+        return None
+    shapes = [[one.shape[1:] for one in call.inputs] for call in calls if call is not None]
+    if shapes[0] == shapes[1] or not all(shapes):
+        return None
+    spelled = [
+        ", ".join(str(tuple(kept.shape)) for kept in call.inputs)
+        for call in calls
+        if call is not None
+    ]
+    return Finding(
+        Cause.ARGUMENTS,
+        number,
+        (
+            f"the model gets tensors of the shapes {spelled[0]} in {ours.name}, and {spelled[1]} "
+            f"in {theirs.name}",
+        ),
+        "look at the batch size, the length of sequences and the size of images, and at what the "
+        "loop gives to the model besides (labels, masks)",
+    )
 
 
 def _at_an_epochs_end(ours: Run, theirs: Run, number: int) -> Finding | None:
@@ -133,12 +161,24 @@ def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
     else:
         evidence = f"{shared:.0%} of the examples of {ours.name} are in {theirs.name}, too"
     others = common * 2 > mine.total() and not (mine - its) <= every[1]
+    size = _size_of_data(ours) if _size_of_data(ours) == _size_of_data(theirs) else None
+    by_chance = every[1].total() / size if size else 1.0
+    evidence = f"{evidence}, and both draw from {size}" if size else evidence
+    is_order = shared > 0.5 * min(by_chance, 1.0) and not others
     return Finding(
-        Cause.ORDER if shared > 0.5 and not others else Cause.DATA,
+        Cause.ORDER if is_order else Cause.DATA,
         number,
         (f"{common} of {mine.total()} examples of update {number} are the same; {evidence}",),
-        "seed data, augmentation and order in the same way",
+        "seed data, augmentation and order in the same way, and draw from the seeded generator as "
+        "often (several processes may have a sampler of their own)",
     )
+
+
+def _size_of_data(run: Run) -> int | None:
+    """Return the number of examples that the data loaders draw from, if they all say the same."""
+    sizes = {loader.get("examples") for loader in run.processes[0].loaders}
+    size = sizes.pop() if len(sizes) == 1 else None
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def _repeats_its_order(run: Run) -> bool:

@@ -12,6 +12,7 @@ class Cause(enum.Enum):
     WEIGHTS = "they begin with other weights"
     SAME_ROWS = "several processes train on the same examples"
     MORE_ROWS = "an update is made from another number of examples"
+    ARGUMENTS = "the model is called with other arguments"
     ORDER = "they see the same examples in another order"
     SAME_ORDER = "one of them sees the same order in every epoch"
     PADDED = "some examples are used twice at the end of an epoch"

@@ -23,7 +23,8 @@ FAULTS = {
     "uneven parts", "masked", "frozen", "alone", "accumulated", "halved", "summed", "clipped",
     "clipped alone", "by hand", "rate", "momentum", "clamped", "scaled update", "layer norm",
     "unused", "step level", "clamped weights", "float16", "scaler", "overflow", "two optimizers",
-    "other turns", "longer", "adam", "nan", "counted", "operators", "values",
+    "other turns", "longer", "adam", "nan", "counted", "operators", "values", "less dropout",
+    "targets given", "compiled",
 }  # fmt: skip
 EXAMPLES, BATCH, EPOCHS = 96, 32, 2
 
@@ -38,13 +39,14 @@ class Net(nn.Module):
         elif "layer norm" in faults:
             norm = nn.GroupNorm(2, 4)
         self.body = nn.Sequential(nn.Conv2d(1, 4, 3), norm, nn.ReLU(), nn.Flatten())
-        self.drop = nn.Dropout(0.5 if "dropout" in faults else 0.0)
+        rate = 0.5 if "dropout" in faults else 0.0
+        self.drop = nn.Dropout(0.25 if "less dropout" in faults else rate)
         self.scale = Scale(self.temperature)
         self.head = nn.Linear(4 * 16, 3)
         self.extra = nn.Linear(4 * 16, 3)
         self.is_unused = "unused" in faults
 
-    def forward(self, x):
+    def forward(self, x, targets=None):
         x = self.scale(self.drop(self.body(x)))
         return self.head(x) if self.is_unused else self.head(x) + self.extra(x)
 
@@ -121,6 +123,8 @@ def main():
     net = model
     if world > 1 and not by_hand and "alone" not in faults:
         net = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    if "compiled" in faults:
+        net = torch.compile(net, backend="aot_eager")
     optimizers = optimizers_of(model, faults)
     level = "step" if "step level" in faults else "module"
     level = "operator" if "operators" in faults else level
@@ -169,7 +173,7 @@ def train(net, model, optimizers, loader, rank, world, faults, by_hand):
             parts = parts_of(x, y, rank, world, faults)
             for part, targets in parts:
                 with torch.autocast("cpu", dtype, enabled=bool({"bfloat16", "float16"} & faults)):
-                    output = net(part)
+                    output = net(part, targets) if "targets given" in faults else net(part)
                 loss = loss_of(output.float(), targets, world, faults)
                 if "accumulated" not in faults:
                     loss = loss / len(parts)
