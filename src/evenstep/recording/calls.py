@@ -32,7 +32,8 @@ class Frame:
     @property
     def name(self) -> str:
         """What the call is called in the record."""
-        return f"{self.module} (call {self.number + 1})" if self.number else self.module
+        is_repeated = self.number and self.module  # the model that a wrapper calls has its name
+        return f"{self.module} (call {self.number + 1})" if is_repeated else self.module
 
 
 class Calls(threading.local):

@@ -127,13 +127,9 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
-def name_in(named: Iterable[tuple[str, torch.Tensor]], tensor: torch.Tensor) -> str | None:
-    """Return the name of a tensor, or of one in the same memory; None if it is none of those."""
-    place = (tensor.data_ptr(), tensor.shape, tensor.device)
-    for name, one in named:
-        if one is tensor or (place[0] and place == (one.data_ptr(), one.shape, one.device)):
-            return name
-    return None
+def place_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
+    """Return what tensors in the same memory have in common; None of an empty one."""
+    return (tensor.data_ptr(), tensor.shape, tensor.device) if tensor.numel() else None
 
 
 def wrappers_of(module: nn.Module) -> list[str]:

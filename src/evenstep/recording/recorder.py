@@ -50,7 +50,7 @@ from evenstep.recording.recorded_model import (
     RecordedModel,
     is_compiled,
     kept_by_name,
-    name_in,
+    place_of,
     settings_of_modules,
     wrappers_of,
 )
@@ -404,18 +404,24 @@ class Recorder:
 
     def _meet_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         if not self._updates.is_known(optimizer):
-            held = self._held_by(optimizer)
-            self._updates.meet(optimizer, (*held,) if self._models else id(optimizer))
+            held = (*self._held_by(optimizer),)
+            is_known = not any(name.startswith("group ") for name in held)
+            self._updates.meet(optimizer, held if is_known else id(optimizer))
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
         """Return the parameters that an optimizer updates, by name.
 
+        An optimizer that is a copy may hold others in the same memory.
         What evenstep's own optimizers update besides parameters is parts of them (`Owners()`).
         """
         named = [pair for model in self._models for pair in model.parameters()]
+        known = {id(one): name for name, one in named}
+        places = {place_of(one): name for name, one in named if one.numel()}
         other = PART if self._is_own_step else "group"
         return {
-            name_in(named, one) or f"{other} {place}, parameter {number}": one
+            known.get(id(one))
+            or places.get(place_of(one))
+            or f"{other} {place}, parameter {number}": one
             for place, group in enumerate(optimizer.param_groups)
             for number, one in enumerate(group["params"])
         }
