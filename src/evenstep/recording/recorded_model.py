@@ -119,14 +119,6 @@ def settings_of_modules(module: nn.Module) -> dict[str, str]:
     return found
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether calls of a module go through `torch.compile`."""
-    return any(
-        hasattr(one, "_orig_mod") or getattr(one, "_compiled_call_impl", None) is not None
-        for one in module.modules()
-    )
-
-
 def place_of(tensor: torch.Tensor) -> tuple[object, ...] | None:
     """Return what tensors in the same memory have in common; None of an empty one."""
     return (tensor.data_ptr(), tensor.shape, tensor.device) if tensor.numel() else None

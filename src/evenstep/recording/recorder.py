@@ -27,6 +27,7 @@ from torch.optim import optimizer as hooks_of_optimizers
 
 from evenstep.distributed.rendezvous import job_share
 from evenstep.errors import InputError, shown
+from evenstep.private_torch.modules import is_compiled
 from evenstep.recording.calls import Calls, Frame
 from evenstep.recording.digests import (
     digests_of_examples,
@@ -48,7 +49,6 @@ from evenstep.recording.own_trainings import (
 from evenstep.recording.record_file import FORMAT, VERSION, RecordFile
 from evenstep.recording.recorded_model import (
     RecordedModel,
-    is_compiled,
     kept_by_name,
     place_of,
     settings_of_modules,
@@ -283,7 +283,7 @@ class Recorder:
                 model=model.number,
                 kind=type(module).__name__,
                 wrapped=wrappers_of(module),
-                compiled=is_compiled(module),
+                compiled=any(map(is_compiled, module.modules())),
                 settings={
                     model.spell(name): text for name, text in settings_of_modules(module).items()
                 },
