@@ -21,8 +21,14 @@ PLANTED = [
     ((1, "batch norm"), (2, "batch norm"), Cause.BATCH_NORM),
     ((1, "batch norm"), (1, "batch norm", "halved"), Cause.BATCH_NORM),
     ((1, "dropout"), (2, "dropout"), Cause.DROPOUT),
-    ((1, "dropout"), (1, "less dropout"), Cause.KERNEL),  # the same numbers, another rate
-    ((1,), (1, "less dropout"), Cause.DROPOUT),
+    ((1, "dropout"), (1, "less dropout"), Cause.LAYER),
+    ((1,), (1, "less dropout"), Cause.LAYER),
+    ((1,), (1, "twice"), Cause.CALLS),
+    ((1,), (1, "smoothed"), Cause.LOSS),
+    ((2,), (2, "smoothed"), Cause.LOSS),
+    ((1, "task", "batch norm"), (2, "task", "batch norm"), Cause.BATCH_NORM),
+    ((1, "task"), (2, "task", "whole batches"), Cause.MORE_ROWS),
+    ((1, "task"), (2, "task", "clipped"), Cause.CLIPPED),
     ((1,), (1, "targets given"), Cause.ARGUMENTS),
     ((1,), (1, "temperature"), Cause.KERNEL),
     ((1,), (1, "uneven parts"), Cause.MEAN),
@@ -47,6 +53,23 @@ PLANTED = [
     ((1, "operators"), (1, "operators", "temperature"), Cause.KERNEL),
     ((1, "operators", "batch norm"), (2, "operators", "batch norm"), Cause.BATCH_NORM),
 ]
+LATE = [
+    ((1,), (2, "late clipped"), Cause.CLIPPED),
+    ((1, "late clipped"), (2,), Cause.CLIPPED),
+    ((1, "clipped"), (2, "clipped", "late limit"), Cause.CLIPPED),
+    ((1,), (1, "halved", "late signs"), Cause.CLIPPED),
+    ((1,), (2, "late halved"), Cause.CHANGED),
+    ((1,), (1, "halved", "late twice"), Cause.CALLS),
+    ((1,), (2, "late rate"), Cause.SETTINGS),
+    ((1,), (2, "late reset"), Cause.UPDATE),
+    ((1,), (2, "late temperature"), Cause.KERNEL),
+    ((1,), (2, "late bfloat16"), Cause.PRECISION),
+    ((1,), (2, "late smoothed"), Cause.LOSS),
+    ((1,), (2, "by hand", "late alone"), Cause.NOT_EXCHANGED),
+    ((1, "dropout"), (1, "dropout", "rounded", "late draw"), Cause.DROPOUT),
+]
+"""The first update differs by rounding, and the fault begins in a later one."""
+
 ALIKE = [
     ((1,), (1, "halved")),
     ((1,), (2,)),
@@ -74,6 +97,16 @@ ALIKE = [
     ((1, "operators"), (2, "operators")),
     ((1,), (1, "compiled")),
     ((2, "less dropout"), (2, "less dropout")),
+    ((1, "twice"), (2, "twice")),
+    ((1, "task"), (2, "task")),
+    ((1, "task", "step level"), (2, "task", "step level")),
+    ((2,), (2, "task")),
+    ((1, "smoothed"), (2, "smoothed")),
+    ((1, "dropout"), (1, "dropout", "rounded")),
+    ((1, "late clipped"), (2, "late clipped")),
+    ((1, "late reset"), (2, "late reset")),
+    ((1, "late temperature"), (2, "late temperature")),
+    ((1, "late halved"), (2, "late halved")),
 ]
 QUICK = {
     Cause.SAME_ROWS,
@@ -82,6 +115,8 @@ QUICK = {
     Cause.SETTINGS,
     Cause.ORDER,
     Cause.ARGUMENTS,
+    Cause.CLIPPED,
+    Cause.CHANGED,
 }
 
 
@@ -108,6 +143,14 @@ def test_the_planted_fault_is_named(records, one, other, cause):
     assert records.cause(other, one).cause is cause
 
 
+@pytest.mark.parametrize(("one", "other", "cause"), [*cases(LATE)])
+def test_a_fault_that_begins_behind_rounding_is_named(records, one, other, cause):
+    for finding in (records.cause(one, other), records.cause(other, one)):
+        assert (finding.cause, finding.step) == (cause, 3), finding
+        assert finding.evidence
+        assert finding.remedy
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [
@@ -129,7 +172,7 @@ def test_a_run_equals_itself_recorded_at_another_level(records, faults):
 @pytest.mark.parametrize(
     ("one", "other", "line"),
     [
-        ((1,), (1, "less dropout"), "it draws random numbers in "),
+        ((1,), (1, "less dropout"), "it says of itself: p=0.0, inplace=False in "),
         ((1, "dropout"), (1, "less dropout"), "it says of itself: p=0.5, inplace=False in "),
         ((1,), (1, "adam"), "class of group 0 is SGD in "),
         ((1,), (1, "bfloat16"), "autocast: not set in "),

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+import re
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
 
-from evenstep.comparison.reading import Call, Kept, ProcessStep
+from evenstep.comparison.reading import Call, Kept, ProcessStep, Run
 
 _MODULUS = 1 << 64
 
@@ -101,6 +104,88 @@ def _added_up(values: Sequence[float | None]) -> float | None:
     return None if None in values else math.fsum(value for value in values if value is not None)
 
 
+# ---- names
+
+
+def with_common_names(ours: Run, theirs: Run) -> tuple[Run, Run]:
+    """Return two runs of one model in which its tensors have the same names.
+
+    They have others where the outermost module that was called holds the model in one run: without
+    DistributedDataParallel, Lightning calls a method of the module that holds the model.
+    """
+    names = [run.processes[0].weights for run in (ours, theirs)]
+    if names[0].keys() != names[1].keys():
+        if places := _places_of(names[0], names[1]):
+            return ours, _renamed(theirs, places)
+        if places := _places_of(names[1], names[0]):
+            return _renamed(ours, places), theirs
+    return ours, theirs
+
+
+def _places_of(names: Iterable[str], longer: Collection[str]) -> dict[str, str]:
+    """Return where longer names hold the models of shorter ones: {"model.": "", ...}."""
+    models: dict[str, list[str]] = {}
+    for name in names:
+        model, _, bare = name.rpartition(": ")
+        models.setdefault(model, []).append(bare)
+    places: dict[str, str] = {}
+    for model, held in models.items():
+        ends = [one.removesuffix(held[0]) for one in longer if one.endswith(held[0])]
+        found = [end for end in ends if all(end + one in longer for one in held)]
+        new = next((end for end in found if end not in places), None)
+        if new is None:
+            return {}
+        places[new] = f"{model}: " if model else ""
+    return places
+
+
+def _renamed(run: Run, places: Mapping[str, str]) -> Run:
+    def named(name: str) -> str:
+        for long, short in places.items():
+            if name.startswith(long):
+                return short + name.removeprefix(long)
+        return name
+
+    def all_named(found: Mapping[str, Any]) -> dict[str, Any]:
+        return {named(name): one for name, one in found.items()}
+
+    def call_named(call: Call) -> Call:
+        base, *more = re.split(r"(?= \(call | > )", call.module, maxsplit=1)
+        whole = {long.rstrip(".: "): short.rstrip(": ") for long, short in places.items() if long}
+        if base in whole:
+            more = [one for one in more if not one.startswith(" (call ")]
+        module = "".join((whole.get(base, named(base)), *more))
+        return dataclasses.replace(call, module=module)
+
+    def calls_named(step: ProcessStep) -> list[Call]:
+        inner = [call_named(call) for call in step.calls if not call.is_whole]
+        return inner if any(call.is_whole for call in inner) else step.calls
+
+    def step_named(step: ProcessStep) -> ProcessStep:
+        by_name: dict[str, Any] = {name: all_named(getattr(step, name)) for name in _BY_NAME}
+        held = [*map(named, step.held)]
+        return dataclasses.replace(step, calls=calls_named(step), held=held, **by_name)
+
+    return Run(
+        run.name,
+        [
+            dataclasses.replace(
+                process,
+                weights=all_named(process.weights),
+                buffers=all_named(process.buffers),
+                settings=all_named(process.settings),
+                frozen=[*map(named, process.frozen)],
+                steps=[*map(step_named, process.steps)],
+            )
+            for process in run.processes
+        ],
+    )
+
+
+_BY_NAME = ("local", "exchanged", "seen", "changed", "values", "weights", "buffers")
+"""What a step keeps by the names of tensors."""
+
+
 # ---- how far apart
 
 
@@ -184,11 +269,20 @@ def furthest(one: Mapping[str, Kept], other: Mapping[str, Kept]) -> tuple[str, f
     A gradient that is zero but for rounding (of a bias before a softmax) has no size of its own:
     each counts as at least a small part of the largest.
     """
-    least = _SMALL * max((math.sqrt(kept.squares or 0.0) for kept in one.values()), default=0.0)
-    least = least if math.isfinite(least) else 0.0
-    found = {name: distance(one[name], other[name], least) for name in one if name in other}
+    found = _distances(one, other)
     name = max(found, key=lambda key: found[key], default="")
     return name, found.get(name, 0.0)
+
+
+def typical(one: Mapping[str, Kept], other: Mapping[str, Kept]) -> float:
+    """Return the median of the distances between tensors of the same names; 0 without any."""
+    return statistics.median_low(_distances(one, other).values() or [0.0])
+
+
+def _distances(one: Mapping[str, Kept], other: Mapping[str, Kept]) -> dict[str, float]:
+    least = _SMALL * max((math.sqrt(kept.squares or 0.0) for kept in one.values()), default=0.0)
+    least = least if math.isfinite(least) else 0.0
+    return {name: distance(one[name], other[name], least) for name in one if name in other}
 
 
 def scale_between(one: Mapping[str, Kept], other: Mapping[str, Kept]) -> float | None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from evenstep.comparison.aligned import Joined, distance, join_calls, rounding_of, same
 from evenstep.comparison.finding import Cause, Finding
-from evenstep.comparison.reading import Run
+from evenstep.comparison.reading import ProcessStep, Run
 from evenstep.errors import counted
+
+OTHER_LOSS = (
+    "look at the settings, weights, targets and penalties of the loss, and at how it averages"
+)
 
 
 def find_other_modes(ours: Run, theirs: Run, number: int) -> Finding | None:
@@ -47,19 +51,41 @@ def find_other_modes(ours: Run, theirs: Run, number: int) -> Finding | None:
     return None
 
 
-def find_other_outputs(ours: Run, theirs: Run, number: int) -> Finding | None:
-    """Return the first module that gives other outputs for the same inputs; None if none does."""
+def find_other_outputs(
+    ours: Run,
+    theirs: Run,
+    number: int,
+    *,
+    within: float = 0.0,
+    beyond: Callable[[str], float] = lambda module: 0.0,
+) -> Finding | None:
+    """Return the first module that gives other outputs for the same inputs; None if none does.
+
+    Args:
+        ours: a run.
+        theirs: another one.
+        number: the update.
+        within: the distance up to which inputs are the same.
+        beyond: gives for the name of a module the distance above which its outputs differ.
+    """
     mine, its = join_calls(ours.step(number)), join_calls(theirs.step(number))
     for name, call in mine.items():
         other = its.get(name)
-        if other is None or not _alike(call, other, what="inputs"):
+        if other is None or not are_alike(call, other, what="inputs", within=within):
             continue
-        if _alike(call, other, what="outputs"):
+        if are_alike(call, other, what="outputs", within=beyond(name)):
             continue
         far = max(map(distance, call.outputs, other.outputs), default=math.inf)
         how_far = "" if far == math.inf else f" (relative difference about {far:.1e})"
         seen = f"{_spelled(call)} has the same inputs and other outputs{how_far}"
-        if "BatchNorm" in call.kind and call.trains and max(call.calls, other.calls) > 1:
+        is_part = (call.calls, call.kind) != (other.calls, other.kind)
+        is_rounding = far <= rounding_of(ours.step(number))
+        if (
+            "BatchNorm" in call.kind
+            and call.trains
+            and max(call.calls, other.calls) > 1
+            and (is_part or not is_rounding)
+        ):
             return Finding(
                 Cause.BATCH_NORM,
                 number,
@@ -70,12 +96,20 @@ def find_other_outputs(ours: Run, theirs: Run, number: int) -> Finding | None:
             )
         settings = [run.processes[0].settings.get(name, "") for run in (ours, theirs)]
         differing = [*_differing("it says of itself", ours, settings[0], theirs, settings[1])]
+        if differing and not is_rounding:
+            return Finding(
+                Cause.LAYER,
+                number,
+                (seen, *differing),
+                "build the model with the same settings in both",
+                place=name,
+            )
         if bool(call.drew) != bool(other.drew):
             run = ours if call.drew else theirs
             return Finding(
-                Cause.DROPOUT,
+                Cause.DRAWS,
                 number,
-                (f"{seen}: it draws random numbers in {run.name} only", *differing),
+                (f"{seen}: it draws random numbers in {run.name} only",),
                 "use the same rate of dropout, and the same mode (train or eval), in both",
                 place=name,
             )
@@ -83,16 +117,16 @@ def find_other_outputs(ours: Run, theirs: Run, number: int) -> Finding | None:
             return Finding(
                 Cause.DROPOUT,
                 number,
-                (f"{seen}, and draws other random numbers", *differing),
+                (f"{seen}, and draws other random numbers",),
                 "seed both in the same way; with several processes each draws for its own part, "
                 "so only evenstep, which seeds shards, gives the same numbers",
                 place=name,
             )
-        if far > rounding_of(ours.step(number)):
+        if not is_rounding:
             return Finding(
                 Cause.KERNEL,
                 number,
-                (seen, *differing, *_facts_that_differ(ours, theirs)),
+                (seen, *_facts_that_differ(ours, theirs)),
                 "look at what the module reads besides its inputs, and at the settings above",
                 place=name,
             )
@@ -115,14 +149,12 @@ def find_other_losses(ours: Run, theirs: Run, number: int) -> Finding | None:
     if whole[0] is None or whole[1] is None:
         return None
     rounding = rounding_of(steps[0])
-    if not _alike(whole[0], whole[1], what="outputs", within=rounding):
+    if not are_alike(whole[0], whole[1], what="outputs", within=rounding):
         return None
     if not all(step.losses for part in steps for step in part):
         return None
     # What is accumulated in a process adds up; processes are averaged.
-    means = [
-        math.fsum(sum(step.losses) / step.scale for step in part) / len(part) for part in steps
-    ]
+    means = [mean_loss(part) for part in steps]
     size = max(map(abs, means))
     if size == 0 or not abs(means[0] - means[1]) > rounding * size:
         return None
@@ -130,15 +162,21 @@ def find_other_losses(ours: Run, theirs: Run, number: int) -> Finding | None:
     by_passes = abs(means[0] * passes[1] - means[1] * passes[0])
     if passes[0] != passes[1] and by_passes <= 1e-2 * size * max(passes):
         return None  # the sum of what was accumulated: gradients have another scale
-    counts = [[len(call.examples or ()) for step in part for call in step.calls if call.examples]
+    counts = [[len(call.examples or ()) for step in part for call in step.calls
+               if call.is_whole and call.examples]
               for part in steps]  # fmt: skip
     spelled = [" and ".join(map(str, count[:8])) for count in counts]
+    seen = (
+        f"the outputs agree, and the mean of the losses is {means[0]:.6g} in {ours.name} and "
+        f"{means[1]:.6g} in {theirs.name}"
+    )
+    if sorted(counts[0]) == sorted(counts[1]) and len(steps[0]) == len(steps[1]):
+        return Finding(Cause.LOSS, number, (seen,), OTHER_LOSS)
     return Finding(
         Cause.MEAN,
         number,
         (
-            f"the outputs agree, and the mean of the losses is {means[0]:.6g} in {ours.name} and "
-            f"{means[1]:.6g} in {theirs.name}",
+            seen,
             f"the losses are of {spelled[0]} examples in {ours.name}, and of {spelled[1]} in "
             f"{theirs.name}: where parts count differently (uneven batches, masked targets), the "
             f"mean of their means is not the mean of all",
@@ -147,7 +185,12 @@ def find_other_losses(ours: Run, theirs: Run, number: int) -> Finding | None:
     )
 
 
-def _alike(call: Joined, other: Joined, *, what: str, within: float = 0.0) -> bool:
+def mean_loss(steps: Sequence[ProcessStep]) -> float:
+    """Return the mean over processes of the losses that each backpropagated for an update."""
+    return math.fsum(sum(step.losses) / step.scale for step in steps) / len(steps)
+
+
+def are_alike(call: Joined, other: Joined, *, what: str, within: float = 0.0) -> bool:
     """Return whether a module's "inputs" or "outputs" are equal: to the bit, or within a distance.
 
     Tensors without examples (a loss) don't add up over calls, so they say nothing where these have

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from evenstep.comparison.aligned import join_calls
 from evenstep.comparison.finding import Cause, Finding
 from evenstep.comparison.reading import Run
+from evenstep.errors import counted
 
 
 def find_other_data(ours: Run, theirs: Run, number: int) -> Finding | None:
@@ -19,6 +20,8 @@ def find_other_data(ours: Run, theirs: Run, number: int) -> Finding | None:
         finding = _same_in_processes(run, number)
         if finding is not None:
             return finding
+    if {*mine} == {*its} and (more := _more_calls(ours, theirs, number)):
+        return more
     if not (Counter(mine) & Counter(its)) and (other := _other_arguments(ours, theirs, number)):
         return other
     return _at_an_epochs_end(ours, theirs, number) or _another_order(ours, theirs, number)
@@ -47,6 +50,25 @@ def _same_in_processes(run: Run, number: int) -> Finding | None:
                     "examples of its own",
                 )
     return None
+
+
+def _more_calls(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that every example reaches the model as many times more often."""
+    mine, its = Counter(rows_of(ours, number)), Counter(rows_of(theirs, number))
+    times = mine.total() / its.total()
+    if any(count != its[row] * times for row, count in mine.items()):
+        return None
+    counts = [max(found.values()) for found in (mine, its)]
+    return Finding(
+        Cause.CALLS,
+        number,
+        (
+            f"each example reaches the model {counted(counts[0], 'time')} in {ours.name}, and "
+            f"{counted(counts[1], 'time')} in {theirs.name}",
+        ),
+        "look for a second call of the model on a batch: a term of the loss, checkpointing, a "
+        "metric that is computed outside of torch.no_grad()",
+    )
 
 
 def _other_arguments(ours: Run, theirs: Run, number: int) -> Finding | None:
@@ -99,10 +121,11 @@ def _at_an_epochs_end(ours: Run, theirs: Run, number: int) -> Finding | None:
                 number,
                 (
                     f"{extra.total()} examples of {run.name} were used before in the same epoch: "
-                    f"DistributedSampler repeats some, so that each process has as many",
+                    f"what divides an epoch over processes (DistributedSampler, Accelerate) "
+                    f"repeats some, so that each process has as many",
                 ),
-                "use drop_last=True in the sampler and in the run on one process, or a number of "
-                "examples that the processes divide",
+                "use a number of examples that the processes divide; or drop the rest in both "
+                "(drop_last=True), or repeat none (even_batches=False of Accelerate)",
             )
     return None
 

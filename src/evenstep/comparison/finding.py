@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Iterator
+
+from evenstep.comparison.reading import Run
 
 
 class Cause(enum.Enum):
@@ -12,8 +15,9 @@ class Cause(enum.Enum):
     WEIGHTS = "they begin with other weights"
     SAME_ROWS = "several processes train on the same examples"
     MORE_ROWS = "an update is made from another number of examples"
+    CALLS = "the model is called more often on the same examples"
     ARGUMENTS = "the model is called with other arguments"
-    ORDER = "they see the same examples in another order"
+    ORDER = "the examples of one data set come in another order"
     SAME_ORDER = "one of them sees the same order in every epoch"
     PADDED = "some examples are used twice at the end of an epoch"
     DROPPED = "one of them drops the last batch of an epoch"
@@ -22,9 +26,12 @@ class Cause(enum.Enum):
     MODES = "a module is in another mode"
     PRECISION = "they compute in another precision"
     BATCH_NORM = "batch normalisation sees a part of the batch only"
+    LAYER = "a module has other settings"
+    DRAWS = "random numbers are drawn in the model of one of them only"
     DROPOUT = "other random numbers are drawn in the model"
     KERNEL = "a module gives other outputs for the same inputs"
     MEAN = "one of them takes a mean of means"
+    LOSS = "the same outputs give another loss"
     PARAMETERS = "other parameters are trained"
     NOT_EXCHANGED = "the processes don't exchange their gradients"
     SCALE = "their gradients have another scale"
@@ -64,3 +71,29 @@ class Finding:
     remedy: str = ""
     follows: tuple[str, ...] = ()
     place: str = ""
+
+
+def lines_of(finding: Finding, ours: Run, theirs: Run) -> Iterator[str]:
+    """Yield the answer: the verdict, the evidence, what follows, and what to do."""
+    where = "" if finding.step is None else f", first in update {finding.step} (counted from 0)"
+    yield f"{finding.cause.value}{where}"
+    if _is_repeated(ours, theirs) and finding.cause not in HARMLESS:
+        yield (
+            "  the two are records of one command: unless a file, a variable or an option of a "
+            "launcher has changed, it can't be repeated as it is"
+        )
+    for line in finding.evidence:
+        yield f"  {line}"
+    for line in finding.follows:
+        yield f"  {line}"
+    if finding.remedy:
+        yield f"  what to do: {finding.remedy}"
+
+
+def _is_repeated(ours: Run, theirs: Run) -> bool:
+    mine, its = ours.processes, theirs.processes
+    return (len(mine), mine[0].command, mine[0].facts) == (
+        len(its),
+        its[0].command,
+        its[0].facts,
+    )

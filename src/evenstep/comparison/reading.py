@@ -65,7 +65,7 @@ class Call:
         trains: whether it was in training mode.
         drew: a digest of the random numbers that were drawn in it; "" for none.
         inputs, outputs: its tensors.
-        examples: of the model itself: a digest of each example.
+        examples: of the model, and of parts with all its parameters: a digest of each example.
         autocast: of the model itself: the dtype of autocast.
     """
 
@@ -77,6 +77,11 @@ class Call:
     outputs: list[Kept]
     examples: list[str] | None = None
     autocast: str | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is a call of a model, and not of a part of one."""
+        return not self.module or (self.module.startswith("model ") and ":" not in self.module)
 
 
 @dataclasses.dataclass
@@ -127,7 +132,7 @@ class ProcessStep:
     @property
     def examples(self) -> list[str]:
         """The digests of all examples that reached a model, in their order."""
-        return [one for call in self.calls for one in call.examples or ()]
+        return [one for call in self.calls if call.is_whole for one in call.examples or ()]
 
 
 @dataclasses.dataclass

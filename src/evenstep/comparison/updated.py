@@ -13,14 +13,20 @@ from evenstep.comparison.aligned import (
     rounding_of,
     same,
     scale_between,
+    typical,
 )
 from evenstep.comparison.finding import Cause, Finding
 from evenstep.comparison.reading import Kept, ProcessStep, Run
 
+OTHER_WRITER = (
+    "look for code that writes to weights: weight clipping, averages (EMA), a checkpoint that is "
+    "loaded, a layer that is initialised again"
+)
+
 
 def find_changed_weights(ours: Run, theirs: Run, number: int) -> Finding | None:
     """Return that something else than the optimizer has changed weights before the step."""
-    mine, its = _changed(ours, number), _changed(theirs, number)
+    mine, its = changed_weights(ours, number), changed_weights(theirs, number)
     only = sorted(mine.keys() ^ its.keys())
     name, far = furthest(mine, its)
     if only:
@@ -36,13 +42,12 @@ def find_changed_weights(ours: Run, theirs: Run, number: int) -> Finding | None:
         Cause.CHANGED,
         number,
         (seen,),
-        "look for code that writes to weights: weight clipping, averages (EMA), a checkpoint that "
-        "is loaded, a layer that is initialised again",
+        OTHER_WRITER,
         place=only[0] if only else name,
     )
 
 
-def _changed(run: Run, number: int) -> Mapping[str, Kept]:
+def changed_weights(run: Run, number: int) -> Mapping[str, Kept]:
     """Return the weights that were changed, except by the exchange of what processes update."""
     changed = run.step(number)[0].changed
     before = run.weights(number - 1) if number else {}
@@ -86,12 +91,11 @@ def find_other_optimizer(ours: Run, theirs: Run, number: int) -> Finding | None:
     )
 
 
-def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
-    """Return how gradients differ, from the backward pass to what the optimizer sees."""
-    mine, its = ours.step(number), theirs.step(number)
-    if mine[0].is_skipped and its[0].is_skipped:
+def find_not_exchanged(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that optimizers of several processes see other gradients."""
+    if ours.step(number)[0].is_skipped and theirs.step(number)[0].is_skipped:
         return None
-    for run, steps in ((ours, mine), (theirs, its)):
+    for run, steps in ((ours, ours.step(number)), (theirs, theirs.step(number))):
         for rank, step in enumerate(steps[1:], 1):
             name, far = furthest(steps[0].seen, step.seen)
             if far > 0 and not step.updates_parts:
@@ -106,6 +110,14 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
                     "the update",
                     place=name,
                 )
+    return None
+
+
+def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return how gradients differ, from the backward pass to what the optimizer sees."""
+    mine, its = ours.step(number), theirs.step(number)
+    if mine[0].is_skipped and its[0].is_skipped:
+        return None
     seen = ours.seen(number), theirs.seen(number)
     if not seen[0] or not seen[1]:
         return None
@@ -123,7 +135,7 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
     rounding = rounding_of(mine)
     if seen[0] and furthest(*seen)[1] <= rounding:
         return None  # whatever was done to them on the way
-    made = (_mean_gradients(mine) or seen[0]), (_mean_gradients(its) or seen[1])
+    made = (mean_gradients(mine) or seen[0]), (mean_gradients(its) or seen[1])
     name, far = furthest(*made)
     if far > rounding:
         return _scaled(ours, theirs, number, made) or Finding(
@@ -141,7 +153,13 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
     worlds = {len(mine), len(its), 1 / len(mine), 1 / len(its)} - {1}
     if scale is not None and any(abs(scale - world) < 1e-3 for world in worlds):
         return _scaled(ours, theirs, number, seen)
-    spelled = [_spelled_scale(scale_between(*pair)) for pair in zip(made, seen, strict=True)]
+    scales = [scale_between(*pair) for pair in zip(made, seen, strict=True)]
+    return clipped(ours, theirs, number, scales)
+
+
+def clipped(ours: Run, theirs: Run, number: int, scales: Sequence[float | None]) -> Finding:
+    """Say by what each run multiplies its gradients before the update; None for something else."""
+    spelled = [*map(_spelled_scale, scales)]
     return Finding(
         Cause.CLIPPED,
         number,
@@ -153,7 +171,7 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
     )
 
 
-def _mean_gradients(steps: Sequence[ProcessStep]) -> Mapping[str, Kept]:
+def mean_gradients(steps: Sequence[ProcessStep]) -> Mapping[str, Kept]:
     """Return the mean gradients of all processes after the backward pass.
 
     Where a script exchanges gradients later, only their sums are known, since these are linear.
@@ -201,10 +219,12 @@ def find_other_settings(ours: Run, theirs: Run, number: int) -> Finding | None:
 
 
 def find_other_update(ours: Run, theirs: Run, number: int) -> Finding | None:
-    """Return that the same gradients give other weights."""
+    """Return that the same gradients give other weights.
+
+    Of a gradient that is zero but for rounding, Adam and its like make as large an update as of
+    any other: a few weights say nothing where gradients round.
+    """
     mine, its = ours.step(number)[0], theirs.step(number)[0]
-    # Of a gradient that is zero but for rounding, Adam and its like make as large an update as of
-    # any other.
     seen_by = ours.seen(number), theirs.seen(number)
     noise = {
         name
@@ -229,6 +249,10 @@ def find_other_update(ours: Run, theirs: Run, number: int) -> Finding | None:
         name, far = furthest(
             *({key: kept[key] for key in kept.keys() - noise} for kept in (one, other))
         )
+        is_rounded = cause is Cause.UPDATE and any(
+            not same(kept, seen_by[1][key]) for key, kept in seen_by[0].items() if key in seen_by[1]
+        )
+        far = typical(one, other) if is_rounded else far
         if far > rounding_of([mine]):
             seen = f"{name} differs by {far:.1e} of its size after the update"
             return Finding(cause, number, (seen,), remedy, place=name)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from evenstep.comparison.aligned import furthest, rounding_of
+from evenstep.comparison.aligned import furthest, rounding_of, with_common_names
 from evenstep.comparison.computed import (
     find_other_losses,
     find_other_modes,
@@ -16,9 +16,18 @@ from evenstep.comparison.computed import (
 )
 from evenstep.comparison.data import find_other_data
 from evenstep.comparison.finding import HARMLESS, Cause, Finding
+from evenstep.comparison.later import (
+    find_jump_of_losses,
+    find_jump_of_outputs,
+    find_jump_of_weights,
+    find_new_changes,
+    find_new_clipping,
+    find_new_draws,
+)
 from evenstep.comparison.reading import Run, read_run
 from evenstep.comparison.updated import (
     find_changed_weights,
+    find_not_exchanged,
     find_other_gradients,
     find_other_optimizer,
     find_other_settings,
@@ -31,14 +40,21 @@ from evenstep.errors import counted
 
 _Search: TypeAlias = Callable[[Run, Run, int], Finding | None]
 
-_FACTS: tuple[_Search, ...] = (
+_LATER: tuple[_Search, ...] = (
     find_other_optimizer,
     find_other_data,
+    find_new_changes,
     find_other_modes,
+    find_new_draws,
+    find_jump_of_outputs,
+    find_jump_of_losses,
     find_skipped,
+    find_not_exchanged,
+    find_new_clipping,
     find_other_settings,
+    find_jump_of_weights,
 )
-"""What is looked for in every update: no rounding changes it."""
+"""What is looked for in the updates behind the first that rounds."""
 
 _SEARCHES: tuple[_Search, ...] = (
     find_other_optimizer,
@@ -48,6 +64,7 @@ _SEARCHES: tuple[_Search, ...] = (
     find_other_outputs,
     find_other_losses,
     find_skipped,
+    find_not_exchanged,
     find_other_gradients,
     find_other_settings,
     find_other_update,
@@ -76,15 +93,17 @@ def compare(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Findi
 def find_cause(ours: Run, theirs: Run) -> Finding:
     """Return why two runs differ.
 
-    Differences by rounding are passed over, unless nothing else differs.
+    Differences by rounding are passed over, unless nothing else differs: behind the first, only
+    what rounding does not explain counts.
     """
+    ours, theirs = with_common_names(ours, theirs)
     found = _weights(ours, theirs)
     if found is not None:
         return found
     rounds: Finding | None = None
     steps = min(ours.steps, theirs.steps)
     for number in range(steps):
-        for search in _SEARCHES if rounds is None else _FACTS:
+        for search in _SEARCHES if rounds is None else _LATER:
             finding = search(ours, theirs, number)
             if finding is not None and finding.cause not in HARMLESS:
                 return _with_what_follows(finding, ours, theirs)

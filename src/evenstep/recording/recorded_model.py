@@ -37,6 +37,7 @@ class RecordedModel:
         self.name = f"model {number}" if number else ""
         self.watched: set[int] = set()
         self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._cores = weakref.WeakSet(_cores_of(module))
         self._digests: dict[str, Any] = {}
         self._is_compared = True
 
@@ -48,6 +49,10 @@ class RecordedModel:
     def is_called_by(self, module: nn.Module) -> bool:
         """Whether a call of a module is one of the model: it is the model, or wraps it."""
         return self.module() is module or module in self._wrappers
+
+    def is_core(self, module: nn.Module) -> bool:
+        """Whether a part of the model has all its parameters, so that it may be called instead."""
+        return module in self._cores
 
     def is_wrapped_by(self, module: nn.Module) -> bool:
         """Whether a module holds the model and has no other parameters."""
@@ -99,6 +104,17 @@ class RecordedModel:
     def forget_weights(self) -> None:
         """Compare with nothing: an update was not recorded."""
         self._digests = {}
+
+
+def _cores_of(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the parts of a module that have all its parameters, from the outside in."""
+    held = {*map(id, module.parameters())}
+    inner: nn.Module | None = module
+    while held and inner is not None:
+        children = inner.children()
+        inner = next((one for one in children if {*map(id, one.parameters())} == held), None)
+        if inner is not None:
+            yield inner
 
 
 def bare(name: str) -> str:

@@ -208,7 +208,10 @@ class Recorder:
             self._operators.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if len(rest) < 2 or frame.draws is None or is_scripting() or not self._is_due:
             return
-        if self._level == "step" and not is_whole:
+        is_core = not is_whole and any(
+            frame.module != one.name and one.is_core(original_of(module)) for one in self._models
+        )  # what a wrapper holds has the model's name
+        if self._level == "step" and not is_whole and not is_core:
             return
         has_grad, autocast = torch.is_grad_enabled(), autocast_dtype()
         with self._lock, quiet():
@@ -218,8 +221,8 @@ class Recorder:
             model = self._model_of(module) if is_whole else None
             if model is not None:
                 event |= {"model": model.number, "autocast": autocast}
-                if examples is not None:
-                    event["examples"] = digests_of_examples(inputs, examples)
+            if examples is not None and (model is not None or is_core):
+                event["examples"] = digests_of_examples(inputs, examples)
             if self._wants_values(frame.module):
                 event["values"] = [values_of(one) for one in outputs]
             kept = [kept_and_picked(one, examples) for one in inputs]

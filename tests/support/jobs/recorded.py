@@ -24,9 +24,13 @@ FAULTS = {
     "clipped alone", "by hand", "rate", "momentum", "clamped", "scaled update", "layer norm",
     "unused", "step level", "clamped weights", "float16", "scaler", "overflow", "two optimizers",
     "other turns", "longer", "adam", "nan", "counted", "operators", "values", "less dropout",
-    "targets given", "compiled",
+    "targets given", "compiled", "smoothed", "twice", "rounded", "late alone", "late clipped",
+    "late halved", "late signs", "late rate", "late reset", "late temperature", "late draw",
+    "late smoothed", "late limit", "late twice", "late bfloat16", "task",
 }  # fmt: skip
 EXAMPLES, BATCH, EPOCHS = 96, 32, 2
+LATE = 3
+"""The update from which on faults that are called late are there."""
 
 
 class Net(nn.Module):
@@ -49,6 +53,20 @@ class Net(nn.Module):
     def forward(self, x, targets=None):
         x = self.scale(self.drop(self.body(x)))
         return self.head(x) if self.is_unused else self.head(x) + self.extra(x)
+
+
+class Task(nn.Module):
+    """Holds a model, as Lightning's modules do: what is called is a method, or this as a whole."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.loss = nn.CrossEntropyLoss()
+
+    def predict(self, x):
+        return self.model(x)
+
+    forward = predict
 
 
 class Scale(nn.Module):
@@ -119,10 +137,13 @@ def main():
         model.extra.requires_grad_(False)
     if "clamped" in faults:
         model.head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    task = Task(model)
     by_hand = {"by hand", "summed", "clipped alone"} & faults
-    net = model
+    net = task.predict if "task" in faults else model
     if world > 1 and not by_hand and "alone" not in faults:
-        net = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        net = nn.parallel.DistributedDataParallel(
+            task if "task" in faults else model, find_unused_parameters=True
+        )
     if "compiled" in faults:
         net = torch.compile(net, backend="aot_eager")
     optimizers = optimizers_of(model, faults)
@@ -151,11 +172,40 @@ def optimizers_of(model, faults):
 
 def loss_of(output, targets, world, faults):
     if "counted" not in faults:
-        return F.cross_entropy(output, targets)
+        smoothing = 0.1 if "smoothed" in faults else 0.0
+        return F.cross_entropy(output, targets, label_smoothing=smoothing)
     counted = (targets != -100).sum()
     if world > 1:
         dist.all_reduce(counted)
     return F.cross_entropy(output, targets, reduction="sum") * world / counted
+
+
+@torch.no_grad()
+def begin_late(model, optimizers, faults):
+    """Change a training between two of its updates."""
+    if "late halved" in faults:
+        model.body[0].weight.mul_(0.5)
+    if "late rate" in faults:
+        optimizers[0].param_groups[0]["lr"] = 0.2
+    if "late reset" in faults:
+        optimizers[0].state.clear()
+    if "late temperature" in faults:
+        model.scale.temperature = 2.0
+    if "late draw" in faults:
+        torch.rand(1)
+
+
+@torch.no_grad()
+def change_gradients(model, faults):
+    """Change gradients between the backward pass and the update."""
+    if "rounded" in faults:
+        for parameter in model.parameters():
+            parameter.grad *= 1 + 2.0**-23
+    if "clipped" in faults:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05 if "limit" in faults else 0.1)
+    if "signs" in faults:
+        for parameter in model.parameters():
+            parameter.grad.sign_()
 
 
 def train(net, model, optimizers, loader, rank, world, faults, by_hand):
@@ -164,10 +214,15 @@ def train(net, model, optimizers, loader, rank, world, faults, by_hand):
     dtype = torch.float16 if "float16" in faults else torch.bfloat16
     scale = 2.0**24 if "overflow" in faults else 2.0**10
     scaler = torch.amp.GradScaler("cpu", init_scale=scale, enabled="scaler" in faults)
+    updates = 0
     for epoch in range(EPOCHS + ("longer" in faults)):
         if world > 1 and "no epoch" not in faults and hasattr(loader.sampler, "set_epoch"):
             loader.sampler.set_epoch(epoch)
         for x, y in loader:
+            if updates == LATE:
+                faults = faults | {one.removeprefix("late ") for one in faults}
+                begin_late(model, optimizers, faults)
+            updates += 1
             for optimizer in optimizers:
                 optimizer.zero_grad()
             parts = parts_of(x, y, rank, world, faults)
@@ -175,15 +230,16 @@ def train(net, model, optimizers, loader, rank, world, faults, by_hand):
                 with torch.autocast("cpu", dtype, enabled=bool({"bfloat16", "float16"} & faults)):
                     output = net(part, targets) if "targets given" in faults else net(part)
                 loss = loss_of(output.float(), targets, world, faults)
+                if "twice" in faults:
+                    loss = loss + net(part).square().mean()
                 if "accumulated" not in faults:
                     loss = loss / len(parts)
                 scaler.scale(loss).backward()
             if "clipped alone" in faults:
                 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            if by_hand and world > 1:
+            if by_hand and world > 1 and "alone" not in faults:
                 average(model, world, faults)
-            if "clipped" in faults:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            change_gradients(model, faults)
             for optimizer in optimizers[:: -1 if "other turns" in faults and epoch else 1]:
                 scaler.step(optimizer)
             scaler.update()

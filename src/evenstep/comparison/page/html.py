@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from pathlib import Path
 
+from evenstep.comparison.aligned import with_common_names
 from evenstep.comparison.finding import HARMLESS, Finding
 from evenstep.comparison.page.lines import HEIGHT, WIDTH, lines, lines_of_distances
 from evenstep.comparison.page.side_by_side import modules_of, updates_of
@@ -17,6 +18,7 @@ _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
 def page_of(finding: Finding, ours: Run, theirs: Run) -> str:
     """Return the answer as one HTML file that needs no other."""
+    ours, theirs = with_common_names(ours, theirs)
     updates = updates_of(ours, theirs)
     number = min(finding.step or 0, len(updates) - 1)
     losses = [[one.losses[run] for one in updates] for run in (0, 1)]
