@@ -91,8 +91,8 @@ def _sum_of(tensors: Sequence[Kept]) -> Kept:
         _added_up([one.squares for one in tensors]),
         max((one.largest or 0.0 for one in tensors), default=None),
         sum(one.nans or 0 for one in tensors),
-        None if picked is None else picked.picked,
-        () if picked is None else picked.sample,
+        picked=None if picked is None else picked.picked,
+        sample=() if picked is None else picked.sample,
     )
 
 
@@ -210,8 +210,9 @@ def same(one: Kept, other: Kept) -> bool:
 def distance(one: Kept, other: Kept, least: float = 0.0) -> float:
     """Return how far two tensors are apart, relative to their norm, estimated.
 
-    By the difference of their norms, of their sums, and of some values of one example, which are
-    kept of what a module gives for the same inputs; infinity if they can't be equal.
+    By the difference of their sketches; of tensors with examples by that of their norms, of their
+    sums, and of some values of one example, which are kept of what a module gives for the same
+    inputs. Infinity if they can't be equal.
 
     Args:
         one: a tensor.
@@ -234,6 +235,8 @@ def distance(one: Kept, other: Kept, least: float = 0.0) -> float:
         return 0.0 if one.nans == other.nans else math.inf
     if size == 0.0:
         return 0.0
+    if one.sketch and other.sketch and len(one.sketch) == len(other.sketch):
+        return math.dist(one.sketch, other.sketch) / math.sqrt(len(one.sketch)) / size
     by_sum = abs(one.total - other.total) / (size * math.sqrt(max(one.elements, 1)))
     by_norm = abs(norms[0] - norms[1]) / size
     return max(by_norm, by_sum, _by_sample(one, other, size / math.sqrt(max(one.elements, 1))))
@@ -260,6 +263,7 @@ def divided(kept: Kept, scale: float) -> Kept:
         total=None if kept.total is None else kept.total / scale,
         squares=None if kept.squares is None else kept.squares / scale**2,
         largest=None if kept.largest is None else kept.largest / scale,
+        sketch=None if kept.sketch is None else tuple(one / scale for one in kept.sketch),
     )
 
 

@@ -31,6 +31,7 @@ class Kept:
         squares: the sum of their squares.
         largest: the largest absolute value.
         nans: the number of NaN.
+        sketch: sums of its values with random signs; None of a tensor that has examples.
         picked: which example was looked at more closely, by its inputs; None without examples.
         sample: some values of it.
     """
@@ -43,6 +44,7 @@ class Kept:
     squares: float | None
     largest: float | None
     nans: int | None
+    sketch: tuple[float, ...] | None = None
     picked: int | None = None
     sample: tuple[float, ...] = ()
 
@@ -342,7 +344,7 @@ def _kept_by_name(found: Mapping[str, Any]) -> dict[str, Kept]:
 
 
 def _kept(value: list[Any]) -> Kept:
-    digest, rows, shape, dtype, total, squares, largest, nans = value
+    digest, rows, shape, dtype, total, squares, largest, nans, sketch = value
     return Kept(
         digest,
         None if rows is None else int(rows, 16),
@@ -352,4 +354,5 @@ def _kept(value: list[Any]) -> Kept:
         None if squares is None else float(squares),
         None if largest is None else float(largest),
         None if nans is None else int(nans),
+        None if sketch is None else tuple(map(float, sketch)),
     )

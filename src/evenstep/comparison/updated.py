@@ -174,7 +174,7 @@ def clipped(ours: Run, theirs: Run, number: int, scales: Sequence[float | None])
 def mean_gradients(steps: Sequence[ProcessStep]) -> Mapping[str, Kept]:
     """Return the mean gradients of all processes after the backward pass.
 
-    Where a script exchanges gradients later, only their sums are known, since these are linear.
+    Where a script exchanges gradients later, only sums and sketches are known, which are linear.
     """
     scale = steps[0].scale
     first = {name: divided(kept, scale) for name, kept in steps[0].exchanged.items()}
@@ -182,9 +182,16 @@ def mean_gradients(steps: Sequence[ProcessStep]) -> Mapping[str, Kept]:
         return first
     means = {}
     for name, kept in first.items():
-        totals = [step.exchanged[name].total for step in steps if name in step.exchanged]
-        total = math.fsum(one or 0.0 for one in totals) / len(steps) / scale
-        means[name] = dataclasses.replace(kept, digest=None, total=total, squares=None)
+        every = [step.exchanged[name] for step in steps if name in step.exchanged]
+        totals, sketches = [one.total or 0.0 for one in every], [one.sketch or () for one in every]
+        whole = dataclasses.replace(
+            kept,
+            digest=None,
+            total=math.fsum(totals),
+            squares=None,
+            sketch=(*map(math.fsum, zip(*sketches, strict=False)),) or None,
+        )
+        means[name] = divided(whole, len(steps))
     return means
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from evenstep.recording.digests import digest_of, kept_of
+from evenstep.recording.digests import RecentlyKept
 from evenstep.replicas import original_of
 
 _WRAPPERS = ("module.", "_orig_mod.", "_forward_module.")
@@ -25,19 +25,21 @@ class RecordedModel:
     Args:
         module: the model; held weakly.
         number: its number in the record.
+        kept: what was kept of its tensors.
 
     Attributes:
         name: its name in the record: "" for the first model.
         watched: by `id` the parameters whose gradients are noted.
     """
 
-    def __init__(self, module: nn.Module, number: int) -> None:
+    def __init__(self, module: nn.Module, number: int, kept: RecentlyKept) -> None:
         self.module = weakref.ref(module)
         self.number = number
         self.name = f"model {number}" if number else ""
         self.watched: set[int] = set()
         self._wrappers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._cores = weakref.WeakSet(_cores_of(module))
+        self._kept = kept
         self._digests: dict[str, Any] = {}
         self._is_compared = True
 
@@ -82,7 +84,7 @@ class RecordedModel:
 
     def keep_weights(self) -> dict[str, Any]:
         """Return what is kept of the parameters, by name."""
-        kept = kept_by_name(self.parameters())
+        kept = self._kept.kept_by_name(self.parameters())
         self._digests = {name: one[0] for name, one in kept.items()}
         self._is_compared = False
         return kept
@@ -95,11 +97,11 @@ class RecordedModel:
         if self._is_compared:
             return {}
         self._is_compared = True
-        return kept_by_name(
-            (name, one)
-            for name, one in self.parameters()
-            if name in self._digests and digest_of(one) != self._digests[name]
-        )
+        return {
+            name: kept
+            for name, kept in self._kept.kept_by_name(self.parameters()).items()
+            if name in self._digests and kept[0] != self._digests[name]
+        }
 
     def forget_weights(self) -> None:
         """Compare with nothing: an update was not recorded."""
@@ -144,8 +146,3 @@ def wrappers_of(module: nn.Module) -> list[str]:
     """Return the classes that wrap the model that a module holds."""
     inner = getattr(module, "module", None)
     return [type(module).__name__] if isinstance(inner, nn.Module) else []
-
-
-def kept_by_name(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, Any]:
-    """Return what is kept of tensors."""
-    return {name: kept_of(one) for name, one in named}

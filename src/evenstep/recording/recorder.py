@@ -30,9 +30,8 @@ from evenstep.errors import InputError, shown
 from evenstep.private_torch.modules import is_compiled
 from evenstep.recording.calls import Calls, Frame
 from evenstep.recording.digests import (
+    RecentlyKept,
     digests_of_examples,
-    kept_and_picked,
-    kept_of,
     sample_of,
     values_of,
 )
@@ -49,7 +48,6 @@ from evenstep.recording.own_trainings import (
 from evenstep.recording.record_file import FORMAT, VERSION, RecordFile
 from evenstep.recording.recorded_model import (
     RecordedModel,
-    kept_by_name,
     place_of,
     settings_of_modules,
     wrappers_of,
@@ -115,6 +113,7 @@ class Recorder:
         self._is_own_step = False
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._calls = Calls()
+        self._kept = RecentlyKept()
         self._operators = Operators(self._keep_inputs, self._note_operator)
         self._lock = threading.RLock()
         self._undo = contextlib.ExitStack()
@@ -225,7 +224,7 @@ class Recorder:
                 event["examples"] = digests_of_examples(inputs, examples)
             if self._wants_values(frame.module):
                 event["values"] = [values_of(one) for one in outputs]
-            kept = [kept_and_picked(one, examples) for one in inputs]
+            kept = [self._kept.kept_and_picked(one, examples) for one in inputs]
             picked = next((one for _, one in kept if one is not None), None)
             if picked is not None:
                 event["picked"] = picked.key
@@ -237,14 +236,14 @@ class Recorder:
                 trains=frame.trains,
                 grad=has_grad,
                 inputs=[one for one, _ in kept],
-                outputs=[kept_of(one, examples=examples) for one in outputs],
+                outputs=[self._kept.kept_of(one, examples) for one in outputs],
                 drew=drawn_between(frame.draws, draws_here()),
                 **event,
             )
 
     def _keep_inputs(self, values: Any) -> list[Any]:
         with quiet():
-            return [kept_of(one, examples=self._examples) for one in tensors_in(values)]
+            return [self._kept.kept_of(one, self._examples) for one in tensors_in(values)]
 
     @property
     def _examples(self) -> int | None:
@@ -263,7 +262,7 @@ class Recorder:
                 trains=frame.trains,
                 grad=has_grad,
                 inputs=inputs,
-                outputs=[kept_of(one, examples=self._examples) for one in tensors_in(outputs)],
+                outputs=[self._kept.kept_of(one, self._examples) for one in tensors_in(outputs)],
                 drew=drew,
             )
 
@@ -291,7 +290,7 @@ class Recorder:
                     model.spell(name): text for name, text in settings_of_modules(module).items()
                 },
                 weights=model.keep_weights(),
-                buffers=kept_by_name(model.buffers()),
+                buffers=self._kept.kept_by_name(model.buffers()),
                 frozen=[name for name, one in model.parameters() if not one.requires_grad],
             )
         for name, child in module.named_modules():
@@ -312,7 +311,7 @@ class Recorder:
         known = [one for one in self._models if id(one.module()) in inside]
         number = known[0].number if known else next(self._numbers)
         self._models = [one for one in self._models if one not in known]
-        self._models.append(RecordedModel(module, number))
+        self._models.append(RecordedModel(module, number, self._kept))
         return self._models[-1]
 
     def _note_changed_weights(self) -> None:
@@ -350,7 +349,7 @@ class Recorder:
         if parameter.grad is not None and self._is_due:
             with self._lock, quiet():
                 values = {"values": values_of(parameter.grad)} if self._wants_values(name) else {}
-                kept = kept_of(parameter.grad)
+                kept = self._kept.kept_of(parameter.grad)
                 self._write("gradient", model=model, name=name, kept=kept, **values)
 
     def _watched_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -372,7 +371,7 @@ class Recorder:
                     "backward",
                     losses=[number_of(one) for one in losses if one.numel() == 1],
                     gradients=[
-                        kept_by_name(
+                        self._kept.kept_by_name(
                             (name, one.grad)
                             for name, one in model.parameters()
                             if one.grad is not None
@@ -400,7 +399,7 @@ class Recorder:
                 optimizer=self._updates.number_of(optimizer),
                 settings=[kind | settings_of(group) for group in optimizer.param_groups],
                 parameters=[*held],
-                gradients=kept_by_name(
+                gradients=self._kept.kept_by_name(
                     (name, one.grad) for name, one in held.items() if one.grad is not None
                 ),
             )
@@ -443,7 +442,7 @@ class Recorder:
                     step=self._updates.done_by(optimizer),
                     skipped=is_skipped,
                     weights=[one.keep_weights() for one in self._models],
-                    buffers=[kept_by_name(one.buffers()) for one in self._models],
+                    buffers=[self._kept.kept_by_name(one.buffers()) for one in self._models],
                     generators=states_of_generators(),
                 )
             else:
