@@ -120,6 +120,35 @@ def test_the_exit_code_is_that_of_the_script(tmp_path):
     assert "no model was called" in done.stderr
 
 
+def test_a_script_has_the_environment_that_the_user_has_set(tmp_path):
+    path = tmp_path / "prints.py"
+    path.write_text("import os\nimport torch\nprint(*sorted(os.environ), sep='\\n')\n")
+    env = {name: value for name, value in FRESH.items() if not name.startswith("CUBLAS")}
+    said = [
+        subprocess.run(
+            [sys.executable, *begin, path], capture_output=True, text=True, check=False, env=env
+        ).stdout.split()
+        for begin in ((), ("-m", "evenstep", "record", "--out", tmp_path / "it.rec"))
+    ]
+    more = {*said[1]} - {*said[0]}
+    assert "EVENSTEP_RECORD" in more
+    assert more <= {"EVENSTEP_RECORD", "EVENSTEP_RECORD_PATH", "PYTHONPATH"}
+
+
+def test_a_script_without_an_optimizer_is_told_so(tmp_path):
+    path = tmp_path / "by_hand.py"
+    path.write_text(
+        "import torch\nmodel = torch.nn.Linear(2, 1)\nfor _ in range(3):\n"
+        "    model(torch.ones(1, 2)).sum().backward()\n"
+    )
+    done = command("record", "--out", tmp_path / "it.rec", path)
+    assert done.returncode == 0
+    assert "no optimizer of torch.optim made an update in" in done.stderr
+    compared = command("compare", tmp_path / "it.rec", tmp_path / "it.rec")
+    assert compared.returncode == 2
+    assert "holds no update of an optimizer of torch.optim" in compared.stderr
+
+
 def test_the_users_own_sitecustomize_still_runs(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.was_there = True\n")
     path = tmp_path / "train.py"

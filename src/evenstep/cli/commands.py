@@ -6,6 +6,7 @@ shell completion and the check of options answer at once.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -172,7 +173,8 @@ def record(
     from evenstep.cli.records.record import record
 
     options = {"level": level, "steps": steps, "every": every, "values": values}
-    context.exit(record(out, command, options, most_mb=limit_mb))
+    environment: Mapping[str, str] = context.obj or os.environ  # as the user has set it
+    context.exit(record(out, command, options, most_mb=limit_mb, environment=environment))
 
 
 @click.command(cls=GroupedCommand)

@@ -11,7 +11,7 @@ from typing import Any
 
 from evenstep.comparison.reading import Call, Kept, ProcessStep, Run
 
-_MODULUS = 1 << 64
+ROWS_MODULUS = 1 << 64
 
 _ROUNDING = {"bfloat16": 2e-2, "float16": 3e-3}
 _ROUNDING_OF_OTHERS = 1e-4
@@ -84,7 +84,7 @@ def _sum_of(tensors: Sequence[Kept]) -> Kept:
         shape = (sum(one.shape[0] for one in tensors), *shape[1:])
     return Kept(
         None,
-        None if None in rows else sum(row for row in rows if row is not None) % _MODULUS,
+        None if None in rows else sum(row for row in rows if row is not None) % ROWS_MODULUS,
         shape,
         tensors[0].dtype,
         _added_up([one.total for one in tensors]),
@@ -205,6 +205,12 @@ def same(one: Kept, other: Kept) -> bool:
     if one.rows is not None and other.rows is not None:
         return one.rows == other.rows and one.shape == other.shape and one.dtype == other.dtype
     return one.digest is not None and one.digest == other.digest
+
+
+def first_that_differs(one: Mapping[str, Kept], other: Mapping[str, Kept]) -> str | None:
+    """Return the name of the first tensor whose bits are known to differ; None if none are."""
+    digests = ((name, one[name].digest, other[name].digest) for name in one if name in other)
+    return next((name for name, mine, its in digests if mine and its and mine != its), None)
 
 
 def distance(one: Kept, other: Kept, least: float = 0.0) -> float:

@@ -158,10 +158,8 @@ def find_other_losses(ours: Run, theirs: Run, number: int) -> Finding | None:
     size = max(map(abs, means))
     if size == 0 or not abs(means[0] - means[1]) > rounding * size:
         return None
-    passes = [sum(len(step.losses) for step in part) / len(part) for part in steps]
-    by_passes = abs(means[0] * passes[1] - means[1] * passes[0])
-    if passes[0] != passes[1] and by_passes <= 1e-2 * size * max(passes):
-        return None  # the sum of what was accumulated: gradients have another scale
+    if times_larger(ours, theirs, number):
+        return None  # a sum of what was accumulated, or over processes: gradients, too, are larger
     counts = [[len(call.examples or ()) for step in part for call in step.calls
                if call.is_whole and call.examples]
               for part in steps]  # fmt: skip
@@ -171,7 +169,7 @@ def find_other_losses(ours: Run, theirs: Run, number: int) -> Finding | None:
         f"{means[1]:.6g} in {theirs.name}"
     )
     if sorted(counts[0]) == sorted(counts[1]) and len(steps[0]) == len(steps[1]):
-        return Finding(Cause.LOSS, number, (seen,), OTHER_LOSS)
+        return Finding(Cause.LOSS, number, (seen, *as_a_multiple(*means)), OTHER_LOSS)
     return Finding(
         Cause.MEAN,
         number,
@@ -183,6 +181,31 @@ def find_other_losses(ours: Run, theirs: Run, number: int) -> Finding | None:
         ),
         'sum the losses (reduction="sum") and divide by what counts in the whole batch',
     )
+
+
+def as_a_multiple(mine: float, its: float) -> Iterator[str]:
+    """Yield a line if one loss is a whole multiple of the other."""
+    times = max(map(abs, (mine, its))) / (min(map(abs, (mine, its))) or math.inf)
+    if round(times) > 1 and abs(times - round(times)) < 1e-4 * times:
+        yield (
+            f"one is {round(times)} times the other: look whether it is divided by a number of "
+            f"batches (or processes) which fewer of them make up"
+        )
+
+
+def times_larger(ours: Run, theirs: Run, number: int) -> float | None:
+    """Return how much larger the mean loss of `theirs` is if the losses' number explains it.
+
+    It does if a process adds up what it accumulates, or if the loss is multiplied by the number of
+    processes. A mean of means may be in it, too: it is far smaller.
+    """
+    steps = ours.step(number), theirs.step(number)
+    means = [mean_loss(part) for part in steps]
+    passes = [sum(len(step.losses) for step in part) / len(part) for part in steps]
+    for factor in (passes[1] / passes[0], len(steps[1]) / len(steps[0])):
+        if factor != 1 and abs(means[1] - factor * means[0]) <= 1e-2 * abs(means[1]):
+            return factor
+    return None
 
 
 def mean_loss(steps: Sequence[ProcessStep]) -> float:

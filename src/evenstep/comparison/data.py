@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from evenstep.comparison.aligned import join_calls
+from evenstep.comparison.aligned import ROWS_MODULUS, join_calls
 from evenstep.comparison.finding import Cause, Finding
 from evenstep.comparison.reading import Run
 from evenstep.errors import counted
@@ -22,9 +22,17 @@ def find_other_data(ours: Run, theirs: Run, number: int) -> Finding | None:
             return finding
     if {*mine} == {*its} and (more := _more_calls(ours, theirs, number)):
         return more
+    if other := _other_lengths(ours, theirs, number):
+        return other
     if not (Counter(mine) & Counter(its)) and (other := _other_arguments(ours, theirs, number)):
         return other
     return _at_an_epochs_end(ours, theirs, number) or _another_order(ours, theirs, number)
+
+
+def _sizes(run: Run, number: int) -> list[int]:
+    """Return the number of examples of each call of a model, in all processes."""
+    calls = [call for step in run.step(number) for call in step.calls if call.is_whole]
+    return [len(call.examples) for call in calls if call.examples]
 
 
 def rows_of(run: Run, number: int) -> list[str]:
@@ -47,7 +55,7 @@ def _same_in_processes(run: Run, number: int) -> Finding | None:
                         f"process {other} ({run.name})",
                     ),
                     "give the loader a DistributedSampler, or another that deals each process "
-                    "examples of its own",
+                    "examples of its own; look whether torch.distributed was initialised",
                 )
     return None
 
@@ -68,6 +76,31 @@ def _more_calls(ours: Run, theirs: Run, number: int) -> Finding | None:
         ),
         "look for a second call of the model on a batch: a term of the loss, checkpointing, a "
         "metric that is computed outside of torch.no_grad()",
+    )
+
+
+def _other_lengths(ours: Run, theirs: Run, number: int) -> Finding | None:
+    """Return that examples which begin alike are filled up to other lengths."""
+    calls = [
+        [call for step in run.step(number) for call in step.calls if call.is_whole and call.starts]
+        for run in (ours, theirs)
+    ]
+    starts = [sum(call.starts for call in every) % ROWS_MODULUS for every in calls]
+    lengths = [{tuple(one.shape[1:] for one in call.inputs) for call in every} for every in calls]
+    counts = [{len(one) for one in found} for found in lengths]
+    if starts[0] != starts[1] or lengths[0] == lengths[1] or counts[0] != counts[1]:
+        return None
+    spelled = [" and ".join(str(tuple(call.inputs[0].shape)) for call in every) for every in calls]
+    return Finding(
+        Cause.ARGUMENTS,
+        number,
+        (
+            f"the examples begin alike and have other lengths: the model gets {spelled[0]} in "
+            f"{ours.name}, {spelled[1]} in {theirs.name}, so each batch was filled up to its "
+            f"longest example",
+        ),
+        'fill all batches up to one length (padding="max_length") and compare again: filling '
+        "changes results where it is not masked, and where a mean counts it",
     )
 
 
@@ -143,8 +176,7 @@ def _updates_of_epoch(run: Run, number: int) -> int:
 def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
     mine, its = Counter(rows_of(ours, number)), Counter(rows_of(theirs, number))
     if mine.total() != its.total():
-        counts = [[len(step.examples) for step in run.step(number)] for run in (ours, theirs)]
-        spelled = [" + ".join(map(str, count)) for count in counts]
+        spelled = [" + ".join(map(str, _sizes(run, number))) for run in (ours, theirs)]
         return Finding(
             Cause.MORE_ROWS,
             number,

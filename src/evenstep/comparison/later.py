@@ -17,6 +17,7 @@ from evenstep.comparison.aligned import distance, furthest, join_calls, scale_be
 from evenstep.comparison.computed import (
     OTHER_LOSS,
     are_alike,
+    as_a_multiple,
     find_other_outputs,
     mean_loss,
 )
@@ -133,7 +134,7 @@ def find_jump_of_losses(ours: Run, theirs: Run, number: int) -> Finding | None:
         f"the outputs agree, and the mean of the losses is {means[0]:.6g} in {ours.name} and "
         f"{means[1]:.6g} in {theirs.name}"
     )
-    return Finding(Cause.LOSS, number, (seen,), OTHER_LOSS)
+    return Finding(Cause.LOSS, number, (seen, *as_a_multiple(*means)), OTHER_LOSS)
 
 
 def _usual(kept: Kept) -> float:

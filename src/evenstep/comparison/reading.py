@@ -69,6 +69,7 @@ class Call:
         inputs, outputs: its tensors.
         examples: of the model, and of parts with all its parameters: a digest of each example.
         autocast: of the model itself: the dtype of autocast.
+        starts: beside examples: a digest of the set of their first values, which adds up.
     """
 
     module: str
@@ -79,6 +80,7 @@ class Call:
     outputs: list[Kept]
     examples: list[str] | None = None
     autocast: str | None = None
+    starts: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -233,7 +235,10 @@ def read_run(folder: Path) -> Run:
         )
     processes = sorted((_read_process(file) for file in files), key=lambda one: one.rank)
     if not any(process.steps for process in processes):
-        raise InputError(f"{folder} holds no update of an optimizer: record a run that trains")
+        raise InputError(
+            f"{folder} holds no update of an optimizer of torch.optim, so nothing in it can be "
+            f"compared: record a run that makes one"
+        )
     return Run(str(folder), [process for process in processes if process.steps])
 
 
@@ -336,6 +341,7 @@ def _call_of(event: Mapping[str, Any]) -> Call:
         outputs,
         [*map(str, event["examples"])] if "examples" in event else None,
         event.get("autocast"),
+        int(event.get("starts", "0"), 16),
     )
 
 

@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from evenstep.comparison.aligned import (
     distance,
     divided,
+    first_that_differs,
     furthest,
     rounding_of,
     same,
     scale_between,
     typical,
 )
+from evenstep.comparison.computed import times_larger
 from evenstep.comparison.finding import Cause, Finding
 from evenstep.comparison.reading import Kept, ProcessStep, Run
 
@@ -22,6 +24,10 @@ OTHER_WRITER = (
     "look for code that writes to weights: weight clipping, averages (EMA), a checkpoint that is "
     "loaded, a layer that is initialised again"
 )
+
+
+_NEAR = 0.2
+"""The relative difference up to which gradients have the factor that their losses have."""
 
 
 def find_changed_weights(ours: Run, theirs: Run, number: int) -> Finding | None:
@@ -97,8 +103,8 @@ def find_not_exchanged(ours: Run, theirs: Run, number: int) -> Finding | None:
         return None
     for run, steps in ((ours, ours.step(number)), (theirs, theirs.step(number))):
         for rank, step in enumerate(steps[1:], 1):
-            name, far = furthest(steps[0].seen, step.seen)
-            if far > 0 and not step.updates_parts:
+            name = first_that_differs(steps[0].seen, step.seen)
+            if name is not None and not step.updates_parts:
                 return Finding(
                     Cause.NOT_EXCHANGED,
                     number,
@@ -211,6 +217,7 @@ def find_other_settings(ours: Run, theirs: Run, number: int) -> Finding | None:
     for place, (one, other) in enumerate(zip(mine.settings, its.settings, strict=False)):
         differ = {key for key in {*one, *other} if one.get(key) != other.get(key)}
         differ -= {"initial_lr"} if "lr" in differ else set()
+        differ &= {*_FIRST} if "class" in differ else differ
         if differ:
             return Finding(
                 Cause.SETTINGS,
@@ -269,7 +276,16 @@ def find_other_update(ours: Run, theirs: Run, number: int) -> Finding | None:
 def _scaled(
     ours: Run, theirs: Run, number: int, made: Sequence[Mapping[str, Kept]]
 ) -> Finding | None:
-    scale = scale_between(*made)
+    has_losses = all(step.losses for run in (ours, theirs) for step in run.step(number))
+    factor = times_larger(ours, theirs, number) if has_losses else None
+    scale = scale_between(made[0], made[1])
+    parts = ""
+    if scale is None and factor:  # parts that count differently make a mean of means besides
+        norms = [math.sqrt(math.fsum(kept.squares or 0.0 for kept in one.values())) for one in made]
+        scale = norms[1] / norms[0] if norms[0] else 0.0
+        if abs(scale - factor) > _NEAR * factor:
+            return None
+        parts = " together, not each (a mean of means, too, once the scale is mended)"
     if scale is None:
         return None
     counts = [sum(len(step.losses) for step in run.step(number)) for run in (ours, theirs)]
@@ -277,7 +293,7 @@ def _scaled(
         Cause.SCALE,
         number,
         (
-            f"all gradients of {theirs.name} are {scale:.6g} times those of {ours.name}",
+            f"all gradients of {theirs.name} are {scale:.6g} times those of {ours.name}{parts}",
             f"{counts[0]} and {counts[1]} losses were backpropagated for the update",
         ),
         "divide the loss by the number of accumulated batches, and average over processes instead "

@@ -8,7 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeAlias
 
-from evenstep.comparison.aligned import furthest, rounding_of, with_common_names
+from evenstep.comparison.aligned import (
+    first_that_differs,
+    furthest,
+    rounding_of,
+    with_common_names,
+)
 from evenstep.comparison.computed import (
     find_other_losses,
     find_other_modes,
@@ -147,15 +152,19 @@ def _weights(ours: Run, theirs: Run) -> Finding | None:
         run = ours if missing[0] in mine else theirs
         seen = f"{missing[0]} is a parameter in {run.name} only"
         return Finding(Cause.WEIGHTS, None, (seen,), "compare runs of one model")
-    name, far = furthest(mine, its)
-    if far > 0:
-        return Finding(
-            Cause.WEIGHTS,
-            None,
-            (f"{name} differs before the first update",),
-            "call torch.manual_seed before the model is built, or load one checkpoint in both",
-        )
-    return None
+    name = first_that_differs(mine, its)
+    if name is None:
+        return None
+    if mine[name].dtype != its[name].dtype:
+        dtypes = f"{mine[name].dtype} in {ours.name}, {its[name].dtype} in {theirs.name}"
+        remedy = "train both in the same precision"
+        return Finding(Cause.PRECISION, None, (f"the dtype of {name} is {dtypes}",), remedy)
+    return Finding(
+        Cause.WEIGHTS,
+        None,
+        (f"{name} differs before the first update",),
+        "call torch.manual_seed before the model is built, or load one checkpoint in both",
+    )
 
 
 def _with_what_follows(finding: Finding, ours: Run, theirs: Run) -> Finding:

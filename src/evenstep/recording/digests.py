@@ -12,6 +12,7 @@ space complexity of approximating the frequency moments", 1996).
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import math
@@ -27,6 +28,9 @@ _COLUMNS_OF_ROW = 256
 _SKETCHED = 8
 """The number of sums in a sketch."""
 
+_MOST_FILLED = 1 << 22
+"""The largest sparse tensor, by its elements, that is filled with zeros."""
+
 _FEW = 1 << 15
 """Up to so many values are added without a thread of another core."""
 
@@ -35,6 +39,7 @@ _IN_RANGE = 1e-15, 1e15
 
 _DIGEST_NBYTES = 8
 _MOST_VALUES_NBYTES = 1 << 16
+_FIRST = 4
 _SAMPLED = 15
 """The number of values of an example that are kept, less one."""
 
@@ -108,7 +113,10 @@ def kept_and_picked(tensor: torch.Tensor, examples: int | None = None) -> KeptAn
         has_rows = examples is not None and dense.dim() > 0 and len(dense) == examples
         rows, picked = _digest_of_rows(dense) if has_rows else (None, None)
         statistics = _statistics(dense, has_sketch=examples is None)
-        return [_digest(dense), rows, shape, dtype, *statistics], picked
+        digest = _digest(dense)
+        if _is_sparse(tensor):
+            digest += _digest(tensor.detach().to_sparse_coo().coalesce().indices().to("cpu"))
+        return [digest, rows, shape, dtype, *statistics], picked
     except (RuntimeError, NotImplementedError):  # inside of a transform of torch.func, for example
         return [None, None, shape, dtype, *_NO_STATISTICS], None
 
@@ -157,11 +165,33 @@ def digests_of_examples(tensors: Iterable[torch.Tensor], examples: int) -> list[
     return digests
 
 
+@torch.no_grad()
+def digest_of_starts(tensors: Iterable[torch.Tensor], examples: int) -> str:
+    """Return a digest of the set of the first values of each example, such as a text's first words.
+
+    It is the same however far examples are filled up behind.
+    """
+    found = 0
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        for one in map(_dense, tensors):
+            if one.dim() > 1 and len(one) == examples:
+                found += int(_digest_of_rows(one[:, :_FIRST])[0], 16)
+    return f"{found % (1 << 64):x}"
+
+
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as plain values on the CPU."""
+    """Return a tensor as plain values on the CPU; of a large sparse one those that are not zero."""
     dense = tensor.detach()
-    dense = dense if dense.layout is torch.strided else dense.to_dense()
+    if _is_sparse(dense):
+        dense = dense.to_sparse_coo().coalesce().values()
+    elif dense.layout is not torch.strided:
+        dense = dense.to_dense()
     return dense.to("cpu").resolve_conj().resolve_neg()
+
+
+def _is_sparse(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is sparse, and larger than what is filled with zeros to look at it."""
+    return tensor.layout is not torch.strided and tensor.numel() > _MOST_FILLED
 
 
 def _rows_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from evenstep.recording.digests import RecentlyKept
+from evenstep.recording.watching import WRAPPED
 from evenstep.replicas import original_of
 
-_WRAPPERS = ("module.", "_orig_mod.", "_forward_module.")
-"""Prefixes that DistributedDataParallel, `torch.compile` and Lightning Fabric give to names."""
+_WRAPPERS = (*(f"{name}." for name in WRAPPED),)
 
 _MOST_NBYTES_OF_TEXT = 200
 

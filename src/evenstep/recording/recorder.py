@@ -31,6 +31,7 @@ from evenstep.private_torch.modules import is_compiled
 from evenstep.recording.calls import Calls, Frame
 from evenstep.recording.digests import (
     RecentlyKept,
+    digest_of_starts,
     digests_of_examples,
     sample_of,
     values_of,
@@ -54,6 +55,7 @@ from evenstep.recording.recorded_model import (
 )
 from evenstep.recording.updates import Updates, settings_of
 from evenstep.recording.watching import (
+    arguments_in_order,
     autocast_dtype,
     examples_in,
     is_scripting,
@@ -214,7 +216,8 @@ class Recorder:
             return
         has_grad, autocast = torch.is_grad_enabled(), autocast_dtype()
         with self._lock, quiet():
-            inputs, outputs = tensors_in((arguments, rest[0])), tensors_in(rest[1])
+            inputs = tensors_in(arguments_in_order(module, arguments, rest[0]))
+            outputs = tensors_in(rest[1])
             examples = examples_in(inputs)
             event: dict[str, Any] = {}
             model = self._model_of(module) if is_whole else None
@@ -222,6 +225,7 @@ class Recorder:
                 event |= {"model": model.number, "autocast": autocast}
             if examples is not None and (model is not None or is_core):
                 event["examples"] = digests_of_examples(inputs, examples)
+                event["starts"] = digest_of_starts(inputs, examples)
             if self._wants_values(frame.module):
                 event["values"] = [values_of(one) for one in outputs]
             kept = [self._kept.kept_and_picked(one, examples) for one in inputs]

@@ -26,7 +26,8 @@ FAULTS = {
     "other turns", "longer", "adam", "nan", "counted", "operators", "values", "less dropout",
     "targets given", "compiled", "smoothed", "twice", "rounded", "late alone", "late clipped",
     "late halved", "late signs", "late rate", "late reset", "late temperature", "late draw",
-    "late smoothed", "late limit", "late twice", "late bfloat16", "task",
+    "late smoothed", "late limit", "late twice", "late bfloat16", "task", "by name", "text",
+    "some masked", "times world", "double", "swapped weights", "late divided",
 }  # fmt: skip
 EXAMPLES, BATCH, EPOCHS = 96, 32, 2
 LATE = 3
@@ -53,6 +54,18 @@ class Net(nn.Module):
     def forward(self, x, targets=None):
         x = self.scale(self.drop(self.body(x)))
         return self.head(x) if self.is_unused else self.head(x) + self.extra(x)
+
+
+class TextNet(nn.Module):
+    """Takes texts of any length, filled up with zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 4, padding_idx=0)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.head(self.words(x).sum(1))
 
 
 class Task(nn.Module):
@@ -84,9 +97,16 @@ def parts_of(x, y, rank, world, faults):
         cut = len(x) // 4
         halves = [(x[:cut], y[:cut]), (x[cut:], y[cut:])]
         return halves if world == 1 else [halves[rank]]
-    if {"accumulated", "halved"} & faults:
-        return [*zip(x.chunk(2), y.chunk(2), strict=True)]
-    return [(x, y)]
+    count = 2 if {"accumulated", "halved"} & faults else 1
+    if "text" in faults:
+        return [
+            (cut_to_the_longest(x), y) for x, y in zip(x.chunk(count), y.chunk(count), strict=True)
+        ]
+    return [*zip(x.chunk(count), y.chunk(count), strict=True)]
+
+
+def cut_to_the_longest(x):
+    return x[:, : int((x > 0).sum(1).max())]
 
 
 def loader_of(rank, world, faults):
@@ -94,6 +114,13 @@ def loader_of(rank, world, faults):
     X, Y = torch.randn(EXAMPLES, 1, 6, 6), torch.randint(3, (EXAMPLES,))
     if "masked" in faults:
         Y[::4] = -100  # all of them in one of two processes
+    if "some masked" in faults:
+        Y[torch.rand(EXAMPLES) < 0.4] = -100
+    if "text" in faults:
+        lengths = 5 + torch.arange(EXAMPLES) % BATCH // 8
+        X = torch.randint(1, 20, (EXAMPLES, 8)) * (torch.arange(8) < lengths[:, None])
+    if "double" in faults:
+        X = X.double()
     if "odd" in faults:
         X, Y = X[:-7], Y[:-7]
     if "nan" in faults:
@@ -132,7 +159,11 @@ def main():
         dist.init_process_group("gloo")
     loader = loader_of(rank, world, faults)
     torch.manual_seed(2 if "other weights" in faults else 1)
-    model = Net(faults)
+    model = TextNet() if "text" in faults else Net(faults)
+    if "double" in faults:
+        model.double()
+    if "swapped weights" in faults:
+        model.head.weight.data = model.head.weight.data.roll(1, 1)
     if "frozen" in faults:
         model.extra.requires_grad_(False)
     if "clamped" in faults:
@@ -170,10 +201,18 @@ def optimizers_of(model, faults):
     return [torch.optim.SGD(part, **options) for part in (first, rest)]
 
 
+def output_of(net, x, targets, faults):
+    if "by name" in faults:
+        return net(targets=targets, x=x)
+    return net(x, targets) if "targets given" in faults else net(x)
+
+
 def loss_of(output, targets, world, faults):
     if "counted" not in faults:
         smoothing = 0.1 if "smoothed" in faults else 0.0
-        return F.cross_entropy(output, targets, label_smoothing=smoothing)
+        loss = F.cross_entropy(output, targets, label_smoothing=smoothing)
+        loss = loss / 2 if "divided" in faults else loss
+        return loss * world if "times world" in faults else loss
     counted = (targets != -100).sum()
     if world > 1:
         dist.all_reduce(counted)
@@ -228,7 +267,7 @@ def train(net, model, optimizers, loader, rank, world, faults, by_hand):
             parts = parts_of(x, y, rank, world, faults)
             for part, targets in parts:
                 with torch.autocast("cpu", dtype, enabled=bool({"bfloat16", "float16"} & faults)):
-                    output = net(part, targets) if "targets given" in faults else net(part)
+                    output = output_of(net, part, targets, faults)
                 loss = loss_of(output.float(), targets, world, faults)
                 if "twice" in faults:
                     loss = loss + net(part).square().mean()

@@ -34,6 +34,9 @@ _NAMED = (
     "TORCH_",
     "PYTORCH_",
     "PYTHONHASHSEED",
+    "PL_",
+    "LT_",
+    "ACCELERATE_",
 )
 _RANKS = (("RANK", "WORLD_SIZE"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 

@@ -21,7 +21,14 @@ from evenstep.files import write_file
 _SITE = "from evenstep.cli.records.child import begin\n\nbegin()\n"
 
 
-def record(out: Path, command: Sequence[str], options: Mapping[str, Any], *, most_mb: int) -> int:
+def record(
+    out: Path,
+    command: Sequence[str],
+    options: Mapping[str, Any],
+    *,
+    most_mb: int,
+    environment: Mapping[str, str],
+) -> int:
     """Run a command and record it; return its exit code.
 
     Args:
@@ -29,6 +36,7 @@ def record(out: Path, command: Sequence[str], options: Mapping[str, Any], *, mos
         command: what to run.
         options: of `evenstep.recording.Recorder`.
         most_mb: the largest file of a process.
+        environment: the variables of the user's environment.
 
     Raises:
         InputError: the command or script doesn't exist, or something is at `out`.
@@ -45,9 +53,9 @@ def record(out: Path, command: Sequence[str], options: Mapping[str, Any], *, mos
         )
     with tempfile.TemporaryDirectory(prefix="evenstep-") as folder:
         write_file(Path(folder, "sitecustomize.py"), _SITE)
-        paths = [folder, *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {
-            **os.environ,
+        paths = [folder, *filter(None, [environment.get("PYTHONPATH")])]
+        variables = {
+            **environment,
             VARIABLE: json.dumps(
                 {"folder": str(out.resolve()), "most_nbytes": most_mb << 20, **options}
             ),
@@ -57,10 +65,21 @@ def record(out: Path, command: Sequence[str], options: Mapping[str, Any], *, mos
         click.echo(
             f"recording at most {options['steps']} steps, {most_mb} MB for each process", err=True
         )
-        code = subprocess.run(started, env=environment, check=False).returncode
+        code = subprocess.run(started, env=variables, check=False).returncode
     if not out.exists():
         click.echo(
             f"evenstep: no model was called in {' '.join(command)}: nothing was recorded", err=True
         )
         return code if code > 0 else 1
+    if not any(map(_has_update, out.glob("process-*.jsonl"))):
+        click.echo(
+            f"evenstep: no optimizer of torch.optim made an update in {' '.join(command)}: "
+            f"`evenstep compare` needs some",
+            err=True,
+        )
     return 128 - code if code < 0 else code
+
+
+def _has_update(file: Path) -> bool:
+    with file.open("rb") as lines:
+        return any(line.startswith(b'{"what":"update"') for line in lines)
