@@ -203,7 +203,7 @@ def times_larger(ours: Run, theirs: Run, number: int) -> float | None:
     means = [mean_loss(part) for part in steps]
     passes = [sum(len(step.losses) for step in part) / len(part) for part in steps]
     for factor in (passes[1] / passes[0], len(steps[1]) / len(steps[0])):
-        if factor != 1 and abs(means[1] - factor * means[0]) <= 1e-2 * abs(means[1]):
+        if factor != 1 and abs(means[1] - factor * means[0]) <= 0.1 * abs(means[1]):
             return factor
     return None
 
