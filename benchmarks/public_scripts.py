@@ -19,6 +19,7 @@ import os
 import random
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -32,6 +33,7 @@ from benchmark import command_line
 from evenstep.bench.results import Record
 
 UPDATES = 20
+TIMEOUT_S = 400
 LIBRARIES = ("torch", "transformers", "accelerate", "lightning")
 
 
@@ -385,11 +387,16 @@ def record(command: str, record_at: Path, folder: Path, environment: dict[str, s
         return
     steps = ["evenstep", "record", "--out", str(record_at), "--steps", str(UPDATES)]
     with record_at.with_suffix(".log").open("wb") as log:
-        code = subprocess.run(
+        run = subprocess.Popen(
             [*steps, *shlex.split(command)], cwd=folder, env=environment, stdout=log, stderr=log,
-            timeout=600, check=False,
-        ).returncode  # fmt: skip
-    print(f"  exit code {code}: {command}", flush=True)
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            ended = f"exit code {run.wait(TIMEOUT_S)}"
+        except subprocess.TimeoutExpired:  # at the end of a process, gloo may wait for itself
+            os.killpg(run.pid, signal.SIGKILL)
+            ended = f"killed after {TIMEOUT_S} s"
+    print(f"  {ended}: {command}", flush=True)
 
 
 def run_pairs(checkouts: Path, work: Path, only: str) -> Iterator[dict[str, Any]]:
