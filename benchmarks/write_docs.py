@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md, reliability.md, kinds.md and book.md from result files and notes.
+"""Write the pages of docs that have figures from result files and notes.
 
     python benchmarks/write_docs.py
 
@@ -9,8 +9,10 @@ measured figures, which would be wrong after the next run.
 from __future__ import annotations
 
 import csv
+import difflib
 import re
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +30,10 @@ from specs import engine, overhead, speed, text
 
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
-PAGES = ("benchmarks", "reliability", "kinds")
+PAGES = ("benchmarks", "reliability", "kinds", "public_scripts")
 FILES = (
     *(*measure.BENCHMARKS, "chargpt", "gains", "batch_norm"),
-    *("scaling_lenet", "scaling_resnet18", "gpu"),
+    *("scaling_lenet", "scaling_resnet18", "gpu", "public_scripts"),
 )
 NOTES = (
     *(
@@ -99,7 +101,41 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
         failures=speed.failures,
         text_tables=text.tables,
         scaled=speed.scaling,
+        scripts=scripts,
     )
+
+
+def scripts(document: Mapping[str, Any]) -> Table:
+    """Return a table of the pairs of public scripts: what differs, the verdict, and the reason."""
+    rows = []
+    for run in document["runs"]:
+        place = f"https://github.com/{run['repository']}/blob/{run['revision']}/{run['script']}"
+        one, other = map(shlex.split, run["runs"])
+        verdict = run["output"][0].partition(", first in update")[0]
+        rows.append(
+            [
+                f"[{run['script'].rpartition('/')[2]}]({place}), {run['framework']}",
+                " → ".join(f"`{part}`" if part else "as it is" for part in unlike(one, other)),
+                f"**{verdict}**: {run['output'][1].strip()}",
+                run["reason"],
+            ]
+        )
+    return Table(("script", "the two runs (A → B)", "verdict", "why"), rows, 4)
+
+
+def unlike(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
+    """Return the words that only one of two commands has, with their options."""
+    parts: tuple[list[str], list[str]] = ([], [])
+    for kind, *places in difflib.SequenceMatcher(a=one, b=other, autojunk=False).get_opcodes():
+        if kind == "equal":
+            continue
+        for part, words, begin, end in zip(
+            parts, (one, other), places[::2], places[1::2], strict=True
+        ):
+            is_value = begin > 0 and words[begin:end] and not words[begin].startswith("--")
+            has_option = is_value and words[begin - 1].startswith("--")
+            part += words[begin - bool(has_option) : end]
+    return " ".join(parts[0]), " ".join(parts[1])
 
 
 def claims() -> list[list[str]]:

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from evenstep.private_torch.tensors import version_of
+
 _COLUMNS = 2048
 _COLUMNS_OF_ROW = 256
 _SKETCHED = 8
@@ -80,7 +82,7 @@ class RecentlyKept:
     def kept_and_picked(self, tensor: torch.Tensor, examples: int | None = None) -> KeptAndPicked:
         """Return what `kept_and_picked` returns."""
         try:
-            state = tensor._version, examples, _checksum(tensor)
+            state = version_of(tensor), examples, _checksum(tensor)
         except (RuntimeError, NotImplementedError):  # of inference mode, or without values
             return kept_and_picked(tensor, examples)
         key = id(tensor)
