@@ -47,6 +47,7 @@ NOTES = (
         "stages",
         "owners",
         "memory",
+        "recording",
     ),
     *("step_profile", "uneven_devices", "processes", "cable", "hybrid", "engine"),
     *(f"engine.{experiment}" for experiment in engine.FINDINGS),
