@@ -76,8 +76,10 @@ def test_infinity_and_nan_are_kept():
         lambda tensor: tensor.add_(1),
         lambda tensor: tensor.data.add_(1),
         lambda tensor: tensor.numpy().__iadd__(1),
+        lambda tensor: setattr(tensor, "data", tensor.data.roll(1, 1)),
+        lambda tensor: tensor.data.copy_(tensor.data.flip(0)),
     ],
-    ids=["in place", "past autograd", "by numpy"],
+    ids=["in place", "past autograd", "by numpy", "columns turned", "rows turned"],
 )
 def test_a_tensor_that_was_written_to_is_looked_at_again(write):
     recent, tensor = RecentlyKept(), torch.randn(30, 30)
