@@ -18,6 +18,7 @@ from typing import Any
 
 import jinja2
 
+import book_compared
 import measure
 from benchmark import FOLDER, RESULTS, ROOT, load
 from evenstep.bench import pictures, summarise
@@ -63,17 +64,20 @@ def main() -> None:
         (DOCS / f"{name}.md").write_text(page(name, RESULTS, notes), encoding="utf-8")
     if document := load("step_overhead"):
         insert(DOCS / "architecture.md", overhead.tables(document)["calls"].markdown())
+    book = load("book")
+    if book and (document := load("book_compared")):
+        insert(DOCS / "compare.md", book_compared.section(document, book["parts"]))
     for name in ("scaling_lenet", "scaling_resnet18"):
         if document := load(name):
             pictures.draw_scaling(document, IMAGES / f"{name}.png")
     if document := load("stages"):
         timelines = [run["timeline"] for run in document["runs"] if run["part"] == "stages.8"]
         pictures.draw_stages(timelines[-1], IMAGES / "stages.png")
-    if document := load("book"):
+    if book:
         for name in book_pictures.TITLES:
-            if drawn := book_pictures.draw(name, document["parts"]):
+            if drawn := book_pictures.draw(name, book["parts"]):
                 (IMAGES / f"book_{name}.svg").write_text(drawn, encoding="utf-8")
-        (DOCS / "book.md").write_text(book_page(document, notes), encoding="utf-8")
+        (DOCS / "book.md").write_text(book_page(book, notes), encoding="utf-8")
 
 
 def insert(file: Path, table: str) -> None:

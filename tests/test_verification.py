@@ -222,6 +222,47 @@ def test_a_buffer_is_named_when_the_gradients_agree():
     assert (found.step, found.shard, found.tensor) == (0, 4, "buffer sum")
 
 
+class HasAWrongPart(nn.Module):
+    """Its second layer reads something besides its inputs; the first gradient is the first's."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scaled = nn.Linear(6, 5), DrawsFromRandom()
+        self.scaled.first = nn.Linear(5, 5)
+
+    def forward(self, x):
+        return self.scaled(self.first(x))
+
+
+@pytest.mark.parametrize("layouts", [[1, 2], [1, 1], [1, own(2)], [2, mixed(3)]])
+def test_the_module_where_the_replays_part_is_named(layouts):
+    found = verify(maker(HasAWrongPart), batches, layouts, STEPS).difference
+    assert (found.shard, found.tensor) == (0, FIRST_GRADIENT)
+    assert found.seen.startswith("scaled (DrawsFromRandom) has the same inputs and other outputs")
+    assert str(found).endswith(f"; not repeatable; {found.seen}")
+
+
+def test_batches_that_differ_are_told_from_a_model_that_does():
+    """Each training of the same steps has to see the same batches."""
+    seeds = iter(range(9))
+
+    def others(trainer):
+        generator = torch.Generator().manual_seed(next(seeds))
+        while True:
+            x = torch.randn(23, 6, generator=generator)
+            yield x, torch.randint(3, (23,), generator=generator)
+
+    found = verify(maker(Plain), others, [1, 2], STEPS).difference
+    assert found.seen == (
+        "0 of 23 examples are the same; none of the examples of one is among those of the other"
+    )
+
+
+def test_what_the_tensor_says_already_is_not_said_twice():
+    found = verify(maker(CountsInABuffer), batches, [1, 2], 1).difference
+    assert (found.tensor, found.seen) == ("buffer sum", "")
+
+
 def test_the_state_is_named_when_all_shards_agree():
     rates = iter([0.1, 0.2, 0.1, 0.2])
 
@@ -295,7 +336,10 @@ def test_a_verdict_is_one_readable_line():
     verdict = verify(maker(Dropped), batches, [1, ["cpu:0", "cpu:1:own"]])
     assert str(verdict) == "identical after each of 3 steps on (cpu:0) and (cpu:0, cpu:1:own)"
     verdict = verify(goes_wrong(SHARDS + 5, [1, 2, 1, 2]), batches, [1, 1])
-    assert str(verdict) == f"(cpu:0) and (cpu:0) differ: step 1, shard 5, {FIRST_GRADIENT}"
+    assert str(verdict).startswith(
+        f"(cpu:0) and (cpu:0) differ: step 1, shard 5, {FIRST_GRADIENT}; the model (GoesWrongAt) "
+        f"has the same inputs and other outputs"
+    )
     verdict = verify(goes_wrong(0, [1, 2, 1, 1]), batches, [1, 1])
     assert str(verdict).endswith(
         "step 0, all shards agree, no difference in the replay; not repeatable"

@@ -1,18 +1,21 @@
 """Checks that a model's training does not depend on the devices, and finds where it does.
 
 `verify` trains the same steps on several sets of devices and compares the results bit for bit. If
-they differ, the first differing step is replayed, and the gradients and buffers of each shard are
-compared before they are summed. A shard is computed alone, on the same numbers. So a difference
-shows where the model uses something that evenstep does not control and that the check of the
-contract in a training's first step has not seen.
+they differ, the first differing step is replayed and recorded, and the gradients and buffers of
+each shard are compared before they are summed. A shard is computed alone, on the same numbers. So
+a difference shows where the model uses something that evenstep does not control and that the check
+of the contract in a training's first step has not seen; the records say in which module.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -20,17 +23,28 @@ from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.checkpoint.fingerprint import digests, fingerprint, tensor_digest
+from evenstep.comparison import Cause, find_cause, read_run
 from evenstep.data import Loader
 from evenstep.devices import Devices, find_devices
 from evenstep.devices.facts import KINDS, Facts, differences, listed
 from evenstep.distributed import local_share
 from evenstep.errors import InputError, hides_own_frames, shown
+from evenstep.recording import record
 from evenstep.shard.partial_sum import PartialSum
 from evenstep.shard.targets import call_with
 from evenstep.training.trainer import Trainer
 
 MakeTrainer: TypeAlias = Callable[[Devices], Trainer]
 Batches: TypeAlias = Loader | Iterable[Batch] | Callable[[Trainer], Iterable[Batch]]
+
+_BEFORE_GRADIENTS = frozenset(
+    {
+        *(Cause.ORDER, Cause.DATA, Cause.ARGUMENTS, Cause.CALLS),
+        *(Cause.MODES, Cause.PRECISION, Cause.LAYER, Cause.DRAWS, Cause.DROPOUT),
+        *(Cause.KERNEL, Cause.ROUNDING),
+    }
+)
+"""What two records can say beyond the first shard and tensor: a module, or the examples."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +61,11 @@ class LayoutResult:
     devices: tuple[str, ...]
     fingerprints: tuple[str, ...]
     fingerprints_2: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The devices' names in brackets."""
+        return f"({', '.join(self.devices)})"
 
     @property
     def states(self) -> list[tuple[str, str]]:
@@ -69,6 +88,8 @@ class Difference:
             everything.
         repeats: whether both replays reproduced the fingerprints of the first training. If not,
             the results differ even on the same devices.
+        seen: what the records of the two replays show of the place where they part: "b (Noisy) has
+            the same inputs and other outputs". "" if they show no more than the tensor does.
     """
 
     step: int
@@ -76,11 +97,14 @@ class Difference:
     shard: int | None
     tensor: str | None
     repeats: bool
+    seen: str = ""
 
     def __str__(self) -> str:
         shard = "all shards agree" if self.shard is None else f"shard {self.shard}"
         tensor = self.tensor or "no difference in the replay"
-        return f"step {self.step}, {shard}, {tensor}" + ("" if self.repeats else "; not repeatable")
+        repeats = "" if self.repeats else "; not repeatable"
+        seen = f"; {self.seen}" if self.seen else ""
+        return f"step {self.step}, {shard}, {tensor}{repeats}{seen}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -113,7 +137,7 @@ class Verdict:
         return f"{self._names(self.difference.layouts)} differ: {self.difference}"
 
     def _names(self, layouts: Iterable[int]) -> str:
-        return " and ".join(f"({', '.join(self.results[n].devices)})" for n in layouts)
+        return " and ".join(self.results[number].label for number in layouts)
 
 
 @hides_own_frames
@@ -257,7 +281,7 @@ def _state_of(trainer: Trainer) -> tuple[str, str]:
 
 
 def _find_difference(
-    replay: Callable[[Devices, int], _Replay],
+    replay: Callable[[Devices, int, Path], _Replay],
     layouts: Sequence[Devices],
     results: Sequence[LayoutResult],
 ) -> Difference | None:
@@ -265,13 +289,18 @@ def _find_difference(
     if place is None:
         return None
     step, other = place
-    replays = replay(layouts[0], step), replay(layouts[other], step)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        records = {Path(folder, str(number)): number for number in (0, other)}
+        replays = [replay(layouts[number], step, record) for record, number in records.items()]
+        seen = _first_seen({one: results[number].label for one, number in records.items()})
     shard, tensor = _first_tensor(*replays)
     repeats = all(
         again.fingerprints == result.states[step]
         for again, result in zip(replays, (results[0], results[other]), strict=True)
     )
-    return Difference(step=step, layouts=(0, other), shard=shard, tensor=tensor, repeats=repeats)
+    return Difference(
+        step=step, layouts=(0, other), shard=shard, tensor=tensor, repeats=repeats, seen=seen
+    )
 
 
 def _first_differing(results: Sequence[LayoutResult]) -> tuple[int, int] | None:
@@ -284,8 +313,10 @@ def _first_differing(results: Sequence[LayoutResult]) -> tuple[int, int] | None:
     return None
 
 
-def _replay(make_trainer: MakeTrainer, batches: Batches, devices: Devices, step: int) -> _Replay:
-    """Train up to and including `step`; return the digests of everything in this step."""
+def _replay(
+    make_trainer: MakeTrainer, batches: Batches, devices: Devices, step: int, record_at: Path
+) -> _Replay:
+    """Train up to and including `step`, and record it; return the digests of all in this step."""
     shards: dict[int, dict[str, str]] = {}
     with make_trainer(devices) as trainer:
         gradients = [f"gradient of {name}" for name, _ in trainer.model.named_parameters()]
@@ -298,9 +329,21 @@ def _replay(make_trainer: MakeTrainer, batches: Batches, devices: Devices, step:
 
         for number, batch in enumerate(_take(step + 1, batches, trainer)):
             trainer.on_shard = observe if number == step else None
-            trainer.step(*batch)
+            recorded = record(record_at, steps=1) if number == step else contextlib.nullcontext()
+            with recorded:
+                trainer.step(*batch)
         state = digests(trainer.model, trainer.optimizer)
         return _Replay(shards, state, _state_of(trainer))
+
+
+def _first_seen(records: dict[Path, str]) -> str:
+    """Return where two records of a step part, as a line; "" if that is no module or example."""
+    try:
+        runs = [dataclasses.replace(read_run(path), name=name) for path, name in records.items()]
+        finding = find_cause(*runs)
+    except InputError:  # no room for them, or nothing in them: the tensor says where it is
+        return ""
+    return finding.evidence[0] if finding.cause in _BEFORE_GRADIENTS else ""
 
 
 def _first_tensor(ours: _Replay, theirs: _Replay) -> tuple[int | None, str | None]:

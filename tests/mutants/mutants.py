@@ -964,6 +964,169 @@ _ACCELERATORS = [
     ),
 ]
 
+_RECORDS = [
+    Mutant(
+        "a tensor that was seen once is not looked at again",
+        SWALLOWED_ERROR,
+        "recording/digests.py",
+        "if known is None or known() is not tensor or (*before,) != state:",
+        "if known is None or known() is not tensor:",
+        ("recording/test_digests.py::test_a_tensor_that_was_written_to_is_looked_at_again",),
+    ),
+    Mutant(
+        "sketches have no random signs",
+        ARITHMETIC,
+        "recording/digests.py",
+        "return np.where(bits == 0, 1.0, -1.0).reshape(shape)",
+        "return np.where(bits == 0, 1.0, 1.0).reshape(shape)",
+        ("recording/test_digests.py",),
+    ),
+    Mutant(
+        "values that change places within a column are one tensor",
+        ORDER,
+        "recording/digests.py",
+        "        digest.update(rectangle.sum(1).numpy().tobytes())\n",
+        "",
+        ("recording/test_digests.py::test_two_values_that_change_places_are_another_tensor",),
+    ),
+    Mutant(
+        "the digest of a set of rows is that of its first",
+        ORDER,
+        "recording/digests.py",
+        'return f"{int(mixed.sum()):x}", Picked',
+        'return f"{int(mixed[0]):x}", Picked',
+        ("recording/test_digests.py::test_rows_are_a_set",),
+    ),
+    Mutant(
+        "what checks compute is recorded as a part of the step",
+        LOST_BUFFER,
+        "recording/recorder.py",
+        "self._updates.is_due and not is_aside()",
+        "self._updates.is_due",
+        ("recording/test_own_trainings.py::test_it_holds_each_shard_once_and_no_check",),
+    ),
+    Mutant(
+        "draws of random numbers are not seen",
+        WRONG_SEED,
+        "recording/own_trainings.py",
+        "if all(map(torch.equal, before, after)):",
+        "if any(map(torch.equal, before, before)):",
+        ("comparison/test_causes.py::test_the_planted_fault_is_named",),
+    ),
+    Mutant(
+        "a disk that is full ends the training that is recorded",
+        SWALLOWED_ERROR,
+        "recording/record_file.py",
+        "            self._end(error.strerror or str(error))\n",
+        "            raise\n",
+        (
+            "recording/test_recording.py"
+            "::test_a_disk_that_is_full_ends_the_record_and_not_the_training",
+        ),
+    ),
+    Mutant(
+        "weights that something else changed are not noted",
+        LOST_BUFFER,
+        "recording/recorded_model.py",
+        "if name in self._digests and kept[0] != self._digests[name]",
+        "if name not in self._digests and kept[0] != self._digests[name]",
+        ("comparison/test_causes.py::test_the_planted_fault_is_named",),
+    ),
+    Mutant(
+        "more updates are recorded than asked for",
+        LOST_BUFFER,
+        "recording/updates.py",
+        "return min(self._done, default=0) >= self._steps * self._every",
+        "return min(self._done, default=0) > self._steps * self._every",
+        ("recording/test_recording.py::test_no_more_steps_are_recorded_than_asked_for",),
+    ),
+]
+
+_COMPARISONS = [
+    Mutant(
+        "gradients of processes that exchange them later are added, not averaged",
+        ARITHMETIC,
+        "comparison/updated.py",
+        "means[name] = divided(whole, len(steps))",
+        "means[name] = whole",
+        ("comparison/test_causes.py",),
+    ),
+    Mutant(
+        "losses of what is accumulated are averaged",
+        ARITHMETIC,
+        "comparison/computed.py",
+        "return math.fsum(sum(step.losses) / step.scale for step in steps) / len(steps)",
+        "return math.fsum(sum(s.losses) / len(s.losses) / s.scale for s in steps) / len(steps)",
+        ("comparison/test_causes.py",),
+    ),
+    Mutant(
+        "gradients are not divided by the GradScaler's scale",
+        ARITHMETIC,
+        "comparison/updated.py",
+        "    scale = steps[0].scale\n",
+        "    scale = 1.0\n",
+        ("comparison/test_causes.py",),
+    ),
+    Mutant(
+        "gradients are looked at before what the modules gave",
+        ORDER,
+        "comparison/verdict.py",
+        "    find_other_outputs,\n    find_other_losses,\n    find_skipped,\n"
+        "    find_not_exchanged,\n    find_other_gradients,\n",
+        "    find_not_exchanged,\n    find_other_gradients,\n"
+        "    find_other_outputs,\n    find_other_losses,\n    find_skipped,\n",
+        ("comparison/test_causes.py::test_the_planted_fault_is_named",),
+    ),
+    Mutant(
+        "updates behind the first that rounds are passed over",
+        SWALLOWED_ERROR,
+        "comparison/verdict.py",
+        "for search in _SEARCHES if rounds is None else _LATER:",
+        "for search in _SEARCHES if rounds is None else ():",
+        ("comparison/test_causes.py::test_a_fault_that_begins_behind_rounding_is_named",),
+    ),
+    Mutant(
+        "processes that train on the same examples are not seen",
+        SWALLOWED_ERROR,
+        "comparison/data.py",
+        "if common * 2 > part.total():",
+        "if common > part.total():",
+        ("comparison/test_causes.py::test_the_planted_fault_is_named",),
+    ),
+    Mutant(
+        "outputs are compared by their sums alone",
+        ARITHMETIC,
+        "comparison/aligned.py",
+        "return max(by_norm, by_sum, _by_sample(",
+        "return max(by_sum, 0 * _by_sample(",
+        ("comparison/test_causes.py",),
+    ),
+    Mutant(
+        "a record that was cut off is taken for one that ended",
+        SWALLOWED_ERROR,
+        "comparison/reading.py",
+        '        elif what == "end":\n            process.is_whole = True\n',
+        "        else:\n            process.is_whole = True\n",
+        ("recording/test_recording.py", "comparison/test_causes.py"),
+    ),
+    Mutant(
+        "another number of parts is not what BatchNorm differs by",
+        SWALLOWED_ERROR,
+        "comparison/computed.py",
+        "and (is_part or not is_rounding)",
+        "and not is_part",
+        ("comparison/test_causes.py::test_the_planted_fault_is_named",),
+    ),
+    Mutant(
+        "verify does not record the step in which results part",
+        SWALLOWED_ERROR,
+        "verification.py",
+        "recorded = record(record_at, steps=1) if number == step else contextlib.nullcontext()",
+        "recorded = contextlib.nullcontext()",
+        ("test_verification.py::test_the_module_where_the_replays_part_is_named",),
+    ),
+]
+
 MUTANTS: tuple[Mutant, ...] = (
     *_ARITHMETIC,
     *_ORDER,
@@ -972,4 +1135,6 @@ MUTANTS: tuple[Mutant, ...] = (
     *_WRONG_SEED,
     *_SWALLOWED_ERROR,
     *_ACCELERATORS,
+    *_RECORDS,
+    *_COMPARISONS,
 )

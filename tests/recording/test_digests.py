@@ -7,13 +7,13 @@ import torch
 
 from evenstep.comparison.aligned import distance
 from evenstep.comparison.reading import Kept
-from evenstep.recording.digests import RecentlyKept, digest_of_starts, kept_and_picked
+from evenstep.recording.digests import RecentlyKept, digest_of_starts
 
 SHAPES = [(3,), (2048,), (40, 70), (300, 150), (64, 64, 3, 3), (7, 33, 257)]
 
 
 def kept_of(tensor, examples=None):
-    digest, rows, *rest, sketch = kept_and_picked(tensor, examples)[0]
+    digest, rows, *rest, sketch = RecentlyKept().kept_of(tensor, examples)
     return Kept(digest, rows and int(rows, 16), *rest, sketch and tuple(sketch))
 
 
@@ -34,6 +34,27 @@ def test_two_values_that_change_places_are_another_tensor():
     other = one.clone()
     other[[5, 2053]] = one[[2053, 5]]
     assert kept_of(one).digest != kept_of(other).digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+@pytest.mark.parametrize("shape", [(6, 4), (64, 64), (8, 4096), (40, 700)], ids=str)
+def test_signs_that_change_are_seen(dtype, shape):
+    """They are the uppermost bits, and sums of bits are modulo a power of two."""
+    one = torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    each_second = torch.ones(shape)
+    each_second[:, 1::2] = -1
+    for other in (-one, one * each_second, one * each_second.flip(1), one * 0, one * -0.0):
+        assert kept_of(other).digest != kept_of(one).digest
+        assert kept_of(other, len(one)).rows != kept_of(one, len(one)).rows
+    assert kept_of(one * 0).digest != kept_of(-(one * 0)).digest
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (64, 64), (8, 4096), (40, 700)], ids=str)
+def test_integers_that_change_signs_or_places_are_seen(shape):
+    one = torch.randint(2, shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    for other in (-one, one.flip(1), one.roll(1, 1)):
+        assert kept_of(other).digest != kept_of(one).digest
+        assert kept_of(other, len(one)).rows != kept_of(one, len(one)).rows
 
 
 def test_rows_are_a_set():

@@ -216,10 +216,10 @@ def test_a_record_that_was_cut_off_holds_the_steps_before(tmp_path):
 
 @pytest.mark.parametrize("content", [
     b"", b"{}\n", b"[1]\n", b"\xff\xfe\n", b'{"evenstep record":2}\n', b"{" * 100_000 + b"\n",
-    b'{"evenstep record":1,"rank":"x","command":[],"facts":{}}\n',
-    b'{"evenstep record":1,"rank":0,"command":[],"facts":{}}\n{"what":"update"}\n',
-    b'{"evenstep record":1,"rank":0,"command":[],"facts":{}}\n[]\n',
-    b'{"evenstep record":1,"rank":0,"command":[],"facts":{}}\n',
+    b'{"evenstep record":1,"rank":"x","command":[],"launched":[],"facts":{}}\n',
+    b'{"evenstep record":1,"rank":0,"command":[],"launched":[],"facts":{}}\n{"what":"update"}\n',
+    b'{"evenstep record":1,"rank":0,"command":[],"launched":[],"facts":{}}\n[]\n',
+    b'{"evenstep record":1,"rank":0,"command":[],"launched":[],"facts":{}}\n',
 ])  # fmt: skip
 def test_what_is_no_record_gets_one_line(tmp_path, content):
     (tmp_path / "process-0.jsonl").write_bytes(content)
@@ -268,3 +268,26 @@ def test_a_file_that_would_grow_too_large_ends(tmp_path):
     (file,) = (tmp_path / "it.rec").iterdir()
     assert file.stat().st_size <= 1 << 20
     assert json.loads(file.read_text().splitlines()[-1]) == {"what": "full"}
+    assert f"{file} ends here: it has reached its largest size" in done.stderr
+
+
+def test_a_disk_that_is_full_ends_the_record_and_not_the_training(tmp_path):
+    """A limit on the size of files stands for it."""
+    path = script(tmp_path)
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (15_000, 15_000))\n"
+    path.write_text(limit + SCRIPT)
+    plain = subprocess.run(
+        [sys.executable, path, "1", "9"], capture_output=True, text=True, check=True
+    )
+    done = command("record", "--out", tmp_path / "it.rec", path, 1, 9)
+    assert (done.returncode, done.stdout) == (0, plain.stdout), done.stderr
+    (file,) = (tmp_path / "it.rec").iterdir()
+    assert f"{file} ends here: " in done.stderr
+    assert len(done.stderr.splitlines()) == 2
+    assert 1 <= read_run(tmp_path / "it.rec").steps < 9
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_anything_runs(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run("record", "--out", tmp_path / "file" / "it.rec", script(tmp_path), 1, 1, code=2)
+    assert "can't be made (Not a directory)" in done.stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import textwrap
+
 import click
 
 from evenstep.cli.options.training import ExperimentOptions
@@ -15,6 +17,7 @@ from evenstep.verification import LayoutResult, Verdict
 from evenstep.verification import verify as compare
 
 _DEFAULT_STEPS = 20
+_WIDTH = 64  # of what stands behind a name
 _HINT = (
     "usual causes:",
     "  `random`, numpy.random or the clock in forward: draw with torch, whose",
@@ -93,6 +96,9 @@ def _spell(verdict: Verdict, labels: list[str], steps: int) -> list[str]:
             f"  first shard   {found.shard} (counted from 0)",
             f"  first tensor  {found.tensor}",
         ]
+    if found.seen:
+        first, *others = textwrap.wrap(found.seen, _WIDTH)
+        lines += [f"  seen there    {first}", *(f"{'':16}{line}" for line in others)]
     if not found.repeats:
         lines.append("  repeatable    no: a replay on the same devices gave another result")
     return [*lines, *_HINT]

@@ -204,7 +204,7 @@ def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
             Cause.ORDER,
             number,
             (
-                f"{common} of {mine.total()} examples of update {number} are the same; over all "
+                f"{common} of {mine.total()} examples are the same; over all "
                 f"{len(steps)} updates, all are",
             ),
             "seed the order of both in the same way (Loader, or DataLoader's generator=; torch's "
@@ -223,7 +223,7 @@ def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
     return Finding(
         Cause.ORDER if is_order else Cause.DATA,
         number,
-        (f"{common} of {mine.total()} examples of update {number} are the same; {evidence}",),
+        (f"{common} of {mine.total()} examples are the same; {evidence}",),
         "seed data, augmentation and order in the same way, and draw from the seeded generator as "
         "often (several processes may have a sampler of their own)",
     )

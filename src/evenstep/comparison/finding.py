@@ -75,12 +75,13 @@ class Finding:
 
 def lines_of(finding: Finding, ours: Run, theirs: Run) -> Iterator[str]:
     """Yield the answer: the verdict, the evidence, what follows, and what to do."""
-    where = "" if finding.step is None else f", first in update {finding.step} (counted from 0)"
+    has_step = finding.step is not None and finding.cause is not Cause.LENGTH
+    where = f", first in update {finding.step} (counted from 0)" if has_step else ""
     yield f"{finding.cause.value}{where}"
     if _is_repeated(ours, theirs) and finding.cause not in HARMLESS:
         yield (
-            "  the two are records of one command: unless a file, a variable or an option of a "
-            "launcher has changed, it can't be repeated as it is"
+            "  the two are records of one command: unless a file or a variable has changed, it "
+            "can't be repeated as it is"
         )
     for line in finding.evidence:
         yield f"  {line}"
@@ -92,8 +93,7 @@ def lines_of(finding: Finding, ours: Run, theirs: Run) -> Iterator[str]:
 
 def _is_repeated(ours: Run, theirs: Run) -> bool:
     mine, its = ours.processes, theirs.processes
-    return (len(mine), mine[0].command, mine[0].facts) == (
-        len(its),
-        its[0].command,
-        its[0].facts,
+    one, other = (
+        (len(found), found[0].launched, found[0].command, found[0].facts) for found in (mine, its)
     )
+    return one == other

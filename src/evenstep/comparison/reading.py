@@ -146,6 +146,8 @@ class Process:
     Attributes:
         rank: its number.
         command: its command line.
+        launched: the command line that was recorded, with its launcher; empty of a part of a
+            script.
         facts: how it computes.
         weights, buffers: the values at the first call of the model.
         frozen: the parameters that want no gradient.
@@ -158,6 +160,7 @@ class Process:
 
     rank: int
     command: list[str]
+    launched: list[str]
     facts: dict[str, str]
     weights: dict[str, Kept] = dataclasses.field(default_factory=dict)
     buffers: dict[str, Kept] = dataclasses.field(default_factory=dict)
@@ -275,7 +278,8 @@ def _process_of(events: Iterator[dict[str, Any]]) -> Process:
     if header.get(_FORMAT) != _VERSION:
         found = header.get(_FORMAT, "no version")
         raise ValueError(f"its header has {found!r} where a record of version {_VERSION} is read")
-    process = Process(int(header["rank"]), [*map(str, header["command"])], dict(header["facts"]))
+    command, launched = ([*map(str, header[name])] for name in ("command", "launched"))
+    process = Process(int(header["rank"]), command, launched, dict(header["facts"]))
     process.most_steps = int(header.get("steps", 0))
     step, epochs = ProcessStep(), 0
     for event in events:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
@@ -102,6 +103,21 @@ def find_cause(ours: Run, theirs: Run) -> Finding:
     what rounding does not explain counts.
     """
     ours, theirs = with_common_names(ours, theirs)
+    finding = _find(ours, theirs)
+    follows = (*finding.follows, *_not_finite(ours), *_not_finite(theirs))
+    return dataclasses.replace(finding, follows=follows)
+
+
+def _not_finite(run: Run) -> Iterator[str]:
+    """Yield from which update on a weight is no number any more."""
+    for number in range(run.steps):
+        for name, kept in run.weights(number).items():
+            if kept.nans or not math.isfinite(kept.squares or 0.0):
+                yield f"{name} of {run.name} holds NaN or infinity from update {number} on"
+                return
+
+
+def _find(ours: Run, theirs: Run) -> Finding:
     found = _weights(ours, theirs)
     if found is not None:
         return found

@@ -1,6 +1,6 @@
 """What is kept of a tensor: digests of its bits, and a few statistics.
 
-A digest is made of sums over the bits, as 64-bit integers, of all rows and of all columns: two
+A digest is made of sums over the bits, as 64-bit integers, of all rows and of all columns: a few
 passes at the speed of memory. The digest of a set of rows is a sum over the rows, so that of a
 batch in one process equals the sum of those of its parts in several.
 
@@ -23,8 +23,6 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from evenstep.private_torch.tensors import version_of
-
 _COLUMNS = 2048
 _COLUMNS_OF_ROW = 256
 _SKETCHED = 8
@@ -33,8 +31,8 @@ _SKETCHED = 8
 _MOST_FILLED = 1 << 22
 """The largest sparse tensor, by its elements, that is filled with zeros."""
 
-_FEW = 1 << 15
-"""Up to so many values are added without a thread of another core."""
+_PART = 1 << 18
+"""The number of values that are added up in their own dtype."""
 
 _IN_RANGE = 1e-15, 1e15
 """The largest values whose squares can be added in float32."""
@@ -61,15 +59,23 @@ class Picked(NamedTuple):
 KeptAndPicked: TypeAlias = tuple[list[Any], Picked | None]
 
 
+class _Bits(NamedTuple):
+    """What tells a tensor from others: digests of its bits and of the set of its rows."""
+
+    digest: str
+    rows: str | None
+    picked: Picked | None
+
+
 class RecentlyKept:
     """What was kept of tensors that are still there: most are seen twice.
 
     What a module gives goes into the next one, and a gradient stays what it was. A tensor is known
-    by its identity, its version and a checksum: not all that writes to it counts in its version.
+    by its identity and its bits: not all that writes to it counts in its version.
     """
 
     def __init__(self) -> None:
-        self._found: dict[int, tuple[Any, ...]] = {}
+        self._found: dict[int, tuple[weakref.ref[torch.Tensor], Any, KeptAndPicked]] = {}
 
     def kept_of(self, tensor: torch.Tensor, examples: int | None = None) -> list[Any]:
         """Return what is kept of a tensor."""
@@ -80,47 +86,48 @@ class RecentlyKept:
         return {name: self.kept_of(one) for name, one in named}
 
     def kept_and_picked(self, tensor: torch.Tensor, examples: int | None = None) -> KeptAndPicked:
-        """Return what `kept_and_picked` returns."""
-        try:
-            state = version_of(tensor), tensor.data_ptr(), examples, _checksum(tensor)
-        except (RuntimeError, NotImplementedError):  # of inference mode, or without values
-            return kept_and_picked(tensor, examples)
+        """Return what is kept of a tensor, and which of its examples to look at.
+
+        Args:
+            tensor: any tensor.
+            examples: the size of its first dimension if that is the batch; None for a tensor
+                without examples, such as a weight.
+
+        Returns:
+            [digest of the bits, digest of the set of rows or None, shape, dtype, sum, sum of
+            squares, largest absolute value, number of NaN, sketch]. The last five are None where
+            numbers can't be added, the digests where the values can't be read, and the sketch of a
+            tensor that has examples. The example is None where there are none.
+        """
+        shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         key = id(tensor)
-        known, *before, kept = self._found.get(key, (None, None))
-        if known is None or known() is not tensor or (*before,) != state:
-            kept = kept_and_picked(tensor, examples)
-            known = weakref.ref(tensor, lambda _: self._found.pop(key, None))
-            self._found[key] = (known, *state, kept)
-        return kept  # type: ignore[no-any-return]
+        try:
+            dense = _dense(tensor)
+            bits = _bits_of(dense, tensor, examples)
+            state = bits, examples
+            known, before, kept = self._found.get(key, (None, None, None))
+            if kept is None or known is None or known() is not tensor or before != state:
+                statistics = _statistics(dense, has_sketch=examples is None)
+                kept = [bits.digest, bits.rows, shape, dtype, *statistics], bits.picked
+                known = weakref.ref(tensor, lambda _: self._found.pop(key, None))
+                self._found[key] = (known, state, kept)
+        except (RuntimeError, NotImplementedError):  # inside of a transform of torch.func
+            return [None, None, shape, dtype, *_NO_STATISTICS], None
+        return kept
 
 
-@torch.no_grad()
-def kept_and_picked(tensor: torch.Tensor, examples: int | None = None) -> KeptAndPicked:
-    """Return what is kept of a tensor, and which of its examples to look at.
-
-    Args:
-        tensor: any tensor.
-        examples: the size of its first dimension if that is the batch; None for a tensor without
-            examples, such as a weight.
-
-    Returns:
-        [digest of the bits, digest of the set of rows or None, shape, dtype, sum, sum of squares,
-        largest absolute value, number of NaN, sketch]. The last five are None where numbers can't
-        be added, the digests where the values can't be read, and the sketch of a tensor that has
-        examples. The example is None where there are none.
-    """
-    shape, dtype = list(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-    try:
-        dense = _dense(tensor)
-        has_rows = examples is not None and dense.dim() > 0 and len(dense) == examples
-        rows, picked = _digest_of_rows(dense) if has_rows else (None, None)
-        statistics = _statistics(dense, has_sketch=examples is None)
-        digest = _digest(dense)
-        if _is_sparse(tensor):
-            digest += _digest(tensor.detach().to_sparse_coo().coalesce().indices().to("cpu"))
-        return [digest, rows, shape, dtype, *statistics], picked
-    except (RuntimeError, NotImplementedError):  # inside of a transform of torch.func, for example
-        return [None, None, shape, dtype, *_NO_STATISTICS], None
+def _bits_of(dense: torch.Tensor, tensor: torch.Tensor, examples: int | None) -> _Bits:
+    digest = hashlib.blake2b(digest_size=_DIGEST_NBYTES)
+    digest.update(repr((tuple(dense.shape), str(dense.dtype))).encode())
+    if examples is not None and dense.dim() > 0 and len(dense) == examples:
+        rows = _checksums_of_rows(dense)
+        digest.update(rows.tobytes())
+        return _Bits(digest.hexdigest(), _sum_of_set(rows), _picked(rows))
+    digest.update(_sums_of_bits(dense))
+    if _is_sparse(tensor):
+        places = tensor.detach().to_sparse_coo().coalesce().indices()
+        digest.update(_sums_of_bits(places.to("cpu").contiguous()))
+    return _Bits(digest.hexdigest(), None, None)
 
 
 @torch.no_grad()
@@ -140,7 +147,7 @@ def sample_of(tensor: torch.Tensor, row: int, examples: int | None) -> list[floa
 def values_of(tensor: torch.Tensor) -> str | None:
     """Return the first 64 KiB of a tensor's values: bytes in C order, as base64; None without."""
     try:
-        flat = _dense(tensor).contiguous().reshape(-1)
+        flat = _dense(tensor).reshape(-1)
         first = flat[: _MOST_VALUES_NBYTES // flat.element_size()]
         return base64.b64encode(_bytes_of(first).numpy().tobytes()).decode()
     except (RuntimeError, NotImplementedError):
@@ -177,7 +184,7 @@ def digest_of_starts(tensors: Iterable[torch.Tensor], examples: int) -> str:
     with contextlib.suppress(RuntimeError, NotImplementedError):
         for one in map(_dense, tensors):
             if one.dim() > 1 and len(one) == examples:
-                found += int(_digest_of_rows(one[:, :_FIRST])[0], 16)
+                found += int(_sum_of_set(_checksums_of_rows(one[:, :_FIRST].contiguous())), 16)
     return f"{found % (1 << 64):x}"
 
 
@@ -188,7 +195,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
         dense = dense.to_sparse_coo().coalesce().values()
     elif dense.layout is not torch.strided:
         dense = dense.to_dense()
-    return dense.to("cpu").resolve_conj().resolve_neg()
+    return dense.to("cpu").resolve_conj().resolve_neg().contiguous()
 
 
 def _is_sparse(tensor: torch.Tensor) -> bool:
@@ -208,57 +215,35 @@ def _statistics(dense: torch.Tensor, *, has_sketch: bool) -> tuple[Any, ...]:
     """Return sum, sum of squares, largest absolute value, number of NaN, and sketch."""
     if not dense.is_floating_point() or dense.numel() == 0:
         return _NO_STATISTICS
-    flat = dense.contiguous().reshape(-1)
-    sums = _sums_of_many(flat) if len(flat) > _FEW else _sums_of_few(flat.double().numpy())
-    nans = 0 if math.isfinite(sums.squares) else int(flat.isnan().sum())
-    sketch = _sketch(sums.folded) if has_sketch and math.isfinite(sums.squares) else None
-    return _number(sums.total), _number(sums.squares), _number(sums.largest), nans, sketch
-
-
-class _Sums(NamedTuple):
-    """Sums over all values; `folded` are up to 2048 sums with random signs, as float64."""
-
-    total: float
-    squares: float
-    largest: float
-    folded: np.ndarray
-
-
-def _sums_of_few(values: np.ndarray) -> _Sums:
-    """Add up float64, in this thread."""
-    folded = values
-    if len(values) > _COLUMNS:
-        whole = len(values) - len(values) % _COLUMNS
-        rows, rest = values[:whole].reshape(-1, _COLUMNS), values[whole:]
-        folded = np.einsum("ij,i->j", rows, _signs(_FEW)[: len(rows)])
-        folded[: len(rest)] += rest
-    squares = np.einsum("i,i", values, values)
-    return _Sums(float(values.sum()), float(squares), float(np.abs(values).max()), folded)
-
-
-def _sums_of_many(flat: torch.Tensor) -> _Sums:
-    """Add up rows of 2048 in float32, and the rows in float64."""
+    flat = dense.reshape(-1)
     flat = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
     largest = float(max(map(abs, flat.aminmax())))
     if not _IN_RANGE[0] < largest < _IN_RANGE[1]:
         flat = flat.double()
-    whole = len(flat) - len(flat) % _COLUMNS
-    rows, rest = flat[:whole].reshape(-1, _COLUMNS), flat[whole:].double().numpy()
-    signs = torch.from_numpy(_signs(1 << len(rows).bit_length())[: len(rows)]).to(rows.dtype)
-    folded = torch.mv(rows.T, signs).double().numpy()
-    folded[: len(rest)] += rest
-    of_rows = rows.sum(1).double().numpy(), torch.linalg.vector_norm(rows, dim=1).double().numpy()
+    parts = flat.split(_PART) if len(flat) > _PART else (flat,)
     total, squares = (
-        of_rows[0].sum() + rest.sum(),
-        np.square(of_rows[1]).sum() + np.square(rest).sum(),
+        math.fsum(map(float, sums))
+        for sums in ((one.sum() for one in parts), (torch.dot(one, one) for one in parts))
     )
-    return _Sums(float(total), float(squares), largest, folded)
+    nans = 0 if math.isfinite(squares) else int(flat.isnan().sum())
+    sketch = _sketch(flat) if has_sketch and math.isfinite(squares) else None
+    return _number(total), _number(squares), _number(largest), nans, sketch
 
 
-def _sketch(folded: np.ndarray) -> list[float]:
-    """Return sums with random signs, of 9 digits each."""
+def _sketch(flat: torch.Tensor) -> list[float]:
+    """Return sums with random signs, of 9 digits each; first, rows of 2048 are added with signs."""
+    folded = flat.double().numpy() if len(flat) <= _COLUMNS else _folded(flat)
     sums = np.einsum("i,ij->j", folded, _signs(_COLUMNS, _SKETCHED)[: len(folded)])
     return [float(f"{one:.8e}") for one in sums.tolist()]
+
+
+def _folded(flat: torch.Tensor) -> np.ndarray:
+    whole = len(flat) - len(flat) % _COLUMNS
+    rows, rest = flat[:whole].view(-1, _COLUMNS), flat[whole:]
+    signs = torch.from_numpy(_signs(1 << len(rows).bit_length())[: len(rows)]).to(rows.dtype)
+    folded: np.ndarray = torch.mv(rows.T, signs).double().numpy()
+    folded[: len(rest)] += rest.numpy()
+    return folded
 
 
 @functools.lru_cache
@@ -287,52 +272,74 @@ def _number(value: float) -> float | str:
     return value if math.isfinite(value) else str(value)
 
 
-def _digest(dense: torch.Tensor) -> str:
-    """Return a digest of the bits: of the sums over the rows and columns of a rectangle."""
-    digest = hashlib.blake2b(digest_size=_DIGEST_NBYTES)
-    digest.update(repr((tuple(dense.shape), str(dense.dtype))).encode())
-    words = _words_of(dense.contiguous().reshape(-1))
-    whole = len(words) - len(words) % _COLUMNS
-    if whole:
-        rectangle = words[:whole].reshape(-1, _COLUMNS)
-        digest.update(rectangle.sum(0).numpy().tobytes())
-        digest.update(rectangle.sum(1).numpy().tobytes())
-    digest.update(words[whole:].numpy().tobytes())
-    return digest.hexdigest()
+def _sums_of_bits(dense: torch.Tensor) -> bytes:
+    """Return what hardly two tensors of a shape have in common: of few values, the bits.
 
-
-def _digest_of_rows(dense: torch.Tensor) -> tuple[str, Picked | None]:
-    """Return the digest of a set of rows, and the row with the least checksum.
-
-    The digest is the sum over mixed checksums of the rows, mod 2**64.
+    Of many, sums over the rows and over the columns of a rectangle, each times a number of its own.
     """
-    rows = dense.contiguous().reshape(len(dense), -1)
+    words = _words_of(dense.reshape(-1))
+    if len(words) <= _COLUMNS:
+        return words.numpy().tobytes()
+    whole = len(words) - len(words) % _COLUMNS
+    rectangle, rest = words[:whole].view(-1, _COLUMNS), words[whole:]
+    columns, rows = (
+        _spread(rectangle, dense.dtype).sum(0),
+        torch.cat([rectangle.sum(1), rest.sum()[None]]),
+    )
+    columns[: len(rest)] += _spread(rest, dense.dtype)
+    sums = [np.dot(one.numpy(), _factors(len(one))) for one in (columns, rows)]
+    return np.array(sums).tobytes()
+
+
+def _checksums_of_rows(dense: torch.Tensor) -> np.ndarray:
+    """Return a number for each row, as uint64: a sum over its bits, each times a number."""
+    rows = dense.reshape(len(dense), -1)
     if rows.numel() == 0:
-        return "0", None
+        return np.zeros(len(rows), dtype=np.uint64)
     words = _bytes_of(rows)
     if words.shape[1] % 8:
         words = torch.nn.functional.pad(words, (0, -words.shape[1] % 8))
     words = words.view(torch.int64)
+    spread = _spread(words, dense.dtype)
     whole = words.shape[1] - words.shape[1] % _COLUMNS_OF_ROW
     if whole >= 4 * _COLUMNS_OF_ROW:
-        rectangles = words[:, :whole].reshape(len(words), -1, _COLUMNS_OF_ROW)
-        words = torch.cat([rectangles.sum(1), rectangles.sum(2), words[:, whole:]], 1)
-    multipliers = _mixed(1 << words.shape[1].bit_length())[: words.shape[1]] | np.uint64(1)
-    checksums = (words * torch.from_numpy(multipliers.view(np.int64))).sum(1)
-    mixed = _mix(checksums.numpy().view(np.uint64))
-    row = int(mixed.argmin())
-    return f"{int(mixed.sum()):x}", Picked(int(mixed[row]), row)
+        shape = (len(words), -1, _COLUMNS_OF_ROW)
+        columns, lines = (one[:, :whole].reshape(shape) for one in (spread, words))
+        spread = torch.cat([columns.sum(1), lines.sum(2), spread[:, whole:]], 1)
+    checksums = (spread * torch.from_numpy(_factors(spread.shape[1]))).sum(1)
+    return _mix(checksums.numpy().view(np.uint64))
 
 
-def _checksum(tensor: torch.Tensor) -> int:
-    """Return sums of a tensor's bits, as integers: of all, of one half, and of each second word."""
-    flat = tensor.detach()
-    extent = 1 + sum((n - 1) * step for n, step in zip(flat.shape, flat.stride(), strict=True))
-    is_dense = extent == flat.numel()
-    flat = flat.as_strided((extent,), (1,)) if is_dense else flat.contiguous().reshape(-1)
-    words = _words_of(flat)
-    half, each_second = words[: len(words) // 2], words[::2]
-    return int(words.sum()) + 3 * int(half.sum()) + 5 * int(each_second.sum())
+def _sum_of_set(rows: np.ndarray) -> str:
+    """Return the digest of a set of rows: the sum of their checksums, mod 2**64."""
+    return f"{int(rows.sum()):x}"
+
+
+def _picked(rows: np.ndarray) -> Picked | None:
+    """Return the row with the least checksum; None if there is nothing in any row."""
+    row = int(rows.argmin()) if rows.any() else None
+    return None if row is None else Picked(int(rows[row]), row)
+
+
+def _spread(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return words in which a number's sign changes lower bits, too.
+
+    Sums are modulo 2**64: without it, signs of two numbers that change would leave no trace.
+    """
+    if dtype.itemsize >= 8:
+        return (words >> 32).add_(words)
+    return words.abs() if dtype.is_floating_point else words
+
+
+def _factors(count: int) -> np.ndarray:
+    """Return odd numbers, as int64."""
+    return _odd(1 << count.bit_length())[:count]
+
+
+@functools.lru_cache
+def _odd(count: int) -> np.ndarray:
+    odd: np.ndarray = _mixed(count) | np.uint64(1)
+    return odd.view(np.int64)
 
 
 def _words_of(flat: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,10 @@ the others is an event, in the order in which things happened.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,18 +49,35 @@ class RecordFile:
             raise InputError(f"the record {folder} can't be written ({reason})") from error
 
     def write(self, event: Mapping[str, Any]) -> None:
-        """Add an event; each is one write, so that no other process sees a part of it."""
+        """Add an event; each is one write, so that no other process sees a part of it.
+
+        What can't be written ends the record, and not the training: a line on stderr says why.
+        """
         if self.is_full or self._file.closed:
             return
         line = json.dumps(event, separators=(",", ":")).encode() + b"\n"
         if len(line) > self._left_nbytes:
-            self.is_full = True
-            line = json.dumps({"what": "full"}).encode() + b"\n"
+            self._put(json.dumps({"what": "full"}).encode() + b"\n")
+            self._end("it has reached its largest size")
+        else:
+            self._put(line)
+
+    def _put(self, line: bytes) -> None:
         self._left_nbytes -= len(line)
-        self._file.write(line)
+        try:
+            if self._file.write(line) < len(line):
+                self._end("there is no room for more")
+        except OSError as error:
+            self._end(error.strerror or str(error))
+
+    def _end(self, reason: str) -> None:
+        if not self.is_full:
+            self.is_full = True
+            print(f"evenstep: the record {self._file.name} ends here: {reason}", file=sys.stderr)
 
     def close(self) -> None:
         """Write no more."""
         if not self._file.closed:
-            os.fsync(self._file.fileno())
+            with contextlib.suppress(OSError):
+                os.fsync(self._file.fileno())
             self._file.close()

@@ -85,7 +85,8 @@ class Recorder:
         most_nbytes: the largest file.
         rank: the number of this process, and the number of processes, where `torch.distributed`
             does not say it.
-        command: what was started, for the header.
+        command: the command line of this process, for the header.
+        launched: the command that was recorded, with its launcher; for the header, too.
         environment: variables that may change results, for the header.
     """
 
@@ -100,10 +101,12 @@ class Recorder:
         most_nbytes: int = 1 << 30,
         rank: tuple[int, int] = (0, 1),
         command: Iterable[str] = (),
+        launched: Iterable[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self._folder, self._level, self._most_nbytes = folder, level, most_nbytes
-        self._header = {"level": level, "every": every, "steps": steps, "command": [*command]}
+        commands = {"command": [*command], "launched": [*launched]}
+        self._header = {"level": level, "every": every, "steps": steps, **commands}
         self._rank, self._environment = rank, environment or {}
         self._process = os.getpid()
         self._file: RecordFile | None = None

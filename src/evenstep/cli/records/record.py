@@ -39,7 +39,8 @@ def record(
         environment: the variables of the user's environment.
 
     Raises:
-        InputError: the command or script doesn't exist, or something is at `out`.
+        InputError: the command or script doesn't exist, something is at `out`, or no folder can be
+            made there.
     """
     if out.exists():
         raise InputError(f"{out} exists: give --out the path of a new record")
@@ -51,13 +52,22 @@ def record(
         raise InputError(
             f"got the command {started[0]}, which can't be run: give a script or a program"
         )
+    try:
+        out.mkdir(parents=True)
+    except OSError as error:
+        raise InputError(f"{out} can't be made ({error.strerror or error})") from error
     with tempfile.TemporaryDirectory(prefix="evenstep-") as folder:
         write_file(Path(folder, "sitecustomize.py"), _SITE)
         paths = [folder, *filter(None, [environment.get("PYTHONPATH")])]
         variables = {
             **environment,
             VARIABLE: json.dumps(
-                {"folder": str(out.resolve()), "most_nbytes": most_mb << 20, **options}
+                {
+                    "folder": str(out.resolve()),
+                    "most_nbytes": most_mb << 20,
+                    "launched": [*command],
+                    **options,
+                }
             ),
             FOLDER: folder,
             "PYTHONPATH": os.pathsep.join(paths),
@@ -66,7 +76,8 @@ def record(
             f"recording at most {options['steps']} steps, {most_mb} MB for each process", err=True
         )
         code = subprocess.run(started, env=variables, check=False).returncode
-    if not out.exists():
+    if not any(out.iterdir()):
+        out.rmdir()
         click.echo(
             f"evenstep: no model was called in {' '.join(command)}: nothing was recorded", err=True
         )
