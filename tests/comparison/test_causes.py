@@ -57,6 +57,8 @@ PLANTED = [
     ((1, "some masked"), (1, "some masked", "accumulated"), Cause.SCALE),
     ((1,), (2, "times world"), Cause.SCALE),
     ((1, "some masked"), (2, "some masked", "times world"), Cause.SCALE),
+    ((1, "time first", "shuffled"), (1, "time first", "other order"), Cause.ORDER),
+    ((1, "time first"), (2, "time first", "whole batches"), Cause.MORE_ROWS),
     ((1, "operators"), (1, "operators", "temperature"), Cause.KERNEL),
     ((1, "operators", "batch norm"), (2, "operators", "batch norm"), Cause.BATCH_NORM),
 ]
@@ -116,6 +118,8 @@ ALIKE = [
     ((1, "double"), (2, "double")),
     ((1, "some masked", "counted"), (2, "some masked", "counted")),
     ((1, "dropout"), (1, "dropout", "rounded")),
+    ((1, "time first"), (2, "time first")),
+    ((1, "time first"), (1, "time first", "halved")),
     ((1, "late clipped"), (2, "late clipped")),
     ((1, "late reset"), (2, "late reset")),
     ((1, "late temperature"), (2, "late temperature")),

@@ -149,6 +149,9 @@ def doctor(environment: Mapping[str, str], as_json: bool) -> None:
 @click.option("--values", multiple=True, metavar="NAME",
               help="Keep values of this module's outputs or parameter's gradient, too (64 KiB of "
                    "each tensor); a pattern such as 'layer1.*', or several.")  # fmt: skip
+@click.option("--batch-dim", default=0, show_default=True, type=click.IntRange(0), metavar="N",
+              help="The dimension of tensors that counts examples (1 without batch_first=True)."
+              )  # fmt: skip
 @click.option("--limit-mb", default=1024, show_default=True, type=click.IntRange(1, 4096),
               metavar="MB", help="The largest file of a process.")  # fmt: skip
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
@@ -162,6 +165,7 @@ def record(
     every: int,
     level: str,
     values: tuple[str, ...],
+    batch_dim: int,
     limit_mb: int,
 ) -> None:
     """Run a script and record what it does, for `evenstep compare`.
@@ -172,9 +176,10 @@ def record(
     """
     from evenstep.cli.records.record import record
 
-    options = {"level": level, "steps": steps, "every": every, "values": values}
+    bounds = {"steps": steps, "every": every, "most_nbytes": limit_mb << 20}
+    options = {"level": level, "values": values, "batch_dim": batch_dim, **bounds}
     environment: Mapping[str, str] = context.obj or os.environ  # as the user has set it
-    context.exit(record(out, command, options, most_mb=limit_mb, environment=environment))
+    context.exit(record(out, command, options, environment=environment))
 
 
 @click.command(cls=GroupedCommand)

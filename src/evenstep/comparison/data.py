@@ -125,7 +125,8 @@ def _other_arguments(ours: Run, theirs: Run, number: int) -> Finding | None:
             f"in {theirs.name}",
         ),
         "look at the batch size, the length of sequences and the size of images, and at what the "
-        "loop gives to the model besides (labels, masks)",
+        "loop gives to the model besides (labels, masks); record with --batch-dim 1 where the "
+        "batch is the second dimension",
     )
 
 

@@ -82,6 +82,7 @@ class Recorder:
         every: only every so many updates are recorded, from the first on.
         values: patterns of names (of modules and parameters) whose outputs and gradients are kept
             as values, too.
+        batch_dim: the dimension of tensors that counts examples; it is put first.
         most_nbytes: the largest file.
         rank: the number of this process, and the number of processes, where `torch.distributed`
             does not say it.
@@ -98,6 +99,7 @@ class Recorder:
         steps: int = 100,
         every: int = 1,
         values: Iterable[str] = (),
+        batch_dim: int = 0,
         most_nbytes: int = 1 << 30,
         rank: tuple[int, int] = (0, 1),
         command: Iterable[str] = (),
@@ -113,6 +115,7 @@ class Recorder:
         self._waiting: list[Mapping[str, Any]] = []  # until the file is there
         self._updates = Updates(steps, every)
         self._values = [*values]
+        self._batch_dim = batch_dim
         self._models: list[RecordedModel] = []
         self._numbers = itertools.count()
         self._is_own_step = False
@@ -186,7 +189,7 @@ class Recorder:
                 self._meet(module, is_own=is_in_shard())
                 if has_grad:
                     self._note_changed_weights()
-        examples = examples_in(tensors_in(arguments)) if is_due else None
+        examples = examples_in(self._batched(arguments)) if is_due else None
         if examples is None and calls.frames:
             examples = calls.frames[-1].examples
         draws = draws_here() if is_due else None
@@ -219,8 +222,8 @@ class Recorder:
             return
         has_grad, autocast = torch.is_grad_enabled(), autocast_dtype()
         with self._lock, quiet():
-            inputs = tensors_in(arguments_in_order(module, arguments, rest[0]))
-            outputs = tensors_in(rest[1])
+            inputs = self._batched(arguments_in_order(module, arguments, rest[0]))
+            outputs = self._batched(rest[1])
             examples = examples_in(inputs)
             event: dict[str, Any] = {}
             model = self._model_of(module) if is_whole else None
@@ -248,9 +251,14 @@ class Recorder:
                 **event,
             )
 
+    def _batched(self, values: Any) -> list[torch.Tensor]:
+        """Return the tensors in nested containers, with the batch as their first dimension."""
+        found, dim = tensors_in(values), self._batch_dim
+        return [one.detach().movedim(dim, 0) if one.dim() > dim > 0 else one for one in found]
+
     def _keep_inputs(self, values: Any) -> list[Any]:
         with quiet():
-            return [self._kept.kept_of(one, self._examples) for one in tensors_in(values)]
+            return [self._kept.kept_of(one, self._examples) for one in self._batched(values)]
 
     @property
     def _examples(self) -> int | None:
@@ -269,7 +277,7 @@ class Recorder:
                 trains=frame.trains,
                 grad=has_grad,
                 inputs=inputs,
-                outputs=[self._kept.kept_of(one, self._examples) for one in tensors_in(outputs)],
+                outputs=[self._kept.kept_of(one, self._examples) for one in self._batched(outputs)],
                 drew=drew,
             )
 
@@ -499,6 +507,7 @@ def record(
     steps: int = 100,
     every: int = 1,
     values: Sequence[str] = (),
+    batch_dim: int = 0,
 ) -> Iterator[None]:
     """Inside `with`, record what this process trains, for `evenstep.compare`.
 
@@ -515,15 +524,21 @@ def record(
         every: only every so many updates are recorded.
         values: names of modules and parameters, also as patterns ("layer1.*"), whose outputs and
             gradients are kept as values, too: at most 64 KiB of each tensor.
+        batch_dim: the dimension of the model's tensors that counts examples: 1 for recurrent
+            layers and transformers without `batch_first=True`.
 
     Raises:
         InputError: an argument is wrong, or the folder can't be written.
     """
     if level not in LEVELS:
         raise InputError(f"got level={shown(level)}: give {' or '.join(map(repr, LEVELS))}")
-    for name, number in (("steps", steps), ("every", every)):
-        if not isinstance(number, int) or number < 1:
-            raise InputError(f"got {name}={shown(number)}: give a number from 1 on")
+    for name, number, least in (
+        ("steps", steps, 1),
+        ("every", every, 1),
+        ("batch_dim", batch_dim, 0),
+    ):
+        if not isinstance(number, int) or number < least:
+            raise InputError(f"got {name}={shown(number)}: give a number from {least} on")
     if isinstance(values, str) or not all(isinstance(one, str) for one in values):
         raise InputError(f"got values={shown(values)}: give a list of names")
     recorder = Recorder(
@@ -532,6 +547,7 @@ def record(
         steps=steps,
         every=every,
         values=values,
+        batch_dim=batch_dim,
         rank=job_share(),
         command=sys.argv,
     )

@@ -27,7 +27,7 @@ FAULTS = {
     "targets given", "compiled", "smoothed", "twice", "rounded", "late alone", "late clipped",
     "late halved", "late signs", "late rate", "late reset", "late temperature", "late draw",
     "late smoothed", "late limit", "late twice", "late bfloat16", "task", "by name", "text",
-    "some masked", "times world", "double", "swapped weights", "late divided",
+    "some masked", "times world", "double", "swapped weights", "late divided", "time first",
 }  # fmt: skip
 EXAMPLES, BATCH, EPOCHS = 96, 32, 2
 LATE = 3
@@ -66,6 +66,18 @@ class TextNet(nn.Module):
 
     def forward(self, x):
         return self.head(self.words(x).sum(1))
+
+
+class TimeFirstNet(nn.Module):
+    """Takes texts whose second dimension counts them, as recurrent layers do by default."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.layer = nn.Embedding(20, 4), nn.GRU(4, 6)
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(self.words(x))[0][-1])
 
 
 class Task(nn.Module):
@@ -119,6 +131,8 @@ def loader_of(rank, world, faults):
     if "text" in faults:
         lengths = 5 + torch.arange(EXAMPLES) % BATCH // 8
         X = torch.randint(1, 20, (EXAMPLES, 8)) * (torch.arange(8) < lengths[:, None])
+    if "time first" in faults:
+        X = torch.randint(20, (EXAMPLES, 8))
     if "double" in faults:
         X = X.double()
     if "odd" in faults:
@@ -159,7 +173,7 @@ def main():
         dist.init_process_group("gloo")
     loader = loader_of(rank, world, faults)
     torch.manual_seed(2 if "other weights" in faults else 1)
-    model = TextNet() if "text" in faults else Net(faults)
+    model = model_of(faults)
     if "double" in faults:
         model.double()
     if "swapped weights" in faults:
@@ -181,10 +195,17 @@ def main():
     level = "step" if "step level" in faults else "module"
     level = "operator" if "operators" in faults else level
     values = ["head*"] if "values" in faults else ()
-    with evenstep.record(out, level=level, values=values):
+    batch_dim = 1 if "time first" in faults else 0
+    with evenstep.record(out, level=level, values=values, batch_dim=batch_dim):
         train(net, model, optimizers, loader, rank, world, faults, by_hand)
     if world > 1:
         dist.destroy_process_group()
+
+
+def model_of(faults):
+    if "time first" in faults:
+        return TimeFirstNet()
+    return TextNet() if "text" in faults else Net(faults)
 
 
 def optimizers_of(model, faults):
@@ -202,6 +223,8 @@ def optimizers_of(model, faults):
 
 
 def output_of(net, x, targets, faults):
+    if "time first" in faults:
+        return net(x.T)
     if "by name" in faults:
         return net(targets=targets, x=x)
     return net(x, targets) if "targets given" in faults else net(x)

@@ -26,7 +26,6 @@ def record(
     command: Sequence[str],
     options: Mapping[str, Any],
     *,
-    most_mb: int,
     environment: Mapping[str, str],
 ) -> int:
     """Run a command and record it; return its exit code.
@@ -35,7 +34,6 @@ def record(
         out: the record.
         command: what to run.
         options: of `evenstep.recording.Recorder`.
-        most_mb: the largest file of a process.
         environment: the variables of the user's environment.
 
     Raises:
@@ -61,19 +59,14 @@ def record(
         paths = [folder, *filter(None, [environment.get("PYTHONPATH")])]
         variables = {
             **environment,
-            VARIABLE: json.dumps(
-                {
-                    "folder": str(out.resolve()),
-                    "most_nbytes": most_mb << 20,
-                    "launched": [*command],
-                    **options,
-                }
-            ),
+            VARIABLE: json.dumps({"folder": str(out.resolve()), "launched": [*command], **options}),
             FOLDER: folder,
             "PYTHONPATH": os.pathsep.join(paths),
         }
         click.echo(
-            f"recording at most {options['steps']} steps, {most_mb} MB for each process", err=True
+            f"recording at most {options['steps']} steps, {options['most_nbytes'] >> 20} MB for "
+            f"each process",
+            err=True,
         )
         code = subprocess.run(started, env=variables, check=False).returncode
     if not any(out.iterdir()):
