@@ -11,6 +11,8 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.optim import optimizer as hooks_of_optimizers
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import evenstep
 from commands import run
@@ -202,6 +204,37 @@ def record_of(tmp_path, trained=4, **options):
 def test_no_more_steps_are_recorded_than_asked_for(tmp_path):
     assert read_run(record_of(tmp_path, 5, steps=2)).steps == 2
     assert read_run(record_of(tmp_path, 6, steps=2, every=2)).steps == 2
+
+
+def test_a_recording_that_ends_within_an_update_leaves_the_hooks_of_others(tmp_path):
+    """Torch goes over the hooks of all optimizers while the last recorded update ends."""
+    seen, handle = [], None
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenstep.record(tmp_path / "it.rec", steps=2):
+        handle = register_optimizer_step_post_hook(lambda *_: seen.append(1))
+        for _ in range(4):
+            nn.functional.cross_entropy(model(torch.randn(6, 4)), torch.arange(6) % 3).backward()
+            optimizer.step()
+    handle.remove()
+    assert len(seen) == 4
+    assert read_run(tmp_path / "it.rec").steps == 2
+    assert not hooks_of_optimizers._global_optimizer_post_hooks
+    assert not hooks_of_optimizers._global_optimizer_pre_hooks
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_training_of_evenstep_goes_on_behind_its_recording(tmp_path, devices):
+    torch.manual_seed(1)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        evenstep.record(tmp_path / "it.rec", steps=2),
+        evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=devices) as trainer,
+    ):
+        for _ in range(4):
+            trainer.step(torch.randn(16, 4), torch.arange(16) % 3)
+    assert read_run(tmp_path / "it.rec").steps == 2
 
 
 def test_a_record_that_was_cut_off_holds_the_steps_before(tmp_path):

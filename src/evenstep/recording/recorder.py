@@ -125,6 +125,7 @@ class Recorder:
         self._operators = Operators(self._keep_inputs, self._note_operator)
         self._lock = threading.RLock()
         self._undo = contextlib.ExitStack()
+        self._undo_updates = contextlib.ExitStack()
 
     def start(self) -> None:
         """Record from now on."""
@@ -133,10 +134,13 @@ class Recorder:
             hooks_of_modules.register_module_forward_hook(
                 self._after_call, with_kwargs=True, always_call=True
             ),
+        ):
+            self._undo.callback(made.remove)
+        for made in (
             hooks_of_optimizers.register_optimizer_step_pre_hook(self._before_update),
             hooks_of_optimizers.register_optimizer_step_post_hook(self._after_update),
         ):
-            self._undo.callback(made.remove)
+            self._undo_updates.callback(made.remove)
         for owner, name, watched in (
             (torch.Tensor, "backward", self._watched_backward),
             (torch.autograd, "backward", self._watched_backward),
@@ -147,7 +151,12 @@ class Recorder:
         self._undo.enter_context(watching_steps(self._meet_own_model, self._note_own_loss))
 
     def stop(self) -> None:
-        """Record no more, and close the file."""
+        """Record no more, close the file, and leave nothing behind."""
+        self._finish()
+        self._undo_updates.close()
+
+    def _finish(self) -> None:
+        """Record no more; called while an optimizer goes over its hooks, which it has to keep."""
         with self._lock:
             self._undo.close()
             if self._file is not None:
@@ -401,7 +410,7 @@ class Recorder:
     # ---- updates
 
     def _before_update(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if is_aside():
+        if is_aside() or self._updates.is_done:
             return
         with self._lock, quiet():
             self._meet_optimizer(optimizer)
@@ -446,7 +455,7 @@ class Recorder:
     def _after_update(
         self, optimizer: torch.optim.Optimizer, *_: object, is_skipped: bool = False
     ) -> None:
-        if is_aside():
+        if is_aside() or self._updates.is_done:
             return
         with self._lock, quiet():
             self._meet_optimizer(optimizer)
@@ -466,7 +475,7 @@ class Recorder:
             self._is_own_step = False
             self._updates.count(optimizer)
             if self._updates.is_done:
-                self.stop()
+                self._finish()
 
     def _watched_scaling(self, step: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(step)
