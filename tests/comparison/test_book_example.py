@@ -11,7 +11,6 @@ from evenstep.comparison.finding import HARMLESS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "book_resnet18.py"
-DATA = ROOT.parent / "shared" / "data" / "fashion-mnist"
 TWO = ("torchrun", "--nproc-per-node", "2", "--master-port", "0")
 SMALL, LARGE = ("--batch-size", "8", "--lr", "0.1"), ("--batch-size", "16", "--lr", "0.2")
 ONE_BATCH = ("--seed", "0", *LARGE)
@@ -19,7 +18,6 @@ ONE_BATCH = ("--seed", "0", *LARGE)
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(not DATA.exists(), reason="needs Fashion-MNIST in ../shared/data")
 @pytest.mark.parametrize(
     ("one", "other", "causes"),
     [
@@ -31,11 +29,11 @@ ONE_BATCH = ("--seed", "0", *LARGE)
     ],
     ids=["as it is", "seeded", "one batch", "group norm", "evenstep"],
 )
-def test_each_remedy_leads_to_the_next_difference(tmp_path, one, other, causes):
+def test_each_remedy_leads_to_the_next_difference(tmp_path, fashion_mnist_dir, one, other, causes):
     records = [tmp_path / "one.rec", tmp_path / "two.rec"]
     for path, given in zip(records, (one, other), strict=True):
         launcher = TWO if given[: len(TWO)] == TWO else ()
-        options = (*given[len(launcher) :], "--data-dir", DATA)
+        options = (*given[len(launcher) :], "--data-dir", fashion_mnist_dir)
         command = ("record", "--out", path, "--steps", 2, *launcher, SCRIPT, *options)
         done = subprocess.run(
             [sys.executable, "-m", "evenstep", *map(str, command)],

@@ -29,11 +29,15 @@ def test_the_distance_of_two_tensors_is_true_within_a_factor_of_three(shape, apa
         assert true / 3 < distance(kept_of(one), kept_of(other)) < 3 * true
 
 
-def test_two_values_that_change_places_are_another_tensor():
+@pytest.mark.parametrize("apart", [1, 2, 2048, 4096, 8192])
+def test_two_values_that_change_places_are_another_tensor(apart):
     one = torch.arange(1.0, 9000.0)
     other = one.clone()
-    other[[5, 2053]] = one[[2053, 5]]
+    other[[5, 5 + apart]] = one[[5 + apart, 5]]
     assert kept_of(one).digest != kept_of(other).digest
+    examples = len(one.reshape(-1, 1))
+    assert kept_of(one[None], 1).rows != kept_of(other[None], 1).rows
+    assert kept_of(one[:, None], examples).rows == kept_of(other[:, None], examples).rows
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
