@@ -1115,7 +1115,10 @@ _COMPARISONS = [
         "comparison/aligned.py",
         "return max(by_norm, by_sum, _by_sample(",
         "return max(by_sum, 0 * _by_sample(",
-        ("comparison/test_causes.py",),
+        (
+            "recording/test_digests.py"
+            "::test_outputs_are_apart_by_their_sums_their_norms_or_a_sample",
+        ),
     ),
     Mutant(
         "a record that was cut off is taken for one that ended",

@@ -1,5 +1,6 @@
 """What is kept of tensors: equal for equal bits, other for others, and true of distances."""
 
+import dataclasses
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from evenstep.comparison.aligned import distance
 from evenstep.comparison.reading import Kept
-from evenstep.recording.digests import RecentlyKept, digest_of_starts
+from evenstep.recording.digests import RecentlyKept, digest_of_starts, sample_of
 
 SHAPES = [(3,), (2048,), (40, 70), (300, 150), (64, 64, 3, 3), (7, 33, 257)]
 
@@ -27,6 +28,21 @@ def test_the_distance_of_two_tensors_is_true_within_a_factor_of_three(shape, apa
         other = one + apart * change
         true = float((one - other).double().norm() / max(one.norm(), other.norm()))
         assert true / 3 < distance(kept_of(one), kept_of(other)) < 3 * true
+
+
+def output_of(tensor):
+    """Return what is kept of a module's output, with some values of one example."""
+    sample = tuple(map(float, sample_of(tensor, 3, len(tensor))))
+    return dataclasses.replace(kept_of(tensor, len(tensor)), picked=7, sample=sample)
+
+
+def test_outputs_are_apart_by_their_sums_their_norms_or_a_sample():
+    one = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    one -= one.mean()
+    shift = one.norm() / one.numel() ** 0.5
+    for other in (one + shift, 2 * one, one.roll(1, 1)):  # the last has the sum and the norm of one
+        true = float((one - other).norm() / max(one.norm(), other.norm()))
+        assert true / 3 < distance(output_of(one), output_of(other)) < 3 * true
 
 
 @pytest.mark.parametrize("apart", [1, 2, 2048, 4096, 8192])
