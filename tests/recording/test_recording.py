@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -240,11 +241,15 @@ def test_a_training_of_evenstep_goes_on_behind_its_recording(tmp_path, devices):
 def test_a_record_that_was_cut_off_holds_the_steps_before(tmp_path):
     folder = record_of(tmp_path)
     (file,) = folder.iterdir()
+    whole = shutil.copytree(folder, tmp_path / "whole.rec")
     content = file.read_bytes()
     last = content.rindex(b'{"what":"before update"')
     file.write_bytes(content[: last + 40])
-    assert read_run(folder).steps == 3
+    assert (read_run(folder).steps, read_run(whole).steps) == (3, 4)
     assert compare(folder, folder).cause is Cause.NOTHING
+    finding = compare(folder, whole)
+    assert finding.cause is Cause.NOTHING  # and not that one makes more updates
+    assert finding.evidence[1] == f"{folder} has 3 updates, {whole} 4"
 
 
 @pytest.mark.parametrize("content", [
