@@ -5,6 +5,7 @@ import os
 import signal
 import tempfile
 import threading
+import zlib
 from pathlib import Path
 
 import pytest
@@ -50,8 +51,10 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_itemcollected(item):
-    """What is exhaustive is slow."""
-    if item.get_closest_marker("exhaustive"):
+    """What is exhaustive is slow, and so are cases of a test that is thinned, by their names."""
+    thinned = item.get_closest_marker("thinned")
+    is_left_out = thinned is not None and zlib.crc32(item.name.encode()) % thinned.args[0] > 0
+    if is_left_out or item.get_closest_marker("exhaustive"):
         item.add_marker(pytest.mark.slow)
 
 

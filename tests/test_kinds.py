@@ -33,6 +33,7 @@ def test_there_are_many_kinds():
 
 
 @pytest.mark.parametrize("name", EVERY)
+@pytest.mark.thinned(3)
 def test_a_kind_is_the_same_on_any_devices(name):
     kind = program(name)
     one = outcome(*kind.even(ONE))
@@ -52,6 +53,7 @@ def test_with_one_shard_it_is_the_plain_loop(name):
 
 
 @pytest.mark.parametrize("name", [one for one in EVERY if one.values[0] not in OF_SHARDS])
+@pytest.mark.thinned(3)
 def test_with_eight_shards_it_is_the_plain_loop_within_rounding(name):
     kind = program(name)
     _, _, plain = kind.plain()

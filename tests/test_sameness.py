@@ -38,6 +38,7 @@ def assert_equals_reference(name, sizes, devices, shards, make_optimizer=MOMENTU
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ZOO)
+@pytest.mark.thinned(3)
 def test_every_model_on_every_layout_equals_the_reference(name, layout, max_in_flight):
     for shards, sizes in ((7, (21, 19)), (8, (33, 16, 30, 24))):
         assert_equals_reference(name, sizes, LAYOUTS[layout], shards, ADAM, max_in_flight)
@@ -45,6 +46,7 @@ def test_every_model_on_every_layout_equals_the_reference(name, layout, max_in_f
 
 @pytest.mark.parametrize("shards", [1, 2, 7, 8])
 @pytest.mark.parametrize("last", range(1, 18))
+@pytest.mark.thinned(3)
 def test_last_batches_of_every_awkward_size(shards, last):
     for devices in (shared(2), own(3)):
         assert_equals_reference("dropout", (16, last), devices, shards, ADAM)

@@ -239,6 +239,7 @@ def test_a_short_batch_as_long_as_a_list_is_trained(devices):
         assert trainer.steps_done == 3
 
 
+@pytest.mark.slow
 def test_compiled_shards_follow_a_constant():
     losses = []
     for compile_ in (False, True):

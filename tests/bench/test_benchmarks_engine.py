@@ -58,6 +58,7 @@ def test_every_figure_of_the_tables_is_one_of_the_lineup():
     assert {name.split(":")[0] for name in _figures()} == keys
 
 
+@pytest.mark.slow
 def test_the_script_runs_in_fresh_processes_and_prints_the_book_beside_it(
     tmp_path, monkeypatch, capsys
 ):

@@ -189,6 +189,7 @@ ABSURD = {
 
 
 @pytest.mark.parametrize("line", ABSURD, ids=range(len(ABSURD)))
+@pytest.mark.thinned(3)
 def test_absurd_numbers_get_one_line_at_once(bounded, line):
     with limited(line):
         result = CliRunner().invoke(main, line.split(" "))

@@ -109,6 +109,7 @@ def are_equal(some, others):
 @pytest.mark.parametrize("name", DATASETS)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("make", [own, torchs])
+@pytest.mark.thinned(3)
 def test_the_workers_and_a_resume_change_nothing(make, kind, name):
     whole = batches_of(make(DATASETS[name](kind)))
     drawn = torch.cat([noise for _, noise in whole])

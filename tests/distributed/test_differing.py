@@ -42,6 +42,7 @@ def assert_refused(found, case, *, after=0, first="total"):
 
 
 @pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.thinned(3)
 def test_a_model_that_depends_on_the_rank_is_refused_in_all_processes(found, name):
     assert_refused(found, f"{name}, by rank")
 

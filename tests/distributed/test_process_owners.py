@@ -37,6 +37,7 @@ def whole(tmp_path_factory):
 @pytest.mark.parametrize(
     ("processes", "cases"), [(2, CASES), slow(2, ("models:1",)), slow(3, (*CASES, "models:1"))]
 )
+@pytest.mark.slow
 def test_any_optimizer_and_model_keeps_its_bits(whole, processes, cases, tmp_path):
     finished = launched(processes, "owned.py", tmp_path, "partition", *cases)
     for rank in range(processes):

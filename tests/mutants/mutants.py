@@ -1124,9 +1124,9 @@ _COMPARISONS = [
         "a record that was cut off is taken for one that ended",
         SWALLOWED_ERROR,
         "comparison/reading.py",
-        '        elif what == "end":\n            process.is_whole = True\n',
-        "        else:\n            process.is_whole = True\n",
-        ("recording/test_recording.py", "comparison/test_causes.py"),
+        "    is_whole: bool = False\n",
+        "    is_whole: bool = True\n",
+        ("recording/test_recording.py::test_a_record_that_was_cut_off_holds_the_steps_before",),
     ),
     Mutant(
         "another number of parts is not what BatchNorm differs by",

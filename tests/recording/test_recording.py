@@ -77,6 +77,7 @@ QUICK = sorted(MODELS)[::9]
     "name",
     [pytest.param(one, marks=() if one in QUICK else pytest.mark.slow) for one in sorted(MODELS)],
 )
+@pytest.mark.thinned(3)
 def test_a_recorded_run_has_the_bits_of_one_that_is_not(name, level, tmp_path):
     expected = trained(name, contextlib.nullcontext())
     found = trained(name, evenstep.record(tmp_path / "it.rec", level=level))
@@ -152,6 +153,7 @@ def test_a_script_without_an_optimizer_is_told_so(tmp_path):
     assert "holds no update of an optimizer of torch.optim" in compared.stderr
 
 
+@pytest.mark.slow
 def test_the_users_own_sitecustomize_still_runs(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import builtins\nbuiltins.was_there = True\n")
     path = tmp_path / "train.py"
@@ -165,6 +167,7 @@ def test_the_users_own_sitecustomize_still_runs(tmp_path):
     assert read_run(tmp_path / "it.rec").steps == 2
 
 
+@pytest.mark.slow
 def test_a_script_that_asks_for_torch_before_it_imports_it_is_recorded(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("import importlib.util\nassert importlib.util.find_spec('torch')\n" + SCRIPT)
@@ -174,6 +177,7 @@ def test_a_script_that_asks_for_torch_before_it_imports_it_is_recorded(tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_compiled_model_is_one_graph_with_the_same_bits(backend, tmp_path):
     path = tmp_path / "train.py"
     compiled = f"\nmodel = torch.compile(model, backend={backend!r}, fullgraph=True)\noptimizer"
@@ -298,6 +302,7 @@ def test_a_killed_script_leaves_what_it_had(tmp_path):
     assert read_run(tmp_path / "it.rec").steps == 3
 
 
+@pytest.mark.slow
 def test_a_file_that_would_grow_too_large_ends(tmp_path):
     path = script(tmp_path)
     path.write_text(SCRIPT.replace("nn.Linear(4, 8)", "nn.Linear(4, 8), *[nn.Identity()] * 3000"))

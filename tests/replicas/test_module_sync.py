@@ -124,6 +124,7 @@ def test_changes_between_steps_reach_every_device(change):
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.thinned(2)
 def test_every_change_that_forward_can_read_reaches_every_device(change):
     one = changed(1, change)
     assert not torch.equal(one["body.weight"], unchanged()["body.weight"])

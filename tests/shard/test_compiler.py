@@ -134,6 +134,7 @@ PROGRAMS = {  # and how far their losses may be from eager ones
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.thinned(3)
 def test_what_is_part_of_the_program_is_compiled_and_right(name):
     make, tolerance = PROGRAMS[name]
 
@@ -495,6 +496,7 @@ def test_eager_training_resumes_eagerly_where_it_could_be_compiled(tmp_path, mon
     assert trainer.fingerprint() == expected
 
 
+@pytest.mark.slow
 def test_no_update_runs_while_the_user_compiles_something_with_steps_in_flight():
     """Adam computes in another order while any thread compiles."""
     seen, begun, held = [], threading.Event(), threading.Event()

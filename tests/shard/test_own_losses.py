@@ -141,6 +141,7 @@ def test_settings_changed_between_steps_count_from_the_next_step_on(name):
 
 
 @pytest.mark.parametrize("name", ["smoothing", "index"])
+@pytest.mark.slow
 def test_settings_changed_between_compiled_steps_count(name):
     make_loss, change = CHANGES[name]
     layouts = [{"shards": 4, "devices": 1, "compile": True}]

@@ -290,6 +290,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.thinned(3)
 def test_every_step_draws_as_the_plain_loop_does(name, layout):
     options = LAYOUTS[layout]
     reference, reference_losses = expected(name, options.get("shards", 8))

@@ -195,6 +195,7 @@ FIRST_CUTS = [(name, cuts[0], 2) for name, cuts in CUTS.items()]
 @pytest.mark.parametrize(
     ("name", "stages", "replicas"), [*((*case, 1) for case in CASES), *FIRST_CUTS]
 )
+@pytest.mark.thinned(2)
 def test_every_model_in_every_cut_equals_the_reference(name, stages, replicas):
     assert_equals_reference(name, stages, (33, 16, 19), 7, replicas)
 
@@ -464,6 +465,7 @@ OWN = [
 
 @pytest.mark.parametrize(("replicas", "max_in_flight"), [(1, 2), (2, 1)])
 @pytest.mark.parametrize(("name", "stages"), OWN)
+@pytest.mark.thinned(2)
 def test_devices_with_memory_of_their_own(name, stages, replicas, max_in_flight):
     devices = own(len({*stages.values()}) * replicas)
     options = {"devices": devices, "max_in_flight": max_in_flight}

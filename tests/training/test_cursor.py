@@ -92,6 +92,7 @@ def unbroken(kind):
         for place, stop in enumerate([1, 4, 5, 11, 14])
     ],
 )
+@pytest.mark.thinned(2)
 def test_a_loop_resumes_behind_the_batches_that_it_drew(tmp_path, kind, stop, max_in_flight):
     stepped, whole = unbroken(kind)
     halves = Loop(kind, max_in_flight)

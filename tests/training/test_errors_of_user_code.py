@@ -117,6 +117,7 @@ def check(name, kind, layout, folder, before):
 
 
 @pytest.mark.parametrize(("place", "kind", "layout", "before"), SAMPLE)
+@pytest.mark.thinned(2)
 def test_some_errors_of_user_code(place, kind, layout, before, tmp_path):
     check(place, kind, layout, tmp_path, before)
 

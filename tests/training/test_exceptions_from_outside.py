@@ -74,6 +74,7 @@ by_ctrl_c_or_thrown = pytest.mark.parametrize("act", [press_ctrl_c, "throw"])
 )  # Python prints, and drops, what is raised while it drops the generator of an epoch
 @by_ctrl_c_or_thrown
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.thinned(2)
 def test_thrown_into_steps(layout, act, course):
     states, losses = course
     for boundary in spread([*LAYOUTS].index(layout), 3, 211, 1777):
@@ -187,6 +188,7 @@ def test_an_accumulating_backward_pass_is_made_or_not(layout, act):
         *((call, press_ctrl_c) for call in ("evaluate", "predict")),
     ],
 )
+@pytest.mark.thinned(3)
 def test_in_other_calls(call, act, number, undisturbed, tmp_path):
     """Called again, they give what they would have given."""
     training = Training([1, 2, own(2)][number], **QUICK)
@@ -281,6 +283,7 @@ def test_thrown_anywhere_in_what_puts_values_back(undisturbed):
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # of a file that has just been opened
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @by_ctrl_c_or_thrown
+@pytest.mark.thinned(2)
 def test_a_training_is_loaded_or_not(act, undisturbed, tmp_path):
     """The model has the saved values, or its own; loaded again, it is the saved one."""
     saved = Training(**QUICK)

@@ -88,6 +88,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES)
+@pytest.mark.thinned(2)
 def test_in_steps(kind, layout, undisturbed, tmp_path):
     """Between backward and the update, a checkpoint is of the state before the backward pass."""
     for boundary in spread(CASES.index((kind, layout)), 3, 307, 5507):
@@ -157,6 +158,7 @@ def test_an_update_by_hand_uses_the_gradients(tmp_path):
 
 @pytest.mark.parametrize("devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("call", ["evaluate", "another model", "predict", "save", "close"])
+@pytest.mark.thinned(2)
 def test_in_other_calls(call, devices, undisturbed, tmp_path):
     training = Training(devices, **QUICK)
     trainer, make_call = training.trainer, training.calls(tmp_path / "own")[call]

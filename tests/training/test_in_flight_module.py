@@ -61,6 +61,7 @@ def unchanged():
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.thinned(2)
 def test_every_change_that_forward_can_read_holds_from_the_next_step_on(change, unchanged):
     act = change_at(2, change)
     changed = assert_same_on(DEVICES, act, model=Changing, waits=True)

@@ -27,6 +27,7 @@ def train(cls, devices, batches):
 
 
 @pytest.mark.parametrize("cls", OPTIMIZERS, ids=lambda cls: cls.__name__)
+@pytest.mark.thinned(2)
 def test_every_torch_optimizer_on_every_layout(cls):
     """Dense ones give the reference's bits, too."""
     batches = make_batches((24, 17, 24))

@@ -114,6 +114,7 @@ def test_before_update_sees_the_sum_of_both(layout):
     assert torch.equal(seen[-1][0], plain()[1][0])
 
 
+@pytest.mark.slow
 def test_compiled_shards_leave_the_users_gradient_as_it_is():
     options = {"sizes": (24, 24), "shards": 2, "devices": 1}
     eager, compiled = (trained(**options, compile=one)[0] for one in (False, True))

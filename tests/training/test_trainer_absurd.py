@@ -154,6 +154,7 @@ BATCHES = {
 @pytest.mark.filterwarnings("ignore:.*(Sparse|nested)")
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.thinned(2)
 def test_an_absurd_batch_is_refused_and_training_goes_on(name, max_in_flight):
     make, part = BATCHES[name]
     with open_trainer(build("convolution"), max_in_flight=max_in_flight) as trainer:

@@ -184,6 +184,7 @@ def stops(request, hang):
     ],
     indirect=["stops"],
 )
+@pytest.mark.thinned(2)
 def test_a_lost_device_costs_time_only(stops, max_in_flight, devices, caplog):
     lane, options = f"evenstep {devices[1]}", {"max_in_flight": max_in_flight}
     with caplog.at_level(logging.WARNING):

@@ -126,6 +126,7 @@ def assert_plain(found, expected):
 
 
 @pytest.mark.parametrize("name", cases(but={*NOT_BY_SHARDS}))
+@pytest.mark.thinned(2)
 def test_gradients_losses_and_buffers_are_those_of_a_plain_loop_over_the_shards(name):
     for shards in SHARDS:
         expected = train_plainly(RECIPES[name], shards)

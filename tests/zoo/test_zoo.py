@@ -68,6 +68,7 @@ def assert_trained(untrained, state):
         for number, name in enumerate(MODELS)
     ],
 )
+@pytest.mark.thinned(2)
 def test_the_devices_do_not_change_a_bit(name):
     assert_devices_do_not_matter(MODELS[name])
 
