@@ -89,10 +89,10 @@ def section(found: Mapping[str, Any], book: Mapping[str, Any]) -> str:
     return "\n\n".join(
         (
             Table(("both runs have", "`evenstep compare` says"), rows, 2).markdown(),
-            f"With one batch and one rate the two devices train the same up to rounding and their "
-            f"parts of a batch's statistics. What costs accuracy is the batch of 512 with a rate "
-            f"of 0.2 from the first step, on one device as on two. Test accuracies after each of "
-            f"four epochs here ([the book's "
+            f"With the same batch and rate, two devices differ from one by rounding, and by "
+            f"statistics of half a batch. What costs accuracy is the batch of 512 with a rate of "
+            f"0.2 from the first step on, with one device as with two. Test accuracies after each "
+            f"of four epochs here ([the book's "
             f"experiments](book.md#resnet-18-on-one-device-and-on-two)): {small} with 256 and 0.1; "
             f"{large} with 512 and 0.2; {improved} with 512 and a rate that grows to 0.2 in the "
             f"first epoch and then falls (`evenstep.scale_lr`), which is the remedy.",

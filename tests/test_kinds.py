@@ -47,6 +47,7 @@ def test_a_kind_is_the_same_on_any_devices(name):
 
 
 @pytest.mark.parametrize("name", [one for one in EVERY if one.values[0] not in BY_SLOPES])
+@pytest.mark.thinned(2)
 def test_with_one_shard_it_is_the_plain_loop(name):
     kind = program(name)
     assert outcome(*kind.even(ONE, shards=1)) == outcome(*kind.plain())

@@ -161,6 +161,7 @@ def results_without(cases):
     return dict(zip(cases, lines, strict=True))
 
 
+@pytest.mark.slow
 def test_all_public_ways_together_give_the_same_bits():
     every = " ".join(PUBLIC)
     results = results_without(["", every, REFUSED[0]])

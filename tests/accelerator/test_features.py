@@ -177,6 +177,7 @@ def test_shards_side_by_side_exchange_values_between_devices(batch_norm, mode, d
     [["emu:0", "emu:1"], ["emu:2", "emu:2"], ["emu:0", "cpu:0", "emu:1"], ["cpu:0", "emu:3"]],
     ids=str,
 )
+@pytest.mark.thinned(3)
 def test_slices_of_layers_are_computed_by_several_devices(devices, mode):
     def train(devices, layout):
         model = sliced_model()

@@ -140,6 +140,7 @@ def read(tmp_path, text):
 
 
 @pytest.mark.parametrize("name", ODD_VALUES)
+@pytest.mark.thinned(3)
 def test_a_trace_with_an_odd_value_anywhere_is_refused_or_counted(tmp_path, document, name):
     odd = json.dumps(ODD_VALUES[name])
     for path in [(), *places(document)]:

@@ -48,6 +48,7 @@ def test_a_model_that_depends_on_the_rank_is_refused_in_all_processes(found, nam
 
 
 @pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.thinned(3)
 def test_processes_that_compute_the_same_have_the_bits_of_one(found, one_process, name):
     assert [one[f"{name}, alike"] for one in found] == [one_process[f"{name}, alike"]] * 2
 
@@ -95,6 +96,7 @@ def test_an_error_in_all_processes_is_left_to_the_step(found):
 @pytest.mark.parametrize(
     ("seeds", "is_refused"), [("12", True), pytest.param("11", False, marks=pytest.mark.slow)]
 )
+@pytest.mark.slow
 def test_the_order_of_a_set_of_strings_is_named(tmp_path, seeds, is_refused):
     variables = [{"PYTHONHASHSEED": seed} for seed in seeds]
     ended = apart("differing.py", tmp_path, "by set", variables=variables)

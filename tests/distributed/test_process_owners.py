@@ -114,6 +114,7 @@ def test_a_training_that_is_killed_again_and_again_ends_as_an_undisturbed_one(tm
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_memory_at_rest_falls_from_16_to_4_and_12_shared_bytes_a_parameter(tmp_path):
     """Every tensor counts that is there after a step, whatever holds it."""
     finished = launched(2, "owned.py", tmp_path, "partition", "memory")

@@ -40,6 +40,7 @@ def may_have_own_memory():
 
 
 @pytest.mark.skipif(not may_have_own_memory(), reason="unshare -m and mount need root")
+@pytest.mark.slow
 def test_processes_with_a_dev_shm_each_train_one_model(one_process, tmp_path):
     ends = found(tmp_path, "plain", within=[OWN_MEMORY, OWN_MEMORY])
     assert [end["plain"]["error"] for end in ends] == [None, None]

@@ -145,6 +145,7 @@ def garbage(at_end):
 
 @both
 @pytest.mark.parametrize("event", ["submit", "ended", "lose"])
+@pytest.mark.thinned(2)
 def test_the_collector_may_run_in_the_middle_of_a_change(lanes, event, monkeypatch):
     with Engine(TWO, lanes=lanes) as engine:
         calls = Calls(engine)

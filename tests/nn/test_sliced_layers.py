@@ -169,6 +169,7 @@ def test_one_slice_is_torchs_own_layer(kind, along):
 
 @pytest.mark.parametrize("slices", [2, 3, 6])
 @pytest.mark.parametrize("along", ["outputs", "inputs"])
+@pytest.mark.thinned(2)
 def test_gradients_in_double_precision(slices, along):
     torch.manual_seed(0)
     inputs = torch.randn(2, 6, 3, 3, dtype=torch.float64, requires_grad=True)

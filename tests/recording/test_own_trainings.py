@@ -90,6 +90,7 @@ def compared(record_of, tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.thinned(2)
 def test_layouts_are_one_run(compared, kind, layout):
     assert compared(kind, LAYOUTS[layout]).cause is Cause.NOTHING
 

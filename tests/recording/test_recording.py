@@ -124,6 +124,7 @@ def test_the_exit_code_is_that_of_the_script(tmp_path):
     assert "no model was called" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_has_the_environment_that_the_user_has_set(tmp_path):
     path = tmp_path / "prints.py"
     path.write_text("import os\nimport torch\nprint(*sorted(os.environ), sep='\\n')\n")
@@ -314,7 +315,7 @@ def test_a_file_that_would_grow_too_large_ends(tmp_path):
     assert f"{file} ends here: it has reached its largest size" in done.stderr
 
 
-@pytest.mark.parametrize("most", [15_000, 0])
+@pytest.mark.parametrize("most", [15_000, pytest.param(0, marks=pytest.mark.slow)])
 def test_a_disk_that_is_full_ends_the_record_and_not_the_training(tmp_path, most):
     """A limit on the size of files stands for it: a part is written, or nothing."""
     path = script(tmp_path)

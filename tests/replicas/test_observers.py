@@ -78,6 +78,7 @@ by_channel = pytest.mark.parametrize("make", PER_CHANNEL.values(), ids=PER_CHANN
 @every_observer
 @pytest.mark.parametrize("layout", [{"devices": 2}, {"devices": own(2)},
                                     {"devices": 2, "max_in_flight": 2}], ids=str)  # fmt: skip
+@pytest.mark.thinned(2)
 def test_every_layout_has_the_same_bits(make, layout):
     assert_same_bits(trained(built(make), **layout), trained(built(make), devices=1))
 

@@ -154,6 +154,7 @@ WRITES = {
 
 @on_devices
 @pytest.mark.parametrize("name", WRITES)
+@pytest.mark.thinned(2)
 def test_hyper_parameters_written_between_steps(devices, name):
     act, make_optimizer, at_the_end = WRITES[name]
     waits = "before" if "waitall" in name else False

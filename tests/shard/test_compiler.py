@@ -206,6 +206,7 @@ def recompiles_are_explained():
 
 
 @pytest.mark.usefixtures("recompiles_are_explained")
+@pytest.mark.slow
 def test_only_the_thread_that_begins_steps_compiles(monkeypatch, tmp_path):
     from torch._inductor import compile_fx
 

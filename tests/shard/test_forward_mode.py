@@ -92,6 +92,7 @@ def expected(objective):
         *[(by_jvp, layout) for layout in LAYOUTS],
     ],
 )
+@pytest.mark.thinned(2)
 def test_every_layout_has_the_bits_of_a_plain_loop(objective, layout):
     assert_same_bits(trained(objective, **layout), expected(objective))
 

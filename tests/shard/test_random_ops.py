@@ -304,6 +304,7 @@ def test_every_step_draws_as_the_plain_loop_does(name, layout):
 
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("name", SEEDED)
+@pytest.mark.thinned(3)
 def test_the_users_own_thread_draws_beside_a_training(name, devices):
     """Its numbers and the shards' are those that they would be without each other."""
     model = built(SEEDED[name])
@@ -346,6 +347,7 @@ class Nested(nn.Module):
         return self.block(x.flatten(1).requires_grad_(), self.depth)
 
 
+@pytest.mark.slow
 def test_numbers_that_a_thread_of_autograds_own_would_draw_are_refused():
     """Torch computes more than 60 nested backward passes in other threads.
 

@@ -207,6 +207,7 @@ def alone(kind):
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("devices", LAYOUTS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.thinned(2)
 def test_every_layout_gives_the_same_bits(kind, devices, max_in_flight):
     *given, options = KINDS[kind]()
     state, losses, _ = train(*given, devices=devices, max_in_flight=max_in_flight, **options)

@@ -210,6 +210,7 @@ def press_when(condition):
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 @pytest.mark.parametrize(("held", "needed"), [("evenstep cpu:0", True), ("evenstep cpu:1", False)])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.thinned(2)
 def test_the_second_ctrl_c_gives_up_a_device_that_is_still_at_work(
     call, held, needed, max_in_flight, caplog
 ):

@@ -214,6 +214,7 @@ LOADERS = {
 
 
 @each_kind_with("loader", *LOADERS, *reversed(LOADERS))
+@pytest.mark.thinned(3)
 def test_a_data_set_that_fails_in_a_worker_ends_the_epoch_at_a_whole_step(
     loader, kind, layout, tmp_path
 ):

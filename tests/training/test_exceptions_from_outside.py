@@ -119,6 +119,7 @@ IN_TWO_CALLS = ["one", "two", "in flight", "own in flight"]
 
 @by_ctrl_c_or_thrown
 @pytest.mark.parametrize("layout", IN_TWO_CALLS)
+@pytest.mark.thinned(3)
 def test_a_backward_pass_is_made_or_not(layout, act, undisturbed):
     """If it was made, its gradients are there; else gradients, buffers and the count are as before.
 
@@ -225,6 +226,7 @@ def test_in_other_calls(call, act, number, undisturbed, tmp_path):
     ],
     ids=["thrown", "Ctrl-C", "every place"],
 )
+@pytest.mark.thinned(2)
 def test_while_a_trainer_is_opened_and_closed(
     layout, act, first, stride, functions, enough, undisturbed
 ):
@@ -369,6 +371,7 @@ def torchs_handler():
         pytest.param(2, "own in flight", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_a_killed_worker_of_a_loader_ends_the_loop_with_torchs_error(number, layout, loaded_course):
     (states, passed), ends = loaded_course, set()
     first = passed // 2 + number * passed // 14

@@ -103,6 +103,7 @@ def assert_same_step(trainer, whole):
 @in_flight
 @on_layouts
 @pytest.mark.parametrize("call", [step, evaluate, predict])
+@pytest.mark.thinned(2)
 def test_an_error_leaves_assigned_buffers_as_they_were(call, devices, max_in_flight):
     check = "first" if (LAYOUTS.index(devices) + max_in_flight) % 2 else "off"
     options = {"devices": devices, "max_in_flight": max_in_flight, "check": check}

@@ -295,6 +295,7 @@ def calls_of(trainer):
 
 @pytest.mark.parametrize("call", ["step", "backward", "evaluate", "predict", "epoch", "close"])
 @pytest.mark.parametrize("within", ["step", "backward", "evaluate"])
+@pytest.mark.thinned(2)
 def test_other_calls_are_refused_by_name_in_the_middle_of_one(call, within):
     """The signal comes while a shard is computed, which ends only after the handler."""
     training = Training(**QUICK)

@@ -119,6 +119,7 @@ def without(train):
         if train is not gradients or "divide" not in layout  # owners of state take whole steps
     ],
 )
+@pytest.mark.thinned(2)
 def test_the_mode_changes_nothing(train, layout, tmp_path):
     """Each function on two or three layouts; a backward pass on all of them."""
     around = train(torch.inference_mode, tmp_path, **layout)

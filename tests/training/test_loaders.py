@@ -135,6 +135,7 @@ IN_ORDER = {"in order", "list", "datasets itself", "datasets stream"}
 
 
 @pytest.mark.parametrize("kind", kinds(sorted(set(KINDS) - IN_ORDER - SPAWNED)))
+@pytest.mark.thinned(3)
 def test_the_epochs_have_different_orders(kind):
     whole, _ = unbroken(kind)
     half = len(whole) // 2
@@ -159,6 +160,7 @@ def test_the_default_generators_stay_where_they_are(kind):
 
 
 @pytest.mark.parametrize("kind", kinds(["augmented", "in lists", "collate_fn", "weighted"]))
+@pytest.mark.thinned(2)
 def test_the_number_of_workers_changes_nothing(kind):
     alone = loader_of(kind)
     helped = DataLoader(

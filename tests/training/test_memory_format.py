@@ -93,6 +93,7 @@ def plain_strides(weights):
 @pytest.mark.parametrize("wanted", ["preserve", *FORMATS])
 @pytest.mark.parametrize("weights", FORMATS)
 @pytest.mark.parametrize(("devices", "max_in_flight"), [(1, 2), (2, 1), (own(2), 1), (own(2), 2)])
+@pytest.mark.thinned(2)
 def test_all_tensors_keep_the_users_strides(devices, max_in_flight, weights, wanted):
     model = convolutions(FORMATS[weights])
     optimizer = sgd(model)

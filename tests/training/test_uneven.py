@@ -229,6 +229,7 @@ def evaluated(model, devices, **options):
     ],
     indirect=["stops"],
 )
+@pytest.mark.thinned(2)
 def test_a_device_lost_in_an_evaluation_costs_time_only(stops, max_in_flight, devices, caplog):
     options = {"max_in_flight": max_in_flight}
     with caplog.at_level(logging.WARNING):
@@ -268,6 +269,7 @@ def with_a_large_example(batch):
 
 @pytest.mark.parametrize("call", ["step", "evaluate"])
 @pytest.mark.parametrize("max_in_flight", [1, 2])
+@pytest.mark.thinned(2)
 def test_a_shard_that_stands_still_side_by_side_ends_what_the_others_wait_for(
     call, max_in_flight, hang
 ):

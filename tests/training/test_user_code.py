@@ -57,6 +57,7 @@ def followed_alone(make_optimizer=sgd):
 @in_flight
 @pytest.mark.parametrize("make_optimizer", [sgd, lbfgs], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+@pytest.mark.thinned(3)
 def test_after_update_gives_the_same_bits_everywhere(devices, max_in_flight, make_optimizer):
     found, expected = (
         follow_over(devices, max_in_flight, make_optimizer),
@@ -105,6 +106,7 @@ def warmed_alone(hook):
 
 @pytest.mark.parametrize("hook", ["before_update", "after_update"])
 @pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+@pytest.mark.thinned(2)
 def test_what_hooks_set_is_seen_by_the_next_step_or_refused(devices, hook):
     expected = warmed_alone(hook)
     for write in (set_attribute, set_item):

@@ -140,6 +140,7 @@ def test_no_exception_is_left_that_a_plain_loop_could_compute(name):
 
 
 @pytest.mark.parametrize("name", cases(but=NOT_WHOLE))
+@pytest.mark.thinned(2)
 def test_the_mean_gradient_is_that_of_the_whole_batch_in_float64(name):
     recipe = RECIPES[name]
     if has_batch_statistics(recipe) or draws_numbers(recipe):
