@@ -38,7 +38,7 @@ def assert_equals_reference(name, sizes, devices, shards, make_optimizer=MOMENTU
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ZOO)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(4)
 def test_every_model_on_every_layout_equals_the_reference(name, layout, max_in_flight):
     for shards, sizes in ((7, (21, 19)), (8, (33, 16, 30, 24))):
         assert_equals_reference(name, sizes, LAYOUTS[layout], shards, ADAM, max_in_flight)

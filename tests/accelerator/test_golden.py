@@ -64,6 +64,7 @@ def test_the_result_is_the_recorded_one(name, options):
     ],
 )
 @pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.thinned(2)
 def test_a_training_is_resumed_on_other_devices(first, then, in_flight):
     expected = RECORDED.get("resumed") or runs.train_resumed(first=None, options={"devices": 1})
     result = runs.train_resumed(

@@ -88,6 +88,7 @@ def test_every_layout_in_every_mode(mode, devices, in_flight):
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in {*UNFIT, *ROUNDED}])
+@pytest.mark.thinned(2)
 def test_every_model(name):
     assert_bits_of_a_cpu(MODELS[name], devices=["emu:0", "emu:1"])
 

@@ -34,6 +34,7 @@ def waits_of_steps(name, **layout):
 @pytest.mark.parametrize("in_flight", [1, 2])
 @pytest.mark.parametrize("devices", [["emu:0"], ["emu:0", "emu:1"], ["emu:0", "emu:1", "emu:2"]])
 @pytest.mark.parametrize("name", ["mlp", "lenet", "resnet", "gpt"])
+@pytest.mark.thinned(2)
 def test_a_step_has_at_most_two_waits(name, devices, in_flight):
     waits = waits_of_steps(name, devices=devices, max_in_flight=in_flight)
     assert max(waits) <= MOST_WAITS

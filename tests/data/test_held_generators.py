@@ -225,6 +225,7 @@ class InPlace(FromModule):
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("dataset", [FromModule, Arrays, InTime, Lazy, InPlace])
 @pytest.mark.parametrize("make", [own, torchs])
+@pytest.mark.thinned(2)
 def test_a_generator_that_can_t_be_seeded_is_refused_by_name(make, dataset, workers):
     with pytest.raises(InputError, match=rf"{dataset.__name__}.*epoch 1.*generator"):
         batches_of(make(dataset(), workers=workers))

@@ -181,6 +181,7 @@ EACH_ONCE = {*zip(KINDS, itertools.cycle(WHEN), strict=False)}
         for kind, when in itertools.product(KINDS, WHEN)
     ],
 )
+@pytest.mark.thinned(2)
 def test_resumed_at_an_epochs_end_with_a_loader_that_has_a_state(cases, tmp_path, kind, when):
     whole, rest = resumed_at_an_end(cases, tmp_path, lambda: with_state(cases, kind), when)
     assert (rest.global_step, rest.current_epoch) == (12, 4)
@@ -191,6 +192,7 @@ def test_resumed_at_an_epochs_end_with_a_loader_that_has_a_state(cases, tmp_path
     ("kind", "step"),
     [("shuffled", 4), ("generator", 2), ("workers", 4), ("stream", 2), ("unsized", 4)],
 )
+@pytest.mark.thinned(2)
 def test_resumed_in_the_middle_with_what_the_loader_draws(cases, tmp_path, kind, step):
     rest = resumed_at(cases, tmp_path, step, lambda: with_state(cases, kind), max_epochs=3)
     assert rest.global_step == 9

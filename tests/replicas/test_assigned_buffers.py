@@ -86,6 +86,7 @@ def test_a_hook_that_writes_does_what_a_plain_loop_does():
 
 @pytest.mark.parametrize(("devices", "in_flight"), LAYOUTS)
 @pytest.mark.parametrize("change", [assign, register])
+@pytest.mark.thinned(2)
 def test_a_hook_that_assigns_does_what_one_that_writes_does(devices, in_flight, change):
     for shards in (1, 8):
         assert_same_bits(train(change, devices, in_flight, shards), written(shards))

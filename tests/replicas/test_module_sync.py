@@ -117,6 +117,7 @@ def fingerprint_of(devices, change):
         set_factors,
     ],
 )
+@pytest.mark.thinned(2)
 def test_changes_between_steps_reach_every_device(change):
     one = fingerprint_of(1, change)
     assert [fingerprint_of(devices, change) for devices in (3, own(2))] == [one] * 2

@@ -139,6 +139,7 @@ def leave(model):
 
 @pytest.mark.parametrize("change", [leave, set_neighbours, write_neighbours])
 @pytest.mark.parametrize("layout", SPARSE, ids=str)
+@pytest.mark.thinned(2)
 def test_a_sparse_matrix_in_a_plain_attribute(layout, change, caplog):
     def run(devices):
         model = Graph(layout)

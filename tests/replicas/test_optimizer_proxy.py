@@ -168,6 +168,7 @@ def test_hyper_parameters_written_between_steps(devices, name):
 @pytest.mark.parametrize(
     ("make_optimizer", "waitall"), [(sgd, True), (adam, False), (counting, True), (counting, False)]
 )
+@pytest.mark.thinned(2)
 def test_a_state_loaded_between_steps(devices, make_optimizer, waitall):
     saved = {}
 
@@ -216,6 +217,7 @@ def test_a_group_added_between_steps(devices, make_optimizer):
 @on_devices
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("whose", ["optimizer", "model"])
+@pytest.mark.thinned(2)
 def test_zero_grad_between_steps_changes_nothing(devices, whose, set_to_none):
     def act(trainer, number, loss):
         getattr(trainer, whose).zero_grad(set_to_none)

@@ -62,6 +62,7 @@ everywhere = pytest.mark.parametrize("devices", LAYOUTS, ids=str)
 
 @everywhere
 @every_way
+@pytest.mark.thinned(2)
 def test_parameters_at_any_address_train_to_the_same_bits(way, devices):
     model = build()
     expected = reference(model)
@@ -160,6 +161,7 @@ BUFFERS = [in_a_vector, in_a_lost_vector, in_numpy, assigned]
 
 @everywhere
 @pytest.mark.parametrize("place", BUFFERS, ids=lambda place: place.__name__)
+@pytest.mark.thinned(2)
 def test_buffers_at_any_address_train_to_the_same_bits(place, devices):
     torch.manual_seed(5)
     model = build()

@@ -124,6 +124,7 @@ CLASSES = [10, 16, 8]  # in batches of 16 and of 8 examples, in 8 shards
 @pytest.mark.parametrize(("examples", "devices"), [(16, 1), (16, own(2)), (8, 2), (8, 1)], ids=str)
 @pytest.mark.parametrize("classes", CLASSES, ids=str)
 @pytest.mark.parametrize("objective", [class_weights, looked_up, columns])
+@pytest.mark.thinned(2)
 def test_weights_of_classes_that_are_not_shared_are_named(objective, classes, examples, devices):
     X, y, weights = data(examples, 1)[0], torch.arange(examples) % classes, torch.rand(classes)
     with open_trainer(built(classes), devices=devices, objective=objective) as trainer:

@@ -201,6 +201,7 @@ def test_every_model_in_every_cut_equals_the_reference(name, stages, replicas):
 
 
 @pytest.mark.parametrize(("name", "stages"), CASES[:6])
+@pytest.mark.thinned(2)
 def test_with_steps_in_flight(name, stages):
     assert_equals_reference(name, stages, (33, 16, 19, 24), 7, max_in_flight=2)
 
@@ -337,6 +338,7 @@ TRAININGS = {
 
 
 @pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.thinned(2)
 def test_a_training_as_on_one_device(name):
     make_model, stages, options = TRAININGS[name]
     assert_as_on_one_device(make_model, stages, **options)

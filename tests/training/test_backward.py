@@ -43,6 +43,7 @@ def in_two_calls(trainer, X, y):
 
 
 @pytest.mark.parametrize("name", ZOO)
+@pytest.mark.thinned(2)
 def test_a_step_is_backward_and_an_update(name):
     expected = trained(in_one_call, name, ADAM, devices=1)
     for devices in (2, own(3)):

@@ -98,6 +98,7 @@ def submit_two(trainer, gates):
     ],
 )
 @somewhere
+@pytest.mark.thinned(2)
 def test_a_shard_that_fails_with_the_next_step_in_flight(devices, wait_somewhere, then, error):
     with opened(devices) as (trainer, gates):
         gates.then[2] = then
@@ -221,6 +222,7 @@ WRITES = {
 
 @on_devices
 @pytest.mark.parametrize(("number", "name"), [*enumerate(WRITES)])
+@pytest.mark.thinned(2)
 def test_parameters_or_buffers_written_to_in_flight(devices, number, name):
     """With a second step in flight, or without one."""
     second = (DEVICES.index(devices) + number) % 2
@@ -309,6 +311,7 @@ def is_waiting():
 
 @on_devices
 @pytest.mark.parametrize("wait_somewhere", [float_of, next_step, waitall])
+@pytest.mark.thinned(2)
 def test_interrupted_while_waiting(devices, wait_somewhere, request):
     """Ctrl-C while somebody waits: neither step is taken, and nothing is left at work."""
     noticed = only_one_interrupt(request)

@@ -48,6 +48,7 @@ OF_PARTS = {
 
 
 @pytest.mark.parametrize("change", OF_PARTS.values(), ids=OF_PARTS)
+@pytest.mark.thinned(2)
 def test_a_change_of_the_module_holds_from_the_next_step_on(change):
     later = assert_same_on(DEVICES, change_at(2, change), model=Parts, waits=True)
     earlier = train(1, change_at(1, change), model=Parts, max_in_flight=1)

@@ -128,6 +128,7 @@ def augmented_one_at_a_time(name):
 
 @on_devices
 @pytest.mark.parametrize("name", ["batch_norm", "dropout", "noisy"])
+@pytest.mark.thinned(2)
 def test_random_augmentation_while_a_model_that_draws_is_in_flight(devices, name):
     state, losses = augmented(devices, 2, name=name)
     expected, expected_losses = augmented_one_at_a_time(name)

@@ -65,6 +65,7 @@ def reference_of(sizes, shards, slices=4):
     [*((layout, Slices()) for layout in LAYOUTS), ("2", ()), ("3 own", ())],
     ids=str,
 )
+@pytest.mark.thinned(2)
 def test_any_devices_and_any_split_equal_the_reference(layout, divide):
     expected, expected_losses = reference_of(SIZES, 4)
     state, losses = train(devices=LAYOUTS[layout], divide=divide, lanes=DelayedLanes)

@@ -352,6 +352,7 @@ def clamp(model):
 
 @in_flight
 @pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+@pytest.mark.thinned(2)
 def test_data_written_between_steps_reaches_every_memory(devices, max_in_flight):
     def run(devices, max_in_flight):
         model, sums = Counted(), []

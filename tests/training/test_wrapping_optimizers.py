@@ -172,6 +172,7 @@ def train(trainer, batches=BATCHES):
 
 
 @every_wrapper
+@pytest.mark.thinned(2)
 def test_every_layout_gives_what_the_plain_loop_gives(wrap):
     make = functools.partial(made, wrap)
     expected, losses = reference_training(build("convolution"), make, BATCHES, shards=8)
@@ -185,6 +186,7 @@ def test_every_layout_gives_what_the_plain_loop_gives(wrap):
 
 
 @every_wrapper
+@pytest.mark.thinned(2)
 def test_a_resumed_training_is_the_uninterrupted_one(wrap, tmp_path):
     """Copies of Lookahead save their slow weights by `id`, which a new program can't find."""
     ends = []
