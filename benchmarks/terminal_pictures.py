@@ -35,7 +35,7 @@ COLOUR = re.compile(r"\x1b\[[\d;]*m")
 PICTURES = {
     "terminal_identical": "evenstep verify --model lenet --devices 1,2,3",
     "terminal_train": "evenstep train --batch-size 64 --momentum 0.9 --epochs 8",
-    "terminal_verify": "evenstep verify --model noisy:NoisyPixels --steps 6 --devices 1,2",
+    "terminal_verify": "evenstep verify --model noisy:NoisyPixels --steps 3 --devices 1,2",
 }
 
 
