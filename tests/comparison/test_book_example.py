@@ -11,7 +11,7 @@ from evenstep.comparison.finding import HARMLESS
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "book_resnet18.py"
-TWO = ("torchrun", "--nproc-per-node", "2", "--master-port", "0")
+TWO = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SMALL, LARGE = ("--batch-size", "8", "--lr", "0.1"), ("--batch-size", "16", "--lr", "0.2")
 ONE_BATCH = ("--seed", "0", *LARGE)
 
