@@ -1,6 +1,7 @@
 """`verify`: models whose training is the same on any devices, and models whose training is not."""
 
 import random
+import tempfile
 
 import pytest
 import torch
@@ -240,6 +241,12 @@ def test_the_module_where_the_replays_part_is_named(layouts):
     assert (found.shard, found.tensor) == (0, FIRST_GRADIENT)
     assert found.seen.startswith("scaled (DrawsFromRandom) has the same inputs and other outputs")
     assert str(found).endswith(f"; not repeatable; {found.seen}")
+
+
+def test_without_room_for_records_the_tensor_is_still_found(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/no-such-folder")
+    found = verify(maker(HasAWrongPart), batches, [1, 2], STEPS).difference
+    assert (found.shard, found.tensor, found.seen) == (0, FIRST_GRADIENT, "")
 
 
 def test_batches_that_differ_are_told_from_a_model_that_does():

@@ -281,7 +281,7 @@ def _state_of(trainer: Trainer) -> tuple[str, str]:
 
 
 def _find_difference(
-    replay: Callable[[Devices, int, Path], _Replay],
+    replay: Callable[[Devices, int, Path | None], _Replay],
     layouts: Sequence[Devices],
     results: Sequence[LayoutResult],
 ) -> Difference | None:
@@ -289,10 +289,10 @@ def _find_difference(
     if place is None:
         return None
     step, other = place
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        records = {Path(folder, str(number)): number for number in (0, other)}
-        replays = [replay(layouts[number], step, record) for record, number in records.items()]
-        seen = _first_seen({one: results[number].label for one, number in records.items()})
+    with _scratch() as folder:
+        records = {number: folder and folder / str(number) for number in (0, other)}
+        replays = [replay(layouts[number], step, path) for number, path in records.items()]
+        seen = _first_seen({results[number].label: path for number, path in records.items()})
     shard, tensor = _first_tensor(*replays)
     repeats = all(
         again.fingerprints == result.states[step]
@@ -314,7 +314,7 @@ def _first_differing(results: Sequence[LayoutResult]) -> tuple[int, int] | None:
 
 
 def _replay(
-    make_trainer: MakeTrainer, batches: Batches, devices: Devices, step: int, record_at: Path
+    make_trainer: MakeTrainer, batches: Batches, devices: Devices, step: int, path: Path | None
 ) -> _Replay:
     """Train up to and including `step`, and record it; return the digests of all in this step."""
     shards: dict[int, dict[str, str]] = {}
@@ -329,17 +329,35 @@ def _replay(
 
         for number, batch in enumerate(_take(step + 1, batches, trainer)):
             trainer.on_shard = observe if number == step else None
-            recorded = record(record_at, steps=1) if number == step else contextlib.nullcontext()
-            with recorded:
+            folder = path if number == step else None
+            with record(folder, steps=1) if folder else contextlib.nullcontext():
                 trainer.step(*batch)
         state = digests(trainer.model, trainer.optimizer)
         return _Replay(shards, state, _state_of(trainer))
 
 
-def _first_seen(records: dict[Path, str]) -> str:
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path | None]:
+    """Give a folder that is removed at the end; None where none can be made."""
+    try:
+        folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    except OSError:
+        yield None
+        return
+    with folder as path:
+        yield Path(path)
+
+
+def _first_seen(records: dict[str, Path | None]) -> str:
     """Return where two records of a step part, as a line; "" if that is no module or example."""
     try:
-        runs = [dataclasses.replace(read_run(path), name=name) for path, name in records.items()]
+        runs = [
+            dataclasses.replace(read_run(path), name=name)
+            for name, path in records.items()
+            if path is not None
+        ]
+        if len(runs) < 2:
+            return ""
         finding = find_cause(*runs)
     except InputError:  # no room for them, or nothing in them: the tensor says where it is
         return ""

@@ -258,11 +258,11 @@ def test_a_record_that_was_cut_off_holds_the_steps_before(tmp_path):
 
 
 @pytest.mark.parametrize("content", [
-    b"", b"{}\n", b"[1]\n", b"\xff\xfe\n", b'{"evenstep record":2}\n', b"{" * 100_000 + b"\n",
-    b'{"evenstep record":1,"rank":"x","command":[],"launched":[],"facts":{}}\n',
-    b'{"evenstep record":1,"rank":0,"command":[],"launched":[],"facts":{}}\n{"what":"update"}\n',
-    b'{"evenstep record":1,"rank":0,"command":[],"launched":[],"facts":{}}\n[]\n',
-    b'{"evenstep record":1,"rank":0,"command":[],"launched":[],"facts":{}}\n',
+    b"", b"{}\n", b"[1]\n", b"\xff\xfe\n", b'{"evenstep record":1}\n', b"{" * 100_000 + b"\n",
+    b'{"evenstep record":2,"rank":"x","command":[],"launched":[],"facts":{}}\n',
+    b'{"evenstep record":2,"rank":0,"command":[],"launched":[],"facts":{}}\n{"what":"update"}\n',
+    b'{"evenstep record":2,"rank":0,"command":[],"launched":[],"facts":{}}\n[]\n',
+    b'{"evenstep record":2,"rank":0,"command":[],"launched":[],"facts":{}}\n',
 ])  # fmt: skip
 def test_what_is_no_record_gets_one_line(tmp_path, content):
     (tmp_path / "process-0.jsonl").write_bytes(content)

@@ -12,7 +12,7 @@ from typing import Any
 from evenstep.errors import InputError
 from evenstep.files import open_file
 
-_FORMAT, _VERSION = "evenstep record", 1
+_FORMAT, _VERSION = "evenstep record", 2
 _MOST_NBYTES = 4 << 30
 _MOST_LINE_NBYTES = 256 << 20
 _MOST_PROCESSES = 1024

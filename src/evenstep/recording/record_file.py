@@ -16,7 +16,7 @@ from typing import Any
 
 from evenstep.errors import InputError
 
-FORMAT, VERSION = "evenstep record", 1
+FORMAT, VERSION = "evenstep record", 2
 
 
 class RecordFile:
