@@ -292,7 +292,7 @@ def _find_difference(
     with _scratch() as folder:
         records = {number: folder and folder / str(number) for number in (0, other)}
         replays = [replay(layouts[number], step, path) for number, path in records.items()]
-        seen = _first_seen({results[number].label: path for number, path in records.items()})
+        seen = _first_seen([(results[number].label, path) for number, path in records.items()])
     shard, tensor = _first_tensor(*replays)
     repeats = all(
         again.fingerprints == result.states[step]
@@ -348,12 +348,12 @@ def _scratch() -> Iterator[Path | None]:
         yield Path(path)
 
 
-def _first_seen(records: dict[str, Path | None]) -> str:
+def _first_seen(records: Iterable[tuple[str, Path | None]]) -> str:
     """Return where two records of a step part, as a line; "" if that is no module or example."""
     try:
         runs = [
             dataclasses.replace(read_run(path), name=name)
-            for name, path in records.items()
+            for name, path in records
             if path is not None
         ]
         if len(runs) < 2:
