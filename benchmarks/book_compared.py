@@ -88,6 +88,9 @@ def section(found: Mapping[str, Any], book: Mapping[str, Any]) -> str:
     )
     return "\n\n".join(
         (
+            f"Two updates of each run: `{found['command']}`, torch "
+            f"{found['machine']['packages']['torch']}, revision "
+            f"{found['machine']['git_revision']}.",
             Table(("both runs have", "`evenstep compare` says"), rows, 2).markdown(),
             f"With the same batch and rate, two devices differ from one by rounding, and by "
             f"statistics of half a batch. What costs accuracy is the batch of 512 with a rate of "

@@ -9,6 +9,7 @@ import pytest
 from benchmarking import BENCHMARKS, FACTS
 
 import benchmark
+import book_compared
 import measure
 import write_docs
 from evenstep.bench import Contender, Record, machine, run_rounds, tables
@@ -204,6 +205,9 @@ def test_the_committed_pages_are_what_the_committed_files_make():
     for name in write_docs.PAGES:
         committed = (write_docs.DOCS / f"{name}.md").read_text()
         assert committed == write_docs.page(name, benchmark.RESULTS, notes)
+    found, parts = benchmark.load("book_compared"), benchmark.load("book")["parts"]
+    section = f"<!-- figures -->\n{book_compared.section(found, parts)}\n<!-- end -->"
+    assert section in (write_docs.DOCS / "compare.md").read_text()
     book = write_docs.book_page(benchmark.load("book"), notes)
     assert (write_docs.DOCS / "book.md").read_text() == book
 

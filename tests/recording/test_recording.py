@@ -339,3 +339,15 @@ def test_a_folder_that_cannot_be_made_is_said_before_anything_runs(tmp_path):
     (tmp_path / "file").write_text("")
     done = run("record", "--out", tmp_path / "file" / "it.rec", script(tmp_path), 1, 1, code=2)
     assert "can't be made (Not a directory)" in done.stderr
+
+
+@pytest.mark.parametrize(("level", "draws"), [("module", 3), ("operator", 5)])
+def test_how_often_random_numbers_are_drawn_is_noted(tmp_path, level, draws):
+    """Noted are two layers and the model; and two operators, if operators are."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 3), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with evenstep.record(tmp_path / "it.rec", level=level, steps=1):
+        model(torch.randn(6, 4)).sum().backward()
+        optimizer.step()
+    (process,) = read_run(tmp_path / "it.rec").processes
+    assert sum(bool(call.drew) for call in process.steps[0].calls) == draws

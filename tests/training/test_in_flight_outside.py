@@ -176,11 +176,7 @@ def test_a_number_changed_with_a_step_in_flight_is_refused(devices, number):
     gate = Gate()
     options, change = place(gate)
     with opened(options, devices) as trainer:
-        try:
-            loss = trainer.step(*BATCHES[0])
-            change()
-        finally:
-            gate.open()
+        loss = changed_in_flight(trainer, change, gate)
         call = {"step": lambda: trainer.step(*BATCHES[1]), "waitall": trainer.waitall}
         with pytest.raises(InputError, match=rf"\b{name}\b(?s:.*)waitall"):
             call.get(then, loss.item)()
@@ -192,11 +188,7 @@ def test_a_loss_that_is_there_already_is_refused_too(devices):
     gate = Gate()
     options, change = in_the_loss(gate)
     with opened(options, devices) as trainer:
-        try:
-            loss = trainer.step(*BATCHES[0])
-            change()
-        finally:
-            gate.open()
+        loss = changed_in_flight(trainer, change, gate)
         let_it_end(loss)
         with pytest.raises(InputError, match=r"\bbeta\b(?s:.*)waitall"):
             loss.item()
@@ -228,6 +220,16 @@ def test_another_thread_only_reads_a_loss_that_is_there(devices):
         assert trainer._pipeline.steps
         assert loss.item() == loss._step.loss
         assert not trainer._pipeline.steps
+
+
+def changed_in_flight(trainer, change, gate):
+    """Take a step, and change something before it can read it; return its loss."""
+    try:
+        loss = trainer.step(*BATCHES[0])
+        change()
+    finally:
+        gate.open()
+    return loss
 
 
 def let_it_end(loss):

@@ -60,7 +60,7 @@ KeptAndPicked: TypeAlias = tuple[list[Any], Picked | None]
 
 
 class _Bits(NamedTuple):
-    """What tells a tensor from others: digests of its bits and of the set of its rows."""
+    """The digest of a tensor's bits and, if it has examples, of the set of its rows."""
 
     digest: str
     rows: str | None
@@ -273,19 +273,17 @@ def _number(value: float) -> float | str:
 
 
 def _sums_of_bits(dense: torch.Tensor) -> bytes:
-    """Return what hardly two tensors of a shape have in common: of few values, the bits.
+    """Return the bits of few values; of many, two numbers that depend on each bit and its place.
 
-    Of many, sums over the rows and over the columns of a rectangle, each times a number of its own.
+    They are sums over the rows and over the columns of a rectangle, each times a number of its own.
     """
     words = _words_of(dense.reshape(-1))
     if len(words) <= _COLUMNS:
         return words.numpy().tobytes()
     whole = len(words) - len(words) % _COLUMNS
     rectangle, rest = words[:whole].view(-1, _COLUMNS), words[whole:]
-    columns, rows = (
-        _spread(rectangle, dense.dtype).sum(0),
-        torch.cat([rectangle.sum(1), rest.sum()[None]]),
-    )
+    columns = _spread(rectangle, dense.dtype).sum(0)
+    rows = torch.cat([rectangle.sum(1), rest.sum()[None]])
     columns[: len(rest)] += _spread(rest, dense.dtype)
     sums = [np.dot(one.numpy(), _factors(len(one))) for one in (columns, rows)]
     return np.array(sums).tobytes()
@@ -322,9 +320,10 @@ def _picked(rows: np.ndarray) -> Picked | None:
 
 
 def _spread(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return words in which a number's sign changes lower bits, too.
+    """Return words in which a change of a number's sign changes lower bits, too.
 
-    Sums are modulo 2**64: without it, signs of two numbers that change would leave no trace.
+    Sums are modulo 2**64, and a sign may be the uppermost bit: if two signs change in the same sum,
+    it stays the same.
     """
     if dtype.itemsize >= 8:
         return (words >> 32).add_(words)
