@@ -21,7 +21,7 @@ from layouts import own
 from reference import assert_same_bits
 from trainers import state_of
 
-CODE = (str(Path(evenstep.__file__).parent), threading.__file__)
+CODE = (str(Path(evenstep.__file__).parent), threading.__file__, contextlib.__file__)
 BATCHES = 3  # in an epoch
 CLASSES = 4
 QUICK = {"check": "off", "tune_malloc": False}

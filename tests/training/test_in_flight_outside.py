@@ -1,7 +1,9 @@
 """Numbers outside of the model that code in a step in flight reads, and hooks of its optimizer."""
 
+import concurrent.futures
 import functools
 import threading
+import time
 import types
 
 import pytest
@@ -174,14 +176,68 @@ def test_a_number_changed_with_a_step_in_flight_is_refused(devices, number):
     gate = Gate()
     options, change = place(gate)
     with opened(options, devices) as trainer:
-        try:
-            loss = trainer.step(*BATCHES[0])
-            change()
-        finally:
-            gate.open()
+        loss = changed_in_flight(trainer, change, gate)
         call = {"step": lambda: trainer.step(*BATCHES[1]), "waitall": trainer.waitall}
         with pytest.raises(InputError, match=rf"\b{name}\b(?s:.*)waitall"):
             call.get(then, loss.item)()
+
+
+@on_devices
+def test_a_loss_that_is_there_already_is_refused_too(devices):
+    """Whether the step had ended when its loss was read was a matter of time."""
+    gate = Gate()
+    options, change = in_the_loss(gate)
+    with opened(options, devices) as trainer:
+        loss = changed_in_flight(trainer, change, gate)
+        let_it_end(loss)
+        with pytest.raises(InputError, match=r"\bbeta\b(?s:.*)waitall"):
+            loss.item()
+
+
+@on_devices
+def test_what_was_read_before_a_loss_that_was_there_may_change(devices):
+    """A step whose loss was read counted as in flight if it had ended before that."""
+    gate = Gate()
+    gate.open()
+    options, change = in_the_loss(gate)
+    with opened(options, devices) as trainer:
+        loss = trainer.step(*BATCHES[0])
+        let_it_end(loss)
+        loss.item()
+        change()
+        trainer.step(*BATCHES[1])
+
+
+@on_devices
+def test_another_thread_only_reads_a_loss_that_is_there(devices):
+    gate = Gate()
+    gate.open()
+    with opened(in_the_loss(gate)[0], devices) as trainer:
+        loss = trainer.step(*BATCHES[0])
+        let_it_end(loss)
+        with concurrent.futures.ThreadPoolExecutor(1) as other:
+            assert other.submit(loss.item).result() == loss._step.loss
+        assert trainer._pipeline.steps
+        assert loss.item() == loss._step.loss
+        assert not trainer._pipeline.steps
+
+
+def changed_in_flight(trainer, change, gate):
+    """Take a step, and change something before it can read it; return its loss."""
+    try:
+        loss = trainer.step(*BATCHES[0])
+        change()
+    finally:
+        gate.open()
+    return loss
+
+
+def let_it_end(loss):
+    """Wait until a step has ended, without telling the trainer."""
+    patience_s = time.monotonic() + 60
+    while not loss._step.finished and time.monotonic() < patience_s:
+        time.sleep(0.001)
+    assert loss._step.finished
 
 
 @on_devices

@@ -7,7 +7,7 @@ import itertools
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -83,20 +83,27 @@ class BorrowedGenerators:
     @INTERRUPTS.uninterrupted
     def seed(self, seed: int) -> None:
         """Let the next call draw what follows from `seed`."""
-        with _alone(), _put_back(self._generators):
+
+        def begin(_: object) -> None:
             _seed(self._generators, seed)
-            self._states = [generator.read() for generator in self._generators]
+            self._states = _read(self._generators)
+
+        with _alone():
+            _put_back_after(begin, self._generators)
 
     @INTERRUPTS.uninterrupted
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return `function(*arguments)`, which draws from where the call before has stopped."""
-        with _alone() if self._locked else nullcontext(), _put_back(self._generators):
-            for generator, state in zip(self._generators, self._states, strict=True):
-                generator.write(state)
+
+        def resume(_: object) -> T:
+            _write(self._generators, self._states)
             try:
                 return interruptible(function, *arguments)
             finally:
-                self._states = [generator.read() for generator in self._generators]
+                self._states = _read(self._generators)
+
+        with _alone() if self._locked else nullcontext():
+            return _put_back_after(resume, self._generators)
 
     def state_dict(self) -> list[Any]:
         """Return the states as plain values and tensors."""
@@ -117,17 +124,24 @@ def call_seeded(
 
     Afterwards the generators have the states that the user left them in.
     """
-    with _alone(), _put_back(generators):
+
+    def draw(_: object) -> T:
         _seed(generators, seed)
         return interruptible(function, *arguments)
+
+    with _alone():
+        return _put_back_after(draw, generators)
 
 
 def drew_nothing(generators: Sequence[Generator], function: Callable[[], T]) -> tuple[T, bool]:
     """Return `function()`, and whether the generators are as they were; they are put back."""
-    with _alone(), _put_back(generators) as before:
+
+    def draw(before: list[Any]) -> tuple[T, bool]:
         result = interruptible(function)
-        after = [generator.read() for generator in generators]
-    return result, all(same_state(*pair) for pair in zip(before, after, strict=True))
+        return result, all(map(same_state, before, _read(generators)))
+
+    with _alone():
+        return _put_back_after(draw, generators)
 
 
 def generators_of(*owners: object) -> tuple[Generator, ...]:
@@ -223,9 +237,7 @@ class GeneratorStates:
         """Return the states as plain values and tensors."""
         cuda = accelerator.generator_states()
         with _alone():  # a handler of a signal may save while they are lent
-            states = (
-                _users_states[0] if _users_states else [generator.read() for generator in DEFAULTS]
-            )
+            states = _users_states[0] if _users_states else _read(DEFAULTS)
             torch_state, python, numpy = map(_plain, states[: len(DEFAULTS)])
         return {"torch": torch_state, "python": python, "numpy": numpy, "cuda": cuda}
 
@@ -259,19 +271,38 @@ _users_states: list[list[Any]] = []
 """The users' states of generators that are lent now: first `DEFAULTS`, then others."""
 
 
-@contextmanager
-def _put_back(generators: Sequence[Generator]) -> Iterator[list[Any]]:
-    """Inside `with`, code may draw from generators, which have their states again at the end."""
-    before = [generator.read() for generator in generators]
+def _put_back_after(draw: Callable[[list[Any]], T], generators: Sequence[Generator]) -> T:
+    """Return `draw(states)`; afterwards the generators have these states again, the user's.
+
+    No context manager: an exception that is thrown into this thread where its `__exit__` begins
+    would leave the generators, and with them the user's checkpoints, in the wrong states.
+    """
+    before = _read(generators)
     try:
         _users_states.append(before)
-        yield before
+        return draw(before)
     finally:
         try:
-            for generator, state in zip(generators, before, strict=True):
-                generator.write(state)
-        finally:  # Ctrl-C, too, must not leave them behind: checkpoints would hold them for good
-            _users_states[:] = [one for one in _users_states if one is not before]
+            _put_back(generators, before)
+        except BaseException:  # maybe thrown into this thread, and has cut that off
+            _put_back(generators, before)
+            raise
+
+
+def _put_back(generators: Sequence[Generator], states: list[Any]) -> None:
+    try:
+        _write(generators, states)
+    finally:  # else checkpoints would hold them for good
+        _users_states[:] = [one for one in _users_states if one is not states]
+
+
+def _read(generators: Sequence[Generator]) -> list[Any]:
+    return [generator.read() for generator in generators]
+
+
+def _write(generators: Sequence[Generator], states: Sequence[Any]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.write(state)
 
 
 def _generator(one: object) -> Generator | None:

@@ -60,6 +60,7 @@ class Pipeline(abc.ABC):
         max_in_flight: int,
     ) -> None:
         self.steps: deque[Step] = deque()
+        self._thread = threading.get_ident()  # that began the last step
         self._left_an_update = False
         self._executor = executor
         self._engine = executor.engine
@@ -155,6 +156,7 @@ class Pipeline(abc.ABC):
         Raises:
             KeyboardInterrupt: Ctrl-C was pressed; the step and those before it were abandoned.
         """
+        self._thread = threading.get_ident()
         try:
             self._start(step)
         except BaseException as error:
@@ -195,7 +197,12 @@ class Pipeline(abc.ABC):
 
     @INTERRUPTS.uninterrupted
     def wait_until(self, step: Step) -> None:
-        """Wait until `step` is finished; raise as `wait` does."""
+        """Wait until `step` is finished; raise as `wait` does.
+
+        A thread that takes no steps, such as a log's, only reads what is there.
+        """
+        if step.finished and threading.get_ident() != self._thread:
+            return
         if step in self.steps:
             self._engine.refuse_inside(f"wait for step {step.number}")
         while step in self.steps:

@@ -292,6 +292,7 @@ class Step:
         outputs: what the objective returned besides, once the step is finished.
         is_taken: whether the model has its update, or its gradients. From then on the step stays.
         finished: whether `finish` is through.
+        closed: whether it was waited for, or given up.
         error: why the step was abandoned.
     """
 
@@ -311,6 +312,7 @@ class Step:
     outputs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     is_taken: bool = False
     finished: bool = False
+    closed: bool = False
     error: BaseException | None = None
 
     @classmethod
@@ -361,6 +363,7 @@ class Step:
 
     def release(self) -> None:
         """Forget the batch and what was computed: a kept loss must not keep them alive."""
+        self.closed = True
         self.attempt.cut = NO_CUT
         self.attempt.work.compute = _not_open
         self.attempt.work.results = {}
@@ -406,7 +409,7 @@ class StepLoss(PendingNumber):
     @hides_own_frames
     def wait_to_read(self) -> None:
         """Block until the step is finished; raise its error."""
-        if not self._step.finished and self._step.error is None:
+        if not self._step.closed and self._step.error is None:
             self._wait(self._step)
         if self._step.error is not None:
             raise self._step.error
