@@ -39,8 +39,8 @@ def shard_bounds(examples: int, shards: int) -> list[tuple[int, int]]:
     if shards < 1:
         raise BatchError(f"got {shards} shards: at least 1 is needed")
     size, longer = divmod(examples, shards)
-    starts = [shard * size + min(shard, longer) for shard in range(shards + 1)]
-    return list(itertools.pairwise(starts))
+    sizes = [size + 1] * longer + [size] * (shards - longer)
+    return [*itertools.pairwise(itertools.accumulate(sizes, initial=0))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,8 +245,11 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0)
         raise too_deep() from None
     dim = dim if part is None else part.dim
     here = _check_examples(batch, leaves, dim, may_be_empty=part is not None)
-    tensors = [(leaf.tensor if isinstance(leaf, Shared) else leaf).detach() for leaf in leaves]
-    dims = [None if isinstance(leaf, Shared) else dim_of(leaf, dim) for leaf in leaves]
+    tensors, dims = [], list[int | None]()
+    for leaf in leaves:
+        is_shared = isinstance(leaf, Shared)
+        tensors.append((leaf.tensor if is_shared else leaf).detach())
+        dims.append(None if is_shared else dim_of(leaf, dim))
     if part is None:
         part = Part(here, shard_bounds(here, shards), (range(min(here, shards)),), dim=dim)
     elif here == part.examples:

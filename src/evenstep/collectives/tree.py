@@ -178,4 +178,4 @@ class TreeSum(Generic[T]):
 
     def take_partials(self) -> list[T]:
         """Remove and return the partial sums; the values of all shards must have been put."""
-        return [self._waiting.pop(node) for node in self.plan.partials]
+        return [*map(self._waiting.pop, self.plan.partials)]

@@ -15,6 +15,7 @@ from evenstep.engine import streams
 from evenstep.errors import ContractError, ModelError
 from evenstep.options.experiment import autocast
 from evenstep.private_torch.graph import gives_sparse_gradient, next_number, number_of, run_backward
+from evenstep.private_torch.tensors import version_of
 from evenstep.replicas import JUDGE, Replica
 from evenstep.replicas.replica import reshaped_error, same_bits
 from evenstep.shard.compiler import Program
@@ -32,7 +33,6 @@ from evenstep.shard.partial_sum import (
     refuse_twice,
     sparse_with_own_memory,
     unjudged_error,
-    versions,
     weighted,
     with_own_memory,
 )
@@ -51,7 +51,8 @@ class ShardWork(NamedTuple):
     Attributes:
         shard: the shard's number.
         batch: the shard's examples, in the replica's memory.
-        examples: the number of examples; None for a shard that is the whole batch.
+        examples: the number of examples, the shard's weight in a mean over those of the batch; None
+            for a shard that is the whole batch, with weight 1.
         divisor: what the backward pass divides by at its root: the number of examples in the batch;
             1 for a shard that is the whole batch.
         random_seed: returns the seed of the shard's random numbers.
@@ -71,11 +72,6 @@ class ShardWork(NamedTuple):
     def is_only_shard(self) -> bool:
         """Whether the shard is the whole batch."""
         return self.examples is None
-
-    @property
-    def weight(self) -> int:
-        """The shard's weight in a mean over the batch's examples."""
-        return 1 if self.examples is None else self.examples
 
 
 def compute_shard(
@@ -162,7 +158,10 @@ def _run_program(
         None if same_bits(now, opening) else now
         for now, opening in zip(buffers, replica.opening, strict=True)
     ]
-    return weighed(total, count, divisor), _value(replica, work, gradients, changed)
+    contributions = changed and _contributions(replica, work, changed)
+    shard, weight = work.shard, work.examples or 1
+    value = PartialSum(gradients, contributions, (weight,), replica, shard, shard + 1)
+    return weighed(total, count, divisor), value
 
 
 def _run_eagerly(
@@ -189,9 +188,10 @@ def _run_eagerly(
         with stream.of_shard(replica, work.shard, node, accumulates=left is not None):
             _backward(replica, total, work.divisor)
     elif left is not None:
+        before = []
         for parameter, gradient in zip(replica.parameters, left.gradients, strict=True):
             parameter.grad = gradient
-        before = versions(left.gradients)
+            before.append(0 if gradient is None else version_of(gradient))
         _backward(replica, total, work.divisor)
         refuse_twice(left.gradients, before)
     else:
@@ -240,6 +240,7 @@ def _backward(replica: Replica, total: torch.Tensor, divisor: int) -> None:
         replica.has_run_backward = True
 
 
+@functools.cache
 def root_gradient(divisor: int, dtype: torch.dtype) -> float:
     """Return the gradient that a shard's backward pass begins with, before it is rounded.
 
@@ -348,14 +349,9 @@ def _collect(replica: Replica, work: ShardWork) -> PartialSum:
         gradients.append(gradient)
     looks_later = replica.device.is_accelerator
     changed = replica.changed_buffers() if replica.buffers and not looks_later else []
-    value = _value(replica, work, gradients, changed)
-    value.is_dense = is_dense
-    return value
-
-
-def _value(replica: Replica, work: ShardWork, gradients: Tensors, changed: Tensors) -> PartialSum:
     buffers = changed and _contributions(replica, work, changed)
-    return PartialSum(gradients, buffers, (work.weight,), replica, work.shard, work.shard + 1)
+    shard, weight = work.shard, work.examples or 1
+    return PartialSum(gradients, buffers, (weight,), replica, shard, shard + 1, is_dense)
 
 
 def _contributions(replica: Replica, work: ShardWork, changed: Tensors) -> Tensors:
@@ -390,4 +386,4 @@ def _contribution(
         return buffer.clone()
     if rule == JUDGE and buffer.numel() > 1 and bool((buffer == opening).any()):
         raise unjudged_error(name, "written by each shard in some places only")
-    return weighted(buffer, work.weight)
+    return weighted(buffer, work.examples or 1)

@@ -224,23 +224,18 @@ def is_averaged(buffer: torch.Tensor, rule: str) -> bool:
     return rule == "mean" or (rule == JUDGE and not is_whole)
 
 
-def versions(gradients: Tensors) -> list[int]:
-    """Return how often each gradient was written, as torch counts."""
-    return [version_of(gradient) for gradient in gradients if gradient is not None]
-
-
 def refuse_twice(sums: Tensors, before: list[int]) -> None:
     """Make sure that a backward pass has added at most once to each of `sums`.
 
     Args:
         sums: the gradients that the backward pass accumulated onto.
-        before: their `versions` before the backward pass.
+        before: how often torch had counted writes to each before the backward pass.
 
     Raises:
         AccumulatedTwiceError: a gradient was written more than once.
     """
-    for late, early in zip(versions(sums), before, strict=True):
-        if late > early + 1:
+    for gradient, early in zip(sums, before, strict=True):
+        if gradient is not None and version_of(gradient) > early + 1:
             raise AccumulatedTwiceError("a backward pass added to a gradient twice")
 
 

@@ -276,6 +276,7 @@ class Step:
     """A step that was submitted: facts that stay, and an attempt that may be replaced.
 
     Attributes:
+        number: of the steps that were done before it.
         position: the position in the training before the step.
         part: this process's part of the batch.
         objective: computes a shard's loss as (total, count).
@@ -296,6 +297,7 @@ class Step:
         error: why the step was abandoned.
     """
 
+    number: int
     position: Position
     part: Part
     objective: ShardObjective
@@ -333,6 +335,7 @@ class Step:
         seeds = functools.partial(shard_seed, seed, position.epoch, position.batch)
         attempt = Attempt(position.steps_done, cut, seeds)
         return cls(
+            number=position.steps_done,
             position=position,
             part=cut.part,
             objective=objective,
@@ -343,11 +346,6 @@ class Step:
             digest=digest,
             may_compile=may_compile,
         )
-
-    @property
-    def number(self) -> int:
-        """The steps that were done before it."""
-        return self.position.steps_done
 
     @property
     def facts(self) -> Facts:

@@ -372,7 +372,7 @@ def settle(step: Step, leaves: Sequence[Leaf | None]) -> tuple[float, float]:
         NonFiniteLossError: a shard's loss or count is NaN or infinite, or nothing counts.
         ModelError: the counts add up to less than 0.
     """
-    totals, counts = zip(*(leaf[:2] if leaf else (None, None) for leaf in leaves), strict=True)
+    totals, counts = zip(*[leaf[:2] if leaf else (None, None) for leaf in leaves], strict=True)
     count = sum_floats(counts)
     if not 0 < count < math.inf:
         refuse_count(step, leaves, count)
