@@ -21,7 +21,8 @@ from layouts import own
 from reference import assert_same_bits
 from trainers import state_of
 
-CODE = (str(Path(evenstep.__file__).parent), threading.__file__, contextlib.__file__)
+OWN_CODE = (str(Path(evenstep.__file__).parent), threading.__file__)
+CODE = (*OWN_CODE, contextlib.__file__)
 BATCHES = 3  # in an epoch
 CLASSES = 4
 QUICK = {"check": "off", "tune_malloc": False}
@@ -208,7 +209,7 @@ def _wait_for_end(thread):
 
 
 @contextlib.contextmanager
-def thrown_at(boundary, functions=()):
+def thrown_at(boundary, functions=(), code=CODE):
     """Inside `with`, raise an error where Python would raise one that comes from outside.
 
     That is at the first such place from the given bytecode boundary on: where a function or another
@@ -220,7 +221,7 @@ def thrown_at(boundary, functions=()):
 
     def trace(frame, event, argument):
         nonlocal last
-        if not frame.f_code.co_filename.startswith(CODE):
+        if not frame.f_code.co_filename.startswith(code):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
@@ -256,9 +257,11 @@ def _opcode_at(code, offset):
     return _names_of(code).get(offset, "")
 
 
-def interrupting(act, boundary):
+def interrupting(act, boundary, code=CODE):
     """Return what lets `act` happen at a boundary: `press_ctrl_c`, or "throw"."""
-    return thrown_at(boundary) if act == "throw" else interrupted_at(boundary, act)
+    if act == "throw":
+        return thrown_at(boundary, code=code)
+    return interrupted_at(boundary, act)
 
 
 @contextlib.contextmanager

@@ -207,16 +207,23 @@ def broadcast(home: Replica, replica: Replica) -> None:
         copy_all(replica.parameters, list(home.parameters))
 
 
-def note_left(parameters: Iterable[torch.Tensor]) -> None:
+def note_left(parameters: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
     """Note that the gradients of parameters were used, by a step or by an optimizer's update.
 
     The next step replaces them, as `zero_grad` would. What is written to them later shows in their
     version counters.
+
+    Returns:
+        The gradients, and how often torch has counted writes to each.
     """
+    noted: list[tuple[torch.Tensor, int]] = []
     for parameter in parameters:
         gradient: Any = parameter.grad
         if gradient is not None and not gradient.is_inference():
-            gradient._left_by_step = id(gradient), version_of(gradient)
+            version = version_of(gradient)
+            gradient._left_by_step = id(gradient), version
+            noted.append((gradient, version))
+    return noted
 
 
 def is_left(gradient: Any) -> bool:

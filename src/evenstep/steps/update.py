@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from evenstep.errors import ClosedError, add_note
 from evenstep.private_torch.compilers import lock_of_compiler
 from evenstep.private_torch.modules import gradient_hooks
 from evenstep.private_torch.optimizers import post_hooks, pre_hooks
+from evenstep.private_torch.tensors import version_of
 from evenstep.replicas import (
     Replicas,
     check_followed,
@@ -46,6 +48,8 @@ from evenstep.steps.failures import (
 )
 from evenstep.steps.outputs import join_step_outputs
 from evenstep.steps.step import Step
+
+logger = logging.getLogger("evenstep")
 
 Hook: TypeAlias = Callable[[nn.Module], object]
 """The user's `before_update` or `after_update`: called with the module, in the update."""
@@ -88,7 +92,8 @@ class Update:
         self._clip_norm = clip_norm
         self.may_step_elsewhere = False
         self.record: Callable[[], Sequence[Any]] = tuple
-        self._is_stepping = self._is_made = False
+        self._is_stepping = self._is_made = self._has_said_it = False
+        self._used: list[tuple[torch.Tensor, int]] = []  # the gradients of the last update
         self._compiling = lock_of_compiler()  # None before torch has imported its compiler
         self._stepped = hookable(optimizer)
         self._known = {*replicas.home.parameters}  # those that the optimizer was made for
@@ -162,6 +167,11 @@ class Update:
         """
         if self.half_step is not None:
             self.refuse_half_step()
+        for gradient, version in self._used:
+            if version_of(gradient) != version and gradient.any():
+                self._say_written_late()
+                break
+        self._used = []
         replicas = self._replicas
         if replicas.were_rebuilt:
             check_followed(replicas.home.module, self._optimizer, self._known)
@@ -223,7 +233,10 @@ class Update:
                     hooks.callback(hook.remove)
             hook = self._optimizer.register_state_dict_pre_hook(lambda _: self.refuse_half_step())
             hooks.callback(hook.remove)
-            yield
+            try:
+                yield
+            finally:
+                self._used = []
 
     def _note_made(self, *_: object) -> None:
         self._is_made = True
@@ -260,7 +273,17 @@ class Update:
             self._ready(step, count, root)
             self._step()
         finally:
-            note_left(self._replicas.home.parameters)
+            self._used = note_left(self._replicas.home.parameters)
+
+    def _say_written_late(self) -> None:
+        """Log once that the user has written to gradients behind the update that they were for."""
+        if not self._has_said_it:
+            self._has_said_it = True
+            logger.warning(
+                "gradients were written to behind trainer.step (by clip_grad_norm_?), which has no "
+                "effect, since the update is made by then: to clip, give "
+                "Experiment(clip_norm=...); for anything else, write to them in before_update"
+            )
 
     def _step(self) -> None:
         self._is_stepping = True

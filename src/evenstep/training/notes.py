@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from evenstep.devices import Device, layout_notes, rounding_notes
@@ -16,6 +19,52 @@ logger = logging.getLogger("evenstep")
 
 _MODAL = BatchNorm, Dropout
 """Layers that compute something else in evaluation mode."""
+
+
+class _Earlier(NamedTuple):
+    """A trainer of an optimizer: the steps that it has done, and whether it was only loaded."""
+
+    steps_done: int
+    is_loaded: bool
+
+
+_EARLIER = weakref.WeakKeyDictionary[torch.optim.Optimizer, _Earlier]()
+"""The last trainer of each optimizer, unless it is open."""
+
+
+def note_trained(
+    optimizer: torch.optim.Optimizer, steps_done: int, *, is_loaded: bool = False
+) -> None:
+    """Note that a trainer of an optimizer was closed, or only loaded, after some steps."""
+    if steps_done:
+        _EARLIER[optimizer] = _Earlier(steps_done, is_loaded)
+
+
+def say_who_trained(optimizer: torch.optim.Optimizer, steps_done: int) -> None:
+    """Log that a trainer that opens begins anew with what another one has trained or loaded.
+
+    Args:
+        optimizer: the optimizer of both.
+        steps_done: how far the one that opens is.
+    """
+    earlier = _EARLIER.pop(optimizer, None)
+    if earlier is None or steps_done:
+        return
+    if earlier.is_loaded:
+        logger.warning(
+            "Trainer.load has returned a trainer that goes on behind step %d, but this one begins "
+            "at step 0 with the loaded values: write trainer = evenstep.Trainer.load(...), and "
+            "train with that one",
+            earlier.steps_done,
+        )
+    else:
+        logger.warning(
+            "another trainer has done %d steps with this optimizer, and this one begins again at "
+            "epoch 0, with the same order of examples and the same random numbers as that one: "
+            "use one trainer for all epochs (`while trainer.cursor.epoch < epochs`), or save, and "
+            "go on by Trainer.load",
+            earlier.steps_done,
+        )
 
 
 class Notes:
@@ -49,14 +98,15 @@ class Notes:
 
     def say_mode(self, model: nn.Module) -> None:
         """Log once that a model is trained in evaluation mode, if that makes a difference."""
-        if model.training or self._has_said_mode:
+        if self._has_said_mode:
             return
-        kinds = {type(one).__name__: None for one in model.modules() if isinstance(one, _MODAL)}
+        self._has_said_mode = True
+        modal = [one for one in model.modules() if isinstance(one, _MODAL) and not one.training]
+        kinds = dict.fromkeys(type(one).__name__ for one in modal)
         if kinds:
-            self._has_said_mode = True
             logger.warning(
                 "the model is in evaluation mode, which changes what %s compute: call "
-                "model.train() before the first step",
+                "model.train() before the step",
                 " and ".join(kinds),
             )
 

@@ -29,7 +29,7 @@ from evenstep.steps.reducer import ProcessReducer
 from evenstep.steps.update import is_in_a_trainer
 from evenstep.training.agreement import Agreement
 from evenstep.training.habits import explain_backward
-from evenstep.training.notes import Notes
+from evenstep.training.notes import Notes, note_trained, say_who_trained
 from evenstep.training.setup.arguments import Chosen
 from evenstep.training.setup.combinations import refuse_combinations, refuse_without_threads
 from evenstep.training.setup.parts import Parts
@@ -138,6 +138,7 @@ class Session:
             self._parts.partition.refuse_again()
         for note in self._notes.lines:
             logger.warning(note)
+        say_who_trained(self._optimizer, self._parts.progress.position.steps_done)
         self._agreement.begin()
         opened = self._opened = contextlib.ExitStack()
         try:
@@ -146,11 +147,10 @@ class Session:
             _OPEN.add(self)
             self.is_open = True
         except BaseException as error:
-            kind, traceback = type(error), error.__traceback__
             try:
-                self._end(kind, error, traceback)
+                self._end(type(error), error, error.__traceback__)
             except BaseException:  # maybe thrown into this thread, and has cut that off
-                self._end(kind, error, traceback)
+                self._end(type(error), error, error.__traceback__)
                 raise
             raise
 
@@ -286,6 +286,7 @@ class Session:
     ) -> None:
         self.is_open = False
         _OPEN.discard(self)
+        note_trained(self._optimizer, self._parts.progress.position.steps_done)
         atexit.unregister(self.close_with_program)
         if self.owner is not None:
             self.owner.end()

@@ -67,7 +67,7 @@ from evenstep.training.agreement import Agreement
 from evenstep.training.epochs import Epochs
 from evenstep.training.evaluation.evaluator import Evaluator
 from evenstep.training.habits import Habits
-from evenstep.training.notes import Notes
+from evenstep.training.notes import Notes, note_trained
 from evenstep.training.reporting import check_callbacks
 from evenstep.training.saver import Saver
 from evenstep.training.session import Session
@@ -408,6 +408,8 @@ class Trainer(Habits):
                 step.own = own_gradients(self._replicas.home)
             if step.attempt.cut.part.examples < self._lone_examples.looked_at_below:
                 self._refuse_lone_examples(step)
+            if not self.model.training:
+                self._notes.say_mode(self.model)
             check = self._self_check
             if step.number >= check.due_at or check.structure is not self._replicas.structure:
                 self._check_contract(step)
@@ -723,6 +725,7 @@ class Trainer(Habits):
         trainer = cls(model, optimizer, loss, **resumed(options, saved.experiment))
         with unchanged_on_error(saved, model, optimizer, trainer.scheduler):
             trainer._saver.restore(saved, trainer.scheduler, is_part=bool(others))
+        note_trained(optimizer, trainer.steps_done, is_loaded=True)
         return trainer
 
     def ask_to_stop(self) -> None:
@@ -840,7 +843,6 @@ class Trainer(Habits):
         """Check the code on the batch of a step that has not begun."""
         self._pipeline.wait()
         self._pipeline.follow_user()
-        self._notes.say_mode(self.model)
         attempt, executor = step.attempt, self._executor
         try:
             self._self_check.run(
