@@ -38,7 +38,7 @@ def test_the_first_sentences_of_the_page_are_those_of_the_program():
 def test_the_commands_of_the_page_give_what_it_shows(tmp_path):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    for line in block("bash").splitlines():
+    for line in block("bash", 1).splitlines():
         done = subprocess.run(
             [sys.executable, "-m", *shlex.split(line)],
             cwd=tmp_path, env={**os.environ, "PATH": places},

@@ -277,7 +277,7 @@ def re_of(path):
 
 
 def test_a_folder_that_is_no_record_gets_one_line(tmp_path):
-    for path in (tmp_path, tmp_path / "nothing", script(tmp_path)):
+    for path in (tmp_path, tmp_path / "nothing", tmp_path / ("x" * 300), script(tmp_path)):
         with pytest.raises(InputError, match="is no record"):
             read_run(path)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -229,7 +230,7 @@ def read_run(folder: Path) -> Run:
         InputError: there is no record, or a file is none, damaged, too large, or of another
             version. A last line that was cut off is left out.
     """
-    files = sorted(folder.glob("process-*.jsonl")) if folder.is_dir() else []
+    files = sorted(folder.glob("process-*.jsonl")) if os.path.isdir(folder) else []
     if not files:
         raise InputError(f"{folder} is no record: give a folder that `evenstep record` has written")
     if len(files) > _MOST_PROCESSES:
