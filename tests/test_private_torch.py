@@ -170,11 +170,15 @@ def test_all_public_ways_together_give_the_same_bits():
     assert results[REFUSED[0]].startswith("VersionError torch ")
 
 
+in_one_worker = pytest.mark.xdist_group("private names")
+
+
 @pytest.fixture(scope="module")
 def results():
     return results_without(["", *PUBLIC, *REFUSED, *LATER])
 
 
+@in_one_worker
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PUBLIC)
 def test_a_public_way_gives_the_same_bits(results, path):
@@ -182,6 +186,7 @@ def test_a_public_way_gives_the_same_bits(results, path):
     assert re.fullmatch(r"[0-9a-f]+", results[""])
 
 
+@in_one_worker
 @pytest.mark.slow
 @pytest.mark.parametrize("path", REFUSED)
 def test_nothing_is_trained_without_a_needed_name(results, path):
@@ -190,6 +195,7 @@ def test_nothing_is_trained_without_a_needed_name(results, path):
     assert "Install torch" in results[path]
 
 
+@in_one_worker
 @pytest.mark.slow
 @pytest.mark.parametrize("path", LATER)
 def test_what_does_not_need_a_name_works_without_it(results, path):

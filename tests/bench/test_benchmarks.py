@@ -370,8 +370,8 @@ def test_a_step_stays_simple():
     """The main path of one eager step: few files, few functions, few calls."""
     counted = overhead.count_calls()
     assert counted["files"] <= 19
-    assert counted["functions"] <= 130
-    assert counted["calls"] <= 371
+    assert counted["functions"] <= 120
+    assert counted["calls"] <= 320
     assert counted["calls"] > counted["functions"] > counted["files"] > 5  # it did look
 
 
@@ -382,6 +382,10 @@ def test_no_private_name_is_read_from_another_package():
 def test_lines_of_code_are_no_docstrings_and_no_comments():
     text = '"""A module."""\n\nX = (\n    1,  # one\n)\n\n\ndef f():\n    """F."""\n    return X\n'
     assert overhead._code_lines(text) == 5
+
+
+@pytest.mark.slow
+def test_lines_are_counted():
     lines = overhead.count_lines()
     assert lines["library"] > lines["code"] > 1000 < lines["measuring"]
     assert lines["tests"] > 1000

@@ -43,7 +43,7 @@ def test_a_part_without_time_is_named(tmp_path):
     assert runs["waits"]["error"] == "no time was left"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # minutes; `make gpu DEVICE=emu` runs them, too
 def test_every_part_runs(tmp_path):
     done, document, runs = measured(tmp_path / "gpu.json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -232,7 +232,10 @@ run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 """
 
 
-@pytest.mark.parametrize(("step", "keep"), [(40, 1), (20, 3)], ids=["next", "replaced"])
+@pytest.mark.parametrize(
+    ("step", "keep"),
+    [pytest.param(40, 1, id="next", marks=pytest.mark.slow), pytest.param(20, 3, id="replaced")],
+)
 def test_a_kill_at_any_moment_leaves_an_undamaged_newest_checkpoint(tmp_path, step, keep):
     done = run("-c", STOPS, tmp_path, step, keep)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -63,6 +63,7 @@ def is_alive(pid):
         return False
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_fingerprint_of_one(tmp_path):
     file = tmp_path / "record.json"
     options = (*MLP, "--steps", 20, "--in-flight", 2)

@@ -138,6 +138,7 @@ def test_it_holds_each_shard_once_and_no_check(record_of):
     assert {*process.weights} == {name for name, _ in build("batch norm").named_parameters()}
 
 
+@pytest.mark.slow
 def test_compiled_shards_leave_weights_and_losses(compared):
     experiment = evenstep.Experiment(compile=True)
     assert compared("group norm", {"experiment": experiment}).cause is Cause.SUM

@@ -99,6 +99,7 @@ def command(*arguments, **options):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_script_is_recorded_and_compared_by_the_command_line(tmp_path):
     path = script(tmp_path)
     plain = subprocess.run(
@@ -140,6 +141,7 @@ def test_a_script_has_the_environment_that_the_user_has_set(tmp_path):
     assert more <= {"EVENSTEP_RECORD", "EVENSTEP_RECORD_PATH", "PYTHONPATH"}
 
 
+@pytest.mark.slow
 def test_a_script_without_an_optimizer_is_told_so(tmp_path):
     path = tmp_path / "by_hand.py"
     path.write_text(
