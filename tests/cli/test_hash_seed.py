@@ -37,12 +37,10 @@ def fingerprint_of(seed, monkeypatch):
     return trained(*TRAIN[1:]).fingerprint
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variables", "seed"),
-    [
-        pytest.param({}, "0", id="fixed"),
-        pytest.param({"PYTHONHASHSEED": "7"}, "7", id="given", marks=pytest.mark.slow),
-    ],
+    [pytest.param({}, "0", id="fixed"), pytest.param({"PYTHONHASHSEED": "7"}, "7", id="given")],
 )
 def test_strings_are_hashed_with_seed_0_or_that_of_the_user(tmp_path, monkeypatch, variables, seed):
     found = fingerprint(folder=tmp_path, **variables)

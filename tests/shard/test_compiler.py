@@ -554,9 +554,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [kind if kind in ("int", "tensor") else slow(kind) for kind in COUNTS]
-)
+@pytest.mark.parametrize("kind", [kind if kind == "tensor" else slow(kind) for kind in COUNTS])
 def test_a_shards_count_is_its_own_and_not_that_of_the_shard_that_was_compiled(kind):
     def objective(model, X, y):
         scale = float(X.mean()) if kind == "float" else 1.0

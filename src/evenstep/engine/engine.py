@@ -473,6 +473,15 @@ class Engine:
             and accelerator.has_failed(device.torch_device)
         }
 
+    def refuse_failed(self) -> None:
+        """Refuse to use what an accelerator has computed that fails at every call now.
+
+        Raises:
+            DeviceLostError: names it.
+        """
+        for lane in self._failed_lanes():
+            raise self.lost_error(lane)
+
     @INTERRUPTS.uninterrupted
     def lose(self, lane: int) -> None:
         """Give up a device: its tasks fail at once, and no further tasks are assigned to it."""

@@ -71,6 +71,10 @@ class Pipeline(abc.ABC):
         self._overlap = max_in_flight > 1
         self._recovery = Recovery(executor)
         self._autocast_kinds = autocast_kinds()
+        home, devices = self._replicas.home.device, self._engine.devices
+        self._others_may_fail = any(
+            one.is_accelerator and one.memory != home.memory for one in devices
+        )
 
     # ---- before a step
 
@@ -321,12 +325,30 @@ class Pipeline(abc.ABC):
         except AgainError:
             attempt.ending.committed = False
             raise
-        step.finish(step, leaves, at_home(root, self._replicas.home))
+        root = at_home(root, self._replicas.home)
+        if self._others_may_fail and self._executor.group.is_alone:
+            self._refuse_failed(attempt)
+        step.finish(step, leaves, root)
         step.finished = True
         attempt.clock.update = (self._engine.lanes.here, began_s, time.perf_counter())
         self._timekeeper.ended.append((step.number, attempt.clock))
         if len(self._timekeeper.ended) > ADD_UP_EVERY:
             self._timekeeper.add_up()
+
+    def _refuse_failed(self, attempt: Attempt) -> None:
+        """Refuse a sum that a failed accelerator was part of; another attempt does without it.
+
+        A kernel behind the end of a shard, such as one that adds or copies partial sums, is late to
+        fail: all of them have run when the sum is there.
+        """
+        home = self._replicas.home.device
+        try:
+            if home.is_accelerator:
+                streams.finish([streams.fence_here(home)])
+            self._engine.refuse_failed()
+        except BaseException:
+            attempt.ending.committed = False
+            raise
 
     # ---- what the two kinds of pipeline differ in
 
