@@ -87,14 +87,14 @@ def test_a_loaded_trainer_that_is_thrown_away(caplog, tmp_path):
     model, optimizer = parts()
     evenstep.Trainer.load(tmp_path, model, optimizer, nn.CrossEntropyLoss(), devices=1)
     an_epoch(trainer_of(model, optimizer))
-    assert caplog.text.count("Trainer.load has returned a trainer that goes on behind step 3") == 1
+    assert caplog.text.count("Trainer.load has returned a trainer that continues after step 3") == 1
 
 
 # ---- gradients that were used already
 
 
 @on_layouts
-def test_gradients_that_are_clipped_behind_the_step(layout, caplog):
+def test_gradients_that_are_clipped_after_the_step(layout, caplog):
     model, optimizer = parts()
     with trainer_of(model, optimizer, **LAYOUTS[layout]) as trainer:
         for _ in range(3):
@@ -126,6 +126,18 @@ def test_gradients_of_a_backward_pass_are_the_users(layout, caplog):
             nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
             optimizer.step()
             optimizer.zero_grad()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_sparse_gradients_that_are_zeroed(to_none, caplog):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Flatten(), nn.Linear(6, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with trainer_of(model, optimizer) as trainer:
+        for _ in range(3):
+            trainer.step(torch.arange(48).reshape(24, 2) % 5, y)
+            optimizer.zero_grad(set_to_none=to_none)
     assert not caplog.records
 
 

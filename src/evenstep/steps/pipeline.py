@@ -338,8 +338,8 @@ class Pipeline(abc.ABC):
     def _refuse_failed(self, attempt: Attempt) -> None:
         """Refuse a sum that a failed accelerator was part of; another attempt does without it.
 
-        A kernel behind the end of a shard, such as one that adds or copies partial sums, is late to
-        fail: all of them have run when the sum is there.
+        Kernels that add or copy partial sums run after the end of a shard, which does not wait for
+        them. All of them have run, or failed, when the sum is there.
         """
         home = self._replicas.home.device
         try:

@@ -26,6 +26,7 @@ from evenstep.replicas import (
     note_left,
     refuse_gradients_in_flight,
 )
+from evenstep.replicas.replica import is_left
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.loss import Number
 from evenstep.shard.partial_sum import (
@@ -168,7 +169,7 @@ class Update:
         if self.half_step is not None:
             self.refuse_half_step()
         for gradient, version in self._used:
-            if version_of(gradient) != version and gradient.any():
+            if version_of(gradient) != version and not is_left(gradient):
                 self._say_written_late()
                 break
         self._used = []
@@ -276,12 +277,12 @@ class Update:
             self._used = note_left(self._replicas.home.parameters)
 
     def _say_written_late(self) -> None:
-        """Log once that the user has written to gradients behind the update that they were for."""
+        """Log once that the user has written to gradients after the update that they were for."""
         if not self._has_said_it:
             self._has_said_it = True
             logger.warning(
-                "gradients were written to behind trainer.step (by clip_grad_norm_?), which has no "
-                "effect, since the update is made by then: to clip, give "
+                "gradients were written to after trainer.step (by clip_grad_norm_?), which has no "
+                "effect, since the update was made before: to clip, give "
                 "Experiment(clip_norm=...); for anything else, write to them in before_update"
             )
 

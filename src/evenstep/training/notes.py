@@ -52,9 +52,9 @@ def say_who_trained(optimizer: torch.optim.Optimizer, steps_done: int) -> None:
         return
     if earlier.is_loaded:
         logger.warning(
-            "Trainer.load has returned a trainer that goes on behind step %d, but this one begins "
-            "at step 0 with the loaded values: write trainer = evenstep.Trainer.load(...), and "
-            "train with that one",
+            "Trainer.load has returned a trainer that continues after step %d, but this one "
+            "begins at step 0 with the loaded values: write trainer = evenstep.Trainer.load(...), "
+            "and train with that one",
             earlier.steps_done,
         )
     else:
