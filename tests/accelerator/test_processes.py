@@ -43,6 +43,25 @@ def test_processes_train_with_the_bits_of_one_on_a_cpu(
     assert others == expected_others
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_kernel_that_fails_anywhere_leaves_no_wrong_bit(tmp_path, rank, at):
+    model = build("batch_norm")
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    with evenstep.Trainer(
+        model, optimizer, nn.CrossEntropyLoss(), devices="cpu:0", shards=8
+    ) as trainer:
+        for X, y in make_batches((33, 16, 30, 24)):
+            trainer.step(X, y)
+        expected = trainer.fingerprint()
+    finished = launched(2, "failing_kernels.py", tmp_path / "found", rank, at)
+    assert finished.returncode == 0, finished.stderr
+    found = torch.load(tmp_path / "found")
+    assert {*found} - {None} == {expected}
+    assert found.count(expected) > 10
+
+
 @pytest.mark.parametrize("in_flight", [1, 2])
 def test_a_training_that_is_killed_again_and_again_goes_on_with_the_same_bits(tmp_path, in_flight):
     model = build("batch_norm")

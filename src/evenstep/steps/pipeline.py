@@ -26,7 +26,7 @@ from evenstep.engine import streams
 from evenstep.engine.graph import Place
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
 from evenstep.engine.lanes import has_own_modes
-from evenstep.engine.task import PLAIN, Task
+from evenstep.engine.task import PLAIN, Task, is_device_failure
 from evenstep.errors import DeviceLostError, InputError
 from evenstep.profiling.clock import ADD_UP_EVERY, Timekeeper
 from evenstep.shard.partial_sum import at_home
@@ -322,12 +322,13 @@ class Pipeline(abc.ABC):
         attempt.commit()
         try:
             leaves, root = self._executor.reducer.reduce(step)
-        except AgainError:
-            attempt.ending.committed = False
+            root = at_home(root, self._replicas.home)
+            if self._others_may_fail and self._executor.group.is_alone:
+                self._refuse_failed()
+        except BaseException as error:
+            knows_alone = not attempt.ending.reported and is_device_failure(error)
+            attempt.ending.committed = not (knows_alone or isinstance(error, AgainError))
             raise
-        root = at_home(root, self._replicas.home)
-        if self._others_may_fail and self._executor.group.is_alone:
-            self._refuse_failed(attempt)
         step.finish(step, leaves, root)
         step.finished = True
         attempt.clock.update = (self._engine.lanes.here, began_s, time.perf_counter())
@@ -335,20 +336,16 @@ class Pipeline(abc.ABC):
         if len(self._timekeeper.ended) > ADD_UP_EVERY:
             self._timekeeper.add_up()
 
-    def _refuse_failed(self, attempt: Attempt) -> None:
+    def _refuse_failed(self) -> None:
         """Refuse a sum that a failed accelerator was part of; another attempt does without it.
 
         Kernels that add or copy partial sums run after the end of a shard, which does not wait for
         them. All of them have run, or failed, when the sum is there.
         """
         home = self._replicas.home.device
-        try:
-            if home.is_accelerator:
-                streams.finish([streams.fence_here(home)])
-            self._engine.refuse_failed()
-        except BaseException:
-            attempt.ending.committed = False
-            raise
+        if home.is_accelerator:
+            streams.finish([streams.fence_here(home)])
+        self._engine.refuse_failed()
 
     # ---- what the two kinds of pipeline differ in
 

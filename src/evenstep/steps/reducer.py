@@ -80,6 +80,7 @@ class ProcessReducer(LocalReducer):
         speeds: each process's speed relative to the others, until speeds are measured.
         own_speed: returns how many shards a second this process computes; 0 while unknown.
         in_flight: how many steps may be submitted and not finished.
+        refuse_failed: refuses what accelerators of this process have computed if one has failed.
         on_cpus: whether all processes compute on CPUs only.
 
     Attributes:
@@ -96,11 +97,13 @@ class ProcessReducer(LocalReducer):
         speeds: Sequence[float],
         own_speed: Callable[[], float],
         in_flight: int,
+        refuse_failed: Callable[[], None],
         *,
         on_cpus: bool,
     ) -> None:
         self.peers = peers
         self._in_flight = in_flight
+        self._refuse_failed = refuse_failed
         self._on_cpus = on_cpus
         self._replicas = replicas
         self._own_speed = own_speed
@@ -141,6 +144,7 @@ class ProcessReducer(LocalReducer):
         Raises:
             ModelError: a gradient that can't be sent.
             AgainError: a process asks for another attempt at the step.
+            DeviceLostError: an accelerator has failed, so what this process added up is worthless.
             PeerError: a process failed, is late, or is at another step.
         """
         attempt = step.attempt
@@ -148,6 +152,7 @@ class ProcessReducer(LocalReducer):
         partials = attempt.sum.tree.take_partials()
         streams.finish(partial.fence for partial in partials)  # before they are copied to the host
         report = self._report(step, partials)
+        self._refuse_failed()
         self.note(f"exchanging step {step.number}")
         attempt.ending.reported = True
         began_s = time.perf_counter()

@@ -224,6 +224,7 @@ class Session:
                 self._agreement.facts,
                 executor.shards_per_s,
                 chosen.max_in_flight,
+                executor.engine.refuse_failed,
                 allow_rounding=chosen.faults.allow_rounding,
                 make_reducer=ProcessReducer if parts.partition is None else OwnerReducer,
             ),

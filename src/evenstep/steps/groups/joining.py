@@ -35,6 +35,7 @@ def joined(
     facts: Callable[[], Facts],
     own_speed: Callable[[], float],
     in_flight: int,
+    refuse_failed: Callable[[], None],
     *,
     allow_rounding: bool,
     make_reducer: type[ProcessReducer] = ProcessReducer,
@@ -48,6 +49,7 @@ def joined(
         facts: returns what the processes compare.
         own_speed: returns how many shards a second this process computes; 0 while unknown.
         in_flight: how many steps may be submitted and not finished.
+        refuse_failed: refuses what accelerators of this process have computed if one has failed.
         allow_rounding: whether the processes may round differently.
         make_reducer: the class that reduces steps over several processes.
 
@@ -66,7 +68,9 @@ def joined(
         own = json.dumps([len(replicas.all), replicas.on_cpus]).encode()
         named = peers.gather(own, Exchange(OPEN, "its number of devices"))
         counts, on_cpus = zip(*map(json.loads, named), strict=True)
-        reducer = make_reducer(peers, replicas, counts, own_speed, in_flight, on_cpus=all(on_cpus))
+        reducer = make_reducer(
+            peers, replicas, counts, own_speed, in_flight, refuse_failed, on_cpus=all(on_cpus)
+        )
         with contextlib.closing(reducer):
             yield LinkedGroup(reducer, experiment.shards, experiment.batch_dim, different)
 
