@@ -76,6 +76,7 @@ def main(given: argparse.Namespace) -> None:
         loss(net(X), y).backward()
         optimizer.step()
     if PROCESSES > 1:
+        dist.barrier()  # a group that ends right after its last sum may hang (pytorch#56297)
         dist.destroy_process_group()
 
 

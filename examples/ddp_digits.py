@@ -48,6 +48,7 @@ def main() -> None:
             nn.functional.cross_entropy(model(images), labels).backward()
             optimizer.step()
     if processes > 1:
+        dist.barrier()  # a group that ends right after its last sum may hang (pytorch#56297)
         dist.destroy_process_group()
 
 

@@ -42,7 +42,7 @@ def test_the_commands_of_the_page_give_what_it_shows(tmp_path):
         done = subprocess.run(
             [sys.executable, "-m", *shlex.split(line)],
             cwd=tmp_path, env={**os.environ, "PATH": places},
-            capture_output=True, text=True, check=False,
+            capture_output=True, text=True, check=False, timeout=100,
         )  # fmt: skip
     assert done.returncode == 1, done.stderr
     numberless = re.compile(r"[\d.]+(?:e-\d+)?")

@@ -199,6 +199,7 @@ def main():
     with evenstep.record(out, level=level, values=values, batch_dim=batch_dim):
         train(net, model, optimizers, loader, rank, world, faults, by_hand)
     if world > 1:
+        dist.barrier()  # a group that ends right after its last sum may hang (pytorch#56297)
         dist.destroy_process_group()
 
 
