@@ -110,6 +110,7 @@ EXPORTS = {
     "evenstep.callbacks": [
         "Callback",
         "EpochRecord",
+        "EpochStart",
         "LiveCurve",
         "ProgressBar",
         "RunLog",

@@ -11,6 +11,7 @@ import pytest
 
 from commands import MLP, steps_kept, the_line, trained
 from evenstep.checkpoint.files import read_checkpoint
+from screen import read_all
 from warm import run
 
 # Background jobs are started with SIGINT ignored, and so would be what these tests start from one.
@@ -102,17 +103,3 @@ def test_on_a_narrow_terminal_the_view_is_live_and_the_fingerprint_whole():
     assert "\x1b[2K" in screen  # a line that is erased, to be drawn again
     unbroken = trained(*MLP, "--epochs", 2).fingerprint
     assert unbroken in screen
-
-
-def read_all(terminal):
-    """Read until the other side is closed, which Linux reports as an error."""
-    blocks = []
-    while True:
-        try:
-            block = os.read(terminal, 1 << 16)
-        except OSError:
-            block = b""
-        if not block:
-            os.close(terminal)
-            return b"".join(blocks)
-        blocks.append(block)

@@ -46,6 +46,24 @@ class StepRecord:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class EpochStart:
+    """A loop over `trainer.epoch` that begins.
+
+    Attributes:
+        epoch: the epoch's number, counted from 0.
+        step: the number of steps since the start of the training.
+        first: the number of the loop's first batch in the epoch: 0, unless a resume or a `break`
+            left off in the middle.
+        steps: the number of batches in the whole epoch; None if the loader has no length.
+    """
+
+    epoch: int
+    step: int
+    first: int
+    steps: int | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class EpochRecord:
     """An epoch of `trainer.epoch` that has ended.
 
@@ -108,6 +126,9 @@ class Callback:
 
     def on_step(self, record: StepRecord) -> None:
         """Called after every step, including those of `trainer.backward`."""
+
+    def on_epoch_start(self, start: EpochStart) -> None:
+        """Called when a loop over `trainer.epoch` begins, after the steps before it."""
 
     def on_epoch(self, record: EpochRecord) -> None:
         """Called when a loop over `trainer.epoch` reaches its end, after the epoch's last step."""

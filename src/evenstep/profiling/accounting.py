@@ -62,6 +62,30 @@ class DeviceShares:
         return {part: spent / wall_s if wall_s else 0.0 for part, spent in self.seconds.items()}
 
 
+class Shares(tuple[DeviceShares, ...]):
+    """Where the time of all devices went; printed, it is a table with percentages."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """Return the table."""
+        head = ["device", *(part.replace("_", " ") for part in PARTS), "shards", "stolen"]
+        rows = [
+            [
+                one.device,
+                *(f"{percent}%" for percent in whole_percents(one.shares[part] for part in PARTS)),
+                str(one.shards),
+                str(one.stolen),
+            ]
+            for one in self
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+        return "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+            for row in (head, *rows)
+        )
+
+
 class Account:
     """Adds up the work of devices, step by step. Not thread-safe: callers take turns.
 
@@ -117,9 +141,9 @@ class Account:
         self.steps += 1
         self._ended_s = ended_s
 
-    def shares(self) -> tuple[DeviceShares, ...]:
+    def shares(self) -> Shares:
         """Return each device's parts of the time, which add up to `wall_s`."""
-        return tuple(map(self._shares_of, range(len(self.devices))))
+        return Shares(map(self._shares_of, range(len(self.devices))))
 
     def _shares_of(self, lane: int) -> DeviceShares:
         compute_s, sum_s, update_s = (spent[lane] for spent in self._spent.values())

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from evenstep.profiling.accounting import Account, DeviceShares
+from evenstep.profiling.accounting import Account, Shares
 from evenstep.profiling.trace import Span, Trace
 
 ADD_UP_EVERY = 64
@@ -150,7 +150,7 @@ class Timekeeper:
         self.add_up()
         return self._trace
 
-    def shares(self) -> tuple[DeviceShares, ...]:
+    def shares(self) -> Shares:
         """Return for each device where its time went."""
         self.add_up()
         return self._account.shares()

@@ -413,4 +413,7 @@ class StepLoss(PendingNumber):
             raise self._step.error
 
     def __repr__(self) -> str:
-        return f"Handle({self.item()})"
+        return repr(self.item())  # a number, as in a list of losses
+
+
+StepLoss.__name__ += " (use float(loss))"  # what the error of `json.dumps` says

@@ -9,15 +9,43 @@ import time
 from collections.abc import Iterator
 
 from evenstep.batch import Batch
+from evenstep.callbacks import EpochStart
 from evenstep.contract.lone_examples import LoneExamples
 from evenstep.data import Cursor
-from evenstep.data.adapters.sources import Batches, Source, Sources
+from evenstep.data.adapters.sources import Batches, Source, Sources, length_of
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import InputError
 from evenstep.training.setup.arguments import Chosen
 from evenstep.training.setup.parts import Parts
 
 logger = logging.getLogger("evenstep")
+
+
+class RestOfEpoch(Iterator[Batch]):
+    """The batches that an epoch has left, to be looped over once: what `Trainer.epoch` returns.
+
+    `len` is their number when the loop begins, where the loader has a length; so tools that show
+    progress, such as tqdm, know how much is to come.
+    """
+
+    def __init__(self, loader: Batches, first: int, batches: Iterator[Batch]) -> None:
+        self._loader = loader
+        self._first = first
+        self._batches = batches
+
+    def __len__(self) -> int:
+        length = length_of(self._loader)
+        if length is None:
+            raise TypeError(
+                f"the loop has no length, because {type(self._loader).__name__} has none"
+            )
+        return max(0, length - self._first)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._batches
+
+    def __next__(self) -> Batch:
+        return next(self._batches)
 
 
 class Epochs:
@@ -52,13 +80,19 @@ class Epochs:
     def __exit__(self, *error: object) -> None:
         self.sources.close()
 
+    @property
+    def here(self) -> Cursor:
+        """The place of the batch that a loop over an epoch yields next."""
+        return self._progress.position.data or self._progress.drawn
+
     def epoch(self, loader: Batches, *, whole: bool) -> Iterator[Batch]:
         """Yield the remaining batches of the current epoch (see `Trainer.epoch`)."""
         INTERRUPTS.follow()
         source = self.sources.of(loader)
         self._lone_examples.expect(source.last_examples)
         self._wait_before_exchange()
-        start = self._progress.position.data or self._progress.drawn
+        start = self.here
+        self._report(start, length_of(loader))
         batches = self._batches(source, start, "epoch", whole=whole)
         self._say_what_is_left(start)
         self._is_inside = True
@@ -98,6 +132,13 @@ class Epochs:
             return self._progress.position.steps_done
 
         return self._executor.group.batches(source, start, steps_done, call, whole=whole)
+
+    def _report(self, start: Cursor, steps: int | None) -> None:
+        """Report the start of a loop over an epoch of `steps` batches."""
+        done = self._progress.position.steps_done
+        self._reporter.epoch_began(
+            EpochStart(epoch=start.epoch, step=done, first=start.step, steps=steps)
+        )
 
     @INTERRUPTS.uninterrupted
     def _wait_before_exchange(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from evenstep.callbacks import Callback, EpochRecord, SaveRecord, StepRecord
+from evenstep.callbacks import Callback, EpochRecord, EpochStart, SaveRecord, StepRecord
 from evenstep.engine.interrupts import interruptible
 from evenstep.errors import InputError, add_note, shown
 from evenstep.profiling.clock import Timekeeper
@@ -22,7 +22,7 @@ from evenstep.steps.pipeline import Pipeline
 from evenstep.steps.step import Step, StepLoss
 
 Take: TypeAlias = Callable[[Step], StepLoss]
-Record: TypeAlias = "StepRecord | EpochRecord | SaveRecord"
+Record: TypeAlias = "StepRecord | EpochStart | EpochRecord | SaveRecord"
 
 _NO_STEPS = EpochRecord(epoch=0, step=0, steps=0, examples=0, loss=None, seconds=0.0)
 
@@ -127,10 +127,17 @@ class Reporter:
     def _lrs(self) -> tuple[float, ...]:
         return tuple(float(group.get("lr", 0.0)) for group in self._optimizer.param_groups)
 
+    def epoch_began(self, start: EpochStart) -> None:
+        """Report the start of a loop over an epoch, after the steps before it."""
+        self._add_behind_steps(functools.partial(self._call, "on_epoch_start", start))
+
     def epoch_ended(self, epoch: int, steps_done: int) -> None:
         """Report the end of an epoch after its steps."""
+        self._add_behind_steps(functools.partial(self._call_epoch, epoch, steps_done))
+
+    def _add_behind_steps(self, call: Callable[[], None]) -> None:
+        """Report something when the steps have ended that were submitted so far."""
         if self._active:
-            call = functools.partial(self._call_epoch, epoch, steps_done)
             last = self._pipeline.steps[-1] if self._pipeline.steps else None
             self._events.append(_Event(last, call))
             self.call_back()

@@ -40,7 +40,7 @@ from evenstep.limits import Precision
 from evenstep.nn.slice_runners import Exchanged
 from evenstep.options import Experiment, Faults, Layout
 from evenstep.private_torch.names import refuse_missing
-from evenstep.profiling.accounting import DeviceShares
+from evenstep.profiling.accounting import Shares
 from evenstep.profiling.trace import Trace
 from evenstep.replicas import (
     check_trainable,
@@ -64,7 +64,7 @@ from evenstep.steps.owners.partition import refuse_backward, state_of_others
 from evenstep.steps.step import Position, Step, StepLoss
 from evenstep.steps.update import Hook
 from evenstep.training.agreement import Agreement
-from evenstep.training.epochs import Epochs
+from evenstep.training.epochs import Epochs, RestOfEpoch
 from evenstep.training.evaluation.evaluator import Evaluator
 from evenstep.training.habits import Habits
 from evenstep.training.notes import Notes, note_trained
@@ -239,6 +239,16 @@ class Trainer(Habits):
         measure = measure_model if loss is None else measure_output
         self._evaluator = Evaluator(
             model, parts.executor, measure, parts.progress, parts.values, self._open_flight
+        )
+
+    def __repr__(self) -> str:
+        model, optimizer = type(self.model).__name__, type(self.optimizer).__name__
+        place, steps = self.cursor, self.steps_done
+        return (
+            f"<Trainer of {model} with {optimizer} on {', '.join(map(str, self.devices))}: "
+            f"{self.experiment.shards} shards, seed {self.experiment.seed}; "
+            f"{steps} step{'s' * (steps != 1)} done, next is batch {place.step} of epoch "
+            f"{place.epoch}{'' if self._session.is_open else '; not open'}>"
         )
 
     @INTERRUPTS.shielded
@@ -509,8 +519,11 @@ class Trainer(Habits):
             self._reporter.call_back()
             return loss
 
-    def epoch(self, loader: Batches, *, whole: bool = False) -> Iterator[Batch]:
-        """Yield the remaining batches of the current epoch; then the next epoch begins.
+    def epoch(self, loader: Batches, *, whole: bool = False) -> RestOfEpoch:
+        """Return the remaining batches of the current epoch; then the next epoch begins.
+
+        They can be looped over once. Their `len` is their number, if the loader has a length, so
+        `tqdm(trainer.epoch(loader))` shows how much is left.
 
         A loop may take no step on a batch, or several: a batch is not yielded again, even after
         a resume. After a `break`, a new call yields the rest of the same epoch, and a log line says
@@ -538,8 +551,11 @@ class Trainer(Habits):
             CheckpointError: the loader could not restore its state from a checkpoint, or its data
                 have changed.
         """
-        self._session.refuse_here("epoch")
         check_flags(whole=whole)
+        return RestOfEpoch(loader, self._epochs.here.step, self._draw_epoch(loader, whole=whole))
+
+    def _draw_epoch(self, loader: Batches, *, whole: bool) -> Iterator[Batch]:
+        self._session.refuse_here("epoch")
         try:
             yield from self._epochs.epoch(loader, whole=whole)
         except Exception as error:
@@ -763,8 +779,8 @@ class Trainer(Habits):
         return self.hybridized.compile_s if self.hybridized is not None else 0.0
 
     @INTERRUPTS.uninterrupted
-    def shares(self) -> tuple[DeviceShares, ...]:
-        """Return for each device where the time of the training steps went."""
+    def shares(self) -> Shares:
+        """Return for each device where the time of the training steps went; it prints a table."""
         self._session.refuse_fork()
         return self._timekeeper.shares()
 

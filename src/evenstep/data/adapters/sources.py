@@ -105,7 +105,7 @@ class Source:
 
     def facts(self, cursor: Cursor) -> dict[str, object]:
         """Return what must be the same in all processes before an epoch."""
-        named = {"the loader": self.name, "its length": _length(self.loader)}
+        named = {"the loader": self.name, "its length": length_of(self.loader)}
         return {**named, **self._data(), **self._inner.facts(cursor)}
 
     def _data(self) -> dict[str, object]:
@@ -285,7 +285,8 @@ class Sources:
             one.close()
 
 
-def _length(loader: object) -> int | None:
+def length_of(loader: object) -> int | None:
+    """Return the number of batches in an epoch; None if the loader has no length."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):  # a loader of a data set without a length has none
