@@ -35,7 +35,7 @@ import logging
 import reprlib
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -174,11 +174,17 @@ _SHORT.maxstring = _SHORT.maxother = 80
 _SHORT.maxlong = 40
 
 
-def hides_own_frames(call: Callable[P, R]) -> Callable[P, R]:
+def hides_own_frames(
+    call: Callable[P, R], habits: Mapping[str, str] = types.MappingProxyType({})
+) -> Callable[P, R]:
     """Call `hide_own_frames` for every error that leaves `call`.
 
     An error of Python's for arguments that `call` does not take gets a note with the name of the
     argument that was meant, also if that is a field of an argument that groups some (a dataclass).
+
+    Args:
+        call: a function that users call.
+        habits: names of arguments that users of other libraries write, and what to do instead.
     """
     code = inspect.unwrap(call).__code__
     known = inspect.signature(call).parameters.keys()
@@ -194,9 +200,10 @@ def hides_own_frames(call: Callable[P, R]) -> Callable[P, R]:
                 error.__traceback__ = None
                 for name in kwargs.keys() - known:
                     places = _fields_of_groups(call)
-                    places |= {argument: f"{argument}=" for argument in known - kwargs.keys()}
+                    places |= {argument: f"write {argument}=" for argument in known - kwargs.keys()}
+                    places |= habits
                     for meant in difflib.get_close_matches(name, places, 1, 0.75):
-                        add_note(error, f"got {name}=: write {places[meant]}")
+                        add_note(error, f"got {name}=: {places[meant]}")
             raise
 
     return outermost
@@ -210,7 +217,7 @@ def _fields_of_groups(call: Callable[..., object]) -> dict[str, str]:
         for argument, kind in function.__annotations__.items()
     }
     return {
-        field.name: f"{argument}={group.__name__}({field.name}=...)"
+        field.name: f"write {argument}={group.__name__}({field.name}=...)"
         for argument, group in groups.items()
         if isinstance(group, type) and dataclasses.is_dataclass(group)
         for field in dataclasses.fields(group)

@@ -173,7 +173,29 @@ HABITS = {
     "load_state_dict": "write evenstep.Trainer.load( ... model.load_state_dict(",
     "to": "choose devices by evenstep.Trainer(..., devices=",
     "test": "write trainer.evaluate(batches, metrics)",
+    "shards": "use trainer.experiment.shards",
+    "prepare": "leave it out: model, optimizer and loader stay as they are",
+    "clip_grad_norm_": "write experiment=evenstep.Experiment(clip_norm=",
+    "accumulate": "give trainer.step the whole batch, which is computed in shards",
 }
+KEYWORDS = {
+    "num_shards": "write shards=",
+    "num_devices": "write devices=",
+    "world_size": "write devices=",
+    "callback": "write callbacks=",
+    "lr": "the optimizer has it",
+    "epochs": "write the loop, `for epoch in range(epochs)`",
+    "batch_size": "the loader has it: write trainer.epoch(loader)",
+    "train_loader": "the loader has it: write trainer.epoch(loader)",
+    "max_grad_norm": "write experiment=evenstep.Experiment(clip_norm=...)",
+    "scaler": 'write precision="bf16", which needs no scaler',
+    "fp16": 'write precision="bf16"',
+    "mixed_precision": "write precision=",
+    "gradient_accumulation_steps": "give trainer.step the whole batch",
+    "find_unused_parameters": "leave it out",
+    "strategy": "write layout=evenstep.Layout(...)",
+}
+"""What other libraries call arguments, and what the note on Python's error says."""
 PICKLED = "can't be pickled or copied: write trainer.save(folder), and evenstep.Trainer.load("
 LOOP = "gives batches: write `for X, y in trainer.epoch(loader): trainer.step(X, y)`"
 OPTIMIZER = "give an optimizer object, such as torch.optim.SGD(model.parameters(), lr=0.1)"
@@ -194,6 +216,10 @@ LEFT_OVERS = [
      "the loss has no backward: ... remove loss.backward() and optimizer.step() from the loop"),
     *((inside(lambda trainer, name=name: getattr(trainer, name)()), f"has no {name}: {advice}")
       for name, advice in HABITS.items()),
+    (inside(lambda trainer: trainer.load("folder")),
+     "Trainer.load makes another trainer ... trainer = evenstep.Trainer.load(folder, model, "),
+    (inside(lambda trainer: torch.amp.GradScaler("cpu").scale(trainer.step(X, y))),
+     'GradScaler has no use here: ... precision="bf16" needs no scaler'),
     (inside(lambda trainer: trainer(X)), "can't be called: use trainer.predict([X]) ... model(X)"),
     (inside(lambda trainer: torch.save(trainer, io.BytesIO())), PICKLED),
     (lambda: pickle.dumps(trainer_of()), PICKLED),
@@ -220,6 +246,7 @@ MISTAKES = [
     (swapped, "a loss, CrossEntropyLoss, as optimizer: ... evenstep.Trainer(model, optimizer, l"),
     (of_another_model, "4 of 4 parameters that are not the model's: ... model.parameters(), after"),
     (made(devices="gpu"), "got device 'gpu': write cpu:0, cpu:1, ..., cuda:0 ... or auto"),
+    (made(devices="mps"), "got mps:0: evenstep does not support Apple's MPS; use CPU devices"),
     (made(devices=0), "got 0 devices: at least 1 is needed"),
     (made(devices=[0, 1]), "got a device of type int: give a name such as cpu:1 or cuda:0"),
     (made(precision="fp16"), "got precision='fp16': choose one of fp32, bf16"),
@@ -245,6 +272,9 @@ MISTAKES = [
     (step(X.tolist(), y), f"batch[0] is a list of 16 {LISTED.format('list', 16)}"),
     (inside(lambda trainer: trainer.step(F.cross_entropy(trainer.model(X), y))),
      "batch[0] is a loss: give the batch, trainer.step(X, y)"),
+    (inside(lambda trainer: trainer.step(trainer.model(X), y)),
+     "batch[0] was computed by the trainer's own model: give the model's input, trainer.step(X,"),
+    (step(y, X), "batch[0] is torch.int64 and batch[1] is torch.float32: the model's input comes"),
     # ---- labels
     (step(X, y.float()), "the labels are torch.float32: ... numbers of classes, so give y.long()"),
     (step(X, y.int()), "the labels are torch.int32: ... numbers of classes, so give y.long()"),
@@ -268,6 +298,13 @@ MISTAKES = [
     (one_step((y[:, None] > 2).long(), model=one_column(), loss=nn.BCEWithLogitsLoss()),
      "the labels are torch.int64: BCEWithLogitsLoss takes floats, so give y.float()"),
     # ---- functions that take other arguments
+    (one_step(loss=lambda y, output: F.cross_entropy(output, y)),
+     "called as loss(output, target), and works with (target, output) only: give lambda output,"),
+    *((lambda name=name: evenstep.Trainer(net(), None, **{name: 1}), f"got {name}=: {advice}")
+      for name, advice in KEYWORDS.items()),
+    (lambda: evenstep.Experiment(num_shards=2), "did you mean evenstep.Experiment(shards=...)?"),
+    (lambda: evenstep.Experiment(peer_timeout=2), "did you mean evenstep.Faults(peer_timeout_s=."),
+    (lambda: evenstep.Layout(wings=2), "Layout has no argument 'wings': it has divide, "),
     (one_step(model=TwoOutputs()),
      "returned a tuple, but CrossEntropyLoss takes a tensor: ... objective= ... model(X)[0], y)"),
     (one_step(loss=lambda model, X, y: F.cross_entropy(model(X), y)),

@@ -40,7 +40,7 @@ def advice_on(error: BaseException, cut: Cut, shard: int, model: nn.Module) -> s
         if isinstance(batch, tuple) and batch:
             return (
                 _on_one_argument(error, batch)
-                or _on_input(error, batch[0], cut, model)
+                or _on_input(error, batch, cut, model)
                 or _on_cut_tensors(error, cut, shard)
             )
     return None
@@ -79,11 +79,12 @@ def _on_one_argument(error: BaseException, batch: Batch) -> str | None:
     return whole_in_one(batch) if is_of_kind and is_named else None
 
 
-def _on_input(error: BaseException, first: object, cut: Cut, model: nn.Module) -> str | None:
+def _on_input(error: BaseException, batch: Batch, cut: Cut, model: nn.Module) -> str | None:
+    first = batch[0]
     if not isinstance(error, RuntimeError) or not isinstance(first, torch.Tensor):
         return None
     if _DTYPES.search(str(error)):
-        return _on_dtype(first, model)
+        return _on_order(batch) or _on_dtype(first, model)
     if _CHANNELS.search(str(error)):
         return _on_channels(first, cut, model)
     return None
@@ -108,6 +109,19 @@ def _on_cut_tensors(error: BaseException, cut: Cut, shard: int) -> str | None:
     return (
         f"a shard has its own {hi - lo} of the {cut.part.examples} rows of {' and '.join(names)}: "
         f"if every shard needs all of them (weights of classes), give evenstep.shared(tensor)"
+    )
+
+
+def _on_order(batch: Batch) -> str | None:
+    """Return advice on labels that were given before the input."""
+    first, second = (*batch, None)[:2]
+    if not isinstance(second, torch.Tensor) or not second.is_floating_point():
+        return None
+    if first.is_floating_point() or first.dtype is torch.uint8 or first.ndim >= second.ndim:
+        return None
+    return (
+        f"batch[0] is {first.dtype} and batch[1] is {second.dtype}: the model's input comes first, "
+        f"as in trainer.step(X, y)"
     )
 
 

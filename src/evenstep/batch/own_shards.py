@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import optree
 import torch
@@ -17,7 +17,6 @@ from evenstep.batch.cut import (
     Place,
     Precut,
     tensors_of,
-    too_deep,
     versions_of,
     without_foreign_memory,
 )
@@ -181,32 +180,3 @@ def in_own_memory(batch: tuple[Batch, ...]) -> tuple[Batch, ...]:
         return (only(batch).without_foreign_memory(),)
     copied: tuple[Batch, ...] = without_foreign_memory(batch)
     return copied
-
-
-def refuse_wanted_gradient(batch: Batch) -> None:
-    """Refuse a tensor that requires a gradient: shards are copies, so it would get none.
-
-    Raises:
-        BatchError: names the tensor, and says what to write.
-    """
-    try:
-        paths, leaves, _ = optree.tree_flatten_with_path(batch)
-    except RecursionError:
-        raise too_deep() from None
-    for path, leaf in zip(paths, leaves, strict=True):
-        name = "batch" + "".join(f"[{step!r}]" for step in path)
-        inside: Any = leaf.batches if isinstance(leaf, Shards) else leaf
-        for tensor in optree.tree_leaves(inside):
-            tensor = tensor.tensor if isinstance(tensor, Shared) else tensor
-            if isinstance(tensor, torch.Tensor) and tensor.requires_grad and tensor.ndim:
-                source = (
-                    "was computed from parameters outside the trainer's model"
-                    if tensor.grad_fn is not None
-                    else "requires a gradient"
-                )
-                raise BatchError(
-                    f"{name} {source}, but no gradient flows out of a step into its batch: make "
-                    f"what computes it a part of the model (nn.ModuleList, and objective=...), or "
-                    f"give {name}.detach() if it is to be a constant. The gradient of the loss "
-                    f"with respect to an example is taken inside the objective"
-                )

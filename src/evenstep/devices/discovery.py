@@ -189,6 +189,11 @@ def _check_gpus(devices: Sequence[Device]) -> None:
         accelerator.ask_for_deterministic_products(kind)
         accelerator.refuse_incomplete(kind)
     for device in devices:
+        if device.kind == "mps":
+            raise DeviceError(
+                f"got {device}: evenstep does not support Apple's MPS; use CPU devices (cpu:0, "
+                f"cpu:1, ...)"
+            )
         if device.kind != kind or device.index >= gpus:
             raise DeviceError(
                 f"got {device}, but torch sees {counted(gpus, 'GPU')} here: use "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import sys
 from typing import TYPE_CHECKING
 
-from evenstep.errors import InputError, shown
+from evenstep.errors import InputError, hides_own_frames, shown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -22,8 +23,16 @@ class Options:
 
     given: frozenset[str]
 
+    @hides_own_frames
     def __new__(cls, **given: object) -> Self:
-        """Note what is given: a default that is written down is a choice, too."""
+        """Note what is given: a default that is written down is a choice, too.
+
+        Raises:
+            InputError: names the field that was meant, which another group may have.
+        """
+        names = [one.name for one in dataclasses.fields(cls)]  # type: ignore[arg-type]
+        for name in given.keys() - {*names}:
+            raise InputError(f"{cls.__name__} has no argument {name!r}{_meant(cls, name)}")
         self = super().__new__(cls)
         object.__setattr__(self, "given", frozenset(given))
         return self
@@ -33,6 +42,15 @@ class Options:
         fields = ((one.name, getattr(self, one.name)) for one in dataclasses.fields(self))  # type: ignore[arg-type]
         shown = [f"{k}={_spell(v)}" for k, v in fields if v != getattr(default, k)]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _meant(cls: type[Options], name: str) -> str:
+    """Return a question for the field of a group that has nearly the name; empty for none."""
+    for group in (cls, *Options.__subclasses__()):
+        names = [one.name for one in dataclasses.fields(group)]  # type: ignore[arg-type]
+        for meant in difflib.get_close_matches(name, names, 1, 0.75):
+            return f": did you mean evenstep.{group.__name__}({meant}=...)?"
+    return f": it has {', '.join(one.name for one in dataclasses.fields(cls))}"  # type: ignore[arg-type]
 
 
 def _spell(value: object) -> str:

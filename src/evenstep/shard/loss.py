@@ -32,6 +32,7 @@ from evenstep.private_torch.modules import ANY_HOOKS
 from evenstep.private_torch.tensors import version_of
 from evenstep.shard.partial_sum import HALF_PRECISION
 from evenstep.shard.targets import (
+    advice_on_order,
     advice_on_targets,
     call_with,
     refuse_unfit_output,
@@ -312,7 +313,8 @@ def _mean_objective(
         mean = call_with(how, placed, output, *targets)
     except (RuntimeError, ValueError) as error:
         with contextlib.suppress(Exception):  # the error is what matters
-            if (advice := advice_on_targets(placed, output, targets)) is not None:
+            advice = advice_on_targets(placed, output, targets)
+            if advice := advice or advice_on_order(placed, output, targets):
                 add_note(error, advice)
         raise
     return _of_mean(mean, "the loss", examples)

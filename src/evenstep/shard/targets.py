@@ -114,6 +114,20 @@ def advice_on_targets(loss: object, output: torch.Tensor, targets: Sequence[Any]
     return None
 
 
+def advice_on_order(loss: Any, output: torch.Tensor, targets: Sequence[Any]) -> str | None:
+    """Return what to write if a loss that has failed wants (target, output); None if it doesn't."""
+    if not _are_tensors(targets):
+        return None
+    with torch.no_grad():
+        value = loss(targets[0], output.detach())
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return None
+    return (
+        "the loss is called as loss(output, target), and works with (target, output) only: give "
+        "lambda output, target: loss(target, output)"
+    )
+
+
 def _are_tensors(targets: Sequence[Any]) -> bool:
     return len(targets) == 1 and isinstance(targets[0], torch.Tensor)
 

@@ -7,7 +7,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
 
 import torch
 
@@ -411,6 +411,12 @@ class StepLoss(PendingNumber):
             self._wait(self._step)
         if self._step.error is not None:
             raise self._step.error
+
+    def __iter__(self) -> NoReturn:  # which GradScaler asks for
+        raise TypeError(
+            "the loss of a step is one number, and can't be iterated. GradScaler has no use here: "
+            'trainer.step has made the update, and precision="bf16" needs no scaler'
+        )
 
     def __repr__(self) -> str:
         return repr(self.item())  # a number, as in a list of losses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from evenstep.engine.handle import MissingName
 from evenstep.errors import InputError, add_note
@@ -13,6 +13,48 @@ from evenstep.steps.step import NO_BACKWARD
 _MADE_FROM = {"model", "optimizer", "experiment", "devices"}
 _LOOP = "write the loop, `for X, y in trainer.epoch(loader): trainer.step(X, y)`"
 _LOAD = "write evenstep.Trainer.load(folder, model, optimizer, loss)"
+_CLIP = "write experiment=evenstep.Experiment(clip_norm=...)"
+_BF16 = 'write precision="bf16", which needs no scaler'
+_EPOCHS = "write the loop, `for epoch in range(epochs)`"
+_WHOLE = "give trainer.step the whole batch, which is computed in shards"
+_LOADER = "the loader has it: write trainer.epoch(loader)"
+
+KEYWORDS = {
+    **dict.fromkeys(("lr", "learning_rate", "momentum", "weight_decay"), "the optimizer has it"),
+    **dict.fromkeys(("epochs", "max_epochs", "num_epochs", "num_train_epochs"), _EPOCHS),
+    **dict.fromkeys(("batch_size", "num_workers", "shuffle", "drop_last"), _LOADER),
+    **dict.fromkeys(("loader", "dataloader", "train_loader", "train_dataset"), _LOADER),
+    **dict.fromkeys(("clip", "grad_clip", "max_grad_norm", "gradient_clip_val"), _CLIP),
+    **dict.fromkeys(("amp", "autocast", "fp16", "bf16", "scaler", "grad_scaler"), _BF16),
+    **dict.fromkeys(("accumulate", "accumulate_grad_batches"), _WHOLE),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps"), _WHOLE),
+    **dict.fromkeys(
+        ("deterministic", "benchmark"), "leave it out: every training is deterministic"
+    ),
+    "find_unused_parameters": "leave it out: those without a gradient stay as they are",
+    **dict.fromkeys(("world_size", "num_processes", "local_rank", "device_ids"), "write devices="),
+    **dict.fromkeys(("strategy", "backend", "parallelism"), "write layout=evenstep.Layout(...)"),
+    "metrics": "write trainer.evaluate(batches, metrics)",
+}
+"""Arguments that trainers of other libraries take, and what to do instead."""
+
+
+if TYPE_CHECKING:
+    MakesATrainer = classmethod
+else:
+
+    class MakesATrainer(classmethod):
+        """A class method that is refused on an instance, which it would not change."""
+
+        def __get__(self, instance: object, owner: type | None = None) -> Any:
+            """Return the method of the class."""
+            if instance is not None:
+                raise AttributeError(
+                    "Trainer.load makes another trainer, and leaves this one as it is: write "
+                    "trainer = evenstep.Trainer.load(folder, model, optimizer, loss) instead of "
+                    "Trainer(...)"
+                )
+            return super().__get__(instance, owner)
 
 
 def explain_backward(error: BaseException) -> None:
@@ -34,6 +76,10 @@ class Habits:
         test = MissingName("write trainer.evaluate(batches, metrics)")
         zero_grad = MissingName("leave it out, as each trainer.step begins with new gradients")
         parameters = MissingName("use model.parameters()")
+        shards = MissingName("use trainer.experiment.shards")
+        prepare = MissingName("leave it out: model, optimizer and loader stay as they are")
+        clip_grad_norm_ = MissingName(_CLIP)
+        accumulate = MissingName(_WHOLE)
         to = MissingName("choose devices by evenstep.Trainer(..., devices=...)")
         state_dict = MissingName(
             f"write trainer.save(folder) and {_LOAD.removeprefix('write ')}; for the model alone, "

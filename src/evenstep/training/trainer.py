@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from torch import nn
 
 from evenstep.batch import Batch
 from evenstep.batch.nesting import Keywords, Nesting
-from evenstep.batch.own_shards import in_own_memory, refuse_wanted_gradient
+from evenstep.batch.own_shards import in_own_memory
 from evenstep.callbacks import Callback
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint.restore import unchanged_on_error
@@ -28,6 +29,7 @@ from evenstep.checkpoint.training_state import read_training_state
 from evenstep.checkpoint.user_state import Stateful, UserState
 from evenstep.contract import ContractReport, SelfCheck
 from evenstep.contract.lone_examples import LoneExamples
+from evenstep.contract.outside.outer_graphs import refuse_wanted_gradient
 from evenstep.data import Cursor
 from evenstep.data.adapters.sources import Batches
 from evenstep.devices import Devices, find_devices
@@ -66,7 +68,7 @@ from evenstep.steps.update import Hook
 from evenstep.training.agreement import Agreement
 from evenstep.training.epochs import Epochs, RestOfEpoch
 from evenstep.training.evaluation.evaluator import Evaluator
-from evenstep.training.habits import Habits
+from evenstep.training.habits import KEYWORDS, Habits, MakesATrainer
 from evenstep.training.notes import Notes, note_trained
 from evenstep.training.reporting import check_callbacks
 from evenstep.training.saver import Saver
@@ -154,7 +156,7 @@ class Trainer(Habits):
         InputError: the model, the optimizer or an option can't be used; nothing was changed.
     """
 
-    @hides_own_frames
+    @functools.partial(hides_own_frames, habits=KEYWORDS)
     def __init__(
         self,
         model: nn.Module,
@@ -519,6 +521,7 @@ class Trainer(Habits):
             self._reporter.call_back()
             return loss
 
+    @hides_own_frames
     def epoch(self, loader: Batches, *, whole: bool = False) -> RestOfEpoch:
         """Return the remaining batches of the current epoch; then the next epoch begins.
 
@@ -707,8 +710,8 @@ class Trainer(Habits):
         self._session.refuse_fork()
         self._saver.writer.wait()
 
-    @classmethod
-    @hides_own_frames
+    @MakesATrainer
+    @functools.partial(hides_own_frames, habits=KEYWORDS)
     @torch.inference_mode(False)
     def load(
         cls,
@@ -827,7 +830,7 @@ class Trainer(Habits):
         experiment, group = self.experiment, self._executor.group
         for part in batch:
             if not isinstance(part, torch.Tensor) or part.requires_grad:
-                refuse_wanted_gradient(batch)
+                refuse_wanted_gradient(batch, self.model)
                 break
         if not {*map(type, batch)} <= _TENSORS:
             batch = self._nesting(batch)

@@ -26,6 +26,11 @@ from evenstep.steps.reducer import ProcessReducer
 
 OPEN = "the `with` that opens the trainer"
 
+_SEED = (
+    "A model that is built without a seed has other weights in each process: call "
+    "torch.manual_seed(0) before you build it, or load the same weights everywhere"
+)
+
 
 @contextlib.contextmanager
 def joined(
@@ -97,5 +102,6 @@ def _judged(different: dict[str, list[str]], *, allow_rounding: bool) -> str:
             f"{WITHIN_ROUNDING}"
         )
     if refused := those("refused"):
-        raise InputError(f"the processes disagree about what is trained: {listed(refused)}")
+        fix = f". {_SEED}" if "values" in different else ""
+        raise InputError(f"the processes disagree about what is trained: {listed(refused)}{fix}")
     return rounding
