@@ -9,20 +9,14 @@ README = Path(__file__).parents[1] / "README.md"
 EPOCHS = 2
 
 
-def program(sign: str = "+", epochs: int = EPOCHS) -> str:
-    """Return one side of the README's diff, for this number of epochs.
-
-    Args:
-        sign: "+" for the program with evenstep, "-" for the plain loop.
-        epochs: the number of epochs.
-    """
-    (diff,) = re.findall(
-        r"^```diff\n(.*?)^```$", README.read_text("utf-8"), re.MULTILINE | re.DOTALL
+def program(epochs: int = EPOCHS) -> str:
+    """Return the README's program, for this number of epochs."""
+    (block,) = re.findall(
+        r"^```python\n(.*?)^```$", README.read_text("utf-8"), re.MULTILINE | re.DOTALL
     )
-    lines = [line[1:] for line in diff.splitlines() if line[:1] in ("", " ", sign)]
-    text, changed = re.subn(r"range\(\d+\)", f"range({epochs})", "\n".join(lines))
+    text, changed = re.subn(r"range\(\d+\)", f"range({epochs})", block)
     assert changed == 1
-    return text + "\n"
+    return text
 
 
 if __name__ == "__main__":

@@ -38,14 +38,12 @@ def run(code, name="program"):
 @pytest.mark.slow  # eight short trainings of LeNet
 @pytest.mark.timeout(600)
 def test_start_runs_from_top_to_bottom():
-    pytest.importorskip("sklearn", reason="pip install scikit-learn")
     run("\n".join(blocks((DOCS / "start.md").read_text(encoding="utf-8"), "python")))
 
 
 @pytest.mark.slow  # two short trainings of LeNet
 @pytest.mark.timeout(600)
 def test_the_commands_of_start_print_one_fingerprint(tmp_path):
-    pytest.importorskip("sklearn", reason="pip install scikit-learn")
     lines = "\n".join(blocks(sections("start.md")["Train from the command line"], "bash"))
     commands = [shlex.split(line) for line in lines.splitlines()]
     assert [words[0] for words in commands] == ["evenstep", "evenstep"]

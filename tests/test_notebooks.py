@@ -109,11 +109,11 @@ def test_the_concise_training_ends_above_95_percent():
     assert len(set(ends)) == 1
 
 
-def test_the_notebooks_extra_brings_jupyter_and_the_data():
+def test_the_notebooks_extra_brings_jupyter():
     tomllib = pytest.importorskip("tomllib", reason="Python 3.11 or newer")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = " ".join(project["optional-dependencies"]["notebooks"])
-    for one in ("jupyterlab", "ipykernel", "matplotlib", "evenstep[demo]"):
+    for one in ("jupyterlab", "ipykernel", "matplotlib"):
         assert one in wanted
 
 

@@ -1,7 +1,5 @@
 """The digits: the known sizes, the fixed split, and exact enlargement."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torch.nn import functional as F
 
 from evenstep.data import digits
 from evenstep.data.digits import bilinear_weights, enlarge
-from evenstep.errors import DataError
 
 SHADES = st_numpy.arrays(np.int64, (2, 8, 8), elements=st.integers(0, 16))
 
@@ -57,9 +54,3 @@ def test_an_even_image_stays_even(shade):
 
 def test_the_weights_of_a_pixel_add_up():
     assert bilinear_weights().sum(axis=1).tolist() == [28] * 28
-
-
-def test_without_scikit_learn_the_way_to_it_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(DataError, match=r'pip install "evenstep\[demo\]"'):
-        digits()

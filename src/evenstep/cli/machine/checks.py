@@ -96,7 +96,6 @@ class Feature:
 
 
 FEATURES = (
-    Feature(name="the digits (train)", extra="demo", packages=("scikit-learn",)),
     Feature(name="pictures (bench --plot, reproduce)", extra="bench", packages=("matplotlib",)),
     Feature(
         name="other libraries (bench peers)",

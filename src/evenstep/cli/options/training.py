@@ -87,7 +87,7 @@ class ExperimentOptions(OptionTable):
         group=_DATA,
     )
     data: Literal["digits", "fashion-mnist"] = _in_run_file(
-        "digits", "digits comes with scikit-learn; fashion-mnist is downloaded once.", group=_DATA
+        "digits", "digits comes with evenstep; fashion-mnist is downloaded once.", group=_DATA
     )
     data_dir: str | None = _replaceable(
         "Folder with the four files of fashion-mnist, instead of a download.",

@@ -33,7 +33,7 @@ def load_data(data: str, data_dir: str | None, *, train: bool) -> TensorDataset:
         return fashion_mnist(train, data_dir, progress=sys.stderr.isatty())
     if data_dir is not None:
         raise DataError(
-            "got --data-dir, but the digits come with scikit-learn: "
+            "got --data-dir, but the digits come with evenstep: "
             "leave it out, or use --data fashion-mnist"
         )
     return digits(train)
