@@ -31,7 +31,11 @@ from specs import engine, overhead, speed, text
 
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
-PAGES = ("benchmarks", "reliability", "kinds", "public_scripts")
+PARTS = ("training", "text", "steps", "layouts", "engine")
+PAGES = (
+    *("benchmarks", *(f"benchmarks_{part}" for part in PARTS)),
+    *("reliability", "kinds", "public_scripts"),
+)
 FILES = (
     *(*measure.BENCHMARKS, "chargpt", "gains", "batch_norm"),
     *("scaling_lenet", "scaling_resnet18", "gpu", "public_scripts"),
@@ -107,7 +111,25 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
         text_tables=text.tables,
         scaled=speed.scaling,
         scripts=scripts,
+        summary=summary,
     )
+
+
+def summary(documents: Mapping[str, Any]) -> Table:
+    """Return the rows that a reader wants first: speeds beside DDP, and a step's overhead."""
+    rows = []
+    for name in ("training_speed", "text_speed", "chargpt"):
+        found = (text if name != "training_speed" else speed).tables(documents[name])
+        for table in (key for key in found if key.endswith(".ratios")):
+            rows += [
+                [f"{table.removesuffix('.ratios')}: {row[0]}", *row[2:4]]
+                for row in found[table].rows
+                if row[0].startswith("two devices over DDP")
+            ]
+    for row in overhead.tables(documents["step_overhead"])["steps"].rows[1:3]:
+        devices = row[0].partition(", ")[2]
+        rows.append([f"a step on {devices} over a plain loop's time", *row[3:5]])
+    return Table(("", "median", "extremes"), rows)
 
 
 def scripts(document: Mapping[str, Any]) -> Table:

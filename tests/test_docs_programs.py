@@ -41,6 +41,13 @@ def test_start_runs_from_top_to_bottom():
     run("\n".join(blocks((DOCS / "start.md").read_text(encoding="utf-8"), "python")))
 
 
+@pytest.mark.slow  # eight short trainings of LeNet
+def test_everyday_training_runs_from_top_to_bottom(capsys):
+    run("\n".join(blocks((DOCS / "everyday.md").read_text(encoding="utf-8"), "python")))
+    found = re.search(r"'accuracy': (0\.\d+)", capsys.readouterr().out)
+    assert float(found.group(1)) > 0.3  # the average has learned
+
+
 @pytest.mark.slow  # two short trainings of LeNet
 @pytest.mark.timeout(600)
 def test_the_commands_of_start_print_one_fingerprint(tmp_path):

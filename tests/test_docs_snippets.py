@@ -40,6 +40,11 @@ def asking_for_help(words):
     return [*words[:place], "--help", *words[place:]]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_a_page_is_read_in_a_quarter_of_an_hour(page):
+    assert len(re.findall(r"\S*\w\S*", page.read_text(encoding="utf-8"))) <= 3000
+
+
 def test_there_are_commands():
     assert len(COMMANDS) >= 15
 

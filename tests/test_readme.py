@@ -9,7 +9,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BENCHMARKS = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+BENCHMARKS = "\n".join(
+    (ROOT / "docs" / f"benchmarks_{part}.md").read_text(encoding="utf-8")
+    for part in ("training", "steps")
+)
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from readme_program import program  # noqa: E402

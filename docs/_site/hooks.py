@@ -33,6 +33,17 @@ COPIED = {
     "CONTRIBUTING.md": "contributing.md",
 }
 SHOWN = ("data", "callbacks", "metrics", "models", "errors", "integrations")  # a page in the menu
+BOOSTS = {
+    "start|everyday|compare|debugging": 2.0,
+    "reference/d2l|mxnet|tutorials/7": 0.1,
+    "changelog|contributing|architecture|public_scripts|kinds": 0.1,
+    "benchmarks|book|reliability": 0.3,
+    "reference/command_line": 0.2,
+    "reference/|tutorials/": 0.5,
+    "examples/": 0.05,
+}
+"""What hits on pages weigh in the search, by the beginnings of their addresses; 1 for others. The
+first that fits counts."""
 FENCED = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?P<mark>!?)\[(?P<text>[^\]]*)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
 ATTRIBUTE = re.compile(r'(?P<name>src|srcset|href)="(?P<path>[^"#:]+)(?P<anchor>#[^"]*)?"')
@@ -47,8 +58,16 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point the links of a page at pages of the site."""
+    """Point the links of a page at pages of the site, and choose its place in the search."""
+    page.meta |= {"search": search_of(page.file.src_uri)}
     return linked(markdown, page.file.src_uri)
+
+
+def search_of(uri: str) -> dict[str, Any]:
+    """Return whether a page is searched, and how much its hits weigh: pages for users come first."""
+    if uri.startswith("reference/inside/"):
+        return {"exclude": True}
+    return {"boost": next((weight for start, weight in BOOSTS.items() if re.match(start, uri)), 1)}
 
 
 def copied() -> dict[str, str]:

@@ -153,7 +153,8 @@ def test_the_page_has_a_section_for_each_file_and_its_note(tmp_path):
     for name, document in _documents().items():
         (tmp_path / f"{name}.json").write_text(json.dumps(document))
     notes = {"lenet": "A word on LeNet.", "memory": "A word on memory."}
-    page = write_docs.page("benchmarks", tmp_path, notes)
+    names = [name for name in write_docs.PAGES if name.startswith("benchmarks_")]
+    page = "\n".join(write_docs.page(name, tmp_path, notes) for name in names)
     assert "| DDP | 256 | 10.0 | 10.0 to 10.0 | 2 | 25% | – |" in page
     assert "| evenstep | 256 | 20.0 | 20.0 to 20.0 | 2 | 25% | 50%, 75% |" in page
     assert "DDP as its documentation says | ≥ 1.40 | 2.00 | 2.00 to 2.00 | reached |" in page

@@ -114,7 +114,7 @@ def test_an_upper_target_and_a_row_without_a_target():
 def test_the_page_has_a_table_for_each_experiment_from_the_file_alone(tmp_path):
     (tmp_path / "engine_experiments.json").write_text(json.dumps(_document()))
     notes = {"engine.cost": "A word on cost.", "engine": "A word."}
-    written = write_docs.page("benchmarks", tmp_path, notes)
+    written = write_docs.page("benchmarks_engine", tmp_path, notes)
     assert written.count("### ") == len(engine.FINDINGS) == written.count("| the book | here |")
     for row in (
         "| the first over the second | 0.396% | 50.0% | 50.0 to 50.0 | 126 | ≤ 1.00% | **not",
