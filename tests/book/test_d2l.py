@@ -280,3 +280,15 @@ def test_images_can_be_resized(monkeypatch):
     monkeypatch.setattr(evenstep.book.d2l, "fashion_mnist", lambda train, root: dataset)
     batches, _ = d2l.load_data_fashion_mnist(2, resize=64)
     assert next(iter(batches))[0].shape == (2, 1, 64, 64)
+
+
+def test_data_parallel_without_a_gpu_is_said_once(caplog, monkeypatch):
+    monkeypatch.setattr("evenstep.book.d2l._SAID", [])
+    net = nn.DataParallel(nn.Linear(4, 3))
+    batches = [(torch.randn(6, 4), torch.arange(6) % 3)]
+    for one in (net.module, net, net):
+        d2l.evaluate_accuracy_gpu(one, batches)
+    if not torch.cuda.is_available():
+        (said,) = [one for one in caplog.messages if "DataParallel" in one]
+        assert "one device computes all of it" in said
+        assert "evenstep.Trainer(net, trainer, loss, devices=devices)" in said

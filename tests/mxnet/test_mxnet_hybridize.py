@@ -217,3 +217,63 @@ def test_export_writes_a_program_that_runs_without_its_code(tmp_path):
     assert program(torch.ones(5, 8)).shape == (5, 2)
     values = nd.load(files[1])
     assert set(values) == set(net.collect_params())
+    again = gluon.SymbolBlock.imports(files[0], ["data"], files[1], ctx=mx.cpu())
+    np.testing.assert_allclose(again(x).asnumpy(), expected, rtol=1e-5, atol=1e-6)
+    with pytest.raises(mx.MXNetError, match=r"is not a file that HybridBlock.export"):
+        gluon.SymbolBlock.imports(files[1], ["data"])
+
+
+@pytest.mark.parametrize("hybridize", [False, True])
+def test_f_has_the_functions_of_numpy(hybridize):
+    class Scores(gluon.HybridBlock):
+        def hybrid_forward(self, F, x):
+            return F.npx.softmax(F.np.dot(x, F.np.transpose(x)))
+
+    net, x = Scores(), mx.np.array([[1.0, 2.0], [0.5, -1.0]])
+    if hybridize:
+        net.hybridize()
+    wanted = torch.tensor([[1.0, 2.0], [0.5, -1.0]])
+    expected = (wanted @ wanted.T).softmax(-1).numpy()
+    for _ in range(2):
+        np.testing.assert_allclose(net(x).asnumpy(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [
+        ("mx.ndarray", "mx.nd"),
+        ("mx.symbol", "mx.sym"),
+        ("mx.initializer.Xavier", "mx.init.Xavier"),
+        ("mx.context.Context", "mx.Context"),
+        ("gluon.metric.Accuracy", "mx.metric.Accuracy"),
+    ],
+)
+def test_older_names_are_those_of_today(name, same):
+    assert eval(name) is eval(same)
+
+
+@pytest.mark.parametrize(
+    ("name", "answer"),
+    [
+        ("mx.optimizers", "close to it: optimizer"),
+        ("gluon.nn.Conv2d", "close to it: Conv1D, Conv2D"),
+        ("gluon.loss.SoftmaxCrossEntropy", "SoftmaxCrossEntropyLoss"),
+        ("gluon.rnn", "evenstep.mxnet.gluon has no 'rnn'"),
+        ("mx.optimizer.Adamm", "close to it: Adam,"),
+        ("mx.kvstore", "it has Context, MXNetError"),
+    ],
+)
+def test_a_missing_name_is_answered_with_those_that_are_there(name, answer):
+    with pytest.raises(AttributeError, match=answer):
+        eval(name)
+
+
+def test_optimizers_have_their_classes():
+    net = gluon.nn.Dense(1, in_units=2)
+    net.initialize(mx.init.One())
+    trainer = gluon.Trainer(net.collect_params(), mx.optimizer.SGD(learning_rate=0.5))
+    with mx.autograd.record():
+        loss = net(nd.array([[1.0, 2.0]]))
+    loss.backward()
+    trainer.step(1)
+    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.0]]

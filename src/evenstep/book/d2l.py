@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -29,6 +30,8 @@ from evenstep.engine import Engine
 from evenstep.models import resnet18
 from evenstep.models.resnet import Residual as _Residual
 from evenstep.shard.evaluation import evaluation_mode
+
+logger = logging.getLogger("evenstep")
 
 __all__ = [
     "Accumulator",
@@ -55,6 +58,7 @@ __all__ = [
 
 Inputs: TypeAlias = "torch.Tensor | list[torch.Tensor]"
 Batches: TypeAlias = "Iterable[tuple[Inputs, torch.Tensor]]"
+_SAID: list[bool] = []
 Net: TypeAlias = "Callable[[Any], torch.Tensor]"
 
 
@@ -212,9 +216,22 @@ def evaluate_accuracy_gpu(
 
     The inputs of a batch are a tensor, or a list of tensors, as for the book's BERT.
     """
+    _say_one_device(net)
     where = device if device is not None else next(net.parameters()).device
     with evaluation_mode(net):
         return _evaluated(net, data_iter, where)
+
+
+def _say_one_device(net: nn.Module) -> None:
+    """Say once that `nn.DataParallel` splits nothing where torch sees no GPU."""
+    if isinstance(net, nn.DataParallel) and not net.device_ids and not _SAID:
+        _SAID.append(True)
+        logger.warning(
+            "nn.DataParallel splits nothing here, since torch sees no GPU: one device computes all "
+            "of it. To use all of them, leave it out, and write `with evenstep.Trainer(net, "
+            "trainer, loss, devices=devices) as all_devices:` before the loop, and in the loop "
+            "`l = all_devices.step(X, y)` alone"
+        )
 
 
 def evaluate_accuracy_gpus(

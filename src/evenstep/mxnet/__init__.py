@@ -5,6 +5,7 @@ from evenstep.mxnet import autograd, gluon, init, metric, nd, np, npx, optimizer
 from evenstep.mxnet.core.context import Context, cpu, current_context, gpu, num_gpus
 from evenstep.mxnet.core.operand import operation
 from evenstep.mxnet.core.runtime import close, waitall
+from evenstep.mxnet.ops.names import lookup
 
 __all__ = [
     "Context",
@@ -27,3 +28,9 @@ __all__ = [
     "sym",
     "waitall",
 ]
+
+__getattr__ = lookup(
+    "",
+    __all__,
+    modules={"ndarray": "nd", "symbol": "sym", "initializer": "init", "context": "core.context"},
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 from evenstep.mxnet.core.array import NDArray
@@ -21,6 +22,8 @@ def __getattr__(name: str) -> Any:
     """Return a function that makes arrays, or one of the table `nd`."""
     if name.startswith("__"):
         raise AttributeError(name)
+    if name in ("np", "npx"):  # of F in hybrid_forward
+        return importlib.import_module(f"evenstep.mxnet.{name}")
     return _MADE[name] if name in _MADE else operator("nd", name)
 
 

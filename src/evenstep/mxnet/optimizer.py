@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from evenstep.errors import MXNetError
+from evenstep.mxnet.ops.names import lookup
 
 __all__ = ["Optimizer", "create"]
 
@@ -127,3 +129,14 @@ class Optimizer:
 def create(name: str | Optimizer, options: Mapping[str, Any] | None = None) -> Optimizer:
     """Return an optimizer for its name and its arguments."""
     return name if isinstance(name, Optimizer) else Optimizer(name, **(options or {}))
+
+
+def __getattr__(name: str) -> Any:
+    """Return what makes an optimizer that MXNet has as a class, such as `Adam`."""
+    if name.lower() in _KINDS and name[:1].isupper():
+        return functools.partial(Optimizer, name.lower())
+    return _lookup(name)
+
+
+_CLASSES = ("SGD", "NAG", "Adam", "AdamW", "AdaGrad", "AdaDelta", "RMSProp", "Adamax")
+_lookup = lookup("optimizer", [*__all__, *_CLASSES])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ def __getattr__(name: str) -> Any:
     """Return a function of the table `nd`, which records its calls with symbols."""
     if name.startswith("__"):
         raise AttributeError(name)
+    if name in ("np", "npx"):  # of F in hybrid_forward
+        return importlib.import_module(f"evenstep.mxnet.{name}")
     return operator("nd", name)
 
 

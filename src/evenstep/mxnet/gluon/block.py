@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from evenstep.errors import DeferredInitializationError, MXNetError, hides_own_frames
+from evenstep.inference.export import load_exported
 from evenstep.mxnet import nd, sym
 from evenstep.mxnet.core import store
-from evenstep.mxnet.core.array import NDArray
+from evenstep.mxnet.core.array import NDArray, from_values
 from evenstep.mxnet.core.context import Context
 from evenstep.mxnet.core.operand import operands
 from evenstep.mxnet.gluon.hybrid import Programs
@@ -293,3 +297,51 @@ class HybridBlock(Block):
                     one.list_data()  # raises if it is deferred
             return {name: one.var() for name, one in self._reg_params.items()}
         return {name: one.data(x.context) for name, one in self._reg_params.items()}
+
+
+class SymbolBlock(Block):
+    """A block that runs a program which `HybridBlock.export` has written, without its Python code.
+
+    It predicts: a call waits for its inputs, and is not recorded.
+
+    net = gluon.SymbolBlock.imports("my_mlp-symbol.json", ["data"], "my_mlp-0000.params")
+    """
+
+    def __init__(self, program: Callable[..., Any]) -> None:
+        super().__init__()
+        self._program = program
+
+    @classmethod
+    def imports(
+        cls,
+        symbol_file: str,
+        input_names: str | Sequence[str],
+        param_file: str | None = None,
+        ctx: Context | None = None,
+    ) -> SymbolBlock:
+        """Return the block of exported files.
+
+        Args:
+            symbol_file: `path-symbol.json`; the program is in `path.pt2` beside it.
+            input_names: not used: inputs are told apart by their order.
+            param_file: not used: `path.pt2` has the parameters.
+            ctx: not used: the block computes where its inputs are.
+
+        Raises:
+            MXNetError: the file is not one that `export` has written.
+        """
+        file = Path(symbol_file)
+        try:
+            program = json.loads(file.read_text(encoding="utf-8"))["program"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise MXNetError(
+                f"{symbol_file} is not a file that HybridBlock.export of evenstep has written "
+                f"({type(error).__name__})"
+            ) from None
+        return cls(load_exported(file.with_name(Path(program).name)))
+
+    def forward(self, *inputs: Any) -> Any:
+        """Run the program on arrays; it returns one."""
+        with torch.no_grad():
+            found = self._program(*(torch.from_numpy(one.asnumpy()) for one in inputs))
+        return from_values(found, inputs[0].context, None, type(inputs[0]))

@@ -7,6 +7,7 @@ from typing import Any
 from evenstep.mxnet.core.operand import Operator
 from evenstep.mxnet.gluon.block import HybridBlock
 from evenstep.mxnet.ops import losses
+from evenstep.mxnet.ops.names import lookup
 
 __all__ = [
     "HuberLoss",
@@ -18,6 +19,8 @@ __all__ = [
     "SoftmaxCELoss",
     "SoftmaxCrossEntropyLoss",
 ]
+
+__getattr__ = lookup("gluon.loss", __all__)
 
 
 class Loss(HybridBlock):

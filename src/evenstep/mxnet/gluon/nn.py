@@ -33,6 +33,7 @@ from evenstep.mxnet.gluon.layers import (
     Sequential,
     Swish,
 )
+from evenstep.mxnet.ops.names import lookup
 
 __all__ = [
     "ELU",
@@ -66,3 +67,5 @@ __all__ = [
     "Sequential",
     "Swish",
 ]
+
+__getattr__ = lookup("gluon.nn", __all__)
