@@ -1,6 +1,7 @@
 """The commands of all pages have options that exist; the programs of the page on export run."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from click.testing import CliRunner
 
 from evenstep.cli import main
+from evenstep.collectives import tree_sum
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -43,6 +45,15 @@ def asking_for_help(words):
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_a_page_is_read_in_a_quarter_of_an_hour(page):
     assert len(re.findall(r"\S*\w\S*", page.read_text(encoding="utf-8"))) <= 3000
+
+
+def test_the_picture_of_shards_is_the_one_that_its_script_draws():
+    script = runpy.run_path(str(ROOT / "docs" / "_site" / "shards_picture.py"))
+    picture = ROOT / "docs" / "images" / "shards.svg"
+    assert picture.read_text(encoding="utf-8") == "\n".join(script["drawn"]()) + "\n"
+    spans = []
+    tree_sum([(n, n + 1) for n in range(8)], lambda a, b: spans.append((a[0], b[1])) or spans[-1])
+    assert sorted(script["nodes_of"](0, 8)) == sorted(spans)
 
 
 def test_there_are_commands():

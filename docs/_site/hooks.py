@@ -64,7 +64,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def search_of(uri: str) -> dict[str, Any]:
-    """Return whether a page is searched, and how much its hits weigh: pages for users come first."""
+    """Return whether a page is searched, and what its hits weigh: those for users come first."""
     if uri.startswith("reference/inside/"):
         return {"exclude": True}
     return {"boost": next((weight for start, weight in BOOSTS.items() if re.match(start, uri)), 1)}
