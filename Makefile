@@ -26,6 +26,10 @@ QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_er
 	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
 	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
 
+# What a new user does, and does wrong; `make dist` runs it against the wheel.
+FIRST_HOUR := $(addprefix tests/, test_readme.py training/test_mistakes.py training/test_silent_habits.py \
+	training/test_what_is_shown.py callbacks/test_progress_bar.py callbacks/test_curve.py)
+
 .PHONY: help install demo quick test accelerator gpu slow exhaustive mutants lint types format check bench book notebooks docs-site dist placeholders clean
 
 help:
@@ -116,7 +120,7 @@ docs-site: install ## the documentation as a site in build/site (warnings are er
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-dist: install ## build wheel and sdist, check them, and train with the wheel in an empty environment
+dist: install ## build wheel and sdist, check them, and spend a first hour with the wheel in an empty environment
 	rm -rf dist build/wheel
 	$(BIN)/pip install --quiet --disable-pip-version-check build twine
 	$(BIN)/python -m build --outdir dist
@@ -127,6 +131,8 @@ dist: install ## build wheel and sdist, check them, and train with the wheel in 
 	$(PYTHON) benchmarks/readme_program.py > build/readme.py
 	cd build && wheel/bin/evenstep train --model lenet --data digits --epochs 2 --devices 2
 	cd build && wheel/bin/python readme.py
+	build/wheel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pytest pytest-timeout hypothesis
+	build/wheel/bin/python -m pytest -m 'not slow' $(FIRST_HOUR)
 
 placeholders: ## the lines that must be filled in before a release; fails while there are any
 	@! grep -n 'placeholder\.invalid' $(RELEASED)

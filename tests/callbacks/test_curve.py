@@ -2,7 +2,6 @@
 
 import math
 
-import nbformat
 import pytest
 
 from evenstep.callbacks import LiveCurve, StepRecord
@@ -32,6 +31,7 @@ with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), callbacks=[curve]
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Jupyter's own
 def test_a_notebook_shows_one_picture(tmp_path):
+    import nbformat
     from nbclient import NotebookClient
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(PROGRAM)])

@@ -4,7 +4,6 @@ import re
 import subprocess
 import sys
 
-import nbformat
 import pytest
 
 from evenstep.callbacks import Callback, ProgressBar
@@ -82,6 +81,7 @@ def test_on_a_pipe_nothing_is_shown():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Jupyter's own
 def test_a_notebook_shows_one_bar_for_each_epoch(tmp_path):
+    import nbformat
     from nbclient import NotebookClient
 
     program = PROGRAM.replace("TOTAL", "").replace('print("no end", end="")', "pass")
