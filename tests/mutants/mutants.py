@@ -1178,6 +1178,57 @@ _COMPARISONS = [
     ),
 ]
 
+_SHOWN = [
+    Mutant(
+        "the length of an epoch counts what is behind",
+        ARITHMETIC,
+        "training/epochs.py",
+        "return max(0, length - self._first)",
+        "return length",
+        ("training/test_what_is_shown.py",),
+    ),
+    Mutant(
+        "the start of an epoch is reported before the steps in front of it",
+        ORDER,
+        "training/reporting.py",
+        "last = self._pipeline.steps[-1] if self._pipeline.steps else None",
+        "last = None",
+        ("callbacks/test_progress_bar.py", "callbacks/test_callbacks.py"),
+    ),
+    Mutant(
+        "what is printed is glued to a bar",
+        SWALLOWED_ERROR,
+        "callbacks/progress_bar.py",
+        "self.bar.clear(nolock=True)",
+        "pass",
+        ("callbacks/test_progress_bar.py",),
+    ),
+    Mutant(
+        "a removed bar keeps the terminal's stream",
+        SWALLOWED_ERROR,
+        "callbacks/progress_bar.py",
+        "if getattr(sys, self.name) is self:",
+        "if False:",
+        ("callbacks/test_progress_bar.py",),
+    ),
+    Mutant(
+        "a column of a curve has its last value, not the mean",
+        ARITHMETIC,
+        "callbacks/terminal_curve.py",
+        "round(rows * (high - sum(some) / len(some))",
+        "round(rows * (high - some[-1])",
+        ("callbacks/test_curve.py",),
+    ),
+    Mutant(
+        "a batch that the model was applied to counts as a stranger's",
+        SWALLOWED_ERROR,
+        "contract/outside/outer_graphs.py",
+        "return any(id(getattr(node,",
+        "return False and any(id(getattr(node,",
+        ("training/test_mistakes.py",),
+    ),
+]
+
 MUTANTS: tuple[Mutant, ...] = (
     *_ARITHMETIC,
     *_ORDER,
@@ -1188,4 +1239,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *_ACCELERATORS,
     *_RECORDS,
     *_COMPARISONS,
+    *_SHOWN,
 )
