@@ -108,6 +108,12 @@ def test_a_falling_line_goes_from_the_left_top_to_the_right_bottom():
     assert lines[-1].split() == ["step", "1", "120"]
 
 
+def test_a_column_shows_the_mean_of_its_points():
+    values = [0.0, *[1.0, 0.0] * 6000, 1.0]
+    found = dots(curve_lines("loss", range(len(values)), values))
+    assert {row for column, row in found if 0 < column < 119} <= {15, 16}
+
+
 def test_points_that_are_far_apart_are_connected():
     found = dots(curve_lines("loss", [0, 10], [0.0, 1.0]))
     assert {(0, 31), (119, 0)} <= found

@@ -1191,8 +1191,8 @@ _SHOWN = [
         "the start of an epoch is reported before the steps in front of it",
         ORDER,
         "training/reporting.py",
-        "last = self._pipeline.steps[-1] if self._pipeline.steps else None",
-        "last = None",
+        "self._events.append(_Event(None, call))",
+        "self._events.appendleft(_Event(None, call))",
         ("callbacks/test_progress_bar.py", "callbacks/test_callbacks.py"),
     ),
     Mutant(

@@ -129,17 +129,16 @@ class Reporter:
 
     def epoch_began(self, start: EpochStart) -> None:
         """Report the start of a loop over an epoch, after the steps before it."""
-        self._add_behind_steps(functools.partial(self._call, "on_epoch_start", start))
+        self._add(functools.partial(self._call, "on_epoch_start", start))
 
     def epoch_ended(self, epoch: int, steps_done: int) -> None:
         """Report the end of an epoch after its steps."""
-        self._add_behind_steps(functools.partial(self._call_epoch, epoch, steps_done))
+        self._add(functools.partial(self._call_epoch, epoch, steps_done))
 
-    def _add_behind_steps(self, call: Callable[[], None]) -> None:
-        """Report something when the steps have ended that were submitted so far."""
+    def _add(self, call: Callable[[], None]) -> None:
+        """Report something after all that was added before."""
         if self._active:
-            last = self._pipeline.steps[-1] if self._pipeline.steps else None
-            self._events.append(_Event(last, call))
+            self._events.append(_Event(None, call))
             self.call_back()
 
     def saved(self, path: Path, step: int, written: Future[Path] | None) -> None:
@@ -147,10 +146,10 @@ class Reporter:
         if self._active:
             record = SaveRecord(step=step, path=path)
             if written is None:
-                self._events.append(_Event(None, functools.partial(self._call, "on_save", record)))
+                self._add(functools.partial(self._call, "on_save", record))
             else:
                 self._saves.append((written, record))
-            self.call_back()
+                self.call_back()
 
     def call_back(self) -> None:
         """Report everything that has ended, oldest first; wait for nothing."""
