@@ -123,6 +123,16 @@ def test_every_way_and_every_device_ends_with_one_fingerprint():
     assert "the promise is broken" in same.why
 
 
+def test_a_way_that_wins_at_some_widths_wins_at_these_only():
+    speeds = {"data.1": [10.0, 10.0, 10.0], "stages.2": [11.0, 9.0, 12.0], "slices.2": [9.0] * 3}
+    figures = {f"splits.{name}.round0": {"examples_per_s": one} for name, one in speeds.items()}
+    found = [*split_rows._where_it_wins(figures, {"widths": [48, 192, 768]})]
+    assert [(row.text.partition(",")[0], row.here) for row in found] == [
+        ("stages", "48, 768"),
+        ("slices", "none of these"),
+    ]
+
+
 def test_parts_that_are_missing_leave_no_rows():
     assert split_rows.rows(TINY, {}) == []
     key = "splits.data.1"

@@ -75,18 +75,17 @@ def _speeds(measured: Figures, job: Mapping[str, Any], place: int) -> Iterator[R
 
 
 def _where_it_wins(measured: Figures, job: Mapping[str, Any]) -> Iterator[Row]:
-    """From which width on two devices are faster than one, of the widths that were measured."""
+    """At which of the measured widths two devices are faster than one."""
     for way in WAYS:
         pairs = [
             (width, _speed(measured, way, 2, place), _speed(measured, "data", 1, place))
             for place, width in enumerate(job["widths"])
         ]
         known = [(width, two > one) for width, two, one in pairs if two and one]
-        found = next((width for width, wins in known if wins), None)
         if known:
-            text = f"{way}, 2 devices: faster than one device from width"
+            text = f"{way}, 2 devices: faster than one device at widths"
             tried = ", ".join(f"{width:,}" for width, _ in known)
-            here = "none of these" if found is None else f"{found:,}"
+            here = ", ".join(f"{width:,}" for width, wins in known if wins) or "none of these"
             yield Row(text=text, here=here, why=f"Widths that were tried: {tried}.")
 
 
