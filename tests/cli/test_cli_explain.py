@@ -57,6 +57,24 @@ def test_pauses_and_dropped_spans_are_reported(tmp_path):
     assert "20 older spans did not fit into the trace" in text
 
 
+def test_a_page_shows_the_last_steps(tmp_path):
+    file, page = saved(slow_data(), tmp_path), tmp_path / "timeline.html"
+    assert run("explain", file, "--html", page).stdout == run("explain", file).stdout
+    text = page.read_text(encoding="utf-8")
+    assert not re.search(r"(?:src|href)=\"(?!data:)|https?:(?!//www.w3.org)|@import|url\(", text)
+    assert [int(one) for one in re.findall(r">step (\d+)<", text)] == [4, 5, 6, 7, 8, 9]
+    shards = re.findall(r"<title>shard (\d+) of step (\d+): 10.00 ms</title>", text)
+    assert len(shards) == len(set(shards)) == 6 * 4
+    assert len(re.findall(r"<title>updating of step", text)) == 6
+    rows = re.findall(r'<text x="0" y="\d+">(.+?)</text>', text)
+    assert rows == ["front end", "cpu:0", "cpu:1"]
+    places = [float(x) for x in re.findall(r'class="compute" x="([\d.]+)"', text)]
+    assert min(places) >= 110  # behind the names
+    assert max(places) < 1100
+    line = complaint("explain", file, "--html", tmp_path / "none" / "page.html")
+    assert "page.html" in line
+
+
 def test_json_holds_the_same(tmp_path):
     file = saved(slow_data(), tmp_path)
     account = json.loads(run("explain", file, "--json").stdout)

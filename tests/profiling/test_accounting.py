@@ -250,7 +250,7 @@ def test_a_trace_without_a_whole_step_says_so():
 def test_a_file_and_its_document_are_the_same(tmp_path):
     trace = hand_trace()
     trace.trace.save(tmp_path / "trace.json")
-    assert read_trace(tmp_path / "trace.json") == trace.account
+    assert read_trace(tmp_path / "trace.json")[0] == trace.account
 
 
 def test_a_trace_without_steps_says_so():

@@ -38,7 +38,7 @@ def test_every_visit_is_in_the_row_of_its_stages_device(tmp_path, max_in_flight)
         for backward in (False, True)
     }
     assert shards == [8, 8, 8, 8]
-    account = read_trace(tmp_path / "trace.json")
+    account, _ = read_trace(tmp_path / "trace.json")
     assert [own.shards for own in account.devices] == shards
     assert [*account.stage_s] == [0, 1]
 

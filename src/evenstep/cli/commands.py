@@ -74,16 +74,18 @@ def verify(context: click.Context, experiment: ExperimentOptions, wanted: str) -
 @click.command(cls=GroupedCommand)
 @click.argument("file", metavar="FILE", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
-def explain(file: str, as_json: bool) -> None:
+@click.option("--html", type=click.Path(path_type=Path), metavar="FILE",
+              help="Write a page with a timeline of the last steps.")  # fmt: skip
+def explain(file: str, as_json: bool, html: Path | None) -> None:
     """Say where the time of a training went, and what would help.
 
-    FILE was written by `evenstep train --trace FILE`. https://ui.perfetto.dev shows it as a
+    FILE was written by `evenstep train --trace FILE`. https://ui.perfetto.dev shows all of it as a
     timeline.
     """
     with loading("torch"):
         from evenstep.cli.traces.explain import explain
 
-    explain(file, as_json=as_json)
+    explain(file, as_json=as_json, page=html)
 
 
 @click.command(cls=GroupedCommand)

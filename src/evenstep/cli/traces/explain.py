@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.text import Text
 
+from evenstep.bench.results import write_text
 from evenstep.cli.options.training import spell_options
 from evenstep.cli.terminal.output import print_line, print_table, shares_table
 from evenstep.cli.traces.advice import Finding, findings
 from evenstep.cli.traces.reader import TraceAccount, read_trace
+from evenstep.cli.traces.timeline import timeline_page
 
 
-def explain(file: str, *, as_json: bool) -> None:
-    """Print where the time of the trace in `file` went."""
-    account = read_trace(file)
+def explain(file: str, *, as_json: bool, page: Path | None = None) -> None:
+    """Print where the time of the trace in `file` went; draw its last steps into `page`."""
+    account, events = read_trace(file)
     found = [
         dataclasses.replace(finding, text=spell_options(finding.text))
         for finding in findings(account)
     ]
+    if page is not None:
+        write_text(page, timeline_page(account, events, [finding.text for finding in found]))
     if as_json:
         whole = {**dataclasses.asdict(account), "findings": list(map(dataclasses.asdict, found))}
         click.echo(json.dumps(whole, allow_nan=False))

@@ -78,10 +78,18 @@ class TraceAccount:
     image_formats_ms: Mapping[str, float]
 
 
-class _Event(NamedTuple):
+class Event(NamedTuple):
     """A bar of the trace; `category` is empty where it does not matter, and so is `shard`.
 
     A shard in a stage of the network is a bar forward, and a bar backward.
+
+    Attributes:
+        row: the name of its row: a device, "copy " and a device, "front end", or "steps".
+        category: what its time counts as.
+        began_s, ended_s: seconds since the trace's first bar.
+        step, shard, stage: their numbers, where the bar belongs to one.
+        stolen: whether the shard was in another device's run.
+        backward: whether it is a backward pass in a stage.
     """
 
     row: str
@@ -96,14 +104,17 @@ class _Event(NamedTuple):
 
     @property
     def interval(self) -> Interval:
+        """When it began and ended."""
         return self.began_s, self.ended_s
 
     @property
     def seconds(self) -> float:
+        """How long it took."""
         return self.ended_s - self.began_s
 
     @property
     def is_shard(self) -> bool:
+        """Whether it is the computation of a shard, or of a part of it."""
         return self.category == "compute" and self.shard is not None
 
 
@@ -120,8 +131,8 @@ class _Step(NamedTuple):
     ended_s: float
 
 
-def read_trace(file: str | Path) -> TraceAccount:
-    """Add up the steps of a trace that `Trace.save` wrote.
+def read_trace(file: str | Path) -> tuple[TraceAccount, list[Event]]:
+    """Return the sums over the steps of a trace that `Trace.save` wrote, and its bars.
 
     The file is read event by event, so that it never takes more memory than a full trace.
 
@@ -130,7 +141,8 @@ def read_trace(file: str | Path) -> TraceAccount:
     """
     try:
         with open_file(file, may_be_stream=True) as opened:
-            return _account_of(*_parse(TraceText(opened).items()))
+            parsed = _parse(TraceText(opened).items())
+            return _account_of(*parsed), parsed[1]
     except OSError as error:
         raise InputError(f"{file} could not be read ({error.strerror or error}): {_FIX}") from None
     except InputError as error:
@@ -149,7 +161,7 @@ def account_of_trace(document: object) -> TraceAccount:
     return _account_of(*_parse(_items(document)))
 
 
-def _account_of(rows: Sequence[str], events: Sequence[_Event], about: _About) -> TraceAccount:
+def _account_of(rows: Sequence[str], events: Sequence[Event], about: _About) -> TraceAccount:
     dropped = about.dropped
     steps = _steps(events, dropped)
     devices = _devices(rows, events)
@@ -212,10 +224,10 @@ def _items(document: Any) -> Iterator[tuple[str, Any]]:
             yield key, value
 
 
-def _parse(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[_Event], _About]:
+def _parse(items: Iterable[tuple[str, Any]]) -> tuple[list[str], list[Event], _About]:
     """Return the names of the rows, the events, and what the file says beside them."""
     names: dict[Any, str] = {}
-    events: list[_Event] = []
+    events: list[Event] = []
     others: dict[str, Any] = {}
     try:
         for number, (key, value) in enumerate(items):
@@ -261,7 +273,7 @@ def _row(event: Any) -> str:
     return name
 
 
-def _event(event: Any, names: Mapping[Any, str]) -> _Event:
+def _event(event: Any, names: Mapping[Any, str]) -> Event:
     """Return an event in a row whose name came before it."""
     began_us, took_us = float(event["ts"]), float(event["dur"])
     if not (0 <= began_us < _MOST_US and 0 <= took_us < _MOST_US):
@@ -271,7 +283,7 @@ def _event(event: Any, names: Mapping[Any, str]) -> _Event:
     step, shard = _number(story, "step"), _number(story, "shard")
     stolen, backward = story.get("stolen") is True, story.get("backward") is True
     ended_s, stage = began_s + took_us * 1e-6, _number(story, "stage")
-    return _Event(row, category, began_s, ended_s, step, shard, stolen, stage, backward)
+    return Event(row, category, began_s, ended_s, step, shard, stolen, stage, backward)
 
 
 def _number(story: Mapping[str, Any], key: str) -> int | None:
@@ -288,7 +300,7 @@ def _foreign(reason: str) -> str:
 # ---- from events to steps and shards
 
 
-def _devices(rows: Sequence[str], events: Iterable[_Event]) -> list[str]:
+def _devices(rows: Sequence[str], events: Iterable[Event]) -> list[str]:
     """Return the rows of devices: those that have a row for copies, or work."""
     copies = {f"copy {row}" for row in rows}
     known = {row for row in rows if f"copy {row}" in rows}
@@ -296,7 +308,7 @@ def _devices(rows: Sequence[str], events: Iterable[_Event]) -> list[str]:
     return [row for row in rows if row in known - {"steps", "front end", *copies}]
 
 
-def _steps(events: Sequence[_Event], dropped: int) -> list[_Step]:
+def _steps(events: Sequence[Event], dropped: int) -> list[_Step]:
     """Return the complete steps, in the order of their ends."""
     own = [event for event in events if event.row == "steps"]
     waits = sorted((event.ended_s, event.began_s) for event in own if event.category == "wait")
@@ -326,21 +338,21 @@ def _opened(began_s: float, waits: Sequence[Interval]) -> float:
     return began_s
 
 
-def _most_shards(shards: Iterable[_Event]) -> int:
+def _most_shards(shards: Iterable[Event]) -> int:
     steps: dict[int | None, set[int | None]] = defaultdict(set)
     for event in shards:
         steps[event.step].add(event.shard)
     return max(map(len, steps.values()), default=0)
 
 
-def _medians(shards: Iterable[_Event]) -> dict[str, float]:
+def _medians(shards: Iterable[Event]) -> dict[str, float]:
     seconds: dict[str, list[float]] = defaultdict(list)
     for event in shards:
         seconds[event.row].append(event.seconds)
     return {device: statistics.median(values) for device, values in seconds.items()}
 
 
-def _stages(shards: Iterable[_Event]) -> dict[int, float]:
+def _stages(shards: Iterable[Event]) -> dict[int, float]:
     """Return the median seconds of a shard in each stage, forward and backward together."""
     seconds: dict[int, dict[object, float]] = defaultdict(lambda: defaultdict(float))
     for event in shards:
