@@ -21,8 +21,7 @@ from layouts import own
 from reference import assert_same_bits
 from trainers import state_of
 
-OWN_CODE = (str(Path(evenstep.__file__).parent), threading.__file__)
-CODE = (*OWN_CODE, contextlib.__file__)
+CODE = (str(Path(evenstep.__file__).parent), threading.__file__, contextlib.__file__)
 BATCHES = 3  # in an epoch
 CLASSES = 4
 QUICK = {"check": "off", "tune_malloc": False}
@@ -209,7 +208,7 @@ def _wait_for_end(thread):
 
 
 @contextlib.contextmanager
-def thrown_at(boundary, functions=(), code=CODE):
+def thrown_at(boundary, functions=()):
     """Inside `with`, raise an error where Python would raise one that comes from outside.
 
     That is at the first such place from the given bytecode boundary on: where a function or another
@@ -221,7 +220,7 @@ def thrown_at(boundary, functions=(), code=CODE):
 
     def trace(frame, event, argument):
         nonlocal last
-        if not frame.f_code.co_filename.startswith(code):
+        if not frame.f_code.co_filename.startswith(CODE):
             return None
         frame.f_trace_opcodes = True
         frame.f_trace_lines = False
@@ -257,10 +256,10 @@ def _opcode_at(code, offset):
     return _names_of(code).get(offset, "")
 
 
-def interrupting(act, boundary, code=CODE):
+def interrupting(act, boundary):
     """Return what lets `act` happen at a boundary: `press_ctrl_c`, or "throw"."""
     if act == "throw":
-        return thrown_at(boundary, code=code)
+        return thrown_at(boundary)
     return interrupted_at(boundary, act)
 
 

@@ -20,7 +20,6 @@ from evenstep.callbacks import Callback
 from interrupting import (
     BATCHES,
     LAYOUTS,
-    OWN_CODE,
     QUICK,
     InTwoCalls,
     OutsideError,
@@ -231,14 +230,14 @@ def test_in_other_calls(call, act, number, undisturbed, tmp_path):
 def test_while_a_trainer_is_opened_and_closed(
     layout, act, first, stride, functions, enough, undisturbed
 ):
-    """No thread and no handler is left, and it can be opened again.
+    """No thread, handler or hook is left, and it can be opened again.
 
-    Nothing is thrown into an ExitStack of Python's, which forgets what it was about to undo.
+    Python's ExitStack, into which exceptions are thrown, too, forgets what it was about to undo.
     """
     handler = signal.getsignal(signal.SIGINT)
     for boundary in itertools.count(first, stride):
         training = Training(**{"check": "off", "tune_malloc": act != "throw", **LAYOUTS[layout]})
-        interrupted = interrupting(act, boundary, OWN_CODE)
+        interrupted = interrupting(act, boundary)
         if functions:
             interrupted = thrown_at(boundary, functions)
         ended = contextlib.suppress(OutsideError, KeyboardInterrupt)

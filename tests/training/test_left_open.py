@@ -177,7 +177,7 @@ def test_every_call_in_a_fork_is_refused_at_once(max_in_flight):
             with pytest.raises(ClosedError, match="a trainer belongs to the process that opened"):
                 call(trainer)
             assert name
-        for name in PASSIVE:
+        for name in PASSIVE - {"load"}:  # which only the class has
             getattr(trainer, name)
         trainer.__exit__(None, None, None)  # as at the end of `with`, in the child too
 

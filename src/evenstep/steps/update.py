@@ -226,18 +226,25 @@ class Update:
 
         It says so before it calls the user's own hooks, which may fail.
         """
-        with contextlib.ExitStack() as hooks:
+        hook = self._optimizer.register_state_dict_pre_hook(lambda _: self.refuse_half_step())
+        try:
             for one in self._stepped:
                 made = one.register_step_post_hook(self._note_made)
                 post_hooks(one).move_to_end(made.id, last=False)
-                for hook in (made, one.register_step_pre_hook(self.refuse_foreign_step)):
-                    hooks.callback(hook.remove)
-            hook = self._optimizer.register_state_dict_pre_hook(lambda _: self.refuse_half_step())
-            hooks.callback(hook.remove)
-            try:
-                yield
-            finally:
-                self._used = []
+                one.register_step_pre_hook(self.refuse_foreign_step)
+            yield
+        finally:
+            hook.remove()
+            self.unwatch()
+
+    def unwatch(self) -> None:
+        """Remove its hooks of optimizers' steps, also those that an exception from outside left."""
+        self._used = []
+        for one in self._stepped:
+            for hooks in (pre_hooks(one), post_hooks(one)):
+                for number, hook in [*hooks.items()]:
+                    if getattr(hook, "__self__", None) is self:
+                        hooks.pop(number, None)
 
     def _note_made(self, *_: object) -> None:
         self._is_made = True

@@ -295,6 +295,7 @@ class Session:
         executor.join(executor.group.without_others())
         self._opened.__exit__(kind, error, traceback)
         self._parts.engine.close()  # if an exception from outside has interrupted that
+        self._parts.update.unwatch()
 
     @INTERRUPTS.uninterrupted
     def close_with_program(self) -> None:
