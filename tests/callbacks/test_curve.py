@@ -36,8 +36,9 @@ def test_a_notebook_shows_one_picture(tmp_path):
 
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(PROGRAM)])
     NotebookClient(notebook, timeout=100, resources={"metadata": {"path": tmp_path}}).execute()
-    pictures = [one for one in notebook.cells[0].outputs if "image/png" in one.get("data", {})]
-    assert len(pictures) == 1
+    outputs = notebook.cells[0].outputs
+    assert len([one for one in outputs if "image/png" in one.get("data", {})]) == 1
+    assert "Warning" not in "".join(one.get("text", "") for one in outputs)
 
 
 def test_a_terminal_shows_curves_at_the_end():

@@ -99,8 +99,8 @@ class LiveCurve(Callback):
         others = losses.twinx() if any("loss" not in name for name in self._curves) else None
         for number, (name, curve) in enumerate(self._curves.items()):
             axes = losses if others is None or "loss" in name else others
-            marker = "." if curve.is_short else ""
-            axes.plot(curve.steps, curve.values, marker, ls="-", color=f"C{number}", label=name)
+            line = ".-" if curve.is_short else "-"
+            axes.plot(curve.steps, curve.values, line, color=f"C{number}", label=name)
         if len(self._curves) > 1:
             figure.legend(loc="outside upper center", ncols=len(self._curves))
         picture = io.BytesIO()
