@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import evenstep
 from evenstep.comparison import compare
-from evenstep.comparison.finding import HARMLESS
+from evenstep.comparison.finding import HARMLESS, Cause
 
 UPDATES, EXAMPLES = 100, 32
 
@@ -94,3 +94,30 @@ def test_a_rate_that_changes_after_fifty_updates_is_found(tmp_path, model, monke
             train(model, "scheduled", parts, clip=False)
     finding = compare(tmp_path / "1.rec", tmp_path / "2.rec")
     assert (finding.cause.name, finding.step) == ("SETTINGS", 50), finding
+
+
+class RoundsBySize(nn.Module):
+    """Gives outputs by example, and a state whose examples lie along its second dimension."""
+
+    def forward(self, x):
+        out = x.tanh()
+        if len(x) > EXAMPLES // 2:
+            out = out * (1 + 2**-23)
+        return out, out[None]
+
+
+def test_rounding_is_seen_beside_outputs_that_cant_be_joined(tmp_path):
+    """As of recurrent layers on some processors."""
+    for parts in (1, 2):
+        torch.manual_seed(0)
+        net = Texts(RoundsBySize())
+        x, targets = torch.randint(30, (EXAMPLES, 9)), torch.randint(4, (EXAMPLES,))
+        updater = torch.optim.SGD(net.parameters(), 0.1)
+        with evenstep.record(tmp_path / f"{parts}.rec", steps=1):
+            for some, y in zip(x.chunk(parts), targets.chunk(parts), strict=True):
+                (F.cross_entropy(net(some), y) / parts).backward()
+            updater.step()
+    finding = compare(tmp_path / "1.rec", tmp_path / "2.rec")
+    assert (finding.cause, finding.place) == (Cause.ROUNDING, "layer"), finding
+    (seen, *_) = finding.evidence
+    assert "relative difference about" in seen

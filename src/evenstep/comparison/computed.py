@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from evenstep.comparison.aligned import Joined, distance, join_calls, rounding_of, same
 from evenstep.comparison.finding import Cause, Finding
-from evenstep.comparison.reading import ProcessStep, Run
+from evenstep.comparison.reading import Kept, ProcessStep, Run
 from evenstep.errors import counted
 
 OTHER_LOSS = (
@@ -75,7 +75,8 @@ def find_other_outputs(
             continue
         if are_alike(call, other, what="outputs", within=beyond(name)):
             continue
-        far = max(map(distance, call.outputs, other.outputs), default=math.inf)
+        pairs = _telling(call, other, call.outputs, other.outputs)
+        far = max((distance(*pair) for pair in pairs), default=math.inf)
         how_far = "" if far == math.inf else f" (relative difference about {far:.1e})"
         seen = f"{_spelled(call)} has the same inputs and other outputs{how_far}"
         is_part = (call.calls, call.kind) != (other.calls, other.kind)
@@ -223,11 +224,22 @@ def are_alike(call: Joined, other: Joined, *, what: str, within: float = 0.0) ->
     if len(ours) != len(theirs):
         return False
     return all(
-        (call.calls != other.calls and None in (one.rows, its.rows))
-        or same(one, its)
-        or (within > 0 and distance(one, its) <= within)
-        for one, its in zip(ours, theirs, strict=True)
+        same(one, its) or (within > 0 and distance(one, its) <= within)
+        for one, its in _telling(call, other, ours, theirs)
     )
+
+
+def _telling(
+    call: Joined, other: Joined, ours: Sequence[Kept], theirs: Sequence[Kept]
+) -> Iterator[tuple[Kept, Kept]]:
+    """Yield the pairs of tensors that say something: of other numbers of calls, those by example.
+
+    Without as many tensors on both sides, none does.
+    """
+    if len(ours) == len(theirs):
+        for one, its in zip(ours, theirs, strict=True):
+            if call.calls == other.calls or None not in (one.rows, its.rows):
+                yield one, its
 
 
 def _parts(ours: Run, call: Joined, theirs: Run, other: Joined) -> str:
