@@ -206,7 +206,7 @@ SETTINGS = dict.fromkeys(
 }
 TABLE = {
     **dict.fromkeys(REFUSED, "refused"),
-    **{f"{fact}{IN_THE_MIDDLE}": "refused" for fact in [*DATA, "another kind of loader"]},
+    **{f"{fact}{IN_THE_MIDDLE}": "refused" for fact in [*DATA, "a different kind of loader"]},
     "other data at the start of an epoch": "said",
     "the seed of Python's hashes": "said",  # tests/checkpoint/test_saved_hash_seed.py
     **dict.fromkeys([*SAID, *REWRITTEN], "within rounding"),

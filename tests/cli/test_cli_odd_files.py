@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from evenstep.cli.options.training import ExperimentOptions
 from evenstep.cli.traces.advice import findings
 from evenstep.cli.traces.reader import read_trace
+from evenstep.cli.traces.timeline import timeline_page
 from evenstep.cli.training.runfile import read_run_file, write_run_file
 from evenstep.errors import CheckpointError, InputError
 from fuzzing import limited
@@ -146,10 +148,13 @@ def test_a_trace_with_an_odd_value_anywhere_is_refused_or_counted(tmp_path, docu
     for path in [(), *places(document)]:
         text = json.dumps(put(document, path, "HERE")).replace('"HERE"', odd)
         try:
-            account = read(tmp_path, text)
+            account, events = read(tmp_path, text)
         except InputError as error:
             assert "\n" not in str(error)  # noqa: PT017
         else:
+            drawn = re.findall(r' (?:x|x1|width)="(.+?)"', timeline_page(account, events, []))
+            assert drawn, path
+            assert all(math.isfinite(float(one)) for one in drawn), path
             shown = [account.wall_s, account.load_s, account.between_s, account.copy_s]
             assert all(math.isfinite(value) and value >= 0 for value in shown), path
             assert account.dropped >= 0, path
@@ -240,7 +245,7 @@ def test_a_full_trace_takes_little_memory(tmp_path):
         hand.add((1, 2, 1, 1), (2, (1, "stolen"), 1, 1), wait=1.0, sums=(0.5, 0.5))
     hand.trace.save(tmp_path / "trace.json")
     with limited("a full trace"):
-        assert read_trace(tmp_path / "trace.json").dropped > 0
+        assert read_trace(tmp_path / "trace.json")[0].dropped > 0
 
 
 def test_a_trace_may_come_through_a_pipe(tmp_path, document):
@@ -249,5 +254,5 @@ def test_a_trace_may_come_through_a_pipe(tmp_path, document):
     text = json.dumps(document)
     writer = threading.Thread(target=lambda: (tmp_path / "pipe").write_text(text))
     writer.start()
-    assert read_trace(tmp_path / "pipe").steps == 2
+    assert read_trace(tmp_path / "pipe")[0].steps == 2
     writer.join()

@@ -110,6 +110,6 @@ def _ticks(seconds: float, scale: float) -> Iterator[tuple[str, float]]:
     """Yield the labels and places of round times, in milliseconds."""
     least = seconds * 1e3 / _TICKS or 1.0
     power = 10 ** math.floor(math.log10(least))
-    every = next(one * power for one in (1, 2, 5, 10) if one * power >= least)
+    every = next((one * power for one in (1, 2, 5) if one * power >= least), 10 * power)
     for n in range(int(seconds * 1e3 / every) + 1):
         yield f"{n * every:g} ms", LEFT + n * every * 1e-3 * scale
