@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from evenstep.callbacks import Callback, ProgressBar
+from evenstep.callbacks import Callback, LiveCurve, ProgressBar
 from screen import lines_on_screen, on_a_terminal
 from trainers import open_trainer
 from zoo import build, make_batches
@@ -133,3 +133,14 @@ def test_a_bar_outside_of_epochs_counts_the_steps(capfd):
         for X, y in BATCHES:
             trainer.step(X, y)
     assert capfd.readouterr().err == ""
+
+
+def test_a_program_without_a_console_shows_nothing(monkeypatch):
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    with open_trainer(
+        build("convolution"), callbacks=[ProgressBar(total=3), LiveCurve()]
+    ) as trainer:
+        for X, y in BATCHES:
+            trainer.step(X, y)
+    assert trainer.steps_done == len(BATCHES)

@@ -24,6 +24,11 @@ def in_notebook() -> bool:
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
+def is_a_terminal(stream: Any) -> bool:
+    """Whether somebody sees what is written to a stream; a program without a console has None."""
+    return hasattr(stream, "isatty") and bool(stream.isatty())
+
+
 class LiveCurve(Callback):
     """Draws the loss over the steps, and numbers that are added.
 
@@ -75,7 +80,7 @@ class LiveCurve(Callback):
         """Draw the last points; on a terminal, print the curves."""
         if in_notebook():
             self._draw()
-        elif sys.stdout.isatty():
+        elif is_a_terminal(sys.stdout):
             for name, curve in self._curves.items():
                 for line in curve_lines(name, curve.steps, curve.values, sys.stdout.encoding):
                     print(line)

@@ -8,7 +8,7 @@ import warnings
 from typing import Any, TextIO
 
 from evenstep.callbacks.callback import Callback, EpochRecord, EpochStart, StepRecord
-from evenstep.callbacks.curve import in_notebook
+from evenstep.callbacks.curve import in_notebook, is_a_terminal
 
 _SHOWN_DEVICES = 4
 
@@ -39,9 +39,9 @@ class ProgressBar(Callback):
 
     def open(self, step: int) -> None:
         """Show the bar of the whole training, if there is one."""
-        is_terminal = sys.stderr.isatty() and not in_notebook()
+        is_terminal = is_a_terminal(sys.stderr) and not in_notebook()
         self._is_shown = is_terminal or in_notebook()
-        names = [one for one in ("stdout", "stderr") if getattr(sys, one).isatty()]
+        names = [one for one in ("stdout", "stderr") if is_a_terminal(getattr(sys, one))]
         self._streams = [_Above(name) for name in names] if is_terminal else []
         if self._total is not None:
             self._show(self._total, step)
