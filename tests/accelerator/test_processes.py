@@ -44,9 +44,11 @@ def test_processes_train_with_the_bits_of_one_on_a_cpu(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("at", [1, 3])
-def test_a_kernel_that_fails_anywhere_leaves_no_wrong_bit(tmp_path, rank, at):
+@pytest.mark.parametrize(
+    ("rank", "at", "divide"),
+    [(0, 1, "nothing"), (1, 1, "nothing"), (0, 3, "nothing"), (1, 3, "nothing"), (0, 3, "owners")],
+)
+def test_a_kernel_that_fails_anywhere_leaves_no_wrong_bit(tmp_path, rank, at, divide):
     model = build("batch_norm")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with evenstep.Trainer(
@@ -55,7 +57,7 @@ def test_a_kernel_that_fails_anywhere_leaves_no_wrong_bit(tmp_path, rank, at):
         for X, y in make_batches((33, 16, 30, 24)):
             trainer.step(X, y)
         expected = trainer.fingerprint()
-    finished = launched(2, "failing_kernels.py", tmp_path / "found", rank, at)
+    finished = launched(2, "failing_kernels.py", tmp_path / "found", rank, at, divide)
     assert finished.returncode == 0, finished.stderr
     found = torch.load(tmp_path / "found")
     assert {*found} - {None} == {expected}

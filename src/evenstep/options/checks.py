@@ -45,7 +45,7 @@ class Options:
 
 
 def _meant(cls: type[Options], name: str) -> str:
-    """Return a question for the field of a group that has nearly the name; empty for none."""
+    """Return which field of any group has nearly the name, as a question; else those of `cls`."""
     for group in (cls, *Options.__subclasses__()):
         names = [one.name for one in dataclasses.fields(group)]  # type: ignore[arg-type]
         for meant in difflib.get_close_matches(name, names, 1, 0.75):
