@@ -1215,7 +1215,7 @@ _SHOWN = [
         "a column of a curve has its last value, not the mean",
         ARITHMETIC,
         "callbacks/terminal_curve.py",
-        "round(rows * (high - sum(some) / len(some))",
+        "round(rows * (high - sum(v / len(some) for v in some))",
         "round(rows * (high - some[-1])",
         ("callbacks/test_curve.py",),
     ),

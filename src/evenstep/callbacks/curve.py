@@ -82,7 +82,8 @@ class LiveCurve(Callback):
             self._draw()
         elif is_a_terminal(sys.stdout):
             for name, curve in self._curves.items():
-                for line in curve_lines(name, curve.steps, curve.values, sys.stdout.encoding):
+                encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+                for line in curve_lines(name, curve.steps, curve.values, encoding):
                     print(line)
 
     def _draw_if_due(self) -> None:

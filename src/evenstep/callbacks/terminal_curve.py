@@ -56,7 +56,7 @@ def _columns(points: Sequence[tuple[int, float]]) -> dict[int, int]:
     for step, value in points:
         found.setdefault(round(columns * (step - first) / max(1, last - first)), []).append(value)
     return {
-        column: round(rows * (high - sum(some) / len(some)) / ((high - low) or 1))
+        column: round(rows * (high - sum(v / len(some) for v in some)) / ((high - low) or 1))
         for column, some in found.items()
     }
 

@@ -326,8 +326,8 @@ class Pipeline(abc.ABC):
             if self._others_may_fail and self._executor.group.is_alone:
                 self._refuse_failed()
         except BaseException as error:
-            knows_alone = not attempt.ending.reported and is_device_failure(error)
-            attempt.ending.committed = not (knows_alone or isinstance(error, AgainError))
+            is_unreported = is_device_failure(error) and not attempt.ending.reported
+            attempt.ending.committed = not (is_unreported or isinstance(error, AgainError))
             raise
         step.finish(step, leaves, root)
         step.finished = True

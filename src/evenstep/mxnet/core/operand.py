@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from evenstep.errors import MXNetError
 from evenstep.mxnet.ops import tables
+from evenstep.mxnet.ops.names import missing
 
 
 class Operator:
@@ -77,7 +78,8 @@ def operator(table: str, name: str) -> Operator:
     """
     functions: Mapping[str, Callable[..., Any]] = getattr(tables, table.upper())
     if name not in functions:
-        raise AttributeError(tables.missing(table, name, sorted(functions)))
+        any_other = ", and mx.operation(torch.erfc) makes any function of torch one"
+        raise AttributeError(missing(table, name, sorted(functions)) + any_other)
     return Operator(f"{table}.{name}", functions[name])
 
 

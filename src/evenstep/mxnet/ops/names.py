@@ -27,14 +27,22 @@ def lookup(
             return importlib.import_module(f"evenstep.mxnet.{modules[name]}")
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(missing(f"evenstep.mxnet.{module}".rstrip("."), name, there))
+        raise AttributeError(missing(module, name, there))
 
     return found
 
 
 def missing(module: str, name: str, there: Sequence[str]) -> str:
-    """Return the message on a name that is not there, with the names that are close to it."""
-    close = difflib.get_close_matches(name.lower(), [one.lower() for one in there], 5, 0.6)
-    near = [one for one in there if one.lower() in close or name.lower() in one.lower()]
-    listed = f"close to it: {', '.join(near[:5])}" if near else f"it has {', '.join(there)}"
-    return f"{module} has no {name!r}: {listed} (docs/mxnet.md lists what is there)"
+    """Return the message on a name that is not there, with the names that are close to it.
+
+    Args:
+        module: the module's name in `evenstep.mxnet`; empty for that itself.
+        name: the name.
+        there: the names that are there.
+    """
+    lower = {one.lower(): one for one in there}
+    near = difflib.get_close_matches(name.lower(), lower, 5, 0.6)
+    near += [one for one in lower if name.lower() in one and one not in near][:5]
+    hint = f"close to it: {', '.join(lower[one] for one in near)}; " if near else ""
+    whole = ".".join(["evenstep.mxnet", module]).rstrip(".")
+    return f"{whole} has no {name!r}: {hint}`dir({module or 'mx'})` lists all {len(there)} names"
