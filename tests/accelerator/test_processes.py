@@ -43,12 +43,24 @@ def test_processes_train_with_the_bits_of_one_on_a_cpu(
     assert others == expected_others
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("rank", "at", "divide"),
-    [(0, 1, "nothing"), (1, 1, "nothing"), (0, 3, "nothing"), (1, 3, "nothing"), (0, 3, "owners")],
+    ("rank", "at", "divide", "since"),
+    [
+        (0, 3, "nothing", "sum"),
+        (1, 1, "nothing", "sum"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (1, 3, "nothing", "sum"),
+                (0, 3, "owners", "sum"),
+                (0, 1, "nothing", "start"),
+                (1, 3, "nothing", "start"),
+                (0, 3, "owners", "start"),
+            ]
+        ),
+    ],
 )
-def test_a_kernel_that_fails_anywhere_leaves_no_wrong_bit(tmp_path, rank, at, divide):
+def test_a_kernel_that_fails_anywhere_leaves_no_wrong_bit(tmp_path, rank, at, divide, since):
     model = build("batch_norm")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     with evenstep.Trainer(
@@ -57,7 +69,7 @@ def test_a_kernel_that_fails_anywhere_leaves_no_wrong_bit(tmp_path, rank, at, di
         for X, y in make_batches((33, 16, 30, 24)):
             trainer.step(X, y)
         expected = trainer.fingerprint()
-    finished = launched(2, "failing_kernels.py", tmp_path / "found", rank, at, divide)
+    finished = launched(2, "failing_kernels.py", tmp_path / "found", rank, at, divide, since)
     assert finished.returncode == 0, finished.stderr
     found = torch.load(tmp_path / "found")
     assert {*found} - {None} == {expected}

@@ -883,6 +883,14 @@ _SWALLOWED_ERROR = [
 
 _ACCELERATORS = [
     Mutant(
+        "a process sends a sum that a failed accelerator was part of",
+        SWALLOWED_ERROR,
+        "steps/reducer.py",
+        "self._refuse_failed()",
+        "pass",
+        ("accelerator/test_processes.py::test_a_kernel_that_fails_anywhere_leaves_no_wrong_bit",),
+    ),
+    Mutant(
         "a shard's loss is read before its kernels have run",
         MISSING_WAIT,
         "shard/forward_backward.py",
