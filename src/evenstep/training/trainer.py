@@ -100,6 +100,14 @@ _TENSORS = {torch.Tensor}
 class Trainer(Habits):
     """Trains a model on many devices, with a result that does not depend on how many there are.
 
+        model = evenstep.models.mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = nn.CrossEntropyLoss()
+        loader = evenstep.data.Loader(evenstep.data.digits(), batch_size=64)
+        with evenstep.Trainer(model, optimizer, loss) as trainer:
+            for X, y in trainer.epoch(loader):
+                trainer.step(X, y)
+
     Use it with `with` (or `open`), which starts and stops a worker thread for each device. In a
     script that torchrun starts several times, `with` also finds the other processes: they train
     one model together, each on its own devices. The module and the optimizer remain ordinary torch
@@ -114,15 +122,26 @@ class Trainer(Habits):
         objective: instead of `loss`, for everything else: `objective(model, *batch) ->
             (total, count)`, which must call the `model` that it is given. It may also return one
             scalar, the mean over the examples. A dict of further outputs may follow either.
-        devices: "auto", a number, a name such as "cpu:1", or a list of names (see `find_devices`).
+
+    Args: What the result depends on
         shards: V, the number of shards that every minibatch is cut into; at most 65,536. By
             default 8.
         seed: the seed of the random ops in the model. By default 0.
         precision: "fp32" for the parameters' own dtype (the default), "bf16" for autocast.
         experiment: all choices that the result depends on: these three, and those that are seldom
             made, such as `Experiment(clip_norm=1.0)`. A choice is given in one place only.
+
+    Args: Where and how the work is done, without effect on the result
+        devices: "auto", a number, a name such as "cpu:1", or a list of names (see `find_devices`).
         layout: how the work is divided, without effect on the result: stages, slices, owners.
+        max_in_flight: the number of steps that may be unfinished at once, at most 1,000. With 1, a
+            step is finished when `step` returns. With 2, `step` returns at once, and the next batch
+            is loaded and copied meanwhile; call `waitall` before you read or change the model.
+            Schedulers and changes of the optimizer's groups still take effect at the right step.
+            An optimizer that contains another one is refused.
         faults: how long to wait for what is late, and when to check what.
+
+    Args: Your own code and objects
         before_update: called with the module when each `parameter.grad` holds the batch's mean
             gradient and the optimizer has not stepped yet: the place for clipping.
         after_update: called with the module after the optimizer's step and before the next step's
@@ -140,11 +159,6 @@ class Trainer(Habits):
             several processes, the states of the first one are saved, and restored in all.
         callbacks: objects that are called after steps, epochs and checkpoints, to log or to show
             them (see `evenstep.callbacks.Callback`). They have no effect on the result.
-        max_in_flight: the number of steps that may be unfinished at once, at most 1,000. With 1, a
-            step is finished when `step` returns. With 2, `step` returns at once, and the next batch
-            is loaded and copied meanwhile; call `waitall` before you read or change the model.
-            Schedulers and changes of the optimizer's groups still take effect at the right step.
-            An optimizer that contains another one is refused.
 
     Attributes:
         notes: lines about devices and choices for the user, logged when the trainer is opened.
@@ -304,6 +318,10 @@ class Trainer(Habits):
     def close(self) -> None:
         """Finish the steps in flight and stop the threads, as the end of `with` does.
 
+            trainer = evenstep.Trainer(model, optimizer, loss).open()
+            trainer.step(X, y)
+            trainer.close()
+
         The model stays usable. Calling `close` again has no effect.
         """
         self._session.refuse_here("close")
@@ -314,6 +332,10 @@ class Trainer(Habits):
     def cursor(self) -> Cursor:
         """The place in the data: batch number `step` of `epoch` is the next to train on.
 
+            while trainer.cursor.epoch < 3:
+                for X, y in trainer.epoch(loader):
+                    trainer.step(X, y)
+
         It counts the batches that `Trainer.epoch` has yielded. The latest one counts only once a
         step is taken on it or the next batch is drawn, so a loop may save or stop before that step.
         If you iterate a loader yourself, it counts the steps.
@@ -322,7 +344,12 @@ class Trainer(Habits):
 
     @property
     def position(self) -> Position:
-        """The steps done, and the place in the data."""
+        """Where the training stands.
+
+            print(trainer.position.steps_done, trainer.position.cursor)
+
+        The steps done, the epoch and the batch, and the place in the data.
+        """
         return self._progress.position
 
     @position.setter
@@ -333,6 +360,8 @@ class Trainer(Habits):
     def within_rounding(self) -> bool:
         """Whether results are equal to those of other devices within rounding, not bit for bit.
 
+            print(trainer.within_rounding, trainer.notes)
+
         A note says why.
         """
         return self._notes.within_rounding
@@ -341,6 +370,9 @@ class Trainer(Habits):
     def facts(self) -> Facts:
         """What the bits of this training depend on besides the data: values by name, by kind.
 
+            for name, value in trainer.facts["experiment"].items():
+                print(name, value)
+
         Processes compare them when they open their trainers; a checkpoint holds them, and a resume
         compares them again (see docs/promise.md).
         """
@@ -348,11 +380,23 @@ class Trainer(Habits):
 
     @property
     def steps_done(self) -> int:
-        """The number of steps since the start of training, over all epochs and resumes."""
+        """The number of steps since the start of training.
+
+            for X, y in trainer.epoch(loader):
+                trainer.step(X, y)
+                if trainer.steps_done % 10 == 0:
+                    trainer.save("runs/a")
+
+        Those of all epochs count, and those before a resume.
+        """
         return self._progress.position.steps_done
 
     def step(self, *batch: Batch, **named: Batch) -> StepLoss:
         """Train on one minibatch: split, compute the shards, sum, update.
+
+            for X, y in trainer.epoch(loader):
+                mean = trainer.step(X, y)
+            print(float(mean))
 
         Gradients that you have put into `.grad` since the last update (`penalty.backward()`) are
         added to the step's mean gradient. What a step, `backward` or an optimizer has left there is
@@ -525,6 +569,9 @@ class Trainer(Habits):
     def epoch(self, loader: Batches, *, whole: bool = False) -> RestOfEpoch:
         """Return the remaining batches of the current epoch; then the next epoch begins.
 
+            for X, y in trainer.epoch(loader):
+                trainer.step(X, y)
+
         They can be looped over once. Their `len` is their number, if the loader has a length, so
         `tqdm(trainer.epoch(loader))` shows how much is left.
 
@@ -568,6 +615,9 @@ class Trainer(Habits):
     def batches(self, loader: Batches) -> Iterator[Batch]:
         """Yield the batches of the loader's epoch 0, to be given to `evaluate`.
 
+            metrics = {"accuracy": evenstep.metrics.accuracy}
+            trainer.evaluate(trainer.batches(loader), metrics)
+
         With several processes, each loads and yields its own part of every batch, as in `epoch`.
         """
         self._session.refuse_fork()
@@ -587,6 +637,9 @@ class Trainer(Habits):
         model: nn.Module | None = None,
     ) -> dict[str, Any]:
         """Return each metric over all `batches`, computed on every device in evaluation mode.
+
+            metrics = {"accuracy": evenstep.metrics.accuracy}
+            print(trainer.evaluate(loader, metrics)["accuracy"])
 
         Args:
             batches: an iterable of batches, each a tuple or list of the arguments of `step`, or its
@@ -623,6 +676,9 @@ class Trainer(Habits):
     ) -> Batch:
         """Return the model's output for every example, computed as `evaluate` does.
 
+            scores = trainer.predict([X])
+            labels = scores.argmax(dim=1)
+
         Args:
             batches: as for `evaluate`. Of a Loader every example is taken once, in the order of the
                 data set, whether it shuffles or not.
@@ -651,6 +707,12 @@ class Trainer(Habits):
     def waitall(self) -> None:
         """Wait for every step; afterwards the model may be read, and changed in any way.
 
+            with evenstep.Trainer(model, optimizer, loss, max_in_flight=2) as trainer:
+                for X, y in trainer.epoch(loader):
+                    trainer.step(X, y)
+                trainer.waitall()
+                torch.save(model.state_dict(), "net.pt")
+
         Raises:
             Exception: the error of a step in flight; it and those after it were not taken.
             ClosedError: a step failed within its update.
@@ -663,6 +725,8 @@ class Trainer(Habits):
     @hides_own_frames
     def fingerprint(self, version: int = 1) -> str:
         """Return the SHA-256 of parameters, buffers and optimizer state (hexadecimal).
+
+            print(trainer.fingerprint()[:12])  # the same on any number of devices
 
         Waits for the steps in flight.
 
@@ -681,6 +745,10 @@ class Trainer(Habits):
     @hides_own_frames
     def save(self, folder: str | Path, *, keep: int = 3, background: bool = False) -> Path:
         """Save everything that training resumes from, in a new folder `step-…` in `folder`.
+
+            for X, y in trainer.epoch(loader):
+                trainer.step(X, y)
+            trainer.save("runs/a", keep=2)
 
         With several processes, each must call this; the first one writes. In one process, a signal
         handler may call it anywhere. A checkpoint holds no gradients: between `backward` and an
@@ -704,6 +772,10 @@ class Trainer(Habits):
     def wait_for_save(self) -> None:
         """Wait until the checkpoint that `save(background=True)` has begun is on the disk.
 
+            trainer.save("runs/a", background=True)
+            trainer.step(X, y)
+            trainer.wait_for_save()
+
         Raises:
             SaveError: the checkpoint could not be written; earlier ones are unchanged.
         """
@@ -722,6 +794,10 @@ class Trainer(Habits):
         **options: Unpack[TrainerOptions],
     ) -> Trainer:
         """Return a trainer that resumes where a saved one stopped, bit for bit, on any devices.
+
+            with evenstep.Trainer.load("runs/a", model, optimizer, loss, devices=1) as trainer:
+                for X, y in trainer.epoch(loader):  # what is left of the epoch
+                    trainer.step(X, y)
 
         Args:
             folder: a folder of checkpoints, of which the newest is loaded, or one checkpoint.
@@ -748,53 +824,114 @@ class Trainer(Habits):
         return trainer
 
     def ask_to_stop(self) -> None:
-        """Ask the training to stop: `should_stop` becomes true in all processes before one step."""
+        """Ask the training to stop.
+
+            def stop(number, frame):
+                trainer.ask_to_stop()
+
+            signal.signal(signal.SIGTERM, stop)
+
+        `should_stop` becomes true in all processes before one step.
+        """
         self._session.refuse_fork()
         self._executor.group.ask_to_stop()
 
     @property
     def should_stop(self) -> bool:
-        """Whether the training should stop, because `ask_to_stop` was called."""
+        """Whether the training should stop.
+
+            for X, y in trainer.epoch(loader):
+                if trainer.should_stop:
+                    trainer.save("runs/a")
+                    break
+                trainer.step(X, y)
+
+        It becomes true when `ask_to_stop` was called.
+        """
         self._session.refuse_fork()
         return self._session.should_stop
 
     @property
     def contract(self) -> ContractReport | None:
-        """The report of the last check of the contract; None before the first."""
+        """The report of the last check of the contract.
+
+            trainer.step(X, y)
+            print(trainer.contract.seconds)
+
+        None before the first check.
+        """
         return self._self_check.report
 
     @property
     @INTERRUPTS.uninterrupted
     def trace(self) -> Trace:
-        """What ran where and when; `trace.save(file)` writes it for Perfetto."""
+        """What ran where and when.
+
+            trainer.step(X, y)
+            trainer.trace.save("run.trace")
+
+        Perfetto (https://ui.perfetto.dev) draws the file as a timeline.
+        """
         self._session.refuse_fork()
         return self._timekeeper.trace
 
     @property
     def hybridized(self) -> Hybridized | None:
-        """The result of compiling shards, known after the first step; None without `compile`."""
+        """The result of compiling shards.
+
+            compiled = evenstep.Experiment(compile=True)
+            with evenstep.Trainer(model, optimizer, loss, experiment=compiled) as trainer:
+                trainer.step(X, y)
+            print(trainer.hybridized)
+
+        Known after the first step; None without `compile`.
+        """
         programs = self._executor.programs
         return programs.result if programs is not None else None
 
     @property
     def compile_s(self) -> float:
-        """The seconds spent on compiling so far, which no step's time includes."""
+        """The seconds spent on compiling so far.
+
+            print(f"compiling took {trainer.compile_s:.1f} s")
+
+        No step's time includes them.
+        """
         return self.hybridized.compile_s if self.hybridized is not None else 0.0
 
     @INTERRUPTS.uninterrupted
     def shares(self) -> Shares:
-        """Return for each device where the time of the training steps went; it prints a table."""
+        """Return for each device where the time of the training steps went.
+
+            trainer.step(X, y)
+            print(trainer.shares())
+
+        The result prints as a table.
+        """
         self._session.refuse_fork()
         return self._timekeeper.shares()
 
     @property
     def exchanged(self) -> Exchanged | None:
-        """What devices have sent each other to compute slices; None without `Slices()`."""
+        """What devices have sent each other to compute slices.
+
+            evenstep.nn.slice_(model, slices=2)
+            layout = evenstep.Layout(divide=evenstep.Slices())
+            with evenstep.Trainer(model, optimizer, loss, devices=2, layout=layout) as trainer:
+                trainer.step(X, y)
+            print(trainer.exchanged)
+
+        None without `Slices()`.
+        """
         return self._executor.exchanged
 
     @property
     def stages(self) -> Mapping[str, int] | None:
         """The stage that each named module begins; None without stages.
+
+            layout = evenstep.Layout(divide=evenstep.Stages("balanced"))
+            trainer = evenstep.Trainer(model, optimizer, loss, devices=2, layout=layout)
+            print(trainer.stages)
 
         With stages by time, these are the stages of equal bytes until the first step.
         """
@@ -802,7 +939,13 @@ class Trainer(Habits):
 
     @property
     def busy_s(self) -> list[float]:
-        """For each device, the seconds of training steps in which it had work."""
+        """For each device, the seconds in which it had work.
+
+            for device, seconds in zip(trainer.devices, trainer.busy_s, strict=True):
+                print(device, seconds)
+
+        Only training steps count.
+        """
         return [own.compute_s + own.sum_s + own.update_s for own in self.shares()]
 
     # ---- the parts of a step
