@@ -21,6 +21,7 @@ import click
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from trainer_page import trainer_page
 
 from evenstep.cli import main
 
@@ -150,7 +151,7 @@ def reference() -> dict[str, str]:
     top = [name for name in packages.pop("evenstep") if name not in ("Trainer", *SHOWN)]
     public = {
         "evenstep": names_of("evenstep", top),
-        "evenstep.Trainer": "::: evenstep.Trainer",
+        "evenstep.Trainer": trainer_page(SOURCE / "training" / "trainer.py"),
         **{
             f"evenstep.{one}": names_of(f"evenstep.{one}", packages.pop(f"evenstep.{one}", []))
             for one in SHOWN

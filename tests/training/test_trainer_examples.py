@@ -1,6 +1,6 @@
 """The examples in the docstrings of `Trainer`, run as they stand there.
 
-The example of the class makes the model, the optimizer, the loss and the loader that the others use.
+The example of the class makes the model, the optimizer, the loss and the loader of the others.
 """
 
 import ast

@@ -115,6 +115,8 @@ class Trainer(Habits):
     Gradient hooks (`parameter.register_hook`) are called once for each step, with the batch's mean
     gradient.
 
+    `model`, `optimizer` and `loss` may be given by position, all other arguments by name.
+
     Args:
         model: any `nn.Module`; it is moved to the first device.
         optimizer: any `torch.optim` optimizer over parameters of `model`.
