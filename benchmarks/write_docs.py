@@ -110,6 +110,7 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
         failures=speed.failures,
         text_tables=text.tables,
         scaled=speed.scaling,
+        parts_of_time=speed.parts_of_time,
         scripts=scripts,
         summary=summary,
     )

@@ -154,11 +154,24 @@ def scaling(document: Mapping[str, Any], *, same_batch: bool) -> Table:
             f"{row.speed_up.median:.2f}",
             spread(row.speed_up),
             f"{row.efficiency:.0%}",
-            *(f"{percent}%" for percent in whole_percents(row.shares[part] for part in PARTS)),
         ]
         for row in scaled(document, same_batch=same_batch)
     ]
-    return Table((*SCALING_HEAD, *PART_NAMES), rows)
+    return Table(SCALING_HEAD, rows)
+
+
+def parts_of_time(document: Mapping[str, Any]) -> Table:
+    """Return where the devices' time went, for each number of devices and batch."""
+    rows = {
+        (row.devices, row.examples): [
+            str(row.devices),
+            str(row.examples),
+            *(f"{percent}%" for percent in whole_percents(row.shares[part] for part in PARTS)),
+        ]
+        for same_batch in (True, False)
+        for row in scaled(document, same_batch=same_batch)
+    }
+    return Table(("devices", "batch", *PART_NAMES), [*rows.values()])
 
 
 BENCHMARK = Benchmark(name="training_speed", contenders=lineup(), tables=tables)
