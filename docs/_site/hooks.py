@@ -17,15 +17,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import click
+from command_page import command_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from trainer_page import trainer_page
 
-from evenstep.cli import main
+from evenstep.cli.app import COMMANDS, main
 
-HELP: Any = {"terminal_width": 96, "max_content_width": 96}
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "evenstep"
 COPIED = {
@@ -167,23 +166,8 @@ def reference() -> dict[str, str]:
 
 
 def command_line() -> dict[str, str]:
-    """Return the page with the help of every command."""
-    parts = [
-        "# The command line",
-        "What each command prints with `--help`.",
-        *(
-            f"## {name}\n\n{fenced(text, 'text')}"
-            for name, text in helps(main, click.Context(main, info_name="evenstep", **HELP))
-        ),
-    ]
-    return {"reference/command_line.md": "\n\n".join(parts)}
-
-
-def helps(command: click.Command, context: click.Context) -> Iterator[tuple[str, str]]:
-    """Yield the name and the help of a command and of those inside it."""
-    yield context.command_path, command.get_help(context)
-    for name, inside in getattr(command, "commands", {}).items():
-        yield from helps(inside, click.Context(inside, info_name=name, parent=context, **HELP))
+    """Return the page of the command line."""
+    return {"reference/command_line.md": command_page(main, COMMANDS)}
 
 
 def short(name: str) -> str:

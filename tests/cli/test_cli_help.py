@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -114,6 +115,25 @@ def test_no_option_is_left_out_of_the_help(path):
     flags = {one.opts[0] for one in command.params if isinstance(one, click.Option)}
     shown = [flag for group in headings(*path).values() for flag in group]
     assert sorted(shown) == sorted(flags | {"--help"}) or not isinstance(command, GroupedCommand)
+
+
+GROUPED = [path for path, command in COMMANDS.items() if isinstance(command, GroupedCommand)]
+
+
+def test_every_command_has_an_example_but_those_that_only_hold_others():
+    assert {path for path in COMMANDS if path not in GROUPED} == {("bench",)}
+
+
+@pytest.mark.parametrize("path", GROUPED)
+def test_the_help_ends_with_an_example_of_the_command(path):
+    *_, heading, example, prints = run(*path, "--help").stdout.splitlines()
+    program, *words = shlex.split(example.removeprefix("  $ "))
+    assert heading == "Example:"
+    assert (program, *words[: len(path)]) == ("evenstep", *path)
+    assert prints == f"  {COMMANDS[path].prints}"
+    assert max(len(example), len(prints)) <= 80
+    place = len(path)  # of --help, before the arguments
+    assert run(*words[:place], "--help", *words[place:]).stdout.startswith("Usage: ")
 
 
 def test_a_number_without_a_limit_shows_none():

@@ -30,7 +30,7 @@ from evenstep.cli.processes.hash_seed import fix_hash_seed
 from evenstep.cli.processes.report import report_to_launcher
 from evenstep.errors import EvenstepError, InputError, PeerError
 
-_COMMANDS = {
+COMMANDS = {
     "Train and check": (train, verify),
     "Why do two runs differ": (record, compare),
     "Look inside": (doctor, devices, explain),
@@ -68,7 +68,7 @@ class Program(click.Group):
 
     def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands under their headings."""
-        for heading, commands in _COMMANDS.items():
+        for heading, commands in COMMANDS.items():
             with formatter.section(heading):
                 formatter.write_dl(
                     [(one.name or "", one.get_short_help_str(90)) for one in commands]
@@ -90,7 +90,7 @@ def main(context: click.Context) -> None:
         click.echo(context.get_help())
 
 
-for _commands in _COMMANDS.values():
+for _commands in COMMANDS.values():
     for _command in _commands:
         main.add_command(_command)
 

@@ -29,7 +29,11 @@ def _usable_cores() -> int:
     return usable_cores()
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    example="evenstep train --epochs 2 --checkpoint-dir runs/first --trace run.trace",
+    prints="fingerprint    ...",
+)
 @takes_options(experiment=ExperimentOptions, layout=LayoutOptions)
 def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
     """Train a model (digits: seconds; fashion-mnist: minutes).
@@ -45,7 +49,11 @@ def train(experiment: ExperimentOptions, layout: LayoutOptions) -> None:
     train(experiment, layout)
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    example="evenstep verify --steps 5 --devices 1,2",
+    prints="identical: the same bits after each of 5 steps on 1 and 2 devices",
+)
 @takes_options(experiment=ExperimentOptions)
 @click.option(
     "--devices",
@@ -71,7 +79,11 @@ def verify(context: click.Context, experiment: ExperimentOptions, wanted: str) -
     context.exit(0 if verify(experiment, wanted) else 1)
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    example="evenstep explain run.trace --html timeline.html",
+    prints="12 steps in ... s, ... ms each; ... s between them are not counted",
+)
 @click.argument("file", metavar="FILE", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE",
@@ -88,7 +100,11 @@ def explain(file: str, as_json: bool, html: Path | None) -> None:
     explain(file, as_json=as_json, page=html)
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    example="evenstep export --checkpoint runs/first --out net.pt2",
+    prints="max difference  ... on 64 test examples",
+)
 @click.option(
     "--checkpoint",
     required=True,
@@ -114,7 +130,11 @@ def export(checkpoint: Path, out: str) -> None:
     export(checkpoint, out)
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    example="evenstep devices",
+    prints="The number of devices does not change a result by a single bit. These do:",
+)
 def devices() -> None:
     """Show the devices of this machine, and what results depend on."""
     with loading("torch"):
@@ -123,7 +143,9 @@ def devices() -> None:
     devices()
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand, example="evenstep doctor", prints="compiled shards (train --compile): ..."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
 @click.pass_obj
 def doctor(environment: Mapping[str, str], as_json: bool) -> None:
@@ -136,6 +158,8 @@ def doctor(environment: Mapping[str, str], as_json: bool) -> None:
 
 @click.command(
     cls=GroupedCommand,
+    example="evenstep record --out one.rec train.py",
+    prints="recording at most 100 steps, 1024 MB for each process",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
 @click.option(
@@ -184,7 +208,11 @@ def record(
     context.exit(record(out, command, options, environment=environment))
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    example="evenstep compare one.rec two.rec",
+    prints="they begin with other weights",
+)
 @click.argument("one", metavar="RECORD", type=click.Path(path_type=Path))
 @click.argument("other", metavar="RECORD", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
@@ -204,7 +232,11 @@ def compare(
     context.exit(0 if compare(one, other, as_json=as_json, page=html) else 1)
 
 
-@click.command(cls=GroupedCommand)
+@click.command(
+    cls=GroupedCommand,
+    example="evenstep reproduce --quick --only waiting",
+    prints="waiting: sums: gain: ...",
+)
 @click.option(
     "--only",
     metavar="NAME,...",
@@ -250,7 +282,12 @@ def bench() -> None:
     """
 
 
-@bench.command("scaling", cls=GroupedCommand)
+@bench.command(
+    "scaling",
+    cls=GroupedCommand,
+    example="evenstep bench scaling --devices 1,2 --quick",
+    prints="devices  batch  examples/s  ...  speed-up  efficiency  busy  ...",
+)
 @click.option(
     "--devices",
     "wanted",
@@ -279,7 +316,12 @@ def bench_scaling(plan: Plan, wanted: str | None, compiled: bool) -> None:
     scaling(plan, wanted, compiled=compiled)
 
 
-@bench.command("peers", cls=GroupedCommand)
+@bench.command(
+    "peers",
+    cls=GroupedCommand,
+    example="evenstep bench peers --quick",
+    prints="examples/s  least to most  of evenstep's",
+)
 @click.option(
     "--workers",
     cls=GroupedOption,
@@ -302,7 +344,12 @@ def bench_peers(plan: Plan, workers: int) -> None:
     peers(plan, workers)
 
 
-@bench.command("shards", cls=GroupedCommand)
+@bench.command(
+    "shards",
+    cls=GroupedCommand,
+    example="evenstep bench shards --numbers 2,16 --quick",
+    prints="V  largest shard  examples/s  ...  over V = 8",
+)
 @click.option(
     "--numbers",
     "wanted",

@@ -136,17 +136,37 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command whose help shows its options under headings, in the order of the first of each."""
+    """A command whose help shows its options under headings, and ends with an example.
 
-    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options."""
+    Attributes:
+        example: a command line.
+        prints: a line of what it prints, where ... stands for anything.
+    """
+
+    def __init__(self, *arguments: Any, example: str, prints: str, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.example = example
+        self.prints = prints
+
+    def options_by_heading(self, context: click.Context) -> dict[str, list[tuple[str, str]]]:
+        """Return each option and its help, in the order of the first option of each heading."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(context):
             if record := parameter.get_help_record(context):
                 groups.setdefault(getattr(parameter, "group", OTHER_OPTIONS), []).append(record)
-        for heading, records in groups.items():
+        return groups
+
+    def format_options(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options."""
+        for heading, records in self.options_by_heading(context).items():
             with formatter.section(heading):
                 formatter.write_dl(records)
+
+    def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the example."""
+        with formatter.section("Example"):
+            for line in (f"$ {self.example}", self.prints):
+                formatter.write(f"{'':{formatter.current_indent}}{line}\n")
 
 
 def takes_options(**tables: type[OptionTable]) -> Callable[[Callable[..., Any]], Any]:
