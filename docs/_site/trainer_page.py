@@ -60,7 +60,7 @@ def table() -> str:
 def documented(member: str) -> str:
     """Return the directive that shows the docstring of a member."""
     if member == CLASS:  # its arguments are listed, with their defaults
-        more = "members: false, show_signature: false"
+        more = "members: false, separate_signature: false, show_signature: false"
     else:
         more = "show_root_full_path: false"
     return f"::: {full(member)}\n    options: {{heading_level: 3, {more}}}"

@@ -78,7 +78,7 @@ def pattern(prints):
     return ".*".join(re.escape(" ".join(part.split())) for part in prints.split("..."))
 
 
-@pytest.mark.parametrize("path", CASES)
+@pytest.mark.parametrize("path", CASES, ids=" ".join)
 def test_an_example_prints_the_line_that_the_help_shows(path, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     for name in FIRST.get(path, ()):

@@ -152,7 +152,8 @@ class GroupedCommand(click.Command):
         """Return each option and its help, in the order of the first option of each heading."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(context):
-            if record := parameter.get_help_record(context):
+            record = parameter.get_help_record(context)
+            if record and record[1]:  # arguments are described in the command's text
                 groups.setdefault(getattr(parameter, "group", OTHER_OPTIONS), []).append(record)
         return groups
 
