@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ import click
 from evenstep.cli.options.table import OTHER_OPTIONS, GroupedCommand
 
 WIDE: Any = {"terminal_width": 96, "max_content_width": 96}
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 OPENING = (
     "What each command says with `--help`, with an example: a command line, and a line of what it "
     "prints (`...` stands for anything). The examples continue each other, in one folder."
@@ -79,5 +81,13 @@ def options(command: click.Command, context: click.Context) -> Iterator[str]:
 
 
 def in_markdown(text: str) -> str:
-    """Return plain text as Markdown that shows it as it is."""
-    return html.escape(text, quote=False).replace("*", r"\*").replace("[", r"\[")
+    """Return plain text as Markdown that shows it as it is, and marks options as code."""
+    parts = text.split("`")
+    parts[::2] = map(marked, parts[::2])
+    return "`".join(parts)
+
+
+def marked(text: str) -> str:
+    """Return plain text without code as Markdown."""
+    shown = html.escape(text, quote=False).replace("*", r"\*").replace("[", r"\[")
+    return FLAG.sub(r"`\g<0>`{.flag}", shown)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from pathlib import Path
 
 NAME = "evenstep.Trainer"
@@ -31,20 +32,24 @@ def trainer_page(module: Path) -> str:
     """
     shown = {member for members in GROUPS.values() for member in members if member != CLASS}
     public = public_members(module, "Trainer")
-    if shown != public:
-        raise ValueError(f"the groups of the page of {NAME} lack or invent {shown ^ public}")
+    if shown != public.keys():
+        raise ValueError(f"the groups of the page of {NAME} lack or invent {shown ^ public.keys()}")
     parts = [OPENING, table()]
     for title, members in GROUPS.items():
-        parts += [f"## {title}", *map(documented, members)]
+        shows = [documented(one, is_called=one in public and not public[one]) for one in members]
+        parts += [f"## {title}", *shows]
     return "\n\n".join(parts)
 
 
-def public_members(module: Path, name: str) -> set[str]:
-    """Return the public methods and properties that a class in a module defines."""
+def public_members(module: Path, name: str) -> dict[str, bool]:
+    """Return the public methods and properties of a class, and whether each is a property."""
     for node in ast.parse(module.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name == name:
-            names = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
-            return {one for one in names if not one.startswith("_")}
+            return {
+                one.name: any("property" in ast.unparse(how) for how in one.decorator_list)
+                for one in node.body[::-1]  # a property's getter stands before its setter
+                if isinstance(one, ast.FunctionDef) and not one.name.startswith("_")
+            }
     raise ValueError(f"{module} has no class {name}")
 
 
@@ -57,13 +62,14 @@ def table() -> str:
     return "\n".join(["| to | methods and properties |", "| --- | --- |", *rows])
 
 
-def documented(member: str) -> str:
-    """Return the directive that shows the docstring of a member."""
+def documented(member: str, *, is_called: bool) -> str:
+    """Return the directive that shows the docstring of a member; the signature if it is called."""
+    settings = {"heading_level": 3, "separate_signature": is_called, "show_signature": is_called}
     if member == CLASS:  # its arguments are listed, with their defaults
-        more = "members: false, separate_signature: false, show_signature: false"
+        settings |= {"members": False}
     else:
-        more = "show_root_full_path: false"
-    return f"::: {full(member)}\n    options: {{heading_level: 3, {more}}}"
+        settings |= {"show_root_full_path": False}
+    return f"::: {full(member)}\n    options: {json.dumps(settings)}"
 
 
 def full(member: str) -> str:
