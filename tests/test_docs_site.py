@@ -4,16 +4,20 @@ import html
 import html.parser
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import click
 import pytest
 
 import evenstep
+from evenstep.cli import main
 
 ROOT = Path(__file__).parents[1]
 HOOKS = ROOT / "docs" / "_site" / "hooks.py"
@@ -173,13 +177,47 @@ def test_every_tutorial_shows_what_its_notebook_printed(site):
         assert page.count('src="data:image/png;base64,') == pictures
 
 
-def test_the_reference_has_the_help_of_every_command(site):
-    text = (site / "reference" / "command_line.html").read_text(encoding="utf-8")
-    for command in ("evenstep train", "evenstep doctor", "evenstep bench peers"):
-        assert f"Usage: {command} " in html.unescape(re.sub(r"<[^>]*>", "", text))
+def commands(command, path):
+    """Yield the words of each command line that a command takes, and the command."""
+    yield path, command
+    for name, inside in getattr(command, "commands", {}).items():
+        yield from commands(inside, f"{path} {name}")
 
 
-def test_a_notebook_is_shown_with_its_stored_outputs():
+def test_the_reference_has_every_command_with_its_options_and_its_example(site):
+    page = (site / "reference" / "command_line.html").read_text(encoding="utf-8")
+    text = html.unescape(re.sub(r"<[^>]*>", "", page))
+    for path, command in commands(main, "evenstep"):
+        _, found, section = text.partition(f"Usage: {path} [OPTIONS]")
+        assert found, path
+        section = section.partition("Usage: ")[0]
+        for flag in [one.opts[0] for one in command.params if isinstance(one, click.Option)]:
+            assert flag in section.split(), (path, flag)
+        assert getattr(command, "example", "") in section
+
+
+def test_the_page_of_the_trainer_has_every_example(site):
+    page = (site / "reference" / "trainer.html").read_text(encoding="utf-8")
+    text = html.unescape(re.sub(r"<[^>]*>", "", page))
+    for name in vars(evenstep.Trainer):
+        if not name.startswith("_"):
+            documented = inspect.getdoc(getattr(evenstep.Trainer, name))
+            example = documented.split("\n\n")[1]
+            assert textwrap.dedent(example) in text, name
+
+
+def test_a_member_that_is_in_no_group_of_the_page_is_refused(monkeypatch):
+    monkeypatch.syspath_prepend(HOOKS.parent)
+    page = importlib.import_module("trainer_page")
+    module = Path(inspect.getsourcefile(evenstep.Trainer))
+    assert "## Train\n" in page.trainer_page(module)
+    monkeypatch.delitem(page.GROUPS, "Look")
+    with pytest.raises(ValueError, match="fingerprint"):
+        page.trainer_page(module)
+
+
+def test_a_notebook_is_shown_with_its_stored_outputs(monkeypatch):
+    monkeypatch.syspath_prepend(HOOKS.parent)  # as mkdocs does while it loads a hook
     spec = importlib.util.spec_from_file_location("site_hooks", HOOKS)
     hooks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(hooks)
