@@ -20,6 +20,7 @@ import jinja2
 
 import book_compared
 import measure
+import readme_picture
 from benchmark import FOLDER, RESULTS, ROOT, load
 from evenstep.bench import pictures, summarise
 from evenstep.bench.tables import Table, number
@@ -81,6 +82,8 @@ def main() -> None:
         for name in book_pictures.TITLES:
             if drawn := book_pictures.draw(name, book["parts"]):
                 (IMAGES / f"book_{name}.svg").write_text(drawn, encoding="utf-8")
+        if drawn := readme_picture.draw(book["parts"]):
+            (IMAGES / "readme_accuracies.svg").write_text(drawn, encoding="utf-8")
         (DOCS / "book.md").write_text(book_page(book, notes), encoding="utf-8")
 
 
