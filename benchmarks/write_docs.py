@@ -195,7 +195,7 @@ def book_page(document: Mapping[str, Any], notes: Mapping[str, str]) -> str:
 
 
 def render(name: str, notes: Mapping[str, str], **values: Any) -> str:
-    """Return a page from its template; more than one empty line becomes one."""
+    """Return a page from its template, with a comment for those who would edit the page."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER / "templates"),
         autoescape=False,
@@ -207,7 +207,9 @@ def render(name: str, notes: Mapping[str, str], **values: Any) -> str:
     environment.filters["median"] = lambda values: summarise([*values]).median
     template = environment.get_template(f"{name}.md.jinja")
     text = template.render(note=lambda name: notes.get(name, ""), rerun=rerun, **values)
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    title, _, rest = text.strip().partition("\n")
+    comment = f"<!-- benchmarks/write_docs.py writes this page from templates/{name}.md.jinja -->"
+    return re.sub(r"\n{3,}", "\n\n", f"{title}\n\n{comment}\n\n{rest}\n")
 
 
 def rerun(command: str) -> str:
