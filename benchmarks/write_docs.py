@@ -28,6 +28,7 @@ from evenstep.reproduce import Experiment, experiments
 from evenstep.reproduce import pictures as book_pictures
 from gpu import tables as kit
 from specs import engine, overhead, speed, text
+from wording import in_todays_words
 
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
@@ -138,12 +139,13 @@ def scripts(document: Mapping[str, Any]) -> Table:
     for run in document["runs"]:
         place = f"https://github.com/{run['repository']}/blob/{run['revision']}/{run['script']}"
         one, other = map(shlex.split, run["runs"])
-        verdict = run["output"][0].partition(", first in update")[0]
+        verdict, reason = map(in_todays_words, run["output"][:2])
+        verdict = verdict.partition(", first in update")[0]
         rows.append(
             [
                 f"[{run['script'].rpartition('/')[2]}]({place}), {run['framework']}",
                 " → ".join(f"`{part}`" if part else "as it is" for part in unlike(one, other)),
-                f"**{verdict}**: {run['output'][1].strip()}",
+                f"**{verdict}**: {reason.strip()}",
                 run["reason"],
             ]
         )

@@ -1,6 +1,6 @@
 """The programs of docs/recipes.md and of the other how-to pages, run as they stand there.
 
-A section's programs continue the lines of docs/how_to.md, and those before the page's first section.
+A section's programs continue the lines of docs/how_to.md, and those before the first section.
 """
 
 import logging

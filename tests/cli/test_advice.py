@@ -90,7 +90,7 @@ OTHERS = {
         lambda: two([10, 10], [15, 15], update=0.2),
         "devices wait for each other 17% of the time",
         "cpu:1 takes 15.0 ms a shard, cpu:0 10.0 ms",
-        "shards=8, another experiment",
+        "shards=8, a different experiment",
     ),
     "few shards": (
         lambda: trace_of("cpu:0", "cpu:1", "cpu:2", shards=[[10], [10], []], update=0.2),
