@@ -230,8 +230,8 @@ def test_equal_stages_have_a_bubble():
     assert [device.shards for device in trace.account.devices] == [14, 14]
     assert said(trace)["others"] == (
         "devices wait for each other 50% of the time: while 2 stages with 7 shards fill and empty, "
-        "equal stages are idle 12% of the time (the bubble). More shards (shards=14, another "
-        "experiment) make it smaller"
+        "equal stages are idle 12% of the time (the bubble). More shards (shards=14, a "
+        "different experiment) make it smaller"
     )
 
 
