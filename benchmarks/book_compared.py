@@ -18,6 +18,7 @@ from typing import Any
 from benchmark import RESULTS, ROOT, command_line
 from evenstep.bench.results import Record
 from evenstep.bench.tables import Table
+from wording import in_todays_words
 
 SCRIPT = "examples/book_resnet18.py"
 TWO = ("torchrun", "--nproc-per-node", "2")
@@ -80,8 +81,9 @@ def section(found: Mapping[str, Any], book: Mapping[str, Any]) -> str:
     """Return the part of docs/compare.md with the answers, and what the remedies bring."""
     rows = []
     for one in found["runs"]:
-        verdict = one["output"][0].partition(", first in update")[0]
-        rows.append([one["title"], f"**{verdict}**: {one['output'][1].strip()}"])
+        verdict, reason = map(in_todays_words, one["output"][:2])
+        verdict = verdict.partition(", first in update")[0]
+        rows.append([one["title"], f"**{verdict}**: {reason.strip()}"])
     names = ("resnet18.book.1", "resnet18.book.2", "resnet18.improved.2")
     small, large, improved = (
         ", ".join(f"{accuracy:.2f}" for accuracy in book[name]["accuracies"]) for name in names

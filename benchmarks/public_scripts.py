@@ -164,7 +164,7 @@ PAIRS = (
     Pair("trainer-bf16", "clm", (_B8, f"{_B8} --bf16"), "the option"),
     Pair("trainer-seed", "clm", (_B8, f"{_B8} --seed 7"), "the weights are drawn after the seed"),
     Pair("trainer-data-seed", "clm", (_B8, f"{_B8} --data_seed 7"),
-         "the sampler's seed is another, the weights' isn't"),
+         "the sampler's seed differs, the weights' doesn't"),
     Pair("trainer-clip", "clm", (_B8, f"{_B8} --max_grad_norm 0.1"), "the option; 1.0 without it"),
     Pair("trainer-rate", "clm", (_B8, f"{_B8} --learning_rate 1e-4"), "the option"),
     Pair("trainer-warmup", "clm", (_B8, f"{_B8} --warmup_steps 5"),

@@ -20,6 +20,7 @@ import jinja2
 
 import book_compared
 import measure
+import readme_picture
 from benchmark import FOLDER, RESULTS, ROOT, load
 from evenstep.bench import pictures, summarise
 from evenstep.bench.tables import Table, number
@@ -28,6 +29,7 @@ from evenstep.reproduce import Experiment, experiments
 from evenstep.reproduce import pictures as book_pictures
 from gpu import tables as kit
 from specs import engine, overhead, speed, text
+from wording import in_todays_words
 
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
@@ -81,6 +83,8 @@ def main() -> None:
         for name in book_pictures.TITLES:
             if drawn := book_pictures.draw(name, book["parts"]):
                 (IMAGES / f"book_{name}.svg").write_text(drawn, encoding="utf-8")
+        if drawn := readme_picture.draw(book["parts"]):
+            (IMAGES / "readme_accuracies.svg").write_text(drawn, encoding="utf-8")
         (DOCS / "book.md").write_text(book_page(book, notes), encoding="utf-8")
 
 
@@ -139,12 +143,13 @@ def scripts(document: Mapping[str, Any]) -> Table:
     for run in document["runs"]:
         place = f"https://github.com/{run['repository']}/blob/{run['revision']}/{run['script']}"
         one, other = map(shlex.split, run["runs"])
-        verdict = run["output"][0].partition(", first in update")[0]
+        verdict, reason = map(in_todays_words, run["output"][:2])
+        verdict = verdict.partition(", first in update")[0]
         rows.append(
             [
                 f"[{run['script'].rpartition('/')[2]}]({place}), {run['framework']}",
                 " → ".join(f"`{part}`" if part else "as it is" for part in unlike(one, other)),
-                f"**{verdict}**: {run['output'][1].strip()}",
+                f"**{verdict}**: {reason.strip()}",
                 run["reason"],
             ]
         )
@@ -196,7 +201,7 @@ def book_page(document: Mapping[str, Any], notes: Mapping[str, str]) -> str:
 
 
 def render(name: str, notes: Mapping[str, str], **values: Any) -> str:
-    """Return a page from its template; more than one empty line becomes one."""
+    """Return a page from its template, with a comment for those who would edit the page."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(FOLDER / "templates"),
         autoescape=False,
@@ -208,7 +213,9 @@ def render(name: str, notes: Mapping[str, str], **values: Any) -> str:
     environment.filters["median"] = lambda values: summarise([*values]).median
     template = environment.get_template(f"{name}.md.jinja")
     text = template.render(note=lambda name: notes.get(name, ""), rerun=rerun, **values)
-    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+    title, _, rest = text.strip().partition("\n")
+    comment = f"<!-- benchmarks/write_docs.py writes this page from templates/{name}.md.jinja -->"
+    return re.sub(r"\n{3,}", "\n\n", f"{title}\n\n{comment}\n\n{rest}\n")
 
 
 def rerun(command: str) -> str:

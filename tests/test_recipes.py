@@ -1,6 +1,6 @@
 """The programs of docs/recipes.md and of the other how-to pages, run as they stand there.
 
-A section's programs continue those before the page's first section.
+A section's programs continue the lines of docs/how_to.md, and those before the first section.
 """
 
 import logging
@@ -11,6 +11,7 @@ import pytest
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = ("recipes", "layouts", "gpus", "loaders", "hugging_face", "lightning", "logging")
+BEGINNING = "how_to.md#how-the-programs-begin"
 SECTION = re.compile(r"^## (.+)$", re.MULTILINE)
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDED = {
@@ -36,6 +37,9 @@ def sections(page):
     return PROGRAM.findall(first), {name: PROGRAM.findall(text) for name, text in texts.items()}
 
 
+(SHARED,) = sections("how_to")[1]["How the programs begin"]
+
+
 CASES = [
     pytest.param(opening, programs, id=f"{page}: {title}", marks=MARKS.get(title, ()))
     for page in PAGES
@@ -48,6 +52,14 @@ CASES = [
 def test_every_page_has_programs():
     assert {case.id.partition(":")[0] for case in CASES} == set(PAGES)
     assert len(CASES) >= 30
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_points_to_the_lines_that_its_programs_continue(page):
+    text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+    before, _, _ = text.partition("```python")
+    assert BEGINNING in before
+    assert not [line for line in SHARED.splitlines() if line.startswith("def ") and line in text]
 
 
 @pytest.fixture
@@ -66,5 +78,4 @@ def test_a_section_runs(opening, programs, request):
     title = request.node.callspec.id.partition(": ")[2]
     for library in NEEDED.get(title, ()):
         pytest.importorskip(library, reason=f"pip install {library}")
-    assert opening
-    exec("\n".join([*opening, *programs]), {"__name__": "recipe"})
+    exec("\n".join([SHARED, *opening, *programs]), {"__name__": "recipe"})

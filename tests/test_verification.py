@@ -239,7 +239,9 @@ class HasAWrongPart(nn.Module):
 def test_the_module_where_the_replays_part_is_named(layouts):
     found = verify(maker(HasAWrongPart), batches, layouts, STEPS).difference
     assert (found.shard, found.tensor) == (0, FIRST_GRADIENT)
-    assert found.seen.startswith("scaled (DrawsFromRandom) has the same inputs and other outputs")
+    assert found.seen.startswith(
+        "scaled (DrawsFromRandom) has the same inputs and different outputs"
+    )
     assert str(found).endswith(f"; not repeatable; {found.seen}")
 
 
@@ -345,7 +347,7 @@ def test_a_verdict_is_one_readable_line():
     verdict = verify(goes_wrong(SHARDS + 5, [1, 2, 1, 2]), batches, [1, 1])
     assert str(verdict).startswith(
         f"(cpu:0) and (cpu:0) differ: step 1, shard 5, {FIRST_GRADIENT}; the model (GoesWrongAt) "
-        f"has the same inputs and other outputs"
+        f"has the same inputs and different outputs"
     )
     verdict = verify(goes_wrong(0, [1, 2, 1, 1]), batches, [1, 1])
     assert str(verdict).endswith(

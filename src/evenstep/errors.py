@@ -7,7 +7,7 @@
     │   ├── ModelError                   a model, loss or optimizer can't be trained
     │   │   └── ContractError            a shard reads or changes something that it must not
     │   ├── DataError                    a data file is missing, damaged or out of range
-    │   ├── CheckpointError              a checkpoint is missing, damaged or of another experiment
+    │   ├── CheckpointError              a checkpoint is missing, damaged or doesn't fit
     │   └── ExportError                  a model can't be exported, or an exported file is damaged
     ├── WrongSumError                    gradients were added up wrongly: a fault, not an input
     ├── NonFiniteLossError               a shard's loss is NaN or infinite; no update was made
@@ -75,7 +75,7 @@ class DataError(InputError):
 
 
 class CheckpointError(InputError):
-    """A checkpoint is missing, damaged or of another experiment."""
+    """A checkpoint is missing, damaged or of a different experiment."""
 
 
 class ExportError(InputError):

@@ -248,8 +248,8 @@ class _Maker:
         ]
         if different:
             raise InputError(
-                f"make_trainer returned another training on {devices}: with {listed(different)}. "
-                f"Nothing but the devices may depend on the devices that it is given"
+                f"make_trainer returned a different training on {devices}: with {listed(different)}"
+                f". Nothing but the devices may depend on the devices that it is given"
             )
 
 

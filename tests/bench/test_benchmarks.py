@@ -13,8 +13,10 @@ import book_compared
 import measure
 import write_docs
 from evenstep.bench import Contender, Record, machine, run_rounds, tables
+from evenstep.comparison.finding import Cause
 from specs import interrupts, overhead, speed, text
 from specs.memory import bound_bytes
+from wording import in_todays_words
 
 OURS, THEIRS = "lenet.evenstep.2.v8.n256", "lenet.ddp.2.contiguous"
 
@@ -33,6 +35,18 @@ def test_a_page_names_the_command_of_today():
         "python benchmarks/measure.py memory --rounds 3"
     )
     assert write_docs.rerun("evenstep bench scaling") == "evenstep bench scaling"
+
+
+@pytest.mark.parametrize("name", ["public_scripts", "book_compared"])
+def test_pages_show_recorded_verdicts_in_the_words_of_today(name):
+    verdicts = {cause.value for cause in Cause}
+    for run in benchmark.load(name)["runs"]:
+        assert in_todays_words(run["output"][0]).partition(", first in update")[0] in verdicts
+
+
+def test_words_that_did_not_change_stay():
+    for line in ("look at another process", "each other", *(cause.value for cause in Cause)):
+        assert in_todays_words(line) == line
 
 
 def test_a_record_is_written_run_by_run(tmp_path, monkeypatch):

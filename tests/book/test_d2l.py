@@ -136,6 +136,16 @@ def test_an_animator_keeps_points_and_leaves_out_none(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize(("xs", "has_halves"), [((1, 2, 3, 4), False), ((1, 1.5, 4), True)])
+def test_an_animator_has_ticks_between_epochs_only_if_it_has_points_there(tmp_path, xs, has_halves):
+    animator = d2l.Animator("epoch", ylim=[0, 1], file=tmp_path / "curves.svg")
+    for x in xs:
+        animator.add(x, 0)
+    drawn = (tmp_path / "curves.svg").read_text(encoding="utf-8")
+    assert "<!-- 3 -->" in drawn or has_halves
+    assert ("<!-- 1.5 -->" in drawn) == has_halves
+
+
 def test_an_animator_shows_a_picture_in_a_notebook_that_has_used_no_magic(monkeypatch):
     from IPython import display
 

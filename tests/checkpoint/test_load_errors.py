@@ -104,14 +104,16 @@ def without_kinds(tree):
 @pytest.mark.parametrize("kind", [torch.optim.NAdam, torch.optim.ASGD])
 def test_state_that_another_optimizer_does_not_take(tree, tmp_path, kind):
     line = refused(tmp_path, without_kinds(tree), *parts(lambda p: kind(p, lr=0.01), seed=9))
-    assert line.startswith(f"the checkpoint is of another optimizer than {kind.__name__} with 1")
+    assert line.startswith(
+        f"the checkpoint is of a different optimizer than {kind.__name__} with 1"
+    )
 
 
 def test_settings_that_the_checkpoint_of_another_optimizer_lacks(tree, tmp_path):
     """Loaded without complaint, and failed in the first step."""
     line = refused(tmp_path, without_kinds(tree), *parts(torch.optim.LBFGS, seed=9))
     assert line.startswith(
-        "the checkpoint is of another optimizer than LBFGS: the saved parameter groups have no "
+        "the checkpoint is of a different optimizer than LBFGS: the saved parameter groups have no "
         "max_iter, "
     )
 
@@ -143,7 +145,9 @@ def test_a_scheduler_of_another_kind(tree, tmp_path):
     schedulers = [ConstantLR(optimizer), ConstantLR(optimizer)]
     scheduler = SequentialLR(optimizer, schedulers, [3])
     line = refused(tmp_path, tree, model, optimizer, scheduler)
-    assert line.startswith("the checkpoint is of another scheduler than SequentialLR: KeyError(")
+    assert line.startswith(
+        "the checkpoint is of a different scheduler than SequentialLR: KeyError("
+    )
 
 
 def test_another_fingerprint(tree, tmp_path):

@@ -58,7 +58,7 @@ def test_the_state_of_another_optimizer_is_refused_by_naming_both(tmp_path, save
     line = refused_by(tmp_path, lambda p: ADAMS[given](p, lr=0.01))
     then, now = (f"torch.optim.{name.lower()}.{name}" for name in (saved, given))
     assert f"the class of the optimizer {now} instead of {then}" in line
-    assert "the checkpoint is of another optimizer: give the one" in line
+    assert "the checkpoint is of a different optimizer: give the one" in line
     with loaded(tmp_path, lambda p: ADAMS[saved](p, lr=0.01), seed=9) as trainer:
         run(trainer, 3)
 

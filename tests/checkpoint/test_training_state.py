@@ -186,7 +186,7 @@ def refusal(folder, tree):
     with pytest.raises(CheckpointError):
         read_training_state(folder)
     begin = f"the training state in {folder} can't be used: "
-    end = "; it is damaged, or another version of evenstep wrote it"
+    end = "; it is damaged, or a different version of evenstep wrote it"
     text = str(caught.value)
     assert text.startswith(begin)
     assert text.endswith(end)
@@ -217,7 +217,9 @@ def test_a_malformed_optimizer_is_refused(tree, tmp_path, key, value):
     write_checkpoint(
         tmp_path, encode(changed(changed(tree, "scheduler", None), key, value)), step=1
     )
-    with pytest.raises(CheckpointError, match="of another optimizer than Adam with 1 parameter gr"):
+    with pytest.raises(
+        CheckpointError, match="of a different optimizer than Adam with 1 parameter gr"
+    ):
         evenstep.Trainer.load(tmp_path, *parts(), LOSS, devices=1)
 
 

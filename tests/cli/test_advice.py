@@ -90,7 +90,7 @@ OTHERS = {
         lambda: two([10, 10], [15, 15], update=0.2),
         "devices wait for each other 17% of the time",
         "cpu:1 takes 15.0 ms a shard, cpu:0 10.0 ms",
-        "shards=8, another experiment",
+        "shards=8, a different experiment",
     ),
     "few shards": (
         lambda: trace_of("cpu:0", "cpu:1", "cpu:2", shards=[[10], [10], []], update=0.2),
@@ -230,8 +230,8 @@ def test_equal_stages_have_a_bubble():
     assert [device.shards for device in trace.account.devices] == [14, 14]
     assert said(trace)["others"] == (
         "devices wait for each other 50% of the time: while 2 stages with 7 shards fill and empty, "
-        "equal stages are idle 12% of the time (the bubble). More shards (shards=14, another "
-        "experiment) make it smaller"
+        "equal stages are idle 12% of the time (the bubble). More shards (shards=14, a "
+        "different experiment) make it smaller"
     )
 
 

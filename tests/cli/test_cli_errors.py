@@ -143,7 +143,7 @@ def test_a_checkpoint_of_a_changed_model_names_the_tensors(folder):
     del saved["sha256"]
     (folder / "kept" / "run.json").write_text(json.dumps({**saved, "model": "mlp"}))
     line = complaint("train", "--resume", "--checkpoint-dir", "kept", code=2)
-    assert "another model" in line
+    assert "a different model" in line
     assert "parameter 1.weight float32 (256, 784) instead of none" in line
 
 

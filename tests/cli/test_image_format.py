@@ -26,7 +26,7 @@ def explained(contiguous, channels_last):
 def test_a_faster_format_is_said_with_both_times():
     text = explained(71.4, 50.7)["format"]
     assert "took 50.7 ms instead of 71.4 ms" in text
-    assert "memory_format='channels_last' (another experiment)" in text
+    assert "memory_format='channels_last' (a different experiment)" in text
 
 
 @pytest.mark.parametrize("channels_last", [69.0, 80.0])

@@ -370,7 +370,7 @@ def test_a_system_without_control_groups_has_no_quota(tmp_path):
 
 
 SLOW = "threads of CPU devices share 2 cores: the result is the same, but no faster than with 2"
-IDLE = "8 shards keep 8 of 64 devices busy: shards=64 uses them all (and is another experiment)"
+IDLE = "8 shards keep 8 of 64 devices busy: shards=64 uses them all (and is a different experiment)"
 MIXED = "or thread counts: results are equal within rounding, not bit for bit"
 
 

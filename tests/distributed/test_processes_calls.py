@@ -92,7 +92,9 @@ def test_another_batch_in_one_process_is_refused_in_all(tmp_path, call, in_fligh
 def test_another_batch_to_evaluate_in_one_process_is_refused_in_all(tmp_path, call, place):
     texts = {text for _, text, *_ in ends(tmp_path, call)}
     (text,) = texts
-    assert re.match(rf"ContractError: in {place} rank 1 \(on \S+\) was given another batch", text)
+    assert re.match(
+        rf"ContractError: in {place} rank 1 \(on \S+\) was given a different batch", text
+    )
     assert "DistributedSampler" in text
 
 

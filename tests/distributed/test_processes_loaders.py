@@ -99,7 +99,7 @@ DISAGREE = "InputError: the processes disagree about the data: "
         slow("unseeded", r"InputError: the sampler .*gave two orders", 0),
         slow("another length", r"InputError: .* its length is 11 on rank 1 .*, but 12 on rank", 0),
         slow("another kind", r"InputError: .* is DataLoader on rank 1 .*, but list on rank 0", 0),
-        slow("other batches", r"ContractError: in step 0 rank 1 .* was given another batch", 0),
+        slow("other batches", r"ContractError: in step 0 rank 1 .* was given a different batch", 0),
         slow(
             "ends early",
             r"PeerError: rank \d \(on \S+\) is in (step 4|epoch), but rank \d \(on \S+\) is in "

@@ -65,7 +65,8 @@ def test_subclasses_are_left_as_they_are():
     ("options", "message"),
     [
         ({"slices": 4}, r"fc2 \(Linear\) can't be cut into 4 slices: 4 does not divide its "
-                        r"out_features=10; use another number of slices for it, or leave it whole"),
+                        r"out_features=10; use a different number of slices for it, or leave "
+                        r"it whole"),
         ({"slices": 2.0}, "got slices=2.0: give an integer of at least 1"),
         ({"slices": 2, "along": "rows"}, "got along='rows': give 'outputs' or 'inputs'"),
         ({"slices": 2, "layers": ["fc3"]}, "layers names 'fc3', which is no layer of the model"),

@@ -112,7 +112,7 @@ def test_a_script_is_recorded_and_compared_by_the_command_line(tmp_path):
             assert done.stdout == plain.stdout
     compared = command("compare", tmp_path / "1.rec", tmp_path / "2.rec")
     assert compared.returncode == 1
-    assert compared.stdout.startswith("they begin with other weights\n")
+    assert compared.stdout.startswith("they begin with different weights\n")
     same = command("compare", tmp_path / "1.rec", tmp_path / "1.rec")
     assert (same.returncode, same.stdout.splitlines()[0]) == (0, "they are equal to the bit")
 

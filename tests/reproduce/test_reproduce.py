@@ -217,7 +217,7 @@ def test_it_is_said_when_a_later_run_went_on(tmp_path, monkeypatch):
 )
 def test_a_file_that_is_none_of_ours_is_refused(tmp_path, content):
     (tmp_path / "figures.json").write_text(content)
-    with pytest.raises(InputError, match="not a file of figures.*another folder"):
+    with pytest.raises(InputError, match="not a file of figures.*a different folder"):
         Kept(tmp_path / "figures.json", "full")
 
 

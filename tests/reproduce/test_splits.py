@@ -79,6 +79,18 @@ def test_slices_beat_data_in_wide_networks_on_small_batches_only():
     assert small < large
 
 
+def test_the_table_of_first_widths_has_a_row_for_each_batch_and_way_and_no_none():
+    table = split_rows.first_widths(batches=(256, 8192), speed=1e14)
+    assert [row[:2] for row in table.rows] == [
+        [batch, way] for batch in ("256", "8,192") for way in WAYS
+    ]
+    assert len(table.head) == len(table.rows[0]) == 2 + len(LINKS)
+    assert table.rows[0][2:] == ["never"] * len(LINKS)  # first_width gives None
+    found = first_width("stages", None, LINKS[-1], 1e14, batch=8192)
+    assert table.rows[4][-1] == f"{found:,}"
+    assert repr(table) == table._repr_markdown_() == table.markdown()
+
+
 def test_what_is_counted_is_what_the_layers_send():
     """x twice, y and dy once, each slice's dx; of the weights a half once, gradients per shard."""
     found = splits.measure({**TINY, "way": "slices", "devices": 2})

@@ -217,7 +217,7 @@ LEFT_OVERS = [
     *((inside(lambda trainer, name=name: getattr(trainer, name)()), f"has no {name}: {advice}")
       for name, advice in HABITS.items()),
     (inside(lambda trainer: trainer.load("folder")),
-     "Trainer.load makes another trainer ... trainer = evenstep.Trainer.load(folder, model, "),
+     "Trainer.load makes a new trainer ... trainer = evenstep.Trainer.load(folder, model, "),
     (inside(lambda trainer: torch.amp.GradScaler("cpu").scale(trainer.step(X, y))),
      'GradScaler has no use here: ... precision="bf16" needs no scaler'),
     (inside(lambda trainer: trainer(X)), "can't be called: use trainer.predict([X]) ... model(X)"),

@@ -329,8 +329,8 @@ def test_too_many_devices_are_said_in_one_line(caplog):
         trainer.step(*make_batches((8,))[0])
     lines = [record.getMessage() for record in caplog.records]
     assert any(
-        "8 shards keep 8 of 12 devices busy: shards=12 uses them all (and is another experiment)"
-        in line
+        "8 shards keep 8 of 12 devices busy: shards=12 uses them all (and is a different "
+        "experiment)" in line
         for line in lines
     )
     assert lines == trainer.notes

@@ -27,7 +27,7 @@ def advice_on(error: BaseException, cut: Cut, shard: int, model: nn.Module) -> s
         model: the model, or a copy of it.
 
     Returns:
-        A sentence; None for an error of another kind, or of evenstep's own.
+        A sentence; None for an error of a different kind, or of evenstep's own.
     """
     if isinstance(error, EvenstepError):
         return None
@@ -126,7 +126,7 @@ def _on_order(batch: Batch) -> str | None:
 
 
 def _on_dtype(first: torch.Tensor, model: nn.Module) -> str | None:
-    """Return advice on an input of another dtype than the parameters'."""
+    """Return advice on an input of a different dtype than the parameters'."""
     dtypes = {one.dtype for one in model.parameters() if one.is_floating_point()}
     if len(dtypes) != 1 or first.dtype in dtypes:
         return None

@@ -236,8 +236,8 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0)
             others. A `part` has its own.
 
     Raises:
-        BatchError: the batch has no tensors, another kind of leaf, no examples, or tensors whose
-            numbers of examples differ.
+        BatchError: the batch has no tensors, a different kind of leaf, no examples, or tensors
+            whose numbers of examples differ.
     """
     try:
         leaves, structure = optree.tree_flatten(batch)

@@ -59,7 +59,7 @@ class Contender:
         return {"key": self.key, "label": self.label, **more, **self.job}
 
     def with_steps(self, steps: int) -> Contender:
-        """Return the contender with another number of timed steps."""
+        """Return the contender with a different number of timed steps."""
         return dataclasses.replace(self, job={**self.job, "steps": steps})
 
 

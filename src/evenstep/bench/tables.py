@@ -69,9 +69,9 @@ def verdict(
     return [shown, "reached" if reached else "**not reached**"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Table:
-    """A table of text."""
+    """A table of text. It prints as Markdown, and a notebook shows it as a table."""
 
     head: Sequence[str]  # titles of the columns
     rows: Sequence[Sequence[str]]  # cells of each row
@@ -82,3 +82,5 @@ class Table:
         rule = ["---" if column < self.text_columns else "---:" for column in range(len(self.head))]
         lines = (self.head, rule, *self.rows)
         return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+    __repr__ = _repr_markdown_ = markdown

@@ -75,12 +75,15 @@ class Animator:
 
     def _draw(self) -> None:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
 
         figure = Figure(figsize=self._figsize, layout="constrained")
         axes = figure.subplots()
         for xs, ys, form in zip(self.X, self.Y, self._fmts, strict=False):
             axes.plot(xs, ys, form)
         axes.set(**self._axes)
+        if self._axes["xscale"] == "linear" and all(x.is_integer() for xs in self.X for x in xs):
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # no ticks between epochs
         axes.grid()
         if self._legend:
             axes.legend(self._legend)

@@ -1,4 +1,4 @@
-"""Scales the learning rate to another batch size."""
+"""Scales the learning rate to a different batch size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def scale_lr(
     warmup_steps: int = 0,
     total_steps: int | None = None,
 ) -> LambdaLR:
-    """Return a scheduler that scales an optimizer's learning rates to another batch size.
+    """Return a scheduler that scales an optimizer's learning rates to a different batch size.
 
     With k = batch_size / base_batch_size, the rate becomes k times the optimizer's own ("linear":
     Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", 2017) or √k times

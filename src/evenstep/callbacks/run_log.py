@@ -61,7 +61,7 @@ class RunLog(Callback):
 
         Raises:
             SaveError: the folder can't be written.
-            InputError: it has the log of another training, or the log is open already.
+            InputError: it has the log of a different training, or the log is open already.
         """
         if self._table is not None:
             raise InputError(
@@ -130,7 +130,7 @@ class RunLog(Callback):
         if table.last_step and not step and not self._overwrite:
             raise InputError(
                 f"{self._folder} already has the log of a training, up to step "
-                f"{table.last_step}: choose another folder, or resume that training"
+                f"{table.last_step}: choose a different folder, or resume that training"
             )
         table.drop_from(step + 1)
         if self._tensorboard:

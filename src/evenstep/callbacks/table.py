@@ -137,7 +137,7 @@ class Table:
     def _foreign(self, line: int) -> InputError:
         return InputError(
             f"{self._path} was not written by evenstep (line {line} is not a row of its log): move "
-            f"it away, or log to another folder"
+            f"it away, or log to a different folder"
         )
 
 

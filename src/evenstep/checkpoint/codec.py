@@ -81,7 +81,7 @@ def encode(tree: Tree, copy: Callable[[torch.Tensor], torch.Tensor] = row_major)
         safetensors may not know (complex, float8, ...) are flat uint8 tensors of their bytes.
 
     Raises:
-        CheckpointError: a leaf, key or container of another kind, a tensor that is sparse,
+        CheckpointError: a leaf, key or container of a different kind, a tensor that is sparse,
             quantized, nested or without data, or a tree of more than 100 levels.
     """
     encoder = _Encoder(copy)

@@ -63,9 +63,9 @@ _HIDDEN = re.compile(
 )
 
 _SAVE_ADVICE = {
-    errno.ENOSPC: "free some space, or save to another disk",
-    errno.EDQUOT: "free some of your quota, or save to another disk",
-    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or save to another disk",
+    errno.ENOSPC: "free some space, or save to a different disk",
+    errno.EDQUOT: "free some of your quota, or save to a different disk",
+    errno.EFBIG: "raise the limit on the size of a file (ulimit -f), or save to a different disk",
     errno.EROFS: "save to a folder that can be written",
     errno.EACCES: "save to a folder that you may write",
     errno.EPERM: "save to a folder that you may write",
@@ -160,8 +160,8 @@ def read_checkpoint(folder: _StrPath, prune: Callable[[Plain], Plain] | None = N
     is decoded. Tensors that `prune` takes out of the encoded tree are not read into memory.
 
     Raises:
-        CheckpointError: it is missing, half-written, truncated, damaged, of another program, or of
-            a newer version; the message names the file and says what to do.
+        CheckpointError: it is missing, half-written, truncated, damaged, of a different program, or
+            of a newer version; the message names the file and says what to do.
     """
     folder = Path(folder)
     try:
@@ -389,7 +389,7 @@ def _explain_save(error: OSError, final: Path, nbytes: int) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         place = next(folder for folder in final.parents if folder.is_dir())
         reason += f", {shutil.disk_usage(place).free} bytes are free"
-    advice = _SAVE_ADVICE.get(error.errno or 0, "fix this, or save to another folder")
+    advice = _SAVE_ADVICE.get(error.errno or 0, "fix this, or save to a different folder")
     return (
         f"{final} could not be written: {reason}, about {nbytes} bytes are needed; {advice} "
         f"(the checkpoints so far are untouched)"
@@ -411,7 +411,7 @@ def _unusable(path: Path, problem: str) -> CheckpointError:
     advice = (
         f"use the earlier {earlier[-1]}"
         if earlier
-        else "there is no earlier one beside it: give another folder, or start again"
+        else "there is no earlier one beside it: give a different folder, or start again"
     )
     return CheckpointError(f"{path} {problem}; {advice}")
 

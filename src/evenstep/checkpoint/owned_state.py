@@ -26,7 +26,7 @@ def gathered(peers: Peers, states: Mapping[int, Tree], exchange: Exchange) -> di
         exchange: the call that needs them, for error messages.
 
     Raises:
-        PeerError: a process is lost, or in another call.
+        PeerError: a process is lost, or in a different call.
         CheckpointError: a state holds something that can't be sent.
     """
     own: dict[int, Encoded] = {}

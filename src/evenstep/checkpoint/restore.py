@@ -23,7 +23,7 @@ Scheduler: TypeAlias = torch.optim.lr_scheduler.LRScheduler
 _INNER = "inner_optimizers"  # the state_dicts of those inside it
 _OUTER = "outer_state"  # the state of one around them, whose own state_dict may lose it
 
-# What libraries raise for a state of another kind than they expect.
+# What libraries raise for a state of a different kind than they expect.
 _UNFIT = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
@@ -36,7 +36,7 @@ def restore_all(
     """Write a training state into a model, an optimizer and a scheduler.
 
     Raises:
-        CheckpointError: one of them is of another kind than the saved one.
+        CheckpointError: one of them is of a different kind than the saved one.
     """
     settings = [group.keys() for group in optimizer.param_groups]
     restore_model(model, saved.model)
@@ -126,14 +126,14 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
     """Restore what `optimizer_state` returned.
 
     Raises:
-        CheckpointError: it is of another optimizer.
+        CheckpointError: it is of a different optimizer.
     """
     inner = inner_optimizers(optimizer)
     states = saved.get(_INNER, {})
     if inner.keys() != states.keys():
         raise CheckpointError(
-            f"the checkpoint is of another optimizer than {type(optimizer).__name__}: the saved "
-            f"one has {len(states)} optimizers inside it, this one has {len(inner)}"
+            f"the checkpoint is of a different optimizer than {type(optimizer).__name__}: the "
+            f"saved one has {len(states)} optimizers inside it, this one has {len(inner)}"
         )
     shared = [one for one in inner.values() if one.param_groups is optimizer.param_groups]
     _restore_one(optimizer, {k: v for k, v in saved.items() if k not in (_INNER, _OUTER)})
@@ -182,7 +182,7 @@ def _restore_one(optimizer: torch.optim.Optimizer, saved: Tree) -> None:
                     optimizer.state[parameter][key] = value.to(loaded.device, copy=True)
     except _UNFIT as error:
         raise CheckpointError(
-            f"the checkpoint is of another optimizer than {type(optimizer).__name__} with "
+            f"the checkpoint is of a different optimizer than {type(optimizer).__name__} with "
             f"{len(optimizer.param_groups)} parameter groups: {error!r}"
         ) from error
 
@@ -195,7 +195,7 @@ def _refuse_lost_settings(
         lost = [name for name in names if name not in group]
         if lost:
             raise CheckpointError(
-                f"the checkpoint is of another optimizer than {type(optimizer).__name__}: the "
+                f"the checkpoint is of a different optimizer than {type(optimizer).__name__}: the "
                 f"saved parameter groups have no {', '.join(lost)}"
             )
 
@@ -228,7 +228,8 @@ def restore_scheduler(scheduler: Scheduler | None, saved: Tree | None) -> None:
             scheduler.load_state_dict(saved)
         except _UNFIT as error:
             raise CheckpointError(
-                f"the checkpoint is of another scheduler than {type(scheduler).__name__}: {error!r}"
+                f"the checkpoint is of a different scheduler than {type(scheduler).__name__}: "
+                f"{error!r}"
             ) from error
 
 

@@ -129,8 +129,8 @@ class TrainingState:
         """Return the state that `to_tree` turned into `tree`.
 
         Raises:
-            CheckpointError: a key is missing or unknown, or a value has another type; the message
-                names the key, and `folder`.
+            CheckpointError: a key is missing or unknown, or a value has a different type; the
+                message names the key, and `folder`.
         """
         if not isinstance(tree, dict) or not tree.keys() & typing.get_type_hints(cls).keys():
             raise CheckpointError(
@@ -142,8 +142,8 @@ class TrainingState:
             state: TrainingState = _read(cls, used, "")
         except InputError as error:
             raise CheckpointError(
-                f"the training state in {folder} can't be used: {error}; it is damaged, or another "
-                f"version of evenstep wrote it"
+                f"the training state in {folder} can't be used: {error}; it is damaged, or a "
+                f"different version of evenstep wrote it"
             ) from error
         return state
 

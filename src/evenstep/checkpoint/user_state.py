@@ -146,7 +146,8 @@ def _check_name(name: object, reserved: Collection[str]) -> None:
         )
     if name in reserved:
         raise InputError(
-            f'got the name "{name}" in state, which a checkpoint uses itself: choose another one'
+            f'got the name "{name}" in state, which a checkpoint uses itself: choose a different '
+            f"one"
         )
 
 

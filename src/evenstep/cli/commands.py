@@ -374,7 +374,7 @@ def bench_shards(plan: Plan, wanted: str, workers: int) -> None:
     """Compare numbers of shards (V) on the same devices.
 
     Many small shards share out evenly over many devices, but each has a fixed cost. V belongs to
-    the experiment: another number of shards gives another result.
+    the experiment: a different number of shards gives a different result.
     """
     with loading("torch"):
         from evenstep.cli.bench import shards

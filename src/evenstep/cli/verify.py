@@ -100,5 +100,5 @@ def _spell(verdict: Verdict, labels: list[str], steps: int) -> list[str]:
         first, *others = textwrap.wrap(found.seen, _WIDTH)
         lines += [f"  seen there    {first}", *(f"{'':16}{line}" for line in others)]
     if not found.repeats:
-        lines.append("  repeatable    no: a replay on the same devices gave another result")
+        lines.append("  repeatable    no: a replay on the same devices gave a different result")
     return [*lines, *_HINT]

@@ -16,7 +16,7 @@ OTHER_LOSS = (
 
 
 def find_other_modes(ours: Run, theirs: Run, number: int) -> Finding | None:
-    """Return that a module trains in one run and not in the other, or computes in another dtype."""
+    """Return that a module trains in one run only, or computes in a different dtype."""
     mine, its = join_calls(ours.step(number)), join_calls(theirs.step(number))
     for name, call in mine.items():
         other = its.get(name)
@@ -78,7 +78,7 @@ def find_other_outputs(
         pairs = _telling(call, other, call.outputs, other.outputs)
         far = max((distance(*pair) for pair in pairs), default=math.inf)
         how_far = "" if far == math.inf else f" (relative difference about {far:.1e})"
-        seen = f"{_spelled(call)} has the same inputs and other outputs{how_far}"
+        seen = f"{_spelled(call)} has the same inputs and different outputs{how_far}"
         is_part = (call.calls, call.kind) != (other.calls, other.kind)
         is_rounding = far <= rounding_of(ours.step(number))
         if (
@@ -118,7 +118,7 @@ def find_other_outputs(
             return Finding(
                 Cause.DROPOUT,
                 number,
-                (f"{seen}, and draws other random numbers",),
+                (f"{seen}, and draws different random numbers",),
                 "seed both in the same way; with several processes each draws for its own part, "
                 "so only evenstep, which seeds shards, gives the same numbers",
                 place=name,

@@ -54,7 +54,7 @@ def _same_in_processes(run: Run, number: int) -> Finding | None:
                         f"{common} of the {part.total()} examples of process {rank} are those of "
                         f"process {other} ({run.name})",
                     ),
-                    "give the loader a DistributedSampler, or another that deals each process "
+                    "give the loader a DistributedSampler, or a sampler that gives each process "
                     "examples of its own; look whether torch.distributed was initialised",
                 )
     return None
@@ -80,7 +80,7 @@ def _more_calls(ours: Run, theirs: Run, number: int) -> Finding | None:
 
 
 def _other_lengths(ours: Run, theirs: Run, number: int) -> Finding | None:
-    """Return that examples which begin alike are filled up to other lengths."""
+    """Return that examples which begin alike are filled up to different lengths."""
     calls = [
         [call for step in run.step(number) for call in step.calls if call.is_whole and call.starts]
         for run in (ours, theirs)
@@ -95,7 +95,7 @@ def _other_lengths(ours: Run, theirs: Run, number: int) -> Finding | None:
         Cause.ARGUMENTS,
         number,
         (
-            f"the examples begin alike and have other lengths: the model gets {spelled[0]} in "
+            f"the examples begin alike and have different lengths: the model gets {spelled[0]} in "
             f"{ours.name}, {spelled[1]} in {theirs.name}, so each batch was filled up to its "
             f"longest example",
         ),
@@ -105,7 +105,7 @@ def _other_lengths(ours: Run, theirs: Run, number: int) -> Finding | None:
 
 
 def _other_arguments(ours: Run, theirs: Run, number: int) -> Finding | None:
-    """Return that the model is given other tensors, or tensors of another shape."""
+    """Return that the model is given other tensors, or tensors of a different shape."""
     calls = [join_calls(run.step(number)).get("") for run in (ours, theirs)]
     if calls[0] is None or calls[1] is None:
         return None
@@ -187,7 +187,7 @@ def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
                 *_rates(ours, theirs, number),
             ),
             "divide the batch size by the number of processes (or of accumulated batches); a "
-            "larger batch is another experiment, with another learning rate",
+            "larger batch is a different experiment, with a different learning rate",
         )
     steps = range(min(ours.steps, theirs.steps))
     every = [Counter(row for step in steps for row in rows_of(run, step)) for run in (ours, theirs)]

@@ -47,7 +47,7 @@ def find_new_draws(ours: Run, theirs: Run, number: int) -> Finding | None:
         if drew == its or name not in before or before[name][1] != before[name][2]:
             continue
         if len(drew) == len(its):
-            cause, seen = Cause.DROPOUT, "draws other random numbers, and drew the same before"
+            cause, seen = Cause.DROPOUT, "draws different random numbers, and drew the same before"
         else:
             run = ours if len(drew) > len(its) else theirs
             cause, seen = Cause.DRAWS, f"draws random numbers in {run.name} only"
@@ -115,7 +115,7 @@ def find_jump_of_outputs(ours: Run, theirs: Run, number: int) -> Finding | None:
 
 
 def find_jump_of_losses(ours: Run, theirs: Run, number: int) -> Finding | None:
-    """Return that nearly the same outputs suddenly give another loss."""
+    """Return that nearly the same outputs suddenly give a different loss."""
     steps = ours.step(number), theirs.step(number)
     whole = [join_calls(part).get("") for part in steps]
     if whole[0] is None or whole[1] is None or _apart_before(ours, theirs, number) > _NEAR:
@@ -160,7 +160,7 @@ class _Treated:
 
 
 def find_new_clipping(ours: Run, theirs: Run, number: int) -> Finding | None:
-    """Return that runs clip, or change otherwise, their gradients in another way.
+    """Return that runs clip, or change otherwise, their gradients in a different way.
 
     Clipping that leaves gradients below a limit as they are is the same in both as long as no
     gradient that was left is above the limit of the other.

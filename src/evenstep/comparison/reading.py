@@ -227,7 +227,7 @@ def read_run(folder: Path) -> Run:
     """Return a recorded run.
 
     Raises:
-        InputError: there is no record, or a file is none, damaged, too large, or of another
+        InputError: there is no record, or a file is none, damaged, too large, or of a different
             version. A last line that was cut off is left out.
     """
     files = sorted(folder.glob("process-*.jsonl")) if os.path.isdir(folder) else []

@@ -31,8 +31,8 @@ def refuse_strange_leaves(
     """Refuse a loss that depends on tensors with gradients that outlive the shard.
 
     A leaf that both computations of a shard have reached was there before. A tensor that the
-    objective makes for itself (the interpolated images of a gradient penalty) is another one each
-    time.
+    objective makes for itself (the interpolated images of a gradient penalty) is a different one
+    each time.
 
     Raises:
         ContractError: with the names of the tensors, where they can be found.

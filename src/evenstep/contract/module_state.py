@@ -139,12 +139,12 @@ def named(path: Path) -> str:
 
 @contextmanager
 def counts_set(module: nn.Module, paths: Sequence[Path], count: int) -> Iterator[None]:
-    """Inside `with`, integers in attributes of a module have another value."""
+    """Inside `with`, integers in attributes of a module have a different value."""
     before = []
     try:
         for path in paths:
             holder, key = _holder_of(module, path), path[-1]
-            with suppress(LookupError, TypeError):  # a tuple, or another list by now
+            with suppress(LookupError, TypeError):  # a tuple, or a different list by now
                 held = holder[key]
                 is_tensor = isinstance(held, torch.Tensor)
                 holder[key] = torch.full_like(held, count) if is_tensor else count

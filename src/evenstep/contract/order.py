@@ -101,7 +101,7 @@ def refuse_passed_on(fresh: Attributes, replica: Replica) -> None:
 def _refuse(passed: list[str]) -> None:
     if passed:
         raise ContractError(
-            f"model.{passed[0]} has another value after a shard if other shards were computed "
+            f"model.{passed[0]} has a different value after a shard if other shards were computed "
             f"before it: state that is passed from shard to shard, such as a counter, a running "
             f"mean or the first value seen, depends on which device computes which shard. {REMEDY}"
         )

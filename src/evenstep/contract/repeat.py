@@ -93,7 +93,7 @@ def compute_twice(
 def _refuse_rounding_by_address(
     replica: Replica, compute: Callable[[], ShardResult], here: ShardResult, there: ShardResult
 ) -> None:
-    """Refuse a shard that gives one result at some addresses, and another one at others.
+    """Refuse a shard that gives one result at some addresses, and a different one at others.
 
     Args:
         replica: a copy of the model.
@@ -231,7 +231,7 @@ def are_alike(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
 
 
 def repeat_error(differing: str, changed: list[str]) -> ContractError:
-    """Return the error for a shard that gives another result the second time.
+    """Return the error for a shard that gives a different result the second time.
 
     Args:
         differing: the first difference.

@@ -95,8 +95,8 @@ def download_files(
 def read_folder(folder: Path, train: bool) -> TensorDataset:
     """Read the training or the test examples from the files in `folder`, gzipped or not.
 
-    Files in this format with another number of examples are accepted. Raises DataError if a file is
-    missing or damaged, or has values out of range.
+    Files in this format with a different number of examples are accepted. Raises DataError if a
+    file is missing or damaged, or has values out of range.
     """
     images_name, labels_name = TRAIN_FILES if train else TEST_FILES
     images_path, images = _read(folder, images_name, dimensions=3)

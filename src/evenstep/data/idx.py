@@ -86,7 +86,7 @@ def _parse_header(data: bytes, name: str, dimensions: int) -> tuple[int, ...]:
     if len(magic) < 4 or magic[:3] != bytes([0, 0, UNSIGNED_BYTE]):
         raise DataError(
             f"{name} is not an IDX file of unsigned bytes: it begins with {_hex(magic)} instead "
-            f"of 00 00 08 and the number of dimensions; is it another file?"
+            f"of 00 00 08 and the number of dimensions; is it a different file?"
         )
     if magic[3] != dimensions:
         raise DataError(

@@ -42,7 +42,7 @@ def rounding(tensors: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def has_foreign_attributes(module: nn.Module) -> bool:
-    """Return whether a plain attribute of a module holds tensors in memory at another address.
+    """Return whether a plain attribute of a module holds tensors in memory at a different address.
 
     Such memory is not torch's own. `copy.deepcopy` copies it to a multiple of 64 bytes.
     """

@@ -106,7 +106,7 @@ def known_results(devices: Sequence[Device]) -> dict[str, str]:
 
 
 def hash_seed() -> str:
-    """Return the seed with which Python hashes strings, or "random" if each process has another.
+    """Return the seed with which Python hashes strings; "random" if each process has its own.
 
     It decides the order in which a set of strings is iterated, and with it what such code computes.
     """

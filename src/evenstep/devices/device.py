@@ -103,7 +103,7 @@ def as_device(device: object, *, threads: int = 1) -> Device:
         threads: intra-op threads, unless `device` is a `Device`.
 
     Raises:
-        DeviceError: another type, or an unknown name.
+        DeviceError: a different type, or an unknown name.
     """
     if isinstance(device, Device):
         return device

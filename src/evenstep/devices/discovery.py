@@ -115,7 +115,7 @@ def layout_notes(devices: Sequence[Device], shards: int) -> list[str]:
     if len(devices) > shards:
         notes.append(
             f"{shards} shards keep {shards} of {len(devices)} devices busy: "
-            f"shards={len(devices)} uses them all (and is another experiment)"
+            f"shards={len(devices)} uses them all (and is a different experiment)"
         )
     return notes + rounding_notes(devices)
 

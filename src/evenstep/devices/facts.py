@@ -19,7 +19,7 @@ Facts: TypeAlias = Mapping[str, Mapping[str, Any]]
 Verdict: TypeAlias = Literal["refused", "rounds", "said", "free"]
 """What follows from a difference.
 
-    refused  an error: another training
+    refused  an error: a different training
     rounds   results are equal within rounding: said once, and kept in `within_rounding`
     said     a line in the log
     free     nothing
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
         resumed: between a checkpoint and the training that resumes from it.
         fix: what to do about a resume that is refused, or said.
         absent: what is said of a fact that one of the two does not have; None if such a fact is
-            no difference: another version may know other ones.
+            no difference: a different version may know other ones.
     """
 
     between: Verdict
@@ -53,9 +53,9 @@ KINDS = {
         "refused",
         "that is part of the experiment; resume with the checkpoint's (devices may differ)",
     ),
-    "tensors": Kind("refused", "refused", f"the checkpoint is of another model: {_MODEL}"),
+    "tensors": Kind("refused", "refused", f"the checkpoint is of a different model: {_MODEL}"),
     "strides": Kind("refused", "rounds", absent="contiguous"),  # kernels round by them
-    "extra": Kind("refused", "refused", f"the checkpoint is of another model: {_MODEL}"),
+    "extra": Kind("refused", "refused", f"the checkpoint is of a different model: {_MODEL}"),
     "slices": Kind(
         "refused",
         "refused",
@@ -71,7 +71,7 @@ KINDS = {
     "layers": Kind(
         "refused",
         "refused",
-        f"the checkpoint is of another model: {_MODEL}; change settings of layers after "
+        f"the checkpoint is of a different model: {_MODEL}; change settings of layers after "
         f"Trainer.load",
     ),
     "loss": Kind(
@@ -82,7 +82,7 @@ KINDS = {
     "optimizer": Kind(
         "refused",
         "refused",
-        "the checkpoint is of another optimizer: give the one that was trained with, with its "
+        "the checkpoint is of a different optimizer: give the one that was trained with, with its "
         "settings, which are restored anyway; change optimizer.param_groups after Trainer.load",
         None,
     ),
@@ -139,7 +139,7 @@ def differences(then: Facts, now: Facts) -> Iterator[Difference]:
 
 
 def refuse_to_resume(then: Facts, now: Facts, kinds: Collection[str] = KINDS) -> None:
-    """Refuse a training that is another one than the checkpoint's.
+    """Refuse a training that differs from the checkpoint's.
 
     Raises:
         CheckpointError: names what differs, and how to resume.

@@ -94,7 +94,7 @@ class Peers:
 
         Raises:
             PeerError: a process did not respond within the transport's time limit, has left, or
-                takes part in another exchange: then every process raises this error.
+                takes part in a different exchange: then every process raises this error.
         """
         try:
             return self._gather(message, exchange.encoded())

@@ -167,7 +167,7 @@ def refuse_other_batches(digests: Mapping[int, int], peers: Peers, place: str) -
         place: which batch it is, such as "step 3".
 
     Raises:
-        ContractError: names the processes that were given another batch.
+        ContractError: names the processes that were given a different batch.
     """
     if len({*digests.values()}) < 2:
         return
@@ -177,8 +177,8 @@ def refuse_other_batches(digests: Mapping[int, int], peers: Peers, place: str) -
     first = next(rank for rank, digest in digests.items() if digest == usual)
     raise ContractError(
         f"in {place} {named} {'was' if len(others) == 1 else 'were'} given "
-        f"another batch than rank {first}: each process computes its shards of the batch and drops "
-        f"the rest, so a part of the data would never be seen. Usual causes are a "
+        f"a different batch than rank {first}: each process computes its shards of the batch and "
+        f"drops the rest, so a part of the data would never be seen. Usual causes are a "
         f"DistributedSampler, a shuffle without a seed, or a seed for each rank: use `for batch in "
         f"trainer.epoch(loader)` with an evenstep.data.Loader (trainer.evaluate and predict take "
         f"one too), or give every process the same whole batches (no DistributedSampler, the same "

@@ -33,6 +33,6 @@ class LauncherWatch:
 
     def _watch(self) -> None:
         while not self._ended.wait(self._every_s):
-            if os.getppid() != self._launcher:  # an orphan has another parent
+            if os.getppid() != self._launcher:  # an orphan has a different parent
                 os.kill(os.getpid(), signal.SIGTERM)
                 return

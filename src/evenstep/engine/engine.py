@@ -774,7 +774,7 @@ class Engine:
             lane = task.lane if task.ran_on is None else task.ran_on
             device = "every device" if lane is None else self.devices[lane % len(self.devices)]
             task.error = DeviceLostError(
-                f"{device} was lost, and {task.name!r} with it: use another device"
+                f"{device} was lost, and {task.name!r} with it: use a different device"
             )
             if lane is not None:
                 task.error.__cause__ = self._deaths.get(lane % len(self.devices))

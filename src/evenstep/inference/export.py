@@ -154,7 +154,7 @@ def load_exported(path: str | os.PathLike[str], *, sha256: str | None = None) ->
     Args:
         path: the file.
         sha256: the SHA-256 of the whole file, 64 hexadecimal digits, as `evenstep export` and
-            `sha256sum` print it; a file with another digest is refused.
+            `sha256sum` print it; a file with a different digest is refused.
 
     Raises:
         ExportError: the file is missing or damaged, was not written by `export`, or does not have
@@ -243,7 +243,9 @@ def _without_partial_program() -> Iterator[None]:
     written, program = io.StringIO(), ""
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = logger.level
-    if logger.getEffectiveLevel() == logging.WARNING:  # not where the user has chosen another
+    if (
+        logger.getEffectiveLevel() == logging.WARNING
+    ):  # not where the user has chosen a different one
         logger.setLevel(logging.ERROR)
     try:
         with contextlib.redirect_stderr(written):

@@ -27,7 +27,7 @@ def options_for(
         instead: for each choice that is refused, what to do instead.
 
     Raises:
-        InputError: a group has another type, or makes one of these choices.
+        InputError: a group has a different type, or makes one of these choices.
     """
     groups = check_options(experiment, layout, faults)
     for group in groups:

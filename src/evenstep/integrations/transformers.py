@@ -115,7 +115,7 @@ class EvenTrainer(transformers.Trainer):
         """Train, as `transformers.Trainer.train`; threads run on all devices until it returns.
 
         Raises:
-            InputError: the checkpoint is of another experiment, such as one with other shards.
+            InputError: the checkpoint is of a different experiment, such as one with other shards.
         """
         self._callers_threads = torch.get_num_threads()
         self._even, self._micro_batches = None, []
@@ -172,7 +172,7 @@ class EvenTrainer(transformers.Trainer):
 
         By default the number of labels that aren't -100; of answers (`start_positions`), those that
         lie inside the text; without either, that of examples. Define it in a class of your own for
-        another mean: with class weights, `weight[labels].sum()`.
+        a different mean: with class weights, `weight[labels].sum()`.
 
         Raises:
             InputError: a shard has answers whose start counts, and whose end does not.

@@ -32,7 +32,7 @@ def slice_(
 
     The layers stay the same objects, with the same parameters, names, hooks and state dict; their
     classes become `SlicedLinear`, `SlicedConv2d` and `SlicedEmbedding`. S belongs to the
-    experiment: another S rounds differently. The devices have no effect on the result. A module
+    experiment: a different S rounds differently. The devices have no effect on the result. A module
     that reads the weights of its children itself (`nn.MultiheadAttention`, and
     `nn.TransformerEncoderLayer` in evaluation) computes with them as they are, unsliced. Subclasses
     of torch's layers, such as parametrized ones, are left as they are.

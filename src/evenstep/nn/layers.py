@@ -56,7 +56,7 @@ class Sliced(nn.Module):
         if size % slices:
             raise ModelError(
                 f"{place} can't be cut into {slices} slices: {slices} does not divide its "
-                f"{what}={size}; use another number of slices for it, or leave it whole"
+                f"{what}={size}; use a different number of slices for it, or leave it whole"
             )
         refusal = self.refusal()
         if refusal:

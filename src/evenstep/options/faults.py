@@ -15,7 +15,7 @@ from evenstep.options.checks import Options, check_flag, check_integer, check_se
 class Faults(Options):
     """Limits on what is late, and checks of code, states and arithmetic.
 
-    None of them has an effect on the result, except that `allow_rounding` accepts another one.
+    None of them has an effect on the result, except that `allow_rounding` accepts a different one.
 
     Attributes:
         lost_after_s: seconds that a device may spend on one shard while another device is idle.
@@ -36,7 +36,7 @@ class Faults(Options):
             step, by `save`, `evaluate` and `predict`, and at the end of the `with`.
 
     Raises:
-        InputError: a value is of another kind, or out of range.
+        InputError: a value is of the wrong kind, or out of range.
     """
 
     lost_after_s: float = 60.0

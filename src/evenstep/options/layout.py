@@ -76,7 +76,7 @@ class Layout(Options):
             `InlineLanes` runs everything in the calling thread.
 
     Raises:
-        InputError: a value is of another kind, or the same division is given twice.
+        InputError: a value is of the wrong kind, or the same division is given twice.
     """
 
     divide: Division | tuple[Division, ...] = ()

@@ -55,7 +55,7 @@ def lock_of_compiler() -> contextlib.AbstractContextManager[object] | None:
     """Return the lock that torch holds while it compiles; None if nothing was compiled yet.
 
     While one thread compiles, optimizers in all threads take the arithmetic that can be compiled
-    (Adam corrects its bias in another order): torch's flag for it belongs to the process.
+    (Adam corrects its bias in a different order): torch's flag for it belongs to the process.
     """
     if "torch._dynamo.convert_frame" not in sys.modules:
         return None

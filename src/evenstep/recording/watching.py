@@ -27,7 +27,7 @@ def replaced(owner: Any, name: str, watched: Callable[[Any], Any]) -> Iterator[N
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Inside `with`, nothing of what is computed gets a graph, or another dtype by autocast."""
+    """Inside `with`, nothing of what is computed gets a graph, or a different dtype by autocast."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 

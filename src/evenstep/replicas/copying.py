@@ -38,7 +38,7 @@ def _keeping_parameters(target: torch.device) -> Iterator[None]:
     """Inside `with`, `module.to(target)` keeps the parameter objects, which optimizers refer to.
 
     It gives a parameter new data, but new parameters to a module where tensors on `target` are of
-    another type in C++ (accelerators of extensions). There, their contents can be swapped.
+    a different type in C++ (accelerators of extensions). There, their contents can be swapped.
     """
     swaps = torch.__future__.get_swap_module_params_on_conversion()
     try:

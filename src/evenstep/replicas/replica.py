@@ -28,7 +28,7 @@ class Replica:
         buffer_names: the names of the buffers.
         buffers: the replica's own buffer tensors, in the order of `named_buffers()`.
         opening: the values that the buffers have when a shard starts, in this replica's memory.
-        given: the opening values in another memory, from where they are yet to be copied.
+        given: the opening values in a different memory, from where they are yet to be copied.
         has_run_backward: whether a backward pass has reached the parameters.
         may_accumulate: whether a backward pass may add to the gradients of other shards: not where
             layers have sparse gradients, or hooks on their backward pass, which could see them.
@@ -192,7 +192,7 @@ def _changed(
 
 
 def reshaped_error(name: str, before: torch.Tensor, after: torch.Tensor) -> ModelError:
-    """Return the error for a buffer that a shard has given another shape."""
+    """Return the error for a buffer that a shard has given a different shape."""
     return ModelError(
         f"the buffer {name} changed its shape from {tuple(before.shape)} to {tuple(after.shape)} "
         f"in forward, but its values in all shards need one shape. If it gets its shape from the "
@@ -310,7 +310,7 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum over a dense tensor's bits: another one after a write, but for coincidences.
+    """Return a sum over a dense tensor's bits: a different one after a write, but for coincidences.
 
     Eight bytes are added at a time, as int64: torch adds narrower integers twenty times slower.
     """

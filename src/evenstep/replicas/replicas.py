@@ -2,7 +2,7 @@
 
 The first device's replica is the user's own module (the home). Devices with the same memory share
 the storage of the parameters, so that an update reaches all of them; each has its own gradients and
-buffers. A device with another memory (a GPU, or `cpu:1:own`) holds copies.
+buffers. A device with a different memory (a GPU, or `cpu:1:own`) holds copies.
 
 There is one update, by the user's optimizer; then the new parameters are copied to the other
 memories. That moves as many bytes as sending the summed gradients to a replica of the optimizer
@@ -451,7 +451,7 @@ class Replicas:
         self.close_step([None] * len(self.home.buffers))
 
     def forget_objective(self) -> None:
-        """Forget what backward passes have shown: the next one is of another objective."""
+        """Forget what backward passes have shown: the next one is of a different objective."""
         for replica in self.all:
             replica.has_run_backward = replica.has_accumulated = False
 

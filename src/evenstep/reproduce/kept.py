@@ -24,7 +24,7 @@ class Kept:
             as "went_on" the dates and revisions of later runs that resumed.
 
     Raises:
-        InputError: the file has another size, or was not written by `evenstep reproduce`.
+        InputError: the file has a different size, or was not written by `evenstep reproduce`.
     """
 
     def __init__(self, file: Path, size: Size) -> None:
@@ -82,11 +82,11 @@ def _read(file: Path, size: Size) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, AttributeError, RecursionError) as error:
         raise InputError(
             f"{file} is not a file of figures written by evenstep reproduce ({error}): choose "
-            f"another folder"
+            f"a different folder"
         ) from error
     if other != size:
         raise InputError(
-            f"{file} has figures of a {other} run, which a {size} run can't resume: choose another "
-            f"folder"
+            f"{file} has figures of a {other} run, which a {size} run can't resume: choose a "
+            f"different folder"
         )
     return found

@@ -13,7 +13,7 @@ from evenstep.reproduce.findings import read_findings
 from evenstep.reproduce.plan import Figures, Row, Size
 
 CAVEATS: Mapping[Size, str] = {
-    "full": "Other initial weights and another order of the examples than the book's.",
+    "full": "The initial weights and the order of the examples differ from the book's.",
     "quick": "Quick run: few examples and epochs; accuracies are no result.",
 }
 _BOOK_EPOCHS = 4
@@ -84,7 +84,7 @@ class _Made:
 
 
 def _reason(row: Mapping[str, Any], value: float, figures: Figures) -> str:
-    """Return what explains a figure of this value: `below` is a number or another training."""
+    """Return what explains a figure of this value: `below` is a number or a different training."""
     below = row.get("below", 1 if "same" in row else None)
     if isinstance(below, str):
         below = figures[below]["accuracies"][-1] if below in figures else None

@@ -1,8 +1,8 @@
 """Decides whether a trainer's shards are compiled (`compile=True`), and measures what it gains.
 
-Compiled code adds in another order than torch's own kernels do. So whether a shard is compiled is a
-function of the experiment and the shard, never of the device or of timing. Where compiling does not
-pay, a log line says so, and the user's choice stands.
+Compiled code adds in a different order than torch's own kernels do. So whether a shard is compiled
+is a function of the experiment and the shard, never of the device or of timing. Where compiling
+does not pay, a log line says so, and the user's choice stands.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ShardPrograms:
         replicas: the replicas of the model.
 
     Attributes:
-        result: the result of compiling so far; another object after more was compiled.
+        result: the result of compiling so far; a different object after more was compiled.
         compiles: whether shards are compiled; None before the first step.
     """
 
@@ -95,8 +95,8 @@ class ShardPrograms:
         """Return the program for each size of this process's shards; empty where they are eager.
 
         Raises:
-            ModelError: the objective uses another model than it is given, a shard can't be compiled
-                though earlier ones were, or there are too many programs.
+            ModelError: the objective uses a different model than it is given, a shard can't be
+                compiled though earlier ones were, or there are too many programs.
         """
         before, began_s = self.result, time.perf_counter()
         if self.compiles is False:

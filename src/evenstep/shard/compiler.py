@@ -94,8 +94,8 @@ class Program:
             divisor: what the backward pass divides by at its root.
 
         Raises:
-            ModelError: a tensor has another shape, dtype or device; compiled code would read past
-                its end.
+            ModelError: a tensor has a different shape, dtype or device; compiled code would read
+                past its end.
         """
         given = [*parameters, *buffers, *tensors_of(batch), _root(divisor)]
         arguments: list[Any] = list(self._constants)
@@ -158,8 +158,8 @@ class ShardCompiler:
 
         Raises:
             NotCompiledError: the shard can't be compiled.
-            ModelError: the objective uses another model than it is given, or the model needs a new
-                program again and again.
+            ModelError: the objective uses a different model than it is given, or the model needs a
+                new program again and again.
         """
         self._found = None
         parameters, wanted, buffers = self._state()
@@ -224,8 +224,8 @@ def _cached_by_instruction_set() -> contextlib.AbstractContextManager[None]:
     """Return a context in which inductor's files on disk are for this processor's vectors only.
 
     Inductor writes the width of vectors into its code, but not into the code's key. A program made
-    with AVX-512 that another processor finds (of a cluster, or after a move of the machine) reads
-    and writes past the end of tensors.
+    with AVX-512 that a different processor finds (of a cluster, or after a move of the machine)
+    reads and writes past the end of tensors.
     """
     config: Any = torch.compiler.config
     tag = f"{config.cache_key_tag} {pick_vectors()()}".strip()

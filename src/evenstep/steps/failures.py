@@ -102,7 +102,7 @@ def refuse_other_norm(step: Step) -> None:
     if "grad_norm" in step.outputs:
         raise ModelError(
             "the objective returns an output 'grad_norm', a name that clip_norm uses: give it "
-            "another name"
+            "a different name"
         )
 
 

@@ -15,7 +15,7 @@ from evenstep.errors import ModelError
 from evenstep.shard.evaluation import dim_of_rows
 from evenstep.shard.forward_backward import Leaf
 
-_ONE_DIM = "permute its dimensions, or use another number of shards"
+_ONE_DIM = "permute its dimensions, or use a different number of shards"
 
 _SHAPE = "the nesting of the outputs"  # no name that `encode` gives
 

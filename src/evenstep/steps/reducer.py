@@ -145,7 +145,7 @@ class ProcessReducer(LocalReducer):
             ModelError: a gradient that can't be sent.
             AgainError: a process asks for another attempt at the step.
             DeviceLostError: an accelerator has failed, so what this process added up is worthless.
-            PeerError: a process failed, is late, or is at another step.
+            PeerError: a process failed, is late, or is at a different step.
         """
         attempt = step.attempt
         assert attempt.sum.tree is not None

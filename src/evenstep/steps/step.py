@@ -54,7 +54,7 @@ class Position(NamedTuple):
     data: Cursor | None = None
 
     def at(self, data: Cursor) -> Position:
-        """Return the position with another place in the data, maybe in a later epoch."""
+        """Return the position with a different place in the data, maybe in a later epoch."""
         if data.epoch > self.epoch:
             return Position(self.steps_done, data.epoch, 0, data)
         return self._replace(data=data)

@@ -86,10 +86,10 @@ class Agreement:
 
         Args:
             call: the trainer's method that compares them.
-            other: another model, which must be the same in all processes, too.
+            other: a second model, which must be the same in all processes, too.
 
         Raises:
-            DivergedError: a process is in another state; the message names what differs first.
+            DivergedError: a process is in a different state; the message names what differs first.
             PeerError: a process is lost.
             ClosedError: a step failed within its update.
         """

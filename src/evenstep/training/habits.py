@@ -50,7 +50,7 @@ else:
             """Return the method of the class."""
             if instance is not None:
                 raise AttributeError(
-                    "Trainer.load makes another trainer, and leaves this one as it is: write "
+                    "Trainer.load makes a new trainer, and leaves this one as it is: write "
                     "trainer = evenstep.Trainer.load(folder, model, optimizer, loss) instead of "
                     "Trainer(...)"
                 )

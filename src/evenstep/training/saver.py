@@ -98,11 +98,11 @@ class Saver:
         return path
 
     def _refuse_in_processes(self) -> None:
-        """Refuse to save in a signal handler, which runs at another place in each process."""
+        """Refuse to save in a signal handler, which runs at a different place in each process."""
         if not self._executor.group.is_alone:
             raise InputError(
                 "a signal handler called save, but a signal reaches each of several processes at "
-                "another place, and all must save together: call trainer.ask_to_stop() in the "
+                "a different place, and all must save together: call trainer.ask_to_stop() in the "
                 "handler, and save in your loop where trainer.should_stop is true"
             )
 

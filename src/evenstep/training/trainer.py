@@ -497,7 +497,7 @@ class Trainer(Habits):
 
         Afterwards every `parameter.grad` holds the batch's mean gradient (None where the loss does
         not depend on the parameter), with the same bits on any devices and in every process. Then
-        step any optimizer, the trainer's or another one, in the same way in every process. A
+        step any optimizer, the trainer's or a different one, in the same way in every process. A
         closure given to `optimizer.step` may call this method. `before_update` and `after_update`
         are not called. Each call counts as a step: it draws new random numbers and raises
         `steps_done` by one. It waits for the steps in flight, and until the gradients are computed.
@@ -650,16 +650,16 @@ class Trainer(Habits):
                 objective calls `metric(model, *batch)`. Or name to an object of torchmetrics: a
                 copy is updated with the output and the targets of each whole batch, on the CPU. A
                 `MetricCollection` is accepted, too.
-            model: another module with the structure of the trainer's model, such as an average of
-                its weights, to evaluate instead.
+            model: a different module with the structure of the trainer's model, such as an average
+                of its weights, to evaluate instead.
 
         Returns:
             The value of each metric: a number, or whatever the `compute` of an object returns.
 
         Raises:
             BatchError: there is no batch, or none that counts.
-            ModelError: `model` has another structure; for objects, the model's output does not have
-                one row for each example.
+            ModelError: `model` has a different structure; for objects, the model's output does not
+                have one row for each example.
             InputError: there are objects, and the trainer has an objective.
         """
         self._session.refuse_here("evaluate")
@@ -810,8 +810,8 @@ class Trainer(Habits):
                 it must agree. Devices and all other options may differ.
 
         Raises:
-            CheckpointError: the checkpoint is missing, damaged, or of another model, optimizer or
-                experiment; model, optimizer and scheduler are unchanged.
+            CheckpointError: the checkpoint is missing, damaged, or of a different model, optimizer
+                or experiment; model, optimizer and scheduler are unchanged.
         """
         others: Collection[int] = ()
         layout = options.get("layout")

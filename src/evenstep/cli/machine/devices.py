@@ -56,8 +56,11 @@ def _what_differs() -> list[tuple[str, str]]:
     vectors = torch.backends.cpu.get_cpu_capability()
     return [
         ("torch", f"a version other than {torch.__version__}"),
-        ("device model", f"another GPU or processor, or a GPU instead of a CPU (here: {vectors})"),
-        ("experiment", f"another value of {', '.join(flags)}"),
+        (
+            "device model",
+            f"a different GPU or processor, or a GPU instead of a CPU (here: {vectors})",
+        ),
+        ("experiment", f"a different value of {', '.join(flags)}"),
         ("model", "`random`, numpy or Python state in forward; evenstep verify finds them"),
     ]
 

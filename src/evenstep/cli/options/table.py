@@ -33,7 +33,7 @@ class Scope(enum.Enum):
 
     RUN_FILE = "part of the experiment; kept in run.json"
     CHECKPOINT = "part of the experiment; kept by the trainer in every checkpoint"
-    REPLACEABLE = "kept in run.json; a resumed training may use another value"
+    REPLACEABLE = "kept in run.json; a resumed training may use a different value"
     LAYOUT = "does not affect the result; not kept"
 
 

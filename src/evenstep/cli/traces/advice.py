@@ -24,12 +24,13 @@ STRAGGLING = 2.0
 OVERLAPPED = 0.1
 """Loading overlaps with steps if at least this share of it happens during steps."""
 WORTH_CHANGING = 1.05
-"""Another format of images is mentioned if its shards are this many times as fast."""
+"""A different format of images is mentioned if its shards are this many times as fast."""
 OFTEN_STOLEN = 0.1
 """Stolen shards are mentioned from this share on."""
 
 _LESS_OVERHEAD = (
-    "A larger batch means fewer steps, fewer shards mean fewer tasks (both make another experiment)"
+    "A larger batch means fewer steps, fewer shards mean fewer tasks (both make it a different "
+    "experiment)"
 )
 
 Cause: TypeAlias = Literal[
@@ -140,12 +141,14 @@ def _unevenness(account: TraceAccount) -> str:
         return _pipeline(account)
     count, shards = len(account.devices), account.shards
     idle = [device.device for device in account.devices if not device.shards]
-    finer = f"More shards (shards={2 * shards}, another experiment) are finer pieces to share out"
+    finer = (
+        f"More shards (shards={2 * shards}, a different experiment) are finer pieces to share out"
+    )
     if 0 < shards < count:
         return (
             f"a step has {counted(shards, 'shard')} for {count} devices, so "
-            f"{count - shards} of them can't have one. shards={count} (another experiment) gives "
-            f"each device one; with fewer devices nothing is lost"
+            f"{count - shards} of them can't have one. shards={count} (a different experiment) "
+            f"gives each device one; with fewer devices nothing is lost"
         )
     if shards and idle:
         return (
@@ -164,7 +167,7 @@ def _unevenness(account: TraceAccount) -> str:
         most = shards // count + 1
         return (
             f"{shards} shards over {count} devices give some {most} and others {most - 1}. "
-            f"shards={count * most} (another experiment) come out even"
+            f"shards={count * most} (a different experiment) come out even"
         )
     median_s, late_s = account.median_shard_s, account.late_shard_s
     if paces and median_s and late_s and late_s >= STRAGGLING * median_s:
@@ -195,7 +198,9 @@ def _pipeline(account: TraceAccount) -> str:
             f"{_ms(times[fast])}, and the slowest sets the pace: move layers from stage {slow} to "
             f"stage {fast} (Stages(...)), or have the times balanced (Stages('balanced:time'))"
         )
-    return f"{text}. More shards (shards={2 * account.shards}, another experiment) make it smaller"
+    return (
+        f"{text}. More shards (shards={2 * account.shards}, a different experiment) make it smaller"
+    )
 
 
 def _sum(account: TraceAccount) -> Finding:
@@ -203,7 +208,7 @@ def _sum(account: TraceAccount) -> Finding:
     text = (
         f"{_who(account, 'sum')} gradients {_percents(account)['sum']}% of the time{sums}: fewer "
         f"shards sum less often, a larger batch does more between the sums (both make "
-        f"another experiment)"
+        f"a different experiment)"
     )
     return Finding(cause="sum", share=together(account.devices).shares["sum"], text=text)
 
@@ -218,7 +223,7 @@ def _update(account: TraceAccount) -> Finding:
     text = (
         f"updating takes {share:.0%} of the time, {_ms(account.updating_s / account.steps)} a step"
         f"{where}: a larger batch updates less often, and an optimizer with fused=True or "
-        f"foreach=True may be faster (both make another experiment)"
+        f"foreach=True may be faster (both make it a different experiment)"
     )
     return Finding(cause="update", share=share, text=text)
 
@@ -233,7 +238,7 @@ def _short(account: TraceAccount) -> Iterable[Finding]:
             "short",
             f"half of the shards take less than {_ms(median_s)}, so the fixed cost of each task "
             f"and each operation matters. A larger batch, or fewer shards, make longer "
-            f"shards (another experiment); evenstep bench shards measures what V = "
+            f"shards (a different experiment); evenstep bench shards measures what V = "
             f"{account.shards} costs",
         )
 
@@ -246,7 +251,7 @@ def _format(account: TraceAccount) -> Iterable[Finding]:
             "format",
             f"channels-last images would be faster: a step over one shard took {_ms(other_s)} "
             f"instead of {_ms(usual_s)} when both were measured after the training. "
-            f"memory_format='channels_last' (another experiment) chooses them",
+            f"memory_format='channels_last' (a different experiment) chooses them",
         )
 
 

@@ -19,7 +19,7 @@ _TICKS = 8
 _TEMPLATE = Path(__file__).with_name("timeline.html.jinja")
 _KINDS = {
     "compute": "a shard",
-    "stolen": "a shard of another device's run",
+    "stolen": "a shard of a different device's run",
     "sum": "summing",
     "update": "updating",
     "copy": "copying",

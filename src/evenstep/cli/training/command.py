@@ -156,7 +156,7 @@ def _resumed_folder(layout: LayoutOptions, *, restarted: bool) -> Path | None:
     if checkpoints:
         raise CheckpointError(
             f"{folder} already has checkpoints of a training (the newest is "
-            f"{checkpoints[-1].name}): add --resume, or choose another --checkpoint-dir"
+            f"{checkpoints[-1].name}): add --resume, or choose a different --checkpoint-dir"
         )
     return None
 

@@ -87,7 +87,7 @@ def resumed_options(folder: Path, options: ExperimentOptions) -> ExperimentOptio
     options on the command line.
 
     Raises:
-        CheckpointError: the command line asks for another experiment, or the file is missing or
+        CheckpointError: the command line asks for a different experiment, or the file is missing or
             damaged.
     """
     saved = read_run_file(folder)
@@ -99,7 +99,7 @@ def resumed_options(folder: Path, options: ExperimentOptions) -> ExperimentOptio
     if differing:
         raise CheckpointError(
             f"can't resume {folder} with {', '.join(differing)}, because these belong to the "
-            f"experiment: leave them out, or train in another --checkpoint-dir"
+            f"experiment: leave them out, or train in a different --checkpoint-dir"
         )
     replaced = options.given & _REPLACEABLE.keys()
     if replaced & {"epochs", "steps"}:

@@ -91,7 +91,7 @@ def load_trainer(
 
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, or an option on the command line
-            asks for another experiment.
+            asks for a different experiment.
     """
     model = factory()
     layout["experiment"] = Experiment(**options.trainer_arguments(given_only=True))

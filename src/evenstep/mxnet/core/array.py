@@ -161,7 +161,7 @@ class NDArray(Base):
         self._write("x[...] = y", write, value, *operands([key]))
 
     def reshape(self, *shape: Any, reverse: bool = False) -> Any:
-        """Return a view of another shape; one size may be -1, and 0 stands for the size before."""
+        """Return a view of a new shape; one size may be -1, and 0 stands for the size before."""
         given = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         wanted = shapes.wanted_shape(self.shape, shapes.as_shape(given))
         return self._view("reshape", lambda tensor: tensor.reshape(wanted))
@@ -254,7 +254,7 @@ class NDArray(Base):
     as_in_ctx = to_device = as_in_context
 
     def astype(self, dtype: Any, copy: bool = True) -> Any:
-        """Return it with another dtype."""
+        """Return it with a different dtype."""
         if not copy and torch_dtype(dtype) == self.spec.dtype:
             return self
         return operator(self.table, "astype")(self, dtype=torch_dtype(dtype))

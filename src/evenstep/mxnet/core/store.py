@@ -54,7 +54,7 @@ def read(path: str | os.PathLike[str], like: type[NDArray] = NDArray) -> dict[st
     except (OSError, safetensors.SafetensorError) as error:
         raise MXNetError(
             f"{path} can't be read ({error}): give a file that evenstep.mxnet saved; files of "
-            f"MXNet itself have another format"
+            f"MXNet itself have a different format"
         ) from error
     return {name: adopt(tensor, cpu(), like) for name, tensor in found.items()}
 

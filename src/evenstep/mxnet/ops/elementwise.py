@@ -110,7 +110,7 @@ def where(condition: Tensor, x: Any, y: Any) -> Tensor:
 
 
 def astype(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a copy of another dtype."""
+    """Return a copy of a different dtype."""
     return data.to(dtype, copy=True)
 
 

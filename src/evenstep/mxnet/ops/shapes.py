@@ -178,7 +178,7 @@ class Index(NamedTuple):
 
 
 def fits(shape: Sequence[int], whole: Sequence[int]) -> bool:
-    """Return whether values of a shape can be written to all of another shape."""
+    """Return whether values of a shape can be written to all of a different shape."""
     own = list(shape)
     while len(own) > len(whole) and own[0] == 1:
         own = own[1:]

@@ -1,4 +1,4 @@
-"""Products on one device, copied to another memory: after all products, or one by one."""
+"""Products on one device, copied to a different memory: after all products, or one by one."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def first_width(
 
     Args:
         way: how the network is split.
-        rival: another way; None for one device alone.
+        rival: a different way; None for one device alone.
         link: what connects the devices.
         speed: operations a second of one device.
         batch: examples in a step.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from evenstep.bench.tables import NOTHING, with_unit
+from evenstep.bench.tables import NOTHING, Table, with_unit
 from evenstep.errors import counted
 from evenstep.reproduce.plan import Figures, Row
+from evenstep.reproduce.splits import costs
 from evenstep.reproduce.splits.costs import LINKS, Perceptron, Way, cost, first_width
 from evenstep.reproduce.splits.measured import LINES, WAYS
 
@@ -35,6 +37,20 @@ def rows(job: Mapping[str, Any], figures: Figures) -> list[Row]:
         *_lines(),
         *_links(measured, job, last),
     ]
+
+
+def first_widths(*, batches: Sequence[int], speed: float) -> Table:
+    """Return the widths from which two devices are faster than one, by arithmetic.
+
+    Args:
+        batches: numbers of examples in a step, each with a row for every way of splitting.
+        speed: operations a second of one device.
+    """
+    rows = []
+    for batch, way in itertools.product(batches, costs.WAYS):
+        widths = [first_width(way, None, link, speed, batch=batch) for link in LINKS]
+        rows.append([f"{batch:,}", way, *map(_spelled, widths)])
+    return Table(("batch", "split by", *(link.name for link in LINKS)), rows, text_columns=2)
 
 
 def _rounds(measured: Figures, way: str, devices: int) -> list[Mapping[str, Any]]:
@@ -127,7 +143,7 @@ def _links(measured: Figures, job: Mapping[str, Any], place: int) -> Iterator[Ro
     speed_here = _operations_per_s(measured, job, place)
     batch = job["batch_size"]
     for kind, speed in (("a core as here", speed_here), ("a GPU of 100 TFLOP/s", _GPU)):
-        for way in ("data", "stages", "slices"):
+        for way in costs.WAYS:
             widths = [first_width(way, None, link, speed, batch=batch) for link in LINKS]
             yield Row(
                 text=f"{way}, 2 × {kind}: faster than one from width",
@@ -144,7 +160,11 @@ def _links(measured: Figures, job: Mapping[str, Any], place: int) -> Iterator[Ro
 
 
 def _listed(widths: Sequence[int | None]) -> str:
-    return ", ".join("never" if width is None else f"{width:,}" for width in widths)
+    return ", ".join(map(_spelled, widths))
+
+
+def _spelled(width: int | None) -> str:
+    return "never" if width is None else f"{width:,}"
 
 
 def _operations_per_s(measured: Figures, job: Mapping[str, Any], place: int) -> float:

@@ -44,7 +44,7 @@ class LoopDraws:
                 "the loop has drawn random numbers from %s default generator between "
                 "trainer.epoch and the step, where this process has %d of the batch's %d examples: "
                 "numbers for single examples (noise, mixup, time steps) would be different ones "
-                "with another number of processes. Draw them for whole batches: "
+                "with a different number of processes. Draw them for whole batches: "
                 "trainer.epoch(loader, whole=True)",
                 " and ".join(names),
                 part.own_examples,

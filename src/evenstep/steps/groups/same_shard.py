@@ -142,7 +142,7 @@ def _cause(usual: Mapping[str, Any], other: Mapping[str, Any]) -> str:
         return f"Their models differ in {', '.join(found)}: give every process the same model"
     others = (
         "code that reads RANK, the host's name, os.environ, the locale, the clock or a file, or a "
-        "variable or an attribute that the script gives another value in one process"
+        "variable or an attribute that the script gives a different value in one process"
     )
     if usual["hash"] != other["hash"]:
         return (

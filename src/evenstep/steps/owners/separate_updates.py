@@ -31,7 +31,7 @@ _SCALES = (1e-6, 1.0, 1e4)  # of the gradients; float16 holds the largest
 _TENSORS = 16
 _ELEMENTS = 2**16  # in all of them, but for two of each kind, which are tried out in any case
 _OWN = {"param_groups", "state", "step"}  # attributes of an optimizer that are not copied as such
-_ASK = "leave partition out, or use another optimizer"
+_ASK = "leave partition out, or use a different optimizer"
 
 
 def refuse_coupled(optimizer: torch.optim.Optimizer) -> None:

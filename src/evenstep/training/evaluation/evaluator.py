@@ -124,7 +124,7 @@ class Evaluator:
 
     @contextlib.contextmanager
     def _evaluating(self, batches: Iterable[Batch], other: nn.Module | None) -> Iterator[None]:
-        """Inside `with`, the model is in evaluation mode, maybe with the values of another one."""
+        """Inside `with`, the model is in evaluation mode, maybe with a different one's values."""
         self._open_flight(may_be_written=True)
         with evaluation_mode(self._model), self._values.of(other), _explained(batches):
             yield

@@ -1,4 +1,4 @@
-"""Evaluates another model of the same structure in place of the trainer's."""
+"""Evaluates a different model of the same structure in place of the trainer's."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OtherValues:
 
     @contextlib.contextmanager
     def of(self, other: nn.Module | None) -> Iterator[None]:
-        """Inside `with`, give the model the parameters and buffers of another module.
+        """Inside `with`, give the model the parameters and buffers of a different module.
 
         At the end it has its own values again, bit for bit.
 

@@ -141,7 +141,7 @@ def check_kinds(model: object, optimizer: object) -> None:
     """Refuse a model that is no module, and an optimizer that is none of torch's.
 
     Raises:
-        ModelError: it is of another class, or a class itself.
+        ModelError: it is of a different class, or a class itself.
     """
     if isinstance(model, type):
         name = model.__name__

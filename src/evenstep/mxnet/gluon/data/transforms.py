@@ -36,7 +36,7 @@ class ToTensor(_Transform):
 
 
 class Resize(_Transform):
-    """To another size, bilinear: a number for squares, or (width, height)."""
+    """To a different size, bilinear: a number for squares, or (width, height)."""
 
     def __init__(self, size: int | Sequence[int]) -> None:
         self._size = (size, size) if isinstance(size, int) else (size[1], size[0])
