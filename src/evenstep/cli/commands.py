@@ -211,7 +211,7 @@ def record(
 @click.command(
     cls=GroupedCommand,
     example="evenstep compare one.rec two.rec",
-    prints="they begin with other weights",
+    prints="they begin with different weights",
 )
 @click.argument("one", metavar="RECORD", type=click.Path(path_type=Path))
 @click.argument("other", metavar="RECORD", type=click.Path(path_type=Path))
