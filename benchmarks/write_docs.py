@@ -33,7 +33,7 @@ from wording import in_todays_words
 
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
-PARTS = ("training", "text", "steps", "layouts", "engine")
+PARTS = ("training", "text", "steps", "layouts", "engine", "portable")
 PAGES = (
     *("benchmarks", *(f"benchmarks_{part}" for part in PARTS)),
     *("reliability", "kinds", "public_scripts"),

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from evenstep import callbacks, data, errors, metrics, models, nn
+    from evenstep.arithmetic import portable
     from evenstep.batch import Shards, shared
     from evenstep.callbacks.lr_scaling import scale_lr
     from evenstep.comparison import compare
@@ -47,6 +48,7 @@ __all__ = [
     "metrics",
     "models",
     "nn",
+    "portable",
     "record",
     "scale_lr",
     "shared",
@@ -76,6 +78,7 @@ _DEFINED_IN = {
     "find_devices": "evenstep.devices",
     "hybridize": "evenstep.inference.fast_call",
     "load_exported": "evenstep.inference.export",
+    "portable": "evenstep.arithmetic",
     "record": "evenstep.recording",
     "scale_lr": "evenstep.callbacks.lr_scaling",
     "shared": "evenstep.batch",

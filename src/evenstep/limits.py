@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeAlias
 
 Precision: TypeAlias = Literal["fp32", "bf16"]
+Arithmetic: TypeAlias = Literal["torch", "portable"]
 MemoryFormat: TypeAlias = Literal["preserve", "contiguous", "channels_last"]
 BatchNorm: TypeAlias = Literal["shard", "sync"]
 

@@ -23,6 +23,7 @@ def test_the_defaults_are_the_designs():
         "buffers": {},
         "batch_dim": 0,
         "clip_norm": None,
+        "arithmetic": "torch",
     }
 
 

@@ -144,16 +144,28 @@ def devices() -> None:
 
 
 @click.command(
-    cls=GroupedCommand, example="evenstep doctor", prints="compiled shards (train --compile): ..."
+    cls=GroupedCommand,
+    example="evenstep doctor --model lenet",
+    prints="lenet: all 23 operations are portable",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object and nothing else.")
+@click.option("--model", metavar="MODEL",
+              help="Say instead which operations of this model are portable.")  # fmt: skip
+@click.option("--data", default="digits", show_default=True,
+              type=click.Choice(["digits", "fashion-mnist"]),
+              help="The data set to try that model with.")  # fmt: skip
 @click.pass_obj
-def doctor(environment: Mapping[str, str], as_json: bool) -> None:
+def doctor(environment: Mapping[str, str], as_json: bool, model: str | None, data: str) -> None:
     """Say what is missing, what would change results or slow trainings down, and how to fix it."""
     with loading("torch"):
         from evenstep.cli.machine.doctor import doctor
+        from evenstep.cli.machine.operations import operations
 
-    doctor(environment, as_json=as_json)
+    if model is None:
+        doctor(environment, as_json=as_json)
+        return
+    for line in operations(model, data):
+        click.echo(line)
 
 
 @click.command(

@@ -34,7 +34,7 @@ from evenstep.engine.exclusive import Exclusive
 from evenstep.engine.graph import Place
 from evenstep.engine.handle import Handle
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S, interruptible
-from evenstep.engine.lanes import Lanes, ThreadLanes
+from evenstep.engine.lanes import Lanes, ThreadLanes, Within
 from evenstep.engine.ownership import Ownership
 from evenstep.engine.schedule import Decisions, Scheduler, Submission
 from evenstep.engine.task import IS_ASIDE, PLAIN, Task, is_device_failure, name_of
@@ -72,6 +72,7 @@ class Engine:
         max_in_flight: the largest number of unfinished tasks; `submit` waits when it is reached.
             None: no limit, `submit` never waits.
         lanes: the executor of the tasks; `InlineLanes` runs them without threads.
+        within: returns a context that every lane computes in, such as a mode of torch.
 
     Attributes:
         devices: the devices that tasks run on.
@@ -98,6 +99,7 @@ class Engine:
         threads: int = 1,
         max_in_flight: int | None = None,
         lanes: Callable[[Sequence[Device]], Lanes] = ThreadLanes,
+        within: Within = contextlib.nullcontext,
     ) -> None:
         self.lanes: Lanes
         if max_in_flight is not None and max_in_flight < 1:
@@ -109,6 +111,7 @@ class Engine:
         self.trace = Trace([*rows, *(f"copy {row}" for row in rows)])
         self.scheduler = Scheduler(count, bound_only=count)
         self._make_lanes = lanes
+        self._within = within
         self._lanes: Lanes | None = None
         self.lost_lanes: frozenset[int] = frozenset()
         self.given_up: frozenset[int] = frozenset()
@@ -139,6 +142,7 @@ class Engine:
             opened.enter_context(short_switch_interval())
             lanes = self._make_lanes(self.devices)
             lanes.died = self._lane_died
+            lanes.within = self._within
             opened.callback(lanes.close, set())
             lanes.open()
             self._owner = Ownership("engine", self._close_at_exit)

@@ -33,10 +33,15 @@ Died: TypeAlias = "Callable[[int, BaseException], object]"
 """Called in a lane that ends before it was closed, with its number and the error that ended it."""
 
 
+Within: TypeAlias = "Callable[[], contextlib.AbstractContextManager[object]]"
+"""Returns a context that a lane computes in."""
+
+
 class Lanes(Protocol):
     """The interface of the engine to its lanes: a computing and a copying lane for each device."""
 
     died: Died
+    within: Within
     threads: set[int]
 
     def open(self) -> None:
@@ -72,6 +77,7 @@ class ThreadLanes:
 
     Attributes:
         died: called in a lane that ends before `close`.
+        within: every lane computes in the context that it returns.
         threads: the threads of the lanes, in which no caller may wait for a lane.
     """
 
@@ -80,6 +86,7 @@ class ThreadLanes:
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
         self.died: Died = _ignore
+        self.within: Within = contextlib.nullcontext
         self.threads: set[int] = set()
         self._inboxes: list[queue.SimpleQueue[Work | None]] = []
         self._threads: list[threading.Thread] = []
@@ -158,6 +165,7 @@ class ThreadLanes:
         """Make the calling thread compute as the lane's own thread does."""
         self._here.lane = lane
         self._fix(self.devices[lane % len(self.devices)])
+        self.within().__enter__()  # until the thread ends
 
     def _run(
         self,
@@ -174,7 +182,8 @@ class ThreadLanes:
             return
         outcomes.put(None)
         try:
-            _work(lane, inbox)
+            with self.within():
+                _work(lane, inbox)
         except BaseException as error:
             self.died(lane, error)
 
@@ -226,6 +235,7 @@ class InlineLanes:
     Attributes:
         here: the lane of the running task.
         died: never called, since there is no thread that could end.
+        within: tasks run in the context that it returns.
         threads: the thread that runs a task now.
     """
 
@@ -234,6 +244,7 @@ class InlineLanes:
     def __init__(self, devices: Sequence[Device]) -> None:
         self.devices = tuple(devices)
         self.died: Died = _ignore
+        self.within: Within = contextlib.nullcontext
         self.threads: set[int] = set()
         self._queue: deque[tuple[int, Work]] = deque()
         self._is_working = False
@@ -255,7 +266,7 @@ class InlineLanes:
         before = torch.get_num_threads()
         try:
             # As in a thread of its own; undoes what a task leaves behind, too.
-            with in_modes(PLAIN), _fixed_modes():
+            with in_modes(PLAIN), _fixed_modes(), self.within():
                 while self._queue:
                     lane, work = self._queue.popleft()
                     self.here = lane
@@ -272,6 +283,7 @@ class InlineLanes:
     def adopt(self, lane: int) -> None:
         """Make the calling thread compute as a task of that lane does."""
         _fix_threads(self.devices[lane].threads)
+        self.within().__enter__()
 
     @property
     def inside(self) -> bool:

@@ -15,6 +15,7 @@ from evenstep.errors import InputError, shown
 from evenstep.limits import (
     MOST_SHARDS,
     MOST_THREADS,
+    Arithmetic,
     BatchNorm,
     BufferRule,
     MemoryFormat,
@@ -53,6 +54,9 @@ class Experiment(Options):
             is cut along its first.
         clip_norm: the largest norm of a batch's mean gradient, over all parameters; a larger one is
             scaled down to it, as by `torch.nn.utils.clip_grad_norm_`. None for no limit.
+        arithmetic: "torch" computes with torch's own kernels, whose bits depend on the model of the
+            processor; "portable" with evenstep's, which have the same bits on every processor, on
+            CPUs, in float32 (see docs/portable.md).
     """
 
     shards: int = 8
@@ -68,6 +72,7 @@ class Experiment(Options):
     )
     batch_dim: int = dataclasses.field(default=0, metadata=LATER)
     clip_norm: float | None = dataclasses.field(default=None, metadata=LATER)
+    arithmetic: Arithmetic = dataclasses.field(default="torch", metadata=LATER)
 
     def __post_init__(self) -> None:
         check_integer("shards", self.shards, at_least=1, at_most=MOST_SHARDS)
@@ -86,6 +91,7 @@ class Experiment(Options):
         check_choice("precision", self.precision, ("fp32", "bf16"))
         check_choice("memory_format", self.memory_format, get_args(MemoryFormat))
         check_choice("batch_norm", self.batch_norm, ("shard", "sync"))
+        check_choice("arithmetic", self.arithmetic, get_args(Arithmetic))
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:

@@ -68,6 +68,11 @@ def arguments_of(op: Any) -> Sequence[Any]:
     return arguments
 
 
+def writes(op: Any) -> bool:
+    """Return whether an op writes to some of its arguments."""
+    return bool(_schema_of(op).is_mutable)
+
+
 def run_kernel(op: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the kernel that an op has for a key."""
     return _kernel_of(op)(key, *args, **kwargs)

@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from evenstep.arithmetic import is_portable_here
 from evenstep.distributed.step_report import AgainError
 from evenstep.errors import (
     BatchError,
@@ -19,6 +20,7 @@ from evenstep.errors import (
     NonFiniteLossError,
     was_entered,
 )
+from evenstep.limits import Arithmetic
 from evenstep.shard.forward_backward import Leaf
 from evenstep.shard.partial_sum import AccumulatedTwiceError, PartialSum
 from evenstep.steps.executors import IndependentExecutor
@@ -134,6 +136,19 @@ def is_inside_step(optimizer: torch.optim.Optimizer, error: BaseException) -> bo
     step = inspect.unwrap(optimizer.step, stop=is_own)
     code = getattr(step, "__code__", None)
     return code is None or was_entered(code, error)
+
+
+def refuse_other_arithmetic(arithmetic: Arithmetic) -> None:
+    """Refuse a step of the optimizer, after `Trainer.backward`, in other than the experiment's.
+
+    Raises:
+        ContractError: the training is portable, and the calling thread does not compute so.
+    """
+    if arithmetic == "portable" and not is_portable_here():
+        raise ContractError(
+            'the experiment has arithmetic="portable", but optimizer.step() was called outside of '
+            "it: write `with evenstep.portable(): optimizer.step()`"
+        )
 
 
 def foreign_step_error(optimizer: torch.optim.Optimizer) -> ContractError:

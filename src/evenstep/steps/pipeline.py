@@ -117,7 +117,7 @@ class Pipeline(abc.ABC):
         if engine.given_up:
             self.refuse_given_up()
         if has_own_modes():
-            refuse_modes(engine.devices[0].torch_device)
+            refuse_modes(engine.devices[0].torch_device, self._executor.experiment.arithmetic)
 
     def follow_user(self) -> None:
         """Bring replicas and update up to what the user did to the model and the optimizer."""

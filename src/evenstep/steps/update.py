@@ -12,9 +12,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from evenstep.arithmetic import within
 from evenstep.collectives import tree_sum
 from evenstep.devices.addresses import align_gradients, aligned
 from evenstep.errors import ClosedError, add_note
+from evenstep.limits import Arithmetic
 from evenstep.private_torch.compilers import lock_of_compiler
 from evenstep.private_torch.modules import gradient_hooks
 from evenstep.private_torch.optimizers import post_hooks, pre_hooks
@@ -45,6 +47,7 @@ from evenstep.steps.failures import (
     refuse_count,
     refuse_no_gradient,
     refuse_non_finite,
+    refuse_other_arithmetic,
     refuse_other_norm,
 )
 from evenstep.steps.outputs import join_step_outputs
@@ -67,6 +70,7 @@ class Update:
         clip_norm: the largest norm of the gradients; None for no limit, infinity to measure it.
 
     Attributes:
+        arithmetic: that of the experiment, which the lanes compute in.
         may_step_elsewhere: whether the user may step the optimizer, since the last step has left
             its gradients to the user.
         record: returns the hyper-parameters that a step is submitted with, where the user may
@@ -92,6 +96,7 @@ class Update:
         self._after_update = after_update
         self._clip_norm = clip_norm
         self.may_step_elsewhere = False
+        self.arithmetic: Arithmetic = "torch"
         self.record: Callable[[], Sequence[Any]] = tuple
         self._is_stepping = self._is_made = self._has_said_it = False
         self._used: list[tuple[torch.Tensor, int]] = []  # the gradients of the last update
@@ -206,7 +211,8 @@ class Update:
         """Update with an optimizer that evaluates the batch by `closure`."""
         self._is_stepping = True
         try:
-            self._optimizer.step(closure)
+            with within(self.arithmetic)():
+                self._optimizer.step(closure)
         finally:
             self._is_stepping = False
             note_left(self._replicas.home.parameters)
@@ -259,8 +265,10 @@ class Update:
         Returns:
             None, or arguments with a closure that must call `Trainer.backward`.
         """
-        may_step = self._is_stepping or self.may_step_elsewhere
-        if may_step or all(optimizer is not one for one in self._stepped):
+        if self._is_stepping or all(optimizer is not one for one in self._stepped):
+            return None
+        if self.may_step_elsewhere:
+            refuse_other_arithmetic(self.arithmetic)
             return None
         closure = options.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:

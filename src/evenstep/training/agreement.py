@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn, optim
 
+from evenstep.arithmetic import portable_facts
 from evenstep.batch import Batch
 from evenstep.checkpoint import fingerprint as fingerprints
 from evenstep.checkpoint.optimizer_kind import kinds_of
@@ -62,14 +63,15 @@ class Agreement:
         self._check = chosen.faults.check
         self._has_owners, self._split = chosen.layout.has_owners, parts.partition
         self._devices = parts.engine.devices
-        self._arithmetic = arithmetic_facts(self._devices)
+        self._is_portable = chosen.experiment.arithmetic == "portable"
+        self._arithmetic = self._arithmetic_facts()
         self._results: dict[str, str] = {}
         self._began_at = self._compared_at = 0  # steps done
 
     def begin(self) -> None:
         """Note that the processes open their trainers, whose states are equal."""
         self._began_at = self._compared_at = self._steps_done
-        self._arithmetic = arithmetic_facts(self._devices)
+        self._arithmetic = self._arithmetic_facts()
 
     def compare_if_due(self) -> None:
         """Compare states before the next step, if that is due."""
@@ -187,15 +189,19 @@ class Agreement:
 
     def saved_facts(self) -> dict[str, dict[str, Any]]:
         """Return the facts that a checkpoint holds as such."""
-        self._results = self._results or known_results(self._devices)
+        if not (self._is_portable or self._results):
+            self._results = known_results(self._devices)
         loss = {"loss": self._loss_facts()} if isinstance(self._loss, nn.Module) else {}
         return {
             "layers": layer_settings("layer", self._model),
             "strides": _strides_of(self._model),
             **loss,
             "arithmetic": {**self._arithmetic, **self._results},
-            "instructions": instruction_facts(),
+            "instructions": {} if self._is_portable else instruction_facts(),
         }
+
+    def _arithmetic_facts(self) -> Mapping[str, str]:
+        return portable_facts() if self._is_portable else arithmetic_facts(self._devices)
 
     @property
     def _steps_done(self) -> int:

@@ -23,6 +23,7 @@ from evenstep.limits import (
     MOST_SECONDS,
     MOST_SHARDS,
     MOST_THREADS,
+    Arithmetic,
     BatchNorm,
     MemoryFormat,
     Precision,
@@ -118,6 +119,12 @@ class ExperimentOptions(OptionTable):
     )
     precision: Precision = _in_checkpoint(
         "fp32", "bf16 computes under autocast; part of the experiment.", group=_ARITHMETIC
+    )
+    arithmetic: Arithmetic = _in_checkpoint(
+        "torch",
+        "portable computes with the same bits on every processor, by evenstep's own kernels, on "
+        "CPUs; part of the experiment.",
+        group=_ARITHMETIC,
     )
     memory_format: MemoryFormat = _in_checkpoint(
         "preserve",

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from evenstep.arithmetic import within
 from evenstep.batch import Batch
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.cli.options.training import ExperimentOptions, LayoutOptions
@@ -79,8 +80,9 @@ def make_trainer(
         layout: further arguments of the trainer, which don't affect its result.
     """
     torch.manual_seed(options.seed)
-    model = factory()
-    layout["experiment"] = Experiment(**options.trainer_arguments())
+    experiment = layout["experiment"] = Experiment(**options.trainer_arguments())
+    with within(experiment.arithmetic)():
+        model = factory()
     return Trainer(model, _optimizer(options, model), nn.CrossEntropyLoss(), **layout)
 
 

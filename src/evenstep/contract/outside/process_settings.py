@@ -10,10 +10,12 @@ from typing import Any
 
 import torch
 
+from evenstep.arithmetic import is_portable, is_portable_here
 from evenstep.devices import torch_settings
 from evenstep.devices.accelerator import autocast_kinds
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
+from evenstep.limits import Arithmetic
 from evenstep.private_torch.dispatch import (
     DeviceContext,
     TorchDispatchMode,
@@ -105,18 +107,26 @@ def _casts_are_cached() -> bool:
     return casts and torch.is_autocast_cache_enabled()
 
 
-def refuse_modes(device: torch.device) -> None:
+def refuse_modes(device: torch.device, arithmetic: Arithmetic = "torch") -> None:
     """Refuse the modes of the calling thread, except a default device like `device`.
+
+    Portable arithmetic is refused only where the lanes don't compute in it.
 
     Raises:
         ContractError: names the first of them.
     """
     refuse_inside_a_level("a step")
     modes = [*function_modes(), *dispatch_modes()]
+    if is_portable_here() and arithmetic == "torch":
+        raise ContractError(
+            "a step inside `with evenstep.portable()` must be portable, too: give the trainer "
+            'experiment=Experiment(arithmetic="portable")'
+        )
     names = [
         f"the mode {type(mode).__name__}"
         for mode in modes
         if not (isinstance(mode, DeviceContext) and mode.device.type == device.type)
+        and not is_portable(mode)
     ]
     if saving_hooks(False):
         names.append("torch.autograd.graph.saved_tensors_hooks")

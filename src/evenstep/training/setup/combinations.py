@@ -21,6 +21,7 @@ _AT_ONCE = "shards that are all under way at once can't share their devices in t
 _ONE_MEMORY = "the parameters of a copy of the model lie in one memory so far"
 _APART = "processes don't wait for each other's shards"
 _CPUS = "name CPU devices, or leave it out"
+_FLOAT32 = "portable arithmetic has kernels for float32 on CPUs"
 _ONE_PROCESS = "start one process, which uses all devices of this machine, or leave it out"
 
 APART: Mapping[tuple[str, str], tuple[str, str]] = {
@@ -32,6 +33,9 @@ APART: Mapping[tuple[str, str], tuple[str, str]] = {
     ("Slices", "lockstep"): (_AT_ONCE, ""),
     ("Slices", "in flight"): ("all devices meet in each layer of each shard", ""),
     ("Stages", "GPU"): (_ONE_MEMORY, _CPUS),
+    ("compile", "portable"): ("a compiled shard has kernels of its own", ""),
+    ("bf16", "portable"): (_FLOAT32, ""),
+    ("portable", "GPU"): (_FLOAT32, "name CPU devices"),
     ("lockstep", "processes"): (_APART, _ONE_PROCESS),
 }
 """What does not go together: why, and what to do (else: use one of them only)."""
@@ -66,6 +70,8 @@ def _used(chosen: Chosen, *, is_alone: bool) -> dict[str, str]:
     no_cpu = next((str(device) for device in chosen.devices if device.is_accelerator), "")
     found = {
         "compile": "compile=True" * experiment.compile,
+        "bf16": 'precision="bf16"' * (experiment.precision == "bf16"),
+        "portable": 'arithmetic="portable"' * (experiment.arithmetic == "portable"),
         "lockstep": lockstep_option(experiment) * chosen.is_lockstep,
         "Stages": "Stages(...)" * (layout.stages is not None),
         "Slices": "Slices()" * layout.has_slices,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from evenstep.arithmetic import within
 from evenstep.callbacks import Callback
 from evenstep.engine import Engine
 from evenstep.profiling.clock import Timekeeper
@@ -89,7 +90,8 @@ def choose_parts(
         stages: the stages of the network; None where each device computes all of it.
     """
     experiment, devices, layout = chosen.experiment, chosen.devices, chosen.layout
-    engine, progress = Engine(devices, lanes=layout.lanes), Progress()
+    arithmetic = within(experiment.arithmetic)
+    engine, progress = Engine(devices, lanes=layout.lanes, within=arithmetic), Progress()
     names = [device.name for device in devices]
     timekeeper = Timekeeper(engine.trace, names)
     replicas = Replicas(
@@ -110,6 +112,7 @@ def choose_parts(
     lost = LostDevices(engine, replicas, chosen.faults.lost_after_s)
     executor = make_executor(experiment, replicas, engine, timekeeper, group, lost)
     update = _choose_update(optimizer, replicas, loss, chosen, hooks, callbacks)
+    update.arithmetic = experiment.arithmetic
     kinds = {(device.kind, device.threads) for device in devices}
     direct = kinds == {("cpu", experiment.threads)} and not chosen.overlaps
     pipeline = (DirectPipeline if direct else OverlappedPipeline)(

@@ -1,0 +1,376 @@
+/* Products of matrices, in tiles whose sums stay in registers. */
+#include "products.h"
+
+/* A tile has up to ROWS rows, and one or two times LANES columns. Blocks of the operands are copied
+   ("packed") into panels of ROWS rows or of 2 * LANES columns, in the order in which tiles read
+   them. None of these numbers changes a result. */
+#if defined(__AVX512F__)
+#define ROWS 12
+#define LANES 16
+#elif defined(__AVX2__) || defined(__aarch64__)
+#define ROWS 6
+#define LANES 8
+#else
+#define ROWS 4
+#define LANES 4
+#endif
+#define COLUMNS (2 * LANES)
+#define DEPTH_BLOCK 256
+#define ROW_BLOCK 192
+#define COLUMN_BLOCK 1024
+
+_Static_assert(ROW_BLOCK % ROWS == 0 && COLUMN_BLOCK % COLUMNS == 0, "whole panels");
+_Static_assert(DEPTH_BLOCK * (ROW_BLOCK + COLUMN_BLOCK + 4) <= MULTIPLY_SCRATCH, "scratch");
+
+/* Tiles */
+
+/* Rows are unrolled, and columns become vectors, so that all sums stay in registers. */
+#define EACH_ROW(rows, ...)                                                                       \
+  _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) {                                       \
+    _Pragma("GCC unroll 1") for (int j = 0; j < columns; j++) __VA_ARGS__;                        \
+  }
+
+/* c(i, j) += the products of `depth` columns of a and rows of b, for a tile of constant size */
+INLINE void tile(int rows, int columns, long depth, const float *restrict a,
+                 const long *restrict a_depth, const float *restrict b,
+                 const long *restrict b_depth, float *c, const long *c_row, int is_begun) {
+  float sum[ROWS][COLUMNS];
+  if (!depth) {
+    for (int i = 0; i < rows && !is_begun; i++) memset(c + c_row[i], 0, columns * sizeof(float));
+    return;
+  }
+  const float *x = a + a_depth[0], *y = b + b_depth[0];
+  if (is_begun) {
+    EACH_ROW(rows, sum[i][j] = fma32(x[i], y[j], c[c_row[i] + j]))
+  } else {
+    EACH_ROW(rows, sum[i][j] = fma32(x[i], y[j], 0))
+  }
+  for (long k = 1; k < depth; k++) {
+    x = a + a_depth[k], y = b + b_depth[k];
+    EACH_ROW(rows, sum[i][j] = fma32(x[i], y[j], sum[i][j]))
+  }
+  EACH_ROW(rows, c[c_row[i] + j] = sum[i][j])
+}
+
+#define TILE(rows, vectors)                                                                       \
+  static void tile_##rows##_##vectors(long depth, const float *a, const long *a_depth,            \
+                                      const float *b, const long *b_depth, float *c,              \
+                                      const long *c_row, int is_begun) {                          \
+    tile(rows, vectors *LANES, depth, a, a_depth, b, b_depth, c, c_row, is_begun);                \
+  }
+#define TILES(rows) TILE(rows, 1) TILE(rows, 2)
+#define NAMES(rows) {tile_##rows##_1, tile_##rows##_2}
+
+TILES(1) TILES(2) TILES(3) TILES(4)
+#if ROWS >= 6
+TILES(5) TILES(6)
+#endif
+#if ROWS >= 12
+TILES(7) TILES(8) TILES(9) TILES(10) TILES(11) TILES(12)
+#endif
+
+typedef void (*tile_function)(long, const float *, const long *, const float *, const long *,
+                              float *, const long *, int);
+
+static const tile_function tiles[ROWS][2] = {
+    NAMES(1), NAMES(2), NAMES(3), NAMES(4),
+#if ROWS >= 6
+    NAMES(5), NAMES(6),
+#endif
+#if ROWS >= 12
+    NAMES(7), NAMES(8), NAMES(9), NAMES(10), NAMES(11), NAMES(12),
+#endif
+};
+
+/* Packing: to[k * width + x] = from[lane[x] + step[k]] */
+
+typedef float four __attribute__((vector_size(16)));
+typedef int32_t four_places __attribute__((vector_size(16)));
+#if defined(__clang__)
+#define PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define PICK(a, b, ...) __builtin_shuffle(a, b, (four_places){__VA_ARGS__})
+#endif
+
+typedef float eight __attribute__((vector_size(32)));
+
+INLINE four load(const float *from) { four x; memcpy(&x, from, sizeof x); return x; }
+INLINE void store(float *to, four x) { memcpy(to, &x, sizeof x); }
+
+/* Four rows of four become four columns. */
+INLINE void transpose_four(const float *from, const long *lane, float *to, long width) {
+  four a = load(from + lane[0]), b = load(from + lane[1]);
+  four c = load(from + lane[2]), d = load(from + lane[3]);
+  four ab = PICK(a, b, 0, 4, 1, 5), cd = PICK(c, d, 0, 4, 1, 5);
+  store(to, PICK(ab, cd, 0, 1, 4, 5));
+  store(to + width, PICK(ab, cd, 2, 3, 6, 7));
+  ab = PICK(a, b, 2, 6, 3, 7), cd = PICK(c, d, 2, 6, 3, 7);
+  store(to + 2 * width, PICK(ab, cd, 0, 1, 4, 5));
+  store(to + 3 * width, PICK(ab, cd, 2, 3, 6, 7));
+}
+
+/* Eight rows of four become four columns. */
+#if defined(__AVX__) && __has_builtin(__builtin_shufflevector)
+#define PAIR(i) \
+  __builtin_shufflevector(load(from + lane[i]), load(from + lane[i + 4]), 0, 1, 2, 3, 4, 5, 6, 7)
+INLINE void store_eight(float *to, eight x) { memcpy(to, &x, sizeof x); }
+INLINE void transpose_eight(const float *from, const long *lane, float *to, long width) {
+  eight a = PAIR(0), b = PAIR(1), c = PAIR(2), d = PAIR(3);
+  eight ab = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13);
+  eight cd = __builtin_shufflevector(c, d, 0, 8, 1, 9, 4, 12, 5, 13);
+  store_eight(to, __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13));
+  store_eight(to + width, __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15));
+  ab = __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+  cd = __builtin_shufflevector(c, d, 2, 10, 3, 11, 6, 14, 7, 15);
+  store_eight(to + 2 * width, __builtin_shufflevector(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13));
+  store_eight(to + 3 * width, __builtin_shufflevector(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15));
+}
+#else
+INLINE void transpose_eight(const float *from, const long *lane, float *to, long width) {
+  transpose_four(from, lane, to, width);
+  transpose_four(from, lane + 4, to + 4, width);
+}
+#endif
+
+INLINE int is_run_of_four(const long *at) {
+  return at[1] == at[0] + 1 && at[2] == at[0] + 2 && at[3] == at[0] + 3;
+}
+
+/* Pack 4 or 8 lanes: transposed by fours where the depth is contiguous in memory. */
+INLINE void pack_lanes(int lanes, long depth, const float *from, const long *lane,
+                       const long *step, int is_contiguous, float *to, long width) {
+  for (long k = 0; k < depth;) {
+    if (k + 4 <= depth && (is_contiguous || is_run_of_four(step + k))) {
+      if (lanes == 8) transpose_eight(from + step[k], lane, to + k * width, width);
+      else transpose_four(from + step[k], lane, to + k * width, width);
+      k += 4;
+    } else {
+      for (int x = 0; x < lanes; x++) to[k * width + x] = from[lane[x] + step[k]];
+      k++;
+    }
+  }
+}
+
+/* Pack lanes that are contiguous in memory; the last of several chunks overlaps the one before. */
+INLINE void pack_run(long count, long depth, const float *from, const long *step, float *to,
+                     long width) {
+#define COPY(n)                                                                                   \
+  case n:                                                                                         \
+    for (long k = 0; k < depth; k++) memcpy(to + k * width, from + step[k], n * sizeof(float));   \
+    break;
+  switch (count) {
+    COPY(1) COPY(2) COPY(3) COPY(4) COPY(5) COPY(6) COPY(7) COPY(8) COPY(12) COPY(16) COPY(32)
+    default:
+      for (long k = 0; k < depth; k++) {
+        for (long x = 0; x < count - 8; x += 8)
+          memcpy(to + k * width + x, from + step[k] + x, 8 * sizeof(float));
+        memcpy(to + k * width + count - 8, from + step[k] + count - 8, 8 * sizeof(float));
+      }
+  }
+#undef COPY
+}
+
+INLINE long run_length(const long *lane, long most) {
+  long n = 1;
+  while (n < most && lane[n] == lane[0] + n) n++;
+  return n;
+}
+
+INLINE int is_contiguous(const long *at, long count) {
+  return count && at[count - 1] == at[0] + count - 1 && run_length(at, count) == count;
+}
+
+/* Pack a panel. */
+INLINE void pack(long lanes, long depth, const float *from, const long *lane, const long *step,
+                 int is_contiguous, float *to, long width) {
+  for (long x = 0; x < lanes;) {
+    long run = run_length(lane + x, lanes - x);
+    if (run < 4 && x + 8 <= lanes)
+      pack_lanes(8, depth, from, lane + x, step, is_contiguous, to + x, width), x += 8;
+    else if (run < 4 && x + 4 <= lanes)
+      pack_lanes(4, depth, from, lane + x, step, is_contiguous, to + x, width), x += 4;
+    else
+      pack_run(run, depth, from + lane[x], step, to + x, width), x += run;
+  }
+}
+
+/* Lanes that no column has are zero: nobody reads their products, but numbers too small for the
+   processor to multiply fast must not be among them. */
+INLINE void clear(long lanes, long depth, float *packed) {
+  long end = lanes <= LANES ? LANES : COLUMNS;
+  for (long k = 0; k < depth; k++)
+    for (long x = lanes; x < end; x++) packed[k * COLUMNS + x] = 0;
+}
+
+/* Blocks */
+
+/* A block of the product: where it begins, its size, and its operands, packed or in place. */
+struct block {
+  long row, rows, column, columns, depth_at, depth;
+  int is_begun, is_last;
+  int is_a_contiguous, is_b_contiguous; /* over the depth */
+  int is_a_in_place, is_b_near;         /* `a` isn't packed; b is small enough for that, too */
+  const long *packed_row_depth, *packed_column_depth; /* k * ROWS, k * COLUMNS */
+  float *a, *b;                                       /* packed */
+};
+
+/* c = fma(beta, addend, alpha * c), for a tile */
+static void finish(const struct product *p, long row, long rows, long column, long columns,
+                   float *c, const long *c_row) {
+  for (long i = 0; i < rows; i++) {
+    float *to = c + c_row[i];
+    if (!p->addend) {
+      for (long j = 0; j < columns; j++) to[j] = p->alpha * to[j];
+      continue;
+    }
+    const float *addend = p->addend + (row + i) * p->addend_row + column * p->addend_column;
+    for (long j = 0; j < columns; j++)
+      to[j] = fma32(p->beta, addend[j * p->addend_column], p->alpha * to[j]);
+  }
+}
+
+/* Compute a tile in c; or, where its columns don't lie one behind the other, in a copy. */
+static void compute(const struct product *p, const struct block *block, long row, long rows,
+                    long column, long columns, int is_contiguous, const float *a,
+                    const long *a_depth, const float *b, const long *b_depth) {
+  static const long own_row[ROWS] = {0 * COLUMNS, 1 * COLUMNS, 2 * COLUMNS, 3 * COLUMNS,
+#if ROWS >= 6
+                                     4 * COLUMNS, 5 * COLUMNS,
+#endif
+#if ROWS >= 12
+                                     6 * COLUMNS, 7 * COLUMNS, 8 * COLUMNS, 9 * COLUMNS,
+                                     10 * COLUMNS, 11 * COLUMNS
+#endif
+  };
+  float own[ROWS * COLUMNS];
+  const long *c_row = p->c_row + row, *c_column = p->c_column + column;
+  int must_finish = block->is_last && (p->addend || p->alpha != 1);
+  tile_function run = tiles[rows - 1][columns > LANES];
+  if (is_contiguous) {
+    float *c = p->c + c_column[0];
+    run(block->depth, a, a_depth, b, b_depth, c, c_row, block->is_begun);
+    if (must_finish) finish(p, row, rows, column, columns, c, c_row);
+    return;
+  }
+  if (block->is_begun)
+    for (long i = 0; i < rows; i++)
+      for (long j = 0; j < COLUMNS; j++)
+        own[own_row[i] + j] = j < columns ? p->c[c_row[i] + c_column[j]] : 0;
+  run(block->depth, a, a_depth, b, b_depth, own, own_row, block->is_begun);
+  if (must_finish) finish(p, row, rows, column, columns, own, own_row);
+  for (long i = 0; i < rows; i++)
+    for (long j = 0; j < columns; j++) p->c[c_row[i] + c_column[j]] = own[own_row[i] + j];
+}
+
+/* Where the i-th tile of a block begins: tiles are as equal in size as they can be. */
+INLINE long tile_at(const struct block *block, long i) {
+  return i * block->rows / ((block->rows + ROWS - 1) / ROWS);
+}
+
+/* Compute the columns of one panel, for all rows of a block. */
+static void compute_panel(const struct product *p, const struct block *block, long at) {
+  long column = block->column + at, columns = smaller(COLUMNS, block->columns - at);
+  const long *b_column = p->b_column + column, *b_depth = p->b_depth + block->depth_at;
+  int is_whole = columns == COLUMNS || columns == LANES;
+  int is_direct = is_whole && is_contiguous(p->c_column + column, columns);
+  const float *b = p->b + b_column[0];
+  if (!is_whole || !(block->is_b_near || p->rows <= ROWS) || !is_contiguous(b_column, columns)) {
+    float *packed = block->b + at * block->depth;
+    if (block->row == 0) {
+      pack(columns, block->depth, p->b, b_column, b_depth, block->is_b_contiguous, packed,
+           COLUMNS);
+      if (!is_whole) clear(columns, block->depth, packed);
+    }
+    b = packed, b_depth = block->packed_column_depth;
+  }
+  for (long i = 0, from = 0; from < block->rows; from = tile_at(block, ++i)) {
+    const float *a = block->a + i * ROWS * block->depth;
+    const long *a_depth = block->packed_row_depth;
+    if (block->is_a_in_place)
+      a = p->a + p->a_row[block->row + from], a_depth = p->a_depth + block->depth_at;
+    compute(p, block, block->row + from, tile_at(block, i + 1) - from, column, columns, is_direct,
+            a, a_depth, b, b_depth);
+  }
+}
+
+/* Whether packing would cost more than it brings: the operand fits the processor's first cache. */
+INLINE int is_near(const long *depth_table, long depth) {
+  return depth > 0 && depth_table[depth - 1] - depth_table[0] < 4096;
+}
+
+/* Compute one block. */
+static void compute_block(const struct product *p, struct block *block) {
+  const long *a_row = p->a_row + block->row, *a_depth = p->a_depth + block->depth_at;
+  const long *b_depth = p->b_depth + block->depth_at;
+  block->is_a_contiguous = is_contiguous(a_depth, block->depth);
+  block->is_b_contiguous = is_contiguous(b_depth, block->depth);
+  block->is_b_near = is_near(b_depth, block->depth);
+  block->is_a_in_place = (block->columns <= COLUMNS || is_near(a_depth, block->depth)) &&
+                         is_contiguous(a_row, block->rows);
+  for (long i = 0, from = 0; from < block->rows && !block->is_a_in_place;
+       from = tile_at(block, ++i))
+    pack(tile_at(block, i + 1) - from, block->depth, p->a, a_row + from, a_depth,
+         block->is_a_contiguous, block->a + i * ROWS * block->depth, ROWS);
+  for (long at = 0; at < block->columns; at += COLUMNS) compute_panel(p, block, at);
+}
+
+#define TABLES (DEPTH_BLOCK * (ROW_BLOCK + COLUMN_BLOCK)) /* behind the panels */
+
+void prepare(long depth, float *scratch) {
+  long *by_rows = (long *)(scratch + TABLES), *by_columns = by_rows + DEPTH_BLOCK;
+  strided(smaller(DEPTH_BLOCK, depth), ROWS, by_rows);
+  strided(smaller(DEPTH_BLOCK, depth), COLUMNS, by_columns);
+}
+
+void multiply(const struct product *p, float *scratch) {
+  struct block block = {.a = scratch, .b = scratch + DEPTH_BLOCK * ROW_BLOCK};
+  block.packed_row_depth = (long *)(scratch + TABLES);
+  block.packed_column_depth = block.packed_row_depth + DEPTH_BLOCK;
+  for (block.column = 0; block.column < p->columns; block.column += COLUMN_BLOCK) {
+    block.columns = smaller(COLUMN_BLOCK, p->columns - block.column);
+    block.depth_at = 0;
+    do {
+      block.depth = smaller(DEPTH_BLOCK, p->depth - block.depth_at);
+      block.is_begun = p->is_begun || block.depth_at > 0;
+      block.is_last = !p->is_partial && block.depth_at + block.depth == p->depth;
+      for (block.row = 0; block.row < p->rows; block.row += ROW_BLOCK) {
+        block.rows = smaller(ROW_BLOCK, p->rows - block.row);
+        compute_block(p, &block);
+      }
+      block.depth_at += block.depth;
+    } while (block.depth_at < p->depth);
+  }
+}
+
+/* Matrices */
+
+/* Products of a batch; strides are of (batch, row or depth, depth or column). */
+struct matrices {
+  long batch, rows, columns, depth;
+  long a[3], b[3], addend[3];
+  long is_one; /* all products of the batch are added to one: its chains run over (batch, depth) */
+};
+
+/* c = fma(beta, addend, alpha * a b), contiguous; `addend` may be null. `scratch` has
+   MULTIPLY_SCRATCH + 4 * (rows + columns + depth) floats. */
+PORTABLE void multiply_matrices(const struct matrices *m, const float *a, const float *b,
+                                const float *addend, float *c, float alpha, float beta,
+                                float *scratch) {
+  long *table = (long *)(scratch + MULTIPLY_SCRATCH);
+  struct product p = {.rows = m->rows, .columns = m->columns, .depth = m->depth, .alpha = alpha,
+                      .beta = beta, .addend_row = m->addend[1], .addend_column = m->addend[2]};
+  p.a_row = table, table = (long *)strided(m->rows, m->a[1], table);
+  p.a_depth = table, table = (long *)strided(m->depth, m->a[2], table);
+  p.b_depth = table, table = (long *)strided(m->depth, m->b[1], table);
+  p.b_column = table, table = (long *)strided(m->columns, m->b[2], table);
+  p.c_row = table, table = (long *)strided(m->rows, m->columns, table);
+  p.c_column = table, strided(m->columns, 1, table);
+  prepare(m->depth, scratch);
+  for (long i = 0; i < m->batch; i++) {
+    p.a = a + i * m->a[0], p.b = b + i * m->b[0];
+    p.c = c + (m->is_one ? 0 : i * m->rows * m->columns);
+    p.addend = addend ? addend + i * m->addend[0] : 0;
+    p.is_begun = m->is_one && i > 0, p.is_partial = m->is_one && i + 1 < m->batch;
+    multiply(&p, scratch);
+  }
+}

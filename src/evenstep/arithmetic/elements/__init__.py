@@ -1,0 +1,1 @@
+"""Kernels of single elements: functions, scaled sums, evenly spaced and random numbers."""

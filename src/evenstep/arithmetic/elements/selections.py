@@ -1,0 +1,66 @@
+"""Maxima of pairs and shrinkages, by comparisons.
+
+Torch's own kernels treat zeros of different signs, and gradients that are NaN, differently in the
+body and in the tail of a loop over vectors, whose width differs between processors.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from evenstep.arithmetic.arrays import Scalar
+from evenstep.arithmetic.operations import kernel
+
+
+@kernel("maximum", "max.other")
+def maximum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a where a > b or a is NaN, else b."""
+    return torch.where((a > b) | (a != a), a, b)
+
+
+@kernel("minimum", "min.other")
+def minimum(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return a where a < b or a is NaN, else b."""
+    return torch.where((a < b) | (a != a), a, b)
+
+
+@kernel("clamp.Tensor")
+def clamp(
+    x: torch.Tensor, low: torch.Tensor | None = None, high: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the minimum of `high` and the maximum of x and `low`."""
+    if low is not None:
+        x = maximum(x, low)
+    return x if high is None else minimum(x, high)
+
+
+@kernel("clamp_min.Tensor")
+def clamp_min(x: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """Return the maximum of x and `low`."""
+    return maximum(x, low)
+
+
+@kernel("clamp_max.Tensor")
+def clamp_max(x: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """Return the minimum of x and `high`."""
+    return minimum(x, high)
+
+
+@kernel("hardtanh_backward")
+def hardtanh_backward(
+    grad: torch.Tensor, x: torch.Tensor, min_val: Scalar, max_val: Scalar
+) -> torch.Tensor:
+    """Return 0 where x ≤ min_val or x ≥ max_val, else grad."""
+    return grad.masked_fill((x <= min_val) | (x >= max_val), 0.0)
+
+
+@kernel("hardshrink_backward", "softshrink_backward")
+def shrink_backward(grad: torch.Tensor, x: torch.Tensor, lambd: Scalar) -> torch.Tensor:
+    """Return 0 where −lambd ≤ x ≤ lambd, else grad."""
+    return grad.masked_fill((x >= -lambd) & (x <= lambd), 0.0)
+
+
+@kernel("softshrink")
+def softshrink(x: torch.Tensor, lambd: Scalar = 0.5) -> torch.Tensor:
+    """Return x − lambd where x > lambd, x + lambd where x < −lambd, else x · 0."""
+    return torch.where(x > lambd, x - lambd, torch.where(x < -lambd, x + lambd, x * 0.0))

@@ -1,0 +1,116 @@
+"""The C part of portable arithmetic, loaded: the library that fits the processor."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from evenstep.arithmetic.compile import LIBRARIES
+from evenstep.errors import InputError
+
+_ALIGNMENT = 64  # bytes
+
+
+_KINDS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "f": ctypes.c_float, "d": ctypes.c_double}
+
+
+class Function:
+    """A C function that returns nothing; the library is loaded at the first call.
+
+    A call releases the interpreter's lock.
+    """
+
+    __slots__ = ("_call", "_kinds", "_name")
+
+    def __init__(self, name: str, arguments: str) -> None:
+        """Name a function.
+
+        Args:
+            name: its name in C.
+            arguments: a letter for each argument: "p" for a pointer (an address), "l" for a
+                `long`, "f" for a `float`, "d" for a `double`.
+        """
+        self._name = name
+        self._kinds = [_KINDS[letter] for letter in arguments]
+        self._call: Callable[..., None] | None = None
+        _FUNCTIONS.append(self)
+
+    def __call__(self, *args: int | float) -> None:
+        """Call the function."""
+        (self._call or self._bound(library()))(*args)
+
+    def _bound(self, to: ctypes.CDLL) -> Callable[..., None]:
+        found = getattr(to, self._name)
+        found.argtypes = self._kinds
+        found.restype = None
+        self._call = found
+        return found
+
+
+_FUNCTIONS: list[Function] = []
+
+
+@functools.cache
+def library(variant: str | None = None) -> ctypes.CDLL:
+    """Load the library for this processor, or that of a variant.
+
+    Raises:
+        InputError: evenstep was installed without its C part, or there is no such variant.
+    """
+    plain = LIBRARIES / "plain.so"
+    if not plain.exists():
+        raise InputError(
+            "portable arithmetic needs the C part of evenstep, which is missing: there was no C "
+            "compiler when evenstep was installed. Install one (gcc or clang), and run "
+            "`python -m evenstep.arithmetic.compile`"
+        )
+    if variant is None:
+        chooser = ctypes.CDLL(str(plain))
+        chooser.portable_variant.restype = ctypes.c_char_p
+        variant = chooser.portable_variant().decode()
+    path = LIBRARIES / f"{variant}.so"
+    if not path.exists():
+        raise InputError(f"EVENSTEP_PORTABLE={variant}: expected one of {', '.join(variants())}")
+    return ctypes.CDLL(str(path))
+
+
+def variants() -> list[str]:
+    """Return the names of the libraries that were compiled, which this processor may not run."""
+    return sorted(path.stem for path in LIBRARIES.glob("*.so"))
+
+
+@contextmanager
+def using(variant: str) -> Iterator[None]:
+    """Inside `with`, all functions are those of one variant: for tests, in one thread."""
+    try:
+        for one in _FUNCTIONS:
+            one._bound(library(variant))
+        yield
+    finally:
+        for one in _FUNCTIONS:
+            one._bound(library())
+
+
+class _Scratch(threading.local):
+    memory: torch.Tensor | None = None
+
+
+_scratch = _Scratch()
+
+
+def scratch(floats: int) -> int:
+    """Return the address of at least `floats` float32 numbers of working memory, uninitialised.
+
+    The memory belongs to the calling thread, which gets the same again at its next call. Its
+    address is a multiple of 64 bytes.
+    """
+    needed = 4 * floats + _ALIGNMENT
+    if _scratch.memory is None or len(_scratch.memory) < needed:
+        _scratch.memory = torch.empty(needed, dtype=torch.uint8)
+    address = _scratch.memory.data_ptr()
+    return address + -address % _ALIGNMENT

@@ -1,0 +1,81 @@
+"""Portable arithmetic as a context: for trainers, and for code around them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from evenstep.arithmetic.native import library
+from evenstep.limits import Arithmetic
+from evenstep.private_torch.dispatch import count_dispatch_modes, dispatch_modes
+
+VERSION = 1
+"""The version of portable arithmetic. A change that moves a bit of a result raises it."""
+
+
+def portable_facts() -> dict[str, str]:
+    """Return what decides the bits of portable arithmetic, by name."""
+    release = torch.__version__.split("+")[0]
+    return {"portable arithmetic": f"version {VERSION}", "the version of torch": release}
+
+
+@contextlib.contextmanager
+def portable(seed: int | None = None) -> Iterator[None]:
+    """Inside `with`, torch computes with the same bits on every processor.
+
+    It applies to the calling thread's operations on float32 tensors in the memory of CPUs: making a
+    model, drawing data, an evaluation, a plain training loop. An operation that has no portable
+    kernel is refused by name. A `Trainer` computes so by `Experiment(arithmetic="portable")`.
+
+    Args:
+        seed: seeds torch's generator for what is inside; at the end the generator has the state
+            that it had before. None: the generator is used as it is.
+
+    Raises:
+        InputError: the C part of evenstep was not compiled when it was installed.
+
+    Example:
+        ```python
+        with evenstep.portable(seed=0):
+            model = nn.Linear(8, 2)  # the same weights on every processor
+        ```
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_mode())
+        if seed is not None:
+            stack.enter_context(torch.random.fork_rng(devices=()))
+            torch.manual_seed(seed)
+        yield
+
+
+def within(arithmetic: Arithmetic) -> Callable[[], contextlib.AbstractContextManager[object]]:
+    """Return a function that returns a context in which a thread computes by an arithmetic.
+
+    Raises:
+        InputError: the C part of evenstep was not compiled when it was installed.
+    """
+    if arithmetic == "torch":
+        return contextlib.nullcontext
+    library()
+    return _mode
+
+
+def is_portable_here() -> bool:
+    """Return whether the calling thread computes in portable arithmetic."""
+    return count_dispatch_modes() > 0 and any(map(is_portable, dispatch_modes()))
+
+
+def is_portable(mode: object) -> bool:
+    """Return whether a mode of torch is that of portable arithmetic."""
+    return getattr(mode, "is_portable", False)
+
+
+def _mode() -> contextlib.AbstractContextManager[object]:
+    """Return the mode. Its module registers all kernels: a second that other trainings need not."""
+    from evenstep.arithmetic.mode import PortableMode
+
+    library()
+    mode: contextlib.AbstractContextManager[object] = PortableMode()  # type: ignore[no-untyped-call]
+    return mode

@@ -1,0 +1,1 @@
+"""Kernels that add: products, convolutions, reductions, norms, pooling, rows by index."""

@@ -1,0 +1,146 @@
+"""Softmax and the losses made of it. Sums are in the order of `c/sums.h`."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from evenstep.arithmetic.arrays import is_float32
+from evenstep.arithmetic.native import Function
+from evenstep.arithmetic.operations import kernel
+from evenstep.arithmetic.sums.arranged import sizes_around
+
+_softmax = Function("softmax", "llllpp")
+_softmax_gradient = Function("softmax_gradient", "llllppp")
+_likelihood = Function("likelihood", "lllpppllppp")
+_likelihood_gradient = Function("likelihood_gradient", "lllpppllpp")
+
+
+def _softmaxed(log: bool, x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    if half_to_float or not is_float32(x):
+        return NotImplemented
+    outer, n, inner = sizes_around(x, dim)
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _softmax(log, outer, n, inner, x.data_ptr(), out.data_ptr())
+    return out
+
+
+@kernel("_softmax")
+def softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    """Return exp(x − m) / (sum of exp(x − m)), m the largest x; the sum is rounded once."""
+    return _softmaxed(False, x, dim, half_to_float)
+
+
+@kernel("_log_softmax")
+def log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    """Return (x − m) − log(sum of exp(x − m)), m the largest x; the sum is rounded once."""
+    return _softmaxed(True, x, dim, half_to_float)
+
+
+def _softmax_backward(
+    log: bool, grad: torch.Tensor, output: torch.Tensor, dim: int, dtype: torch.dtype
+) -> torch.Tensor:
+    if dtype is not torch.float32 or not is_float32(grad, output):
+        return NotImplemented
+    outer, n, inner = sizes_around(output, dim)
+    grad, output = grad.contiguous(), output.contiguous()
+    out = torch.empty_like(output)
+    _softmax_gradient(log, outer, n, inner, grad.data_ptr(), output.data_ptr(), out.data_ptr())
+    return out
+
+
+@kernel("_softmax_backward_data")
+def softmax_backward(
+    grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return (g − sum of g · y) · y, the sum rounded once."""
+    return _softmax_backward(False, grad_output, output, dim, input_dtype)
+
+
+@kernel("_log_softmax_backward_data")
+def log_softmax_backward(
+    grad_output: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return g − exp(y) · (sum of g), the sum rounded once."""
+    return _softmax_backward(True, grad_output, output, dim, input_dtype)
+
+
+def _examples(x: torch.Tensor, target: torch.Tensor) -> tuple[int, int, int]:
+    """Return the batch size, the number of classes, and the examples of each row of the batch.
+
+    Raises:
+        ValueError: the targets don't have the shape of the scores without their classes.
+    """
+    at = 1 if x.ndim > 1 else 0
+    expected = x.shape[:at] + x.shape[at + 1 :]
+    if target.shape != expected and (at or target.numel() != 1):
+        raise ValueError(
+            f"scores of shape {tuple(x.shape)} need targets of shape {tuple(expected)}, but got "
+            f"{tuple(target.shape)}"
+        )
+    return sizes_around(x, at)
+
+
+def _is_taken(x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    return is_float32(x, weight) and target.dtype is torch.int64
+
+
+@kernel("nll_loss_forward", "nll_loss2d_forward")
+def nll_loss(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the negative log-likelihood, and the total weight.
+
+    An example's is −weight[t] · x[t]; their sum, and for the mean the sum of weights, which divides
+    it in double, go over all examples in row-major order. Ignored ones add nothing.
+
+    Raises:
+        IndexError: a target is neither a class nor ignored.
+    """
+    if not _is_taken(x, target, weight):
+        return NotImplemented
+    batch, classes, inner = _examples(x, target)
+    x, target = x.contiguous(), target.contiguous()
+    weight = weight if weight is None else weight.contiguous()
+    out = torch.empty(target.shape if reduction == 0 else ())
+    total = torch.empty(())
+    wrong = ctypes.c_long(ignore_index)
+    _likelihood(
+        *(batch, classes, inner, x.data_ptr(), target.data_ptr()),
+        *(0 if weight is None else weight.data_ptr(), ignore_index, reduction),
+        *(out.data_ptr(), total.data_ptr(), ctypes.addressof(wrong)),
+    )
+    if wrong.value != ignore_index:
+        raise IndexError(f"Target {wrong.value} is out of bounds: there are {classes} classes.")
+    return out, total
+
+
+@kernel("nll_loss_backward", "nll_loss2d_backward")
+def nll_loss_backward(
+    grad_output: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: torch.Tensor,
+) -> torch.Tensor:
+    """Return −weight[t] · g at each target t, 0 elsewhere; for the mean, g is g / total weight."""
+    if not (_is_taken(x, target, weight) and is_float32(grad_output, total_weight)):
+        return NotImplemented
+    batch, classes, inner = _examples(x, target)
+    grad_output, target = grad_output.contiguous(), target.contiguous()
+    weight = weight if weight is None else weight.contiguous()
+    out = torch.empty(x.shape)
+    _likelihood_gradient(
+        *(batch, classes, inner, grad_output.data_ptr(), target.data_ptr()),
+        *(0 if weight is None else weight.data_ptr(), ignore_index, reduction),
+        *(total_weight.data_ptr(), out.data_ptr()),
+    )
+    return out

@@ -1,0 +1,137 @@
+"""What is composed of other operations, against torch's own in float64."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from evenstep.arithmetic.mode import PortableMode
+
+ROUNDING = 2e-5  # relative; some hundred roundings of 2⁻²⁴
+
+
+def close(one, other):
+    one, other = one.detach().double(), other.detach()
+    scale = max(1.0, float(other.abs().max()))
+    return float((one - other).abs().max()) <= ROUNDING * scale
+
+
+def outcomes(run, *tensors):
+    """Return the output and the gradients of `run`, portable in float32 and by torch in float64."""
+    found = []
+    for mode, dtype in ((PortableMode, torch.float32), (None, torch.float64)):
+        inputs = [one.detach().to(dtype).requires_grad_() for one in tensors]
+        if mode is None:
+            output = run(*inputs)
+            output.sin().sum().backward()
+        else:
+            with mode():
+                output = run(*inputs)
+                output.sin().sum().backward()
+        found.append([output.detach(), *(one.grad for one in inputs)])
+    return zip(*found, strict=True)
+
+
+@pytest.mark.parametrize("masked", ["no", "causal", "added", "boolean"])
+@pytest.mark.parametrize("shape", [(2, 3, 5, 7, 4), (1, 1, 1, 1, 8), (2, 2, 17, 17, 16)])
+def test_attention(masked, shape):
+    batch, heads, targets, sources, width = shape
+    torch.manual_seed(0)
+    query = torch.randn(batch, heads, targets, width)
+    key, value = torch.randn(batch, heads, sources, width), torch.randn(batch, heads, sources, 6)
+    seen = torch.rand(targets, sources) < 0.7
+    seen[:, 0] = True
+
+    def run(query, key, value):
+        mask = {"boolean": seen, "added": seen.to(query.dtype)}.get(masked)
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=masked == "causal"
+        )
+
+    assert all(close(*pair) for pair in outcomes(run, query, key, value))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"bias": False}, {"num_layers": 2, "bidirectional": True, "batch_first": True}],
+)
+def test_lstm(options):
+    torch.manual_seed(0)
+    plain = nn.LSTM(7, 8, **options).double()
+    layer = copy.deepcopy(plain).float()
+    x = torch.randn(5, 3, 7)
+    with PortableMode():
+        outputs, (state, cell) = layer(x)
+        (outputs.sum() + 2 * state.sum() + 3 * cell.sum()).backward()
+    expected, (last_state, last_cell) = plain(x.double())
+    (expected.sum() + 2 * last_state.sum() + 3 * last_cell.sum()).backward()
+    assert close(outputs, expected)
+    assert close(state, last_state)
+    assert close(cell, last_cell)
+    for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
+        assert close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_encoder_layer_in_evaluation(norm_first, activation):
+    torch.manual_seed(0)
+    plain = nn.TransformerEncoderLayer(
+        16, 4, 32, batch_first=True, norm_first=norm_first, activation=activation
+    )
+    plain = plain.double().eval()
+    layer = copy.deepcopy(plain).float()
+    x = torch.randn(3, 5, 16)
+    padding = torch.tensor([[0, 0, 0, 0, 1], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]]).bool()
+    for mask in (None, padding):
+        with torch.no_grad(), PortableMode():
+            found = layer(x, src_key_padding_mask=mask)
+        expected = plain.requires_grad_()(x.double(), src_key_padding_mask=mask)
+        seen = ~padding if mask is not None else torch.ones(3, 5).bool()
+        assert close(found[seen], expected.detach()[seen])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+        ("SGD", {"maximize": True}),
+        ("Adam", {"weight_decay": 0.1, "amsgrad": True}),
+        ("AdamW", {"weight_decay": 0.1}),
+        ("Adagrad", {"lr_decay": 0.1}),
+    ],
+)
+def test_fused_optimizers(kind, options):
+    torch.manual_seed(0)
+    start = torch.randn(50)
+    results = []
+    for fused in (True, False):
+        parameter = nn.Parameter(start.clone() if fused else start.double())
+        optimizer = getattr(torch.optim, kind)([parameter], lr=0.01, fused=fused, **options)
+        for step in range(4):
+            parameter.grad = (parameter.detach() * (step - 1)).clone()
+            if fused:
+                with PortableMode():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        results.append(parameter.detach())
+    assert close(*results)
+
+
+def test_muon_computes_its_bfloat16_products_in_float32():
+    results = []
+    for portable in (True, False):
+        torch.manual_seed(0)
+        parameter = nn.Parameter(torch.randn(8, 6))
+        optimizer = torch.optim.Muon([parameter], lr=0.1)
+        parameter.grad = torch.randn(8, 6)
+        if portable:
+            with PortableMode():
+                optimizer.step()
+        else:
+            optimizer.step()
+        results.append(parameter.detach())
+    assert float((results[0] - results[1]).abs().max()) < 0.1 * 2**-6  # some roundings of bfloat16

@@ -1,0 +1,120 @@
+"""Portable arithmetic around code and in trainers: what it reaches, and what it refuses."""
+
+import re
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import evenstep
+from evenstep.arithmetic import is_portable_here
+from evenstep.errors import ContractError, InputError, ModelError
+
+PORTABLE = evenstep.Experiment(shards=4, arithmetic="portable")
+
+
+def trainer(**options):
+    with evenstep.portable(seed=0):
+        model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    options = {"experiment": PORTABLE, "devices": 1, **options}
+    return evenstep.Trainer(model, optimizer, nn.MSELoss(), **options)
+
+
+BATCH = (torch.arange(24.0).view(8, 3) / 7, torch.arange(8.0).view(8, 1))
+
+
+def test_what_has_no_kernel_is_refused_by_name():
+    with evenstep.portable(), pytest.raises(ModelError, match=r"linalg_eigh.* of float32 is not"):
+        torch.linalg.eigh(torch.eye(3))
+
+
+def test_nothing_is_portable_outside():
+    with evenstep.portable():
+        assert is_portable_here()
+        other = []
+        thread = threading.Thread(target=lambda: other.append(is_portable_here()))
+        thread.start()
+        thread.join()
+    assert other == [False]
+    assert not is_portable_here()
+
+
+def test_a_seed_is_for_what_is_inside():
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    with evenstep.portable(seed=0):
+        first = torch.randn(100)
+    assert torch.equal(torch.get_rng_state(), before)
+    with evenstep.portable(seed=0):
+        assert torch.equal(torch.randn(100), first)
+    with evenstep.portable(seed=1):
+        assert not torch.equal(torch.randn(100), first)
+
+
+def test_every_lane_of_a_trainer_is_portable():
+    seen = []
+
+    def objective(model, x, y):
+        seen.append(is_portable_here())
+        total = ((model(x) - y) ** 2).sum()
+        return total, len(x)
+
+    def note(model):
+        seen.append(is_portable_here())
+
+    with _with_objective(objective, note) as one:
+        one.step(*BATCH)
+        assert one.evaluate([BATCH], {"here": lambda *_: (is_portable_here(), 1)}) == {"here": 1}
+    assert seen
+    assert all(seen)
+
+
+def _with_objective(objective, note):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return evenstep.Trainer(
+        model,
+        optimizer,
+        objective=objective,
+        experiment=PORTABLE,
+        devices=2,
+        before_update=note,
+        after_update=note,
+    )
+
+
+@pytest.mark.parametrize("options", [{"compile": True}, {"precision": "bf16"}])
+def test_what_has_kernels_of_its_own_is_refused(options):
+    experiment = evenstep.Experiment(arithmetic="portable", **options)
+    with pytest.raises(InputError, match=r'arithmetic="portable"'):
+        trainer(experiment=experiment)
+
+
+def test_a_portable_block_needs_a_portable_trainer():
+    with (
+        trainer(experiment=evenstep.Experiment(shards=4)) as one,
+        evenstep.portable(),
+        pytest.raises(ContractError, match=r'Experiment\(arithmetic="portable"\)'),
+    ):
+        one.step(*BATCH)
+    with evenstep.portable(), trainer() as one:
+        inside = float(one.step(*BATCH))
+    with trainer() as one:
+        assert float(one.step(*BATCH)) == inside
+
+
+def test_the_users_own_step_must_be_portable():
+    with trainer() as one:
+        optimizer = one.optimizer
+        one.backward(*BATCH)
+        with pytest.raises(ContractError, match=re.escape("with evenstep.portable(): ")):
+            optimizer.step()
+        with evenstep.portable():
+            optimizer.step()
+        own = one.fingerprint()
+    with trainer() as one:
+        one.step(*BATCH)
+        assert one.fingerprint() == own
