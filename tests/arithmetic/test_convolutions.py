@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from chains import chain, some_places
-from evenstep.arithmetic import PortableMode
+from evenstep.arithmetic.mode import PortableMode
 from evenstep.errors import ModelError
 from exact_floats import odd_values, same
 

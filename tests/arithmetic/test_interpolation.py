@@ -159,3 +159,14 @@ def test_interpolation_is_near_that_of_float64(mode, options):
             found.append([result, *torch.autograd.grad(result, x, weights)])
     for one, other in zip(*found, strict=True):
         assert float((one.double() - other).detach().abs().max()) < 64 * 64 * 2**-24
+
+
+@pytest.mark.parametrize("mode", ["bilinear", "bicubic", "nearest"])
+@pytest.mark.parametrize("options", [{"size": (20, 7)}, {"scale_factor": (1.7, 0.6)}])
+def test_inference_mode_does_not_matter(mode, options):
+    x = odd(2, 3, 13, 11)
+    with PortableMode():
+        expected = functional.interpolate(x, mode=mode, **options)
+        with torch.inference_mode():
+            found = functional.interpolate(x, mode=mode, **options)
+    assert same(found, expected)

@@ -13,10 +13,10 @@ import shutil
 import subprocess
 
 import pytest
-from evenstep.arithmetic.kernels.convolutions import Array, Window, _geometry
-from evenstep.arithmetic.kernels.products import _matrices
 
 from evenstep.arithmetic.compile import FLAGS, SOURCES, VARIANTS, compiler, machine
+from evenstep.arithmetic.sums.convolutions import Array, Window, _geometry
+from evenstep.arithmetic.sums.products import _matrices
 
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64-static"
 

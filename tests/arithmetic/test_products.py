@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from chains import LAYOUTS, chain, float32, laid_out, some_places
-from evenstep.arithmetic import PortableMode
+from evenstep.arithmetic.mode import PortableMode
 from evenstep.errors import ModelError
 from exact_floats import fma, odd_values, rounded, same
 

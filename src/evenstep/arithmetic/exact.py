@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from evenstep.private_torch.dispatch import arguments_of
+
 MOVES = """
     clone copy _to_copy resize resize_as set
     alias lift_fresh lift_fresh_copy detach _reshape_alias _unsafe_view _reshape_copy
@@ -81,11 +83,11 @@ def is_exact(operation: Any) -> bool:
     """Whether torch's own kernel for an operation has the same bits on every processor."""
     if operation.is_view or operation.namespace == "profiler":
         return True
-    name = operation.name().removeprefix("aten::").split(".")[0]
+    name, _, overload = operation.name().removeprefix("aten::").partition(".")
     if name not in NAMES:
         name = name.removesuffix("_")
     if name in OTHERS:
-        arguments = operation._schema.arguments
-        if operation._overloadname in OTHERS[name] or any(one.is_out for one in arguments):
+        has_out = any(one.is_out for one in arguments_of(operation))
+        if (overload or "default") in OTHERS[name] or has_out:
             return False
     return name in NAMES

@@ -165,8 +165,9 @@ INLINE long grid_size(const struct axis *axis, long phase) {
   return up(axis->out - phase, axis->phases);
 }
 
+/* `between`: have columns between the rows, too, so that more of them lie one behind the other. */
 static void fill_columns(const struct convolution *g, const struct place *place,
-                         const long *phase, long examples, struct tables *t) {
+                         const long *phase, long examples, int between, struct tables *t) {
   const struct axis *z = g->axis, *y = z + 1, *x = z + 2;
   long depth = grid_size(z, phase[0]), height = grid_size(y, phase[1]);
   long width = grid_size(x, phase[2]), n = 0;
@@ -176,19 +177,26 @@ static void fill_columns(const struct convolution *g, const struct place *place,
         long source = e * place->example + i * place->grid[0] + j * place->grid[1];
         long out = e * g->out_example + (phase[0] + i * z->phases) * z->out_stride +
                    (phase[1] + j * y->phases) * y->out_stride + phase[2] * x->out_stride;
-        for (long k = 0; k < width; k++, n++) {
+        long end = between && j + 1 < height ? place->grid[1] : width;
+        for (long k = 0; k < end; k++, n++) {
           t->source_column[n] = source + k * place->grid[2];
-          t->out_column[n] = out + k * x->phases * x->out_stride;
+          t->out_column[n] = k < width ? out + k * x->phases * x->out_stride : NOWHERE;
         }
       }
   t->columns = n;
+}
+
+/* Whether it is faster to compute the columns between the rows than to copy those of the rows. */
+static int has_gaps(const struct convolution *g, const struct place *place, const long *phase) {
+  long width = grid_size(g->axis + 2, phase[2]);
+  return place->grid[2] == 1 && g->outputs <= FEW_ROWS && place->grid[1] * 3 <= width * 4;
 }
 
 /* Divide the memory of the tables. Returns the memory behind them. */
 static float *divide(const struct convolution *g, float *memory, struct tables *t) {
   long taps = 1, positions = 1;
   for (int d = 0; d < 3; d++) taps *= g->axis[d].taps;
-  for (int d = 0; d < 3; d++) positions *= g->axis[d].out;
+  for (int d = 0; d < 3; d++) positions *= larger(g->axis[d].out, d < 2 ? 0 : g->axis[d].pitch);
   long *table = (long *)memory;
   t->weight_row = table, table = (long *)strided(g->outputs, g->weight_output, table);
   t->out_row = table, table = (long *)strided(g->outputs, g->out_channel, table);
@@ -368,7 +376,7 @@ PORTABLE void convolve(const struct convolution *g, const float *source, const f
     if (!g->is_in_place) copy_examples(g, examples, from, &place, copy);
     EACH_PHASE(g, {
       fill_depth(g, &place, phase, &t);
-      fill_columns(g, &place, phase, examples, &t);
+      fill_columns(g, &place, phase, examples, has_gaps(g, &place, phase), &t);
       prepare(t.depth, scratch);
       convolve_phase(g, &place, &t, weights, bias, out + e * g->out_example, scratch);
     })
@@ -396,7 +404,7 @@ PORTABLE void convolve_for_weights(const struct convolution *g, const float *sou
     const float *from = source + e * g->source_example;
     if (g->is_in_place) place.at = from;
     else copy_examples(g, examples, from, &place, copy);
-    fill_columns(g, &place, phase, examples, &t);
+    fill_columns(g, &place, phase, examples, 0, &t);
     p.depth = t.columns, p.is_begun = e > 0;
     prepare(p.depth, scratch);
     for (long group = 0; group < g->groups; group++) {

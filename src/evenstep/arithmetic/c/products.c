@@ -229,6 +229,18 @@ static void finish(const struct product *p, long row, long rows, long column, lo
   }
 }
 
+/* Copy columns that lie one behind the other. */
+INLINE void move(const float *from, const long *from_row, float *to, const long *to_row, long rows,
+                 long columns) {
+  for (long i = 0; i < rows; i++) {
+    const float *source = from + from_row[i];
+    float *target = to + to_row[i];
+    long j = 0;
+    for (; j + 8 <= columns; j += 8) memcpy(target + j, source + j, 8 * sizeof(float));
+    for (; j < columns; j++) target[j] = source[j];
+  }
+}
+
 /* Compute a tile in c; or, where its columns don't lie one behind the other, in a copy. */
 static void compute(const struct product *p, const struct block *block, long row, long rows,
                     long column, long columns, int is_contiguous, const float *a,
@@ -242,24 +254,30 @@ static void compute(const struct product *p, const struct block *block, long row
                                      10 * COLUMNS, 11 * COLUMNS
 #endif
   };
-  float own[ROWS * COLUMNS];
+  float own[ROWS * COLUMNS] __attribute__((aligned(64)));
   const long *c_row = p->c_row + row, *c_column = p->c_column + column;
   int must_finish = block->is_last && (p->addend || p->alpha != 1);
-  tile_function run = tiles[rows - 1][columns > LANES];
+  tile_function run_tile = tiles[rows - 1][columns > LANES];
   if (is_contiguous) {
     float *c = p->c + c_column[0];
-    run(block->depth, a, a_depth, b, b_depth, c, c_row, block->is_begun);
+    run_tile(block->depth, a, a_depth, b, b_depth, c, c_row, block->is_begun);
     if (must_finish) finish(p, row, rows, column, columns, c, c_row);
     return;
   }
+  long j = 0, run;
+  if (block->is_begun) memset(own, 0, sizeof own);
   if (block->is_begun)
-    for (long i = 0; i < rows; i++)
-      for (long j = 0; j < COLUMNS; j++)
-        own[own_row[i] + j] = j < columns ? p->c[c_row[i] + c_column[j]] : 0;
-  run(block->depth, a, a_depth, b, b_depth, own, own_row, block->is_begun);
+    for (; j < columns; j += run) {
+      run = c_column[j] == NOWHERE ? 1 : run_length(c_column + j, columns - j);
+      if (c_column[j] != NOWHERE)
+        move(p->c + c_column[j], c_row, own + j, own_row, rows, run);
+    }
+  run_tile(block->depth, a, a_depth, b, b_depth, own, own_row, block->is_begun);
   if (must_finish) finish(p, row, rows, column, columns, own, own_row);
-  for (long i = 0; i < rows; i++)
-    for (long j = 0; j < columns; j++) p->c[c_row[i] + c_column[j]] = own[own_row[i] + j];
+  for (j = 0; j < columns; j += run) {
+    run = c_column[j] == NOWHERE ? 1 : run_length(c_column + j, columns - j);
+    if (c_column[j] != NOWHERE) move(own + j, own_row, p->c + c_column[j], c_row, rows, run);
+  }
 }
 
 /* Where the i-th tile of a block begins: tiles are as equal in size as they can be. */
@@ -274,7 +292,7 @@ static void compute_panel(const struct product *p, const struct block *block, lo
   int is_whole = columns == COLUMNS || columns == LANES;
   int is_direct = is_whole && is_contiguous(p->c_column + column, columns);
   const float *b = p->b + b_column[0];
-  if (!is_whole || !(block->is_b_near || p->rows <= ROWS) || !is_contiguous(b_column, columns)) {
+  if (!is_whole || !(block->is_b_near || p->rows <= FEW_ROWS) || !is_contiguous(b_column, columns)) {
     float *packed = block->b + at * block->depth;
     if (block->row == 0) {
       pack(columns, block->depth, p->b, b_column, b_depth, block->is_b_contiguous, packed,

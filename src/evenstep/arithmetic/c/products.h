@@ -23,6 +23,12 @@ struct product {
   long addend_row, addend_column; /* strides */
 };
 
+/* In `c_column`: a column that is not written. */
+#define NOWHERE (-1L)
+
+/* Of so many rows or fewer, b is read in place where its columns lie one behind the other. */
+#define FEW_ROWS 12
+
 /* The working memory of `multiply`, in floats; its address is a multiple of 64 bytes. */
 #define MULTIPLY_SCRATCH (1L << 19)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 
@@ -309,5 +310,5 @@ def _by(
     if sizes is None:
         assert factors is not None
         sizes = [int(size * by) for size, by in zip(values.shape[2:], factors, strict=True)]
-    scales: list[float | None] = [*factors] if factors else [None] * len(sizes)
+    scales = factors or itertools.repeat(None, len(sizes))
     return resize(values, sizes, align_corners, *scales)

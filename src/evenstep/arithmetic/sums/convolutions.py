@@ -254,7 +254,8 @@ def _geometry(
     depthwise = inputs == outputs == 1
     in_place = not depthwise and _can_be_in_place(axes)
     taps = math.prod(axis.taps for axis in axes)
-    floats = SCRATCH + 2 * (2 * outputs + 2 * inputs * taps + 2 * block * positions)
+    columns = block * axes[0].out * axes[1].out * max(axes[2].out, axes[2].pitch)
+    floats = SCRATCH + 2 * (2 * outputs + 2 * inputs * taps + 2 * columns)
     size = math.prod(axis.planes * axis.pitch for axis in axes)
     if depthwise:
         floats += 2 * (size + _CHUNK) + 16 * taps
