@@ -25,6 +25,7 @@ from benchmark import Benchmark, script
 from evenstep.bench import Contender, fresh
 from evenstep.bench.rounds import select
 from evenstep.bench.tables import Table, cells, verdict
+from evenstep.data import Loader, digits
 from evenstep.models import lenet, resnet18
 from evenstep.models.gpt import gpt
 
@@ -45,6 +46,7 @@ CONVOLUTIONS = {
     "ResNet: 8 × 64 × 32², 1 × 1 to 128, stride 2": (8, 64, 32, 128, 1, 2, 0),
 }
 FUNCTIONS = ("exp", "log", "tanh", "sigmoid", "erf", "gelu", "silu")
+SEEDS, EPOCHS = range(5), 8
 TRAININGS = ("LeNet, 256 examples", "ResNet-18, 64 examples", "GPT (nanoGPT's small), 32 × 64")
 LOOPS = """
 void multiply(const float *a, const float *b, float *c) {
@@ -65,6 +67,8 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the seconds of each case of a part: with torch's arithmetic, and portable."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+    if job["part"] == "accuracies":
+        return {"accuracies": _accuracies()}
     return {"seconds": _PARTS[job["part"]]()}
 
 
@@ -112,6 +116,26 @@ def _loops() -> dict[str, list[float]]:
         loops = ctypes.CDLL(str(path)).multiply
         loops.argtypes = [ctypes.c_void_p] * 3
         return {"256 × 256 × 256": _both(lambda: loops(*addresses), lambda: torch.mm(a, b))}
+
+
+def _accuracies() -> dict[str, list[float]]:
+    """Return the test accuracies of LeNet on digits, one for each seed, by arithmetic."""
+    return {one: [_accuracy(seed, one) for seed in SEEDS] for one in ("torch", "portable")}
+
+
+def _accuracy(seed: int, arithmetic: Any) -> float:
+    torch.manual_seed(seed)
+    model = lenet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = Loader(digits(), batch_size=64, seed=seed)
+    experiment = evenstep.Experiment(seed=seed, arithmetic=arithmetic)
+    loss = nn.CrossEntropyLoss()
+    with evenstep.Trainer(model, optimizer, loss, experiment=experiment, devices=1) as trainer:
+        for _ in range(EPOCHS):
+            for batch in trainer.epoch(loader):
+                trainer.step(*batch)
+        metrics = {"accuracy": evenstep.metrics.accuracy}
+        return trainer.evaluate(Loader(digits(train=False), batch_size=64), metrics)["accuracy"]
 
 
 _PARTS = {
@@ -187,7 +211,15 @@ def _contender(part: str) -> Contender:
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return a table for each part."""
-    return {part: _table(part, select(document["runs"], variant=part)) for part in _PARTS}
+    runs = document["runs"]
+    found = {part: _table(part, select(runs, variant=part)) for part in _PARTS}
+    return {**found, "accuracies": _table_of_accuracies(select(runs, variant="accuracies"))}
+
+
+def _table_of_accuracies(runs: Sequence[Mapping[str, Any]]) -> Table:
+    of = runs[0]["accuracies"] if runs else {}  # each round gives the same
+    rows = [[name, *cells(values)] for name, values in of.items()]
+    return Table(("arithmetic", "test accuracy", "least to most"), rows)
 
 
 def _table(part: str, runs: Sequence[Mapping[str, Any]]) -> Table:
@@ -210,7 +242,9 @@ def _table(part: str, runs: Sequence[Mapping[str, Any]]) -> Table:
 
 
 BENCHMARK = Benchmark(
-    name="portable", contenders=[_contender(part) for part in _PARTS], tables=tables
+    name="portable",
+    contenders=[_contender(part) for part in (*_PARTS, "accuracies")],
+    tables=tables,
 )
 
 

@@ -72,6 +72,10 @@ def test_lstm(options):
     assert close(cell, last_cell)
     for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
         assert close(one.grad, other.grad)
+    with PortableMode(), torch.inference_mode():  # torch decomposes it otherwise there
+        again, states = layer(x)
+    assert torch.equal(again, outputs)
+    assert torch.equal(states[1], cell)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])

@@ -19,6 +19,8 @@ def test_scaled_sum_is_rounded_once(variant, alpha):
         in_place = a.clone().add_(b, alpha=alpha)
         of_lists = a.clone()
         torch._foreach_add_([of_lists], [b], alpha=alpha)
+        given = torch.add(a, b, alpha=alpha, out=torch.empty(0))
+    assert same(given, expected)
     assert same(result, expected)
     assert same(in_place, expected)
     assert same(of_lists, expected)

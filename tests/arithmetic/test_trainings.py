@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from evenstep.arithmetic import native
+from launched import JOBS, apart
 from portable_trainings import TRAININGS, fingerprint
 
 TABLE = Path(__file__).with_name("fingerprints.json")
@@ -53,6 +54,40 @@ def test_torchs_own_vectors_move_no_bit(capability):
     environment = {"ATEN_CPU_CAPABILITY": capability, "EVENSTEP_PORTABLE": "avx2"}
     found = fingerprints_with(environment, *names)
     assert found == {name: FINGERPRINTS[name] for name in names}
+
+
+def found(out, rank=0):
+    return json.loads(out.with_name(f"{out.name}.{rank}").read_text())
+
+
+def test_unlike_processes_train_together(tmp_path):
+    name, out = "LeNet, SGD", tmp_path / "out"
+    variables = [{"ATEN_CPU_CAPABILITY": "default", "EVENSTEP_PORTABLE": "plain"}, {"ENDS": "here"}]
+    for code, _, errors in apart("portable.py", out, name, variables=variables):
+        assert code == 0, errors
+    both = [found(out, rank) for rank in (0, 1)]
+    assert both == [{"fingerprint": FINGERPRINTS[name], "notes": []}] * 2
+
+
+def test_a_resume_on_a_different_processor_has_the_same_bits(tmp_path):
+    name, out, folder = "LSTM, Adam", tmp_path / "out", tmp_path / "state"
+    environment = {"ATEN_CPU_CAPABILITY": "default", "EVENSTEP_PORTABLE": "plain"}
+    run_job("portable.py", out, name, "save", folder, **environment)
+    half = found(out)["fingerprint"]
+    run_job("portable.py", out, name, "load", folder, ATEN_CPU_CAPABILITY="avx2")
+    assert found(out) == {"fingerprint": FINGERPRINTS[name], "notes": []}
+    assert half != FINGERPRINTS[name]
+
+
+def run_job(job, *arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, JOBS / job, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -145,21 +145,40 @@ TRAININGS = {
 }
 
 
-def fingerprint(name, epochs=2, shards=8, **layout):
+def fingerprint(name, **layout):
     """Train, and return the fingerprint of the training state."""
+    return trained(name, **layout)
+
+
+def trained(name, epochs=2, shards=8, state=(), **layout):
+    """Train, and return the fingerprint.
+
+    Args:
+        name: the training.
+        epochs: how often all batches are trained on.
+        shards: V.
+        state: ("save", folder) to stop and save in the middle; ("load", folder) to go on there.
+        layout: options of the trainer.
+    """
     training = TRAININGS[name]
     with evenstep.portable(seed=0):
         model = training.model()
-        batches = training.batches()
+        batches = training.batches() * epochs
     optimizer = training.optimizer(model.parameters())
-    experiment = evenstep.Experiment(shards=shards, arithmetic="portable")
-    what = (
-        {"objective": training.objective} if training.objective else {"loss": nn.CrossEntropyLoss()}
-    )
-    with evenstep.Trainer(model, optimizer, experiment=experiment, **what, **layout) as trainer:
-        for _ in range(epochs):
-            for batch in batches:
-                trainer.step(*batch)
+    what = {"objective": training.objective, "loss": nn.CrossEntropyLoss()}
+    what.pop("loss" if training.objective else "objective")
+    layout["experiment"] = evenstep.Experiment(shards=shards, arithmetic="portable")
+    call, folder = state or ("", "")
+    if call == "load":
+        trainer = evenstep.Trainer.load(folder, model, optimizer, **what, **layout)
+    else:
+        trainer = evenstep.Trainer(model, optimizer, **what, **layout)
+    with trainer:
+        for batch in batches[trainer.position.steps_done :]:
+            trainer.step(*batch)
+            if call == "save" and trainer.position.steps_done == len(batches) // 2:
+                trainer.save(folder)
+                break
         return trainer.fingerprint()
 
 

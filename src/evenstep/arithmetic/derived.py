@@ -24,14 +24,26 @@ def derived(op: Any) -> Callable[..., Any] | None:
         return _for_each(name.removeprefix("_foreach_"))
     if name.endswith("_") and (functional := _known(name[:-1], overload)):
         return functools.partial(_in_place, functional)
-    arguments = dispatch.arguments_of(op)
-    if arguments and arguments[-1].name == "out":
-        of = overload.removesuffix("out").removesuffix("_")
-        if functional := _known(name, of):
-            return functools.partial(_out, functional)
+    if functional := _without_out(name, _arguments(op)):
+        return functools.partial(_out, functional)
     if op.has_kernel_for_dispatch_key(dispatch.DispatchKey.CompositeImplicitAutograd):
         decompose: Callable[..., Any] = op.decompose
         return decompose
+    return None
+
+
+def _arguments(op: Any) -> list[tuple[str, str]]:
+    """Return names and types of what an operation takes."""
+    return [(one.name, str(one.type)) for one in dispatch.arguments_of(op)]
+
+
+def _without_out(name: str, arguments: Sequence[tuple[str, str]]) -> Any:
+    """Return the portable operation that returns what one with `arguments` writes to its `out`."""
+    *others, (last, _) = arguments or [("", "")]
+    for overload in getattr(torch.ops.aten, name).overloads() if last == "out" else ():
+        functional = _known(name, overload)
+        if functional is not None and _arguments(functional) == others:
+            return functional
     return None
 
 

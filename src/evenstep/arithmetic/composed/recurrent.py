@@ -69,7 +69,7 @@ def layer(
     outputs = x.new_empty(times, batch, hidden_size)
     workspace = x.new_empty(times, batch, 6 * hidden_size)
     saved = _Saved.of(workspace, hidden_size)
-    state, cell = hx_, cx_
+    state, cell = hx_.view(batch, hidden_size), cx_.view(batch, hidden_size)
     for time in _order(times, reverse):
         sums = torch.addmm(of_inputs[time], state, recurrent)
         i, f, g, o = sums.split(hidden_size, 1)
@@ -81,7 +81,7 @@ def layer(
         saved.squashed[time] = squashed
         state = o * squashed
         outputs[time] = state
-    return outputs, state.clone(), cell.clone(), workspace
+    return outputs, state.clone().view(hx_.shape), cell.clone().view(cx_.shape), workspace
 
 
 @composed("mkldnn_rnn_layer_backward")
