@@ -9,52 +9,11 @@
    The same code computes a convolution's gradient for its input, which is what a transposed
    convolution computes (`is_transposed`): with stride s, the outputs at r, r + s, r + 2s... are a
    convolution with stride 1 of those kernel positions that meet them, for each phase r. */
-#include "products.h"
-
-/* One of three dimensions; Python fills these in (`kernels/convolutions.py`). */
-struct axis {
-  long taps, dilation, stride, padding, source, out; /* kernel size; sizes of the source and out */
-  long source_stride, out_stride, weight_stride;     /* in memory */
-  /* Each source is copied to planes, in which neighbours lie `stride` apart in the source: element i
-     of plane p is i * step + p - low of the source, or zero outside of it. */
-  long phases, planes, pitch, step, low;
-};
-
-struct convolution {
-  long examples, groups, inputs, outputs; /* channels of each group */
-  long is_transposed;
-  long is_in_place;                       /* read the source without a copy */
-  long is_depthwise;                      /* one input and output channel for each group */
-  long block;                             /* how many examples to compute at a time */
-  long source_example, source_channel, out_example, out_channel; /* strides in memory */
-  long weight_group, weight_output, weight_input;
-  struct axis axis[3];
-};
-
-/* Where the source is read, in place or copied: strides. */
-struct place {
-  const float *at;
-  long example, channel, grid[3], plane[3], index[3];
-};
-
-/* The tables of a phase, as in `struct product`. */
-struct tables {
-  long taps, depth, columns;
-  long *weight_row, *out_row;          /* by output channel */
-  long *weight_depth, *source_depth;   /* by (input channel, kernel position) */
-  long *source_column, *out_column;    /* by (example, output position) */
-};
+#include "convolutions.h"
 
 INLINE long remainder_of(long a, long b) { return (a % b + b) % b; }
-INLINE long up(long a, long b) { return a <= 0 ? 0 : (a + b - 1) / b; }
 
 /* The source, copied */
-
-INLINE void copy_contiguous(long count, const float *from, float *to) {
-  long i = 0;
-  for (; i + 8 <= count; i += 8) memcpy(to + i, from + i, 8 * sizeof(float));
-  for (; i < count; i++) to[i] = from[i];
-}
 
 static void copy_row(const struct axis *axis, long plane, const float *from, float *to) {
   long begin = axis->pitch, end = begin;
@@ -79,7 +38,7 @@ INLINE long outer_place(const struct axis *axis, long plane, long i) {
 }
 
 /* Copy one channel of one example. */
-static void copy_channel(const struct convolution *g, const float *from, float *to) {
+void copy_channel(const struct convolution *g, const float *from, float *to) {
   const struct axis *z = g->axis, *y = z + 1, *x = z + 2;
   for (long planes = 0; planes < z->planes * y->planes * x->planes; planes++) {
     long px = planes % x->planes, py = planes / x->planes % y->planes;
@@ -102,7 +61,7 @@ static struct place in_place(const struct convolution *g, const float *source) {
   return place;
 }
 
-static struct place copied(const struct convolution *g, const float *copy) {
+struct place copied(const struct convolution *g, const float *copy) {
   struct place place = {copy, 0, 0, {0}, {0}, {0}};
   long size = 1;
   for (int d = 2; d >= 0; d--) place.index[d] = place.grid[d] = size, size *= g->axis[d].pitch;
@@ -138,7 +97,7 @@ static long reach(const struct convolution *g, const struct place *place, int d,
   return at % axis->stride * place->plane[d] + at / axis->stride * place->index[d];
 }
 
-static void fill_depth(const struct convolution *g, const struct place *place, const long *phase,
+void fill_depth(const struct convolution *g, const struct place *place, const long *phase,
                        struct tables *t) {
   const struct axis *z = g->axis, *y = z + 1, *x = z + 2;
   t->taps = 0;
@@ -158,11 +117,6 @@ static void fill_depth(const struct convolution *g, const struct place *place, c
       t->source_depth[c * t->taps + i] = t->source_depth[i] + c * place->channel;
       t->weight_depth[c * t->taps + i] = t->weight_depth[i] + c * g->weight_input;
     }
-}
-
-/* How many outputs a phase has along an axis. */
-INLINE long grid_size(const struct axis *axis, long phase) {
-  return up(axis->out - phase, axis->phases);
 }
 
 /* `between`: have columns between the rows, too, so that more of them lie one behind the other. */
@@ -205,131 +159,6 @@ static float *divide(const struct convolution *g, float *memory, struct tables *
   t->source_column = table, table += g->block * positions;
   t->out_column = table, table += g->block * positions;
   return (float *)table;
-}
-
-/* One channel for each group: without products of matrices */
-
-#define SUMS 16
-#define CHUNK (4 * SUMS) /* outputs that are computed at a time */
-
-/* Without the pragmas, the compiler makes vectors of the wrong loops. */
-#define EACH_OF_SUMS(...)                                                                         \
-  _Pragma("GCC unroll 1") for (int i = 0; i < SUMS; i++) { __VA_ARGS__; }
-#define EACH_OF_CHUNK(...)                                                                        \
-  _Pragma("GCC unroll 4") for (int part = 0; part < CHUNK; part += SUMS) {                        \
-    EACH_OF_SUMS(__VA_ARGS__)                                                                     \
-  }
-
-/* to[i] = the chain over taps of fma(weight, from[i + place of the tap], sum), for a chunk */
-INLINE void chain(const struct tables *t, const float *restrict from,
-                  const float *restrict weights, float *restrict to) {
-  float sum[CHUNK];
-  EACH_OF_CHUNK(sum[part + i] = 0)
-  for (long k = 0; k < t->taps; k++) {
-    float weight = weights[t->weight_depth[k]];
-    const float *x = from + t->source_depth[k];
-    EACH_OF_CHUNK(sum[part + i] = fma32(weight, x[part + i], sum[part + i]))
-  }
-  EACH_OF_CHUNK(to[part + i] = sum[part + i])
-}
-
-/* to = from + bias, if there is one */
-INLINE void write_row(long count, const float *restrict from, const float *bias,
-                      float *restrict to, long stride) {
-  if (!bias && stride == 1)
-    copy_contiguous(count, from, to);
-  else if (!bias)
-    for (long i = 0; i < count; i++) to[i * stride] = from[i];
-  else if (stride == 1)
-    for (long i = 0; i < count; i++) to[i] = from[i] + *bias;
-  else
-    for (long i = 0; i < count; i++) to[i * stride] = from[i] + *bias;
-}
-
-/* Write the outputs of a phase of one channel; `sums` has those between the rows of the copy, too. */
-static void write_outputs(const struct convolution *g, const struct place *place,
-                          const long *phase, const float *sums, const float *bias, float *out) {
-  const struct axis *z = g->axis, *y = z + 1, *x = z + 2;
-  long step = x->phases * x->out_stride;
-  for (long i = 0; i < grid_size(z, phase[0]); i++)
-    for (long j = 0; j < grid_size(y, phase[1]); j++) {
-      const float *from = sums + i * place->grid[0] + j * place->grid[1];
-      float *to = out + (phase[0] + i * z->phases) * z->out_stride +
-                  (phase[1] + j * y->phases) * y->out_stride + phase[2] * x->out_stride;
-      write_row(grid_size(x, phase[2]), from, bias, to, step);
-    }
-}
-
-static void convolve_channels(const struct convolution *g, struct tables *t, const long *phase,
-                              const float *source, const float *weights, const float *bias,
-                              float *out, float *memory) {
-  struct place place = copied(g, memory);
-  float *copy = memory, *sums = memory + place.channel + CHUNK;
-  long count = 1;
-  for (int d = 0; d < 3; d++) count += (grid_size(g->axis + d, phase[d]) - 1) * place.grid[d];
-  fill_depth(g, &place, phase, t);
-  for (long e = 0; e < g->examples; e++)
-    for (long c = 0; c < g->groups; c++) {
-      copy_channel(g, source + e * g->source_example + c * g->source_channel, copy);
-      for (long i = 0; i < count; i += CHUNK)
-        chain(t, copy + i, weights + c * g->weight_group, sums + i);
-      write_outputs(g, &place, phase, sums, bias ? bias + c : 0,
-                    out + e * g->out_example + c * g->out_channel);
-    }
-}
-
-/* sums[k][x mod 16] += of_out[x] * what lies under it for tap k, for x of one row */
-static void add_row(const struct tables *t, long width, const float *of_out, long stride,
-                    const float *restrict from, float *restrict sums) {
-  for (long at = 0; at < width; at += SUMS) {
-    int n = smaller(SUMS, width - at);
-    float row[SUMS] = {0};
-    for (int i = 0; i < n; i++) row[i] = of_out[(at + i) * stride];
-    for (long k = 0; k < t->taps; k++) {
-      const float *x = from + at + t->source_depth[k];
-      float *sum = sums + k * SUMS;
-      if (n == SUMS)
-        EACH_OF_SUMS(sum[i] = fma32(row[i], x[i], sum[i]))
-      else
-        EACH_OF_SUMS(sum[i] = i < n ? fma32(row[i], x[i], sum[i]) : sum[i])
-    }
-  }
-}
-
-static float added(double *sums, long stride) {
-  for (int n = SUMS / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; i++) sums[i * stride] += sums[(i + n) * stride];
-  return (float)sums[0];
-}
-
-/* The gradient of the weights where each group has one channel: of each weight, 16 chains take the
-   output positions x with x mod 16 = 0, 1, ..., over (example, z, y, x), and are added as in
-   `sum_channels`. */
-static void channels_for_weights(const struct convolution *g, struct tables *t,
-                                 const float *source, const float *of_out, float *weights,
-                                 float *memory) {
-  static const long phase[3] = {0, 0, 0};
-  struct place place = copied(g, memory);
-  const struct axis *z = g->axis, *y = z + 1, *x = z + 2;
-  float *copy = memory;
-  float *sums = memory + place.channel + CHUNK;
-  fill_depth(g, &place, phase, t);
-  for (long c = 0; c < g->groups; c++) {
-    memset(sums, 0, t->taps * SUMS * sizeof(float));
-    for (long e = 0; e < g->examples; e++) {
-      copy_channel(g, source + e * g->source_example + c * g->source_channel, copy);
-      const float *from = of_out + e * g->out_example + c * g->out_channel;
-      for (long i = 0; i < z->out; i++)
-        for (long j = 0; j < y->out; j++)
-          add_row(t, x->out, from + i * z->out_stride + j * y->out_stride, x->out_stride,
-                  copy + i * place.grid[0] + j * place.grid[1], sums);
-    }
-    for (long k = 0; k < t->taps; k++) {
-      double wide[SUMS];
-      for (int i = 0; i < SUMS; i++) wide[i] = sums[k * SUMS + i];
-      weights[c * g->weight_group + t->weight_depth[k]] = added(wide, 1);
-    }
-  }
 }
 
 /* The convolution and its gradients */
@@ -414,38 +243,4 @@ PORTABLE void convolve_for_weights(const struct convolution *g, const float *sou
       multiply(&p, scratch);
     }
   }
-}
-
-/* The gradient of the bias: of each channel, the sum over i = (example, position). 16 sums in double
-   take the elements with i mod 16 = 0, 1, ... in ascending order; then sums 0 and 8, 1 and 9, ...
-   are added, of the eight 0 and 4, and so on; and the last is rounded to float. */
-
-/* `of_out` has shape (examples, channels, positions) in memory. */
-PORTABLE void sum_channels(long examples, long channels, long positions, const float *of_out,
-                           float *out) {
-  for (long c = 0; c < channels; c++) {
-    double sums[SUMS] = {0};
-    long at = 0; /* of the next element, mod 16 */
-    for (long e = 0; e < examples; e++) {
-      const float *from = of_out + (e * channels + c) * positions;
-      long i = 0;
-      for (; i < positions && at; i++, at = (at + 1) % SUMS) sums[at] += from[i];
-      for (; i + SUMS <= positions; i += SUMS)
-        for (int j = 0; j < SUMS; j++) sums[j] += from[i + j];
-      for (; i < positions; i++, at = (at + 1) % SUMS) sums[at] += from[i];
-    }
-    out[c] = added(sums, 1);
-  }
-}
-
-/* The same, where `of_out` has shape (positions of all examples, channels) in memory. `scratch` has
-   32 * channels floats. */
-PORTABLE void sum_channels_last(long positions, long channels, const float *of_out, float *out,
-                                float *scratch) {
-  double *sums = (double *)scratch;
-  memset(sums, 0, SUMS * channels * sizeof(double));
-  for (long i = 0; i < positions; i++)
-    for (long c = 0; c < channels; c++)
-      sums[i % SUMS * channels + c] += of_out[i * channels + c];
-  for (long c = 0; c < channels; c++) out[c] = added(sums + c, channels);
 }

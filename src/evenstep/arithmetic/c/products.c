@@ -22,8 +22,6 @@
 _Static_assert(ROW_BLOCK % ROWS == 0 && COLUMN_BLOCK % COLUMNS == 0, "whole panels");
 _Static_assert(DEPTH_BLOCK * (ROW_BLOCK + COLUMN_BLOCK + 4) <= MULTIPLY_SCRATCH, "scratch");
 
-/* Tiles */
-
 /* Rows are unrolled, and columns become vectors, so that all sums stay in registers. */
 #define EACH_ROW(rows, ...)                                                                       \
   _Pragma("GCC unroll 16") for (int i = 0; i < rows; i++) {                                       \
@@ -202,8 +200,6 @@ INLINE void clear(long lanes, long depth, float *packed) {
     for (long x = lanes; x < end; x++) packed[k * COLUMNS + x] = 0;
 }
 
-/* Blocks */
-
 /* A block of the product: where it begins, its size, and its operands, packed or in place. */
 struct block {
   long row, rows, column, columns, depth_at, depth;
@@ -241,21 +237,37 @@ INLINE void move(const float *from, const long *from_row, float *to, const long 
   }
 }
 
+/* Copy a tile from c to `own`, or back: transposed by fours where rows lie one behind the other. */
+static void exchange(float *c, const long *c_row, const long *c_column, float *own,
+                     const long *own_row, long rows, long columns, int is_back) {
+  int are_rows_contiguous = rows >= 4 && is_contiguous(c_row, rows);
+  for (long j = 0, run; j < columns; j += run) {
+    const long *at = c_column + j;
+    run = 1;
+    if (at[0] == NOWHERE) continue;
+    long step = j + 4 <= columns ? at[1] - at[0] : 0;
+    if (are_rows_contiguous && step > 1 && at[2] == at[1] + step && at[3] == at[2] + step) {
+      run = 4;
+      for (long n = 0; n < rows; n += 4) {
+        long i = smaller(n, rows - 4); /* the last four may overlap those before */
+        if (is_back) transpose_four(own + j, own_row + i, c + at[0] + c_row[i], step);
+        else transpose_four(c + c_row[i], at, own + own_row[i] + j, COLUMNS);
+      }
+      continue;
+    }
+    run = run_length(at, columns - j);
+    if (is_back) move(own + j, own_row, c + at[0], c_row, rows, run);
+    else move(c + at[0], c_row, own + j, own_row, rows, run);
+  }
+}
+
 /* Compute a tile in c; or, where its columns don't lie one behind the other, in a copy. */
 static void compute(const struct product *p, const struct block *block, long row, long rows,
                     long column, long columns, int is_contiguous, const float *a,
                     const long *a_depth, const float *b, const long *b_depth) {
-  static const long own_row[ROWS] = {0 * COLUMNS, 1 * COLUMNS, 2 * COLUMNS, 3 * COLUMNS,
-#if ROWS >= 6
-                                     4 * COLUMNS, 5 * COLUMNS,
-#endif
-#if ROWS >= 12
-                                     6 * COLUMNS, 7 * COLUMNS, 8 * COLUMNS, 9 * COLUMNS,
-                                     10 * COLUMNS, 11 * COLUMNS
-#endif
-  };
   float own[ROWS * COLUMNS] __attribute__((aligned(64)));
   const long *c_row = p->c_row + row, *c_column = p->c_column + column;
+  const long *own_row = block->packed_column_depth; /* the same: i * COLUMNS */
   int must_finish = block->is_last && (p->addend || p->alpha != 1);
   tile_function run_tile = tiles[rows - 1][columns > LANES];
   if (is_contiguous) {
@@ -264,20 +276,13 @@ static void compute(const struct product *p, const struct block *block, long row
     if (must_finish) finish(p, row, rows, column, columns, c, c_row);
     return;
   }
-  long j = 0, run;
-  if (block->is_begun) memset(own, 0, sizeof own);
-  if (block->is_begun)
-    for (; j < columns; j += run) {
-      run = c_column[j] == NOWHERE ? 1 : run_length(c_column + j, columns - j);
-      if (c_column[j] != NOWHERE)
-        move(p->c + c_column[j], c_row, own + j, own_row, rows, run);
-    }
+  if (block->is_begun) {
+    memset(own, 0, sizeof own);
+    exchange(p->c, c_row, c_column, own, own_row, rows, columns, 0);
+  }
   run_tile(block->depth, a, a_depth, b, b_depth, own, own_row, block->is_begun);
   if (must_finish) finish(p, row, rows, column, columns, own, own_row);
-  for (j = 0; j < columns; j += run) {
-    run = c_column[j] == NOWHERE ? 1 : run_length(c_column + j, columns - j);
-    if (c_column[j] != NOWHERE) move(own + j, own_row, p->c + c_column[j], c_row, rows, run);
-  }
+  exchange(p->c, c_row, c_column, own, own_row, rows, columns, 1);
 }
 
 /* Where the i-th tile of a block begins: tiles are as equal in size as they can be. */
@@ -337,7 +342,7 @@ static void compute_block(const struct product *p, struct block *block) {
 void prepare(long depth, float *scratch) {
   long *by_rows = (long *)(scratch + TABLES), *by_columns = by_rows + DEPTH_BLOCK;
   strided(smaller(DEPTH_BLOCK, depth), ROWS, by_rows);
-  strided(smaller(DEPTH_BLOCK, depth), COLUMNS, by_columns);
+  strided(smaller(DEPTH_BLOCK, larger(depth, ROWS)), COLUMNS, by_columns);
 }
 
 void multiply(const struct product *p, float *scratch) {
@@ -359,8 +364,6 @@ void multiply(const struct product *p, float *scratch) {
     } while (block.depth_at < p->depth);
   }
 }
-
-/* Matrices */
 
 /* Products of a batch; strides are of (batch, row or depth, depth or column). */
 struct matrices {

@@ -8,7 +8,7 @@
   output because of the stride is left out; outputs beyond the edges count as zeros.
 * An element of the weights' gradient is one chain over (example, output position), ascending.
 * An element of the bias's gradient is a sum in float64, rounded once: see `sum_channels` in
-  `c/convolutions.c`.
+  `c/channels.c`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def convolution(
         args = (stride, padding, dilation, transposed, output_padding, groups)
         torch.convolution(source, weight, bias, *args)  # raises torch's error
         return NotImplemented
-    out = torch.empty(shape, memory_format=_common_layout(source, weight))
+    out = torch.empty(shape, dtype=torch.float32, memory_format=_common_layout(source, weight))
     _run(source, weight, bias, out, window, transposed)
     return out
 
@@ -131,19 +131,20 @@ def convolution_backward(
     layout = _common_layout(source, weight)
     of_source = of_weight = None
     if output_mask[0]:
-        of_source = torch.empty(source.shape, memory_format=layout)
+        of_source = torch.empty(source.shape, dtype=torch.float32, memory_format=layout)
         _run(of_out, weight, None, of_source, window, not transposed)
     if output_mask[1]:
-        of_weight = torch.empty(weight.shape, memory_format=layout)
+        of_weight = torch.empty(weight.shape, dtype=torch.float32)
         wide, narrow = (of_out, source) if transposed else (source, of_out)
         _run_for_weights(wide, narrow, of_weight, window)
+        of_weight = of_weight.contiguous(memory_format=layout)  # faster than to compute it so
     return of_source, of_weight, _of_bias(of_out) if output_mask[2] else None
 
 
 def _of_bias(of_out: torch.Tensor) -> torch.Tensor:
     examples, channels, *space = of_out.shape
     positions = math.prod(space)
-    out = torch.empty(channels)
+    out = torch.empty(channels, dtype=torch.float32)
     layout = layout_of(of_out)
     if layout is torch.contiguous_format:
         of_out = of_out.contiguous()
@@ -230,7 +231,7 @@ def _out_shape(
 
 
 class Geometry:
-    """What C needs to know about a convolution: `struct convolution` of `c/convolutions.c`."""
+    """What C needs to know about a convolution: `struct convolution` of `c/convolutions.h`."""
 
     def __init__(self, values: Sequence[int], floats: int) -> None:
         self._values = array.array("l", values)
