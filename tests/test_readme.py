@@ -1,5 +1,6 @@
 """The README: its program runs, gives what it promises, and the page stays short and true."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BENCHMARKS = "\n".join(
     (ROOT / "docs" / f"benchmarks_{part}.md").read_text(encoding="utf-8")
@@ -49,6 +51,16 @@ def test_the_program_gives_one_fingerprint_again_and_on_any_devices(tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     launched = "\n".join(run(code, tmp_path, *torchrun))
     assert [launched.count(line) for line in printed[0]] == [2, 2, 2]  # each process prints
+
+
+@pytest.mark.slow
+def test_the_demo_has_the_fingerprint_that_is_shown(tmp_path):
+    """On every processor: the demo computes in portable arithmetic."""
+    (command,) = re.findall(r"^DEMO := \$\(BIN\)/evenstep (.*) \\$", MAKEFILE, re.MULTILINE)
+    given = [*command.split(), "--arithmetic", "portable", "--json", tmp_path / "demo.json"]
+    subprocess.run([sys.executable, "-m", "evenstep", *given], check=True, capture_output=True)
+    found = json.loads((tmp_path / "demo.json").read_text())["fingerprint"]
+    assert f"one fingerprint, {found[:16]}…" in README
 
 
 def test_it_is_read_in_a_few_minutes():

@@ -9,15 +9,19 @@ import torch
 
 Scalar: TypeAlias = "int | float | bool"
 
+_FLOAT32, _STRIDED = torch.float32, torch.strided
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def is_float32(*values: object) -> bool:
     """Whether all tensors among `values` are dense float32 tensors on a CPU, and there is one."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    return bool(tensors) and all(
-        one.dtype is torch.float32 and one.is_cpu and one.layout is torch.strided for one in tensors
-    )
+    found = False
+    for one in values:
+        if isinstance(one, torch.Tensor):
+            if one.dtype is not _FLOAT32 or not one.is_cpu or one.layout is not _STRIDED:
+                return False
+            found = True
+    return found
 
 
 def aligned(*tensors: torch.Tensor) -> list[torch.Tensor]:

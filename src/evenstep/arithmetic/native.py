@@ -97,7 +97,9 @@ def using(variant: str) -> Iterator[None]:
 
 
 class _Scratch(threading.local):
-    memory: torch.Tensor | None = None
+    memory: torch.Tensor
+    floats = -1
+    address = 0
 
 
 _scratch = _Scratch()
@@ -109,8 +111,9 @@ def scratch(floats: int) -> int:
     The memory belongs to the calling thread, which gets the same again at its next call. Its
     address is a multiple of 64 bytes.
     """
-    needed = 4 * floats + _ALIGNMENT
-    if _scratch.memory is None or len(_scratch.memory) < needed:
-        _scratch.memory = torch.empty(needed, dtype=torch.uint8)
-    address = _scratch.memory.data_ptr()
-    return address + -address % _ALIGNMENT
+    if floats > _scratch.floats:
+        _scratch.memory = torch.empty(4 * floats + _ALIGNMENT, dtype=torch.uint8)
+        _scratch.floats = floats
+        begins = _scratch.memory.data_ptr()
+        _scratch.address = begins + -begins % _ALIGNMENT
+    return _scratch.address

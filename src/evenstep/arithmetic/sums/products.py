@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from evenstep.arithmetic.arrays import Scalar
+from evenstep.arithmetic.arrays import Scalar, is_float32
 from evenstep.arithmetic.native import Function, scratch
 from evenstep.arithmetic.operations import kernel
 
@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 @kernel("mm")
 def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the product of two matrices."""
-    if not are_float32(a, b):
+    if not is_float32(a, b):
         return NotImplemented
     out = _product(2, a, b)
     return torch.mm(a, b) if out is None else out
@@ -40,7 +40,7 @@ def mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 @kernel("bmm")
 def bmm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the product of each pair of matrices."""
-    if not are_float32(a, b):
+    if not is_float32(a, b):
         return NotImplemented
     out = _product(3, a, b)
     return torch.bmm(a, b) if out is None else out
@@ -51,7 +51,7 @@ def addmm(
     addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> torch.Tensor:
     """Return fma(beta, addend, alpha · a b)."""
-    if not are_float32(addend, a, b):
+    if not is_float32(addend, a, b):
         return NotImplemented
     out = _product(2, a, b, addend, beta, alpha)
     return torch.addmm(addend, a, b, beta=beta, alpha=alpha) if out is None else out
@@ -62,7 +62,7 @@ def baddbmm(
     addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> torch.Tensor:
     """Return fma(beta, addend, alpha · a b) for each pair of matrices."""
-    if not are_float32(addend, a, b):
+    if not is_float32(addend, a, b):
         return NotImplemented
     out = _product(3, a, b, addend, beta, alpha)
     return torch.baddbmm(addend, a, b, beta=beta, alpha=alpha) if out is None else out
@@ -73,7 +73,7 @@ def addbmm(
     addend: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> torch.Tensor:
     """Return fma(beta, addend, alpha · the sum of all products): one chain over (batch, k)."""
-    if not are_float32(addend, a, b):
+    if not is_float32(addend, a, b):
         return NotImplemented
     if len(a) == len(b) == 0:
         a, b = a.new_zeros((1, *a.shape[1:])), b.new_zeros((1, *b.shape[1:]))
@@ -92,7 +92,7 @@ def _addmm_activation(
     use_gelu: bool = False,
 ) -> torch.Tensor:
     """Return relu(fma(beta, addend, alpha · a b)); GELU is refused."""
-    if use_gelu or not are_float32(addend, a, b):
+    if use_gelu or not is_float32(addend, a, b):
         return NotImplemented
     return torch.relu_(addmm(addend, a, b, beta=beta, alpha=alpha))
 
@@ -100,7 +100,7 @@ def _addmm_activation(
 @kernel("mv")
 def mv(a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """Return the product of a matrix and a vector."""
-    if not are_float32(a, x):
+    if not is_float32(a, x):
         return NotImplemented
     out = _product(2, x[None], a.t()) if a.ndim == 2 and x.ndim == 1 else None
     return torch.mv(a, x) if out is None else out[0]
@@ -111,7 +111,7 @@ def addmv(
     addend: torch.Tensor, a: torch.Tensor, x: torch.Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> torch.Tensor:
     """Return fma(beta, addend, alpha · a x)."""
-    if not are_float32(addend, a, x):
+    if not is_float32(addend, a, x):
         return NotImplemented
     fits = a.ndim == 2 and x.ndim == 1 and addend.ndim < 2
     out = _product(2, x[None], a.t(), addend, beta, alpha) if fits else None
@@ -123,7 +123,7 @@ def addr(
     addend: torch.Tensor, x: torch.Tensor, y: torch.Tensor, *, beta: Scalar = 1, alpha: Scalar = 1
 ) -> torch.Tensor:
     """Return fma(beta, addend, alpha · (x[i] · y[j] + 0)): the product with a depth of 1."""
-    if not are_float32(addend, x, y):
+    if not is_float32(addend, x, y):
         return NotImplemented
     fits = x.ndim == y.ndim == 1
     out = _product(2, x[:, None], y[None], addend, beta, alpha) if fits else None
@@ -133,18 +133,10 @@ def addr(
 @kernel("dot", "vdot")
 def dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Return the product of two vectors."""
-    if not are_float32(x, y):
+    if not is_float32(x, y):
         return NotImplemented
     out = _product(2, x[None], y[:, None]) if x.ndim == y.ndim == 1 else None
     return torch.dot(x, y) if out is None else out[0, 0]
-
-
-def are_float32(*tensors: torch.Tensor) -> bool:
-    """Whether all tensors are dense float32 tensors on a CPU."""
-    for one in tensors:
-        if one.dtype is not torch.float32 or not one.is_cpu or one.layout is not torch.strided:
-            return False
-    return True
 
 
 def _product(
