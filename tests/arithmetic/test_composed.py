@@ -54,6 +54,27 @@ def test_attention(masked, shape):
 
 
 @pytest.mark.parametrize(
+    "run",
+    [
+        torch.cdist,
+        lambda x, y: torch.lerp(x[:6], y[:6], (x - y[:12]).sigmoid()[:6]),
+    ],
+)
+def test_what_is_made_of_a_few(run):
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 4), torch.randn(15, 4)
+    assert all(close(*pair) for pair in outcomes(run, x, y))
+
+
+def test_batch_statistics():
+    x = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+    with PortableMode():
+        mean, variance = torch.batch_norm_update_stats(x, None, None, 0.0)
+    assert close(mean, x.double().mean((0, 2)))
+    assert close(variance, x.double().var((0, 2), correction=0))
+
+
+@pytest.mark.parametrize(
     "options",
     [{}, {"bias": False}, {"num_layers": 2, "bidirectional": True, "batch_first": True}],
 )

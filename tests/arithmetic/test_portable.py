@@ -30,6 +30,16 @@ def test_what_has_no_kernel_is_refused_by_name():
         torch.linalg.eigh(torch.eye(3))
 
 
+def test_complex_numbers_are_refused_where_they_round():
+    """torch's products of complex numbers depend on the processor; their moves don't."""
+    z = torch.tensor([1 + 2j, 3 - 1j])
+    with evenstep.portable():
+        assert torch.equal(z.flip(0).real, torch.tensor([3.0, 1.0]))
+        for function in (lambda: z * z, lambda: z.mul_(z), lambda: z / z, lambda: z.abs()):
+            with pytest.raises(ModelError, match="of complex64 is not portable"):
+                function()
+
+
 def test_nothing_is_portable_outside():
     with evenstep.portable():
         assert is_portable_here()

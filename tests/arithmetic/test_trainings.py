@@ -28,7 +28,13 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", TRAININGS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * name.startswith("ResNet"))
+        for name in TRAININGS
+    ],
+)
 def test_every_processor_has_the_recorded_fingerprint(name):
     assert {layout: fingerprint(name, **LAYOUTS[layout]) for layout in LAYOUTS} == dict.fromkeys(
         LAYOUTS, FINGERPRINTS[name]

@@ -16,6 +16,8 @@ from trainers import open_trainer
 GPU = Device("cuda", 0)
 USES = {
     "compile": ("experiment", {"compile": True}),
+    "bf16": ("experiment", {"precision": "bf16"}),
+    "portable": ("experiment", {"arithmetic": "portable"}),
     "lockstep": ("layout", {"side_by_side": True}),
     "Stages": ("divide", evenstep.Stages("balanced")),
     "Slices": ("divide", evenstep.Slices()),
@@ -34,6 +36,8 @@ def judged(names):
     for group, value in map(USES.get, names):
         if group == "divide":
             given["divide"] += (value,)
+        elif group == "experiment":
+            given["experiment"] |= value
         else:
             given[group] = value
     chosen = Chosen(
@@ -69,6 +73,8 @@ def test_the_table_names_what_a_trainer_can_use():
 
 IN_WORDS = {
     "compile=True": "compile",
+    'precision="bf16"': "bf16",
+    'arithmetic="portable"': "portable",
     "lockstep": "lockstep",
     "max_in_flight": "in flight",
     "GPUs": "GPU",
@@ -79,7 +85,7 @@ IN_WORDS = {
 
 def test_the_page_of_layouts_has_the_table():
     page = Path(__file__).parents[2] / "docs" / "layouts.md"
-    rows = page.read_text().partition("| | does not go with |")[2].partition("\n\n")[0]
+    rows = page.read_text().partition("| | can't be combined with |")[2].partition("\n\n")[0]
     found = set()
     for row in rows.splitlines()[2:]:
         _, one, others, _ = row.split("|")

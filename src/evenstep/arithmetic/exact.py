@@ -79,6 +79,13 @@ OTHERS = {
 
 
 @functools.cache
+def needs_real(operation: Any) -> bool:
+    """Whether an exact operation is not exact for complex numbers, which round several times."""
+    name = operation.name().removeprefix("aten::").split(".")[0]
+    return name.removesuffix("_") in ROUNDED_ONCE.split()
+
+
+@functools.cache
 def is_exact(operation: Any) -> bool:
     """Whether torch's own kernel for an operation has the same bits on every processor."""
     if operation.is_view or operation.namespace == "profiler":

@@ -9,8 +9,8 @@ import torch
 
 from evenstep.arithmetic.composed import (  # noqa: F401 - these modules register what they have
     fused_optimizers,
+    of_few,
     recurrent,
-    softmax,
     transformer,
 )
 from evenstep.arithmetic.derived import derived
@@ -25,7 +25,7 @@ from evenstep.arithmetic.elements import (  # noqa: F401
     remainders,
     selections,
 )
-from evenstep.arithmetic.exact import is_exact
+from evenstep.arithmetic.exact import is_exact, needs_real
 from evenstep.arithmetic.half_precision import HALF_PRECISION, in_float32
 from evenstep.arithmetic.operations import COMPOSED, KERNELS
 from evenstep.arithmetic.scattered import (  # noqa: F401
@@ -71,6 +71,8 @@ class PortableMode(TorchDispatchMode):
                 return self._run_other(operation, args, kwargs)
             return result
         if is_exact(operation):
+            if needs_real(operation) and any(map(_is_complex, args)):
+                return self._run_other(operation, args, kwargs)
             return operation(*args, **kwargs)
         made_of = COMPOSED.get(operation) or derived(operation)
         if made_of is None:
@@ -142,6 +144,10 @@ class Survey(PortableMode):
     ) -> Any:
         self.refused.add(_spelled(operation, tensors))
         return operation(*args, **kwargs)
+
+
+def _is_complex(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_complex()
 
 
 def _spelled(operation: Any, tensors: Sequence[torch.Tensor]) -> str:

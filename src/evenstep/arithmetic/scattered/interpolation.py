@@ -11,7 +11,7 @@ import torch
 
 from evenstep.arithmetic.arrays import is_float32, layout_of
 from evenstep.arithmetic.native import Function
-from evenstep.arithmetic.operations import composed, kernel
+from evenstep.arithmetic.operations import composed, kernel, operation
 from evenstep.arithmetic.scattered.pooling import Boxes, boxes_of, means
 
 aten = torch.ops.aten
@@ -70,7 +70,8 @@ def _shown(
     before: tuple[int, ...], after: tuple[int, ...], exact: bool, scales: tuple[float | None, ...]
 ) -> Boxes:
     """Return, for each number, the box of those that torch's own forward pass takes from it."""
-    resize = aten._upsample_nearest_exact1d if exact else aten.upsample_nearest1d
+    name = "_upsample_nearest_exact1d" if exact else "upsample_nearest1d"
+    resize = operation(name).overloadpacket
     axes = []
     for size, count, scale in zip(before, after, scales, strict=True):
         numbers = torch.arange(size).to(torch.float64).view(1, 1, -1)
