@@ -13,8 +13,10 @@ from launched import JOBS, apart
 from portable_trainings import TRAININGS, fingerprint
 
 TABLE = Path(__file__).with_name("fingerprints.json")
-FINGERPRINTS = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+FINGERPRINTS = json.loads(TABLE.read_text())["fingerprints"]
 """As one processor gave them: what `python tests/support/portable_trainings.py` prints."""
+
+ARM = Path(__file__).parents[2] / "build" / "arm" / "python"
 
 PROGRAM = Path(__file__).parents[1] / "support" / "portable_trainings.py"
 
@@ -51,7 +53,7 @@ def fingerprints_with(environment, *names):
         check=False,
     )
     assert found.returncode == 0, found.stderr
-    return json.loads(found.stdout)
+    return json.loads(found.stdout)["fingerprints"]
 
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
@@ -104,3 +106,19 @@ def test_no_variant_of_the_c_part_moves_a_bit(variant):
     names = [name for name in TRAININGS if variant != "plain" or not name.startswith("ResNet")]
     found = fingerprints_with({"EVENSTEP_PORTABLE": variant}, *names)
     assert found == {name: FINGERPRINTS[name] for name in names}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_arm_has_the_same_bits():
+    """Needs `make arm`: torch for ARM, of a different version, run by an emulator."""
+    if not ARM.exists():
+        pytest.skip("there is no Python for ARM: `make arm` makes one (Debian)")
+    long, newer = "ResNet-18, SGD", "perceptron, Muon"  # of which torch 2.9.1 has an earlier one
+    names = [name for name in TRAININGS if name not in (long, newer)]
+    done = subprocess.run([ARM, PROGRAM, *names], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["facts"]["machine"] == "aarch64"
+    assert answer["fingerprints"] == {name: FINGERPRINTS[name] for name in names}

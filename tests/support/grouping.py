@@ -18,6 +18,9 @@ def grouped(**options):
     rest = {name: value for name, value in options.items() if name not in found}
     for group, kind in _GROUPS.items():
         names = {field.name for field in dataclasses.fields(kind)} & rest.keys()
+        if names and group == "experiment":  # a value is given in one place only
+            rest |= {name: found.pop(name) for name in _KEYWORDS if name in found}
+            names |= {*_KEYWORDS} & rest.keys()
         if names:
             found[group] = kind(**{name: rest.pop(name) for name in names})
     return {**rest, **found}

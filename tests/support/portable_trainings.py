@@ -1,10 +1,11 @@
 """Trainings in portable arithmetic, whose fingerprints are the same on every processor.
 
-`python tests/support/portable_trainings.py [NAME...]` prints them as JSON: name, and fingerprint.
-Everything is computed inside: weights, data, steps, evaluation.
+`python tests/support/portable_trainings.py [NAME...]` prints them as JSON, with what computed them.
+Weights, data and steps are all portable.
 """
 
 import json
+import platform
 import sys
 from collections.abc import Callable
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import evenstep
+from evenstep.arithmetic import native
 from evenstep.data import digits
 from evenstep.models import lenet, resnet18
 from evenstep.models.gpt import gpt
@@ -184,4 +186,11 @@ def trained(name, epochs=2, shards=8, state=(), **layout):
 
 if __name__ == "__main__":
     names = sys.argv[1:] or TRAININGS
-    print(json.dumps({name: fingerprint(name, devices=1) for name in names}))
+    found = {name: fingerprint(name, devices=1) for name in names}
+    facts = {
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "vectors of torch": torch.backends.cpu.get_cpu_capability(),
+        "variant": native.library().portable_name().decode(),
+    }
+    print(json.dumps({"facts": facts, "fingerprints": found}, indent=1))

@@ -82,11 +82,17 @@ def recorder(recipe):
     return seen, record
 
 
-def train(recipe, shards, devices):
+def train(recipe, shards, devices, **choices):
     """Return the gradients of every step, the losses, and the state after them."""
     model, (gradients, record) = make_model(recipe), recorder(recipe)
     optimizer = recipe.make_optimizer(model.parameters())
-    options = {**recipe.options, "shards": shards, "before_update": record, "check": "off"}
+    options = {
+        **recipe.options,
+        "shards": shards,
+        "before_update": record,
+        "check": "off",
+        **choices,
+    }
     with evenstep.Trainer(
         model,
         optimizer,
@@ -162,9 +168,9 @@ def test_no_exception_is_left_that_agrees_with_the_whole_batch(name):
     assert not error < ROUNDING
 
 
-def mean_gradient(recipe, shards):
+def mean_gradient(recipe, shards, **choices):
     """Return the first step's mean gradient as one vector."""
-    (gradients, *_), _, _ = train(recipe, shards, 1)
+    (gradients, *_), _, _ = train(recipe, shards, 1, **choices)
     return torch.cat([one.to_dense().flatten() for one in gradients.values() if one is not None])
 
 

@@ -76,7 +76,9 @@ def library(variant: str | None = None) -> ctypes.CDLL:
     path = LIBRARIES / f"{variant}.so"
     if not path.exists():
         raise InputError(f"EVENSTEP_PORTABLE={variant}: expected one of {', '.join(variants())}")
-    return ctypes.CDLL(str(path))
+    found = ctypes.CDLL(str(path))
+    found.portable_name.restype = ctypes.c_char_p
+    return found
 
 
 def variants() -> list[str]:
