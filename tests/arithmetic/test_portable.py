@@ -1,6 +1,8 @@
 """Portable arithmetic around code and in trainers: what it reaches, and what it refuses."""
 
 import re
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -8,7 +10,8 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.arithmetic import is_portable_here
+from evenstep.arithmetic import is_portable_here, native
+from evenstep.arithmetic.compile import compiler
 from evenstep.errors import ContractError, InputError, ModelError
 
 PORTABLE = evenstep.Experiment(shards=4, arithmetic="portable")
@@ -28,6 +31,40 @@ BATCH = (torch.arange(24.0).view(8, 3) / 7, torch.arange(8.0).view(8, 1))
 def test_what_has_no_kernel_is_refused_by_name():
     with evenstep.portable(), pytest.raises(ModelError, match=r"linalg_eigh.* of float32 is not"):
         torch.linalg.eigh(torch.eye(3))
+
+
+@pytest.fixture
+def _without_libraries(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "LIBRARIES", tmp_path)
+    native.library.cache_clear()
+    yield
+    native.library.cache_clear()
+
+
+@pytest.mark.usefixtures("_without_libraries")
+def test_without_its_c_part_evenstep_says_how_to_compile_it():
+    line = "python -m evenstep.arithmetic.compile"
+    with pytest.raises(InputError, match=line), evenstep.portable():
+        pass
+    model = nn.Linear(3, 1)
+    with pytest.raises(InputError, match=line):
+        evenstep.Trainer(model, torch.optim.SGD(model.parameters()), experiment=PORTABLE)
+    with evenstep.Trainer(model, torch.optim.SGD(model.parameters()), nn.MSELoss()) as one:
+        one.step(*BATCH)
+
+
+@pytest.mark.slow
+def test_the_c_part_compiles_without_a_warning(tmp_path):
+    code = f"""
+from pathlib import Path
+from evenstep.arithmetic import compile
+compile.FLAGS += ("-Werror",)
+compile.compile_all(Path({str(tmp_path)!r}))
+"""
+    if compiler() is None:
+        pytest.skip("there is no C compiler")
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert sorted(path.stem for path in tmp_path.glob("*.so")) == native.variants()
 
 
 def test_complex_numbers_are_refused_where_they_round():
