@@ -48,7 +48,9 @@ def test_without_its_c_part_evenstep_says_how_to_compile_it():
         pass
     model = nn.Linear(3, 1)
     with pytest.raises(InputError, match=line):
-        evenstep.Trainer(model, torch.optim.SGD(model.parameters()), experiment=PORTABLE)
+        evenstep.Trainer(
+            model, torch.optim.SGD(model.parameters()), nn.MSELoss(), experiment=PORTABLE
+        )
     with evenstep.Trainer(model, torch.optim.SGD(model.parameters()), nn.MSELoss()) as one:
         one.step(*BATCH)
 

@@ -11,6 +11,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -67,18 +68,18 @@ def compile_all(
         raise FileNotFoundError("no C compiler (cc, gcc or clang) was found")
     variants = VARIANTS.get(target or machine(), {"plain": ()})
     folder.mkdir(parents=True, exist_ok=True)
-    sources = sorted(map(str, SOURCES.glob("*.c")))
-    made = []
-    for variant, options in variants.items():
-        path = folder / f"{variant}.so"
-        draft = folder / f"{variant}.{os.getpid()}.tmp"
-        name = f'-DVARIANT="{variant}"'
+
+    def compile_one(variant: str) -> Path:
+        path, draft = folder / f"{variant}.so", folder / f"{variant}.{os.getpid()}.tmp"
+        options = (*FLAGS, *variants[variant], f'-DVARIANT="{variant}"')
+        sources = sorted(map(str, SOURCES.glob("*.c")))
         subprocess.run(  # noqa: S603 - the compiler of the person who installs evenstep
-            [command, *FLAGS, *options, name, *sources, "-o", str(draft)], check=True
+            [command, *options, *sources, "-o", str(draft)], check=True
         )
-        draft.replace(path)
-        made.append(path)
-    return made
+        return draft.replace(path)
+
+    with ThreadPoolExecutor(os.cpu_count()) as workers:
+        return [*workers.map(compile_one, variants)]
 
 
 if __name__ == "__main__":
