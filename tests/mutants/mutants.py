@@ -1237,6 +1237,57 @@ _SHOWN = [
     ),
 ]
 
+_PORTABLE = [
+    Mutant(
+        "lanes compute by torch's own kernels",
+        SWALLOWED_ERROR,
+        "training/setup/parts.py",
+        "lanes=layout.lanes, within=arithmetic)",
+        "lanes=layout.lanes)",
+        ("arithmetic/test_portable.py",),
+    ),
+    Mutant(
+        "products of complex numbers are torch's own",
+        SWALLOWED_ERROR,
+        "arithmetic/mode.py",
+        "if needs_real(operation) and any(map(_is_complex, args)):",
+        "if False:",
+        ("arithmetic/test_portable.py",),
+    ),
+    Mutant(
+        "the user's own step may be computed by torch's kernels",
+        SWALLOWED_ERROR,
+        "steps/failures.py",
+        'if arithmetic == "portable" and not is_portable_here():',
+        "if False:",
+        ("arithmetic/test_portable.py",),
+    ),
+    Mutant(
+        "fused Adam takes the second moment without its root's correction",
+        ARITHMETIC,
+        "arithmetic/composed/fused_optimizers.py",
+        "(1 - beta2**step) ** 0.5",
+        "(1 - beta2**step)",
+        ("arithmetic/test_composed.py",),
+    ),
+    Mutant(
+        "attention's gradient of the scores is not scaled",
+        ARITHMETIC,
+        "arithmetic/sums/attention.py",
+        "_attend_backward(sizes.address, *addresses, _scale(query, scale), memory)",
+        "_attend_backward(sizes.address, *addresses, 1.0, memory)",
+        ("arithmetic/test_attention.py",),
+    ),
+    Mutant(
+        "processes compare processors in portable arithmetic, too",
+        SWALLOWED_ERROR,
+        "training/agreement.py",
+        "return portable_facts() if self._is_portable else arithmetic_facts(self._devices)",
+        "return arithmetic_facts(self._devices)",
+        ("arithmetic/test_trainings.py",),
+    ),
+]
+
 MUTANTS: tuple[Mutant, ...] = (
     *_ARITHMETIC,
     *_ORDER,
@@ -1248,4 +1299,5 @@ MUTANTS: tuple[Mutant, ...] = (
     *_RECORDS,
     *_COMPARISONS,
     *_SHOWN,
+    *_PORTABLE,
 )
