@@ -69,6 +69,24 @@ compile.compile_all(Path({str(tmp_path)!r}))
     assert sorted(path.stem for path in tmp_path.glob("*.so")) == native.variants()
 
 
+def test_a_thread_that_takes_denormals_for_zero_is_refused():
+    assert torch.set_flush_denormal(True)
+    try:
+        with pytest.raises(InputError, match="set_flush_denormal"), evenstep.portable():
+            pass
+        torch.set_flush_denormal(False)
+        with evenstep.portable():
+            assert torch.tensor(2.0**-140).mul(1.0).item() == 2.0**-140
+        one = trainer()
+        torch.set_flush_denormal(True)
+        with pytest.raises(InputError, match="set_flush_denormal"):
+            trainer()
+    finally:
+        torch.set_flush_denormal(False)
+    with one:
+        one.step(*BATCH)
+
+
 def test_complex_numbers_are_refused_where_they_round():
     """torch's products of complex numbers depend on the processor; their moves don't."""
     z = torch.tensor([1 + 2j, 3 - 1j])

@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 from evenstep.arithmetic.native import library
+from evenstep.errors import InputError
 from evenstep.limits import Arithmetic
 from evenstep.private_torch.dispatch import count_dispatch_modes, dispatch_modes
+
+_DENORMAL = 2.0**-140  # below the smallest normal float32, 2⁻¹²⁶
 
 VERSION = 1
 """The version of portable arithmetic. A change that moves a bit of a result raises it."""
@@ -34,7 +37,8 @@ def portable(seed: int | None = None) -> Iterator[None]:
             that it had before. None: the generator is used as it is.
 
     Raises:
-        InputError: the C part of evenstep was not compiled when it was installed.
+        InputError: the C part of evenstep was not compiled when it was installed, or the thread
+            takes denormals for zero.
 
     Example:
         ```python
@@ -54,11 +58,13 @@ def within(arithmetic: Arithmetic) -> Callable[[], contextlib.AbstractContextMan
     """Return a function that returns a context in which a thread computes by an arithmetic.
 
     Raises:
-        InputError: the C part of evenstep was not compiled when it was installed.
+        InputError: the C part of evenstep was not compiled when it was installed, or the thread
+            takes denormals for zero.
     """
     if arithmetic == "torch":
         return contextlib.nullcontext
     library()
+    _refuse_flushing()
     return _mode
 
 
@@ -72,10 +78,24 @@ def is_portable(mode: object) -> bool:
     return getattr(mode, "is_portable", False)
 
 
+def _refuse_flushing() -> None:
+    """Refuse a thread that takes denormals for zero, as new threads of it would, too.
+
+    Raises:
+        InputError: `torch.set_flush_denormal(True)` was called in it.
+    """
+    if torch.tensor(_DENORMAL).mul(1.0).item() == 0.0:
+        raise InputError(
+            "portable arithmetic computes with denormals, but this thread takes them for zero: "
+            "leave out torch.set_flush_denormal(True)"
+        )
+
+
 def _mode() -> contextlib.AbstractContextManager[object]:
     """Return the mode. Its module registers all kernels: a second that other trainings need not."""
     from evenstep.arithmetic.mode import PortableMode
 
     library()
+    _refuse_flushing()
     mode: contextlib.AbstractContextManager[object] = PortableMode()  # type: ignore[no-untyped-call]
     return mode
