@@ -146,6 +146,24 @@ def test_fused_optimizers(kind, options):
     assert close(*results)
 
 
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
+@pytest.mark.parametrize("found", [0.0, 1.0])
+def test_fused_optimizers_take_the_scale_of_a_grad_scaler(kind, found):
+    results = []
+    for portable in (True, False):
+        parameter = nn.Parameter(torch.linspace(-1, 1, 20))
+        optimizer = getattr(torch.optim, kind)([parameter], lr=0.01, fused=True)
+        optimizer.grad_scale, optimizer.found_inf = torch.tensor(8.0), torch.tensor(found)
+        parameter.grad = torch.linspace(3, 5, 20)
+        if portable:
+            with PortableMode():
+                optimizer.step()
+        else:
+            optimizer.step()
+        results.append((parameter.detach(), parameter.grad))
+    assert all(close(*pair) for pair in zip(*results, strict=True))
+
+
 def test_muon_computes_its_bfloat16_products_in_float32():
     results = []
     for portable in (True, False):

@@ -69,7 +69,47 @@ compile.compile_all(Path({str(tmp_path)!r}))
     assert sorted(path.stem for path in tmp_path.glob("*.so")) == native.variants()
 
 
-def test_a_thread_that_takes_denormals_for_zero_is_refused():
+def test_an_unlisted_function_of_integers_is_refused():
+    """It would round, as the same function of float32 does."""
+    with evenstep.portable():
+        assert torch.equal(torch.bitwise_left_shift(torch.tensor(3), 2), torch.tensor(12))
+        with pytest.raises(ModelError, match="i0 of int64 is not portable"):
+            torch.special.i0(torch.tensor([1, 2]))
+
+
+def test_what_has_no_place_in_a_tensor_is_refused_as_in_torch():
+    with evenstep.portable():
+        for call in (
+            lambda: torch.tensor([1, 2]).exp_(),
+            lambda: torch.tensor([1, 2]).add_(torch.tensor([0.5])),
+            lambda: torch.exp(torch.tensor([1.0]), out=torch.tensor([1])),
+        ):
+            with pytest.raises(RuntimeError, match="can't be cast"):
+                call()
+
+
+def test_a_number_minus_integers():
+    with evenstep.portable():
+        assert torch.equal(1.5 - torch.tensor([1, 2]), torch.tensor([0.5, -0.5]))
+        assert torch.equal(2 - torch.tensor([1, 2]), torch.tensor([1, 0]))
+        assert (2 - torch.tensor([1, 2])).dtype is torch.int64
+
+
+def test_half_precision_writes_only_what_the_operation_writes():
+    target, other = torch.ones(3), torch.ones(3, dtype=torch.bfloat16)
+    with evenstep.portable():
+        target.add_(other, alpha=0.5)
+    assert torch.equal(target, torch.full((3,), 1.5))
+    assert (target._version, other._version) == (1, 0)
+
+
+@pytest.mark.parametrize("seed", [-1, 1.5, "a", True])
+def test_a_wrong_seed_is_refused(seed):
+    with pytest.raises(InputError, match="got seed="), evenstep.portable(seed=seed):
+        pass
+
+
+def test_a_thread_that_flushes_denormals_is_refused():
     assert torch.set_flush_denormal(True)
     try:
         with pytest.raises(InputError, match="set_flush_denormal"), evenstep.portable():

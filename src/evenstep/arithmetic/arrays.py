@@ -49,6 +49,17 @@ def layout_of(tensor: torch.Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
+def written(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Write a result to the tensor that an in-place operation was called for, and return that.
+
+    Raises:
+        RuntimeError: the tensor can't hold numbers of that kind, as in torch.
+    """
+    if not torch.can_cast(value.dtype, target.dtype):
+        raise RuntimeError(f"result type {value.dtype} can't be cast to {target.dtype}")
+    return target.copy_(value)
+
+
 def addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
     """Return the addresses of tensors' first elements."""
     return [one.data_ptr() for one in tensors]

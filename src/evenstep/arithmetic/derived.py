@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from evenstep.arithmetic.arrays import written
 from evenstep.arithmetic.exact import is_exact
 from evenstep.arithmetic.operations import COMPOSED, KERNELS, operation
 from evenstep.private_torch import dispatch
@@ -55,13 +56,13 @@ def _known(name: str, overload: str) -> Any:
 
 
 def _in_place(functional: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return target.copy_(functional(target, *args, **kwargs))
+    return written(target, functional(target, *args, **kwargs))
 
 
 def _out(functional: Any, *args: Any, out: torch.Tensor, **kwargs: Any) -> Any:
     result = functional(*args, **kwargs)
     out.resize_(result.shape)
-    return out.copy_(result)
+    return written(out, result)
 
 
 def _for_each(name: str) -> Callable[..., Any] | None:

@@ -8,7 +8,7 @@ from typing import Any
 import optree
 import torch
 
-from evenstep.private_torch.dispatch import writes
+from evenstep.private_torch.dispatch import written_by
 
 HALF_PRECISION = frozenset({torch.bfloat16, torch.float16})
 
@@ -23,10 +23,14 @@ def in_float32(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     halves: list[torch.Tensor] = [one for one in optree.tree_leaves(given) if _is_half(one)]
     wide = optree.tree_map(lambda one: one.float() if _is_half(one) else one, given)
     result = operation(*wide[0], **wide[1])
-    if writes(operation):
-        pairs: Any = zip(optree.tree_leaves(given), optree.tree_leaves(wide), strict=True)
-        written = {id(new): old.copy_(new) for old, new in pairs if old is not new}
-        return optree.tree_map(lambda one: written.get(id(one), one), result)
+    if places := written_by(operation):
+        held = {
+            id(new): old.copy_(new)
+            for place, name in places
+            for old, new in [(_argument(place, name, *given), _argument(place, name, *wide))]
+            if old is not new
+        }
+        return optree.tree_map(lambda one: held.get(id(one), one), result)
     if kwargs.get("dtype") is not None:
         return result
 
@@ -35,6 +39,10 @@ def in_float32(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         return one.to(halves[0].dtype) if is_wide else one
 
     return optree.tree_map(rounded, result)
+
+
+def _argument(place: int, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    return args[place] if place < len(args) else kwargs.get(name)
 
 
 def _is_half(value: Any) -> bool:

@@ -78,13 +78,17 @@ class PortableMode(TorchDispatchMode):
         if made_of is None:
             return self._run_other(operation, args, kwargs)
         with self:
-            return made_of(*args, **kwargs)
+            result = made_of(*args, **kwargs)
+        return self._run_other(operation, args, kwargs) if result is NotImplemented else result
 
     def _run_other(self, operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operation without a kernel for its arguments: integers, or half precision."""
         tensors = [*_tensors(args), *_tensors(kwargs.values())]
-        if tensors and not any(one.is_floating_point() or one.is_complex() for one in tensors):
-            return operation(*args, **kwargs)
+        if tensors and not any(map(_is_rounded, tensors)):
+            result = operation(*args, **kwargs)
+            if any(map(_is_rounded, _tensors([result]))):  # such as a function of integers
+                return self._refuse(operation, args, kwargs, tensors)
+            return result
         if any(one.dtype in HALF_PRECISION for one in tensors):
             with self:
                 return in_float32(operation, args, kwargs)
@@ -148,6 +152,10 @@ class Survey(PortableMode):
 
 def _is_complex(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_complex()
+
+
+def _is_rounded(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _spelled(operation: Any, tensors: Sequence[torch.Tensor]) -> str:

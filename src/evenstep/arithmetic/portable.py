@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from evenstep.arithmetic.native import library
-from evenstep.errors import InputError
+from evenstep.errors import InputError, shown
 from evenstep.limits import Arithmetic
 from evenstep.private_torch.dispatch import count_dispatch_modes, dispatch_modes
 
@@ -37,8 +37,8 @@ def portable(seed: int | None = None) -> Iterator[None]:
             that it had before. None: the generator is used as it is.
 
     Raises:
-        InputError: the C part of evenstep was not compiled when it was installed, or the thread
-            takes denormals for zero.
+        InputError: the seed is no integer of at least 0, the C part of evenstep was not compiled
+            when it was installed, or the thread flushes denormals to zero.
 
     Example:
         ```python
@@ -46,11 +46,13 @@ def portable(seed: int | None = None) -> Iterator[None]:
             model = nn.Linear(8, 2)  # the same weights on every processor
         ```
     """
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+        raise InputError(f"got seed={shown(seed)}: give an integer of at least 0, or None")
     with contextlib.ExitStack() as stack:
         stack.enter_context(_mode())
         if seed is not None:
             stack.enter_context(torch.random.fork_rng(devices=()))
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
         yield
 
 
@@ -59,7 +61,7 @@ def within(arithmetic: Arithmetic) -> Callable[[], contextlib.AbstractContextMan
 
     Raises:
         InputError: the C part of evenstep was not compiled when it was installed, or the thread
-            takes denormals for zero.
+            flushes denormals to zero.
     """
     if arithmetic == "torch":
         return contextlib.nullcontext
@@ -79,15 +81,15 @@ def is_portable(mode: object) -> bool:
 
 
 def _refuse_flushing() -> None:
-    """Refuse a thread that takes denormals for zero, as new threads of it would, too.
+    """Refuse a thread that flushes denormals to zero; threads that it starts inherit that.
 
     Raises:
         InputError: `torch.set_flush_denormal(True)` was called in it.
     """
     if torch.tensor(_DENORMAL).mul(1.0).item() == 0.0:
         raise InputError(
-            "portable arithmetic computes with denormals, but this thread takes them for zero: "
-            "leave out torch.set_flush_denormal(True)"
+            "portable arithmetic needs denormals, but this thread flushes them to zero: leave out "
+            "torch.set_flush_denormal(True)"
         )
 
 

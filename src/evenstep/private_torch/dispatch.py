@@ -68,9 +68,10 @@ def arguments_of(op: Any) -> Sequence[Any]:
     return arguments
 
 
-def writes(op: Any) -> bool:
-    """Return whether an op writes to some of its arguments."""
-    return bool(_schema_of(op).is_mutable)
+def written_by(op: Any) -> list[tuple[int, str]]:
+    """Return the places and names of the arguments that an op writes to."""
+    arguments = enumerate(arguments_of(op))
+    return [(place, one.name) for place, one in arguments if one.is_write]
 
 
 def run_kernel(op: Any, key: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,10 +1,13 @@
 """Fused optimizers, as the operations that the plain ones consist of.
 
 The formulas are those of `torch.optim.SGD`, `Adam`, `AdamW` and `Adagrad`, without `fused=True`.
+A GradScaler's scale is divided out of the gradients, in place, and where it has found an infinite
+gradient (`found_inf` is 1), nothing is updated.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,6 +36,8 @@ def fused_sgd(
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """Update parameters by stochastic gradient descent with momentum."""
+    if _is_skipped(found_inf):
+        return
     for number, (parameter, given) in enumerate(zip(parameters, grads, strict=True)):
         grad = _gradient(given, parameter, weight_decay, maximize, grad_scale)
         if momentum:
@@ -75,7 +80,7 @@ def _adam(
         second = squares[number]
         if amsgrad:
             second = largest[number].copy_(torch.maximum(largest[number], second))
-        root = (second.sqrt() / (1 - beta2**step) ** 0.5).add_(eps)
+        root = (second.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
         parameter.addcdiv_(means[number], root, value=-rate / (1 - beta1**step))
 
 
@@ -87,7 +92,8 @@ def fused_adam(
     **options: float,
 ) -> None:
     """Update parameters by Adam (Kingma and Ba, 2015)."""
-    _adam(*lists, grad_scale=grad_scale, is_decoupled=False, **options)  # type: ignore[arg-type]
+    if not _is_skipped(found_inf):
+        _adam(*lists, grad_scale=grad_scale, is_decoupled=False, **options)  # type: ignore[arg-type]
 
 
 @composed("_fused_adamw_", "_fused_adamw_.tensor_lr")
@@ -98,7 +104,8 @@ def fused_adamw(
     **options: float,
 ) -> None:
     """Update parameters by AdamW (Loshchilov and Hutter, 2019)."""
-    _adam(*lists, grad_scale=grad_scale, is_decoupled=True, **options)  # type: ignore[arg-type]
+    if not _is_skipped(found_inf):
+        _adam(*lists, grad_scale=grad_scale, is_decoupled=True, **options)  # type: ignore[arg-type]
 
 
 @composed("_fused_adagrad_", "_fused_adagrad_.tensor_lr")
@@ -117,11 +124,17 @@ def fused_adagrad(
     found_inf: torch.Tensor | None = None,
 ) -> None:
     """Update parameters by Adagrad (Duchi, Hazan and Singer, 2011)."""
+    if _is_skipped(found_inf):
+        return
     for parameter, given, total, step in zip(parameters, grads, sums, steps, strict=True):
         grad = _gradient(given, parameter, weight_decay, maximize, grad_scale)
         rate = float(lr) / (1 + (float(step) - 1) * lr_decay)
         total.addcmul_(grad, grad, value=1)
         parameter.addcdiv_(grad, total.sqrt().add_(eps), value=-rate)
+
+
+def _is_skipped(found_inf: torch.Tensor | None) -> bool:
+    return found_inf is not None and float(found_inf) == 1.0
 
 
 def _gradient(
@@ -132,7 +145,7 @@ def _gradient(
     grad_scale: torch.Tensor | None,
 ) -> torch.Tensor:
     if grad_scale is not None:
-        grad = grad / grad_scale
+        grad.div_(grad_scale)
     if maximize:
         grad = -grad
     return grad.add(parameter, alpha=weight_decay) if weight_decay else grad

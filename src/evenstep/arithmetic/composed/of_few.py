@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from evenstep.arithmetic.operations import composed
-from evenstep.errors import ModelError
 
 
 @composed("_safe_softmax")
@@ -34,7 +33,7 @@ def lerp(a: torch.Tensor, b: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
 def distances(x: torch.Tensor, y: torch.Tensor, p: float, compute_mode: int | None) -> torch.Tensor:
     """Return the Euclidean distances (..., n, m) of points (..., n, width) and (..., m, width)."""
     if p != 2:
-        return _refused("_cdist_forward with p other than 2")
+        return NotImplemented
     difference = x.unsqueeze(-2) - y.unsqueeze(-3)
     return torch.linalg.vector_norm(difference, dim=-1)
 
@@ -55,11 +54,7 @@ def batch_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return mean and biased variance of each channel."""
     if running_mean is not None or running_var is not None:
-        _refused("batch_norm_update_stats with running statistics")
+        return NotImplemented
     dims = [0, *range(2, x.ndim)]
     variance, mean = torch.var_mean(x, dims, correction=0)
     return mean, variance
-
-
-def _refused(what: str) -> Any:
-    raise ModelError(f"{what} is not portable: portable arithmetic has no kernel for it")

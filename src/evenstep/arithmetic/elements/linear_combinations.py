@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from evenstep.arithmetic.arrays import Scalar, addresses, aligned, is_float32
+from evenstep.arithmetic.arrays import Scalar, addresses, aligned, is_float32, written
 from evenstep.arithmetic.native import Function
 from evenstep.arithmetic.operations import kernel
 
@@ -54,7 +54,7 @@ def sub_(a: torch.Tensor, b: torch.Tensor | Scalar, *, alpha: Scalar = 1) -> tor
 def rsub(a: torch.Tensor, b: torch.Tensor | Scalar, alpha: Scalar = 1) -> torch.Tensor:
     """Return b − alpha · a."""
     if not isinstance(b, torch.Tensor):
-        b = torch.full((), b, dtype=a.dtype)
+        b = torch.full((), b, dtype=torch.result_type(a, b))
     return sub(b, a, alpha=alpha)
 
 
@@ -96,4 +96,4 @@ def _combine(
 
 
 def _written(target: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    return value if value is NotImplemented else target.copy_(value)
+    return value if value is NotImplemented else written(target, value)

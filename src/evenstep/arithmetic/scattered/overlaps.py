@@ -7,7 +7,7 @@ import math
 import torch
 
 from evenstep.arithmetic.arrays import is_float32
-from evenstep.arithmetic.operations import composed, kernel
+from evenstep.arithmetic.operations import kernel
 from evenstep.arithmetic.scattered.indexing import add_rows
 
 aten = torch.ops.aten
@@ -91,9 +91,3 @@ def _pad_backward(
     blocks = result.numel() // numbers.numel()
     add_rows(result.view(-1, 1), at.to(torch.int64), grad.reshape(-1, 1), blocks=blocks)
     return result
-
-
-@composed("trace")
-def trace(matrix: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the diagonal."""
-    return matrix.diagonal().sum()
