@@ -20,12 +20,14 @@ def derived(op: Any) -> Callable[..., Any] | None:
 
     The function must be called inside the mode.
     """
-    name, _, overload = op.name().removeprefix("aten::").partition(".")
+    name = op.name().removeprefix("aten::").partition(".")[0]
     if name.startswith("_foreach_"):
         return _for_each(name.removeprefix("_foreach_"))
-    if name.endswith("_") and (functional := _known(name[:-1], overload)):
+    arguments = _arguments(op)
+    if name.endswith("_") and (functional := _taking(name[:-1], arguments)):
         return functools.partial(_in_place, functional)
-    if functional := _without_out(name, _arguments(op)):
+    has_out = bool(arguments) and arguments[-1][0] == "out"
+    if has_out and (functional := _taking(name, arguments[:-1])):
         return functools.partial(_out, functional)
     if op.has_kernel_for_dispatch_key(dispatch.DispatchKey.CompositeImplicitAutograd):
         decompose: Callable[..., Any] = op.decompose
@@ -38,21 +40,15 @@ def _arguments(op: Any) -> list[tuple[str, str]]:
     return [(one.name, str(one.type)) for one in dispatch.arguments_of(op)]
 
 
-def _without_out(name: str, arguments: Sequence[tuple[str, str]]) -> Any:
-    """Return the portable operation that returns what one with `arguments` writes to its `out`."""
-    *others, (last, _) = arguments or [("", "")]
-    for overload in getattr(torch.ops.aten, name).overloads() if last == "out" else ():
-        functional = _known(name, overload)
-        if functional is not None and _arguments(functional) == others:
-            return functional
+def _taking(name: str, arguments: Sequence[tuple[str, str]]) -> Any:
+    """Return the portable operation of that name that takes these arguments; None without any."""
+    packet = getattr(torch.ops.aten, name, None)
+    for overload in () if packet is None else packet.overloads():
+        found = operation(f"{name}.{overload}")
+        is_known = found in KERNELS or found in COMPOSED or is_exact(found)
+        if is_known and _arguments(found) == arguments:
+            return found
     return None
-
-
-def _known(name: str, overload: str) -> Any:
-    """Return the operation of a name; None if it is not portable."""
-    found = operation(f"{name}.{overload}")
-    is_known = found in KERNELS or found in COMPOSED or (found is not None and is_exact(found))
-    return found if is_known else None
 
 
 def _in_place(functional: Any, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -91,7 +91,9 @@ class PortableMode(TorchDispatchMode):
             return result
         if any(one.dtype in HALF_PRECISION for one in tensors):
             with self:
-                return in_float32(operation, args, kwargs)
+                result = in_float32(operation, args, kwargs)
+            if result is not NotImplemented:
+                return result
         return self._refuse(operation, args, kwargs, tensors)
 
     def _refuse(

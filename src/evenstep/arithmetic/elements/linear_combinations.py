@@ -19,7 +19,7 @@ _interpolate = Function("interpolate", "lppfp")
 
 
 @kernel("add.Tensor", "add.Scalar")
-def add(a: torch.Tensor, b: torch.Tensor | Scalar, alpha: Scalar = 1) -> torch.Tensor:
+def add(a: torch.Tensor | Scalar, b: torch.Tensor | Scalar, alpha: Scalar = 1) -> torch.Tensor:
     """Return a + alpha · b, where alpha is not 1 by one fused multiply-add."""
     if alpha == 1:
         return aten.add.Tensor(a, b)
@@ -27,8 +27,10 @@ def add(a: torch.Tensor, b: torch.Tensor | Scalar, alpha: Scalar = 1) -> torch.T
         return aten.sub.Tensor(a, b)
     if not is_float32(a, b):
         return NotImplemented
-    if not isinstance(b, torch.Tensor):
-        b = torch.full((), b, dtype=a.dtype)
+    a, b = (
+        one if isinstance(one, torch.Tensor) else torch.full((), one, dtype=torch.float32)
+        for one in (a, b)
+    )
     return _combine(_add_scaled, (a,), alpha, (b,))
 
 
@@ -53,6 +55,8 @@ def sub_(a: torch.Tensor, b: torch.Tensor | Scalar, *, alpha: Scalar = 1) -> tor
 @kernel("rsub.Scalar", "rsub.Tensor")
 def rsub(a: torch.Tensor, b: torch.Tensor | Scalar, alpha: Scalar = 1) -> torch.Tensor:
     """Return b − alpha · a."""
+    if alpha == 1:
+        return torch.rsub(a, b)
     if not isinstance(b, torch.Tensor):
         b = torch.full((), b, dtype=torch.result_type(a, b))
     return sub(b, a, alpha=alpha)

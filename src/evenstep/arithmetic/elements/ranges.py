@@ -19,7 +19,8 @@ def arange(
     start: Scalar, end: Scalar, step: Scalar = 1, *, dtype: torch.dtype | None = None, **where: Any
 ) -> torch.Tensor:
     """Return start + i · step below `end`: product and sum are rounded to float64 each."""
-    if all(isinstance(value, int) for value in (start, end, step)):
+    of_integers = dtype is not None and not (dtype.is_floating_point or dtype.is_complex)
+    if of_integers or all(isinstance(value, int) for value in (start, end, step)):
         return aten.arange.start_step(start, end, step, dtype=dtype, **where)
     places = _places(math.ceil((end - start) / step), where)
     return places.mul_(step).add_(start).to(dtype or torch.get_default_dtype())

@@ -48,7 +48,8 @@ def col2im(
         for n, d, k, s in zip((height, width), dilation, kernel_size, stride, strict=True)
     )
     lead = columns.shape[:-2]
-    split = columns.reshape(*lead, -1, kh, kw, rows, across)
+    channels = columns.shape[-2] // (kh * kw)
+    split = columns.reshape(*lead, channels, kh, kw, rows, across)
     image = torch.zeros(*split.shape[:-4], height, width, dtype=columns.dtype)
     for y in range(kh):
         for x in range(kw):
