@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
-DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --momentum 0.9 --epochs 20 \
+DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --momentum 0.9 --epochs 12 \
 	$$(test -e src/evenstep/arithmetic/lib/plain.so && echo --arithmetic portable)
 
 GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,lenet.plain.1.channels_last.keeps,resnet18.evenstep.2.v8
@@ -52,7 +52,7 @@ $(VENV)/demo:
 	@touch $@
 
 demo: $(VENV)/demo ## train LeNet on handwritten digits on 1 and on 2 devices: the same weights
-	@echo "Training LeNet twice, on 1 and on 2 devices; half a minute on two cores:"
+	@echo "Training LeNet twice, on 1 and on 2 devices; 20 seconds on two cores:"
 	@$(DEMO) --devices 1 --json $(VENV)/demo-1.json
 	@$(DEMO) --devices 2 --json $(VENV)/demo-2.json
 	@$(BIN)/python examples/compare_runs.py $(VENV)/demo-1.json $(VENV)/demo-2.json

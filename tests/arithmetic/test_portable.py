@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import evenstep
+from evenstep import Layout, Owners, Stages
 from evenstep.arithmetic import is_portable_here, native
 from evenstep.arithmetic.compile import compiler
+from evenstep.engine import InlineLanes
 from evenstep.errors import ContractError, InputError, ModelError
 
 PORTABLE = evenstep.Experiment(shards=4, arithmetic="portable")
@@ -26,6 +28,37 @@ def trainer(**options):
 
 
 BATCH = (torch.arange(24.0).view(8, 3) / 7, torch.arange(8.0).view(8, 1))
+
+
+LAYOUTS = {
+    "two devices": {"devices": 2},
+    "no threads": {"devices": 2, "layout": Layout(lanes=InlineLanes)},
+    "side by side": {"devices": 2, "layout": Layout(side_by_side=True)},
+    "stages": {"devices": 2, "layout": Layout(divide=Stages("balanced"))},
+    "owners": {"devices": 2, "layout": Layout(divide=Owners())},
+    "steps in flight": {"devices": ["cpu:0", "cpu:1:own"], "max_in_flight": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout"),
+    [
+        *(("SGD", layout) for layout in LAYOUTS),
+        *(("LBFGS", layout) for layout in LAYOUTS if layout != "owners"),  # one vector for all
+    ],
+)
+def test_every_layout_computes_so(optimizer, layout):
+    def fingerprint(**options):
+        with evenstep.portable(seed=0):
+            model = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, 1))
+        stepped = getattr(torch.optim, optimizer)(model.parameters(), lr=0.1)
+        loss = nn.MSELoss()
+        with evenstep.Trainer(model, stepped, loss, experiment=PORTABLE, **options) as one:
+            for _ in range(3):
+                one.step(*BATCH)
+            return one.fingerprint()
+
+    assert fingerprint(**LAYOUTS[layout]) == fingerprint(devices=1)
 
 
 def test_what_has_no_kernel_is_refused_by_name():
@@ -196,7 +229,7 @@ def _with_objective(objective, note):
 @pytest.mark.parametrize("options", [{"compile": True}, {"precision": "bf16"}])
 def test_what_has_kernels_of_its_own_is_refused(options):
     experiment = evenstep.Experiment(arithmetic="portable", **options)
-    with pytest.raises(InputError, match=r'arithmetic="portable"'):
+    with pytest.raises(InputError, match="arithmetic='portable'"):
         trainer(experiment=experiment)
 
 

@@ -27,7 +27,7 @@ REFUSED = {
     "orthogonal weight": "householder_product",
     "complex weights": "fft",
     "float64": "of float64",
-    "autocast": 'precision="bf16"',
+    "autocast": "precision='bf16'",
     "noisy layers": "rrelu",
     "gradients in shared memory, Normed": "matrix_exp",
     "gradients in shared memory, ComplexFilter": "fft",

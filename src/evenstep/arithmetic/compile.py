@@ -6,11 +6,13 @@ evenstep.arithmetic.compile`. It imports nothing but the standard library.
 
 from __future__ import annotations
 
+import collections
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,7 +21,7 @@ SOURCES = HERE / "c"
 LIBRARIES = HERE / "lib"
 
 FLAGS = (
-    *("-std=gnu11", "-O3", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra"),
+    *("-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"),
     # The bits are those that the language fixes: no contraction to fused multiply-adds, none of the
     # liberties of -ffast-math. What the other two take away is errno and traps, which nobody reads.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
@@ -69,17 +71,25 @@ def compile_all(
     variants = VARIANTS.get(target or machine(), {"plain": ()})
     folder.mkdir(parents=True, exist_ok=True)
 
-    def compile_one(variant: str) -> Path:
-        path, draft = folder / f"{variant}.so", folder / f"{variant}.{os.getpid()}.tmp"
-        options = (*FLAGS, *variants[variant], f'-DVARIANT="{variant}"')
-        sources = sorted(map(str, SOURCES.glob("*.c")))
-        subprocess.run(  # noqa: S603 - the compiler of the person who installs evenstep
-            [command, *options, *sources, "-o", str(draft)], check=True
-        )
-        return draft.replace(path)
+    def run(*arguments: object) -> None:
+        subprocess.run([command, *map(str, arguments)], check=True)  # noqa: S603
 
-    with ThreadPoolExecutor(os.cpu_count()) as workers:
-        return [*workers.map(compile_one, variants)]
+    def compile_one(job: tuple[str, Path]) -> Path:
+        variant, source = job
+        made = Path(objects) / f"{variant}.{source.stem}.o"
+        run(*FLAGS, *variants[variant], f'-DVARIANT="{variant}"', "-c", source, "-o", made)
+        return made
+
+    def link(variant: str) -> Path:
+        path, draft = folder / f"{variant}.so", Path(objects) / f"{variant}.so"
+        run("-shared", *Path(objects).glob(f"{variant}.*.o"), "-o", draft)
+        return Path(shutil.move(draft, path))
+
+    jobs = [(variant, source) for source in SOURCES.glob("*.c") for variant in variants]
+    with tempfile.TemporaryDirectory(dir=folder) as objects:
+        with ThreadPoolExecutor(os.cpu_count()) as workers:
+            collections.deque(workers.map(compile_one, jobs), maxlen=0)
+        return [*map(link, variants)]
 
 
 if __name__ == "__main__":

@@ -163,9 +163,8 @@ def doctor(environment: Mapping[str, str], as_json: bool, model: str | None, dat
 
     if model is None:
         doctor(environment, as_json=as_json)
-        return
-    for line in operations(model, data):
-        click.echo(line)
+    else:
+        operations(model, data, as_json=as_json)
 
 
 @click.command(

@@ -1,1 +1,1 @@
-"""Kernels that add into places: rows by index, windows that overlap, interpolated pixels."""
+"""Kernels that accumulate: rows by index, overlapping windows, interpolated pixels."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
 
+import click
 import torch
 from torch import nn
 
@@ -15,24 +16,32 @@ from evenstep.models.registry import blamed_on_model, find_factory
 _EXAMPLES = 8  # of the batch that the model is tried with
 
 
-def operations(model: str, data: str) -> Iterator[str]:
-    """Yield lines on the operations of one training step: forward, backward, SGD.
+def operations(model: str, data: str, *, as_json: bool) -> None:
+    """Print what of a training step (forward, backward, SGD) is portable.
 
     Args:
         model: the name of a model, as in `evenstep train`.
         data: the name of the data set that it is tried with.
+        as_json: whether to print a JSON object.
     """
-    examples = load_data(data, None, train=True)
-    images, labels = examples[:_EXAMPLES]
+    survey = _survey(model, data)
+    count, refused = len(survey.found), sorted(survey.refused)
+    if as_json:
+        click.echo(json.dumps({"model": model, "operations": count, "refused": refused}))
+    elif not refused:
+        click.echo(f"{model}: all {count} operations are portable")
+    else:
+        click.echo(f"{model}: {counted(len(refused), 'operation')} of {count} are not portable")
+        for name in refused:
+            click.echo(f"  {name}")
+
+
+def _survey(model: str, data: str) -> Survey:
+    images, labels = load_data(data, None, train=True)[:_EXAMPLES]
     survey = Survey()
     with survey, blamed_on_model(model, lambda: "in a training step"):
         network = find_factory(model)()
         optimizer = torch.optim.SGD(network.parameters(), lr=0.1, momentum=0.9)
         nn.functional.cross_entropy(network(images), labels).backward()
         optimizer.step()
-    count, refused = len(survey.found), sorted(survey.refused)
-    if not refused:
-        yield f"{model}: all {count} operations are portable"
-        return
-    yield f"{model}: {counted(len(refused), 'operation')} of {count} have no portable kernel"
-    yield from (f"  {name}" for name in refused)
+    return survey

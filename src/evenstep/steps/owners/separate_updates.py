@@ -31,7 +31,7 @@ _SCALES = (1e-6, 1.0, 1e4)  # of the gradients; float16 holds the largest
 _TENSORS = 16
 _ELEMENTS = 2**16  # in all of them, but for two of each kind, which are tried out in any case
 _OWN = {"param_groups", "state", "step"}  # attributes of an optimizer that are not copied as such
-_ASK = "leave partition out, or use a different optimizer"
+_ASK = "leave Owners() out, or use a different optimizer"
 
 
 def refuse_coupled(optimizer: torch.optim.Optimizer) -> None:
@@ -75,12 +75,12 @@ def _refuse_by_kind(optimizer: torch.optim.Optimizer, name: str) -> None:
         raise _error(
             f"{name}{held} holds parameters outside of the optimizer's param_groups, which has "
             f"those of one owner only",
-            "read the parameters from self.param_groups, or leave partition out",
+            "read the parameters from self.param_groups, or leave Owners() out",
         )
     if pre_hooks(optimizer) or post_hooks(optimizer):
         raise _error(
             f"{name} has hooks on its step, which would see the gradients of one owner only",
-            "use before_update and after_update, or leave partition out",
+            "use before_update and after_update, or leave Owners() out",
         )
     if has_replaced_step(optimizer):
         raise _error(f"{name}.step was replaced on the optimizer itself", "override it in a class")

@@ -70,8 +70,8 @@ def _used(chosen: Chosen, *, is_alone: bool) -> dict[str, str]:
     no_cpu = next((str(device) for device in chosen.devices if device.is_accelerator), "")
     found = {
         "compile": "compile=True" * experiment.compile,
-        "bf16": 'precision="bf16"' * (experiment.precision == "bf16"),
-        "portable": 'arithmetic="portable"' * (experiment.arithmetic == "portable"),
+        "bf16": "precision='bf16'" * (experiment.precision == "bf16"),
+        "portable": "arithmetic='portable'" * (experiment.arithmetic == "portable"),
         "lockstep": lockstep_option(experiment) * chosen.is_lockstep,
         "Stages": "Stages(...)" * (layout.stages is not None),
         "Slices": "Slices()" * layout.has_slices,
