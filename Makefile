@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/$(if $(filter Windows_NT,$(OS)),Scripts,bin)
-DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --momentum 0.9 --epochs 12 \
+DEMO := $(BIN)/evenstep train --model lenet --data digits --batch-size 64 --momentum 0.9 --epochs 15 \
 	$$(test -e src/evenstep/arithmetic/lib/plain.so && echo --arithmetic portable)
 
 GAINS := lenet.evenstep.1.v8,lenet.evenstep.2.v8,lenet.plain.1.channels_last,lenet.plain.1.channels_last.keeps,resnet18.evenstep.2.v8
