@@ -311,7 +311,7 @@ def layer_norm_backward(
         return NotImplemented
     _, rows, n = _rows(x, normalized_shape, weight, bias)
     _check_shape(grad_out, x.shape)
-    mean, rstd = _dense(rows, mean, rstd)
+    moments = _dense(rows, mean, rstd)
     x, grad_out = x.contiguous(), grad_out.contiguous()
     own = x.new_ones(n) if weight is None else weight.contiguous()
     likes = x, weight, bias
@@ -320,7 +320,7 @@ def layer_norm_backward(
     outputs = [x.new_empty(shape) if m else None for m, shape in zip(wanted, shapes, strict=True)]
     _layer_norm_gradient(
         *(rows, n, grad_out.data_ptr(), x.data_ptr(), own.data_ptr()),
-        *map(_pointer, (mean, rstd, *outputs)),
+        *map(_pointer, (*moments, *outputs)),
     )
     return outputs[0], outputs[1], outputs[2]
 
@@ -376,12 +376,12 @@ def group_norm_backward(
     _check_groups(x, N, C, HxW, group)
     _check_shape(grad_out, x.shape)
     layout, x, grad_out = layout_of(x), x.contiguous(), grad_out.contiguous()
-    weight, mean, rstd = *_dense(C, weight), *_dense(N * group, mean, rstd)
+    (weight,), moments = _dense(C, weight), _dense(N * group, mean, rstd)
     shapes = zip(output_mask, (x.shape, (C,), (C,)), strict=True)
     outputs = [x.new_empty(shape) if is_wanted else None for is_wanted, shape in shapes]
     _group_norm_gradient(
         *(N, group, C // group, HxW, grad_out.data_ptr(), x.data_ptr(), _pointer(weight)),
-        *(*map(_pointer, (mean, rstd, *outputs)), scratch(4 * C)),
+        *(*map(_pointer, (*moments, *outputs)), scratch(4 * C)),
     )
     grad_x = outputs[0]
     grad_x = grad_x if grad_x is None else grad_x.contiguous(memory_format=layout)
