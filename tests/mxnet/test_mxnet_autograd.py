@@ -4,13 +4,10 @@ import gc
 import threading
 import weakref
 
-import numpy as np
 import pytest
-import torch
 
 from evenstep import mxnet as mx
 from evenstep.mxnet import autograd, nd
-from evenstep.mxnet import np as mnp
 from evenstep.mxnet.core import tape
 from queued import held
 
@@ -68,11 +65,6 @@ def test_a_gradient_is_written_or_added(grad_req, expected):
     assert x.grad.asnumpy().tolist() == [0, 0]
 
 
-def test_grad_req_null_has_no_gradient():
-    x = leaf(1, 2, grad_req="null")
-    assert x.grad is None
-
-
 def test_the_gradient_is_the_same_array_after_each_pass():
     x = leaf(1, 2)
     gradient = x.grad
@@ -123,18 +115,6 @@ def test_a_write_after_backward_does_not_change_what_backward_reads():
     assert x.asnumpy().tolist() == [1, 1]
 
 
-def test_head_gradients_and_several_heads():
-    x = leaf(1, 2)
-    with autograd.record():
-        y = x * x
-    y.backward(nd.array([10, 1]))
-    assert x.grad.asnumpy().tolist() == [20, 4]
-    with autograd.record():
-        heads = [x * 2, x * x]
-    autograd.backward(heads)
-    assert x.grad.asnumpy().tolist() == [4, 6]
-
-
 def test_losses_on_two_contexts_are_differentiated_side_by_side():
     xs = [leaf(1, 2, ctx=mx.gpu(i)) for i in range(2)]
     with autograd.record():
@@ -157,20 +137,6 @@ def test_detach_and_pause_record_nothing():
     assert not w.is_tracked
     z.backward()
     assert x.grad.asnumpy().tolist() == [4]
-
-
-def test_python_control_flow():
-    def f(a):
-        b = a * 2
-        while b.norm().asscalar() < 1000:
-            b = b * 2
-        return b if b.sum().asscalar() > 0 else 100 * b
-
-    a = leaf(0.75)
-    with autograd.record():
-        d = f(a)
-    d.backward()
-    assert a.grad.asscalar() == d.asscalar() / a.asscalar()
 
 
 def test_the_modes():
@@ -207,25 +173,6 @@ def test_gradients_of_gradients():
     z.backward()
     assert first.asscalar() == 27
     assert x.grad.asscalar() == 2 * 27 * 6 * 3
-
-
-def test_retain_graph_allows_another_pass():
-    x = leaf(1, 2)
-    with autograd.record():
-        y = x * x
-    y.backward(retain_graph=True)
-    y.backward()
-    with pytest.raises(mx.MXNetError, match="was used by an earlier backward"):
-        y.backward()
-
-
-def test_what_was_not_recorded_has_no_backward():
-    x = leaf(1, 2)
-    y = x * x
-    with pytest.raises(
-        mx.MXNetError, match=r"shape \(2,\) that was not recorded: compute it inside"
-    ):
-        y.backward()
 
 
 def test_a_write_in_place_while_recording_is_refused():
@@ -269,19 +216,6 @@ def test_the_tape_keeps_no_memory_that_torch_does_not_need():
     assert x.grad.asnumpy().tolist() == [1, 1]
 
 
-def test_any_function_of_torch_can_be_an_operation():
-    x = leaf(0.5, 1)
-    with autograd.record():
-        y = mx.operation(torch.erfc)(x)
-    y.backward()
-    expected = torch.erfc(torch.tensor([0.5, 1]))
-    assert (y.asnumpy() == expected.numpy()).all()
-    slope = -2 / np.pi**0.5 * np.exp(-(x.asnumpy() ** 2))
-    np.testing.assert_allclose(x.grad.asnumpy(), slope, rtol=1e-6)
-    u, s, v = mx.operation(torch.linalg.svd)(nd.ones((2, 3)))
-    assert [one.shape for one in (u, s, v)] == [(2, 2), (2,), (3, 3)]
-
-
 def test_threads_have_modes_of_their_own():
     seen = []
     with autograd.record():
@@ -289,30 +223,6 @@ def test_threads_have_modes_of_their_own():
         thread.start()
         thread.join()
     assert seen == [False]
-
-
-def test_arrays_of_np_have_gradients_too():
-    x = mnp.arange(3)
-    x.attach_grad()
-    with autograd.record():
-        y = mnp.exp(x).sum()
-    y.backward()
-    np.testing.assert_allclose(x.grad.asnumpy(), np.exp(np.arange(3)), rtol=1e-6)
-    assert isinstance(x.grad, mnp.ndarray)
-
-
-def test_a_reshaped_array_and_a_detached_one_can_be_leaves():
-    x = nd.arange(4).reshape((2, 2))
-    x.attach_grad()
-    with autograd.record():
-        y = (x[1] * x[0]).sum()
-        z = y.detach()
-        z.attach_grad()
-        w = z * z
-    y.backward(retain_graph=True)
-    w.backward()
-    assert x.grad.asnumpy().tolist() == [[2, 3], [0, 1]]
-    assert z.grad.asscalar() == 6
 
 
 def test_a_chunk_may_go_while_a_backward_pass_is_queued(monkeypatch):

@@ -34,12 +34,6 @@ def test_what_does_not_fit_is_refused_at_once(compute, message):
     mx.waitall()  # nothing was queued that fails
 
 
-def test_an_index_out_of_range_ends_a_loop():
-    assert len(list(nd.ones((3, 2)))) == 3
-    with pytest.raises(IndexError):
-        nd.ones((3,))[3]
-
-
 def test_a_queued_error_appears_where_its_value_is_waited_for_with_the_line():
     vectors = nd.ones((3, 2))
     found = nd.Embedding(nd.array([5]), vectors)  # THIS LINE
@@ -97,11 +91,6 @@ def test_an_operation_that_is_not_there_is_named(module, name, message):
     assert not hasattr(module, name)
 
 
-def test_a_method_that_is_not_there_is_named():
-    with pytest.raises(AttributeError, match="has no 'summ': close to it: sum"):
-        nd.ones((2,)).summ()
-
-
 def test_a_gpu_that_is_not_there(monkeypatch):
     monkeypatch.setattr(contexts, "gpu_count", lambda: 2)
     with pytest.raises(
@@ -109,12 +98,6 @@ def test_a_gpu_that_is_not_there(monkeypatch):
     ):
         nd.ones((2,), ctx=mx.gpu(5))
     assert mx.num_gpus() == 2
-
-
-@pytest.mark.parametrize("make", [lambda: mx.gpu(-1), lambda: mx.Context("tpu")])
-def test_a_context_that_can_t_be(make):
-    with pytest.raises(DeviceError):
-        make()
 
 
 def test_without_gpus_a_note_is_given_once(caplog):

@@ -10,7 +10,6 @@ import torch
 from evenstep import mxnet as mx
 from evenstep.errors import DeferredInitializationError
 from evenstep.mxnet import autograd, d2l, gluon, init, metric, nd
-from evenstep.mxnet import np as mnp
 from evenstep.mxnet.core.invoke import run
 from evenstep.mxnet.gluon import loss as gloss
 from evenstep.mxnet.gluon import nn
@@ -62,68 +61,6 @@ def test_parameters_are_equal_on_all_contexts_and_not_elsewhere():
         weight.data()
     assert weight.list_ctx() == contexts
     assert len(weight.list_data()) == len(weight.list_grad()) == 2
-
-
-def test_without_initialize_a_parameter_says_so():
-    net = nn.Dense(2)
-    with pytest.raises(mx.MXNetError, match=r"weight is not initialized: call net.initialize\(\)"):
-        net(nd.ones((1, 2)))
-
-
-def test_reinitialize_only_by_force():
-    net = mlp()
-    net(nd.ones((1, 8)))
-    before = values_of(net)
-    net.initialize(init.Zero())
-    assert same(values_of(net), before)
-    net.initialize(init.Zero(), ctx=mx.gpu(1), force_reinit=True)
-    assert not any(one.any() for one in values_of(net))
-    assert net[0].weight.list_ctx() == [mx.gpu(1)]
-
-
-@pytest.mark.parametrize(
-    ("initializer", "check"),
-    [
-        (init.Normal(0.5), lambda w: 0.4 < w.std() < 0.6),
-        (init.Uniform(0.1), lambda w: abs(w).max() <= 0.1 < 2 * abs(w).max()),
-        (init.Xavier(), lambda w: 0.9 < abs(w).max() / (6 / 300) ** 0.5 <= 1),
-        (init.Constant(3), lambda w: (w == 3).all()),
-        (init.One(), lambda w: (w == 1).all()),
-        ("zeros", lambda w: (w == 0).all()),
-        (None, lambda w: abs(w).max() <= 0.07),
-    ],
-)
-def test_initializers(initializer, check):
-    layer = nn.Dense(100, in_units=200)
-    layer.initialize(initializer)
-    assert check(layer.weight.data().asnumpy())
-    assert not layer.bias.data().asnumpy().any()
-
-
-def test_an_initializer_of_one_s_own():
-    class Big(init.Initializer):
-        def _init_weight(self, name, data):
-            data[:] = nd.random.uniform(-10, 10, data.shape)
-            data *= data.abs() >= 5
-
-    layer = nn.Dense(50, in_units=4)
-    layer.initialize(Big())
-    found = abs(layer.weight.data().asnumpy())
-    assert set(found[found < 5].flatten()) == {0}
-    assert found.max() > 5
-
-
-def test_params_can_be_listed_set_and_shared():
-    shared = nn.Dense(8, in_units=8)
-    net = nn.Sequential()
-    net.add(shared, nn.Dense(8, in_units=8, params=shared.params))
-    net.initialize()
-    assert len(net.collect_params()) == 2
-    net[1].weight.set_data(nd.ones((8, 8)))
-    assert (shared.weight.data().asnumpy() == 1).all()
-    assert set(net.collect_params(".*weight")) == {shared.weight.name}
-    net.collect_params().setattr("grad_req", "null")
-    assert shared.weight.data().grad is None
 
 
 def test_a_parameter_of_a_block_of_one_s_own():
@@ -198,30 +135,6 @@ def test_batch_norm_learns_statistics_while_training_only():
     )
 
 
-@pytest.mark.parametrize(
-    ("layer", "shape", "expected"),
-    [
-        (nn.GlobalAvgPool2D, (2, 3, 4, 4), (2, 3, 1, 1)),
-        (nn.GlobalMaxPool2D, (2, 3, 4, 4), (2, 3, 1, 1)),
-        (lambda: nn.Conv2DTranspose(4, 4, padding=1, strides=2), (2, 3, 4, 4), (2, 4, 8, 8)),
-        (lambda: nn.Conv1D(4, 3), (2, 3, 8), (2, 4, 6)),
-        (lambda: nn.LayerNorm(), (2, 6), (2, 6)),
-        *((make, (2, 6), (2, 6)) for make in (nn.PReLU, nn.ELU, nn.GELU, nn.SELU, nn.Swish)),
-        (lambda: nn.LeakyReLU(0.1), (2, 6), (2, 6)),
-        (lambda: nn.Embedding(10, 3), (2, 6), (2, 6, 3)),
-        (lambda: nn.Dense(4, flatten=False), (2, 6, 3), (2, 6, 4)),
-        (lambda: nn.Lambda("relu"), (2, 6), (2, 6)),
-        (lambda: nn.HybridLambda(lambda F, x: F.tanh(x)), (2, 6), (2, 6)),
-    ],
-)
-def test_shapes_of_layers(layer, shape, expected):
-    net = layer()
-    net.initialize()
-    assert net(nd.ones(shape)).shape == expected
-    assert net(mnp.ones(shape)).asnumpy().shape == expected
-    assert repr(net)
-
-
 # ---- losses and metrics
 
 
@@ -291,13 +204,6 @@ def test_a_loader_gives_each_example_once_in_an_order_of_seed_and_epoch():
     assert epochs() == [first, second]
     for X, y in gluon.data.DataLoader(gluon.data.ArrayDataset(features, labels), 5):
         assert (X.asnumpy()[:, 0] == 2 * y.asnumpy()).all()
-
-
-def test_examples_after_a_function_of_one_s_own():
-    data = gluon.data.ArrayDataset(np.arange(6, dtype=np.float32), np.arange(6))
-    found = list(gluon.data.DataLoader(data.transform_first(lambda x: x * 2), 4))
-    assert [one[0].asnumpy().tolist() for one in found] == [[0, 2, 4, 6], [8, 10]]
-    assert len(gluon.data.DataLoader(data, 4, last_batch="discard")) == 1
 
 
 def test_fashion_mnist(fashion_mnist_dir):
@@ -420,57 +326,6 @@ def test_optimizers_compute_what_torch_does(name, options, reference):
         optimizer.step()
     for one, other in zip(found, w, strict=True):
         np.testing.assert_allclose(one, other.detach().numpy(), rtol=1e-4, atol=1e-6)
-
-
-def test_a_learning_rate_can_be_changed_and_scheduled():
-    parameter = gluon.Parameter("w", shape=(1,))
-    parameter.initialize(init.Zero())
-    trainer = gluon.Trainer([parameter], "sgd", {"learning_rate": 1})
-    seen = []
-    for rate in (1, 0.5):
-        trainer.set_learning_rate(rate)
-        with autograd.record():
-            y = parameter.data() * 2
-        y.backward()
-        trainer.step(1)
-        seen.append(parameter.data().asscalar())
-    assert seen == [-2, -3]
-    assert trainer.learning_rate == 0.5
-    scheduled = gluon.Trainer([parameter], "sgd", {"lr_scheduler": lambda n: 1 / n})
-    with autograd.record():
-        y = parameter.data() * 2
-    y.backward()
-    scheduled.step(1)
-    assert parameter.data().asscalar() == -5
-
-
-def test_a_step_without_a_new_gradient_is_refused():
-    net = mlp(mx.gpu(0), mx.gpu(1))
-    trainer = gluon.Trainer(net.collect_params(), "sgd")
-    with autograd.record():
-        y = net(nd.ones((2, 8), ctx=mx.gpu(0)))
-    y.backward()
-    with pytest.raises(
-        mx.MXNetError, match=r"weight has no new gradient on gpu\(1\) since the last"
-    ):
-        trainer.step(2)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda p: gluon.Trainer(p, "sgdd"), "got optimizer 'sgdd': use one of sgd, nag, adam"),
-        (lambda p: gluon.Trainer(p, "sgd", {"lr": 1}), "got lr for sgd: it has learning_rate, wd"),
-        (
-            lambda p: gluon.Trainer(p, "sgd", kvstore="dist_sync"),
-            "for several processes, train with",
-        ),
-        (lambda p: gluon.Trainer(p, "sgd", compression_params={}), "summed exactly"),
-    ],
-)
-def test_arguments_of_a_trainer(make, message):
-    with pytest.raises(mx.MXNetError, match=message):
-        make(mlp().collect_params())
 
 
 def test_uneven_batches():

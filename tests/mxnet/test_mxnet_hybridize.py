@@ -8,8 +8,7 @@ import torch
 
 import evenstep
 from evenstep import mxnet as mx
-from evenstep.mxnet import autograd, gluon, init, nd, sym
-from evenstep.mxnet import np as mnp
+from evenstep.mxnet import autograd, gluon, init, nd
 from evenstep.mxnet.gluon import loss as gloss
 from evenstep.mxnet.gluon import nn
 
@@ -73,20 +72,6 @@ def test_prints_happen_while_it_is_recorded_only(capsys):
     assert shown[1:] == ["x:  <Symbol data>", f"hidden:  <Symbol {net.name}_relu0>"]
     assert (net(x).asnumpy() == expected).all()
     assert capsys.readouterr().out == ""
-
-
-def test_a_network_of_symbols_can_be_printed():
-    net = mlp()
-    found = net(sym.var("data"))
-    assert str(found) == f"<Symbol {net[3].name}_fwd>"
-    assert found.list_arguments()[0] == "data"
-    assert len(found.list_arguments()) == 1 + len(net.collect_params())
-    nodes = json.loads(found.tojson())["nodes"]
-    assert [one["op"] for one in nodes if one["op"] != "null"] == [
-        "FullyConnected", "Activation", "Dropout", "BatchNorm", "FullyConnected",
-    ]  # fmt: skip
-    assert str(sym.var("a") + 1) == "<Symbol add0>"
-    assert (sym.var("a", shape=(2, 3)) * 2).shape == (2, 3)
 
 
 def test_the_modes_of_training_reach_a_recorded_program():
@@ -169,17 +154,6 @@ def test_several_inputs_and_outputs():
         assert (one.asnumpy() == other.asnumpy()).all()
 
 
-def test_arrays_of_np_and_contexts():
-    net = mlp()
-    net.initialize(ctx=[mx.gpu(0), mx.gpu(1)], force_reinit=True)
-    net.hybridize()
-    x = mnp.ones((2, 8))
-    found = [net(x.as_in_ctx(mx.gpu(i))) for i in range(2)]
-    assert [one.ctx for one in found] == [mx.gpu(0), mx.gpu(1)]
-    assert isinstance(found[0], mnp.ndarray)
-    assert (found[0].asnumpy() == found[1].asnumpy()).all()
-
-
 @pytest.mark.parametrize(
     ("compute", "message"),
     [
@@ -221,59 +195,3 @@ def test_export_writes_a_program_that_runs_without_its_code(tmp_path):
     np.testing.assert_allclose(again(x).asnumpy(), expected, rtol=1e-5, atol=1e-6)
     with pytest.raises(mx.MXNetError, match=r"is not a file that HybridBlock.export"):
         gluon.SymbolBlock.imports(files[1], ["data"])
-
-
-@pytest.mark.parametrize("hybridize", [False, True])
-def test_f_has_the_functions_of_numpy(hybridize):
-    class Scores(gluon.HybridBlock):
-        def hybrid_forward(self, F, x):
-            return F.npx.softmax(F.np.dot(x, F.np.transpose(x)))
-
-    net, x = Scores(), mx.np.array([[1.0, 2.0], [0.5, -1.0]])
-    if hybridize:
-        net.hybridize()
-    wanted = torch.tensor([[1.0, 2.0], [0.5, -1.0]])
-    expected = (wanted @ wanted.T).softmax(-1).numpy()
-    for _ in range(2):
-        np.testing.assert_allclose(net(x).asnumpy(), expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("name", "same"),
-    [
-        ("mx.ndarray", "mx.nd"),
-        ("mx.symbol", "mx.sym"),
-        ("mx.initializer.Xavier", "mx.init.Xavier"),
-        ("mx.context.Context", "mx.Context"),
-        ("gluon.metric.Accuracy", "mx.metric.Accuracy"),
-    ],
-)
-def test_older_names_are_those_of_today(name, same):
-    assert eval(name) is eval(same)
-
-
-@pytest.mark.parametrize(
-    ("name", "answer"),
-    [
-        ("mx.optimizers", "close to it: optimizer"),
-        ("gluon.nn.Conv2d", "close to it: Conv2D"),
-        ("gluon.loss.SoftmaxCrossEntropy", "SoftmaxCrossEntropyLoss"),
-        ("gluon.rnn", "evenstep.mxnet.gluon has no 'rnn'"),
-        ("mx.optimizer.Adamm", "close to it: Adam,"),
-        ("mx.kvstore", r"has no 'kvstore': `dir\(mx\)` lists all \d+ names"),
-    ],
-)
-def test_a_missing_name_is_answered_with_those_that_are_there(name, answer):
-    with pytest.raises(AttributeError, match=answer):
-        eval(name)
-
-
-def test_optimizers_have_their_classes():
-    net = gluon.nn.Dense(1, in_units=2)
-    net.initialize(mx.init.One())
-    trainer = gluon.Trainer(net.collect_params(), mx.optimizer.SGD(learning_rate=0.5))
-    with mx.autograd.record():
-        loss = net(nd.array([[1.0, 2.0]]))
-    loss.backward()
-    trainer.step(1)
-    assert net.weight.data().asnumpy().tolist() == [[0.5, 0.0]]
