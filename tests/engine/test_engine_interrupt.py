@@ -112,29 +112,6 @@ def test_ctrl_c_at_the_end_is_raised_even_if_there_is_nothing_to_drop(press_ctrl
 
 
 @both
-def test_ctrl_c_during_submission_comes_when_the_task_is_whole(lanes, monkeypatch):
-    with Engine(2, lanes=lanes) as engine:
-        submit = engine.scheduler.submit
-        ran = []
-
-        def interrupted(*arguments):
-            signal.raise_signal(signal.SIGINT)
-            decisions = submit(*arguments)
-            signal.raise_signal(signal.SIGINT)
-            return decisions
-
-        x = engine.Var([])
-        for number in range(5):
-            with monkeypatch.context() as patch:
-                patch.setattr(engine.scheduler, "submit", interrupted)
-                with pytest.raises(KeyboardInterrupt):
-                    engine.submit(ran.append, number, writes=[x], device=f"cpu:{number % 2}")
-        assert x.result() == []  # waits for all of them
-        assert ran == list(range(5))
-        assert engine.scheduler.graph.unfinished == 0
-
-
-@both
 def test_ctrl_c_during_the_last_submission_does_not_hang_the_end(lanes):
     engine = Engine(1, lanes=lanes)
     submit = engine.scheduler.submit
@@ -174,56 +151,3 @@ def test_ctrl_c_at_bytecodes_of_the_front_end(bound, stride):
             if len(passed) < boundary:
                 break
     assert boundary > 1000
-
-
-def engine_is_in(frame):
-    while frame and "/evenstep/engine/" not in frame.f_code.co_filename:
-        frame = frame.f_back
-    return frame is not None
-
-
-def test_a_storm_of_ctrl_c_leaves_the_books_right():
-    """Interrupts anywhere in the engine's front end: each task is submitted wholly or not at all.
-
-    Only those that come within the engine are raised, lest the test's own books be hit.
-    """
-    hits = []
-
-    def on_signal(number, frame):
-        if engine_is_in(frame):
-            hits.append(frame.f_code.co_name)
-            raise KeyboardInterrupt
-
-    stop = threading.Event()
-
-    def storm():
-        while not stop.wait(0.0003):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-    ran, submitted = [], []
-    before = signal.signal(signal.SIGINT, on_signal)
-    thread = threading.Thread(target=storm)
-    try:
-        with Engine(2, max_in_flight=8) as engine:
-            x = engine.Var(None)
-            thread.start()
-            number = 0
-            while len(hits) < 300:
-                try:
-                    submitted.append((number, engine.submit(ran.append, number, writes=[x])))
-                    if number % 7 == 0:
-                        engine.wait_for(submitted[-1][1].task)
-                except KeyboardInterrupt:
-                    pass
-                number += 1
-            stop.set()
-            thread.join()
-            engine.waitall()
-            assert engine.scheduler.graph.unfinished == 0
-            assert not any(engine.scheduler.running)
-            assert engine.submit(int).result() == 0
-    finally:
-        stop.set()
-        signal.signal(signal.SIGINT, before)
-    assert ran == sorted(set(ran))
-    assert {number for number, _ in submitted} <= set(ran)

@@ -45,15 +45,6 @@ def tasks():
 # ---- who waits
 
 
-def test_a_task_without_inputs_may_begin_at_once(tasks):
-    assert tasks.add("a")
-    assert tasks.add("b", reads=[Place()], writes=[Place()])
-    assert tasks.graph.unfinished == 2
-    assert tasks.end("b") == ""
-    assert tasks.end("a") == ""
-    assert tasks.graph.unfinished == 0
-
-
 def test_a_task_waits_for_all_whose_results_it_takes(tasks):
     tasks.add("a")
     tasks.add("b")
@@ -161,63 +152,6 @@ def test_a_failure_reaches_all_that_need_it_however_far(tasks):
     assert tasks.end("b") == "c"
     assert tasks.end("c") == "d"
     assert [tasks.cause(name) for name in "abcde"] == ["a", "a", "a", "a", None]
-
-
-def test_a_failure_reaches_those_that_come_later(tasks):
-    tasks.add("a")
-    tasks.fail("a")
-    assert tasks.add("b", takes="a")
-    assert tasks.cause("b") == "a"
-
-
-@pytest.mark.parametrize("order", ["ab", "ba"])
-@pytest.mark.parametrize("late", [False, True])
-def test_of_several_failures_the_first_submitted_counts(tasks, order, late):
-    x = Place()
-    tasks.add("a", writes=[x])
-    tasks.add("b")
-    if not late:
-        tasks.add("c", takes="b", reads=[x])
-    for name in order:
-        tasks.fail(name)
-    if late:
-        tasks.add("c", takes="b", reads=[x])
-    assert tasks.cause("c") == "a"
-
-
-def test_a_failed_writer_leaves_its_places_undefined_for_good(tasks):
-    x, y = Place(), Place()
-    tasks.add("a", writes=[x])
-    tasks.fail("a")
-    tasks.add("w", writes=[x, y])  # even a writer: it may change only a part
-    assert tasks.cause("w") == "a"
-    tasks.end("w")
-    tasks.add("r", reads=[x])
-    tasks.add("s", reads=[y])
-    assert (tasks.cause("r"), tasks.cause("s")) == ("a", "a")
-
-
-def test_a_failed_reader_poisons_nobody_who_does_not_take_its_result(tasks):
-    x = Place()
-    tasks.add("r", reads=[x])
-    tasks.add("w", writes=[x])
-    tasks.add("s", reads=[x])
-    tasks.add("t", takes="r", reads=[x])
-    assert tasks.fail("r") == "w"
-    assert tasks.cause("w") is None
-    assert tasks.end("w") == "st"
-    assert (tasks.cause("s"), tasks.cause("t")) == (None, "r")
-    assert x.cause is None
-
-
-def test_a_writer_that_was_overtaken_by_a_later_one_still_poisons_it(tasks):
-    x = Place()
-    tasks.add("v", writes=[x])
-    tasks.add("w", writes=[x])
-    tasks.fail("v")
-    assert x.cause is None  # the place belongs to w
-    tasks.end("w")
-    assert x.cause is tasks.nodes["v"]
 
 
 # ---- against a plain sequential run

@@ -100,14 +100,6 @@ def test_a_shared_tensor_in_evaluation_and_prediction():
         torch.testing.assert_close(predicted, model(batch[0]) * weights(0))
 
 
-def test_a_shared_tensor_under_verify():
-    def make_trainer(devices):
-        model = linear()
-        return evenstep.Trainer(model, SGD(model.parameters()), objective=weighted, devices=devices)
-
-    assert evenstep.verify(make_trainer, with_weights(2), devices=[1, 2, own(2)], steps=2).identical
-
-
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("devices", [1, 3, own(2)], ids=str)
 def test_a_shard_that_writes_to_a_shared_tensor_is_refused(devices, max_in_flight):

@@ -147,18 +147,6 @@ def test_a_handler_that_raises_in_a_step(number, late, max_in_flight, undisturbe
     assert signal.getsignal(number) == stop
 
 
-def test_a_handler_that_only_notes_the_signal_disturbs_nothing(undisturbed):
-    noted = []
-    signal.signal(signal.SIGINT, lambda number, frame: noted.append(number))
-    states, losses = undisturbed
-    training = Training(2, check="off")
-    with training.trainer, interrupted_at(2500):
-        training.run(STEPS)
-    training.assert_is_at_a_step_of(states)
-    assert noted == [signal.SIGINT]
-    assert {step: float(loss) for step, loss in training.losses.items()} == losses
-
-
 # ---- a shard that takes long
 
 

@@ -187,14 +187,6 @@ def test_a_hook_after_the_optimizer_s_step(layout, prepare):
     assert len(calls) == 5  # it is called for the step that was taken, too
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_hooks_of_the_update(layout):
-    for place, taken in (("before_update", False), ("after_update", True)):
-        once = Once()
-        trainer = open_trainer(layout, **{place: once})
-        assert_even(trainer, once, open_trainer(layout), taken=taken)
-
-
 @pytest.mark.parametrize(
     ("place", "layout"),
     [

@@ -131,24 +131,6 @@ def test_the_later_of_two_steps_fails(devices, wait_somewhere):
 
 
 @on_devices
-def test_before_update_that_fails(devices):
-    fails = threading.Event()
-
-    def before_update(module):
-        if fails.is_set():
-            raise KeyError("the hook's")
-
-    with opened(devices, before_update=before_update) as (trainer, gates):
-        before, handles = submit_two(trainer, gates)
-        fails.set()
-        gates.release(2)
-        with pytest.raises(KeyError, match="the hook's"):
-            float(handles[1])
-        fails.clear()
-        go_on(trainer, gates, before, handles, KeyError)
-
-
-@on_devices
 def test_before_update_that_has_failed_leaves_no_gradients_of_the_users_own(devices):
     """The next step tells the hook's error, and not that gradients were set in flight."""
     calls, has_failed = [], threading.Event()

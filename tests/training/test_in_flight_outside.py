@@ -375,22 +375,3 @@ def test_a_hook_on_the_optimizers_step_is_refused_with_steps_in_flight(devices, 
         with pytest.raises(InputError, match=rf"register_step_{kind}_hook(?s:.*)update="):
             trainer.step(*BATCHES[1])
         trainer.waitall()
-
-
-def test_a_hook_that_clips_is_the_plain_loops_with_one_step_at_a_time():
-    def clip(model, *given):
-        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-
-    model, expected = net(), net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    plain = torch.optim.SGD(expected.parameters(), lr=0.1)
-    optimizer.register_step_pre_hook(functools.partial(clip, model))
-    options = {"devices": 2, "shards": 1}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
-        for X, y in BATCHES:
-            trainer.step(X, y)
-            plain.zero_grad()
-            F.cross_entropy(expected(X), y).backward()
-            clip(expected)
-            plain.step()
-    assert_same_bits(whole_state(model, optimizer), whole_state(expected, plain))

@@ -5,18 +5,14 @@ import sys
 import threading
 
 import pytest
-import torch
-from torch import nn
 
-from dying import KINDS, end_lane
-from evenstep import Trainer
+from dying import end_lane
 from evenstep.errors import DeviceError, DeviceLostError
 from evenstep.metrics import accuracy
-from grouping import grouped
 from layouts import own, shared
 from patience import HUNG_TESTS_ABORT, wait_until
 from reference import assert_same_bits
-from trainers import open_trainer, sgd, state_of
+from trainers import open_trainer, state_of
 from zoo import build, make_batches
 
 pytestmark = HUNG_TESTS_ABORT
@@ -27,12 +23,6 @@ CALLS = {
     "step": lambda trainer: trainer.step(*BATCHES[1]).item(),
     "evaluate": lambda trainer: trainer.evaluate([BATCHES[1]], {"accuracy": accuracy}),
 }
-
-
-def take_steps(trainer):
-    for batch in BATCHES:
-        trainer.step(*batch)
-    trainer.waitall()
 
 
 flights = pytest.mark.parametrize("max_in_flight", [1, 2])
@@ -122,43 +112,3 @@ def test_shards_side_by_side_that_get_no_thread_do_not_wait_for_each_other(monke
 
 
 # ---- exceptions that refuse what is done with exceptions
-
-
-class Fails:
-    """Raises at its third call."""
-
-    def __init__(self, kind):
-        self.kind, self.calls = kind, 0
-
-    def __call__(self, *arguments):
-        self.calls += 1
-        if self.calls == 3:
-            raise self.kind
-
-
-@pytest.mark.parametrize(("number", "kind"), [*enumerate(KINDS)])
-@pytest.mark.parametrize("where", ["before_update", "after_update", "objective", "scheduled"])
-def test_any_exception_of_the_users_code_comes_through(where, number, kind):
-    max_in_flight = 1 if where == "scheduled" else 1 + number % 2
-    fails = Fails(kind)
-
-    def objective(model, X, y):
-        if where == "objective":
-            fails()
-        return nn.functional.cross_entropy(model(X), y, reduction="sum"), len(y)
-
-    hooks = {where: fails} if where.endswith("update") else {}
-
-    model = build("convolution")
-    optimizer = sgd(model)
-    if where == "scheduled":
-        optimizer.register_step_post_hook(fails)
-    options = {"devices": 2, "check": "off", "max_in_flight": max_in_flight, **hooks}
-    with Trainer(model, optimizer, **grouped(objective=objective, **options)) as trainer:
-        with pytest.raises(kind):
-            take_steps(trainer)
-        done = trainer.steps_done
-        trainer.step(*BATCHES[0])
-        trainer.waitall()
-        assert trainer.steps_done == done + 1
-        assert all(torch.isfinite(one).all() for one in model.parameters())

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.errors import BatchError, InputError, ModelError
+from evenstep.errors import InputError, ModelError
 from launched import launched
 from metric_objects import BATCHES, CLASSES, LOADER, collection, evaluated, metrics, plainly
 from trainers import LAYOUTS, open_trainer, sgd
@@ -135,6 +135,35 @@ def test_every_kind_of_object_is_updated_once_with_each_batch(make):
     assert type(found) is not dict or found == expected
 
 
+class Identity(nn.Module):
+    """Returns its input: an output that is the same in every shard."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return x
+
+
+def test_an_object_is_updated_with_the_whole_batch_whose_rows_it_judges_together():
+    """Torchmetrics takes the numbers of an update for logits if any of them lies outside [0, 1]."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for size in (16, 17, 5):
+        scores = 3 * torch.randn(size, generator=generator)
+        first = -(-size // 3)  # of the first shard, which alone has no logits
+        scores[:first] = torch.rand(first, generator=generator)
+        batches.append((scores, torch.randint(2, (size,), generator=generator)))
+    plain = {"accuracy": classification.BinaryAccuracy(), "auroc": classification.BinaryAUROC()}
+    with open_trainer(Identity(), loss=nn.MSELoss(), shards=3) as trainer:
+        found = trainer.evaluate(batches, plain)
+    for name, one in plain.items():
+        for batch in batches:
+            one.update(*batch)
+        assert found[name] == float(one.compute())
+
+
 def test_what_an_object_draws_follows_from_the_seed():
     with open_trainer(build("convolution"), devices=1) as trainer:
         found = trainer.evaluate(BATCHES, {"mine": Random()})
@@ -227,11 +256,3 @@ def test_with_an_objective_it_is_refused():
         pytest.raises(InputError, match="but the trainer has an objective: use trainer.predict"),
     ):
         trainer.evaluate(BATCHES, {"mine": Custom("sum")})
-
-
-def test_without_batches_nothing_is_counted():
-    with (
-        open_trainer(build("convolution")) as trainer,
-        pytest.raises(BatchError, match="counted no examples"),
-    ):
-        trainer.evaluate([], {"mine": Custom("sum")})

@@ -124,26 +124,6 @@ def test_groups_with_their_own_rates_and_a_scheduler():
     assert all(run(devices) == one for devices in LAYOUTS)
 
 
-@pytest.mark.parametrize("clip", [nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_])
-def test_clipping_between_sum_and_update(clip):
-    X, y = make_batches((24,))[0]
-    limit = 1e-3
-
-    def run(devices):
-        model = build("convolution")
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        clipped = {"before_update": lambda module: clip(module.parameters(), limit)}
-        loss = nn.CrossEntropyLoss()
-        with evenstep.Trainer(model, optimizer, loss, devices=devices, **clipped) as trainer:
-            trainer.step(X, y)
-            largest = max(parameter.grad.abs().max().item() for parameter in model.parameters())
-            return trainer.fingerprint(), largest
-
-    one = run(1)
-    assert 0 < one[1] <= limit * 1.0001
-    assert all(run(devices) == one for devices in LAYOUTS)
-
-
 def test_sparse_gradients_are_summed_exactly():
     """Against the same table with dense gradients, whose sum is the reference's."""
     batches = make_batches((24, 17))

@@ -1,7 +1,5 @@
 """The trainer as a user meets it: their model as it is, clear errors, nothing left half done."""
 
-import logging
-import signal
 import threading
 
 import pytest
@@ -19,7 +17,6 @@ from evenstep.errors import (
     NonFiniteLossError,
 )
 from layouts import shared
-from patience import only_one_interrupt
 from reference import assert_same_bits, bits_of, plain_outputs, reference_training
 from trainers import LAYOUTS, open_trainer, state_of, take_steps
 from zoo import build, make_batches
@@ -54,14 +51,6 @@ def test_cpu_devices_share_the_parameters_memory_and_others_do_not():
     one, two, three = addresses(["cpu:0", "cpu:1:own", "cpu:2"])
     assert one == three
     assert not set(one) & set(two)
-
-
-def test_a_step_returns_its_loss_as_a_handle():
-    with open_trainer(build("convolution")) as trainer:
-        loss = trainer.step(*make_batches((16,))[0])
-        loss.wait_to_read()
-        assert float(loss) == loss.item() > 0
-        assert f"{loss:.3f}" == f"{loss.item():.3f}"
 
 
 def test_steps_and_cursor_are_counted():
@@ -247,51 +236,6 @@ def test_nan_says_where():
         trainer.step(marked(X, 13), y)
 
 
-@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
-def test_interrupted_within_a_step(devices, request):
-    """Ctrl-C while shards compute: the step is not taken, and nothing is left at work."""
-    (X, y), (X2, y2) = make_batches((24, 24))
-    at_work = threading.Event()
-
-    def interrupt(output):
-        at_work.set()
-        main = threading.main_thread().ident
-        attempt = trainer._pipeline.steps[0].attempt
-        for _ in range(30_000):  # a signal that comes just before a thread falls asleep is missed
-            if attempt.ending.dropped:
-                break
-            if not noticed:
-                signal.pthread_kill(main, signal.SIGINT)
-            threading.Event().wait(0.001)
-        return output
-
-    noticed = only_one_interrupt(request)
-    with open_trainer(Bomb(interrupt), devices=devices) as trainer:
-        trainer.step(X, y)
-        before = state_of(trainer)
-        with pytest.raises(KeyboardInterrupt):
-            trainer.step(marked(X2, 13), y2)
-        assert at_work.is_set()
-        assert_same_bits(state_of(trainer), before)
-        assert trainer.steps_done == 1
-        trainer.step(X, y)
-
-
-@pytest.mark.parametrize(
-    ("batch", "line"),
-    [
-        ((), "without tensors"),
-        ((torch.zeros(0, 1, 6, 6), torch.zeros(0).long()), "0 examples"),
-        ((torch.zeros(8, 1, 6, 6), torch.zeros(7).long()), r"\[0\] has 8, .*\[1\] has 7"),
-        ((torch.zeros(8, 1, 6, 6), object()), "of type object: give tensors"),
-        ((torch.zeros(8, 1, 6, 6), torch.tensor(3)), "single number"),
-    ],
-)
-def test_batches_that_cannot_be_cut(batch, line):
-    with open_trainer(build("convolution")) as trainer, pytest.raises(BatchError, match=line):
-        trainer.step(*batch)
-
-
 def test_a_model_that_cannot_be_copied():
     class Locked(nn.Module):
         def __init__(self):
@@ -321,19 +265,6 @@ def test_autocast_around_a_step_is_refused_and_changes_nothing():
         ):
             trainer.step(*make_batches((16,))[0])
         assert_same_bits(state_of(trainer), before)
-
-
-def test_too_many_devices_are_said_in_one_line(caplog):
-    caplog.set_level(logging.WARNING, "evenstep")
-    with open_trainer(build("convolution"), devices=12) as trainer:
-        trainer.step(*make_batches((8,))[0])
-    lines = [record.getMessage() for record in caplog.records]
-    assert any(
-        "8 shards keep 8 of 12 devices busy: shards=12 uses them all (and is a different "
-        "experiment)" in line
-        for line in lines
-    )
-    assert lines == trainer.notes
 
 
 # Predictions

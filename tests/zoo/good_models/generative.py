@@ -49,26 +49,6 @@ def evidence(model, X):
     return fit + divergence, len(X)
 
 
-class ConditionalPrior(nn.Module):
-    """A VAE written with torch.distributions."""
-
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.decoder = mlp(WIDTH, 8, 6), mlp(3, 8, WIDTH)
-
-    def forward(self, x):
-        mean, spread = self.encoder(x).chunk(2, -1)
-        return torch.distributions.Normal(mean, F.softplus(spread) + 1e-3)
-
-
-def evidence_by_distributions(model, X):
-    posterior = model(X)
-    code = posterior.rsample()
-    fit = torch.distributions.Normal(model.decoder(code), 1.0).log_prob(X).sum(1)
-    prior = torch.distributions.Normal(torch.zeros_like(code), torch.ones_like(code))
-    return summed(torch.distributions.kl_divergence(posterior, prior).sum(1) - fit)
-
-
 class VQVAE(nn.Module):
     """The nearest of eight codes, with gradients straight through (van den Oord, 2017)."""
 
@@ -156,38 +136,6 @@ def langevin(model, X):
     return summed(model(X)[:, 0] - model(sample.detach())[:, 0])
 
 
-class Coupling(nn.Module):
-    """An affine coupling layer (RealNVP, 2016)."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp(WIDTH // 2, 8, WIDTH)
-
-    def forward(self, x):
-        kept, changed = x.chunk(2, 1)
-        log_scale, shift = self.net(kept).chunk(2, 1)
-        log_scale = log_scale.tanh()
-        return torch.cat([changed * log_scale.exp() + shift, kept], 1), log_scale.sum(1)
-
-
-class Flow(nn.Module):
-    def __init__(self, layers=3):
-        super().__init__()
-        self.layers = nn.ModuleList(Coupling() for _ in range(layers))
-
-    def forward(self, x):
-        log_det = x.new_zeros(len(x))
-        for layer in self.layers:
-            x, more = layer(x)
-            log_det = log_det + more
-        return x, log_det
-
-
-def flow_likelihood(model, X):
-    code, log_det = model(X)
-    return summed(0.5 * code.square().sum(1) - log_det)
-
-
 class MaskedLinear(nn.Linear):
     """A linear layer with a fixed mask on its weight (MADE, 2015)."""
 
@@ -270,8 +218,6 @@ def hidden_patches(model, X):
 GENERATIVE = {
     "autoencoder": Recipe(autoencoder, pictures, objective=reconstruction, make_optimizer=ADAM),
     "vae": Recipe(VAE, pictures, objective=evidence, make_optimizer=ADAM),
-    "vae by distributions": Recipe(
-        ConditionalPrior, points, objective=evidence_by_distributions, make_optimizer=ADAM),
     "vq-vae": Recipe(VQVAE, points, objective=quantised, make_optimizer=ADAM),
     "gumbel softmax": Recipe(GumbelVAE, points, objective=reconstruction, make_optimizer=ADAM),
     "ddpm": Recipe(Denoiser, points, objective=ddpm, make_optimizer=ADAM),
@@ -282,7 +228,6 @@ GENERATIVE = {
     "energy": Recipe(
         lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.SiLU(), nn.Linear(8, 1)), points,
         objective=langevin, make_optimizer=ADAM),
-    "normalizing flow": Recipe(Flow, points, objective=flow_likelihood, make_optimizer=ADAM),
     "autoregressive": Recipe(autoregressive, points, objective=reconstruction),
     "gan, generator": Recipe(
         lambda: GAN(frozen="discriminator"), points, objective=generator_step,

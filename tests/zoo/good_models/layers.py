@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as hooked_spectral_norm
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from good_models.recipe import ADAM, Recipe, images, mlp, numbers, summed, trainable, vectors
+from good_models.recipe import ADAM, Recipe, images, mlp, summed, trainable, vectors
 
 CROSS_ENTROPY = nn.CrossEntropyLoss()
 WIDTH, CLASSES = 6, 5
@@ -132,22 +132,6 @@ def fourier_operator():
                          nn.Conv1d(3, 1, 1))  # fmt: skip
 
 
-class NeuralODE(nn.Module):
-    """Four steps of Runge and Kutta's method through a learned field."""
-
-    def __init__(self):
-        super().__init__()
-        self.field, self.head = mlp(WIDTH, 8, WIDTH), nn.Linear(WIDTH, CLASSES)
-
-    def forward(self, x, step=0.25):
-        for _ in range(4):
-            a = self.field(x)
-            b = self.field(x + step / 2 * a)
-            c = self.field(x + step / 2 * b)
-            x = x + step / 6 * (a + 2 * b + 2 * c + self.field(x + step * c))
-        return self.head(x)
-
-
 class Sign(torch.autograd.Function):
     """The sign, with the gradient of a clamp (BinaryConnect, 2015)."""
 
@@ -240,17 +224,6 @@ def graphs(n):
     return (torch.randn(n, 5, 3), edges + edges.mT), torch.randint(CLASSES, (n,))
 
 
-class PointNet(nn.Module):
-    """A set of points by the maximum over their features."""
-
-    def __init__(self):
-        super().__init__()
-        self.point, self.head = mlp(3, 8, 8), mlp(8, 8, CLASSES)
-
-    def forward(self, points):
-        return self.head(self.point(points).amax(1))
-
-
 class HyperNetwork(nn.Module):
     """A network that gives another one its weights, for each example."""
 
@@ -262,19 +235,6 @@ class HyperNetwork(nn.Module):
         condition, source = x.split((2, 4), 1)
         weights = self.maker(condition).view(-1, 3, 4)
         return self.last(torch.vmap(torch.mv)(weights, source).relu())
-
-
-class KANLayer(nn.Module):
-    """A sum of learned radial functions for each pair of features."""
-
-    def __init__(self, ins, outs, centres=5):
-        super().__init__()
-        self.register_buffer("centres", torch.linspace(-2, 2, centres))
-        self.weight = nn.Parameter(torch.randn(outs, ins, centres) * 0.1)
-
-    def forward(self, x):
-        return torch.einsum("bik,oik->bo", (-((x[..., None] - self.centres) ** 2)).exp(),
-                            self.weight)  # fmt: skip
 
 
 def frozen_start():
@@ -294,12 +254,6 @@ def lbfgs(parameters):
     return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, line_search_fn="strong_wolfe")
 
 
-def two_rates(parameters):
-    first, *others = parameters
-    groups = [{"params": [first], "lr": 0.01}, {"params": others}]
-    return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
-
-
 def clip(model):
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 
@@ -311,10 +265,6 @@ def doubles(n):
 
 def waves(n):
     return torch.randn(n, 1, 8), torch.randn(n, 1, 8)
-
-
-def clouds(n):
-    return torch.randn(n, 9, 3), torch.randint(CLASSES, (n,))
 
 
 def copies(n):
@@ -354,7 +304,6 @@ LAYERS = {
     "synchronised batch norm": Recipe(
         lambda: classifier(nn.Sequential(nn.Linear(WIDTH, 8), nn.BatchNorm1d(8))), vectors(),
         CROSS_ENTROPY, options={"batch_norm": "sync"}),
-    "neural ode": Recipe(NeuralODE, vectors(), CROSS_ENTROPY),
     "binary weights": Recipe(
         lambda: classifier(BinaryLinear(WIDTH, 8)), vectors(), CROSS_ENTROPY),
     "bayesian layers": Recipe(
@@ -364,14 +313,7 @@ LAYERS = {
         LookedAt, lambda n: (torch.randn(n, 5, 4), torch.randint(CLASSES, (n,))), CROSS_ENTROPY),
     "lazy layers": Recipe(Lazy, vectors(), CROSS_ENTROPY),
     "graph convolution": Recipe(Graphs, graphs, CROSS_ENTROPY, make_optimizer=ADAM),
-    "pointnet": Recipe(PointNet, clouds, CROSS_ENTROPY),
     "hypernetwork": Recipe(HyperNetwork, vectors(), CROSS_ENTROPY),
-    "radial functions": Recipe(
-        lambda: nn.Sequential(KANLayer(WIDTH, 6), KANLayer(6, CLASSES)), vectors(),
-        CROSS_ENTROPY),
-    "gated linear unit": Recipe(
-        lambda: nn.Sequential(nn.Linear(WIDTH, 8), nn.GLU(), nn.Softplus(),
-                              nn.Linear(4, CLASSES)), vectors(), CROSS_ENTROPY),
     "frozen layers": Recipe(
         frozen_start, vectors(), CROSS_ENTROPY, make_optimizer=trainable(ADAM)),
     "noisy layers": Recipe(noisy_layers, images(), CROSS_ENTROPY),
@@ -380,6 +322,4 @@ LAYERS = {
     "clipped gradients": Recipe(
         classifier, vectors(), CROSS_ENTROPY, options={"before_update": clip}),
     "lbfgs": Recipe(classifier, vectors(), CROSS_ENTROPY, make_optimizer=lbfgs),
-    "two learning rates": Recipe(
-        lambda: mlp(WIDTH, 8, 1), numbers(), nn.L1Loss(), make_optimizer=two_rates),
 }  # fmt: skip

@@ -17,10 +17,6 @@ def classifier():
     return mlp(WIDTH, 12, CLASSES)
 
 
-def regressor():
-    return mlp(WIDTH, 12, 1)
-
-
 def three_views(n):
     return torch.randn(n, WIDTH), torch.randn(n, WIDTH), torch.randn(n, WIDTH)
 
@@ -28,23 +24,6 @@ def three_views(n):
 def triplet(model, anchor, positive, negative):
     return summed(F.triplet_margin_loss(
         model(anchor), model(positive), model(negative), reduction="none"))  # fmt: skip
-
-
-class Siamese(nn.Module):
-    """One network for two inputs, and the distance of their codes."""
-
-    def __init__(self):
-        super().__init__()
-        self.encode = mlp(WIDTH, 8, 3)
-
-    def forward(self, pair):
-        first, second = pair
-        return F.pairwise_distance(self.encode(first), self.encode(second))
-
-
-def contrastive_pairs(distance, same):
-    """The loss of given pairs (Hadsell et al., 2006)."""
-    return (same * distance**2 + (1 - same) * F.relu(1 - distance) ** 2).mean()
 
 
 def pairs(n):
@@ -67,43 +46,6 @@ def simsiam(model, first, second):
     """Two views of each example, without negatives (Chen and He, 2020, algorithm 1)."""
     (guess, code), (other_guess, other_code) = model(first), model(second)
     return summed(-F.cosine_similarity(guess, other_code) - F.cosine_similarity(other_guess, code))
-
-
-class MatrixFactorisation(nn.Module):
-    def __init__(self, users=9, items=7):
-        super().__init__()
-        self.users, self.items = nn.Embedding(users, 4), nn.Embedding(items, 4)
-        self.user_bias, self.item_bias = nn.Embedding(users, 1), nn.Embedding(items, 1)
-
-    def forward(self, ids):
-        user, item = ids.unbind(1)
-        match = (self.users(user) * self.items(item)).sum(1, keepdim=True)
-        return match + self.user_bias(user) + self.item_bias(item)
-
-
-def ratings(n):
-    ids = torch.stack([torch.randint(9, (n,)), torch.randint(7, (n,))], 1)
-    return ids, torch.randn(n, 1)
-
-
-class FactorisationMachine(nn.Module):
-    """Pairs of features by their embeddings, beside a deep part (DeepFM, 2017)."""
-
-    def __init__(self, fields=(4, 5, 6), width=3):
-        super().__init__()
-        self.register_buffer("offsets", torch.tensor([0, *fields[:-1]]).cumsum(0))
-        self.linear, self.factors = nn.Embedding(sum(fields), 1), nn.Embedding(sum(fields), width)
-        self.deep = mlp(len(fields) * width, 8, 1)
-
-    def forward(self, fields):
-        ids = fields + self.offsets
-        factors = self.factors(ids)
-        crossed = (factors.sum(1).square() - factors.square().sum(1)).sum(1, keepdim=True) / 2
-        return (self.linear(ids).sum(1) + crossed + self.deep(factors.flatten(1)))[:, 0]
-
-
-def clicks(n):
-    return torch.randint(4, (n, 3)), torch.randint(2, (n,)).float()
 
 
 TEACHER = mlp(WIDTH, 16, CLASSES)
@@ -170,38 +112,6 @@ def answers_in_groups(n):
     rewards = torch.randn(n + n % 2).view(-1, 2)
     advantages = (rewards - rewards.mean(1, keepdim=True)).flatten()[:n]
     return torch.randn(n, 4), torch.randint(3, (n,)), advantages
-
-
-class ActorCritic(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.actor, self.critic = mlp(4, 8), nn.Linear(8, 3), nn.Linear(8, 1)
-
-    def forward(self, states):
-        features = self.body(states).tanh()
-        policy = torch.distributions.Categorical(logits=self.actor(features))
-        return policy, self.critic(features)[:, 0]
-
-
-def clipped_policy(model, states, actions, advantages, log_probabilities, returns):
-    """PPO (Schulman et al., 2017, equation 9)."""
-    policy, values = model(states)
-    ratio = (policy.log_prob(actions) - log_probabilities).exp()
-    gain = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
-    return summed(-gain + 0.5 * (values - returns) ** 2 - 0.01 * policy.entropy())
-
-
-def rollouts(n):
-    return (*episodes(n), torch.rand(n).log(), torch.randn(n))
-
-
-def preferences(model, chosen, rejected):
-    """A reward model on pairs (Bradley and Terry, 1952)."""
-    return summed(-F.logsigmoid(model(chosen) - model(rejected))[:, 0])
-
-
-def two_answers(n):
-    return torch.randn(n, WIDTH), torch.randn(n, WIDTH)
 
 
 class TwoTasks(nn.Module):
@@ -385,13 +295,7 @@ CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.1])
 
 OBJECTIVES = {
     "triplets": Recipe(lambda: mlp(WIDTH, 8, 3), three_views, objective=triplet),
-    "siamese": Recipe(Siamese, pairs, contrastive_pairs),
     "simsiam": Recipe(SimSiam, lambda n: three_views(n)[:2], objective=simsiam),
-    "matrix factorisation": Recipe(MatrixFactorisation, ratings, nn.MSELoss(),
-        make_optimizer=lambda p: torch.optim.Adagrad(p, lr=0.1)),
-    "factorisation machine": Recipe(
-        FactorisationMachine, clicks, nn.BCEWithLogitsLoss(pos_weight=torch.tensor(2.0)),
-        make_optimizer=ADAM),
     "distillation": Recipe(classifier, vectors(), objective=distillation),
     "q-learning": Recipe(
         QNetwork, transitions, objective=q_learning, make_optimizer=trainable(ADAM)),
@@ -400,8 +304,6 @@ OBJECTIVES = {
     "advantages in groups": Recipe(
         lambda: zero_head(4, 8, 3), answers_in_groups, objective=policy_gradient,
         make_optimizer=ADAM),
-    "ppo": Recipe(ActorCritic, rollouts, objective=clipped_policy, make_optimizer=ADAM),
-    "preferences": Recipe(regressor, two_answers, objective=preferences),
     "two tasks": Recipe(TwoTasks, labelled_places, objective=two_tasks, make_optimizer=ADAM),
     "mixup of given pairs": Recipe(
         classifier, lambda n: (*vectors()(n), *vectors()(n)), objective=mixup),
@@ -424,10 +326,6 @@ OBJECTIVES = {
         lambda: nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)), tasks,
         objective=few_shots, make_optimizer=ADAM),
     "quantiles": Recipe(lambda: mlp(WIDTH, 12, 3), numbers(), objective=quantiles),
-    "regression": Recipe(regressor, numbers(), nn.HuberLoss()),
-    "counts": Recipe(
-        regressor, lambda n: (torch.randn(n, WIDTH), torch.randint(4, (n, 1)).float()),
-        nn.PoissonNLLLoss()),
     "margins": Recipe(classifier, vectors(), nn.MultiMarginLoss()),
     "divergence": Recipe(
         lambda: nn.Sequential(classifier(), nn.LogSoftmax(1)), soft_labels,

@@ -159,22 +159,6 @@ def classification(model, words, labels, lengths):
     return F.cross_entropy(model(words, lengths), labels, reduction="sum"), len(labels)
 
 
-class TransformerTranslator(nn.Module):
-    def __init__(self, width=8):
-        super().__init__()
-        self.source, self.target = nn.Embedding(WORDS, width), nn.Embedding(WORDS, width)
-        self.transformer = nn.Transformer(width, 2, 1, 1, 12, dropout=0.1, batch_first=True)
-        mask = nn.Transformer.generate_square_subsequent_mask(5)
-        self.register_buffer("mask", mask)
-        self.head = nn.Linear(width, WORDS)
-
-    def forward(self, source, target):
-        states = self.transformer(
-            self.source(source), self.target(target[:, :-1]), tgt_mask=self.mask
-        )
-        return self.head(states)
-
-
 class Block(nn.Module):
     def __init__(self, width, heads, dropout):
         super().__init__()
@@ -321,20 +305,6 @@ def word_pairs(n):
     return (torch.randint(WORDS, (n,)), torch.randint(WORDS, (n,)), torch.randint(WORDS, (n, 4)))
 
 
-class TextCNN(nn.Module):
-    """Convolutions of several widths over words, each pooled over time (Kim, 2014)."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(WORDS, 6)
-        self.convolutions = nn.ModuleList(nn.Conv1d(6, 4, width) for width in (2, 3, 4))
-        self.head = nn.Sequential(nn.Dropout(0.5), nn.Linear(12, 5))
-
-    def forward(self, words):
-        x = self.embed(words).mT
-        return self.head(torch.cat([conv(x).relu().amax(2) for conv in self.convolutions], 1))
-
-
 class CausalConvolution(nn.Module):
     """A residual, dilated convolution with weight norm (TCN, Bai et al., 2018)."""
 
@@ -413,9 +383,6 @@ SEQUENCES = {
     "transformer encoder": Recipe(
         TransformerEncoder, padded(labelled_tokens()), objective=classification,
         make_optimizer=ADAM),
-    "transformer": Recipe(
-        TransformerTranslator, lambda n: (*tokens()(n), *tokens(6)(n)), objective=translation,
-        make_optimizer=ADAM),
     "gpt": Recipe(GPT, tokens(9), objective=next_token, make_optimizer=decayed),
     "mixture of experts": Recipe(
         RotaryGPT, tokens(9), objective=next_token, make_optimizer=ADAMW),
@@ -430,8 +397,6 @@ SEQUENCES = {
         make_optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
     "word2vec": Recipe(
         SkipGram, word_pairs, objective=negative_sampling, make_optimizer=SPARSE_ADAM),
-    "text cnn": Recipe(TextCNN, labelled_tokens(), CROSS_ENTROPY,
-        make_optimizer=lambda p: torch.optim.Adadelta(p)),
     "causal convolutions": Recipe(tcn, sequences(), CROSS_ENTROPY, make_optimizer=ADAM),
     "ctc": Recipe(PerStep, spoken, objective=ctc, make_optimizer=ADAM),
     "forecast": Recipe(

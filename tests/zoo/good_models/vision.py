@@ -17,20 +17,6 @@ def lenet():
     )  # fmt: skip
 
 
-def vgg():
-    widths = ((1, 4), (4, 8))
-    blocks = [
-        part
-        for ins, outs in widths
-        for part in (
-            nn.Conv2d(ins, outs, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(outs, outs, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
-        )
-    ]  # fmt: skip
-    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(32, 16), nn.ReLU(), nn.Dropout(0.5),
-                         nn.Linear(16, 5))  # fmt: skip
-
-
 def conv_bn(ins, outs, size=3, stride=1, groups=1, activation=nn.ReLU):
     return nn.Sequential(
         nn.Conv2d(ins, outs, size, stride, size // 2, groups=groups, bias=False),
@@ -65,60 +51,6 @@ def resnet():
         return Residual(body, conv_bn(ins, outs, 1, stride, 1, nn.Identity) if changes else None)
 
     return pooled(conv_bn(3, 4), block(4, 4, 1), block(4, 8, 2), width=8)
-
-
-class DenseBlock(nn.Module):
-    def __init__(self, ins, growth, layers):
-        super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.BatchNorm2d(ins + i * growth), nn.ReLU(),
-                          nn.Conv2d(ins + i * growth, growth, 3, padding=1, bias=False))
-            for i in range(layers)
-        )  # fmt: skip
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.cat([x, layer(x)], 1)
-        return x
-
-
-def densenet():
-    return pooled(
-        nn.Conv2d(1, 4, 3, padding=1), DenseBlock(4, 3, 2),
-        nn.Conv2d(10, 5, 1), nn.AvgPool2d(2), DenseBlock(5, 3, 2), width=11,
-    )  # fmt: skip
-
-
-class Inception(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleDict({
-            "1x1": conv_bn(1, 3, 1),
-            "3x3": nn.Sequential(conv_bn(1, 2, 1), conv_bn(2, 4, 3)),
-            "5x5": nn.Sequential(conv_bn(1, 2, 1), conv_bn(2, 3, 5)),
-            "pool": nn.Sequential(nn.MaxPool2d(3, 1, 1), conv_bn(1, 2, 1)),
-        })  # fmt: skip
-
-    def forward(self, x):
-        return torch.cat([branch(x) for branch in self.branches.values()], 1)
-
-
-def mobilenet():
-    def separable(ins, outs, stride):
-        depthwise = conv_bn(ins, ins, stride=stride, groups=ins, activation=nn.ReLU6)
-        return nn.Sequential(depthwise, conv_bn(ins, outs, 1, activation=nn.ReLU6))
-
-    return pooled(conv_bn(3, 4, activation=nn.ReLU6), separable(4, 6, 2), separable(6, 8, 1),
-                  width=8)  # fmt: skip
-
-
-class SqueezeExcitation(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.gate = nn.Sequential(mlp(width, 2, width), nn.Hardsigmoid())
-
-    def forward(self, x):
-        return x * self.gate(x.mean((2, 3)))[..., None, None]
 
 
 class StochasticDepth(nn.Module):
@@ -240,40 +172,10 @@ class ViT(nn.Module):
         return self.head(self.blocks(self.embed(x))[:, 0])
 
 
-class MixerBlock(nn.Module):
-    def __init__(self, patches, width):
-        super().__init__()
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.tokens, self.channels = mlp(patches, 12, patches), mlp(width, 12, width)
-
-    def forward(self, x):
-        x = x + self.tokens(self.norms[0](x).mT).mT
-        return x + self.channels(self.norms[1](x))
-
-
-def mlp_mixer():
-    patches = (nn.Conv2d(1, 8, 2, 2), nn.Flatten(2), Transpose())
-    return nn.Sequential(*patches, MixerBlock(16, 8), MixerBlock(16, 8), nn.Flatten(),
-                         nn.Linear(128, 5))  # fmt: skip
-
-
-class Transpose(nn.Module):
-    def forward(self, x):
-        return x.mT
-
-
 VISION = {
     "mlp": Recipe(lambda: nn.Sequential(nn.Flatten(), mlp(64, 16, 5)), images(), CROSS_ENTROPY),
     "lenet": Recipe(lenet, images(), CROSS_ENTROPY),
-    "vgg": Recipe(vgg, images(), CROSS_ENTROPY),
     "resnet": Recipe(resnet, images(3), CROSS_ENTROPY),
-    "densenet": Recipe(densenet, images(), CROSS_ENTROPY),
-    "inception": Recipe(lambda: pooled(Inception(), width=12), images(), CROSS_ENTROPY),
-    "mobilenet": Recipe(mobilenet, images(3), CROSS_ENTROPY,
-        make_optimizer=lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.9)),
-    "squeeze and excitation": Recipe(
-        lambda: pooled(nn.Conv2d(1, 6, 3), SqueezeExcitation(6), width=6), images(),
-        CROSS_ENTROPY),
     "stochastic depth": Recipe(stochastic_depth, images(), CROSS_ENTROPY),
     "group norm": Recipe(normalised(lambda: nn.GroupNorm(2, 8)), images(), CROSS_ENTROPY),
     "instance norm": Recipe(
@@ -282,8 +184,6 @@ VISION = {
     "batch norm without statistics": Recipe(
         normalised(lambda: nn.BatchNorm2d(8, track_running_stats=False)), images(),
         CROSS_ENTROPY),
-    "local response norm": Recipe(
-        normalised(lambda: nn.LocalResponseNorm(3)), images(), CROSS_ENTROPY),
     "convnext": Recipe(
         lambda: pooled(nn.Conv2d(1, 6, 2, 2), ConvNeXtBlock(6), ConvNeXtBlock(6), width=6),
         images(), nn.CrossEntropyLoss(label_smoothing=0.1), make_optimizer=ADAMW),
@@ -293,5 +193,4 @@ VISION = {
         make_optimizer=ADAM),
     "focal": Recipe(Detector, images_with_objects, objective=focal, make_optimizer=SGD),
     "vit": Recipe(ViT, images(), CROSS_ENTROPY, make_optimizer=ADAMW),
-    "mlp mixer": Recipe(mlp_mixer, images(), CROSS_ENTROPY, make_optimizer=ADAM),
 }  # fmt: skip
