@@ -189,18 +189,6 @@ def test_the_layout_in_memory_does_not_change_the_fingerprint(dtype):
     assert {tensor_digest(layout) for layout in layouts} == {tensor_digest(tensor)}
 
 
-def test_channels_last_models_and_optimizers_have_the_same_fingerprint():
-    model, optimizer = make()
-    before = fingerprint(model, optimizer)
-    model.to(memory_format=torch.channels_last)
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if value.ndim == 4:
-                state[key] = value.contiguous(memory_format=torch.channels_last)
-    assert not model.convolution.weight.is_contiguous()
-    assert fingerprint(model, optimizer) == before
-
-
 def test_the_order_of_creation_does_not_change_the_fingerprint():
     one, other = nn.Module(), nn.Module()
     for module, order in ((one, "abc"), (other, "cab")):

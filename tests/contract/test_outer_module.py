@@ -117,14 +117,3 @@ def test_reading_the_outer_model_without_a_gradient_is_fine():
             trainer.step(X, Y)
             prints.add(trainer.fingerprint())
     assert len(prints) == 1
-
-
-def test_a_model_that_cannot_be_copied_is_trained_on_one_device():
-    class Locked(nn.Sequential):
-        def __deepcopy__(self, memo):
-            raise TypeError("it has a lock")
-
-    model = Locked(net())
-    with evenstep.Trainer(model, sgd(model), F.cross_entropy, devices=1) as trainer:
-        trainer.step(X, Y)
-        assert trainer.steps_done == 1

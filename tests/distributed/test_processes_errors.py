@@ -53,15 +53,6 @@ def test_a_process_whose_optimizer_has_failed_takes_no_further_step(tmp_path):
 
 
 @pytest.mark.slow
-def test_shards_of_several_processes_cannot_run_in_lockstep(tmp_path):
-    run(tmp_path, "sync")
-    for rank in range(2):
-        assert reported(tmp_path, "", rank)[1].startswith(
-            "InputError: got batch_norm='sync' and several processes"
-        )
-
-
-@pytest.mark.slow
 def test_an_uncaught_error_shows_its_traceback_once(tmp_path):
     (code, _, others), (own_code, _, own) = apart("fail.py", tmp_path, "raise", "uncaught")
     assert (code, own_code) == (1, 1)

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import time
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from evenstep.errors import BatchError, ContractError, ModelError, NonFiniteLossError
-from evenstep.steps.executors import IndependentExecutor
 from layouts import own
 from trainers import open_trainer
 from zoo import CLASSES, build, make_batches
@@ -153,42 +151,6 @@ def test_a_loss_that_is_no_scalar_is_refused():
         pytest.raises(ModelError, match=r"the loss is shape \(1,\)|shape \(\d+,\).*scalar"),
     ):
         trainer.step(*BATCH)
-
-
-def outer_alone(model, outer, X, y):
-    return F.cross_entropy(outer(X), y, reduction="sum"), len(y)
-
-
-def outer_beside(model, outer, X, y):
-    decay = sum(parameter.square().sum() for parameter in outer.parameters())
-    return F.cross_entropy(model(X), y, reduction="sum") + decay, len(y)
-
-
-# Pairs: each objective with either number of steps in flight, and either lane late.
-@pytest.mark.parametrize(
-    ("objective", "in_flight", "late"),
-    [(outer_alone, 1, 0), (outer_alone, 2, 1), (outer_beside, 1, 1), (outer_beside, 2, 0)],
-)
-def test_an_objective_that_uses_the_outer_model_is_refused(objective, in_flight, late, monkeypatch):
-    outer, compute = build("convolution"), IndependentExecutor.compute
-
-    def compute_late(executor, attempt, lane, *batches):
-        if lane == late:
-            time.sleep(0.1)  # so that the other lane could take all of its shards
-        return compute(executor, attempt, lane, *batches)
-
-    monkeypatch.setattr(IndependentExecutor, "compute", compute_late)
-    with (
-        open_trainer(
-            outer,
-            objective=lambda model, X, y: objective(model, outer, X, y),
-            max_in_flight=in_flight,
-            separable=False,
-        ) as trainer,
-        pytest.raises(ModelError, match="the model that it is given"),
-    ):
-        trainer.step(*BATCH).item()
-    assert all(parameter.grad is None for parameter in outer.parameters())
 
 
 def test_a_batch_that_counts_nothing_is_not_trained_on():

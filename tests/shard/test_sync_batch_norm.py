@@ -284,17 +284,9 @@ def test_a_model_whose_shards_branch_differently_is_refused(devices):
         train(NormalisesSometimes(), [(X, y)], devices=devices, check="off")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"compile": True}, "compile=True and batch_norm='sync'"),
-        ({"batch_norm": "whole"}, "batch_norm='whole': choose one of shard, sync"),
-        ({"lanes": InlineLanes}, "lanes without threads"),
-    ],
-)
-def test_unsupported_combinations_are_refused_with_a_remedy(options, message):
-    with pytest.raises(InputError, match=message):
-        train(build(), [], **options)
+def test_lanes_without_threads_are_refused_for_several_devices():
+    with pytest.raises(InputError, match="lanes without threads"):
+        train(build(), [], lanes=InlineLanes)
 
 
 def test_lanes_without_threads_have_the_bits_of_one_device():

@@ -13,7 +13,7 @@ from torch import nn
 
 import evenstep
 from dying import end_lane
-from evenstep.errors import ContractError, DeviceLostError, EvenstepError, InputError
+from evenstep.errors import ContractError, DeviceLostError, EvenstepError
 from evenstep.metrics import accuracy
 from evenstep.models.gpt import gpt
 from layouts import own, shared
@@ -45,26 +45,6 @@ def refused(match, model, *batch, **options):
 
 
 # ---- options
-
-
-SLICED = evenstep.nn.slice_(nn.Sequential(nn.Flatten(), nn.Linear(36, CLASSES)), 1)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"compile": True}, "got compile=True and Stages"),
-        ({"side_by_side": True}, r"Stages\(\.\.\.\) and side_by_side="),
-        ({"batch_norm": "sync"}, r"Stages\(\.\.\.\) and batch_norm="),
-        (
-            {"divide": (evenstep.Stages(STAGES), evenstep.Slices())},
-            r"got Stages\(\.\.\.\) and Slices\(\), but devices compute whole shards",
-        ),
-    ],
-)
-def test_options_that_stages_exclude(options, message):
-    with pytest.raises(InputError, match=message):
-        staged(SLICED if "divide" in options else build("dropout"), **options)
 
 
 def test_a_refused_name_changes_nothing():

@@ -6,6 +6,8 @@ from torch import nn
 
 from changing import CHANGES, Changing
 from in_flight import DEVICES, assert_same_on, train
+from layouts import own
+from reference import assert_same_bits
 
 
 class Parts(nn.Module):
@@ -51,6 +53,10 @@ OF_PARTS = {
 @pytest.mark.thinned(2)
 def test_a_change_of_the_module_holds_from_the_next_step_on(change):
     later = assert_same_on(DEVICES, change_at(2, change), model=Parts, waits=True)
+    for devices in (3, own(2)):
+        alone = train(devices, change_at(2, change), model=Parts, max_in_flight=1)
+        assert_same_bits(alone[0], later[0])
+        assert alone[1:] == later[1:]
     earlier = train(1, change_at(1, change), model=Parts, max_in_flight=1)
     assert earlier[1][:2] == later[1][:2]
     assert earlier[1] != later[1]

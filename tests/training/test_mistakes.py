@@ -374,18 +374,6 @@ def packages_of(error):
     return {frame.f_globals["__name__"].partition(".")[0] for frame in frames}
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
-    with trainer_of() as trainer:
-        trainer.save(tmp_path)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5))
-    with pytest.raises(EvenstepError) as caught:
-        evenstep.Trainer.load(tmp_path, model, sgd(model), nn.CrossEntropyLoss())
-    (line,) = answers(caught.value)
-    assert "parameter 1.weight float32 (5, 36) instead of none" in line
-    assert "0.weight none instead of float32 (2, 1, 3, 3) and 3 more: the checkpoint is of" in line
-    assert "build the model that was trained, or train from the start in a new folder" in line
-
-
 def test_more_devices_than_cores_are_answered_by_a_note(monkeypatch):
     monkeypatch.setattr("evenstep.devices.discovery.usable_cores", lambda: 2)
     assert trainer_of(devices=3, shards=3).notes == [

@@ -304,10 +304,6 @@ def test_ctrl_c_while_the_lead_waits_for_a_slice(request, monkeypatch):
     [
         ({"divide": "layers"}, r"got divide='layers': give Stages.*, Slices\(\) or Owners"),
         ({"model": build("dropout")}, r"no layer of the model has slices: call evenstep\.nn\.sl"),
-        ({"compile": True}, r"got compile=True and Slices\(\), but shards"),
-        ({"batch_norm": "sync"}, r"got Slices\(\) and batch_norm='sync'"),
-        ({"side_by_side": True}, r"got Slices\(\) and side_by_side=True"),
-        ({"max_in_flight": 2}, r"got Slices\(\) and max_in_flight=2"),
     ],
 )
 def test_what_does_not_work_together_is_refused_in_a_line(options, message):

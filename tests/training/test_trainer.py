@@ -12,7 +12,6 @@ from evenstep.batch.seeds import derive_seed
 from evenstep.data import Loader
 from evenstep.errors import (
     BatchError,
-    InputError,
     ModelError,
     NonFiniteLossError,
 )
@@ -253,18 +252,6 @@ def test_lazy_parameters_need_a_batch_first():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ModelError, match=r"1\.weight has no shape yet"):
         evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss())
-
-
-def test_autocast_around_a_step_is_refused_and_changes_nothing():
-    with open_trainer(build("batch_norm")) as trainer:
-        trainer.step(*make_batches((16,))[0])
-        before = state_of(trainer)
-        with (
-            torch.autocast("cpu", torch.bfloat16),
-            pytest.raises(InputError, match=r'precision="bf16"'),
-        ):
-            trainer.step(*make_batches((16,))[0])
-        assert_same_bits(state_of(trainer), before)
 
 
 # Predictions

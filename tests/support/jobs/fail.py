@@ -77,7 +77,6 @@ def main():
     if "in buckets" in sys.argv[3:]:  # which leave while a backward pass still runs
         gradient_reduce.BUCKET_BYTES = 200
         gradient_reduce.SharedMemoryReducer = gradient_reduce.NetworkReducer
-    options = {"batch_norm": "sync"} if kind == "sync" else {}
     model = build("convolution", seed=rank if kind == "other model" else 0)
     optimizer = Failing(model.parameters(), lr=0.1)
     if kind != "nothing":  # then this process is alone
@@ -88,7 +87,7 @@ def main():
             model,
             optimizer,
             nn.CrossEntropyLoss(),
-            **grouped(devices=1, peer_timeout_s=3.0, check_every=5, check="off", **options),
+            **grouped(devices=1, peer_timeout_s=3.0, check_every=5, check="off"),
         ) as trainer:
             if kind == "other data":
                 X = torch.full((64, 1, 6, 6), float(rank))
