@@ -401,17 +401,6 @@ def test_notes_are_of_what_costs_time_or_bits(gpus, cores, models, devices, shar
     assert layout_notes(find_devices(devices), shards) == lines
 
 
-def test_each_thing_has_a_line_of_its_own(gpus, cores):
-    gpus("H200")
-    cores(1)
-    notes = layout_notes(find_devices(["cuda:0", "cpu:0", "cpu:1"]), 2)
-    assert [note.split()[:2] for note in notes] == [
-        ["2", "threads"],
-        ["2", "shards"],
-        ["devices", "of"],
-    ]
-
-
 # ---- settings of torch, restored at the end
 
 

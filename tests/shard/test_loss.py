@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from evenstep.errors import BatchError, ContractError, ModelError, NonFiniteLossError
+from evenstep.errors import ContractError, ModelError, NonFiniteLossError
 from layouts import own
 from trainers import open_trainer
 from zoo import CLASSES, build, make_batches
@@ -159,15 +159,6 @@ def test_a_batch_that_counts_nothing_is_not_trained_on():
         with pytest.raises(NonFiniteLossError, match="counts nothing"):
             trainer.step(BATCH[0], torch.full_like(BATCH[1], -100))
         assert trainer.fingerprint() == before
-
-
-@pytest.mark.parametrize("batch", [BATCH[:1], (*BATCH, BATCH[1])], ids=["none", "two"])
-def test_a_batch_without_one_target_says_what_is_needed(batch):
-    with (
-        open_trainer(build("convolution")) as trainer,
-        pytest.raises((ModelError, BatchError), match=r"\(output, target\)"),
-    ):
-        trainer.step(*batch)
 
 
 # Counts that nothing can be divided by

@@ -270,16 +270,6 @@ def expected(name, shards):
     return reference_training(built(CASES[name]), SGD, LATE, shards=shards)
 
 
-def assert_plain(name, devices, **options):
-    reference, reference_losses = expected(name, options.get("shards", 8))
-    model = built(CASES[name])
-    before = torch.get_rng_state()
-    state, losses = trained(model, LATE, devices, **options)
-    assert_same_bits(state, reference)
-    assert losses == reference_losses
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 LAYOUTS = {
     "one shard": {"devices": 1, "shards": 1},
     "one device": {"devices": 1},
