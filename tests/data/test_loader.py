@@ -284,7 +284,6 @@ def test_the_arguments_have_torchs_names_only():
             "got sampler=DistributedSampler for 2 processes: .* use shuffle=True instead",
         ),
     ],
-    ids=str,
 )
 def test_arguments_that_cannot_be_are_refused(arguments, line):
     with pytest.raises((InputError, DataError), match=line):
