@@ -1,7 +1,6 @@
 """A progress bar: on a terminal, in a notebook, and where nobody sees it."""
 
 import re
-import subprocess
 import sys
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from evenstep.callbacks import Callback, LiveCurve, ProgressBar
 from screen import lines_on_screen, on_a_terminal
 from trainers import open_trainer
+from warm import run
 from zoo import build, make_batches
 
 BATCHES = make_batches((24, 17, 24))
@@ -71,8 +71,7 @@ def test_a_bar_for_the_whole_training_shows_the_last_loss():
 
 
 def test_on_a_pipe_nothing_is_shown():
-    program = PROGRAM.replace("TOTAL", "")
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    done = run("-c", PROGRAM.replace("TOTAL", ""))
     assert done.returncode == 0
     assert "%" not in done.stderr + done.stdout
     assert done.stdout.count("printed") == 2

@@ -4,9 +4,9 @@ import fcntl
 import os
 import pty
 import struct
-import subprocess
-import sys
 import termios
+
+from warm import Job
 
 
 def on_a_terminal(program, columns=100, rows=60):
@@ -15,11 +15,11 @@ def on_a_terminal(program, columns=100, rows=60):
     fcntl.ioctl(side, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
     environment.pop("COLUMNS", None)
-    command = [sys.executable, "-c", program]
-    with subprocess.Popen(command, stdout=side, stderr=side, env=environment) as process:
-        os.close(side)
-        written = read_all(terminal).decode()
-    return process.returncode, written
+    job = Job("-c", program, env=environment, shown_on=side)
+    os.close(side)
+    written = read_all(terminal).decode()
+    job.communicate(60)
+    return job.returncode, written
 
 
 def read_all(terminal):

@@ -29,18 +29,19 @@ class Job:
             that train together differ as those of any two processes do.
         fresh: whether it imports everything itself.
         within: the command that the process's own follows, such as `unshare -m`; then it is fresh.
+        shown_on: the descriptor of a terminal, where its output and errors go instead.
     """
 
-    def __init__(self, *command, env=None, rank=0, fresh=False, within=()):
+    def __init__(self, *command, env=None, rank=0, fresh=False, within=(), shown_on=None):
         words, env = [str(word) for word in command], dict(env or os.environ)
         self._files = [tempfile.TemporaryFile("w+") for _ in range(2)]  # noqa: SIM115
         self._texts = None
+        out, err = (file.fileno() if shown_on is None else shown_on for file in self._files)
         if fresh or within or not CAN_FORK:
-            out, err = self._files
             words = [*within, sys.executable, *words]
             self._process = subprocess.Popen(words, env=env, stdout=out, stderr=err)
         else:
-            self._process = _Forked(words, env, rank, [file.fileno() for file in self._files])
+            self._process = _Forked(words, env, rank, [out, err])
 
     @property
     def pid(self):

@@ -76,6 +76,8 @@ def run(command, environment, folder):
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    if os.isatty(1):
+        sys.stdout, sys.stderr = (open(number, "w", 1, "utf-8", closefd=False) for number in (1, 2))
     file, *arguments = command
     program = arguments.pop(0) if file == "-c" else Path(file).read_text()
     sys.argv = [file, *arguments]
