@@ -203,33 +203,36 @@ def test_the_package_is_typed():
     assert (SOURCE / "py.typed").is_file()
 
 
-def loaded_by(program):
-    """Return the modules that a program has imported at its end, in a process of its own."""
-    script = f"{program}\nimport sys; print(*sys.modules)"
+STAGES = "import evenstep; dir(evenstep)", "evenstep.Trainer", "from evenstep import *"
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """The modules that a process of its own has imported after each of `STAGES`."""
+    script = "".join(f"{stage}\nimport sys; print(*sys.modules)\n" for stage in STAGES)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    return set(done.stdout.split())
+    return [{*line.split()} for line in done.stdout.splitlines()]
 
 
-def test_importing_evenstep_loads_no_torch():
+def test_importing_evenstep_loads_no_torch(loaded):
     """Until a public name is used."""
-    assert not loaded_by("import evenstep; dir(evenstep)") & {"torch", "numpy", "optree"}
-    assert "torch" in loaded_by("import evenstep; evenstep.Trainer")
+    assert not loaded[0] & {"torch", "numpy", "optree"}
+    assert "torch" in loaded[1]
+
+
+def test_importing_evenstep_loads_no_command_line(loaded):
+    """And none of what is slow to import and seldom needed."""
+    assert "evenstep.training.trainer" in loaded[2]
+    assert not loaded[2] & {"evenstep.cli", "evenstep.book", "evenstep.bench", "evenstep.mxnet"}
+    assert not loaded[2] & {"click", "rich", "pooch", "requests", "sklearn"}
+    assert not loaded[2] & {"tensorboard", "torchmetrics", "matplotlib", "IPython"}
 
 
 def test_a_name_that_is_not_public_is_refused():
     with pytest.raises(AttributeError, match="module 'evenstep' has no attribute 'Trainr'"):
         evenstep.Trainr  # noqa: B018
-
-
-def test_importing_evenstep_loads_no_command_line():
-    """And none of what is slow to import and seldom needed."""
-    modules = loaded_by("from evenstep import *")
-    assert "evenstep.training.trainer" in modules
-    assert not modules & {"evenstep.cli", "evenstep.book", "evenstep.bench", "evenstep.mxnet"}
-    assert not modules & {"click", "rich", "pooch", "requests", "sklearn"}
-    assert not modules & {"tensorboard", "torchmetrics", "matplotlib", "IPython"}
 
 
 def test_dir_shows_what_is_public_and_nothing_else():

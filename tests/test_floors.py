@@ -52,10 +52,18 @@ def source_of(module):
     return text_of(MODULES[module])
 
 
+@functools.cache
+def nodes_of(source):
+    """Return the nodes of a syntax tree that say what is imported, called or read, parsed once."""
+    kinds = ast.Import | ast.ImportFrom | ast.Call | ast.Attribute
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, kinds)]
+
+
+@functools.cache
 def imported(source):
     """Return the modules of evenstep that `source` imports, wherever in it."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -96,7 +104,7 @@ def imports_inside(place, sources):
 def forbidden(source):
     """Return what only the command line may do (read the environment), or nobody (pickle)."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -226,7 +234,7 @@ WRITERS = {
 def writing(source):
     """Return the calls in `source` that may write to a file."""
     found = set()
-    for node in ast.walk(ast.parse(source)):
+    for node in nodes_of(source):
         if not isinstance(node, ast.Call):
             continue
         place = node.func.value if isinstance(node.func, ast.Attribute) else None

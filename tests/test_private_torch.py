@@ -60,7 +60,7 @@ def read_privately(tree, own):
         elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("torch"):
             names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
             found |= set(filter(is_private, names))
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
             if is_private(str(name)) and name not in own:
                 found.add(name)

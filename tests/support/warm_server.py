@@ -77,7 +77,7 @@ def run(command, environment, folder):
     os.environ.update(environment)
     os.chdir(folder)
     if os.isatty(1):
-        sys.stdout, sys.stderr = (open(number, "w", 1, "utf-8", closefd=False) for number in (1, 2))
+        sys.stdout, sys.stderr = (os.fdopen(one, "w", 1, "utf-8", closefd=False) for one in (1, 2))
     file, *arguments = command
     program = arguments.pop(0) if file == "-c" else Path(file).read_text()
     sys.argv = [file, *arguments]
