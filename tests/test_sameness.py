@@ -18,6 +18,8 @@ from zoo import ZOO, Recomputed, SparseInPlaces, build, make_batches
 
 MOMENTUM = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+FEW = ("1 shared", "2 shared", "3 own", "3 mixed")
+"""Layouts of each kind, for what has no other reason to depend on them."""
 
 
 @functools.cache
@@ -38,7 +40,7 @@ def assert_equals_reference(name, sizes, devices, shards, make_optimizer=MOMENTU
 @pytest.mark.parametrize("max_in_flight", [1, 2])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ZOO)
-@pytest.mark.thinned(4)
+@pytest.mark.thinned(6)
 def test_every_model_on_every_layout_equals_the_reference(name, layout, max_in_flight):
     for shards, sizes in ((7, (21, 19)), (8, (33, 16, 30, 24))):
         assert_equals_reference(name, sizes, LAYOUTS[layout], shards, ADAM, max_in_flight)
@@ -52,7 +54,7 @@ def test_last_batches_of_every_awkward_size(shards, last):
         assert_equals_reference("dropout", (16, last), devices, shards, ADAM)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     name=st.sampled_from([name for name in ZOO if name != "batch_norm"]),
     sizes=st.lists(st.integers(1, 40), min_size=1, max_size=3),
@@ -65,7 +67,7 @@ def test_any_sizes_and_shards(name, sizes, shards, layout, make_optimizer, max_i
     assert_equals_reference(name, sizes, LAYOUTS[layout], shards, make_optimizer, max_in_flight)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     shards=st.integers(1, 9),
     per_shard=st.integers(2, 5),
@@ -103,8 +105,8 @@ def test_one_shard_is_a_plain_pytorch_loop(name, devices):
 def test_layout_and_precision_keep_the_promise(name, options):
     batches = make_batches((32, 21))
     states = [
-        train(build(name), MOMENTUM, batches, devices=devices, **options)[0]
-        for devices in LAYOUTS.values()
+        train(build(name), MOMENTUM, batches, devices=LAYOUTS[layout], **options)[0]
+        for layout in FEW
     ]
     for state in states[1:]:
         assert_same_bits(state, states[0])
@@ -157,7 +159,7 @@ def test_a_weight_with_sparse_gradients_in_some_shards_and_dense_ones_in_others(
         assert_same_bits(state, states[0])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", FEW)
 def test_a_backward_pass_that_adds_to_a_gradient_twice(layout):
     """Onto the sum of the shards to the left this would be (left + a) + b, not left + (a + b)."""
     batches = make_batches((40, 33, 40))
