@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 
@@ -130,29 +129,6 @@ def test_another_processor_is_refused_or_followed_within_rounding(one_process, t
     assert not one_process["within_rounding"]
 
 
-PLAIN = """
-import hashlib, torch
-from torch.nn import functional as F
-torch.set_num_threads(1)
-numbers = torch.arange(90_000.0).mul(0.7).sin()
-a, b = numbers.reshape(300, 300), numbers.cos().reshape(300, 300)
-images = numbers[:86_400].reshape(2, 12, 60, 60).requires_grad_()
-kernels = b[:24, :108].reshape(24, 12, 3, 3).contiguous().requires_grad_()
-found = [a @ b, a[:7] @ b, a[:, :5].T @ b[:, :65], F.conv2d(images, kernels)]
-found[-1].square().sum().backward()
-found += [images.grad, kernels.grad]
-print(hashlib.sha256(b"".join(one.detach().numpy().tobytes() for one in found)).hexdigest())
-"""
-"""Products and convolutions of plain torch."""
-
-
-def bits_of_plain_torch(**variables):
-    command = [sys.executable, "-c", PLAIN]
-    environment = {**os.environ, **variables}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    return run.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value"), [("MKL_CBWR", "COMPATIBLE"), ("GLIBC_TUNABLES", CPU_TUNABLE)]
@@ -160,29 +136,6 @@ def bits_of_plain_torch(**variables):
 def test_a_setting_of_a_library_in_one_environment_is_named(tmp_path, name, value):
     for end in found(tmp_path, "plain", variables=[{}, {name: value}]):
         assert f"{name} is {value} on rank 1" in end["plain"]["error"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        *(("ONEDNN_MAX_CPU_ISA", "ALL"), ("ONEDNN_MAX_CPU_ISA", "AVX2")),
-        *(("MKL_ENABLE_INSTRUCTIONS", "AVX2"), ("MKL_ENABLE_INSTRUCTIONS", "AVX512")),
-        ("OPENBLAS_CORETYPE", "Zen"),
-    ],
-)
-def test_a_choice_of_instructions_is_named_if_it_moves_bits_here(
-    one_process, tmp_path, name, value
-):
-    """MKL obeys its own on processors of Intel alone."""
-    moves_bits = bits_of_plain_torch() != bits_of_plain_torch(**{name: value})
-    for end in found(tmp_path, "plain", variables=[{}, {name: value}]):
-        if moves_bits:
-            assert f"{name} is {value} on rank 1" in end["plain"]["error"]
-        else:
-            assert end["plain"]["error"] is None
-            assert end["plain"]["fingerprint"] == one_process["fingerprint"]
-            assert not end["plain"]["within_rounding"]
 
 
 TORCH = {

@@ -47,14 +47,6 @@ def refused(match, model, *batch, **options):
 # ---- options
 
 
-def test_a_refused_name_changes_nothing():
-    model = build("dropout")
-    with pytest.raises(EvenstepError, match="'5'"):
-        staged(model, {"0": 0, "5": 1})
-    with open_trainer(model) as trainer:
-        trainer.step(*BATCHES[0])
-
-
 def test_one_stage_is_the_whole_network():
     with staged(build("dropout"), {"0": 0}) as one, open_trainer(build("dropout")) as other:
         for batch in BATCHES:
