@@ -371,7 +371,7 @@ print(trainer.within_rounding)
     ],
     ids=str,
 )
-@pytest.mark.thinned(3)
+@pytest.mark.slow
 def test_a_setting_of_libraries_counts_where_it_moves_a_bit(folder, settings, named):
     here = Path(__file__).parent
     given = "-c", PROGRAM, here, here.parent / "support", folder

@@ -151,7 +151,7 @@ def numbers_after(function):
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-@pytest.mark.thinned(2)
+@pytest.mark.thinned(4)
 def test_a_foreign_draw_is_named_with_its_place_and_stays_the_same(name):
     what, function = FOREIGN[name]
     (first, second), watched = numbers_after(lambda: twice(function))

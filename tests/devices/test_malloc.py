@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from evenstep.devices import kept_memory, malloc
+from marks import slow
 
 needs_glibc = pytest.mark.skipif(
     sys.platform != "linux" or malloc._glibc() is None, reason="malloc is not glibc's here"
@@ -59,7 +60,7 @@ print(json.dumps(measured))
 
 
 @needs_glibc
-@pytest.mark.parametrize("how", ["once", "overlapping"])
+@pytest.mark.parametrize("how", ["once", slow("overlapping")])
 def test_memory_is_reused_and_goes_back_at_the_end(how):
     """Without it, malloc maps two thirds of the memory anew in about every second process.
 
