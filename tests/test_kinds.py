@@ -33,7 +33,7 @@ def test_there_are_many_kinds():
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 def test_a_kind_is_the_same_on_any_devices(name):
     kind = program(name)
     one = outcome(*kind.even(ONE))

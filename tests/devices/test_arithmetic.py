@@ -129,6 +129,7 @@ def test_settings_of_instructions_are_known_as_causes(monkeypatch):
 PROGRAM = "from evenstep.devices import *; print(known_results([Device('cpu', 0)]))"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="another processor"
 )

@@ -23,6 +23,7 @@ from owned_optimizers import (
     model_of,
 )
 from reference import assert_same_bits, whole_state
+from trainers import open_trainer
 from zoo import build, make_batches
 
 
@@ -67,19 +68,17 @@ def test_coupled_tensors_are_refused(make, grouped):
     assert torch.equal(torch.random.get_rng_state(), drawn)
 
 
-def test_an_optimizer_that_changes_parameters_without_gradient_is_refused():
-    with pytest.raises(ModelError, match="DecaysAll changes parameters that have no gradient"):
-        refuse_coupled(DecaysAll(build("convolution").parameters()))
-
-
-def test_an_optimizer_that_keeps_state_in_attributes_is_refused():
-    with pytest.raises(ModelError, match="KeepsElsewhere keeps state in attributes of its own"):
-        refuse_coupled(KeepsElsewhere(build("convolution").parameters()))
-
-
-def test_an_optimizer_whose_settings_follow_gradients_is_refused():
-    with pytest.raises(ModelError, match="CountsGradients changes the settings of a group only"):
-        refuse_coupled(CountsGradients(build("convolution").parameters()))
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (DecaysAll, "DecaysAll changes parameters that have no gradient"),
+        (KeepsElsewhere, "KeepsElsewhere keeps state in attributes of its own"),
+        (CountsGradients, "CountsGradients changes the settings of a group only"),
+    ],
+)
+def test_what_follows_other_gradients_is_refused(make, message):
+    with pytest.raises(ModelError, match=message):
+        refuse_coupled(make(build("convolution").parameters()))
 
 
 @pytest.mark.parametrize("hold", OWN_LISTS.values(), ids=OWN_LISTS)
@@ -94,6 +93,10 @@ def test_coupling_is_seen_although_the_learning_rate_begins_at_zero():
     optimizer.param_groups[0]["lr"] = 0
     with pytest.raises(ModelError, match="other bits"):
         refuse_coupled(optimizer)
+
+
+def owned(model, optimizer, **options):
+    return open_trainer(model, optimizer=optimizer, devices=1, divide=evenstep.Owners(), **options)
 
 
 class Outer(torch.optim.SGD):
@@ -138,39 +141,20 @@ def test_what_cannot_be_split_is_refused_by_name(make, message, max_in_flight):
     if max_in_flight == 2 and make in (Outer, patched):
         message = "max_in_flight"  # refused there already
     with pytest.raises(ModelError, match=message):
-        evenstep.Trainer(
-            model,
-            optimizer,
-            nn.CrossEntropyLoss(),
-            devices=1,
-            max_in_flight=max_in_flight,
-            layout=evenstep.Layout(divide=evenstep.Owners()),
-        )
+        owned(model, optimizer, max_in_flight=max_in_flight)
 
 
 def test_layers_with_sparse_gradients_are_refused_by_name():
     model = embedding()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ModelError, match=r"table\.weight belongs to a layer with sparse=True"):
-        evenstep.Trainer(
-            model,
-            optimizer,
-            nn.CrossEntropyLoss(),
-            devices=1,
-            layout=evenstep.Layout(divide=evenstep.Owners()),
-        )
+        owned(model, optimizer)
 
 
 def test_backward_is_refused_by_name():
     model = build("convolution")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with evenstep.Trainer(
-        model,
-        optimizer,
-        nn.CrossEntropyLoss(),
-        devices=1,
-        layout=evenstep.Layout(divide=evenstep.Owners()),
-    ) as trainer:
+    with owned(model, optimizer) as trainer:
         with pytest.raises(InputError, match=r"trainer\.backward leaves the update to you"):
             trainer.backward(*make_batches((16,))[0])
         trainer.step(*make_batches((16,))[0])
