@@ -42,13 +42,6 @@ def test_handles_and_vars_may_lie_in_lists_tuples_and_dicts(engine):
     assert nested["list"][0] is one  # what was given stays as it is
 
 
-def test_a_chain_is_computed_in_its_order(engine):
-    total = engine.submit(int)
-    for number in range(300):
-        total = engine.submit(add, total, number, device=TWO[number % 2])
-    assert total.result() == sum(range(300))
-
-
 def test_a_task_runs_on_the_lane_it_is_bound_to():
     with Engine([Device("cpu", 0), Device("cpu", 1, own_memory=True)]) as engine:
         for name in ("cpu:0", "cpu:1:own"):

@@ -61,12 +61,6 @@ def test_an_error_prints_the_tasks_story(engine):
     ]
 
 
-def test_the_story_of_a_task_without_one_is_short(engine):
-    with pytest.raises(ZeroDivisionError) as caught:
-        engine.submit(divide_by_zero, device="cpu:0").result()
-    assert caught.value.__notes__ == ["in task 'divide_by_zero' (number 0) on cpu:0"]
-
-
 def test_raised_twice_an_error_is_the_same_and_does_not_grow(engine):
     handle = engine.submit(divide_by_zero)
     dependant = engine.submit(str, handle)

@@ -286,10 +286,6 @@ def train_by_command(*, devices, **more):
     }
 
 
-def _processes(layouts):
-    return {**ONE_AND_TWO, **layouts}
-
-
 def _in_one_or_many(name, **experiment):
     """Return a run that trains in one process, or in several where a layout says so."""
 
@@ -312,84 +308,52 @@ def _resumed(first, options, **more):
     return {"first": first, "options": options, **more}
 
 
+def _zoo(layouts, *given, **experiment):
+    return Run(functools.partial(train_zoo, *given, **experiment), layouts)
+
+
+def _digits(layouts, make_model, slow=(), **experiment):
+    return Run(functools.partial(train_digits, make_model, **experiment), layouts, slow)
+
+
+def _of(cls, **settings):
+    """Return what makes an optimizer of some parameters."""
+    return lambda parameters: cls(parameters, **settings)
+
+
+ZOO_RUNS = ("convolution batch_norm dropout recurrent attention tied unused branching mixed_dtypes "
+            "noisy")  # fmt: skip
 RUNS = {
-    **{
-        f"zoo: {name}": Run(functools.partial(train_zoo, name), MANY)
-        for name in (
-            "convolution",
-            "batch_norm",
-            "dropout",
-            "recurrent",
-            "attention",
-            "tied",
-            "unused",
-            "branching",
-            "mixed_dtypes",
-            "noisy",
-        )
-    },
-    "optimizer: AdamW, V = 3": Run(
-        functools.partial(
-            train_zoo, "attention", lambda p: torch.optim.AdamW(p, lr=0.01), shards=3
-        ),
-        MIXED,
+    **{f"zoo: {name}": _zoo(MANY, name) for name in ZOO_RUNS.split()},
+    "optimizer: AdamW, V = 3": _zoo(MIXED, "attention", _of(torch.optim.AdamW, lr=0.01), shards=3),
+    "optimizer: NAdam": _zoo(MIXED, "tied", _of(torch.optim.NAdam, lr=0.01)),
+    "optimizer: RMSprop, centered": _zoo(
+        MIXED, "convolution", _of(torch.optim.RMSprop, lr=0.01, centered=True)
     ),
-    "optimizer: NAdam": Run(
-        functools.partial(train_zoo, "tied", lambda p: torch.optim.NAdam(p, lr=0.01)), MIXED
+    "optimizer: Adagrad": _zoo(MIXED, "unused", _of(torch.optim.Adagrad, lr=0.05)),
+    "optimizer: LBFGS": _zoo(MIXED, "batch_norm", _of(torch.optim.LBFGS, lr=0.1, max_iter=4)),
+    "sparse gradients in some shards: SGD": _zoo(
+        MIXED, SparseInPlaces, _of(torch.optim.SGD, lr=0.5)
     ),
-    "optimizer: RMSprop, centered": Run(
-        functools.partial(
-            train_zoo, "convolution", lambda p: torch.optim.RMSprop(p, lr=0.01, centered=True)
-        ),
-        MIXED,
-    ),
-    "optimizer: Adagrad": Run(
-        functools.partial(train_zoo, "unused", lambda p: torch.optim.Adagrad(p, lr=0.05)), MIXED
-    ),
-    "optimizer: LBFGS": Run(
-        functools.partial(
-            train_zoo, "batch_norm", lambda p: torch.optim.LBFGS(p, lr=0.1, max_iter=4)
-        ),
-        MIXED,
-    ),
-    "sparse gradients in some shards: SGD": Run(
-        functools.partial(train_zoo, SparseInPlaces, lambda p: torch.optim.SGD(p, lr=0.5)), MIXED
-    ),
-    "optimizer: SparseAdam": Run(
-        functools.partial(train_zoo, Table, lambda p: torch.optim.SparseAdam(p, lr=0.01)),
-        MIXED,
-    ),
-    "V = 1": Run(functools.partial(train_zoo, "batch_norm", shards=1), ONE_AND_TWO),
-    "V = 7": Run(functools.partial(train_zoo, "dropout", adam, shards=7), MIXED),
-    "V = 16": Run(
-        functools.partial(train_zoo, "convolution", shards=16, sizes=(32, 48, 16)), MIXED
-    ),
-    "bf16": Run(functools.partial(train_zoo, "attention", precision="bf16"), MANY),
-    "bf16, dropout, Adam": Run(
-        functools.partial(train_zoo, "dropout", adam, precision="bf16"), MIXED
-    ),
-    "contiguous": Run(
-        functools.partial(train_zoo, "convolution", memory_format="contiguous"), MIXED
-    ),
-    "channels_last": Run(
-        functools.partial(train_zoo, "batch_norm", memory_format="channels_last"), MIXED
-    ),
-    "two threads a device": Run(
-        functools.partial(train_zoo, "convolution", threads=2), ONE_AND_TWO
-    ),
-    "batch_norm=sync": Run(functools.partial(train_zoo, "batch_norm", batch_norm="sync"), MIXED),
-    "batch_norm=sync, V = 5": Run(
-        functools.partial(train_zoo, "batch_norm", adam, batch_norm="sync", shards=5), MIXED
-    ),
-    "in flight: dropout": Run(functools.partial(train_zoo, "dropout", adam), IN_FLIGHT),
-    "in flight: batch_norm": Run(functools.partial(train_zoo, "batch_norm"), IN_FLIGHT),
+    "optimizer: SparseAdam": _zoo(MIXED, Table, _of(torch.optim.SparseAdam, lr=0.01)),
+    "V = 1": _zoo(ONE_AND_TWO, "batch_norm", shards=1),
+    "V = 7": _zoo(MIXED, "dropout", adam, shards=7),
+    "V = 16": _zoo(MIXED, "convolution", shards=16, sizes=(32, 48, 16)),
+    "bf16": _zoo(MANY, "attention", precision="bf16"),
+    "bf16, dropout, Adam": _zoo(MIXED, "dropout", adam, precision="bf16"),
+    "contiguous": _zoo(MIXED, "convolution", memory_format="contiguous"),
+    "channels_last": _zoo(MIXED, "batch_norm", memory_format="channels_last"),
+    "two threads a device": _zoo(ONE_AND_TWO, "convolution", threads=2),
+    "batch_norm=sync": _zoo(MIXED, "batch_norm", batch_norm="sync"),
+    "batch_norm=sync, V = 5": _zoo(MIXED, "batch_norm", adam, batch_norm="sync", shards=5),
+    "in flight: dropout": _zoo(IN_FLIGHT, "dropout", adam),
+    "in flight: batch_norm": _zoo(IN_FLIGHT, "batch_norm"),
     "in flight: clipped, scheduled": Run(train_clipped_and_scheduled, IN_FLIGHT),
     "objective: masked dicts": Run(train_objective, MANY),
     "model changed between steps": Run(train_changing_model, IN_FLIGHT),
-    "compiled": Run(functools.partial(train_zoo, "dropout", compile=True), ONE_AND_TWO),
-    "compiled, batch_norm, Adam": Run(
-        functools.partial(train_zoo, "batch_norm", adam, compile=True, sizes=(32, 32)),
-        ONE_AND_TWO,
+    "compiled": _zoo(ONE_AND_TWO, "dropout", compile=True),
+    "compiled, batch_norm, Adam": _zoo(
+        ONE_AND_TWO, "batch_norm", adam, compile=True, sizes=(32, 32)
     ),
     "resumed": Run(
         train_resumed,
@@ -417,14 +381,10 @@ RUNS = {
         },
         slow=("2 processes, in flight 2",),
     ),
-    "lenet on digits": Run(functools.partial(train_digits, evenstep.models.lenet, steps=6), MIXED),
-    "mlp on digits, two epochs": Run(
-        functools.partial(train_digits, evenstep.models.mlp, steps=8, batch_size=400), ONE_AND_TWO
-    ),
-    "resnet18 on digits": Run(
-        functools.partial(train_digits, evenstep.models.resnet18, steps=2, batch_size=32),
-        ONE_AND_TWO,
-        slow=tuple(ONE_AND_TWO),
+    "lenet on digits": _digits(MIXED, evenstep.models.lenet, steps=6),
+    "mlp on digits, two epochs": _digits(ONE_AND_TWO, evenstep.models.mlp, steps=8, batch_size=400),
+    "resnet18 on digits": _digits(
+        ONE_AND_TWO, evenstep.models.resnet18, tuple(ONE_AND_TWO), steps=2, batch_size=32
     ),
     "command line": Run(
         train_by_command,

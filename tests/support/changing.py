@@ -132,22 +132,7 @@ def add_backward_hook(model):
 
 
 CHANGES = [
-    set_function,
-    set_lambda,
-    write_object,
-    write_inner_object,
-    write_slot,
-    write_array,
-    set_array,
-    add_to_set,
-    set_dtype,
-    set_tuple,
-    write_nested_tensor,
-    write_nested_tensor_past_the_counters,
-    patch_forward,
-    set_class,
-    delete,
-    delete_then_make,
-    add_backward_pre_hook,
-    add_backward_hook,
-]
+    set_function, set_lambda, write_object, write_inner_object, write_slot, write_array, set_array,
+    add_to_set, set_dtype, set_tuple, write_nested_tensor, write_nested_tensor_past_the_counters,
+    patch_forward, set_class, delete, delete_then_make, add_backward_pre_hook, add_backward_hook,
+]  # fmt: skip

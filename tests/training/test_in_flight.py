@@ -161,26 +161,6 @@ def test_looking_at_the_model_in_the_middle_of_steps_in_flight(look, tmp_path):
         assert_same_bits(two[2], one[2])
 
 
-@on_devices
-def test_a_checkpoint_of_steps_in_flight_is_gone_on_from(devices, tmp_path):
-    batches = numbered(6)
-    with opened(devices, model="dropout") as (trainer, _):
-        for batch in batches[:4]:
-            trainer.step(*batch)
-        trainer.save(tmp_path)
-        for batch in batches[4:]:
-            trainer.step(*batch)
-        unbroken = trainer.fingerprint()
-    for resumed_on in (1, devices):
-        model = build("dropout", seed=3)
-        with evenstep.Trainer.load(
-            tmp_path, model, sgd(model), trainer.gates, devices=resumed_on, max_in_flight=2
-        ) as resumed:
-            for batch in batches[4:]:
-                resumed.step(*batch)
-        assert resumed.fingerprint() == unbroken
-
-
 def test_a_checkpoint_waits_for_the_steps_in_flight(tmp_path):
     def slow(model, X, y, _):
         time.sleep(0.5)  # longer than it takes to save
