@@ -264,6 +264,7 @@ def test_two_objectives_and_two_optimizers(in_flight):
     assert losses[0] != losses[2]
 
 
+@pytest.mark.slow
 def test_a_compiled_training_computes_other_objectives_eagerly():
     batch = torch.ones(16, 6), torch.ones(16, 4)  # shards of one size: one program
     results = []

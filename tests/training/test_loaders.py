@@ -103,7 +103,7 @@ def no_worker_is_left():
 
 
 @pytest.mark.parametrize("kind", kinds())
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 def test_a_training_resumes_in_the_middle_of_an_epoch(tmp_path, kind):
     whole, straight = unbroken(kind)
     stop = len(whole) // 2 + 3
@@ -119,7 +119,7 @@ def test_a_training_resumes_in_the_middle_of_an_epoch(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", kinds(sorted(set(KINDS) - PROCESSES)))
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 def test_a_training_resumes_twice_in_one_epoch_and_at_its_end(tmp_path, kind):
     trainer, seen = new(), []
     for epochs, more in ((1, BATCHES + 1), (2, 5), (2, 1)):  # an epoch has at most 12
@@ -135,7 +135,7 @@ IN_ORDER = {"in order", "list", "datasets itself", "datasets stream"}
 
 
 @pytest.mark.parametrize("kind", kinds(sorted(set(KINDS) - IN_ORDER - SPAWNED)))
-@pytest.mark.thinned(3)
+@pytest.mark.thinned(5)
 def test_the_epochs_have_different_orders(kind):
     whole, _ = unbroken(kind)
     half = len(whole) // 2
