@@ -228,6 +228,7 @@ def test_importing_evenstep_loads_no_command_line(loaded):
     assert not loaded[2] & {"evenstep.cli", "evenstep.book", "evenstep.bench", "evenstep.mxnet"}
     assert not loaded[2] & {"click", "rich", "pooch", "requests", "sklearn"}
     assert not loaded[2] & {"tensorboard", "torchmetrics", "matplotlib", "IPython"}
+    assert not loaded[2] & {"lightning", "pytorch_lightning", "transformers", "accelerate"}
 
 
 def test_a_name_that_is_not_public_is_refused():

@@ -241,6 +241,7 @@ for ours, its in zip(model.parameters(), plain.parameters()):
 """
 
 
+@pytest.mark.slow  # a fresh process
 def test_batches_that_are_channels_last_train_such_a_convolution():
     """As a processor without AVX-512 computes it, where plain torch crashes."""
     environment = {

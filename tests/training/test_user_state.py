@@ -1,6 +1,5 @@
 """Objects of the user's own that are saved and resumed with a training."""
 
-import json
 import logging
 import random
 
@@ -121,22 +120,6 @@ def test_a_state_comes_back_as_it_was(tmp_path):
     assert tensors[0].equal(STATE["a", 1])
     assert tensors[1].equal(torch.ones(3, 2))
     assert keeper.state == {"plain": STATE["plain"], "nested": {"empty": {}}}
-
-
-def test_the_digests_of_a_checkpoint_cover_it(tmp_path):
-    folder = new(model(), state={"mine": Keeper({"a": 12345})}).save(tmp_path)
-    manifest = folder / "manifest.json"
-    manifest.write_text(manifest.read_text().replace("12345", "12346"))
-    with pytest.raises(CheckpointError, match="SHA-256"):
-        load(tmp_path, model(), state={"mine": Keeper()})
-
-
-def test_a_checkpoint_without_such_objects_is_as_it_was(tmp_path):
-    folder = new(model()).save(tmp_path)
-    assert not json.loads((folder / "manifest.json").read_text())["state"].keys() & {
-        "user_state",
-        "data",
-    }
 
 
 @pytest.mark.parametrize(

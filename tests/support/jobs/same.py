@@ -28,6 +28,7 @@ from grouping import grouped
 from zoo import ZOO, Momentum, Recomputed, SparseInPlaces, build, follow, make_batches, options_of
 
 ADAM = functools.partial(torch.optim.Adam, lr=0.01)
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
 SIZES = {7: (21, 19), 8: (33, 16, 30, 24)}
 TINY_BYTES = 200
 LAST = (16, 3)  # fewer examples than shards
@@ -48,31 +49,44 @@ class Rows(Dataset):
         return self.examples[index]
 
 
-def on_whole_batches(name, sizes, options):
+def trained(model, optimizer, sizes, options):
     """Train on batches that every process has; return the fingerprint and the losses."""
-    model = build(name)
-    optimizer = ADAM(model.parameters())
     options = {**options_of(model), **options}
     with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = [float(loss) for loss in [trainer.step(X, y) for X, y in make_batches(sizes)]]
         return [trainer.fingerprint(), losses]
 
 
+def on_whole_batches(name, sizes, options):
+    """Train a model of the zoo."""
+    model = build(name)
+    return trained(model, ADAM(model.parameters()), sizes, options)
+
+
 def on_sparse_gradients(options):
-    """Train a model whose gradients are sparse in some shards; return fingerprint and losses."""
+    """Train a model whose gradients are sparse in some shards."""
     model = SparseInPlaces()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {**options_of(model), **options}
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
-        losses = [float(trainer.step(X, y)) for X, y in make_batches((61, 64, 1, 2))]
-        return [trainer.fingerprint(), losses]
+    return trained(model, SGD(model.parameters()), (61, 64, 1, 2), options)
+
+
+def on_gradients_added_to_twice(options):
+    """Train a model one of whose gradients is not final when it looks so."""
+    model = Recomputed()
+    return trained(model, SGD(model.parameters()), (40, 33), options)
+
+
+def on_a_momentum_encoder(options):
+    """Train a model that `after_update` writes to."""
+    model = Momentum()
+    options = {"after_update": follow, **options}
+    return trained(model, ADAM(model.parameters()), (40, 33), options)
 
 
 def on_an_embedding_and_short_batches(options):
     """Train an embedding whose rows repeat in each example; some batches fill a single shard."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, 5, sparse=True), nn.Flatten(), nn.Linear(60, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = SGD(model.parameters())
     generator = torch.Generator().manual_seed(1)
     with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
         losses = []
@@ -82,25 +96,6 @@ def on_an_embedding_and_short_batches(options):
             losses.append(float(trainer.step(X, y)))
             losses.append(float(trainer.backward(evenstep.Shards([(X, y)]))))
             optimizer.step()
-        return [trainer.fingerprint(), losses]
-
-
-def on_gradients_added_to_twice(options):
-    """Train a model one of whose gradients is not final when it looks so; return what came out."""
-    model = Recomputed()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
-        losses = [float(trainer.step(X, y)) for X, y in make_batches((40, 33))]
-        return [trainer.fingerprint(), losses]
-
-
-def on_a_momentum_encoder(options):
-    """Train a model that `after_update` writes to; return the fingerprint and the losses."""
-    model = Momentum()
-    options = {"after_update": follow, **options}
-    optimizer = ADAM(model.parameters())
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), **grouped(**options)) as trainer:
-        losses = [float(loss) for loss in [trainer.step(X, y) for X, y in make_batches((40, 33))]]
         return [trainer.fingerprint(), losses]
 
 
