@@ -86,7 +86,7 @@ EXPORTS = {
         "make_network",
         "make_optimizer",
         "make_step",
-        "run",
+        "each_ms",
         "time_steps",
     ],
     "evenstep.bench": [
@@ -95,7 +95,7 @@ EXPORTS = {
         "Scaled",
         "Summary",
         "against",
-        "missing",
+        "installed",
         "paired_ratios",
         "rotated",
         "run_rounds",
@@ -118,7 +118,6 @@ EXPORTS = {
         "write_report",
     ],
     "evenstep.reproduce.splits": [],
-    "evenstep.reproduce.engine": [],
     "evenstep.callbacks": [
         "Callback",
         "EpochRecord",
@@ -282,7 +281,6 @@ EXPORTS = {
         "transforms",
         "vision",
     ],
-    "evenstep.reproduce.mxnet": [],
     "evenstep.mxnet.ops": [],
     "evenstep.mxnet.symbols": [],
     "evenstep.nn": [

@@ -414,9 +414,9 @@ def test_a_table_takes_the_place_between_its_marks(tmp_path):
     assert page.read_text() == "before\n<!-- figures -->\nnew\n<!-- end -->\nafter\n"
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
-def test_trainings_that_are_interrupted_end_as_one_that_is_not(max_in_flight):
-    job = {"devices": 2, "max_in_flight": max_in_flight, "interrupts": 5}
-    found = interrupts.measure(job)
+@pytest.mark.parametrize(("act", "max_in_flight"), [("press", 1), ("save", 2), ("throw", 2)])
+def test_trainings_that_are_interrupted_end_as_one_that_is_not(act, max_in_flight):
+    job = {"layout": "two devices", "in_two_calls": False, "interrupts": 5}
+    found = interrupts.measure({**job, "act": act, "more": {"max_in_flight": max_in_flight}})
     assert found["first"] == []
     assert sum(found["ends"].values()) == 5

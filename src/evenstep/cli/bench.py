@@ -17,8 +17,8 @@ from evenstep.bench import (
     Record,
     Scaled,
     against,
+    installed,
     lineup,
-    missing,
     pictures,
     run_rounds,
     scaled,
@@ -133,9 +133,7 @@ def _run(plan: Plan, name: str, contenders: list[Contender]) -> Mapping[str, Any
     """Run the rounds of all contenders that are installed, and print the speed of each."""
     if note := busy_note(cores_used_by_others(), usable_cores()):
         say(f"note: {note}")
-    for absent in missing(contenders):
-        say(f"left out: {absent.label} ({absent.needs} is not installed)")
-    contenders = [contender for contender in contenders if contender.is_installed]
+    contenders = installed(contenders, say)
     record = Record(
         name,
         command_line(),

@@ -8,7 +8,7 @@ from typing import Any
 
 from evenstep.bench.pictures import BLUE, COLOURS, GREEN, GREY, RED, canvas, to_svg
 from evenstep.errors import counted
-from evenstep.reproduce.lineup import descriptions
+from evenstep.reproduce.experiments import descriptions
 from evenstep.reproduce.plan import Figures
 
 _PICTURES: Mapping[str, Mapping[str, Any]] = {
