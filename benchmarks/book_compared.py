@@ -11,14 +11,11 @@ import argparse
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmark import RESULTS, ROOT, command_line
-from evenstep.bench.results import Record
-from evenstep.bench.tables import Table
-from wording import in_todays_words
+from evenstep.bench import Record
 
 SCRIPT = "examples/book_resnet18.py"
 TWO = ("torchrun", "--nproc-per-node", "2")
@@ -49,7 +46,8 @@ def main() -> None:
             records = [Path(folder, f"{name}-{place}.rec") for name in ("one", "two")]
             commands = [command_of(options, run) for run in runs]
             for path, command in zip(records, commands, strict=True):
-                record(path, [*command, "--data-dir", str(given.data.resolve())])
+                data = ("--data-dir", str(given.data.resolve()))
+                run("record", "--out", str(path), "--steps", "2", *command, *data)
             said = run("compare", *map(str, records))
             lines = [line.replace(f"{folder}/", "").replace(f"-{place}", "") for line in said]
             print("\n".join([title, *lines]), flush=True)
@@ -63,11 +61,6 @@ def command_of(options: Sequence[str], own: Sequence[str]) -> list[str]:
     return [*before, SCRIPT, *options, *behind]
 
 
-def record(path: Path, command: Sequence[str]) -> None:
-    """Record two updates."""
-    run("record", "--out", str(path), "--steps", "2", *command)
-
-
 def run(*arguments: str) -> list[str]:
     """Run evenstep, and return the lines that it writes; 1 says that two runs differ."""
     command = [sys.executable, "-m", "evenstep", *arguments]
@@ -75,34 +68,6 @@ def run(*arguments: str) -> list[str]:
     if done.returncode > 1 or (done.returncode and arguments[0] == "record"):
         raise SystemExit(f"{' '.join(arguments)}:\n{done.stderr}")
     return done.stdout.splitlines()
-
-
-def section(found: Mapping[str, Any], book: Mapping[str, Any]) -> str:
-    """Return the part of docs/compare.md with the answers, and what the remedies bring."""
-    rows = []
-    for one in found["runs"]:
-        verdict, reason = map(in_todays_words, one["output"][:2])
-        verdict = verdict.partition(", first in update")[0]
-        rows.append([one["title"], f"**{verdict}**: {reason.strip()}"])
-    names = ("resnet18.book.1", "resnet18.book.2", "resnet18.improved.2")
-    small, large, improved = (
-        ", ".join(f"{accuracy:.2f}" for accuracy in book[name]["accuracies"]) for name in names
-    )
-    return "\n\n".join(
-        (
-            f"Two updates of each run: `{found['command']}`, torch "
-            f"{found['machine']['packages']['torch']}, revision "
-            f"{found['machine']['git_revision']}.",
-            Table(("both runs have", "`evenstep compare` says"), rows, 2).markdown(),
-            f"With the same batch and rate, two devices differ from one by rounding, and by "
-            f"statistics of half a batch. What costs accuracy is the batch of 512 with a rate of "
-            f"0.2 from the first step on, with one device as with two. Test accuracies after each "
-            f"of four epochs here ([the book's "
-            f"experiments](book.md#resnet-18-on-one-device-and-on-two)): {small} with 256 and 0.1; "
-            f"{large} with 512 and 0.2; {improved} with 512 and a rate that grows to 0.2 in the "
-            f"first epoch and then falls (`evenstep.scale_lr`), which is the remedy.",
-        )
-    )
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any
 
 from evenstep.bench import paired_ratios, summarise
 from evenstep.bench.rounds import Run, by_round
-from evenstep.bench.tables import NOTHING, with_unit
+from evenstep.bench.tables import NOTHING, Table, with_unit
 from evenstep.errors import counted
 from evenstep.reproduce.plan import Figures, Row, Size
 
@@ -83,6 +83,12 @@ def read_findings() -> Mapping[str, Sequence[Finding]]:
             values["in_report"] = row["in_report"] == "yes"
             found.setdefault(values.pop("experiment"), []).append(Finding(**values))
     return found
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Return the table of rows."""
+    cells = [[row.text, row.book, row.here, row.why] for row in rows]
+    return Table(("", "the book", "here", "what differs, and why"), cells, 4)
 
 
 def measured(prefixes: Mapping[str, str], figures: Figures) -> list[Row]:
