@@ -10,44 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evenstep.bench import Contender, paired_ratios, results, running
-from evenstep.bench.rounds import Run, by_round, select
-from evenstep.bench.tables import (
-    NOT_MEASURED,
-    NOTHING,
-    Table,
-    cells,
-    median,
-    number,
-    small,
-    spread,
-    verdict,
-    with_unit,
-)
-
-__all__ = [  # with what most specs need of evenstep.bench
-    "NOTHING",
-    "NOT_MEASURED",
-    "Benchmark",
-    "Contender",
-    "Run",
-    "Table",
-    "by_round",
-    "cells",
-    "column",
-    "command_line",
-    "cpus",
-    "load",
-    "median",
-    "number",
-    "paired_ratios",
-    "script",
-    "select",
-    "small",
-    "spread",
-    "verdict",
-    "with_unit",
-]
+from evenstep.bench import Contender, results, running
+from evenstep.bench.rounds import Run
+from evenstep.bench.tables import Table
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent

@@ -18,8 +18,10 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmark import NOT_MEASURED, RESULTS, Benchmark, Contender, Run, command_line, small
+from benchmark import RESULTS, Benchmark, Contender, command_line
 from evenstep.bench import Record, installed, results, run_rounds
+from evenstep.bench.rounds import Run
+from evenstep.bench.tables import NOT_MEASURED, small
 from evenstep.cli.terminal.output import numbers_table, print_table
 
 NAMES = (

@@ -21,8 +21,9 @@ import jinja2
 
 import measure
 import readme_picture
-from benchmark import FOLDER, RESULTS, ROOT, Table, load, number
+from benchmark import FOLDER, RESULTS, ROOT, load
 from evenstep.bench import pictures, summarise
+from evenstep.bench.tables import Table, number
 from evenstep.reproduce import experiments
 from evenstep.reproduce import pictures as book_pictures
 from evenstep.reproduce.rows import table as book_table

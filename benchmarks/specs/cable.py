@@ -11,8 +11,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmark import TRAINING_STEPS, Benchmark, Contender, Table, by_round, cells, paired_ratios
-from evenstep.bench import fresh, lineup
+from benchmark import TRAINING_STEPS, Benchmark, Contender
+from evenstep.bench import fresh, lineup, paired_ratios
+from evenstep.bench.rounds import by_round
+from evenstep.bench.tables import Table, cells
 from machines import ADDRESSES, NAMES, ip, two_machines
 
 RATE = "1gbit"

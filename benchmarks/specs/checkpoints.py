@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import evenstep
-from benchmark import Benchmark, Table, cells, column, cpus, median, script
+from benchmark import Benchmark, column, cpus, script
+from evenstep.bench.tables import Table, cells, median
 
 SETTINGS = {"batch": 64, "warmup_steps": 2, "steps": 12, "every": 4}
 LABELS = {

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import evenstep
-from benchmark import Benchmark, Table, cells, column, median, script, verdict
+from benchmark import Benchmark, column, script
+from evenstep.bench.tables import Table, cells, median, verdict
 from evenstep.bench.workload import each_ms
 from evenstep.errors import counted
 

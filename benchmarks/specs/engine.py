@@ -8,20 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import evenstep
-from benchmark import (
-    NOTHING,
-    Benchmark,
-    Contender,
-    Run,
-    Table,
-    cells,
-    median,
-    script,
-    small,
-    verdict,
-    with_unit,
-)
+from benchmark import Benchmark, Contender, script
 from evenstep.bench import summarise
+from evenstep.bench.rounds import Run
+from evenstep.bench.tables import NOTHING, Table, cells, median, small, verdict, with_unit
 from evenstep.reproduce.experiments import Jobs, jobs, measurements
 from evenstep.reproduce.measures import DEVICES, Job
 from evenstep.reproduce.rows import Finding, read_findings

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 import evenstep
-from benchmark import Benchmark, Table, script
+from benchmark import Benchmark, script
+from evenstep.bench.tables import Table
 from evenstep.cli.options.training import ExperimentOptions
 from evenstep.cli.training.runfile import read_run_file, write_run_file
 from evenstep.data.idx import gunzip_idx, parse_idx

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmark import NOTHING, Benchmark, Contender, Table, cells, column, verdict
+from benchmark import Benchmark, Contender, column
+from evenstep.bench.tables import NOTHING, Table, cells, verdict
 
 TARGET_GAIN = 1.6
 SETTINGS = {"calls": 1000, "rounds": 15}  # rounds: turns within a process

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import evenstep
-from benchmark import Benchmark, Contender, Table, script
+from benchmark import Benchmark, Contender, script
+from evenstep.bench.tables import Table
 from evenstep.errors import counted
 from interrupting import InTwoCalls, OutsideError, Training, thrown_after, undisturbed_course
 from reference import assert_same_bits

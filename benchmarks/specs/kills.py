@@ -26,7 +26,8 @@ from typing import Any
 
 import psutil
 
-from benchmark import Benchmark, Contender, Table, cells, column
+from benchmark import Benchmark, Contender, column
+from evenstep.bench.tables import Table, cells
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.cli.training.record import TrainRecord
 

@@ -20,18 +20,9 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from benchmark import (
-    FOLDER,
-    NOT_MEASURED,
-    NOTHING,
-    ROOT,
-    Benchmark,
-    Run,
-    Table,
-    cells,
-    median,
-    script,
-)
+from benchmark import FOLDER, ROOT, Benchmark, script
+from evenstep.bench.rounds import Run
+from evenstep.bench.tables import NOT_MEASURED, NOTHING, Table, cells, median
 
 PROGRAMS = ROOT / "examples" / "kinds"
 SETTINGS = {"turns": 5, "steps": 66, "skipped": 34}  # skipped: the first steps, with the checks

@@ -16,21 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from benchmark import (
-    ALLOCATORS,
-    NOTHING,
-    Benchmark,
-    Contender,
-    Run,
-    Table,
-    cells,
-    column,
-    cpus,
-    script,
-    select,
-    verdict,
-)
+from benchmark import ALLOCATORS, Benchmark, Contender, column, cpus, script
 from evenstep.bench import machine, running, summarise
+from evenstep.bench.rounds import Run, select
+from evenstep.bench.tables import NOTHING, Table, cells, verdict
 
 WIDTH = 2048
 SETTINGS = {"shards": 8, "examples": 64, "steps": 4}

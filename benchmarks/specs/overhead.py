@@ -24,7 +24,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import evenstep
-from benchmark import NOTHING, ROOT, Benchmark, Table, cells, column, cpus, script, verdict
+from benchmark import ROOT, Benchmark, column, cpus, script
+from evenstep.bench.tables import NOTHING, Table, cells, verdict
 from evenstep.bench.workload import each_ms
 from evenstep.engine import InlineLanes, ThreadLanes
 

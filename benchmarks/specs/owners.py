@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 import evenstep
-from benchmark import ALLOCATORS, Benchmark, Table, column, median, number, script
+from benchmark import ALLOCATORS, Benchmark, column, script
 from evenstep.bench import lineup, machine
+from evenstep.bench.tables import Table, median, number
 
 BYTES = {"layers": 12, "width": 512, "steps": 3}
 PROCESSES = (1, 2, 3)

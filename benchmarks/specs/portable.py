@@ -22,7 +22,9 @@ from torch import nn
 from torch.nn import functional
 
 import evenstep
-from benchmark import Benchmark, Run, Table, cells, median, script, select, verdict
+from benchmark import Benchmark, script
+from evenstep.bench.rounds import Run, select
+from evenstep.bench.tables import Table, cells, median, verdict
 from evenstep.bench.workload import each_ms
 from evenstep.data import Loader, digits
 from evenstep.models import lenet, resnet18

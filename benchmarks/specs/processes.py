@@ -13,20 +13,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from benchmark import (
-    TRAINING_STEPS,
-    Benchmark,
-    Contender,
-    Run,
-    Table,
-    by_round,
-    cells,
-    median,
-    paired_ratios,
-    script,
-    verdict,
-)
-from evenstep.bench import lineup
+from benchmark import TRAINING_STEPS, Benchmark, Contender, script
+from evenstep.bench import lineup, paired_ratios
+from evenstep.bench.rounds import Run, by_round
+from evenstep.bench.tables import Table, cells, median, verdict
 from evenstep.book.classic import CLASSIC
 from evenstep.collectives import canonical_sum, forest
 from evenstep.devices import kept_memory

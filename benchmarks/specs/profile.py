@@ -20,8 +20,10 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import evenstep
-from benchmark import ALLOCATORS, NOTHING, Benchmark, Contender, Run, Table, script, select
+from benchmark import ALLOCATORS, Benchmark, Contender, script
 from evenstep.bench import workload
+from evenstep.bench.rounds import Run, select
+from evenstep.bench.tables import NOTHING, Table
 from evenstep.bench.workload import Job, each_ms
 from evenstep.bench.workload.job import Step
 from evenstep.engine import InlineLanes

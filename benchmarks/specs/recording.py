@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import evenstep
-from benchmark import Benchmark, Table, column, median, script, verdict
+from benchmark import Benchmark, column, script
 from evenstep.bench import contenders, workload
+from evenstep.bench.tables import Table, median, verdict
 
 THREADS, RECORDED, BESIDE, WARM = 2, 100, 25, 3
 TRAININGS = {

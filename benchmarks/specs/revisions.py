@@ -13,19 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmark import (
-    FOLDER,
-    ROOT,
-    Benchmark,
-    Contender,
-    Table,
-    by_round,
-    cells,
-    median,
-    paired_ratios,
-    script,
-)
-from evenstep.bench import fresh
+from benchmark import FOLDER, ROOT, Benchmark, Contender, script
+from evenstep.bench import fresh, paired_ratios
+from evenstep.bench.rounds import by_round
+from evenstep.bench.tables import Table, cells, median
 
 PLACES = {"before": Path(os.environ.get("EVENSTEP_BEFORE", ROOT)), "now": ROOT}
 WORKLOADS = {  # network, examples, steps after as many of warm-up / 5, batch_norm

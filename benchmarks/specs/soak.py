@@ -26,8 +26,9 @@ import torch
 from torch import nn
 
 import evenstep
-from benchmark import Benchmark, Table, column, script
+from benchmark import Benchmark, column, script
 from evenstep.bench import machine
+from evenstep.bench.tables import Table
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.errors import CheckpointError, DeviceLostError, NonFiniteLossError, SaveError
 

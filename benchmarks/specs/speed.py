@@ -7,25 +7,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmark import (
-    ALLOCATORS,
-    FOLDER,
-    NOTHING,
-    TRAINING_STEPS,
-    Benchmark,
-    Contender,
-    Run,
-    Table,
-    cells,
-    median,
-    number,
-    paired_ratios,
-    select,
-    spread,
-    verdict,
-)
-from evenstep.bench import scaled, speeds
+from benchmark import ALLOCATORS, FOLDER, TRAINING_STEPS, Benchmark, Contender
+from evenstep.bench import paired_ratios, scaled, speeds
 from evenstep.bench.lineup import ddp, devices, peers, plain
+from evenstep.bench.rounds import Run, select
+from evenstep.bench.tables import NOTHING, Table, cells, median, number, spread, verdict
 from evenstep.profiling.accounting import PARTS, whole_percents
 
 NETWORKS = ("lenet", "resnet18")

@@ -28,19 +28,10 @@ import torch
 from torch import nn
 
 import evenstep
-from benchmark import (
-    NOTHING,
-    Benchmark,
-    Contender,
-    Run,
-    Table,
-    cells,
-    column,
-    median,
-    script,
-    verdict,
-)
+from benchmark import Benchmark, Contender, column, script
 from evenstep.bench import lineup, machine
+from evenstep.bench.rounds import Run
+from evenstep.bench.tables import NOTHING, Table, cells, median, verdict
 from evenstep.bench.workload import each_ms
 from evenstep.profiling.trace import Span
 from evenstep.stages.plan import stages_of

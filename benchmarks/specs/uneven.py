@@ -19,21 +19,11 @@ from typing import Any
 from torch import nn
 
 import evenstep
-from benchmark import (
-    Benchmark,
-    Contender,
-    Run,
-    Table,
-    by_round,
-    cells,
-    column,
-    median,
-    script,
-    select,
-    verdict,
-)
+from benchmark import Benchmark, Contender, column, script
 from evenstep.batch.assignment import Pace, ShardQueue
 from evenstep.bench import workload
+from evenstep.bench.rounds import Run, by_round, select
+from evenstep.bench.tables import Table, cells, median, verdict
 from evenstep.engine import ThreadLanes
 from evenstep.steps.executors import independent
 
