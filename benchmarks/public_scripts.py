@@ -23,7 +23,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1",
 }
+EVENSTEP = (sys.executable, "-m", "evenstep")
 DESCRIBED = results.load(FOLDER / "public_scripts.json")
 
 
@@ -190,11 +191,17 @@ def make_copy(script: Script, checkouts: Path, work: Path) -> Path:
     return copy
 
 
-def record(command: str, record_at: Path, folder: Path, environment: dict[str, str]) -> None:
+def record(
+    command: str,
+    record_at: Path,
+    folder: Path,
+    environment: Mapping[str, str] = os.environ,
+    updates: int = UPDATES,
+) -> None:
     """Record a run, unless its record is there already; its output goes beside the record."""
     if record_at.exists():
         return
-    steps = ["evenstep", "record", "--out", str(record_at), "--steps", str(UPDATES)]
+    steps = [*EVENSTEP, "record", "--out", str(record_at), "--steps", str(updates)]
     more: dict[str, Any] = {"cwd": folder, "env": environment, "start_new_session": True}
     with record_at.with_suffix(".log").open("wb") as log:
         run = subprocess.Popen([*steps, *shlex.split(command)], stdout=log, stderr=log, **more)
@@ -204,6 +211,17 @@ def record(command: str, record_at: Path, folder: Path, environment: dict[str, s
             os.killpg(run.pid, signal.SIGKILL)
             ended = f"killed after {TIMEOUT_S} s"
     print(f"  {ended}: {command}", flush=True)
+
+
+def compare(records: Sequence[Path], names: Sequence[str]) -> tuple[int, list[str]]:
+    """Compare two records; return the exit code, and what was said with names for their paths."""
+    command = [*EVENSTEP, "compare", *map(str, records)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    text = said.stdout + said.stderr
+    for path, name in zip(records, names, strict=True):
+        text = text.replace(str(path), name)
+    print(text, flush=True)
+    return said.returncode, text.splitlines()
 
 
 def run_pairs(checkouts: Path, work: Path, only: str) -> Iterator[dict[str, Any]]:
@@ -221,12 +239,7 @@ def run_pairs(checkouts: Path, work: Path, only: str) -> Iterator[dict[str, Any]
             key = hashlib.blake2b(command.encode(), digest_size=6).hexdigest()
             records.append(work / "records" / f"{pair.script}-{key}{again}.rec")
             record(command, records[-1], folder, {**os.environ, **ENVIRONMENT, **paths})
-        compare = ["evenstep", "compare", *map(str, records)]
-        said = subprocess.run(compare, capture_output=True, text=True, check=False)
-        text = said.stdout + said.stderr
-        for path, name in zip(records, ("A", "B"), strict=True):
-            text = text.replace(str(path), name)
-        print(text, flush=True)
+        exit_code, lines = compare(records, ("A", "B"))
         revision = checkouts / script.repository.partition("/")[2] / "REVISION"
         yield {
             "round": 0,
@@ -237,8 +250,8 @@ def run_pairs(checkouts: Path, work: Path, only: str) -> Iterator[dict[str, Any]
             "framework": script.framework,
             "reason": pair.reason,
             "runs": [one.replace(str(work), "WORK") for one in commands],
-            "exit_code": said.returncode,
-            "output": text.splitlines(),
+            "exit_code": exit_code,
+            "output": lines,
         }
 
 
