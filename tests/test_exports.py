@@ -79,6 +79,7 @@ EXPORTS = {
         "Stopwatch",
         "Training",
         "Workload",
+        "each_ms",
         "find_workload",
         "in_memory",
         "make_dataset",
@@ -86,7 +87,6 @@ EXPORTS = {
         "make_network",
         "make_optimizer",
         "make_step",
-        "each_ms",
         "time_steps",
     ],
     "evenstep.bench": [

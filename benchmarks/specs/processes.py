@@ -20,9 +20,10 @@ from evenstep.bench.tables import Table, cells, median, verdict
 from evenstep.book.classic import CLASSIC
 from evenstep.collectives import canonical_sum, forest
 from evenstep.devices import kept_memory
-from evenstep.distributed import Peers, gradient_reduce, join
+from evenstep.distributed import Exchange, Peers, gradient_reduce, join
 from evenstep.distributed.flat_buffers import FlatSpace
 
+EVERYONE = Exchange("step", "the others")
 ELEMENTS = 11_173_962  # parameters of ResNet-18 with one channel and ten classes: 44.7 MB
 EXCHANGE = {"elements": ELEMENTS, "warmup": 3, "repetitions": 15}
 METHODS: dict[str, tuple[str, float | None]] = {
@@ -80,11 +81,11 @@ def prepared(method: str, peers: Peers, vector: torch.Tensor) -> Callable[[], ob
     def with_copies() -> None:
         sending = shared.begin(trees, 1, 0)
         sending.write_rest([[vector]])
-        peers.gather(b"", "the others")
+        peers.gather(b"", EVERYONE)
         sending.total()
 
     def in_place() -> None:
-        peers.gather(b"", "the others")
+        peers.gather(b"", EVERYONE)
         gradient_reduce.add_up_shared(peers, trees, shared.shared[-1])
 
     if how == "copies":

@@ -77,7 +77,7 @@ def measure(contender: Contender) -> dict[str, Any]:
         return fresh.run_module(
             contender.module,
             contender.job,
-            contender.launcher,
+            launcher=contender.launcher,
             folder=contender.folder,
             variables=contender.variables,
         )
