@@ -104,17 +104,6 @@ def test_the_committed_files_have_runs_of_every_table(one):
         assert {len(row) for row in table.rows} == {len(table.head)}
 
 
-def test_peers_run_with_one_thread_and_evenstep_sets_its_own():
-    for contender in speed.lineup():
-        threads = contender.variables.get("OMP_NUM_THREADS")
-        if ".evenstep." in contender.key:
-            assert threads is None
-        elif ".plain." in contender.key:
-            assert threads == str(contender.job["threads"])
-        else:
-            assert threads == "1"
-
-
 def test_only_chooses_by_the_beginning_of_keys():
     everyone = speed.lineup()
     chosen = measure.choose(everyone, "resnet18")
