@@ -19,14 +19,16 @@ import torch
 from torch import distributed, nn
 
 import evenstep
-from evenstep.bench.workload import Workload, find_workload
+from evenstep.bench import workload
+from evenstep.bench.workload import Job
+from evenstep.bench.workload.kinds import TEXT
 from gpu import place
 
 Figures = Mapping[str, Any]
 Run = Callable[[int], object]
 """Takes so many steps, and waits for the last."""
 
-ROUNDS = 5
+ROUNDS, WARMUP = 5, 3
 TOLERANCE = 2e-2
 """The most by which losses of a few steps may differ from a CPU's, relatively."""
 
@@ -40,79 +42,70 @@ def measure(job: Mapping[str, Any]) -> Figures:
 # ---- trainings
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A network with its batches, and how it is trained."""
+def job_of(network: str, examples: int, size: int = 0, precision: str = "fp32") -> Job:
+    """Return what is trained; images of one channel have a size, text has none.
 
-    name: str  # the network
-    examples: int  # the rows of a batch
-    image: tuple[int, ...] | None = None  # the shape of an image; None for text
-    # "fp32", "tf32" (single precision whose products may be rounded to TF32) or "bf16"
-    precision: str = "fp32"
-
-    def prepared(self, quick: bool) -> Case:
-        """Return the case, with small batches if it is to be quick; set how products round."""
-        rounds = self.precision == "tf32"
-        torch.set_float32_matmul_precision("high" if rounds else "highest")
-        torch.backends.cudnn.allow_tf32 = rounds
-        if not quick:
-            return self
-        image = None if self.image is None else (1, 28, 28)
-        name = {"chargpt": "chargpt-small"}.get(self.name, self.name)
-        return dataclasses.replace(self, name=name, examples=8, image=image)
-
-    @property
-    def workload(self) -> Workload:
-        """The model's training."""
-        return find_workload(self.name)
-
-    def make(self, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Return the network, with the same weights each time, and its optimizer."""
-        torch.manual_seed(0)
-        model = self.workload.make_network()
-        if self.image is not None:
-            model.eval()(torch.zeros(2, *self.image))  # lazy layers
-        model.train().to(device)
-        return model, self.workload.make_optimizer(model)
-
-    def batches(self) -> Iterator[tuple[torch.Tensor, ...]]:
-        """Yield batches on the CPU, the same ones again and again."""
-        if self.workload.make_examples is not None:
-            return itertools.repeat(self.workload.make_examples(self.examples))
-        drawn, count = torch.Generator().manual_seed(3), self.examples
-        made = []
-        for _ in range(2):
-            images = torch.randn(count, *(self.image or ()), generator=drawn)
-            made.append((images, torch.randint(10, (count,), generator=drawn)))
-        return itertools.cycle(made)
-
-    def trainer(self, devices: Any, shards: int = 8, **options: Any) -> evenstep.Trainer:
-        """Return a trainer of the network."""
-        precision: Any = "bf16" if self.precision == "bf16" else "fp32"
-        experiment = evenstep.Experiment(shards=shards, precision=precision)
-        options = {"objective": self.workload.objective, "experiment": experiment, **options}
-        return evenstep.Trainer(*self.make(), devices=devices, **options)
+    Args:
+        network: the network.
+        examples: the rows of a batch.
+        size: the height and the width of an image.
+        precision: "fp32", "bf16", or "tf32" (single precision whose products may be rounded).
+    """
+    shape, few = (1, size, size), {"warmup_steps": WARMUP, "steps": 20}
+    return Job(network=network, examples=examples, shape=shape, precision=precision, **few)
 
 
-LENET = Case("lenet", 256, (1, 28, 28))
-RESNET = Case("resnet18", 256, (1, 64, 64))
-GPT = Case("chargpt", 64)
-SMALL_GPT = Case("chargpt-small", 12)
+LENET = job_of("lenet", 256, 28)
+RESNET = job_of("resnet18", 256, 64)
+GPT = job_of("chargpt", 64)
+SMALL_GPT = job_of("chargpt-small", 12)
+
+
+def _prepared(job: Job, quick: bool) -> Job:
+    """Return the job, with small batches and few steps if it is to be quick; set the rounding."""
+    rounds = job.precision == "tf32"
+    torch.set_float32_matmul_precision("high" if rounds else "highest")
+    torch.backends.cudnn.allow_tf32 = rounds
+    if not quick:
+        return job
+    network = {"chargpt": "chargpt-small"}.get(job.network, job.network)
+    return dataclasses.replace(job, network=network, examples=8, shape=(1, 28, 28), steps=2)
+
+
+def _made(job: Job, device: str = "cpu") -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the network, with the same weights each time, and its optimizer."""
+    model = workload.make_network(job)
+    if job.network not in TEXT:
+        model.eval()(torch.zeros(2, *job.shape))  # lazy layers
+    model.train().to(device)
+    return model, workload.make_optimizer(job, model)
+
+
+def _batches(job: Job) -> Iterator[Any]:
+    return workload.in_memory(workload.make_loader(job))
+
+
+def _trainer(job: Job, devices: Any, shards: int = 8, **options: Any) -> evenstep.Trainer:
+    precision: Any = "bf16" if job.precision == "bf16" else "fp32"
+    objective = workload.find_workload(job.network).objective
+    experiment = evenstep.Experiment(shards=shards, precision=precision)
+    options = {"objective": objective, "experiment": experiment, **options}
+    return evenstep.Trainer(*_made(job), devices=devices, **options)
 
 
 @contextlib.contextmanager
 def _plain(
-    case: Case, device: str, wrap: Callable[[nn.Module], Any] = lambda model: model
+    job: Job, device: str, wrap: Callable[[nn.Module], Any] = lambda model: model
 ) -> Iterator[Run]:
-    model, optimizer = case.make(f"{device}:0")
-    model, batches = wrap(model), case.batches()
+    model, optimizer = _made(job, f"{device}:0")
+    model, batches, loss_of = wrap(model), _batches(job), workload.find_workload(job.network).loss
 
     def run(steps: int) -> None:
         for given in itertools.islice(batches, steps):
             batch = [one.to(f"{device}:0", non_blocking=True) for one in given]
             optimizer.zero_grad()
-            with torch.autocast(device, torch.bfloat16, enabled=case.precision == "bf16"):
-                loss = case.workload.loss(model, *batch)
+            with torch.autocast(device, torch.bfloat16, enabled=job.precision == "bf16"):
+                loss = loss_of(model, *batch)
             loss.backward()
             optimizer.step()
 
@@ -127,9 +120,9 @@ def _ddp(model: nn.Module) -> nn.Module:
 
 
 @contextlib.contextmanager
-def _evenstep(case: Case, device: str, shards: int, **options: Any) -> Iterator[Run]:
-    batches = case.batches()
-    with case.trainer(f"{device}:0", shards, **options) as trainer:
+def _evenstep(job: Job, device: str, shards: int, **options: Any) -> Iterator[Run]:
+    batches = _batches(job)
+    with _trainer(job, f"{device}:0", shards, **options) as trainer:
 
         def run(steps: int) -> None:
             for batch in itertools.islice(batches, steps):
@@ -165,9 +158,9 @@ def tests(device: str, *, quick: bool) -> Figures:
     return {"holds": done.returncode == 0, "outcome": lines[-1], "failed": failed[:20]}
 
 
-def sameness(case: Case, device: str, *, quick: bool) -> Figures:
+def sameness(job: Job, device: str, *, quick: bool) -> Figures:
     """Train on one device, again, on it listed twice, in flight, and on a CPU; compare."""
-    prepared, steps, one = case.prepared(quick), 3 if quick else 10, f"{device}:0"
+    job, steps, one = _prepared(job, quick), 3 if quick else 10, f"{device}:0"
     layouts: dict[str, dict[str, Any]] = {
         "one": {"devices": one},
         "again": {"devices": one},
@@ -179,27 +172,27 @@ def sameness(case: Case, device: str, *, quick: bool) -> Figures:
         layouts["all"] = {"devices": [f"{device}:{number}" for number in range(count)]}
     prints, losses = {}, {}
     for name, layout in layouts.items():
-        prints[name], losses[name] = _train(prepared, steps, layout)
+        prints[name], losses[name] = _train(job, steps, layout)
     found: dict[str, Any] = {"holds": len({*prints.values()}) == 1, "fingerprints": prints}
-    if prepared.examples <= 64 or case is LENET:
-        _, on_a_cpu = _train(prepared, 3, {"devices": "cpu:0"})
+    if job.examples <= 64 or job.network == "lenet":
+        _, on_a_cpu = _train(job, 3, {"devices": "cpu:0"})
         pairs = zip(on_a_cpu, losses["one"], strict=False)
         found["from a CPU"] = max(abs(one / other - 1) for one, other in pairs)
         found["holds"] = found["holds"] and found["from a CPU"] < TOLERANCE
     return found
 
 
-def _train(case: Case, steps: int, layout: Mapping[str, Any]) -> tuple[str, list[float]]:
-    with case.trainer(**layout) as trainer:
-        handles = [trainer.step(*batch) for batch in itertools.islice(case.batches(), steps)]
+def _train(job: Job, steps: int, layout: Mapping[str, Any]) -> tuple[str, list[float]]:
+    with _trainer(job, **layout) as trainer:
+        handles = [trainer.step(*batch) for batch in itertools.islice(_batches(job), steps)]
         return trainer.fingerprint(), [*map(float, handles)]
 
 
 def waits(device: str, *, quick: bool) -> Figures:
     """Count the blocking waits of the host in a step that checks nothing."""
-    case, found = SMALL_GPT.prepared(quick), []
-    with case.trainer(f"{device}:0") as trainer:
-        for batch in itertools.islice(case.batches(), 7):
+    job, found = _prepared(SMALL_GPT, quick), []
+    with _trainer(job, f"{device}:0") as trainer:
+        for batch in itertools.islice(_batches(job), 7):
             with place.counted_waits(device) as counted:
                 float(trainer.step(*batch))
             found += counted
@@ -209,16 +202,16 @@ def waits(device: str, *, quick: bool) -> Figures:
 # ---- speed and memory
 
 
-def speed(case: Case, device: str, *, quick: bool) -> Figures:
+def speed(job: Job, device: str, *, quick: bool) -> Figures:
     """Time steps of a plain loop, a compiled one, DDP in one process, and evenstep."""
-    case, steps = case.prepared(quick), 2 if quick else 20
-    contenders: dict[str, AbstractContextManager[Run]] = {"plain": _plain(case, device)}
+    job = _prepared(job, quick)
+    contenders: dict[str, AbstractContextManager[Run]] = {"plain": _plain(job, device)}
     if device != place.EMULATED:  # which has neither a compiler nor collectives
-        contenders["compiled"] = _plain(case, device, wrap=torch.compile)
-        contenders["ddp"] = _plain(case, device, wrap=_ddp)
+        contenders["compiled"] = _plain(job, device, wrap=torch.compile)
+        contenders["ddp"] = _plain(job, device, wrap=_ddp)
     for shards in (1, 2, 8):
-        contenders[f"evenstep V={shards}"] = _evenstep(case, device, shards)
-    contenders["evenstep V=2 in flight"] = _evenstep(case, device, 2, max_in_flight=2)
+        contenders[f"evenstep V={shards}"] = _evenstep(job, device, shards)
+    contenders["evenstep V=2 in flight"] = _evenstep(job, device, 2, max_in_flight=2)
     found: dict[str, Any] = {}
     runs: dict[str, Run] = {}
     with ExitStack() as opened:
@@ -229,16 +222,16 @@ def speed(case: Case, device: str, *, quick: bool) -> Figures:
             else:
                 runs[name] = run
         rounds = 1 if quick else ROUNDS  # interleaved
-        times = [{name: _timed(run, steps) / steps for name, run in runs.items()}
+        times = [{name: _timed(run, job.steps) / job.steps for name, run in runs.items()}
                  for _ in range(rounds)]  # fmt: skip
     for name in runs:
         own = [one[name] for one in times]
         found[name] = {
             "ms": [round(1e3 * one, 4) for one in own],
-            "examples_per_s": round(case.examples / statistics.median(own), 1),
+            "examples_per_s": round(job.examples / statistics.median(own), 1),
         }
     failed = [name for name, one in found.items() if "error" in one and name.startswith("evenstep")]
-    size = {"examples": case.examples, "precision": case.precision}
+    size = {"examples": job.examples, "precision": job.precision}
     return {**size, "holds": not failed, "contenders": found}
 
 
@@ -246,21 +239,21 @@ def _warmed_up(opened: ExitStack, contender: AbstractContextManager[Run]) -> Run
     """Return what takes a contender's steps, after three; its error if there is one."""
     try:
         run = opened.enter_context(contender)
-        _timed(run, 3)
+        _timed(run, WARMUP)
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300]
     return run
 
 
-def memory(case: Case, device: str, *, quick: bool) -> Figures:
+def memory(job: Job, device: str, *, quick: bool) -> Figures:
     """Return the peak memory of tensors: of a plain loop, then of evenstep."""
-    case, found = case.prepared(quick), {}
-    contenders = {"plain": _plain(case, device)}
-    contenders |= {f"evenstep V={shards}": _evenstep(case, device, shards) for shards in (1, 8)}
+    job, found = _prepared(job, quick), {}
+    contenders = {"plain": _plain(job, device)}
+    contenders |= {f"evenstep V={shards}": _evenstep(job, device, shards) for shards in (1, 8)}
     for name, contender in contenders.items():
         before = place.peak_bytes(device, reset=True)
         with contender as run:
-            _timed(run, 3)
+            _timed(run, WARMUP)
             peak = place.peak_bytes(device)
         found[name] = None if peak is None or before is None else peak - before
     return {"peak_bytes": found}
@@ -292,12 +285,8 @@ def engine(device: str, *, quick: bool) -> Figures:
     return {"seconds": {name: statistics.median(times[1:]) for name, times in found.items()}}
 
 
-def _named(name: str, function: Callable[..., Figures], **cases: Case) -> dict[str, Any]:
-    return {f"{name}.{key}": functools.partial(function, case) for key, case in cases.items()}
-
-
-def _of_precision(case: Case, precision: str) -> Case:
-    return dataclasses.replace(case, precision=precision)
+def _named(name: str, function: Callable[..., Figures], **jobs: Job) -> dict[str, Any]:
+    return {f"{name}.{key}": functools.partial(function, job) for key, job in jobs.items()}
 
 
 PARTS: Mapping[str, Callable[..., Figures]] = {
@@ -305,13 +294,13 @@ PARTS: Mapping[str, Callable[..., Figures]] = {
     "tests": tests,
     **_named("sameness", sameness, lenet=LENET, resnet18=RESNET, gpt=SMALL_GPT),
     "waits": waits,
-    "overhead": functools.partial(speed, Case("mlp", 64, (1, 28, 28))),  # nearly all is the host's
+    "overhead": functools.partial(speed, job_of("mlp", 64, 28)),  # nearly all is the host's
     "engine": engine,
     **_named("memory", memory, resnet18=RESNET, gpt=GPT),
     **_named("speed", speed, lenet=LENET),
-    **_named("speed.gpt", speed, bf16=_of_precision(GPT, "bf16")),
-    **_named("speed.resnet18", speed, fp32=RESNET, bf16=_of_precision(RESNET, "bf16")),
-    **_named("speed.resnet18", speed, tf32=_of_precision(RESNET, "tf32")),
-    **_named("speed.gpt", speed, tf32=_of_precision(GPT, "tf32")),
+    **_named("speed.gpt", speed, bf16=job_of("chargpt", 64, 0, "bf16")),
+    **_named("speed.resnet18", speed, fp32=RESNET, bf16=job_of("resnet18", 256, 64, "bf16")),
+    **_named("speed.resnet18", speed, tf32=job_of("resnet18", 256, 64, "tf32")),
+    **_named("speed.gpt", speed, tf32=job_of("chargpt", 64, 0, "tf32")),
 }
 """By name, in the order of their worth."""
