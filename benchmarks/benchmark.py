@@ -1,20 +1,23 @@
-"""What a benchmark is: contenders, how they are measured, and the section of its page."""
+"""What a benchmark is: contenders, how they are measured, and the tables of its page."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from evenstep.bench import Contender, results, running
+from evenstep.bench.rounds import Run
 from evenstep.bench.tables import Table
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parent
 RESULTS = FOLDER / "results"
+sys.path.append(str(ROOT / "tests" / "support"))  # trainings that are disturbed, machines, kinds
 TRAINING_STEPS = {
     "lenet": {"warmup_steps": 5, "steps": 176},
     "resnet18": {"warmup_steps": 8, "steps": 5},
@@ -55,26 +58,30 @@ class Benchmark:
     # returns the figures of one contender
     measure: Callable[[Contender], Mapping[str, Any]] = running.measure
 
+    def measured(self, document: Mapping[str, Any]) -> Iterator[tuple[Contender, list[Run]]]:
+        """Yield each contender that has runs in a result file, and its runs."""
+        for one in self.contenders:
+            if runs := one.runs(document):
+                yield one, runs
+
 
 def script(
-    module: str,
-    key: str,
-    job: Mapping[str, Any],
-    *,
-    label: str = "",
-    names: Mapping[str, Any] | None = None,
-    **more: Any,
+    module: str, key: str, job: Mapping[str, Any], label: str = "", **more: Any
 ) -> Contender:
     """Return a contender that runs a module of `specs`; its runs are marked with "variant"."""
-    return Contender(
-        key=key,
-        label=label,
-        module=f"specs.{module}",
-        job=job,
-        names={"variant": key} if names is None else names,
-        folder=FOLDER,
-        **more,
-    )
+    more = {"names": {"variant": key}, **more}
+    module = f"specs.{module}"
+    return Contender(key=key, label=label, module=module, job=job, folder=FOLDER, **more)
+
+
+def cpus(count: int) -> list[str]:
+    """Return the names of CPU devices."""
+    return [f"cpu:{number}" for number in range(count)]
+
+
+def column(runs: Sequence[Run], figure: str) -> list[Any]:
+    """Return a figure of each run."""
+    return [run[figure] for run in runs]
 
 
 def load(name: str, folder: Path = RESULTS) -> dict[str, Any] | None:

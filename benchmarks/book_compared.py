@@ -8,101 +8,49 @@ DATA_DIR holds Fashion-MNIST. Each row gives both runs the remedy of the row bef
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmark import RESULTS, ROOT, command_line
-from evenstep.bench.results import Record
-from evenstep.bench.tables import Table
-from wording import in_todays_words
+from evenstep.bench import Record
+from public_scripts import compare, record
 
 SCRIPT = "examples/book_resnet18.py"
-TWO = ("torchrun", "--nproc-per-node", "2")
-SEED, BATCH = ("--seed", "0"), ("--batch-size", "512", "--lr", "0.2")
-ROWS: Sequence[tuple[str, Sequence[str], tuple[Sequence[str], Sequence[str]]]] = (
-    ("as in the book", (), ((), TWO)),
-    ("the same seed", SEED, ((), TWO)),
-    ("the same batch and rate, too", (*SEED, *BATCH), ((), TWO)),
-    ("`GroupNorm` for `BatchNorm`, too", (*SEED, *BATCH, "--norm", "group"), ((), TWO)),
+ONE_AND_TWO = (SCRIPT, f"torchrun --nproc-per-node 2 {SCRIPT}")
+SAME = "--seed 0 --batch-size 512 --lr 0.2"
+ROWS = (
+    ("as in the book", ONE_AND_TWO, ""),
+    ("the same seed", ONE_AND_TWO, "--seed 0"),
+    ("the same batch and rate, too", ONE_AND_TWO, SAME),
+    ("`GroupNorm` for `BatchNorm`, too", ONE_AND_TWO, f"{SAME} --norm group"),
     (
         "the book's network again, by evenstep's trainer",
-        (*SEED, *BATCH),
-        (("--evenstep", "1"), ("--evenstep", "2")),
+        (SCRIPT, SCRIPT),
+        (f"{SAME} --evenstep 1", f"{SAME} --evenstep 2"),
     ),
 )
-"""What both runs have, the options for it, and what only one of them has: a launcher, options."""
+"""What both runs have, how each begins, and their options."""
 
 
 def main() -> None:
-    """Record and compare each pair, and write what was said."""
+    """Record two updates of each run of a pair, compare them, and write what was said."""
     parser = argparse.ArgumentParser()
     parser.add_argument("data", type=Path)
-    given = parser.parse_args()
+    data = parser.parse_args().data.resolve()
     out = RESULTS / "book_compared.json"
     result = Record("book_compared", command_line(["book_compared.py", "DATA_DIR"]), out)
-    with tempfile.TemporaryDirectory() as folder:
-        for place, (title, options, runs) in enumerate(ROWS):
-            records = [Path(folder, f"{name}-{place}.rec") for name in ("one", "two")]
-            commands = [command_of(options, run) for run in runs]
+    for title, begins, given in ROWS:
+        print(title, flush=True)
+        options = (given, given) if isinstance(given, str) else given
+        commands = [f"{one} {two}".strip() for one, two in zip(begins, options, strict=True)]
+        with tempfile.TemporaryDirectory() as folder:
+            records = [Path(folder, f"{name}.rec") for name in ("one", "two")]
             for path, command in zip(records, commands, strict=True):
-                record(path, [*command, "--data-dir", str(given.data.resolve())])
-            said = run("compare", *map(str, records))
-            lines = [line.replace(f"{folder}/", "").replace(f"-{place}", "") for line in said]
-            print("\n".join([title, *lines]), flush=True)
-            commands = [" ".join(one) for one in commands]
-            result.add({"round": 0, "title": title, "runs": commands, "output": lines})
-
-
-def command_of(options: Sequence[str], own: Sequence[str]) -> list[str]:
-    """Return the command line of a run: what it has of its own is a launcher, or more options."""
-    before, behind = (own, ()) if own == TWO else ((), own)
-    return [*before, SCRIPT, *options, *behind]
-
-
-def record(path: Path, command: Sequence[str]) -> None:
-    """Record two updates."""
-    run("record", "--out", str(path), "--steps", "2", *command)
-
-
-def run(*arguments: str) -> list[str]:
-    """Run evenstep, and return the lines that it writes; 1 says that two runs differ."""
-    command = [sys.executable, "-m", "evenstep", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode > 1 or (done.returncode and arguments[0] == "record"):
-        raise SystemExit(f"{' '.join(arguments)}:\n{done.stderr}")
-    return done.stdout.splitlines()
-
-
-def section(found: Mapping[str, Any], book: Mapping[str, Any]) -> str:
-    """Return the part of docs/compare.md with the answers, and what the remedies bring."""
-    rows = []
-    for one in found["runs"]:
-        verdict, reason = map(in_todays_words, one["output"][:2])
-        verdict = verdict.partition(", first in update")[0]
-        rows.append([one["title"], f"**{verdict}**: {reason.strip()}"])
-    names = ("resnet18.book.1", "resnet18.book.2", "resnet18.improved.2")
-    small, large, improved = (
-        ", ".join(f"{accuracy:.2f}" for accuracy in book[name]["accuracies"]) for name in names
-    )
-    return "\n\n".join(
-        (
-            f"Two updates of each run: `{found['command']}`, torch "
-            f"{found['machine']['packages']['torch']}, revision "
-            f"{found['machine']['git_revision']}.",
-            Table(("both runs have", "`evenstep compare` says"), rows, 2).markdown(),
-            f"With the same batch and rate, two devices differ from one by rounding, and by "
-            f"statistics of half a batch. What costs accuracy is the batch of 512 with a rate of "
-            f"0.2 from the first step on, with one device as with two. Test accuracies after each "
-            f"of four epochs here ([the book's "
-            f"experiments](book.md#resnet-18-on-one-device-and-on-two)): {small} with 256 and 0.1; "
-            f"{large} with 512 and 0.2; {improved} with 512 and a rate that grows to 0.2 in the "
-            f"first epoch and then falls (`evenstep.scale_lr`), which is the remedy.",
-        )
-    )
+                record(f"{command} --data-dir {data}", path, ROOT, updates=2)
+            exit_code, lines = compare(records, [path.name for path in records])
+        if exit_code > 1:
+            raise SystemExit(f"{title}: the runs could not be compared")
+        result.add({"round": 0, "title": title, "runs": commands, "output": lines})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,8 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmark import RESULTS, Benchmark, command_line
-from evenstep.bench import Contender, Record, missing, results, run_rounds
+from benchmark import RESULTS, Benchmark, Contender, command_line
+from evenstep.bench import Record, installed, results, run_rounds
 from evenstep.bench.rounds import Run
 from evenstep.bench.tables import NOT_MEASURED, small
 from evenstep.cli.terminal.output import numbers_table, print_table
@@ -29,6 +30,7 @@ NAMES = (
 )
 MODULES = [importlib.import_module(f"specs.{name}") for name in NAMES.split()]
 BENCHMARKS: dict[str, Benchmark] = {one.BENCHMARK.name: one.BENCHMARK for one in MODULES}
+tell = functools.partial(print, file=sys.stderr)
 
 
 def main() -> None:
@@ -57,7 +59,9 @@ def shortened(benchmark: Benchmark, only: str | None, steps: int | None) -> Benc
     """Return the benchmark with the contenders that `only` names, and with `steps` timed steps."""
     contenders, settings = choose(benchmark.contenders, only), benchmark.settings
     if steps is not None:
-        contenders = [one.with_steps(steps) for one in contenders]
+        contenders = [
+            dataclasses.replace(one, job={**one.job, "steps": steps}) for one in contenders
+        ]
         settings = {**settings, "steps": steps}
     return dataclasses.replace(benchmark, contenders=contenders, settings=settings)
 
@@ -81,9 +85,7 @@ def measure(
     benchmark: Benchmark, rounds: int, out: Path, earlier: Mapping[str, Any] | None = None
 ) -> None:
     """Run the rounds, after those of an earlier document; write the file, print the medians."""
-    for absent in missing(benchmark.contenders):
-        print(f"left out: {absent.label} ({absent.needs} is not installed)", file=sys.stderr)
-    contenders = [one for one in benchmark.contenders if one.is_installed]
+    contenders = installed(benchmark.contenders, tell)
     record = Record(
         benchmark.name,
         command_line(sys.argv),
@@ -109,7 +111,7 @@ def show(run: Run) -> None:
         for name, value in run.items()
         if isinstance(value, float | int | str)
     ]
-    print(", ".join(figures), file=sys.stderr)
+    tell(", ".join(figures))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from evenstep.bench.pictures import BLUE, RED, canvas, to_svg
-from evenstep.reproduce.lineup import descriptions
+from evenstep.reproduce.experiments import descriptions
 from evenstep.reproduce.plan import Figures
 
 _LOOKS: Sequence[dict[str, Any]] = (

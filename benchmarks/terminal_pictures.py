@@ -15,7 +15,6 @@ import os
 import pty
 import re
 import shlex
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -54,29 +53,16 @@ def main() -> None:
 
 def run(command: str, folder: Path) -> str:
     """Run a command in a terminal of `COLUMNS` columns and return all that it wrote."""
-    terminal, side = pty.openpty()
-    os.set_blocking(terminal, True)
-    arguments = [sys.executable, "-m", *shlex.split(command)]
-    environment = {**os.environ, "COLUMNS": str(COLUMNS), "LINES": "50", "TERM": "xterm-256color"}
-    environment.pop("NO_COLOR", None)
-    with subprocess.Popen(
-        arguments, cwd=folder, env=environment, stdin=side, stdout=side, stderr=side
-    ):
-        os.close(side)
-        written = read_all(terminal)
-    return written.decode()
-
-
-def read_all(terminal: int) -> bytes:
-    """Read until the command has ended, which Linux reports as an error."""
+    place = ["env", "-C", str(folder), "-u", "NO_COLOR"]
+    terminal = [f"COLUMNS={COLUMNS}", "LINES=50", "TERM=xterm-256color"]
     blocks = []
-    try:
-        while block := os.read(terminal, 1 << 16):
-            blocks.append(block)
-    except OSError:
-        pass
-    os.close(terminal)
-    return b"".join(blocks)
+
+    def read(descriptor: int) -> bytes:
+        blocks.append(os.read(descriptor, 1 << 16))
+        return blocks[-1]
+
+    pty.spawn([*place, *terminal, sys.executable, "-m", *shlex.split(command)], read)
+    return b"".join(blocks).decode()
 
 
 def final_lines(written: str) -> list[str]:

@@ -12,67 +12,58 @@ import csv
 import difflib
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
-import book_compared
 import measure
 import readme_picture
 from benchmark import FOLDER, RESULTS, ROOT, load
 from evenstep.bench import pictures, summarise
 from evenstep.bench.tables import Table, number
-from evenstep.limits import BOOK_EXPERIMENTS
-from evenstep.reproduce import Experiment, experiments
+from evenstep.reproduce import experiments
 from evenstep.reproduce import pictures as book_pictures
+from evenstep.reproduce.rows import table as book_table
 from gpu import tables as kit
-from specs import engine, overhead, speed, text
-from wording import in_todays_words
+from specs import overhead, speed, text
 
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
-PARTS = ("training", "text", "steps", "layouts", "engine", "portable")
-PAGES = (
-    *("benchmarks", *(f"benchmarks_{part}" for part in PARTS)),
-    *("reliability", "kinds", "public_scripts"),
-)
-FILES = (
-    *(*measure.BENCHMARKS, "chargpt", "gains", "batch_norm"),
-    *("scaling_lenet", "scaling_resnet18", "gpu", "public_scripts"),
-)
-NOTES = (
-    *(
-        "method",
-        "text",
-        "lenet",
-        "resnet18",
-        "gains",
-        "batch_norm",
-        "step_overhead",
-        "stages",
-        "owners",
-        "memory",
-        "recording",
-    ),
-    *("step_profile", "uneven_devices", "processes", "cable", "hybrid", "engine"),
-    *(f"engine.{experiment}" for experiment in engine.FINDINGS),
-    *(f"book.{experiment}" for experiment in BOOK_EXPERIMENTS),
-)
+TEMPLATES = FOLDER / "templates"
+PAGES = sorted({file.name.partition(".")[0] for file in TEMPLATES.glob("*.md.jinja")} - {"book"})
 _FIGURE = re.compile(r"\d+\.\d+|\d\s*(?:%|×|x\b|ms\b|s\b|[MGk]i?B\b|examples/s)")
+_ANOTHER = re.compile(
+    r"\banother (number|order|mode|precision|loss|scale|experiment|learning rate)\b"
+)
+_OTHER = re.compile(
+    r"\b(begin with|called with|has|have|see|gives?|and) other "
+    r"(weights|arguments|examples|settings|outputs|lengths|gradients)\b"
+)
 
 
 def main() -> None:
     """Write the pages and their pictures."""
     notes = parse_notes((FOLDER / "notes.md").read_text(encoding="utf-8"))
-    for name in PAGES:
-        (DOCS / f"{name}.md").write_text(page(name, RESULTS, notes), encoding="utf-8")
+    pages = {name: page(name, RESULTS, notes) for name in PAGES}
+    book = load("book")
+    if book:
+        pages["book"] = book_page(book, notes)
+    if unused := [name for name, note in notes.items() if note not in "".join(pages.values())]:
+        raise SystemExit(f"notes.md has {', '.join(unused)}, which no page has a place for")
+    for name, content in pages.items():
+        (DOCS / f"{name}.md").write_text(content, encoding="utf-8")
     if document := load("step_overhead"):
         insert(DOCS / "architecture.md", overhead.tables(document)["calls"].markdown())
-    book = load("book")
     if book and (document := load("book_compared")):
-        insert(DOCS / "compare.md", book_compared.section(document, book["parts"]))
+        insert(DOCS / "compare.md", compared(document, book["parts"]))
+    draw(book)
+
+
+def draw(book: Mapping[str, Any] | None) -> None:
+    """Draw the pictures of the results that there are."""
     for name in ("scaling_lenet", "scaling_resnet18"):
         if document := load(name):
             pictures.draw_scaling(document, IMAGES / f"{name}.png")
@@ -80,35 +71,32 @@ def main() -> None:
         timelines = [run["timeline"] for run in document["runs"] if run["part"] == "stages.8"]
         pictures.draw_stages(timelines[-1], IMAGES / "stages.png")
     if book:
-        for name in book_pictures.TITLES:
-            if drawn := book_pictures.draw(name, book["parts"]):
-                (IMAGES / f"book_{name}.svg").write_text(drawn, encoding="utf-8")
-        if drawn := readme_picture.draw(book["parts"]):
-            (IMAGES / "readme_accuracies.svg").write_text(drawn, encoding="utf-8")
-        (DOCS / "book.md").write_text(book_page(book, notes), encoding="utf-8")
+        parts = book["parts"]
+        drawn = {f"book_{name}": book_pictures.draw(name, parts) for name in book_pictures.TITLES}
+        drawn["readme_accuracies"] = readme_picture.draw(parts)
+        for name, svg in drawn.items():
+            if svg:
+                (IMAGES / f"{name}.svg").write_text(svg, encoding="utf-8")
 
 
 def insert(file: Path, table: str) -> None:
     """Write a table into a page, between the lines that mark its place."""
     before, _, rest = file.read_text(encoding="utf-8").partition("<!-- figures -->\n")
     _, _, after = rest.partition("<!-- end -->")
-    text = f"{before}<!-- figures -->\n{table}\n<!-- end -->{after}"
-    file.write_text(text, encoding="utf-8")
+    content = f"{before}<!-- figures -->\n{table}\n<!-- end -->{after}"
+    file.write_text(content, encoding="utf-8")
 
 
 def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
     """Return a page, with a section for each result file that exists."""
-    documents = {name: load(name, results) for name in FILES}
+    documents: dict[str, Any] = defaultdict(lambda: None)
+    documents |= {file.stem: load(file.stem, results) for file in results.glob("*.json")}
+    makers = {one.name: one.tables for one in measure.BENCHMARKS.values()} | {"gpu": kit.tables}
     return render(
         name,
         notes,
         found=documents,
-        tables={
-            name: one.tables(documents[name])
-            for name, one in measure.BENCHMARKS.items()
-            if documents[name]
-        }
-        | ({"gpu": kit.tables(documents["gpu"])} if documents["gpu"] else {}),
+        tables={name: make(documents[name]) for name, make in makers.items() if documents[name]},
         claims=Table(("claim", "test"), claims(), 2).markdown(),
         ratios=speed.ratios,
         failures=speed.failures,
@@ -142,32 +130,37 @@ def scripts(document: Mapping[str, Any]) -> Table:
     rows = []
     for run in document["runs"]:
         place = f"https://github.com/{run['repository']}/blob/{run['revision']}/{run['script']}"
-        one, other = map(shlex.split, run["runs"])
-        verdict, reason = map(in_todays_words, run["output"][:2])
-        verdict = verdict.partition(", first in update")[0]
-        rows.append(
-            [
-                f"[{run['script'].rpartition('/')[2]}]({place}), {run['framework']}",
-                " → ".join(f"`{part}`" if part else "as it is" for part in unlike(one, other)),
-                f"**{verdict}**: {reason.strip()}",
-                run["reason"],
-            ]
-        )
+        link = f"[{run['script'].rpartition('/')[2]}]({place}), {run['framework']}"
+        parts = (f"`{part}`" if part else "as it is" for part in unlike(*run["runs"]))
+        rows.append([link, " → ".join(parts), verdict_of(run), run["reason"]])
     return Table(("script", "the two runs (A → B)", "verdict", "why"), rows, 4)
 
 
-def unlike(one: Sequence[str], other: Sequence[str]) -> tuple[str, str]:
+def verdict_of(run: Mapping[str, Any]) -> str:
+    """Return what `evenstep compare` said of two runs, in the words that it uses today."""
+    verdict, reason = map(in_todays_words, run["output"][:2])
+    return f"**{verdict.partition(', first in update')[0]}**: {reason.strip()}"
+
+
+def in_todays_words(line: str) -> str:
+    """Return a line that an earlier version wrote, as this one would write it."""
+    return _OTHER.sub(r"\1 different \2", _ANOTHER.sub(r"a different \1", line))
+
+
+def unlike(one: str, other: str) -> tuple[str, str]:
     """Return the words that only one of two commands has, with their options."""
+    commands = shlex.split(one), shlex.split(other)
     parts: tuple[list[str], list[str]] = ([], [])
-    for kind, *places in difflib.SequenceMatcher(a=one, b=other, autojunk=False).get_opcodes():
-        if kind == "equal":
-            continue
-        for part, words, begin, end in zip(
-            parts, (one, other), places[::2], places[1::2], strict=True
-        ):
-            is_value = begin > 0 and words[begin:end] and not words[begin].startswith("--")
-            has_option = is_value and words[begin - 1].startswith("--")
-            part += words[begin - bool(has_option) : end]
+    matcher = difflib.SequenceMatcher(None, *commands, autojunk=False)
+    for kind, a_begin, a_end, b_begin, b_end in matcher.get_opcodes():
+        if kind != "equal":
+            for part, words, begin, end in (
+                (parts[0], commands[0], a_begin, a_end),
+                (parts[1], commands[1], b_begin, b_end),
+            ):
+                is_value = begin > 0 and words[begin:end] and not words[begin].startswith("--")
+                has_option = is_value and words[begin - 1].startswith("--")
+                part += words[begin - bool(has_option) : end]
     return " ".join(parts[0]), " ".join(parts[1])
 
 
@@ -177,33 +170,45 @@ def claims() -> list[list[str]]:
         return [[row["claim"], f"`{row['test']}`"] for row in csv.DictReader(file)]
 
 
+def compared(document: Mapping[str, Any], book: Mapping[str, Any]) -> str:
+    """Return the part of docs/compare.md on the book's two runs, and what the remedies bring."""
+    rows = [[run["title"], verdict_of(run)] for run in document["runs"]]
+
+    def accuracies(name: str) -> str:
+        return ", ".join(f"{accuracy:.2f}" for accuracy in book[name]["accuracies"])
+
+    table = Table(("both runs have", "`evenstep compare` says"), rows, 2)
+    template = _environment().get_template("book_compared.jinja")
+    return template.render(document=document, table=table, accuracies=accuracies)
+
+
 def book_page(document: Mapping[str, Any], notes: Mapping[str, str]) -> str:
     """Return the page on the book's experiments."""
     figures = document["parts"]
-
-    def drawn(name: str) -> bool:
-        return book_pictures.draw(name, figures) is not None
-
-    def table(experiment: Experiment) -> Table:
-        rows = [[row.text, row.book, row.here, row.why] for row in experiment.rows(figures)]
-        return Table(("", "the book", "here", "what differs, and why"), rows, 4)
-
     return render(
         "book",
         notes,
         document=document,
         figures=figures,
         experiments=experiments(document["size"]),
-        table=table,
-        drawn=drawn,
+        table=lambda experiment: book_table(experiment.rows(figures)),
+        drawn=lambda name: book_pictures.draw(name, figures) is not None,
         titles=book_pictures.TITLES,
     )
 
 
 def render(name: str, notes: Mapping[str, str], **values: Any) -> str:
     """Return a page from its template, with a comment for those who would edit the page."""
+    template = _environment().get_template(f"{name}.md.jinja")
+    content = template.render(note=lambda name: notes.get(name, ""), rerun=rerun, **values)
+    title, _, rest = content.strip().partition("\n")
+    comment = f"<!-- benchmarks/write_docs.py writes this page from templates/{name}.md.jinja -->"
+    return re.sub(r"\n{3,}", "\n\n", f"{title}\n\n{comment}\n\n{rest}\n")
+
+
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(FOLDER / "templates"),
+        loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=False,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -211,31 +216,25 @@ def render(name: str, notes: Mapping[str, str], **values: Any) -> str:
     )
     environment.filters["number"] = number
     environment.filters["median"] = lambda values: summarise([*values]).median
-    template = environment.get_template(f"{name}.md.jinja")
-    text = template.render(note=lambda name: notes.get(name, ""), rerun=rerun, **values)
-    title, _, rest = text.strip().partition("\n")
-    comment = f"<!-- benchmarks/write_docs.py writes this page from templates/{name}.md.jinja -->"
-    return re.sub(r"\n{3,}", "\n\n", f"{title}\n\n{comment}\n\n{rest}\n")
+    return environment
 
 
 def rerun(command: str) -> str:
     """Return the command that today measures what a recorded command measured."""
-    scripts = "|".join(measure.BENCHMARKS)
+    names = "|".join(measure.BENCHMARKS)
     command = command.replace(" --runs ", " --rounds ")
-    return re.sub(rf"benchmarks/({scripts})\.py", r"benchmarks/measure.py \1", command)
+    return re.sub(rf"benchmarks/({names})\.py", r"benchmarks/measure.py \1", command)
 
 
-def parse_notes(text: str) -> dict[str, str]:
-    """Split `text` at its `## name` lines; what comes before the first is for writers.
+def parse_notes(content: str) -> dict[str, str]:
+    """Split `content` at its `## name` lines; what comes before the first is for writers.
 
     Raises:
-        ValueError: the pages have no place for a name, or a note has a measured figure.
+        ValueError: a note has a measured figure.
     """
-    _, *parts = re.split(r"^## +(.+)$", text, flags=re.MULTILINE)
+    _, *parts = re.split(r"^## +(.+)$", content, flags=re.MULTILINE)
     notes = {name.strip(): body.strip() for name, body in zip(parts[::2], parts[1::2], strict=True)}
     for name, body in notes.items():
-        if name not in NOTES:
-            raise ValueError(f"notes.md has a section {name!r}: expected one of {', '.join(NOTES)}")
         if figure := _FIGURE.search(body):
             raise ValueError(
                 f"the note {name!r} has the figure {figure[0]!r}, which the next run may change: "

@@ -32,17 +32,16 @@ _EXPORTS = {
         shard_bounds shared
     """,
     "evenstep.bench.workload": """
-        BATCHES Job Stopwatch Training Workload find_workload in_memory make_dataset
-        make_loader make_network make_optimizer make_step run time_steps
+        BATCHES Job Stopwatch Training Workload each_ms find_workload in_memory make_dataset
+        make_loader make_network make_optimizer make_step time_steps
     """,
     "evenstep.bench": """
-        Contender Record Scaled Summary against missing paired_ratios rotated run_rounds
+        Contender Record Scaled Summary against installed paired_ratios rotated run_rounds
         scaled scaling side_by_side speeds steps_for summarise
     """,
     "evenstep.book": "",
     "evenstep.reproduce": "Experiment Kept Part Row Workplace experiments run write_report",
     "evenstep.reproduce.splits": "",
-    "evenstep.reproduce.engine": "",
     "evenstep.callbacks": """
         Callback EpochRecord EpochStart LiveCurve ProgressBar RunLog SaveRecord StepRecord
     """,
@@ -94,7 +93,6 @@ _EXPORTS = {
         utils
     """,
     "evenstep.mxnet.gluon.data": "ArrayDataset DataLoader Dataset SimpleDataset transforms vision",
-    "evenstep.reproduce.mxnet": "",
     "evenstep.mxnet.ops": "",
     "evenstep.mxnet.symbols": "",
     "evenstep.nn": "SlicedConv2d SlicedEmbedding SlicedLinear slice_ sliced_layers",

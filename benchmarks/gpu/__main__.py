@@ -18,10 +18,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from evenstep.bench.results import Record
+from evenstep.bench import Record, fresh
 from gpu import parts, place
 
-FOLDER = Path(__file__).resolve().parent
 LIMIT_S = 120
 _SHOWN = 600  # characters of an error
 
@@ -29,22 +28,16 @@ _SHOWN = 600  # characters of an error
 def main() -> int:
     """Measure all parts; return 1 if the tests or a comparison of bits failed."""
     options = parse()
-    if options.part:
-        place.prepare(options.device)
-        print(json.dumps(parts.PARTS[options.part](options.device, quick=options.quick)))
-        return 0
-    names = [name for name in parts.PARTS if name.startswith(options.only)]
     until_s = time.monotonic() + 60 * options.minutes
     record = Record("gpu", f"make gpu DEVICE={options.device}", options.out, device=options.device)
     if options.revision:
         record.document["machine"]["git_revision"] = options.revision
     has_failed = False
-    for name in names:
+    for name in (name for name in parts.PARTS if name.startswith(options.only)):
         began_s = time.monotonic()
-        limit_s = min(LIMIT_S, until_s - began_s)
-        found = measured(name, options, limit_s) if limit_s > 5 else {"error": "no time was left"}
-        run = {"part": name, "seconds": round(time.monotonic() - began_s, 1), **found}
-        record.add(run)
+        job = {"part": name, "device": options.device, "quick": options.quick}
+        found = measured(job, min(LIMIT_S, until_s - began_s))
+        record.add({"part": name, "seconds": round(time.monotonic() - began_s, 1), **found})
         has_failed |= found.get("holds") is False or "error" in found
         print(f"{name}: {json.dumps(found)}", flush=True)
     return int(has_failed)
@@ -59,30 +52,25 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small sizes and few steps")
     parser.add_argument("--only", default="", help="the beginning of the parts' names")
     parser.add_argument("--revision", default="", help="of the sources, where git can't tell")
-    parser.add_argument("--part", default="", choices=["", *parts.PARTS], help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def measured(name: str, options: argparse.Namespace, limit_s: float) -> Mapping[str, Any]:
+def measured(job: Mapping[str, Any], limit_s: float) -> Mapping[str, Any]:
     """Return what a part finds in a process of its own; its error if it fails or takes too long."""
-    command = [sys.executable, "-m", "gpu", "--part", name, "--device", options.device]
-    command += ["--quick"] * options.quick
+    if limit_s < 5:
+        return {"error": "no time was left"}
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=limit_s,
-            check=False,
-            cwd=FOLDER.parent,
-            env=place.environment(),
+        return fresh.run_module(
+            "gpu.parts",
+            job,
+            folder=place.ROOT / "benchmarks",
+            variables=place.environment(),
+            timeout_s=limit_s,
         )
     except subprocess.TimeoutExpired:
         return {"error": f"took longer than {limit_s:.0f} s"}
-    if done.returncode:
-        return {"error": done.stderr.strip()[-_SHOWN:]}
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    except fresh.RunFailedError as error:
+        return {"error": str(error).strip()[-_SHOWN:]}
 
 
 if __name__ == "__main__":

@@ -17,11 +17,10 @@ EMULATED = "emu"
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a part's process."""
+    """Return what is added to the environment of a part's process."""
     paths = [ROOT / "src", ROOT / "tests/support", ROOT / "tests/zoo", ROOT / "benchmarks"]
     inherited = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     return {
-        **os.environ,
         "PYTHONPATH": os.pathsep.join([*map(str, paths), *inherited]),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "OMP_NUM_THREADS": "1",
@@ -37,11 +36,6 @@ def prepare(device: str) -> None:
         emu.configure()
     if not torch.accelerator.is_available():
         sys.exit("no accelerator is there: name the emulated one, --device emu")
-
-
-def synchronize() -> None:
-    """Wait for all kernels of the current accelerator."""
-    torch.accelerator.synchronize()
 
 
 def facts(device: str) -> dict[str, Any]:
@@ -81,7 +75,11 @@ def counted_waits(device: str) -> Iterator[list[int]]:
         found.append(len(seen))
 
 
-def peak_bytes(device: str) -> int | None:
-    """Return the most memory that tensors took; None where nobody counts it."""
-    counted = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+def peak_bytes(device: str, *, reset: bool = False) -> int | None:
+    """Return the most memory that tensors took, since a reset; None where nobody counts it."""
+    module: Any = torch.get_device_module(device)
+    if reset and hasattr(module, "reset_peak_memory_stats"):
+        torch.accelerator.empty_cache()
+        module.reset_peak_memory_stats()
+    counted = getattr(module, "max_memory_allocated", None)
     return None if counted is None else int(counted())

@@ -8,56 +8,39 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import subprocess
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from benchmark import TRAINING_STEPS, Benchmark
-from evenstep.bench import Contender, fresh, lineup, paired_ratios
+from benchmark import TRAINING_STEPS, Benchmark, Contender
+from evenstep.bench import fresh, lineup, paired_ratios
 from evenstep.bench.rounds import by_round
 from evenstep.bench.tables import Table, cells
+from machines import ADDRESSES, NAMES, ip, two_machines
 
 RATE = "1gbit"
-MACHINES = {"evenstep-bench-a": "10.213.80.1", "evenstep-bench-b": "10.213.80.2"}
 JOB = {"network": "resnet18", "examples": 128, **TRAINING_STEPS["resnet18"]}
 
 
 @contextlib.contextmanager
 def cable() -> Iterator[None]:
-    """Create two namespaces with a veth pair, each end of which lets RATE through."""
-    try:
-        for machine in MACHINES:
-            ip("netns", "add", machine)
-        ends = [("eth0", "netns", machine) for machine in MACHINES]
-        ip("link", "add", *ends[0], "type", "veth", "peer", *ends[1])
-        for machine, address in MACHINES.items():
-            ip("-n", machine, "addr", "add", f"{address}/24", "dev", "eth0")
-            ip("-n", machine, "link", "set", "eth0", "up")
-            ip("-n", machine, "link", "set", "lo", "up")
-            bucket = ["root", "tbf", "rate", RATE, "burst", "256kb", "latency", "50ms"]
+    """Join two machines by a cable, each end of which lets RATE through."""
+    bucket = ["root", "tbf", "rate", RATE, "burst", "256kb", "latency", "50ms"]
+    with two_machines() as machines:
+        for machine in machines:
             ip("netns", "exec", machine, "tc", "qdisc", "add", "dev", "eth0", *bucket)
         yield
-    finally:
-        for machine in MACHINES:
-            subprocess.run(["ip", "netns", "del", machine], capture_output=True, check=False)
-
-
-def ip(*arguments: str) -> None:
-    """Run the command `ip`."""
-    subprocess.run(["ip", *arguments], check=True)
 
 
 def on_both(contender: Contender) -> dict[str, Any]:
     """Run a contender under torchrun on both machines."""
-    host = next(iter(MACHINES.values()))
-    commands = []
-    for machine, address in MACHINES.items():
+    host, commands = ADDRESSES[0], []
+    for machine, address in zip(NAMES, ADDRESSES, strict=True):
         launcher = (
             *("torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"),
             *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{host}:29511", "--rdzv-id", "cable"),
             *("--local-addr", address, "--rdzv-conf", f"is_host={int(address == host)}"),
         )
-        command = fresh.module_command(contender.module, contender.job, launcher)
+        command = fresh.command_of(contender.module, contender.job, launcher)
         commands.append(["ip", "netns", "exec", machine, *command])
     variables = {"GLOO_SOCKET_IFNAME": "eth0", **contender.variables}
     measured = fresh.run_commands(commands, variables=variables)
@@ -66,8 +49,7 @@ def on_both(contender: Contender) -> dict[str, Any]:
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return the table of speeds."""
-    ddp = by_round(document["runs"], "examples_per_s", variant="ddp")
-    rows = []
+    rows, ddp = [], by_round(document["runs"], "examples_per_s", variant="ddp")
     for one in BENCHMARK.contenders:
         own = by_round(document["runs"], "examples_per_s", variant=one.key)
         ratios = [] if one.key == "ddp" else paired_ratios(own, ddp)

@@ -14,37 +14,8 @@ import torch
 from torch import nn
 
 import evenstep
-from benchmark import Benchmark, script
-from evenstep.bench import fresh
-from evenstep.bench.tables import Table, cells
-from evenstep.models import resnet18
-
-LEARNING_RATE, MOMENTUM = 0.1, 0.9
-
-
-def measure(job: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the milliseconds per step and of each call of `save`."""
-    torch.manual_seed(0)
-    model = resnet18(10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
-    images = torch.randn(job["batch"], 1, 28, 28)
-    labels = torch.arange(job["batch"]) % 10
-    saves_ms = []
-    trainer = evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=["cpu:0", "cpu:1"])
-    with tempfile.TemporaryDirectory() as folder, trainer:
-        for _ in range(job["warmup_steps"]):
-            trainer.step(images, labels)
-        began = time.perf_counter()
-        for step in range(job["steps"]):
-            trainer.step(images, labels)
-            if job["save"] != "never" and step % job["every"] == 0:
-                saving = time.perf_counter()
-                trainer.save(folder, background=job["save"] == "background")
-                saves_ms.append(1e3 * (time.perf_counter() - saving))
-        trainer.wait_for_save()
-        seconds = time.perf_counter() - began
-    return {"step_ms": 1e3 * seconds / job["steps"], "saves_ms": saves_ms}
-
+from benchmark import Benchmark, column, cpus, script
+from evenstep.bench.tables import Table, cells, median
 
 SETTINGS = {"batch": 64, "warmup_steps": 2, "steps": 12, "every": 4}
 LABELS = {
@@ -54,14 +25,35 @@ LABELS = {
 }
 
 
+def measure(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the milliseconds per step and of each call of `save`."""
+    torch.manual_seed(0)
+    model = evenstep.models.resnet18(10)
+    batch = torch.randn(job["batch"], 1, 28, 28), torch.arange(job["batch"]) % 10
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    trainer = evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=cpus(2))
+    saves_ms = []
+    with tempfile.TemporaryDirectory() as folder, trainer:
+        for _ in range(job["warmup_steps"]):
+            trainer.step(*batch)
+        began_s = time.perf_counter()
+        for step in range(job["steps"]):
+            trainer.step(*batch)
+            if job["save"] != "never" and step % job["every"] == 0:
+                saving_s = time.perf_counter()
+                trainer.save(folder, background=job["save"] == "background")
+                saves_ms.append(1e3 * (time.perf_counter() - saving_s))
+        trainer.wait_for_save()
+        seconds = time.perf_counter() - began_s
+    return {"step_ms": 1e3 * seconds / job["steps"], "saves_ms": saves_ms}
+
+
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return the table of saves."""
     rows = []
-    for one in BENCHMARK.contenders:
-        if runs := one.runs(document):
-            saves = [ms for run in runs for ms in run["saves_ms"]]
-            step, _ = cells([run["step_ms"] for run in runs])
-            rows.append([one.label, *cells(saves), step])
+    for one, runs in BENCHMARK.measured(document):
+        saves = [ms for run in runs for ms in run["saves_ms"]]
+        rows.append([one.label, *cells(saves), median(column(runs, "step_ms"))])
     head = ("training", "ms until `save` returns", "spread", "ms per step, including saves")
     return {"saves": Table(head, rows)}
 
@@ -70,11 +62,8 @@ BENCHMARK = Benchmark(
     name="checkpoints",
     settings=SETTINGS,
     contenders=[
-        script("checkpoints", key, {"save": key, **SETTINGS}, label=label)
+        script("checkpoints", key, {"save": key, **SETTINGS}, label)
         for key, label in LABELS.items()
     ],
     tables=tables,
 )
-
-if __name__ == "__main__":
-    fresh.answer(measure)

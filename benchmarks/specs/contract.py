@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,15 +10,16 @@ import torch
 from torch import nn
 
 import evenstep
-from benchmark import Benchmark, script
-from evenstep.bench import fresh
-from evenstep.bench.tables import Table, cells, verdict
+from benchmark import Benchmark, column, script
+from evenstep.bench.tables import Table, cells, median, verdict
+from evenstep.bench.workload import each_ms
 from evenstep.errors import counted
 
 SUMS, ORDERS = (2, 8, 32, 128, 512), (4, 16, 64, 256)
 """The steps with a later check of each kind, in a training of 1,000 steps."""
 TRAINING = 1000
 MEASURED = 16  # steps
+NETWORKS = {"lenet": ("LeNet, batch 256", 256), "resnet18": ("ResNet-18, batch 64", 64)}
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, float]:
@@ -30,43 +30,29 @@ def measure(job: Mapping[str, Any]) -> dict[str, float]:
     torch.manual_seed(0)
     model: nn.Module = getattr(evenstep.models, job["network"])()
     batch = torch.randn(job["batch"], 1, 28, 28), torch.arange(job["batch"]) % 10
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    took_ms = {}
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=job["devices"]
-    ) as trainer:
-        for step in range(1, MEASURED + 1):
-            began_s = time.perf_counter()
-            trainer.step(*batch)
-            took_ms[step] = 1e3 * (time.perf_counter() - began_s)
+    given = model, torch.optim.SGD(model.parameters(), lr=0.01), nn.CrossEntropyLoss()
+    with evenstep.Trainer(*given, devices=job["devices"]) as trainer:
+        took_ms = dict(enumerate(each_ms(lambda: trainer.step(*batch), MEASURED), 1))
         assert trainer.contract is not None
         first_ms = 1e3 * trainer.contract.seconds
-    checked = {step: ms for step, ms in took_ms.items() if step in (*SUMS, *ORDERS)}
-    step_ms = statistics.median(
-        ms for step, ms in took_ms.items() if step > 1 and step not in checked
-    )
+    checked = {1, *SUMS, *ORDERS}
+    step_ms = statistics.median(ms for step, ms in took_ms.items() if step not in checked)
     later_ms = sum(
-        len(kind) * statistics.mean(checked[step] - step_ms for step in kind if step in checked)
+        len(kind) * statistics.mean(took_ms[step] - step_ms for step in kind if step in took_ms)
         for kind in (SUMS, ORDERS)
     )
     return {"first_ms": first_ms, "later_ms": later_ms, "step_ms": step_ms}
 
 
-def share(run: Mapping[str, float]) -> float:
-    """Return the time of all checks over that of the steps, in a training of 1,000 steps."""
-    return (run["first_ms"] + run["later_ms"]) / (TRAINING * run["step_ms"])
-
-
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
-    """Return the table of checks."""
+    """Return the table of checks, with their share of the time of 1,000 steps."""
     rows = []
-    for one in BENCHMARK.contenders:
-        if runs := one.runs(document):
-            times = ([run[key] for run in runs] for key in ("step_ms", "first_ms", "later_ms"))
-            shares = [share(run) for run in runs]
-            spelled = [cells(ms, "{:.0f}".format)[0] for ms in times]
-            judged = verdict(shares, at_most=0.01, spell="{:.0%}".format)
-            rows.append([one.label, *spelled, *cells(shares, "{:.2%}".format), *judged])
+    for one, runs in BENCHMARK.measured(document):
+        step, first, later = (column(runs, f"{name}_ms") for name in ("step", "first", "later"))
+        shares = [(run["first_ms"] + run["later_ms"]) / (TRAINING * run["step_ms"]) for run in runs]
+        times = [median(ms, "{:.0f}".format) for ms in (step, first, later)]
+        judged = verdict(shares, at_most=0.01, spell="{:.0%}".format)
+        rows.append([one.label, *times, *cells(shares, "{:.2%}".format), *judged])
     head = ("network", "a step, ms", "first check, ms", "later checks, ms")
     return {"checks": Table((*head, "of 1,000 steps", "spread", "target", "verdict"), rows)}
 
@@ -78,16 +64,10 @@ BENCHMARK = Benchmark(
             "contract",
             f"{network}.{devices}",
             {"network": network, "batch": batch, "devices": devices},
-            label=f"{label}, {counted(devices, 'device')}",
+            f"{label}, {counted(devices, 'device')}",
         )
-        for network, label, batch in (
-            ("lenet", "LeNet, batch 256", 256),
-            ("resnet18", "ResNet-18, batch 64", 64),
-        )
+        for network, (label, batch) in NETWORKS.items()
         for devices in (1, 2)
     ],
     tables=tables,
 )
-
-if __name__ == "__main__":
-    fresh.answer(measure)

@@ -8,15 +8,30 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import evenstep
-from benchmark import Benchmark, script
-from evenstep.bench import Contender, summarise
+from benchmark import Benchmark, Contender, script
+from evenstep.bench import summarise
 from evenstep.bench.rounds import Run
-from evenstep.bench.tables import NOTHING, Table, cells, small, verdict, with_unit
-from evenstep.reproduce.engine.common import DEVICES, Job, run
-from evenstep.reproduce.findings import Finding, read_findings
-from evenstep.reproduce.lineup import Jobs, jobs, measurements
+from evenstep.bench.tables import NOTHING, Table, cells, median, small, verdict, with_unit
+from evenstep.reproduce.experiments import Jobs, jobs, measurements
+from evenstep.reproduce.measures import DEVICES, Job
+from evenstep.reproduce.rows import Finding, read_findings
 
 WARMUP_SHARE = 20  # one in so many
+EXPERIMENTS = ("queued", "waiting", "together", "copies", "memory")
+JOBS: Jobs = {**jobs("full"), "cost": {"tasks": 100_000}}
+ENGINE, CHAIN, POOL = "cost.engine:task_us", "cost.chain:task_us", "cost.pool:task_us"
+COSTS: Sequence[dict[str, Any]] = (
+    {"text": "a task, from `submit` to the end of all", "figure": ENGINE, "at_most": 30.0},
+    {"text": "of which in `submit`", "figure": "cost.engine:submit_us"},
+    {"text": "a task that takes the result of the one before", "figure": CHAIN},
+    {"text": "a call in `ThreadPoolExecutor(2)`", "figure": POOL},
+    {"text": "the engine over `ThreadPoolExecutor(2)`", "figure": ENGINE, "over": POOL},
+)
+FINDINGS: Mapping[str, Sequence[Finding]] = {
+    **{name: rows for name, rows in read_findings().items() if name.split(".")[0] in EXPERIMENTS},
+    "cost": [Finding(**cost, unit="×" if "over" in cost else "µs") for cost in COSTS],
+}
+HEAD = ("", "the book", "here", "spread", "here / book", "target", "verdict")
 
 
 def measure(job: Job) -> dict[str, Any]:
@@ -24,14 +39,21 @@ def measure(job: Job) -> dict[str, Any]:
 
     The tasks do nothing. In a "chain" each takes the result of the one before.
     """
-    submit_all = _chained if job["contender"] == "chain" else _independent
+    kind, results = job["contender"], []
     with evenstep.Engine(devices=DEVICES) as engine:
         for tasks in (job["tasks"] // WARMUP_SHARE, job["tasks"]):
             pool = ThreadPoolExecutor(len(DEVICES))
-            is_pool = job["contender"] == "pool"
-            executor, wait = (pool, pool.shutdown) if is_pool else (engine, engine.waitall)
+            submit, wait = engine.submit, engine.waitall
+            if kind == "pool":
+                submit, wait = pool.submit, pool.shutdown
             began = time.perf_counter()
-            submit_all(executor, tasks)
+            if kind == "chain":
+                results = [submit(_nothing)]
+                for _ in range(tasks - 1):
+                    results = [submit(_nothing, *results)]
+            else:
+                for _ in range(tasks):
+                    submit(_nothing)
             submitted = time.perf_counter()
             wait()
             ended = time.perf_counter()
@@ -45,68 +67,25 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def _independent(executor: Any, tasks: int) -> None:
-    for _ in range(tasks):
-        executor.submit(_nothing)
-
-
-def _chained(engine: Any, tasks: int) -> None:
-    handle = engine.submit(_nothing)
-    for _ in range(tasks - 1):
-        handle = engine.submit(_nothing, handle)
-
-
-JOBS: Jobs = {**jobs("full"), "cost": {"tasks": 100_000}}
-COSTS = (
-    ("a task, from `submit` to the end of all", "cost.engine:task_us", None, 30.0),
-    ("of which in `submit`", "cost.engine:submit_us", None, None),
-    ("a task that takes the result of the one before", "cost.chain:task_us", None, None),
-    ("a call in `ThreadPoolExecutor(2)`", "cost.pool:task_us", None, None),
-    ("the engine over `ThreadPoolExecutor(2)`", "cost.engine:task_us", "cost.pool:task_us", None),
-)
-FINDINGS: Mapping[str, Sequence[Finding]] = {
-    **{
-        name: rows
-        for name, rows in read_findings().items()
-        if name != "hybridize" and not name.startswith("mxnet.")
-    },
-    "cost": [
-        Finding(text=text, figure=figure, over=over, unit="×" if over else "µs", at_most=at_most)
-        for text, figure, over, at_most in COSTS
-    ],
-}
-HEAD = ("", "the book", "here", "spread", "here / book", "target", "verdict")
-
-
 def contenders(jobs: Jobs) -> list[Contender]:
     """Return the measurements of the book's experiments, and of the cost of a task."""
-    costs = [
-        script("engine", key, {"contender": one, **jobs["cost"]}, names={"key": key})
-        for one in ("engine", "chain", "pool")
-        for key in [f"cost.{one}"]
-    ]
-    return [*measurements(jobs), *costs]
+    costs = []
+    for one in ("engine", "chain", "pool"):
+        job, names = {"contender": one, **jobs["cost"]}, {"key": f"cost.{one}"}
+        costs.append(script("engine", f"cost.{one}", job, names=names))
+    return [*(one for name in EXPERIMENTS for one in measurements(name, jobs)), *costs]
 
 
 def row(finding: Finding, runs: Sequence[Run]) -> list[str]:
     """Return the row of a finding; HEAD says what is in it."""
     values = finding.values(runs)
-    medians = [summarise(values).median] if values else []
-    judged = verdict(
-        values,
-        at_least=finding.at_least,
-        at_most=finding.at_most,
-        spell=lambda value: with_unit(value, finding.unit),
-    )
-    over_book = [small(median / finding.book) for median in medians if finding.book is not None]
-    return [
-        finding.text,
-        finding.book_text,
-        *([with_unit(median, finding.unit) for median in medians] or [NOTHING]),
-        cells(values, small)[1],
-        *(over_book or [NOTHING]),
-        *judged,
-    ]
+    targets = {"at_least": finding.at_least, "at_most": finding.at_most}
+    judged = verdict(values, **targets, spell=lambda value: with_unit(value, finding.unit))
+    here = median(values, lambda value: with_unit(value, finding.unit))
+    over_book = NOTHING
+    if values and finding.book is not None:
+        over_book = small(summarise(values).median / finding.book)
+    return [finding.text, finding.book_text, here, cells(values, small)[1], over_book, *judged]
 
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
@@ -121,6 +100,3 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
 BENCHMARK = Benchmark(
     name="engine_experiments", settings=JOBS, contenders=contenders(JOBS), tables=tables
 )
-
-if __name__ == "__main__":
-    run(measure)

@@ -16,13 +16,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 import evenstep
 from benchmark import Benchmark, script
-from evenstep.bench import fresh
 from evenstep.bench.tables import Table
 from evenstep.cli.options.training import ExperimentOptions
 from evenstep.cli.training.runfile import read_run_file, write_run_file
@@ -31,7 +29,6 @@ from evenstep.errors import EvenstepError
 
 FLIPS, LONG_S = 100, 10.0
 ENDS = ("refused", "harmless", "wrong")
-IMAGES = np.arange(3 * 28 * 28, dtype=np.uint8).reshape(3, 28, 28)
 
 
 def _network() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -41,8 +38,7 @@ def _network() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def _write_checkpoint(folder: Path) -> Path:
-    model, optimizer = _network()
-    with evenstep.Trainer(model, optimizer, nn.CrossEntropyLoss(), devices=1) as trainer:
+    with evenstep.Trainer(*_network(), nn.CrossEntropyLoss(), devices=1) as trainer:
         trainer.step(torch.ones(16, 4), torch.arange(16) % 3)
         return trainer.save(folder)
 
@@ -52,17 +48,23 @@ def _read_checkpoint(file: Path) -> object:
     return trainer.fingerprint(), trainer.cursor, trainer.steps_done, trainer.experiment
 
 
+def _write_export(folder: Path) -> Path:
+    return evenstep.export(_network()[0], torch.ones(2, 4), folder / "model.pt2")
+
+
 def _read_export(file: Path) -> object:
     output: torch.Tensor = evenstep.load_exported(file)(torch.ones(2, 4))
     return output.numpy().tobytes()
 
 
 def _write_images(folder: Path) -> Path:
-    file = folder / "images.gz"
-    file.write_bytes(
-        gzip.compress(struct.pack(">BBBB3I", 0, 0, 8, 3, 3, 28, 28) + IMAGES.tobytes())
-    )
+    file, pixels = folder / "images.gz", bytes(number % 256 for number in range(3 * 28 * 28))
+    file.write_bytes(gzip.compress(struct.pack(">BBBB3I", 0, 0, 8, 3, 3, 28, 28) + pixels))
     return file
+
+
+def _read_images(file: Path) -> object:
+    return parse_idx(gunzip_idx(file.read_bytes(), "images", 3), "images", 3).tobytes()
 
 
 def _write_run_file(folder: Path) -> Path:
@@ -86,17 +88,10 @@ KINDS: dict[str, tuple[str, Callable[[Path], Path], Callable[[Path], object]]] =
         _write_run_file,
         lambda file: read_run_file(file.parent),
     ),
-    "export": (
-        "an exported model",
-        lambda folder: evenstep.export(_network()[0], torch.ones(2, 4), folder / "model.pt2"),
-        _read_export,
-    ),
-    "images": (
-        "images of a data set (gzip, IDX)",
-        _write_images,
-        lambda file: parse_idx(gunzip_idx(file.read_bytes(), "images", 3), "images", 3).tobytes(),
-    ),
+    "export": ("an exported model", _write_export, _read_export),
+    "images": ("images of a data set (gzip, IDX)", _write_images, _read_images),
 }
+"""Of each kind of file: its name, what writes one into a folder, and what reads it."""
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,10 +109,7 @@ def measure(job: Mapping[str, Any]) -> dict[str, Any]:
             end = _end(lambda: read(file) == expected)
             ends[end.partition(":")[0]] += 1
             wrong += [f"bit {bit}: {end}"] if end.startswith("wrong") else []
-    return {
-        "ends": {end: ends[end] for end in ("refused", "harmless", "wrong")},
-        "first": wrong[:3],
-    }
+    return {"ends": {end: ends[end] for end in ENDS}, "first": wrong[:3]}
 
 
 def _end(read: Callable[[], bool]) -> str:
@@ -134,10 +126,9 @@ def _end(read: Callable[[], bool]) -> str:
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return the table of flips."""
     rows = []
-    for one in BENCHMARK.contenders:
-        if runs := one.runs(document):
-            ends = [sum(run["ends"][end] for run in runs) for end in ENDS]
-            rows.append([one.label, str(sum(ends)), *map(str, ends)])
+    for one, runs in BENCHMARK.measured(document):
+        ends = [sum(run["ends"][end] for run in runs) for end in ENDS]
+        rows.append([one.label, str(sum(ends)), *map(str, ends)])
     return {"flips": Table(("file", "bits flipped", *ENDS), rows)}
 
 
@@ -146,11 +137,8 @@ BENCHMARK = Benchmark(
     rounds=10,
     settings={"flips": FLIPS},
     contenders=[
-        script("flips", kind, {"kind": kind, "flips": FLIPS}, label=label)
+        script("flips", kind, {"kind": kind, "flips": FLIPS}, label)
         for kind, (label, *_) in KINDS.items()
     ],
     tables=tables,
 )
-
-if __name__ == "__main__":
-    fresh.answer(measure)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from benchmark import Benchmark
-from evenstep.bench import Contender
+from benchmark import Benchmark, Contender, column
 from evenstep.bench.tables import NOTHING, Table, cells, verdict
 
 TARGET_GAIN = 1.6
@@ -19,7 +18,7 @@ SETTINGS = {"calls": 1000, "rounds": 15}  # rounds: turns within a process
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return the table of calls."""
-    eager, fast = ([run[f"{one}_us"] for run in document["runs"]] for one in ("eager", "hybrid"))
+    eager, fast = (column(document["runs"], f"{name}_us") for name in ("eager", "hybrid"))
     gains = [one / other for one, other in zip(eager, fast, strict=True)]
     judged = verdict(gains, at_least=TARGET_GAIN, spell="{}×".format)
     rows = [
@@ -30,11 +29,10 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     return {"calls": Table(head, rows)}
 
 
+MODULE, JOB = "evenstep.reproduce.measures", {"measure": "hybrid_calls", **SETTINGS}
 BENCHMARK = Benchmark(
     name="hybridize",
     settings=SETTINGS,
-    contenders=[
-        Contender(key="both", module="evenstep.reproduce.hybrid_calls", job=SETTINGS, names={})
-    ],
+    contenders=[Contender(key="both", module=MODULE, job=JOB, names={})],
     tables=tables,
 )

@@ -20,19 +20,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark import Benchmark
-from evenstep.bench import Contender
+import psutil
+
+from benchmark import Benchmark, Contender, column
 from evenstep.bench.tables import Table, cells
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.cli.training.record import TrainRecord
 
 STEPS, EVERY, KILLS = 600, 20, 10
 LIMIT_S, TIMEOUT_S = 240, 5  # processes start one after the other on a loaded machine
-TRAIN = ("train", "--model", "mlp", "--data", "digits", "--momentum", "0.9", "--steps", str(STEPS))
+TRAIN = f"train --model mlp --data digits --momentum 0.9 --steps {STEPS}"
 KINDS = {
     "worker": "any process, after a random step was saved",
     "writer": "the process that saves, in the middle of a checkpoint",
@@ -40,156 +41,152 @@ KINDS = {
     "stopped": "any process: stopped, not killed, for longer than the other one waits",
 }
 LAYOUTS = (  # of "all": CPU devices, with and without memory of their own, in one process or two
-    ("--devices", "1"),
-    ("--devices", "2", "--in-flight", "2"),
-    ("--devices", "3"),
-    ("--devices", "cpu:0:own,cpu:1:own", "--in-flight", "2"),
-    ("--processes", "2", "--devices", "1"),
-    ("--processes", "2", "--devices", "2", "--in-flight", "2"),
+    "--devices 1",
+    "--devices 2 --in-flight 2",
+    "--devices 3",
+    "--devices cpu:0:own,cpu:1:own --in-flight 2",
+    "--processes 2 --devices 1",
+    "--processes 2 --devices 2 --in-flight 2",
 )
+RESTARTED = f"--processes 2 --devices 1 --max-restarts {2 * KILLS}"
 
 
-def _start(file: Path, *options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "evenstep", *TRAIN, "--json", str(file), *options],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+class Run:
+    """A training in a folder, which can be started again.
 
+    Attributes:
+        process: the launcher.
+    """
 
-def _fingerprint(file: Path) -> str | None:
-    return TrainRecord.from_json(file.read_text()).fingerprint if file.exists() else None
+    def __init__(self, folder: Path, kind: str = "") -> None:
+        self._folder, self._kind, self._file = folder / "kept", kind, folder / "record.json"
+        self.start()
 
+    def start(self) -> None:
+        """Start the training, from the newest checkpoint."""
+        saving = f"--checkpoint-dir {self._folder} --checkpoint-every {EVERY}"
+        options = {
+            "": "--devices 1",
+            "all": f"{saving} --auto-resume {random.choice(LAYOUTS)}",
+            "stopped": f"{saving} {RESTARTED} --timeout {TIMEOUT_S}",
+        }.get(self._kind, f"{saving} {RESTARTED}")
+        command = [sys.executable, "-m", "evenstep", *f"{TRAIN} {options}".split()]
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen(
+            [*command, "--json", str(self._file)], **quiet, start_new_session=True
+        )
 
-@functools.cache
-def undisturbed() -> str | None:
-    """Return the fingerprint of one process on one device that is not killed."""
-    with tempfile.TemporaryDirectory() as folder:
-        _start(Path(folder) / "record.json", "--devices", "1").communicate()
-        return _fingerprint(Path(folder) / "record.json")
+    def fingerprint(self) -> str | None:
+        """Return the fingerprint at the end; None if there was none."""
+        text = self._file.read_text() if self._file.exists() else None
+        return TrainRecord.from_json(text).fingerprint if text else None
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Wait until the condition holds, or the training has ended."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition() and self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.0005)
+
+    def end(self) -> str:
+        """Wait for the end; return what was written to stderr."""
+        try:
+            return self.process.communicate(timeout=LIMIT_S)[1]
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            return "it did not end"
+
+    def workers(self) -> list[psutil.Process]:
+        """Return the processes that the launcher has started for ranks."""
+        with contextlib.suppress(psutil.Error):
+            return [one for one in psutil.Process(self.process.pid).children() if _rank(one) >= 0]
+        return []
+
+    def victims(self, step: int) -> list[psutil.Process]:
+        """Wait until a step was saved, and for a write; return whom to kill, the victim first."""
+
+        def is_reached() -> bool:
+            names = [one.name.removesuffix(".old") for one in list_checkpoints(self._folder)]
+            is_saved = any(int(name.removeprefix("step-")) >= step for name in names)
+            return is_saved and (self._kind == "all" or len(self.workers()) == 2)
+
+        self.wait(is_reached)
+        if self._kind == "all":
+            return [*self.workers(), psutil.Process(self.process.pid)]
+        if self._kind == "writer":
+            self.wait(lambda: any(self._folder.glob(".step-*writing-*")))
+        rank = 0 if self._kind == "writer" else random.randrange(2)
+        return sorted(self.workers(), key=lambda one: _rank(one) != rank)
 
 
 def disturbed(contender: Contender) -> dict[str, Any]:
     """Train once with `KILLS` kills, and return how the training ended."""
     expected, kind = undisturbed(), contender.key
     last = STEPS - EVERY if kind != "writer" else STEPS - 3 * EVERY
-    steps = sorted(random.sample(range(0, last, EVERY), KILLS))
     with tempfile.TemporaryDirectory() as place:
-        folder, file = Path(place) / "kept", Path(place) / "record.json"
-        saving = ("--checkpoint-dir", str(folder), "--checkpoint-every", str(EVERY))
-        restarts = ("--processes", "2", "--devices", "1", "--max-restarts", str(2 * KILLS))
-        restarts += ("--timeout", str(TIMEOUT_S)) if kind == "stopped" else ()
-
-        def start() -> subprocess.Popen[str]:
-            if kind == "all":
-                return _start(file, *saving, "--auto-resume", *random.choice(LAYOUTS))
-            return _start(file, *saving, *restarts)
-
-        began = time.monotonic()
-        process, killed, seen = start(), 0, set[int]()
-        for step in steps:
-            workers = _wait_for(process, folder, kind, step)
-            seen.update(workers)
-            how = signal.SIGSTOP if kind == "stopped" else signal.SIGKILL
-            killed += send(how, workers if kind == "all" else workers[:1])
+        began_s, killed, seen = time.monotonic(), 0, set[psutil.Process]()
+        training = Run(Path(place), kind)
+        for step in sorted(random.sample(range(0, last, EVERY), KILLS)):
+            victims = training.victims(step)
+            seen.update(victims)
             if kind == "stopped":
+                killed += _send(signal.SIGSTOP, victims[:1])
                 time.sleep(2 * TIMEOUT_S)
-                send(signal.SIGCONT, workers[:1])
-                _wait(process, functools.partial(_are_gone, workers))
+                _send(signal.SIGCONT, victims[:1])
+                training.wait(lambda gone=victims: not any(map(_is_alive, gone)))
+            else:
+                killed += _send(signal.SIGKILL, victims if kind == "all" else victims[:1])
             if kind == "all":
-                process.communicate()
-                process = start()
-        errors = _end(process)
+                training.process.communicate()
+                training.start()
+        errors, code = training.end(), training.process.returncode
         return {
-            "seconds": round(time.monotonic() - began, 2),
+            "seconds": round(time.monotonic() - began_s, 2),
             "killed": killed,
-            "same": expected is not None and _fingerprint(file) == expected,
-            "left": [pid for pid in seen if _is_alive(pid)],
-            "exit_code": process.returncode,
-            "errors": errors[-300:] if process.returncode else "",
+            "same": expected is not None and training.fingerprint() == expected,
+            "left": [one.pid for one in seen if _is_alive(one)],
+            "exit_code": code,
+            "errors": errors[-300:] if code else "",
         }
 
 
-def send(what: signal.Signals, pids: list[int]) -> int:
+@functools.cache
+def undisturbed() -> str | None:
+    """Return the fingerprint of one process on one device that is not killed."""
+    with tempfile.TemporaryDirectory() as folder:
+        training = Run(Path(folder))
+        training.process.communicate()
+        return training.fingerprint()
+
+
+def _send(what: signal.Signals, processes: Sequence[psutil.Process]) -> int:
     """Send a signal to processes; return 1 if the first one got it, 0 if it had ended before."""
-    reached = [pid for pid in pids if _is_alive(pid)]
-    for pid in reached:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, what)
-    return int(reached[:1] == pids[:1] != [])
+    reached = [one for one in processes if _is_alive(one)]
+    for one in reached:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(what)
+    return int(reached[:1] == list(processes[:1]) != [])
 
 
-def _wait_for(process: subprocess.Popen[str], folder: Path, kind: str, step: int) -> list[int]:
-    """Wait until `step` was saved, and for a write; return whom to kill, the victim first."""
-
-    def is_reached() -> bool:
-        return any(_saved_step(path) >= step for path in list_checkpoints(folder))
-
-    _wait(process, lambda: is_reached() and (kind == "all" or len(_workers(process)) == 2))
-    if kind == "all":
-        return [*_workers(process), process.pid]
-    if kind == "writer":
-        _wait(process, lambda: any(folder.glob(".step-*writing-*")))
-    rank = 0 if kind == "writer" else random.randrange(2)
-    return sorted(_workers(process), key=lambda pid: _rank(pid) != rank)
+def _is_alive(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
-def _end(process: subprocess.Popen[str]) -> str:
-    try:
-        return process.communicate(timeout=LIMIT_S)[1]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return "it did not end"
-
-
-def _workers(process: subprocess.Popen[str]) -> list[int]:
-    children = _read(f"/proc/{process.pid}/task/{process.pid}/children")
-    return [pid for pid in map(int, children.split()) if _rank(pid) >= 0]
-
-
-def _are_gone(pids: list[int]) -> bool:
-    return not any(map(_is_alive, pids))
-
-
-def _rank(pid: int) -> int:
+def _rank(process: psutil.Process) -> int:
     """Return the rank of a worker; -1 for another process, or one that is gone."""
-    found = [line for line in _read(f"/proc/{pid}/environ").split("\0") if line.startswith("RANK=")]
-    return int(found[0].removeprefix("RANK=")) if found else -1
-
-
-def _wait(process: subprocess.Popen[str], condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.0005)
-
-
-def _saved_step(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix("step-").removesuffix(".old"))
-
-
-def _is_alive(pid: int) -> bool:
-    return _read(f"/proc/{pid}/stat").rpartition(")")[2].split()[:1] not in ([], ["Z"])
-
-
-def _read(file: str) -> str:
-    """Return the text of a file of /proc; "" if the process is gone."""
-    try:
-        return Path(file).read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
+    with contextlib.suppress(psutil.Error):
+        return int(process.environ().get("RANK", -1))
+    return -1
 
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return the table of kills."""
     rows = []
-    for one in BENCHMARK.contenders:
-        if runs := one.runs(document):
-            well = sum(run["same"] and not run["left"] for run in runs)
-            kills = sum(run["killed"] for run in runs)
-            seconds = cells([run["seconds"] for run in runs])
-            rows.append([one.label, str(kills), str(len(runs)), str(well), *seconds])
+    for one, runs in BENCHMARK.measured(document):
+        well = sum(run["same"] and not run["left"] for run in runs)
+        counts = map(str, (sum(column(runs, "killed")), len(runs), well))
+        rows.append([one.label, *counts, *cells(column(runs, "seconds"))])
     head = ("killed", "kills", "trainings", "recovered", "seconds from start to end", "spread")
     return {"kills": Table(head, rows)}
 

@@ -16,12 +16,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import evenstep
-from benchmark import ALLOCATORS, Benchmark, script
-from evenstep.bench import Contender, fresh, machine, running, summarise
-from evenstep.bench.rounds import select
+from benchmark import ALLOCATORS, Benchmark, Contender, column, cpus, script
+from evenstep.bench import machine, running, summarise
+from evenstep.bench.rounds import Run, select
 from evenstep.bench.tables import NOTHING, Table, cells, verdict
 
 WIDTH = 2048
+SETTINGS = {"shards": 8, "examples": 64, "steps": 4}
+NETWORKS = ("resnet18", "mlp")
+DEVICES = (1, 2, 3, 4)
+MALLOCS = {"default": "as evenstep sets it", "gives_back": "returns it at once"}
+HEAD = ("malloc", "devices", "peak, MiB", "least to most", "bound, MiB", "verdict")
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -32,17 +37,10 @@ def measure(job: Mapping[str, Any]) -> dict[str, int]:
     if job["devices"] == 0:
         return _sizes(model, batch, job["shards"])
     before = machine.peak_memory_bytes()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    devices = [f"cpu:{number}" for number in range(job["devices"])]
-    with evenstep.Trainer(
-        model,
-        optimizer,
-        loss=nn.CrossEntropyLoss(),
-        devices=devices,
-        shards=job["shards"],
-        # Else tuning would override the variable.
-        layout=evenstep.Layout(tune_malloc=job["malloc"] == "default"),
-    ) as trainer:
+    given = model, torch.optim.SGD(model.parameters(), lr=0.01), nn.CrossEntropyLoss()
+    layout = evenstep.Layout(tune_malloc=job["malloc"] == "default")  # it overrides the variable
+    options = {"devices": cpus(job["devices"]), "shards": job["shards"], "layout": layout}
+    with evenstep.Trainer(*given, **options) as trainer:
         for _ in range(job["steps"]):
             trainer.step(*batch)
     return {"before_bytes": before, "peak_bytes": machine.peak_memory_bytes()}
@@ -83,23 +81,11 @@ def _sizes(model: nn.Module, batch: Batch, shards: int) -> dict[str, int]:
     }
 
 
-SETTINGS = {"shards": 8, "examples": 64, "steps": 4}
-NETWORKS = {"resnet18": "ResNet-18", "mlp": "MLP, four layers of 2048 x 2048"}
-DEVICES = (1, 2, 3, 4)
-MALLOCS = {"default": "as evenstep sets it", "gives_back": "returns it at once"}
-HEAD = ("malloc", "devices", "peak, MiB", "least to most", "bound, MiB", "verdict")
-
-
 def contender(network: str, devices: int, malloc: str) -> Contender:
     """Return a training on some devices; 0 devices return the sizes that the bound consists of."""
     names = {"network": network, "devices": devices, "malloc": malloc}
-    return script(
-        "memory",
-        f"{network}.{devices}.{malloc}",
-        {**names, **SETTINGS},
-        names=names,
-        environment=ALLOCATORS[malloc],
-    )
+    more = {"names": names, "environment": ALLOCATORS[malloc]}
+    return script("memory", f"{network}.{devices}.{malloc}", {**names, **SETTINGS}, **more)
 
 
 def measure_sizes() -> dict[str, Any]:
@@ -111,25 +97,24 @@ def measure_sizes() -> dict[str, Any]:
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return a table for each network."""
     found = {}
-    for network in document["sizes"]:
-        rows = [row for malloc in MALLOCS for row in _rows(document, network, malloc)]
+    for network, sizes in document["sizes"].items():
+        runs = select(document["runs"], network=network)
+        rows = [row for malloc in MALLOCS for row in _rows(runs, sizes, malloc)]
         found[network] = Table(HEAD, rows)
     return found
 
 
-def _rows(document: Mapping[str, Any], network: str, malloc: str) -> list[list[str]]:
-    runs = select(document["runs"], network=network, malloc=malloc)
-    peaks = {
-        devices: [run["peak_bytes"] for run in select(runs, devices=devices)]
-        for devices in sorted({run["devices"] for run in runs})
-    }
+def _rows(runs: list[Run], sizes: Mapping[str, int], malloc: str) -> list[list[str]]:
+    own = select(runs, malloc=malloc)
+    peaks = {number: column(select(own, devices=number), "peak_bytes") for number in DEVICES}
     found = []
-    for devices, peak in peaks.items() if 1 in peaks else ():
+    for devices, peak in peaks.items() if peaks[1] else ():
         bound, judged = NOTHING, NOTHING
         if devices > 1:
-            bytes_ = bound_bytes(summarise(peaks[1]).median, devices, document["sizes"][network])
+            bytes_ = bound_bytes(summarise(peaks[1]).median, devices, sizes)
             bound, judged = _mebibytes(bytes_), verdict(peak, at_most=bytes_)[1]
-        found.append([MALLOCS[malloc], str(devices), *cells(peak, _mebibytes), bound, judged])
+        if peak:
+            found.append([MALLOCS[malloc], str(devices), *cells(peak, _mebibytes), bound, judged])
     return found
 
 
@@ -155,6 +140,3 @@ BENCHMARK = Benchmark(
     ],
     tables=tables,
 )
-
-if __name__ == "__main__":
-    fresh.answer(measure)

@@ -12,10 +12,9 @@ import io
 import statistics
 import sys
 import threading
-import time
 import tokenize
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -25,23 +24,15 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import evenstep
-from benchmark import ROOT, Benchmark, script
-from evenstep.bench import fresh
+from benchmark import ROOT, Benchmark, column, cpus, script
 from evenstep.bench.tables import NOTHING, Table, cells, verdict
+from evenstep.bench.workload import each_ms
 from evenstep.engine import InlineLanes, ThreadLanes
 
-LEARNING_RATE = 0.01
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef)
 PACKAGE = Path(evenstep.__file__).parent
 _ASIDE = {"cli", "bench", "book", "d2l.py", "mxnet", "reproduce"}
-_OF_OTHERS = {
-    *dir(torch.Tensor),
-    *vars(nn.Module()),
-    *dir(DataLoader),
-    "_make",
-    "_replace",
-    "_iterator",
-}
+_OF_OTHERS = {*dir(torch.Tensor), *vars(nn.Module()), *dir(DataLoader)}
+_OF_OTHERS |= {"_make", "_replace", "_iterator"}
 _NO_CODE = {
     *(tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT),
     *(tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER),
@@ -49,64 +40,44 @@ _NO_CODE = {
 
 
 class Scalar(nn.Module):
-    """Multiplies by one number."""
+    """Multiplies (n,) by one number."""
 
     def __init__(self) -> None:
         super().__init__()
         self.factor = nn.Parameter(torch.ones(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (n,) to (n,)."""
         return x * self.factor
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, float]:
     """Return median and percentiles of the milliseconds of a step."""
-    shards, model = job["shards"], Scalar()
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    batch = torch.zeros(shards)
+    model, batch = Scalar(), torch.zeros(job["shards"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    counts = job["steps"], job["warmup_steps"]
     if job["devices"] == 0:
         torch.set_num_threads(1)
-        times_ms = _time_each(job, lambda: _plain_step(model, optimizer, batch, shards))
+        times_ms = each_ms(lambda: _plain_step(model, optimizer, batch), *counts)
     else:
-        devices = [f"cpu:{number}" for number in range(job["devices"])]
-        lanes = InlineLanes if job["inline"] else ThreadLanes
-        layout = evenstep.Layout(lanes=lanes)
-        with evenstep.Trainer(
-            model, optimizer, objective=_objective, devices=devices, shards=shards, layout=layout
-        ) as trainer:
-            times_ms = _time_each(job, lambda: trainer.step(batch))
-    tenths = statistics.quantiles(times_ms, n=10)
-    return {
-        "median_ms": statistics.median(times_ms),
-        "tenth_ms": tenths[0],
-        "ninetieth_ms": tenths[-1],
-    }
+        layout = evenstep.Layout(lanes=InlineLanes if job["inline"] else ThreadLanes)
+        options = {"devices": cpus(job["devices"]), "shards": job["shards"], "layout": layout}
+        with evenstep.Trainer(model, optimizer, objective=_objective, **options) as trainer:
+            times_ms = each_ms(lambda: trainer.step(batch), *counts)
+    tenth, *_, ninetieth = statistics.quantiles(times_ms, n=10)
+    return {"median_ms": statistics.median(times_ms), "tenth_ms": tenth, "ninetieth_ms": ninetieth}
 
 
 def _objective(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return model(x).sum(), len(x)
 
 
-def _plain_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: torch.Tensor, shards: int
-) -> None:
-    for x in batch.tensor_split(shards):
+def _plain_step(model: Scalar, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> None:
+    for x in batch.tensor_split(len(batch)):
         model(x).sum().backward()
-    for parameter in model.parameters():
-        assert parameter.grad is not None
-        parameter.grad.div_(len(batch))
+    assert model.factor.grad is not None
+    model.factor.grad.div_(len(batch))
     optimizer.step()
     optimizer.zero_grad()
-
-
-def _time_each(job: Mapping[str, Any], step: Callable[[], object]) -> list[float]:
-    times_ms = []
-    for _ in range(job["warmup_steps"] + job["steps"]):
-        began = time.perf_counter()
-        step()
-        times_ms.append(1e3 * (time.perf_counter() - began))
-    return times_ms[job["warmup_steps"] :]
 
 
 def count_calls() -> dict[str, int]:
@@ -142,14 +113,11 @@ def count_calls() -> dict[str, int]:
 
 def count_lines() -> dict[str, int]:
     """Count the lines of the library, those of them that are code, and those that measure it."""
-    library = [
-        file for file in PACKAGE.rglob("*.py") if file.relative_to(PACKAGE).parts[0] not in _ASIDE
-    ]
+    library = [file for file in PACKAGE.glob("*") if file.name not in _ASIDE]
     measuring = (PACKAGE / "bench", PACKAGE / "reproduce", ROOT / "benchmarks")
-    texts = [file.read_text(encoding="utf-8") for file in library]
     return {
-        "library": sum(text.count("\n") for text in texts),
-        "code": sum(map(_code_lines, texts)),
+        "library": _lines_in(*library),
+        "code": sum(map(_code_lines, _texts_in(*library))),
         "measuring": _lines_in(*measuring),
         "tests": _lines_in(ROOT / "tests"),
         "parameters": len(inspect.signature(evenstep.Trainer).parameters),
@@ -157,12 +125,16 @@ def count_lines() -> dict[str, int]:
     }
 
 
-def _lines_in(*folders: Path) -> int:
-    return sum(
-        file.read_text(encoding="utf-8").count("\n")
-        for folder in folders
-        for file in folder.rglob("*.py")
-    )
+def _texts_in(*places: Path) -> Iterator[str]:
+    """Yield the modules in folders, and those that are named."""
+    for place in places:
+        for file in place.rglob("*.py") if place.is_dir() else [place]:
+            if file.suffix == ".py":
+                yield file.read_text(encoding="utf-8")
+
+
+def _lines_in(*places: Path) -> int:
+    return sum(text.count("\n") for text in _texts_in(*places))
 
 
 def private_reads() -> Iterator[str]:
@@ -207,24 +179,20 @@ def _code_lines(text: str) -> int:
         if token.type not in _NO_CODE
         for number in range(token.start[0], token.end[0] + 1)
     }
+    documented = ast.Module | ast.ClassDef | ast.FunctionDef
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
-            node
-        ):
+        if isinstance(node, documented) and ast.get_docstring(node):
             lines.difference_update(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
     return len(lines)
 
 
 TARGETS = {"1": 2.5, "2": 2.5}  # times the plain loop
+LIBRARY = "lines of the library, without `cli`, `bench`, `book`, `mxnet`, `reproduce`"
 COUNTED = {  # label, at version 0.1.0, target
     "files": ("files that one eager step passes through", 31, 15),
     "functions": ("its functions", 205, 120),
     "calls": ("its calls", 730, 324),
-    "library": (
-        "lines of the library, without `cli`, `bench`, `book`, `mxnet`, `reproduce`",
-        13_000,
-        25_000,
-    ),
+    "library": (LIBRARY, 13_000, 25_000),
     "code": ("those of them that are code", None, None),
     "tests": ("lines of the tests", None, 40_000),
     "parameters": ("parameters of `Trainer`", None, 18),
@@ -236,35 +204,21 @@ SETTINGS = {"shards": 8, "warmup_steps": 200, "steps": 3000}
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return the table of steps, and that of what a step calls."""
-
-    def milliseconds(value: float) -> str:
-        return f"{value:.3f}"
-
-    rows, plain = [], [run["median_ms"] for run in BENCHMARK.contenders[0].runs(document)]
-    for one in BENCHMARK.contenders:
-        if runs := one.runs(document):
-            steps = [run["median_ms"] for run in runs]
-            ratios = [step / loop for step, loop in zip(steps, plain, strict=False)]
-            judged = verdict(ratios, at_most=TARGETS.get(one.key), spell="{}×".format)
-            rows.append([one.label, *cells(steps, milliseconds), *cells(ratios, unit="×"), *judged])
+    rows, plain = [], column(BENCHMARK.contenders[0].runs(document), "median_ms")
+    for one, runs in BENCHMARK.measured(document):
+        steps = column(runs, "median_ms")
+        ratios = [step / loop for step, loop in zip(steps, plain, strict=False)]
+        judged = verdict(ratios, at_most=TARGETS.get(one.key), spell="{}×".format)
+        rows.append([one.label, *cells(steps, "{:.3f}".format), *cells(ratios, unit="×"), *judged])
     head = ("step", "ms", "spread", "of the plain loop", "spread of it", "target", "verdict")
-    found = document.get("step", {})
-    counted = [
-        [
-            label,
-            _number(before),
-            _number(found[name]),
-            *verdict([found[name]], at_most=most, spell=_number),
-        ]
-        for name, (label, before, most) in COUNTED.items()
-        if name in found
-    ]
+    found, counted = document.get("step", {}), []
+    for name, (label, before, most) in COUNTED.items():
+        if name in found:
+            judged = verdict([found[name]], at_most=most, spell="{:,}".format)
+            past = NOTHING if before is None else f"{before:,}"
+            counted.append([label, past, f"{found[name]:,}", *judged])
     heads = ("counted", "version 0.1.0", "now", "target", "verdict")
     return {"steps": Table(head, rows), "calls": Table(heads, counted)}
-
-
-def _number(value: float | None) -> str:
-    return NOTHING if value is None else f"{value:,.0f}"
 
 
 BENCHMARK = Benchmark(
@@ -272,7 +226,7 @@ BENCHMARK = Benchmark(
     settings=SETTINGS,
     fields=lambda: {"step": {**count_calls(), **count_lines()}},
     contenders=[
-        script("overhead", key, {**SETTINGS, "devices": devices, "inline": inline}, label=label)
+        script("overhead", key, {**SETTINGS, "devices": devices, "inline": inline}, label)
         for key, label, devices, inline in (
             ("plain", "plain loop over the shards", 0, False),
             ("1", "evenstep, 1 device", 1, False),
@@ -282,6 +236,3 @@ BENCHMARK = Benchmark(
     ],
     tables=tables,
 )
-
-if __name__ == "__main__":
-    fresh.answer(measure)

@@ -13,53 +13,67 @@ from typing import Any
 import torch
 from torch import distributed
 
-from benchmark import TRAINING_STEPS, Benchmark, script
-from evenstep.bench import Contender, fresh, lineup, paired_ratios
+from benchmark import TRAINING_STEPS, Benchmark, Contender, script
+from evenstep.bench import lineup, paired_ratios
 from evenstep.bench.rounds import Run, by_round
-from evenstep.bench.tables import Table, cells, verdict
+from evenstep.bench.tables import Table, cells, median, verdict
 from evenstep.book.classic import CLASSIC
 from evenstep.collectives import canonical_sum, forest
 from evenstep.devices import kept_memory
-from evenstep.distributed import Peers, gradient_reduce, join
+from evenstep.distributed import Exchange, Peers, gradient_reduce, join
 from evenstep.distributed.flat_buffers import FlatSpace
+
+EVERYONE = Exchange("step", "the others")
+ELEMENTS = 11_173_962  # parameters of ResNet-18 with one channel and ten classes: 44.7 MB
+EXCHANGE = {"elements": ELEMENTS, "warmup": 3, "repetitions": 15}
+METHODS: dict[str, tuple[str, float | None]] = {
+    "gloo": ("gloo's all_reduce", None),
+    "network": ("canonical sum, network", 0.8),
+    "memory": ("canonical sum, shared memory, in place", 0.3),
+    "memory.copies": ("canonical sum, shared memory, from and to own memory", None),
+    "classic.root": ("to a root and back", None),
+    "classic.tree": ("by a tree", None),
+    "classic.ring": ("around a ring", None),
+    "classic.sharded": ("sharded", None),
+}
+"""Methods to sum: label, and target (milliseconds over those of gloo's all_reduce)."""
+
+BATCHES = {"lenet": 256, "resnet18": 128}
+OVER_DDP = {"lenet": 1.0, "resnet18": 0.97}
+"""Targets for the speed over that of DDP as its documentation shows it."""
 
 
 def measure(job: Mapping[str, Any]) -> dict[str, float] | None:
     """Return the median milliseconds until the slowest process is done, in the first process."""
     torch.set_num_threads(1)
     distributed.init_process_group(backend="gloo")
-    peers = join(60.0)
+    peers, times_s = join(60.0), []
     gloo = job["method"] == "gloo"
     memory = contextlib.nullcontext() if gloo else kept_memory()  # as a trainer keeps it
     with peers.status_board, memory:
-        _, _, prepare = METHODS[job["method"]]
-        once = prepare(peers, job["elements"])
-        times = [timed(once) for _ in range(job["warmup"] + job["repetitions"])]
-    slowest = torch.tensor(times[job["warmup"] :], dtype=torch.float64)
+        once = prepared(job["method"], peers, torch.ones(job["elements"]))
+        for _ in range(job["warmup"] + job["repetitions"]):
+            distributed.barrier()
+            began_s = time.perf_counter()
+            once()
+            times_s.append(time.perf_counter() - began_s)
+    slowest = torch.tensor(times_s[job["warmup"] :], dtype=torch.float64)
     distributed.all_reduce(slowest, distributed.ReduceOp.MAX)
     distributed.destroy_process_group()
     return {"median_ms": 1e3 * statistics.median(slowest.tolist())} if peers.rank == 0 else None
 
 
-def timed(once: Callable[[], object]) -> float:
-    """Return the seconds of one sum that all processes begin together."""
-    distributed.barrier()
-    began = time.perf_counter()
-    once()
-    return time.perf_counter() - began
-
-
-def _gloo(peers: Peers, elements: int) -> Callable[[], object]:
-    return functools.partial(distributed.all_reduce, torch.ones(elements))
-
-
-def _network(peers: Peers, elements: int) -> Callable[[], object]:
-    trees, out = _one_partial_sum_each(peers), torch.empty(elements)
-    return functools.partial(canonical_sum, peers.transport, trees, [torch.ones(elements)], out)
-
-
-def _memory(peers: Peers, elements: int, *, in_place: bool) -> Callable[[], object]:
-    vector, trees = torch.ones(elements), _one_partial_sum_each(peers)
+def prepared(method: str, peers: Peers, vector: torch.Tensor) -> Callable[[], object]:
+    """Return what sums the vectors of all processes once."""
+    kind, _, how = method.partition(".")
+    if kind == "gloo":
+        return functools.partial(distributed.all_reduce, vector)
+    if kind == "classic":
+        return functools.partial(CLASSIC[how], peers.transport, vector)
+    trees = forest(peers.size, peers.size, tuple(range(r, r + 1) for r in range(peers.size)))
+    if kind == "network":
+        out = torch.empty_like(vector)
+        return functools.partial(canonical_sum, peers.transport, trees, [vector], out)
     flats, nbytes = FlatSpace([vector], [0]), gradient_reduce.BUCKET_BYTES
     shared = gradient_reduce.SharedMemoryReducer(peers, flats, nbytes)
     shared.reserve(trees, 0)
@@ -67,51 +81,17 @@ def _memory(peers: Peers, elements: int, *, in_place: bool) -> Callable[[], obje
     def with_copies() -> None:
         sending = shared.begin(trees, 1, 0)
         sending.write_rest([[vector]])
-        peers.gather(b"", "the others")
+        peers.gather(b"", EVERYONE)
         sending.total()
 
-    def without_copies() -> None:
-        peers.gather(b"", "the others")
+    def in_place() -> None:
+        peers.gather(b"", EVERYONE)
         gradient_reduce.add_up_shared(peers, trees, shared.shared[-1])
 
-    if in_place:
-        shared.begin(trees, 1, 0).write_rest([[vector]])
-    return without_copies if in_place else with_copies
-
-
-def _classic(name: str, peers: Peers, elements: int) -> Callable[[], object]:
-    return functools.partial(CLASSIC[name], peers.transport, torch.ones(elements))
-
-
-def _one_partial_sum_each(peers: Peers) -> Any:
-    return forest(peers.size, peers.size, tuple(range(r, r + 1) for r in range(peers.size)))
-
-
-ELEMENTS = 11_173_962  # parameters of ResNet-18 with one channel and ten classes: 44.7 MB
-EXCHANGE = {"elements": ELEMENTS, "warmup": 3, "repetitions": 15}
-METHODS: dict[str, tuple[str, float | None, Callable[[Peers, int], Callable[[], object]]]] = {
-    "gloo": ("gloo's all_reduce", None, _gloo),
-    "network": ("canonical sum, network", 0.8, _network),
-    "memory": (
-        "canonical sum, shared memory, in place",
-        0.3,
-        functools.partial(_memory, in_place=True),
-    ),
-    "memory.copies": (
-        "canonical sum, shared memory, from and to own memory",
-        None,
-        functools.partial(_memory, in_place=False),
-    ),
-    "classic.root": ("to a root and back", None, functools.partial(_classic, "root")),
-    "classic.tree": ("by a tree", None, functools.partial(_classic, "tree")),
-    "classic.ring": ("around a ring", None, functools.partial(_classic, "ring")),
-    "classic.sharded": ("sharded", None, functools.partial(_classic, "sharded")),
-}
-"""Methods to sum: label, target (milliseconds over those of gloo's all_reduce), preparation."""
-
-BATCHES = {"lenet": 256, "resnet18": 128}
-OVER_DDP = {"lenet": 1.0, "resnet18": 0.97}
-"""Targets for the speed over that of DDP as its documentation shows it."""
+    if how == "copies":
+        return with_copies
+    shared.begin(trees, 1, 0).write_rest([[vector]])
+    return in_place
 
 
 def trainings(network: str) -> list[Contender]:
@@ -127,10 +107,10 @@ def trainings(network: str) -> list[Contender]:
 
 def exchange_row(runs: list[Run], method: str) -> list[str]:
     """Return the row of a method to sum."""
-    label, at_most, _ = METHODS[method]
+    label, at_most = METHODS[method]
     own = by_round(runs, "median_ms", variant=f"exchange.{method}")
     ratios = paired_ratios(own, by_round(runs, "median_ms", variant="exchange.gloo"))
-    return [label, *cells(own.values()), cells(ratios)[0], *verdict(ratios, at_most=at_most)]
+    return [label, *cells(own.values()), median(ratios), *verdict(ratios, at_most=at_most)]
 
 
 def training_row(runs: list[Run], network: str, rival: str) -> list[str]:
@@ -139,47 +119,28 @@ def training_row(runs: list[Run], network: str, rival: str) -> list[str]:
     ratios = paired_ratios(own, by_round(runs, "examples_per_s", variant=f"{network}.{rival}"))
     at_least = OVER_DDP[network] if rival == "ddp" else None
     judged = verdict(ratios, at_least=at_least, spell="{}×".format)
-    return [network, rival, cells(own.values())[0], *cells(ratios, unit="×"), *judged]
+    return [network, rival, median(own.values()), *cells(ratios, unit="×"), *judged]
 
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return the table of the exchange and that of training."""
-    runs = document["runs"]
-    return {
-        "exchange": Table(
-            ("the sum", "ms", "spread", "over gloo's all_reduce", "target", "verdict"),
-            [exchange_row(runs, method) for method in METHODS],
-        ),
-        "training": Table(
-            ("network", "over", "evenstep, examples/s", "ratio", "spread", "target", "verdict"),
-            [
-                training_row(runs, network, rival)
-                for network in BATCHES
-                for rival in ("ddp", "ddp.channels_last")
-            ],
-            2,
-        ),
-    }
+    runs, rivals = document["runs"], ("ddp", "ddp.channels_last")
+    sums = [exchange_row(runs, method) for method in METHODS]
+    races = [training_row(runs, network, rival) for network in BATCHES for rival in rivals]
+    head = ("the sum", "ms", "spread", "over gloo's all_reduce", "target", "verdict")
+    heads = ("network", "over", "evenstep, examples/s", "ratio", "spread", "target", "verdict")
+    return {"exchange": Table(head, sums), "training": Table(heads, races, 2)}
+
+
+def exchange(method: str) -> Contender:
+    """Return a method to sum, in two processes."""
+    more = {"launcher": lineup.torchrun(2), "threads": 1}
+    return script("processes", f"exchange.{method}", {"method": method, **EXCHANGE}, **more)
 
 
 BENCHMARK = Benchmark(
     name="processes",
     settings={"exchange": EXCHANGE, "batch": BATCHES},
-    contenders=[
-        *(
-            script(
-                "processes",
-                f"exchange.{method}",
-                {"method": method, **EXCHANGE},
-                launcher=lineup.torchrun(2),
-                threads=1,
-            )
-            for method in METHODS
-        ),
-        *(one for network in BATCHES for one in trainings(network)),
-    ],
+    contenders=[*map(exchange, METHODS), *(one for name in BATCHES for one in trainings(name))],
     tables=tables,
 )
-
-if __name__ == "__main__":
-    fresh.answer(measure)

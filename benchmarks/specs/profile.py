@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,87 +20,13 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 import evenstep
-from benchmark import ALLOCATORS, Benchmark, script
-from evenstep.bench import Contender, fresh
+from benchmark import ALLOCATORS, Benchmark, Contender, script
+from evenstep.bench import workload
 from evenstep.bench.rounds import Run, select
 from evenstep.bench.tables import NOTHING, Table
-from evenstep.bench.workload import Job, in_memory, make_loader, make_network, make_optimizer
+from evenstep.bench.workload import Job, each_ms
 from evenstep.bench.workload.job import Step
 from evenstep.engine import InlineLanes
-
-
-def measure(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a step's milliseconds, and those of each operator in itself: medians over the steps.
-
-    Every step has its own profile. In a longer one the growing list of events displaces freed
-    activations in the heap, and the page faults of their new place would be measured.
-    """
-    torch.set_num_threads(1)
-    job = Job(**{name: value for name, value in fields.items() if name != "way"})
-    with _opened(job, fields["way"]) as step:
-        batches = iter(in_memory(make_loader(job)))
-        for _ in range(job.warmup_steps):
-            step(*next(batches))
-        steps_ms = [_step_ms(step, batches) for _ in range(job.steps)]
-        profiled_ms, operators = [], []
-        for _ in range(job.steps):
-            with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                profiled_ms.append(_step_ms(step, batches))
-            events = profiler.key_averages()
-            operators.append({event.key: event.self_cpu_time_total / 1e3 for event in events})
-    return {
-        "step_ms": statistics.median(steps_ms),
-        "profiled_step_ms": statistics.median(profiled_ms),
-        "operators_ms": {
-            name: statistics.median(one.get(name, 0.0) for one in operators)
-            for name in sorted(set().union(*operators))
-        },
-        "all_operators_ms": statistics.median(sum(one.values()) for one in operators),
-    }
-
-
-@contextlib.contextmanager
-def _opened(job: Job, method: str) -> Iterator[Step]:
-    """Return the step of a trainer, or of a plain loop."""
-    model = make_network(job)
-    optimizer = make_optimizer(job, model)
-    if method not in ("evenstep", "hybridized"):
-        model = model.to(memory_format=torch.channels_last)
-        yield _plain_step(model, optimizer, job.shards if method == "shards" else 1)
-        return
-    from torch._inductor import config  # slow to import
-
-    config.cpp.enable_kernel_profile = True
-    with evenstep.Trainer(
-        model,
-        optimizer,
-        loss=torch.nn.CrossEntropyLoss(),
-        devices=1,
-        experiment=evenstep.Experiment(shards=job.shards, compile=method == "hybridized"),
-        layout=evenstep.Layout(lanes=InlineLanes),
-    ) as trainer:
-        yield trainer.step
-
-
-def _plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, shards: int) -> Step:
-    """Return the step of a plain loop that accumulates the gradients of `shards` shards."""
-
-    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
-        optimizer.zero_grad()
-        for x, y in zip(images.tensor_split(shards), labels.tensor_split(shards), strict=True):
-            x = x.to(memory_format=torch.channels_last)
-            (F.cross_entropy(model(x), y, reduction="sum") / len(images)).backward()
-        optimizer.step()
-
-    return step
-
-
-def _step_ms(step: Step, batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    batch = next(batches)
-    began = time.perf_counter()
-    step(*batch)
-    return 1e3 * (time.perf_counter() - began)
-
 
 NETWORKS = {"lenet": "LeNet", "resnet18": "ResNet-18"}
 METHODS = {
@@ -120,42 +45,92 @@ SHOWN = 12
 MOST_LETTERS = 48  # what fits a table beside seven numbers
 
 
-def _contender(network: str, method: str, shards: int) -> Contender:
-    names = {"network": network, "way": method, "shards": shards}
-    key, job = f"{network}.{method}.{shards}", {**names, **SETTINGS[network]}
-    return script("profile", key, job, names=names, environment=ALLOCATORS["keeps"])
+def measure(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a step's milliseconds, and those of each operator in itself: medians over the steps.
+
+    Every step has its own profile. In a longer one the growing list of events displaces freed
+    activations in the heap, and the page faults of their new place would be measured.
+    """
+    torch.set_num_threads(1)
+    job = Job(**{name: value for name, value in fields.items() if name != "way"})
+    profiled_ms, operators = [], []
+    with _opened(job, fields["way"]) as step:
+        batches = workload.in_memory(workload.make_loader(job))
+        steps_ms = each_ms(lambda: step(*next(batches)), job.steps, job.warmup_steps)
+        for _ in range(job.steps):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                profiled_ms += each_ms(lambda: step(*next(batches)), 1)
+            events = profiler.key_averages()
+            operators.append({event.key: event.self_cpu_time_total / 1e3 for event in events})
+    return {
+        "step_ms": statistics.median(steps_ms),
+        "profiled_step_ms": statistics.median(profiled_ms),
+        "operators_ms": {
+            name: statistics.median(one.get(name, 0.0) for one in operators)
+            for name in sorted(set().union(*operators))
+        },
+        "all_operators_ms": statistics.median(sum(one.values()) for one in operators),
+    }
+
+
+@contextlib.contextmanager
+def _opened(job: Job, method: str) -> Iterator[Step]:
+    """Return the step of a trainer, or of a plain loop."""
+    model = workload.make_network(job)
+    optimizer = workload.make_optimizer(job, model)
+    if method not in ("evenstep", "hybridized"):
+        model = model.to(memory_format=torch.channels_last)
+        yield _plain_step(model, optimizer, job.shards if method == "shards" else 1)
+        return
+    from torch._inductor import config  # slow to import
+
+    config.cpp.enable_kernel_profile = True
+    experiment = evenstep.Experiment(shards=job.shards, compile=method == "hybridized")
+    layout = evenstep.Layout(lanes=InlineLanes)
+    given = model, optimizer, torch.nn.CrossEntropyLoss()
+    with evenstep.Trainer(*given, devices=1, experiment=experiment, layout=layout) as trainer:
+        yield trainer.step
+
+
+def _plain_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, shards: int) -> Step:
+    """Return the step of a plain loop that accumulates the gradients of `shards` shards."""
+
+    def step(images: torch.Tensor, labels: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        for x, y in zip(images.tensor_split(shards), labels.tensor_split(shards), strict=True):
+            x = x.to(memory_format=torch.channels_last)
+            (F.cross_entropy(model(x), y, reduction="sum") / len(images)).backward()
+        optimizer.step()
+
+    return step
 
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return a table of operators for each network."""
-    measured = {run["network"] for run in document["runs"]}
-    return {name: _table(document, name) for name in NETWORKS if name in measured}
+    found = {}
+    for network, title in NETWORKS.items():
+        if runs := select(document["runs"], network=network):
+            examples = document["settings"][network]["examples"]
+            methods = (METHODS[run["way"], run["shards"]] for run in runs)
+            found[network] = Table((f"{title}, {examples} examples", *methods), _rows(runs))
+    return found
 
 
-def _table(document: Mapping[str, Any], network: str) -> Table:
-    runs = select(document["runs"], network=network)
-    examples = document["settings"][network]["examples"]
-    methods = (METHODS[run["way"], run["shards"]] for run in runs)
-    rows = [
-        [f"`{_shortened(name)}`", *(_shown(run["operators_ms"].get(name)) for run in runs)]
-        for name in _largest(runs)
+def _rows(runs: Sequence[Run]) -> list[list[str]]:
+    """Return the operators that take most in any of the runs, the largest first, and their sums."""
+    names = set().union(*(run["operators_ms"] for run in runs))
+    most = {name: max(run["operators_ms"].get(name, 0.0) for run in runs) for name in names}
+    largest = sorted(names, key=lambda name: (-most[name], name))[:SHOWN]
+    shown: list[tuple[str, list[float | None]]] = [
+        (f"`{_shortened(name)}`", [run["operators_ms"].get(name) for run in runs])
+        for name in largest
     ]
-    between = (run["profiled_step_ms"] - run["all_operators_ms"] for run in runs)
-    rows += [
-        ["all operators", *(_shown(run["all_operators_ms"]) for run in runs)],
-        ["between", *map(_shown, between)],
-        ["step, not profiled", *(_shown(run["step_ms"]) for run in runs)],
+    shown += [
+        ("all operators", [run["all_operators_ms"] for run in runs]),
+        ("between", [run["profiled_step_ms"] - run["all_operators_ms"] for run in runs]),
+        ("step, not profiled", [run["step_ms"] for run in runs]),
     ]
-    return Table((f"{NETWORKS[network]}, {examples} examples", *methods), rows)
-
-
-def _largest(runs: Sequence[Run]) -> list[str]:
-    """Return the operators that take most in any of the runs, largest first."""
-    most: dict[str, float] = {}
-    for run in runs:
-        for name, milliseconds in run["operators_ms"].items():
-            most[name] = max(most.get(name, 0.0), milliseconds)
-    return sorted(most, key=lambda name: (-most[name], name))[:SHOWN]
+    return [[name, *(NOTHING if ms is None else f"{ms:.1f}" for ms in row)] for name, row in shown]
 
 
 def _shortened(name: str) -> str:
@@ -166,8 +141,10 @@ def _shortened(name: str) -> str:
     return f"{name[:kept]}...{name[-kept:]}"
 
 
-def _shown(milliseconds: float | None) -> str:
-    return NOTHING if milliseconds is None else f"{milliseconds:.1f}"
+def _contender(network: str, method: str, shards: int) -> Contender:
+    names = {"network": network, "way": method, "shards": shards}
+    more = {"names": names, "environment": ALLOCATORS["keeps"]}
+    return script("profile", f"{network}.{method}.{shards}", {**names, **SETTINGS[network]}, **more)
 
 
 BENCHMARK = Benchmark(
@@ -177,6 +154,3 @@ BENCHMARK = Benchmark(
     contenders=[_contender(network, *cut) for network in NETWORKS for cut in METHODS],
     tables=tables,
 )
-
-if __name__ == "__main__":
-    fresh.answer(measure)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import evenstep
-from benchmark import Benchmark, script
-from evenstep.bench import contenders, fresh, workload
-from evenstep.bench.rounds import Run, select
-from evenstep.bench.tables import Table, cells, verdict
+from benchmark import Benchmark, column, script
+from evenstep.bench import contenders, workload
+from evenstep.bench.tables import Table, median, verdict
 
 THREADS, RECORDED, BESIDE, WARM = 2, 100, 25, 3
 TRAININGS = {
@@ -26,68 +24,44 @@ MOST = 1.3
 
 def measure(job: Mapping[str, Any]) -> dict[str, float]:
     """Return milliseconds of a step, medians, and the size of the record in MB."""
-    given = workload.Job(
-        **job, threads=THREADS, warmup_steps=WARM, steps=RECORDED, workers=1, shards=1
-    )
+    given = workload.Job(**job, threads=THREADS, warmup_steps=WARM, steps=RECORDED, shards=1)
     with contenders.plain(given) as training, tempfile.TemporaryDirectory() as folder:
-        batches = _again_and_again(training.batches)
+        batches, step = iter(training.batches), training.step
+        assert step is not None
 
-        def times_s(count: int) -> list[float]:
-            return [_time(training.step, next(batches)) for _ in range(count)]
+        def each_ms(count: int, warmup: int = 0) -> list[float]:
+            return workload.each_ms(lambda: step(*next(batches)), count, warmup)
 
-        times_s(WARM)
-        plain_s = times_s(BESIDE)
-        with evenstep.record(Path(folder, "it.rec"), steps=RECORDED):
-            recorded_s = times_s(RECORDED)
-        plain_s += times_s(BESIDE)
-        nbytes = sum(file.stat().st_size for file in Path(folder, "it.rec").iterdir())
+        plain_ms, record = each_ms(BESIDE, WARM), Path(folder, "it.rec")
+        with evenstep.record(record, steps=RECORDED):
+            recorded_ms = each_ms(RECORDED)
+        plain_ms += each_ms(BESIDE)
+        nbytes = sum(file.stat().st_size for file in record.iterdir())
     return {
-        "plain_ms": 1e3 * statistics.median(plain_s),
-        "recorded_ms": 1e3 * statistics.median(recorded_s),
+        "plain_ms": statistics.median(plain_ms),
+        "recorded_ms": statistics.median(recorded_ms),
         "record_mb": nbytes / 1e6,
     }
 
 
-def _again_and_again(batches: Any) -> Iterator[Any]:
-    while True:
-        yield from batches
-
-
-def _time(step: Callable[..., Any], batch: Any) -> float:
-    begin = time.perf_counter()
-    step(*batch)
-    return time.perf_counter() - begin
-
-
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return the table of costs."""
+    rows = []
+    for one, runs in BENCHMARK.measured(document):
+        plain, recorded, size = (
+            column(runs, name) for name in ("plain_ms", "recorded_ms", "record_mb")
+        )
+        times = [with_it / without for with_it, without in zip(recorded, plain, strict=True)]
+        spelled = map(median, (plain, recorded, times))
+        rows.append([one.label, *spelled, *verdict(times, at_most=MOST), median(size)])
     head = ("training", "a step, ms", "recorded, ms", "times", "target", "verdict", "record, MB")
-    return {"cost": Table(head, [_row(document["runs"], key) for key in TRAININGS])}
-
-
-def _row(runs: list[Run], key: str) -> list[str]:
-    own = select(runs, variant=key)
-    plain, recorded, size = (
-        cells([run[name] for run in own])[0] for name in ("plain_ms", "recorded_ms", "record_mb")
-    )
-    times = [run["recorded_ms"] / run["plain_ms"] for run in own]
-    return [
-        TRAININGS[key][0],
-        plain,
-        recorded,
-        cells(times)[0],
-        *verdict(times, at_most=MOST),
-        size,
-    ]
+    return {"cost": Table(head, rows)}
 
 
 BENCHMARK = Benchmark(
     name="recording",
-    contenders=[script("recording", key, job) for key, (_, job) in TRAININGS.items()],
+    contenders=[script("recording", key, job, label) for key, (label, job) in TRAININGS.items()],
     tables=tables,
     settings={"threads": THREADS, "recorded": RECORDED, "beside": 2 * BESIDE},
     rounds=3,
 )
-
-if __name__ == "__main__":
-    fresh.answer(measure)

@@ -5,19 +5,20 @@ The environment variable EVENSTEP_BEFORE names a working copy of the earlier rev
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmark import ROOT, Benchmark, script
-from evenstep.bench import Contender, paired_ratios
+from benchmark import FOLDER, ROOT, Benchmark, Contender, script
+from evenstep.bench import fresh, paired_ratios
 from evenstep.bench.rounds import by_round
-from evenstep.bench.tables import Table, cells
+from evenstep.bench.tables import Table, cells, median
 
-BEFORE = Path(os.environ.get("EVENSTEP_BEFORE", ROOT))
-PLACES = {"before": BEFORE, "now": ROOT}
+PLACES = {"before": Path(os.environ.get("EVENSTEP_BEFORE", ROOT)), "now": ROOT}
 WORKLOADS = {  # network, examples, steps after as many of warm-up / 5, batch_norm
     "MLP": ("mlp", 256, 500, "shard"),
     "LeNet": ("lenet", 256, 60, "shard"),
@@ -26,17 +27,20 @@ WORKLOADS = {  # network, examples, steps after as many of warm-up / 5, batch_no
 }
 
 
+def steps_of(contender: Contender) -> dict[str, Any]:
+    """Measure with the sources of one working copy, of which only the public API is used."""
+    command = [sys.executable, str(FOLDER / "specs" / "steps_of_revision.py")]
+    sources = {"PYTHONPATH": str(PLACES[contender.job["place"]] / "src")}
+    return fresh.run_commands([[*command, json.dumps(contender.job)]], variables=sources)
+
+
 def contender(workload: str, devices: int, place: str) -> Contender:
     """Return steps of a workload on some devices, with the sources of one working copy."""
     network, examples, steps, batch_norm = WORKLOADS[workload]
     names = {"workload": workload, "devices": devices, "place": place}
     sizes = {"network": network, "examples": examples, "steps": steps, "batch_norm": batch_norm}
-    return script(
-        "steps_of_revision",
-        f"{workload}.{devices}.{place}",
-        {**names, **sizes, "warmup_steps": steps // 5 + 1},
-        names=names,
-    )
+    job = {**names, **sizes, "warmup_steps": steps // 5 + 1}
+    return script("steps_of_revision", ".".join(map(str, names.values())), job, names=names)
 
 
 def revisions() -> dict[str, str]:
@@ -48,21 +52,21 @@ def revisions() -> dict[str, str]:
     }
 
 
+CASES = [(workload, devices) for workload in WORKLOADS for devices in (1, 2)]
+
+
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return the steps of both revisions, and their ratio within each round."""
-    rows = []
-    for workload in WORKLOADS:
-        for devices in (1, 2):
-            before, now = (
-                by_round(
-                    document["runs"], "median_ms", workload=workload, devices=devices, place=place
-                )
-                for place in PLACES
-            )
-            if ratios := paired_ratios(now, before):
-                times = [cells([*one.values()], "{:.1f}".format) for one in (before, now)]
-                row = [workload, str(devices), times[0][0], *times[1]]
-                rows.append([*row, *cells(ratios, "{:.2f}".format)])
+    rows, runs = [], document["runs"]
+    for workload, devices in CASES:
+        before, now = (
+            by_round(runs, "median_ms", workload=workload, devices=devices, place=place)
+            for place in PLACES
+        )
+        if ratios := paired_ratios(now, before):
+            past = median(before.values(), "{:.1f}".format)
+            times = [past, *cells(now.values(), "{:.1f}".format)]
+            rows.append([workload, str(devices), *times, *cells(ratios, "{:.2f}".format)])
     head = ("training", "devices", "before, ms", "now, ms", "spread", "ratio", "spread of it")
     return {"steps": Table(head, rows)}
 
@@ -70,11 +74,7 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
 BENCHMARK = Benchmark(
     name="revisions",
     fields=lambda: {"revisions": revisions()},
-    contenders=[
-        contender(workload, devices, place)
-        for workload in WORKLOADS
-        for devices in (1, 2)
-        for place in PLACES
-    ],
+    contenders=[contender(*case, place) for case in CASES for place in PLACES],
+    measure=steps_of,
     tables=tables,
 )

@@ -7,28 +7,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmark import ALLOCATORS, FOLDER, TRAINING_STEPS, Benchmark
-from evenstep.bench import Contender, paired_ratios, scaled, speeds, summarise
+from benchmark import ALLOCATORS, FOLDER, TRAINING_STEPS, Benchmark, Contender
+from evenstep.bench import paired_ratios, scaled, speeds
 from evenstep.bench.lineup import ddp, devices, peers, plain
 from evenstep.bench.rounds import Run, select
-from evenstep.bench.tables import NOTHING, Table, cells, number, spread, verdict
+from evenstep.bench.tables import NOTHING, Table, cells, median, number, spread, verdict
 from evenstep.profiling.accounting import PARTS, whole_percents
 
 NETWORKS = ("lenet", "resnet18")
 MEMORY_FORMATS = ("contiguous", "channels_last")
 HEAD = ("contender", "batch", "examples/s", "spread", "page faults a step", "kernel", "busy")
 RATIO_HEAD = ("ratio", "target", "median", "spread", "verdict")
-GAIN_HEAD = ("what it brings", "target", "median", "spread", "verdict", "bits")
-
-SCALING_HEAD = (
-    "devices",
-    "batch",
-    "examples/s",
-    "spread",
-    "speed-up",
-    "spread of it",
-    "efficiency",
-)
+GAIN_HEAD = ("what it brings", *RATIO_HEAD[1:], "bits")
+SCALED_HEAD = ("devices", "batch", "examples/s", "spread", "speed-up", "spread of it", "efficiency")
 PART_NAMES = ("busy", "waiting for data", "waiting for others", "summing", "updating")
 
 
@@ -38,13 +29,9 @@ def lineup() -> list[Contender]:
         {"network": network, "examples": examples, **TRAINING_STEPS[network]}
         for network, examples in (("lenet", 256), ("resnet18", 64), ("resnet18", 128))
     )
-    last = {"memory_format": "channels_last"}
+    last, bf16 = {"memory_format": "channels_last"}, {"precision": "bf16"}
     return [
-        *(
-            plain(lenet, threads, memory_format)
-            for threads in (1, 2)
-            for memory_format in MEMORY_FORMATS
-        ),
+        *(plain(lenet, threads, one) for threads in (1, 2) for one in MEMORY_FORMATS),
         *peers(lenet, 2),
         *(devices(lenet, count) for count in (1, 2)),
         devices(lenet, 2, max_in_flight=2),
@@ -61,21 +48,16 @@ def lineup() -> list[Contender]:
         devices(two, 2, hybridize=True),
         devices(two, 2, batch_norm="sync"),
         *(devices(one, 1, shards=2, **last), devices(two, 2, shards=2, **last)),
-        devices(one, 1, precision="bf16", **last),
-        devices(two, 2, precision="bf16", **last),
-        devices(two, 2, precision="bf16"),
+        *(devices(one, 1, **bf16, **last), devices(two, 2, **bf16, **last)),
+        devices(two, 2, **bf16),
         keeping(ddp(two, 2)),
     ]
 
 
 def keeping(contender: Contender) -> Contender:
     """Return the contender with a malloc that keeps freed memory."""
-    return dataclasses.replace(
-        contender,
-        key=f"{contender.key}.keeps",
-        label=f"{contender.label}, malloc keeps",
-        environment=ALLOCATORS["keeps"],
-    )
+    key, label = f"{contender.key}.keeps", f"{contender.label}, malloc keeps"
+    return dataclasses.replace(contender, key=key, label=label, environment=ALLOCATORS["keeps"])
 
 
 def tables(document: Mapping[str, Any], networks: Sequence[str] = NETWORKS) -> dict[str, Table]:
@@ -119,18 +101,15 @@ def speed_row(contender: Mapping[str, Any], runs: Sequence[Run]) -> list[str]:
     own = select(runs, contender=contender["key"])
     if not own:
         return []
-
-    def percent(shares: Sequence[float]) -> str:
-        return f"{100 * summarise(shares).median:.0f}%"
-
     busy = [[one / run["seconds"] for one in run["busy_s"]] for run in own if "busy_s" in run]
+    percent = "{:.0%}".format
     return [
         contender["label"],
         str(contender["examples"]),
         *cells([run["examples_per_s"] for run in own]),
-        cells([run["page_faults"] / contender["steps"] for run in own], "{:,.0f}".format)[0],
-        percent([run["kernel_s"] / run["seconds"] for run in own]),
-        ", ".join(map(percent, zip(*busy, strict=True))) or NOTHING,
+        median([run["page_faults"] / contender["steps"] for run in own], "{:,.0f}".format),
+        median([run["kernel_s"] / run["seconds"] for run in own], percent),
+        ", ".join(median(one, percent) for one in zip(*busy, strict=True)) or NOTHING,
     ]
 
 
@@ -145,33 +124,23 @@ def ratio_row(ratio: Mapping[str, str], runs: Sequence[Run]) -> list[str]:
 
 def scaling(document: Mapping[str, Any], *, same_batch: bool) -> Table:
     """Return a row for each number of devices that `evenstep bench scaling` measured."""
-    rows = [
-        [
-            str(row.devices),
-            str(row.examples),
-            number(row.speed.median),
-            spread(row.speed),
-            f"{row.speed_up.median:.2f}",
-            spread(row.speed_up),
-            f"{row.efficiency:.0%}",
-        ]
-        for row in scaled(document, same_batch=same_batch)
-    ]
-    return Table(SCALING_HEAD, rows)
+    rows = []
+    for row in scaled(document, same_batch=same_batch):
+        speed = [str(row.devices), str(row.examples), number(row.speed.median), spread(row.speed)]
+        gain = [f"{row.speed_up.median:.2f}", spread(row.speed_up), f"{row.efficiency:.0%}"]
+        rows.append([*speed, *gain])
+    return Table(SCALED_HEAD, rows)
 
 
 def parts_of_time(document: Mapping[str, Any]) -> Table:
     """Return where the devices' time went, for each number of devices and batch."""
     rows = {
-        (row.devices, row.examples): [
-            str(row.devices),
-            str(row.examples),
-            *(f"{percent}%" for percent in whole_percents(row.shares[part] for part in PARTS)),
-        ]
+        (row.devices, row.examples): whole_percents(row.shares[part] for part in PARTS)
         for same_batch in (True, False)
         for row in scaled(document, same_batch=same_batch)
     }
-    return Table(("devices", "batch", *PART_NAMES), [*rows.values()])
+    cut = [[*map(str, case), *(f"{one}%" for one in percents)] for case, percents in rows.items()]
+    return Table(("devices", "batch", *PART_NAMES), cut)
 
 
 BENCHMARK = Benchmark(name="training_speed", contenders=lineup(), tables=tables)

@@ -21,17 +21,18 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 import evenstep
-from benchmark import Benchmark, script
-from evenstep.bench import fresh, lineup, machine
-from evenstep.bench.rounds import Run, select
-from evenstep.bench.tables import NOTHING, Table, cells, number, verdict
+from benchmark import Benchmark, Contender, column, script
+from evenstep.bench import lineup, machine
+from evenstep.bench.rounds import Run
+from evenstep.bench.tables import NOTHING, Table, cells, median, verdict
+from evenstep.bench.workload import each_ms
 from evenstep.profiling.trace import Span
 from evenstep.stages.plan import stages_of
 from evenstep.stages.turns import TurnOrder
@@ -39,81 +40,59 @@ from evenstep.stages.turns import TurnOrder
 SETTINGS = {"width": 512, "layers": 8, "examples_of_a_shard": 128, "warmup_steps": 3, "steps": 12}
 STAGES = 2
 SHARDS = (4, 8, 16)
-_BALANCED = evenstep.Layout(divide=evenstep.Stages(f"balanced:{STAGES}"))
-LAYOUTS: Mapping[str, dict[str, Any]] = {
-    "one": {"devices": 1},
-    "data": {"devices": STAGES},
-    "stages": {"devices": STAGES, "layout": _BALANCED},
-    "wait": {"devices": STAGES, "layout": _BALANCED},
-}
-LABELS = {
-    "one": "one device",
-    "data": "two devices, by data",
-    "stages": "two devices, by stages",
-    "wait": "by stages, waiting instead of computing",
+_BALANCED = {"layout": evenstep.Layout(divide=evenstep.Stages(f"balanced:{STAGES}"))}
+LAYOUTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "one": ("one device", {"devices": 1}),
+    "data": ("two devices, by data", {"devices": STAGES}),
+    "stages": ("two devices, by stages", {"devices": STAGES, **_BALANCED}),
+    "wait": ("by stages, waiting instead of computing", {"devices": STAGES, **_BALANCED}),
 }
 BLOCKS = {"blocks": 12, "block_width": 512, "memory_steps": 2}
-OWN = ["cpu:0:own", "cpu:1:own"]
+OWN = {"devices": ["cpu:0:own", "cpu:1:own"]}
 BY_STAGES = evenstep.Layout(divide=evenstep.Stages("balanced"))
 BY_OWNERS = evenstep.Layout(divide=evenstep.Owners())
 BY_BOTH = evenstep.Layout(divide=(evenstep.Stages("balanced"), evenstep.Owners()))
 MEMORY: Mapping[str, tuple[str, int, Mapping[str, Any]]] = {
     "one": ("one device", 1, {"devices": 1}),
-    "data": ("two devices with memory of their own, by data", 1, {"devices": OWN}),
-    "own": ("the same two, by stages", 1, {"devices": OWN, "layout": BY_STAGES}),
+    "data": ("two devices with memory of their own, by data", 1, OWN),
+    "own": ("the same two, by stages", 1, {**OWN, "layout": BY_STAGES}),
     "shared": ("two devices that share memory, by stages", 1, {"devices": 2, "layout": BY_STAGES}),
     "processes": ("two processes", 2, {"devices": 1}),
     "owners": ("two processes, with owners", 2, {"devices": 1, "layout": BY_OWNERS}),
     "both": (
-        "two processes, with owners, each by stages",
-        2,
-        {"devices": 2, "layout": BY_BOTH},
+        "two processes, with owners, each by stages", 2, {"devices": 2, "layout": BY_BOTH},
     ),
-}
+}  # fmt: skip
 """Layouts whose memory is measured: label, processes, and options of the trainer."""
 
 WAIT_S = 2e-3  # of a layer forward; twice as long backward
+Timeline = Sequence[Mapping[str, Any]]
 
 
 class Wait(torch.autograd.Function):
-    """The tensor itself, after a while."""
+    """The tensor itself, after a while; backward, after twice as long."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        """Wait once."""
         time.sleep(WAIT_S)
         return tensor.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        """Wait twice as long."""
         time.sleep(2 * WAIT_S)
         return gradients[0]
 
 
-class Waiting(nn.Module):
-    """A layer that scales its input, and takes a fixed time for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (n, width) to (n, width)."""
-        scaled: torch.Tensor = Wait.apply(x * self.scale)  # type: ignore[no-untyped-call]
-        return scaled
-
-
 class Scale(nn.Module):
-    """Multiplies its input by a number that is learned."""
+    """Multiplies (n, width) by a number that is learned, and may take a fixed time for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits: bool = False) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
+        self.scale, self.waits = nn.Parameter(torch.ones(1)), waits
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (n, width) to (n, width)."""
-        return x * self.scale
+        scaled: torch.Tensor = x * self.scale
+        return Wait.apply(scaled) if self.waits else scaled
 
 
 def measure(job: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -124,9 +103,8 @@ def measure(job: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def measure_memory(job: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the peak of a process, and what each device holds, in the first process."""
     _, _, options = MEMORY[job["layout"]]
-    before = machine.resident_bytes()
+    before, width = machine.resident_bytes(), job["block_width"]
     torch.manual_seed(0)
-    width = job["block_width"]
     block = {"dim_feedforward": 4 * width, "dropout": 0.0, "batch_first": True}
     model = nn.Sequential(
         *(nn.TransformerEncoderLayer(width, 8, **block) for _ in range(job["blocks"]))
@@ -149,12 +127,12 @@ def measure_memory(job: Mapping[str, Any]) -> dict[str, Any] | None:
 def _held_bytes(trainer: evenstep.Trainer) -> list[int]:
     """Return the bytes of parameters, gradients and optimizer state of each stage."""
     model, state = trainer.model, trainer.optimizer.state
-    of_parameter: Sequence[int] = [0] * sum(1 for _ in model.parameters())
+    parameters, held = [*model.parameters()], defaultdict[int, int](int)
+    of_parameter: Sequence[int] = [0] * len(parameters)
     if trainer.stages:
         count = 1 + max(trainer.stages.values())
         of_parameter = stages_of(model, trainer.stages, count).of_parameter
-    held: dict[int, int] = defaultdict(int)
-    for stage, parameter in zip(of_parameter, model.parameters(), strict=True):
+    for stage, parameter in zip(of_parameter, parameters, strict=True):
         tensors = [parameter, parameter.grad, *state.get(parameter, {}).values()]
         held[stage] += sum(one.nbytes for one in tensors if isinstance(one, torch.Tensor))
     return [held[stage] for stage in sorted(held)]
@@ -163,35 +141,24 @@ def _held_bytes(trainer: evenstep.Trainer) -> list[int]:
 def measure_idle(job: Mapping[str, Any]) -> dict[str, Any]:
     """Return the times of steps, the idle share of each, a timeline, and the fingerprint."""
     torch.manual_seed(0)
-    width, shards, layout = job["width"], job["shards"], LAYOUTS[job["layout"]]
+    shards, (_, layout) = job["shards"], LAYOUTS[job["layout"]]
     waits = job["layout"] == "wait"
-    width = 1 if waits else width
-    model = nn.Sequential(
-        *(
-            Waiting()
-            if waits
-            else nn.Sequential(
-                Scale() if not layer else nn.Identity(), nn.Linear(width, width), nn.ReLU()
-            )
-            for layer in range(job["layers"])
-        )
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    width = 1 if waits else job["width"]
+    layers: list[nn.Module] = [Scale(waits=True) for _ in range(job["layers"])]
+    if not waits:
+        firsts = [Scale(), *(nn.Identity() for _ in layers[1:])]
+        layers = [nn.Sequential(one, nn.Linear(width, width), nn.ReLU()) for one in firsts]
+    model = nn.Sequential(*layers)
+    given = model, torch.optim.SGD(model.parameters(), lr=0.01), nn.MSELoss()
     batch = torch.randn(2, shards * job["examples_of_a_shard"], width)
-    with evenstep.Trainer(model, optimizer, nn.MSELoss(), shards=shards, **layout) as trainer:
-        for _ in range(job["warmup_steps"]):
-            trainer.step(*batch)
-        times_s = []
-        for _ in range(job["steps"]):
-            began_s = time.perf_counter()
-            trainer.step(*batch)
-            times_s.append(time.perf_counter() - began_s)
-        steps = [_spans(trainer.trace.spans, step) for step in range(job["warmup_steps"], 99)]
-        idle = [_idle(spans, layout["devices"]) for spans in steps if spans]
-        usual = min((spans for spans in steps if spans), key=lambda one: abs(
-            _idle(one, layout["devices"]) - statistics.median(idle)))  # fmt: skip
+    first, count = job["warmup_steps"], job["steps"]
+    with evenstep.Trainer(*given, shards=shards, **layout) as trainer:
+        times_ms = each_ms(lambda: trainer.step(*batch), count, first)
+        steps = [_spans(trainer.trace.spans, step) for step in range(first, first + count)]
+        idle = {_idle(spans, layout["devices"]): spans for spans in steps if spans}
+        usual = idle[statistics.median_low(idle)]
         return {
-            "step_ms": 1e3 * statistics.median(times_s),
+            "step_ms": statistics.median(times_ms),
             "idle": statistics.median(idle),
             "timeline": _timeline(usual) if "layout" in layout else [],
             "fingerprint": trainer.fingerprint(),
@@ -200,11 +167,8 @@ def measure_idle(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _spans(spans: Sequence[Span], step: int) -> list[Span]:
     """Return the shards' spans of a step."""
-    return [
-        one
-        for one in spans
-        if one.category == "compute" and one.story and one.story.get("step") == step
-    ]
+    computed = (one for one in spans if one.category == "compute")
+    return [one for one in computed if one.story and one.story.get("step") == step]
 
 
 def _idle(spans: Sequence[Span], devices: int) -> float:
@@ -217,16 +181,12 @@ def _idle(spans: Sequence[Span], devices: int) -> float:
 def _timeline(spans: Sequence[Span]) -> list[dict[str, Any]]:
     """Return the visits of a step, as `evenstep.bench.pictures.draw_stages` takes them."""
     origin_s = min(one.began_s for one in spans)
-    return [
-        {
-            "shard": (one.story or {})["shard"],
-            "stage": (one.story or {})["stage"],
-            "backward": (one.story or {})["backward"],
-            "began_s": one.began_s - origin_s,
-            "ended_s": one.ended_s - origin_s,
-        }
-        for one in spans
-    ]
+    found = []
+    for one in spans:
+        visit = {name: (one.story or {})[name] for name in ("shard", "stage", "backward")}
+        times = {"began_s": one.began_s - origin_s, "ended_s": one.ended_s - origin_s}
+        found.append({**visit, **times})
+    return found
 
 
 def theory(shards: int) -> float:
@@ -234,15 +194,21 @@ def theory(shards: int) -> float:
     return (STAGES - 1) / (shards + STAGES - 1)
 
 
-def scheduled_idle(timeline: Sequence[Mapping[str, Any]]) -> float:
+def _times_of_kinds(timeline: Timeline) -> dict[tuple[int, bool], list[float]]:
+    """Return the seconds of visits by their kind, which is a stage with a direction."""
+    times = defaultdict[tuple[int, bool], list[float]](list)
+    for one in timeline:
+        times[one["stage"], one["backward"]].append(one["ended_s"] - one["began_s"])
+    return times
+
+
+def scheduled_idle(timeline: Timeline) -> float:
     """Return the idle share of the same order of turns, if each visit took the mean of its kind.
 
     What the measured share has beyond it is lost between visits, and by visits that take longer
     than others of their kind. What it has beyond the theory is due to unequal stages.
     """
-    times: dict[tuple[int, bool], list[float]] = defaultdict(list)
-    for one in timeline:
-        times[one["stage"], one["backward"]].append(one["ended_s"] - one["began_s"])
+    times = _times_of_kinds(timeline)
     seconds = {kind: statistics.mean(own) for kind, own in times.items()}
     shards = len(times[0, False])
     ways = [*((stage, False) for stage in range(STAGES))]
@@ -271,7 +237,7 @@ def scheduled_idle(timeline: Sequence[Mapping[str, Any]]) -> float:
             order.ask(shard, ways[place[shard]][0], backward=ways[place[shard]][1])
 
 
-def changing_idle(timeline: Sequence[Mapping[str, Any]]) -> float:
+def changing_idle(timeline: Timeline) -> float:
     """Return the share of the devices' time between a visit and the next one, which could begin."""
     ends = {(one["shard"], one["stage"], one["backward"]): one["ended_s"] for one in timeline}
     changing_s = 0.0
@@ -286,88 +252,62 @@ def changing_idle(timeline: Sequence[Mapping[str, Any]]) -> float:
     return changing_s / (STAGES * whole_s)
 
 
-def variation(timeline: Sequence[Mapping[str, Any]]) -> float:
-    """Return the standard deviation of the visits of one kind over their mean; mean of the kinds.
-
-    A kind is a stage with a direction.
-    """
-    times: dict[tuple[int, bool], list[float]] = defaultdict(list)
-    for one in timeline:
-        times[one["stage"], one["backward"]].append(one["ended_s"] - one["began_s"])
-    return statistics.mean(statistics.pstdev(own) / statistics.mean(own) for own in times.values())
+def variation(timeline: Timeline) -> float:
+    """Return the standard deviation of the visits of a kind over their mean; mean of the kinds."""
+    kinds = _times_of_kinds(timeline).values()
+    return statistics.mean(statistics.pstdev(own) / statistics.mean(own) for own in kinds)
 
 
-def memory_table(runs: Sequence[Run]) -> Table:
-    """Return what each device holds, and the peak of a process, for each layout."""
-    rows = []
-    for layout, (label, processes, _) in MEMORY.items():
-        own = select(runs, part=f"memory.{layout}")
-        if own:
-            first, held = own[0], own[0]["held_bytes"]
-            whole, share = 16 * first["parameters"], 1 / (processes * len(held))
-            is_divided = "owners" in label
-            rows.append(
-                [
-                    label,
-                    ", ".join(f"{one / 2**20:,.0f}" for one in held),
-                    NOTHING if is_divided else f"{max(held) / whole:.1%}",
-                    NOTHING if is_divided or processes > 1 else f"{share:.1%}",
-                    *cells([run["peak_bytes"] / run["parameters"] for run in own]),
-                ]
-            )
-    head = (
-        "layout",
-        "a device holds, MiB",
-        "of the whole, at most",
-        "its share",
-        "peak of a process, bytes a parameter",
-        "spread",
-    )
-    return Table(head, rows, 1)
+SHARES: tuple[Callable[[Timeline], float], ...] = (scheduled_idle, changing_idle, variation)
+HEAD = (
+    *("V", "layout", "ms a step", "spread", "idle", "by its stages' times", "between visits"),
+    *("visits vary by", "in theory", "ratio", "≤ 1.1"),
+)
+MEMORY_HEAD = (
+    *("layout", "a device holds, MiB", "of the whole, at most", "its share"),
+    *("peak of a process, bytes a parameter", "spread"),
+)
 
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     """Return the table of steps, the idle shares beside what theory says, and the memory."""
-    runs: list[Run] = document["runs"]
-    rows = []
-    for shards in SHARDS:
-        for layout, label in LABELS.items():
-            own = select(runs, part=f"{layout}.{shards}")
-            if own:
-                is_staged = "layout" in LAYOUTS[layout]
-                idle = [run["idle"] for run in own]
-                excess = [one / theory(shards) for one in idle] if is_staged else []
-                rows.append(
-                    [
-                        str(shards),
-                        label,
-                        *cells([run["step_ms"] for run in own]),
-                        f"{statistics.median(idle):.1%}",
-                        *(
-                            f"{statistics.median(share(run['timeline']) for run in own):.1%}"
-                            if is_staged
-                            else NOTHING
-                            for share in (scheduled_idle, changing_idle, variation)
-                        ),
-                        f"{theory(shards):.1%}" if is_staged else "–",
-                        number(statistics.median(excess)) if is_staged else "–",
-                        verdict(excess, at_most=1.1)[1] if is_staged else "–",
-                    ]
-                )
-    head = (
-        "V",
-        "layout",
-        "ms a step",
-        "spread",
-        "idle",
-        "by its stages' times",
-        "between visits",
-        "visits vary by",
-        "in theory",
-        "ratio",
-        "≤ 1.1",
-    )
-    return {"idle": Table(head, rows, 2), "memory": memory_table(runs)}
+    idle, held = [], []
+    for one, runs in BENCHMARK.measured(document):
+        if "blocks" in one.job:
+            held.append(_memory_row(one, runs))
+        else:
+            idle.append(_idle_row(one, runs))
+    return {"idle": Table(HEAD, idle, 2), "memory": Table(MEMORY_HEAD, held, 1)}
+
+
+def _idle_row(one: Contender, runs: list[Run]) -> list[str]:
+    shards, idle, percent = one.job["shards"], column(runs, "idle"), "{:.1%}".format
+    row = [str(shards), one.label, *cells(column(runs, "step_ms")), median(idle, percent)]
+    if "layout" not in LAYOUTS[one.job["layout"]][1]:
+        return [*row, *[NOTHING] * 6]
+    shares = (median([share(run["timeline"]) for run in runs], percent) for share in SHARES)
+    excess = [one / theory(shards) for one in idle]
+    judged = verdict(excess, at_most=1.1)[1]
+    return [*row, *shares, percent(theory(shards)), median(excess), judged]
+
+
+def _memory_row(one: Contender, runs: list[Run]) -> list[str]:
+    label, processes, _ = MEMORY[one.job["layout"]]
+    held, whole = runs[0]["held_bytes"], 16 * runs[0]["parameters"]
+    divided = "owners" in label
+    share = NOTHING if divided or processes > 1 else f"{1 / len(held):.1%}"
+    return [
+        label,
+        ", ".join(f"{one / 2**20:,.0f}" for one in held),
+        NOTHING if divided else f"{max(held) / whole:.1%}",
+        share,
+        *cells([run["peak_bytes"] / run["parameters"] for run in runs]),
+    ]
+
+
+def _contender(part: str, job: Mapping[str, Any], label: str, processes: int = 1) -> Contender:
+    launcher = lineup.torchrun(processes) if processes > 1 else ()
+    return script("stages", part, job, label, names={"part": part}, launcher=launcher)
 
 
 BENCHMARK = Benchmark(
@@ -375,29 +315,15 @@ BENCHMARK = Benchmark(
     settings={**SETTINGS, **BLOCKS},
     contenders=[
         *(
-            script(
-                "stages",
-                f"{layout}.{shards}",
-                {**SETTINGS, "layout": layout, "shards": shards},
-                names={"part": f"{layout}.{shards}"},
-            )
-            for shards in SHARDS
-            for layout in LAYOUTS
+            _contender(f"{name}.{count}", {**SETTINGS, "layout": name, "shards": count}, label)
+            for count in SHARDS
+            for name, (label, _) in LAYOUTS.items()
         ),
         *(
-            script(
-                "stages",
-                f"memory.{layout}",
-                {**BLOCKS, "layout": layout},
-                names={"part": f"memory.{layout}"},
-                launcher=lineup.torchrun(processes) if processes > 1 else (),
-            )
-            for layout, (_, processes, _) in MEMORY.items()
+            _contender(f"memory.{name}", {**BLOCKS, "layout": name}, label, processes)
+            for name, (label, processes, _) in MEMORY.items()
         ),
     ],
     tables=tables,
     rounds=3,
 )
-
-if __name__ == "__main__":
-    fresh.answer(measure)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import sys
 import time
@@ -13,24 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
+import evenstep
+
 
 def measure(job: Mapping[str, Any]) -> dict[str, float]:
     """Return the median milliseconds of a step."""
-    if job["place"] == "before":
-        sys.path.insert(0, os.path.join(os.environ["EVENSTEP_BEFORE"], "src"))
-    import evenstep
-
     torch.manual_seed(0)
     model: nn.Module = getattr(evenstep.models, job["network"])()
     shape = (784,) if job["network"] == "mlp" else (1, 28, 28)
     batch = torch.randn(job["examples"], *shape), torch.randint(10, (job["examples"],))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    given = model, torch.optim.SGD(model.parameters(), lr=0.01), nn.CrossEntropyLoss()
     devices = [f"cpu:{number}" for number in range(job["devices"])]
-    times_ms = []
     experiment = evenstep.Experiment(batch_norm=job["batch_norm"])
-    with evenstep.Trainer(
-        model, optimizer, nn.CrossEntropyLoss(), devices=devices, experiment=experiment
-    ) as trainer:
+    times_ms = []
+    with evenstep.Trainer(*given, devices=devices, experiment=experiment) as trainer:
         for _ in range(job["warmup_steps"] + job["steps"]):
             began_s = time.perf_counter()
             trainer.step(*batch)

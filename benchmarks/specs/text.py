@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import functools
 
-from benchmark import Benchmark
-from evenstep.bench import Contender
+from benchmark import Benchmark, Contender
 from evenstep.bench.lineup import accelerate, ddp, devices, plain, trainers
-from evenstep.bench.tables import Table
 from specs import speed
 
-STEPS = {
-    "chargpt": {"examples": 64, "warmup_steps": 1, "steps": 1},
-    "chargpt-small": {"examples": 64, "warmup_steps": 1, "steps": 6},
-    "bert": {"examples": 64, "warmup_steps": 1, "steps": 10},
-}
+STEPS = {"chargpt": 1, "chargpt-small": 6, "bert": 10}
 
 
 def lineup(network: str) -> list[Contender]:
     """Return the contenders that train a network."""
-    job = {"network": network, **STEPS[network]}
+    job = {"network": network, "examples": 64, "warmup_steps": 1, "steps": STEPS[network]}
     return [
         *(plain(job, threads) for threads in (1, 2)),
         ddp(job, 2),
@@ -32,11 +25,7 @@ def lineup(network: str) -> list[Contender]:
     ]
 
 
-def tables(document: Mapping[str, Any]) -> dict[str, Table]:
-    """Return a table of speeds and one of ratios for each network."""
-    return speed.tables(document, tuple(STEPS))
-
-
+tables = functools.partial(speed.tables, networks=tuple(STEPS))
 BENCHMARK = Benchmark(
     name="text_speed",
     contenders=[one for network in STEPS for one in lineup(network)],

@@ -16,20 +16,42 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import torch
+from torch import nn
 
 import evenstep
-from benchmark import Benchmark, script
+from benchmark import Benchmark, Contender, column, script
 from evenstep.batch.assignment import Pace, ShardQueue
-from evenstep.bench import Contender, fresh, workload
+from evenstep.bench import workload
 from evenstep.bench.rounds import Run, by_round, select
-from evenstep.bench.tables import Table, cells, number, verdict
+from evenstep.bench.tables import Table, cells, median, verdict
 from evenstep.engine import ThreadLanes
 from evenstep.steps.executors import independent
 
 SLOW = 1
 CORES = sorted(os.sched_getaffinity(0))
 CHOICES = ("slowed", "factor", "devices", "steal")
+TARGET_SHARE = 0.9
+FACTOR = 3
+SETTINGS = {"network": "lenet", "examples": 1024, "shards": 8, "warmup_steps": 10, "steps": 40}
+SLOWED = {
+    "delay": "a delay in its lane after each shard",
+    "rivals": "busy processes pinned to its core",
+}
+BOTH, STILL = "both", "both, without stealing"
+PARTS: dict[str, dict[str, Any]] = {
+    "fast alone": {"devices": [0], "slowed": "no"},
+    "rivals.fast alone": {"devices": [0], "slowed": "rivals"},
+    **{
+        f"{slowed}.{name}": {"slowed": slowed, **part}
+        for slowed in SLOWED
+        for name, part in (
+            ("slow alone", {"devices": [1]}),
+            (BOTH, {"devices": [0, 1]}),
+            (STILL, {"devices": [0, 1], "steal": False}),
+        )
+    },
+    "even": {"devices": [0, 1], "slowed": "no"},
+}
 
 
 def measure(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,7 +62,7 @@ def measure(fields: Mapping[str, Any]) -> dict[str, Any]:
     trainer = evenstep.Trainer(
         model,
         workload.make_optimizer(job, model),
-        loss=torch.nn.CrossEntropyLoss(),
+        loss=nn.CrossEntropyLoss(),
         devices=[f"cpu:{number}" for number in devices],
         shards=job.shards,
         layout=evenstep.Layout(lanes=PinnedLanes),
@@ -50,10 +72,9 @@ def measure(fields: Mapping[str, Any]) -> dict[str, Any]:
     if not steal:  # the same number of shards for every device
         ShardQueue._steal = lambda queue, thief, now: None
         Pace.speeds = lambda pace, lost=(): [1.0] * len(devices)
+    batches = workload.in_memory(workload.make_loader(job))
     with trainer, _rivals(factor - 1 if slowed == "rivals" else 0):
-        timing = workload.time_steps(
-            job, workload.in_memory(workload.make_loader(job)), trainer.step, trainer.waitall
-        )
+        timing = workload.time_steps(job, batches, trainer.step, trainer.waitall)
         shares = trainer.shares()
     return {
         "examples_per_s": job.steps * job.examples / timing["seconds"],
@@ -103,54 +124,18 @@ def _rivals(count: int) -> Iterator[None]:
             process.wait()
 
 
-TARGET_SHARE = 0.9
-FACTOR = 3
-SETTINGS = {"network": "lenet", "examples": 1024, "shards": 8, "warmup_steps": 10, "steps": 40}
-SLOWED = {
-    "delay": "a delay in its lane after each shard",
-    "rivals": "busy processes pinned to its core",
-}
-BOTH, STILL = "both", "both, without stealing"
-PARTS: dict[str, dict[str, Any]] = {
-    "fast alone": {"devices": [0], "slowed": "no"},
-    "rivals.fast alone": {"devices": [0], "slowed": "rivals"},
-    **{
-        f"{slowed}.{name}": {"slowed": slowed, **part}
-        for slowed in SLOWED
-        for name, part in (
-            ("slow alone", {"devices": [1]}),
-            (BOTH, {"devices": [0, 1]}),
-            (STILL, {"devices": [0, 1], "steal": False}),
-        )
-    },
-    "even": {"devices": [0, 1], "slowed": "no"},
-}
-
-
-def _contender(part: str, choices: Mapping[str, Any]) -> Contender:
-    job = {"steal": True, "factor": FACTOR, **SETTINGS, **choices}
-    return script("uneven", part, job, names={"part": part})
-
-
-def shares_of_sum(runs: list[Run], both: str, fast: str, slow: str) -> list[float]:
-    """Return for each round the speed of both devices over the sum of their own speeds."""
-    speeds = [by_round(runs, "examples_per_s", part=part) for part in (both, fast, slow)]
-    rounds = sorted(set.intersection(*map(set, speeds)))
-    return [
-        together / (one + other)
-        for together, one, other in ([speed[number] for speed in speeds] for number in rounds)
-    ]
-
-
 def _row(runs: list[Run], slowed: str, devices: str, part: str, fast: str, slow: str) -> list[str]:
+    """Return the row of both devices: their speed over the sum of their own, round by round."""
     own = select(runs, part=part)
-    speed, _ = cells([run["examples_per_s"] for run in own])
-    counts = zip(*(run["shards"] for run in own), strict=True)
+    speeds = [by_round(runs, "examples_per_s", part=one) for one in (part, fast, slow)]
+    rounds = sorted(set.intersection(*map(set, speeds)))
+    both, one, other = ([speed[number] for number in rounds] for speed in speeds)
+    shares = [a / (b + c) for a, b, c in zip(both, one, other, strict=True)]
+    counts = zip(*column(own, "shards"), strict=True)
     shards = " and ".join(str(round(sum(count) / len(own))) for count in counts)
-    shares = shares_of_sum(runs, part, fast, slow)
     has_target = devices == BOTH and fast != slow
     judged = verdict(shares, at_least=TARGET_SHARE if has_target else None)
-    return [slowed, devices, speed, shards, *cells(shares, number), *judged]
+    return [slowed, devices, median(column(own, "examples_per_s")), shards, *cells(shares), *judged]
 
 
 def tables(document: Mapping[str, Any]) -> dict[str, Table]:
@@ -158,22 +143,22 @@ def tables(document: Mapping[str, Any]) -> dict[str, Table]:
     runs, parts = document["runs"], {run["part"] for run in document["runs"]}
     rows = []
     for slowed, text in SLOWED.items():
-        beside = f"{slowed}.fast alone"
+        beside, slow = f"{slowed}.fast alone", f"{slowed}.slow alone"
         fast = beside if beside in parts else "fast alone"
-        for devices in (BOTH, STILL):
-            slow = f"{slowed}.slow alone"
-            rows.append(_row(runs, text, devices, f"{slowed}.{devices}", fast, slow))
+        rows += [_row(runs, text, one, f"{slowed}.{one}", fast, slow) for one in (BOTH, STILL)]
     rows.append(_row(runs, "nothing", BOTH, "even", "fast alone", "fast alone"))
     head = ("slowed by", "devices", "examples/s", "shards of each", "share of the sum", "spread")
     return {"shares": Table((*head, "target", "verdict"), rows, 2)}
 
 
+def _contender(part: str) -> Contender:
+    job = {"steal": True, "factor": FACTOR, **SETTINGS, **PARTS[part]}
+    return script("uneven", part, job, names={"part": part})
+
+
 BENCHMARK = Benchmark(
     name="uneven_devices",
     settings={**SETTINGS, "factor": FACTOR},
-    contenders=[_contender(part, choices) for part, choices in PARTS.items()],
+    contenders=[*map(_contender, PARTS)],
     tables=tables,
 )
-
-if __name__ == "__main__":
-    fresh.answer(measure)

@@ -98,9 +98,11 @@ def test_scaling_takes_the_same_batch_and_one_that_grows():
     assert sizes == [(2, 64), (4, 64), (6, 64), (4, 128), (6, 192)]
 
 
-def test_a_contender_whose_package_is_missing_is_found():
+def test_a_contender_whose_package_is_missing_is_named_and_left_out():
     absent = lineup.Contender(key="x", label="X", module="m", job=JOB, needs="no_such_package")
-    assert running.missing([lineup.plain(JOB, 1), absent]) == [absent]
+    said, plain = [], lineup.plain(JOB, 1)
+    assert running.installed([plain, absent], said.append) == [plain]
+    assert said == ["left out: X (no_such_package is not installed)"]
 
 
 def scaling_document():

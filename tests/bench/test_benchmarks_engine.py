@@ -16,8 +16,8 @@ from benchmarking import BENCHMARKS, FACTS
 import measure
 import write_docs
 from evenstep.bench import fresh, machine
-from evenstep.reproduce.engine.common import DEVICES, BareThreads
-from evenstep.reproduce.findings import Finding
+from evenstep.reproduce.measures import DEVICES, OnThreads
+from evenstep.reproduce.rows import Finding
 from specs import engine
 
 GAIN = Finding(text="gain", figure="a:s", over="b:s", unit="×", book=4.0, at_least=2.0)
@@ -130,7 +130,7 @@ def test_the_page_has_a_table_for_each_experiment_from_the_file_alone(tmp_path):
 
 
 def test_bare_threads_pass_errors_on_and_end():
-    with BareThreads() as threads:
+    with OnThreads() as threads:
         assert threads.submit(max, 1, 2, device=DEVICES[0]).result() == 2
         threads.submit(lambda: 1 // 0, device=DEVICES[1])
         with pytest.raises(ZeroDivisionError):

@@ -30,14 +30,14 @@ def test_lines_of_a_kind_are_those_of_its_two_trainings(tmp_path, monkeypatch):
                 return model
     """
     (tmp_path / "one.py").write_text(textwrap.dedent(program))
-    monkeypatch.setattr(kinds, "FOLDER", tmp_path)
+    monkeypatch.setattr(kinds, "PROGRAMS", tmp_path)
     added = "import", "def of_even", ")", "with", "loss ="
     removed = "def of_plain", "loss =", "loss.backward"
     assert kinds.lines("one") == (len(added), len(removed))
 
 
 def test_the_page_on_kinds_has_every_program():
-    names = {path.stem for path in kinds.FOLDER.glob("*.py")}
+    names = {path.stem for path in kinds.PROGRAMS.glob("*.py")}
     assert {*kinds.KINDS} == names
     for name in names:
         assert kinds.lines(name) >= (3, 1)

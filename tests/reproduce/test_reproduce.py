@@ -24,7 +24,7 @@ from evenstep.limits import BOOK_EXPERIMENTS
 from evenstep.reproduce import Experiment, Kept, Part, Row, Workplace, experiments
 from evenstep.reproduce import run as measure
 from evenstep.reproduce.report import page
-from evenstep.reproduce.training import Training, _Curve, choose_devices, timeline, train
+from evenstep.reproduce.training import Training, choose_devices, timeline, train
 
 SHARED = Path(__file__).parents[3] / "shared" / "data" / "fashion-mnist"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -97,24 +97,6 @@ def test_an_interrupted_training_goes_on_to_the_same_end(tmp_path, monkeypatch, 
     assert steps[0] == stopped_after + 1
     assert found["fingerprint"] == expected["fingerprint"]
     assert found["accuracies"] == expected["accuracies"]
-
-
-class Place:
-    """Where a trainer is in its training."""
-
-    def __init__(self, steps_done, epoch):
-        self.steps_done = steps_done
-        self.cursor = dataclasses.make_dataclass("Cursor", ["epoch"])(epoch)
-
-
-def test_what_was_noted_after_the_checkpoint_is_forgotten(tmp_path):
-    curve = _Curve(tmp_path / "curve.json", Place(0, 0))
-    for steps_done, epoch, seconds in ((2, 0, 1.0), (4, 0, 2.0), (6, 1, 4.0)):
-        curve.spent(steps_done, epoch, seconds)
-    curve.reached(0.5)
-    curve.reached(0.6)
-    later = _Curve(tmp_path / "curve.json", Place(4, 1))
-    assert later.values == {"accuracies": [0.5], "seconds": [3.0]}
 
 
 @pytest.mark.parametrize(

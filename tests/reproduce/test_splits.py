@@ -5,7 +5,7 @@ import json
 import pytest
 
 from evenstep.reproduce import experiments
-from evenstep.reproduce.lineup import jobs
+from evenstep.reproduce.experiments import jobs
 from evenstep.reproduce.splits import measured as splits
 from evenstep.reproduce.splits import rows as split_rows
 from evenstep.reproduce.splits.costs import LINKS, WAYS, Cost, Perceptron, cost, first_width
@@ -23,11 +23,11 @@ def test_a_perceptrons_weights_and_products():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_one_device_sends_nothing(way):
-    assert cost(way, SMALL, 1) == Cost(nbytes=0, waits=0, parameter_nbytes=4 * 19)
+    assert cost(way, SMALL, 1) == Cost(nbytes=0, waits=0)
 
 
 def test_data_sends_the_gradients_twice_but_for_a_devices_own_part():
-    assert cost("data", SMALL, 2) == Cost(nbytes=4 * 19, waits=2, parameter_nbytes=4 * 19)
+    assert cost("data", SMALL, 2) == Cost(nbytes=4 * 19, waits=2)
     assert cost("data", SMALL, 4).nbytes == 2 * 4 * 19 * 3 / 4
 
 
@@ -35,7 +35,6 @@ def test_stages_send_a_hidden_layers_activations_and_wait_for_their_turn():
     two, three = cost("stages", SMALL, 2), cost("stages", SMALL, 3)
     assert (two.nbytes, two.waits, two.idle) == (4 * 3 * 2, 2, 1 / 9)
     assert (three.nbytes, three.waits, three.idle) == (2 * 4 * 3 * 2, 4, 2 / 10)
-    assert two.parameter_nbytes == 4 * 19 / 2
 
 
 def test_slices_send_inputs_and_gradients_and_meet_at_each_layer_of_each_shard():
@@ -47,7 +46,7 @@ def test_slices_send_inputs_and_gradients_and_meet_at_each_layer_of_each_shard()
 
 def test_seconds_are_those_of_products_bytes_and_meetings():
     (slow, *_) = LINKS
-    found = Cost(nbytes=125e6, waits=4, parameter_nbytes=0, idle=0.5)
+    found = Cost(nbytes=125e6, waits=4, idle=0.5)
     expected_s = SMALL.operations / 2 / 1e3 / 0.5 + 1.0 + 4 * 50e-6
     assert found.seconds(SMALL, 2, slow, 1e3) == pytest.approx(expected_s)
 

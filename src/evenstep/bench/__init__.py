@@ -12,7 +12,7 @@ from evenstep.bench.rounds import (
     speeds,
     summarise,
 )
-from evenstep.bench.running import Contender, missing, run_rounds
+from evenstep.bench.running import Contender, installed, run_rounds
 
 __all__ = [
     "Contender",
@@ -20,7 +20,7 @@ __all__ = [
     "Scaled",
     "Summary",
     "against",
-    "missing",
+    "installed",
     "paired_ratios",
     "rotated",
     "run_rounds",

@@ -1,4 +1,4 @@
-"""Runs a module in a fresh process and reads the one JSON line that it prints."""
+"""Calls a module's `measure` in a fresh process, and reads the JSON that it returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,38 +33,41 @@ class RunFailedError(Exception):
         self.reason = next(filter(_ERROR.match, reversed(lines)), lines[-1])
 
 
-def run_module(
-    module: str,
-    job: Mapping[str, Any],
-    *,
-    launcher: Sequence[str] = (),
-    folder: Path | None = None,
-    variables: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Run `python -m [launcher] module JOB` and return the object that it prints.
+def command_of(module: str, job: Mapping[str, Any], launcher: Sequence[str] = ()) -> list[str]:
+    """Return the command line that prints what `measure(job)` of a module returns.
 
     Args:
-        module: a module that calls `answer`, such as "evenstep.bench.contenders".
-        job: its only argument, passed as JSON.
+        module: the module, such as "evenstep.bench.contenders".
+        job: the argument.
         launcher: a launching module and its options, such as ("torch.distributed.run", ...).
-        folder: the working directory; None for the current one.
-        variables: environment variables to add.
-
-    Raises:
-        RunFailedError: with what the process wrote to stderr.
     """
-    return run_commands([module_command(module, job, launcher)], folder, variables)
+    modules = ["-m", *launcher] if launcher else []
+    return [sys.executable, *modules, "-m", "evenstep.bench", module, json.dumps(job)]
+
+
+def run_module(
+    module: str, job: Mapping[str, Any], launcher: Sequence[str] = (), **more: Any
+) -> dict[str, Any]:
+    """Run `command_of(module, job, launcher)` as `run_commands` does."""
+    return run_commands([command_of(module, job, launcher)], **more)
 
 
 def run_commands(
     commands: Sequence[Sequence[str]],
     folder: Path | None = None,
     variables: Mapping[str, str] | None = None,
+    timeout_s: float = _TIMEOUT_S,
 ) -> dict[str, Any]:
     """Run commands at the same time and return the JSON object that one of them prints.
 
     Variables that control threads and allocators are not inherited, so that every run starts from
-    torch's defaults. After ten minutes the processes and their children are stopped.
+    torch's defaults. The processes and their children are stopped after the timeout.
+
+    Args:
+        commands: the command lines.
+        folder: the working directory; None for the current one.
+        variables: environment variables to add.
+        timeout_s: the longest time for each.
 
     Raises:
         RunFailedError: with what the processes wrote to stderr.
@@ -83,7 +86,7 @@ def run_commands(
             )
             for command in commands
         )
-        outputs = [process.communicate(timeout=_TIMEOUT_S) for process in processes]
+        outputs = [process.communicate(timeout=timeout_s) for process in processes]
     except BaseException:
         for process in processes:
             _stop(process)
@@ -94,23 +97,6 @@ def run_commands(
         message = f"{' '.join(commands[0])} failed with exit codes {codes}"
         raise RunFailedError(message, "\n".join(errors for _, errors in outputs))
     return results[0]
-
-
-def answer(measure: Callable[[dict[str, Any]], Mapping[str, Any] | None]) -> None:
-    """Measure the job in the first argument and print the result: the other end of `run_module`.
-
-    Args:
-        measure: returns what to print; None in a process that prints nothing.
-    """
-    result = measure(json.loads(sys.argv[1]))
-    if result is not None:
-        print(json.dumps(result), flush=True)
-
-
-def module_command(module: str, job: Mapping[str, Any], launcher: Sequence[str] = ()) -> list[str]:
-    """Return the command line that runs `module` with `job`."""
-    modules = ["-m", *launcher, "-m", module] if launcher else ["-m", module]
-    return [sys.executable, *modules, json.dumps(job)]
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:

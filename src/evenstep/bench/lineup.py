@@ -39,57 +39,65 @@ def scaling(job: Mapping[str, Any], counts: Sequence[int]) -> list[Contender]:
         job: fields of `workload.Job`; `examples` is the batch size of the first count.
         counts: numbers of devices, in increasing order.
     """
-    found = [devices({**job, "loads": True}, count) for count in counts]
-    for count in counts[1:]:
-        examples = job["examples"] * count // counts[0]
-        found.append(devices({**job, "examples": examples, "loads": True}, count))
-    return found
+    grown = [job["examples"] * count // counts[0] for count in counts]
+    sizes = [(count, job["examples"]) for count in counts] + [*zip(counts, grown, strict=True)][1:]
+    return [
+        devices({**job, "examples": examples, "loads": True}, count) for count, examples in sizes
+    ]
 
 
 def peers(job: Mapping[str, Any], workers: int) -> list[Contender]:
     """Return DDP, with both memory formats for images, Accelerate, and Fabric."""
     memory_formats = ("contiguous",) if job["network"] in TEXT else ("contiguous", "channels_last")
+    several = {**job, "workers": workers}
     return [
         *(ddp(job, workers, memory_format) for memory_format in memory_formats),
         accelerate(job, workers),
-        _peer(job, workers, "fabric", "Lightning Fabric", needs="lightning_fabric"),
+        _contender(
+            "fabric",
+            f"fabric.{workers}.contiguous",
+            f"Lightning Fabric, {counted(workers, 'process')}, contiguous",
+            several,
+            threads=1,  # it starts its processes itself
+            needs="lightning_fabric",
+        ),
     ]
 
 
 def accelerate(job: Mapping[str, Any], workers: int) -> Contender:
     """Return Hugging Face Accelerate."""
-    launcher = torchrun(workers)
-    return _peer(job, workers, "accelerate", "Accelerate", launcher=launcher, needs="accelerate")
+    key, label = f"accelerate.{workers}.contiguous", "Accelerate, {processes}, contiguous"
+    return _launched("accelerate", key, label, job, workers, needs="accelerate")
 
 
 def trainers(job: Mapping[str, Any], workers: int) -> list[Contender]:
     """Return Hugging Face's Trainer, with threads and with processes, and EvenTrainer."""
-    label = "Hugging Face's Trainer"
-    several = {**job, "workers": workers}
+    label, shards = "Hugging Face's Trainer", job.get("shards", 8)
+    needs = {"needs": "transformers"}
+    with_threads = {**job, "threads": workers}
     return [
         _contender(
             "transformers",
             f"transformers.1.threads{workers}",
             f"{label}, {counted(workers, 'thread')}",
-            {**job, "threads": workers},
+            with_threads,
             threads=workers,
-            needs="transformers",
+            **needs,
         ),
-        _contender(
+        _launched(
             "transformers",
             f"transformers.{workers}",
-            f"{label}, {counted(workers, 'process')}",
-            several,
-            launcher=torchrun(workers),
-            threads=1,
-            needs="transformers",
+            f"{label}, {{processes}}",
+            job,
+            workers,
+            **needs,
         ),
         _contender(
             "even_trainer",
-            f"even_trainer.{workers}.v{job.get('shards', 8)}",
-            f"EvenTrainer, {counted(workers, 'device')}, V = {job.get('shards', 8)}",
-            several,
-            needs="transformers",
+            f"even_trainer.{workers}.v{shards}",
+            f"EvenTrainer, {counted(workers, 'device')}, V = {shards}",
+            {**job, "workers": workers},
+            **needs,
         ),
     ]
 
@@ -97,45 +105,33 @@ def trainers(job: Mapping[str, Any], workers: int) -> list[Contender]:
 def plain(job: Mapping[str, Any], threads: int, memory_format: str = "contiguous") -> Contender:
     """Return a plain loop in one process with `threads` intra-op threads."""
     job = {**job, "threads": threads, "memory_format": memory_format}
-    key, label = f"plain.{threads}.{memory_format}", f"plain loop, {counted(threads, 'thread')}"
-    return _contender("plain", key, f"{label}, {spelled(memory_format)}", job, threads=threads)
+    label = f"plain loop, {counted(threads, 'thread')}, {spelled(memory_format)}"
+    return _contender("plain", f"plain.{threads}.{memory_format}", label, job, threads=threads)
 
 
 def ddp(job: Mapping[str, Any], workers: int, memory_format: str = "contiguous") -> Contender:
     """Return DistributedDataParallel."""
-    job = {**job, "workers": workers, "memory_format": memory_format}
-    key, label = f"ddp.{workers}.{memory_format}", f"DDP, {counted(workers, 'process')}"
-    launcher = torchrun(workers)
-    return _contender(
-        "ddp", key, f"{label}, {spelled(memory_format)}", job, launcher=launcher, threads=1
-    )
+    key, label = f"ddp.{workers}.{memory_format}", f"DDP, {{processes}}, {spelled(memory_format)}"
+    return _launched("ddp", key, label, {**job, "memory_format": memory_format}, workers)
 
 
 def devices(job: Mapping[str, Any], count: int, **choices: Any) -> Contender:
     """Return evenstep in one process; `choices` are further fields of the job."""
     job = {"shards": 8, "memory_format": "preserve", **job, "workers": count, **choices}
     special = _unusual_choices(job)
-    return _contender(
-        "evenstep",
-        ".".join([f"evenstep.{count}.v{job['shards']}.n{job['examples']}", *special]),
-        ", ".join(
-            [f"evenstep, {counted(count, 'device')}, V = {job['shards']}", *special.values()]
-        ),
-        job,
-    )
+    key = [f"evenstep.{count}.v{job['shards']}.n{job['examples']}", *special]
+    label = [f"evenstep, {counted(count, 'device')}, V = {job['shards']}", *special.values()]
+    return _contender("evenstep", ".".join(key), ", ".join(label), job)
 
 
 def processes(job: Mapping[str, Any], count: int) -> Contender:
     """Return evenstep in several processes with one device each."""
-    job = {"shards": 8, "memory_format": "preserve", **job, "workers": count}
-    return _contender(
-        "processes",
+    job = {"shards": 8, "memory_format": "preserve", **job}
+    key, label = (
         f"processes.{count}.v{job['shards']}",
-        f"evenstep, {counted(count, 'process')}, V = {job['shards']}",
-        job,
-        launcher=torchrun(count),
-        threads=1,
+        f"evenstep, {{processes}}, V = {job['shards']}",
     )
+    return _launched("processes", key, label, job, count)
 
 
 def steps_for(job: Mapping[str, Any], workers: int, seconds: float) -> int:
@@ -155,15 +151,13 @@ def spelled(memory_format: str) -> str:
     return memory_format.replace("_", "-")
 
 
-def _peer(job: Mapping[str, Any], workers: int, name: str, title: str, **more: Any) -> Contender:
-    return _contender(
-        name,
-        f"{name}.{workers}.contiguous",
-        f"{title}, {counted(workers, 'process')}, contiguous",
-        {**job, "workers": workers},
-        threads=1,
-        **more,
-    )
+def _launched(
+    library: str, key: str, label: str, job: Mapping[str, Any], count: int, **more: Any
+) -> Contender:
+    """Return a contender of several processes under torchrun, with one thread each."""
+    label = label.format(processes=counted(count, "process"))
+    more = {"launcher": torchrun(count), "threads": 1, **more}
+    return _contender(library, key, label, {**job, "workers": count}, **more)
 
 
 def _contender(

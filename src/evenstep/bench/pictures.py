@@ -107,6 +107,15 @@ def draw_scaling(document: Mapping[str, Any], file: Path) -> None:
         save(figure, file)
 
 
+def draw_spans(
+    axes: Any, row: int, spans: Sequence[Mapping[str, Any]], colour: str, height: float, edge: float
+) -> None:
+    """Draw a row of bars in milliseconds, from "began_s" to "ended_s" of each span."""
+    bars = [(1e3 * one["began_s"], 1e3 * (one["ended_s"] - one["began_s"])) for one in spans]
+    look = {"color": colour, "edgecolor": "white", "linewidth": edge}
+    axes.broken_barh(bars, (row - height / 2, height), **look)
+
+
 def draw_stages(visits: Sequence[Mapping[str, Any]], file: Path) -> None:
     """Draw one step of a network in stages: what each stage computes when, and the bubble.
 
@@ -116,32 +125,27 @@ def draw_stages(visits: Sequence[Mapping[str, Any]], file: Path) -> None:
         file: the picture.
     """
     stages = 1 + max(one["stage"] for one in visits)
-    last_s = max(one["ended_s"] for one in visits)
+    last_ms = 1e3 * max(one["ended_s"] for one in visits)
+    bubble = {"facecolor": "white", "edgecolor": GREY, "hatch": "//"}
     with canvas(size=(9, 0.7 * stages + 1.4)) as (figure, axes):
         for stage in range(stages):
             own = [one for one in visits if one["stage"] == stage]
-            first_s = min(one["began_s"] for one in own)
-            left_s = last_s - max(one["ended_s"] for one in own)
-            idle = [(0, 1e3 * first_s), (1e3 * (last_s - left_s), 1e3 * left_s)]
-            axes.broken_barh(
-                idle, (stage - 0.4, 0.8), facecolor="white", edgecolor=GREY, hatch="//"
-            )
+            first_ms = 1e3 * min(one["began_s"] for one in own)
+            end_ms = 1e3 * max(one["ended_s"] for one in own)
+            idle = [(0, first_ms), (end_ms, last_ms - end_ms)]
+            axes.broken_barh(idle, (stage - 0.4, 0.8), **bubble)
             for backward, colour in ((False, BLUE), (True, GREEN)):
                 bars = [one for one in own if one["backward"] == backward]
-                spans = [
-                    (1e3 * one["began_s"], 1e3 * (one["ended_s"] - one["began_s"])) for one in bars
-                ]
-                axes.broken_barh(
-                    spans, (stage - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.6
-                )
-                for one, (began_ms, took_ms) in zip(bars, spans, strict=True):
-                    place = began_ms + took_ms / 2, stage
-                    axes.text(*place, one["shard"], color="white", ha="center", va="center")
+                draw_spans(axes, stage, bars, colour, 0.8, 0.6)
+            for one in own:
+                middle_ms = 1e3 * (one["began_s"] + one["ended_s"]) / 2
+                look = {"color": "white", "ha": "center", "va": "center"}
+                axes.text(middle_ms, stage, one["shard"], **look)
         for label, colour in (("forward", BLUE), ("backward", GREEN)):
             axes.plot([], [], "s", color=colour, label=f"a shard, {label}")
-        axes.fill([], [], facecolor="white", edgecolor=GREY, hatch="//", label="the bubble")
+        axes.fill([], [], label="the bubble", **bubble)
         axes.set_yticks(range(stages), [f"stage {stage}" for stage in range(stages)])
-        axes.set(xlabel="ms", xlim=(0, 1e3 * last_s))
+        axes.set(xlabel="ms", xlim=(0, last_ms))
         axes.invert_yaxis()
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3)
         save(figure, file)

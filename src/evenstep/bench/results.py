@@ -28,13 +28,8 @@ class Record:
 
     def __init__(self, benchmark: str, command: str, out: Path | None, **fields: Any) -> None:
         self._out = out
-        self.document: dict[str, Any] = {
-            "benchmark": benchmark,
-            "command": command,
-            "machine": machine.facts(),
-            **fields,
-            "runs": [],
-        }
+        begin = {"benchmark": benchmark, "command": command, "machine": machine.facts()}
+        self.document: dict[str, Any] = {**begin, **fields, "runs": []}
 
     @property
     def rounds(self) -> int:
@@ -62,11 +57,7 @@ def note_later(document: dict[str, Any], facts: Mapping[str, Any]) -> None:
 
 
 def write(file: Path, document: Mapping[str, Any]) -> None:
-    """Write a result file; an interrupted write leaves the previous file as it was.
-
-    Raises:
-        SaveError: the file can't be written.
-    """
+    """Write a result file as `write_text` does."""
     write_text(file, json.dumps(document, indent=1) + "\n")
 
 

@@ -24,6 +24,19 @@ class Summary:
     rounds: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scaled:
+    """Training on one number of devices."""
+
+    devices: int  # number of devices
+    examples: int  # batch size
+    speed: Summary  # examples per second
+    speed_up: Summary  # speed over that of the smallest number of devices, taken within each round
+    efficiency: float  # median speed-up over the ideal one
+    # share of the devices' time for each of `accounting.PARTS`, over all rounds
+    shares: dict[str, float]
+
+
 def rotated(items: Sequence[T], round_number: int) -> list[T]:
     """Return `items` in the order of round `round_number`: each round starts one item later.
 
@@ -61,17 +74,11 @@ def speeds(runs: Sequence[Run], key: str) -> dict[int, float]:
     return by_round(runs, "examples_per_s", contender=key)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Scaled:
-    """Training on one number of devices."""
-
-    devices: int  # number of devices
-    examples: int  # batch size
-    speed: Summary  # examples per second
-    speed_up: Summary  # speed over that of the smallest number of devices, taken within each round
-    efficiency: float  # median speed-up over the ideal one
-    # share of the devices' time for each of `accounting.PARTS`, over all rounds
-    shares: dict[str, float]
+def against(document: Mapping[str, Any], key: str) -> dict[str, Summary]:
+    """Return each contender's speed over that of contender `key`, taken within each round."""
+    runs, keys = document["runs"], [one["key"] for one in document["contenders"]]
+    ratios = {one: paired_ratios(speeds(runs, one), speeds(runs, key)) for one in keys}
+    return {one: summarise(values) for one, values in ratios.items() if values}
 
 
 def scaled(document: Mapping[str, Any], *, same_batch: bool) -> list[Scaled]:
@@ -84,31 +91,20 @@ def scaled(document: Mapping[str, Any], *, same_batch: bool) -> list[Scaled]:
     """
     first, *others = document["contenders"]
     rows = [first] + [one for one in others if (one["examples"] == first["examples"]) == same_batch]
-    return [_scaled(document, row, first) for row in rows]
-
-
-def against(document: Mapping[str, Any], key: str) -> dict[str, Summary]:
-    """Return each contender's speed over that of contender `key`, taken within each round."""
-    base = speeds(document["runs"], key)
-    ratios = {
-        one["key"]: paired_ratios(speeds(document["runs"], one["key"]), base)
-        for one in document["contenders"]
-    }
-    return {name: summarise(values) for name, values in ratios.items() if values}
-
-
-def _scaled(document: Mapping[str, Any], row: Mapping[str, Any], base: Mapping[str, Any]) -> Scaled:
-    runs = document["runs"]
-    speed = speeds(runs, row["key"])
-    spent = [run["spent_s"] for run in select(runs, contender=row["key"])]
-    totals = {part: sum(one[part] for one in spent) for part in PARTS}
-    whole = sum(totals.values())
-    speed_up = summarise(paired_ratios(speed, speeds(runs, base["key"])))
-    return Scaled(
-        devices=row["workers"],
-        examples=row["examples"],
-        speed=summarise([*speed.values()]),
-        speed_up=speed_up,
-        efficiency=speed_up.median * base["workers"] / row["workers"],
-        shares={part: total / whole if whole else 0.0 for part, total in totals.items()},
-    )
+    speed_ups = against(document, first["key"])
+    found = []
+    for row in rows:
+        runs = select(document["runs"], contender=row["key"])
+        totals = {part: sum(run["spent_s"][part] for run in runs) for part in PARTS}
+        whole, speed_up = sum(totals.values()), speed_ups[row["key"]]
+        found.append(
+            Scaled(
+                devices=row["workers"],
+                examples=row["examples"],
+                speed=summarise([run["examples_per_s"] for run in runs]),
+                speed_up=speed_up,
+                efficiency=speed_up.median * first["workers"] / row["workers"],
+                shares={part: total / whole if whole else 0.0 for part, total in totals.items()},
+            )
+        )
+    return found

@@ -19,18 +19,14 @@ class Contender:
 
     key: str  # unique name within the benchmark
     label: str = ""  # name in tables
-    module: str  # the module to run; it calls `fresh.answer`
-    job: Mapping[str, Any]  # the argument of the module
+    module: str  # the module whose `measure` is called in a fresh process
+    job: Mapping[str, Any]  # the argument of `measure`
     # fields that identify its runs in a result file; None for {"contender": key}
     names: Mapping[str, Any] | None = None
-    # launching module and its options; () to start the module itself
-    launcher: tuple[str, ...] = ()
-    # OMP_NUM_THREADS of its processes; None for modules that set threads themselves
-    threads: int | None = None
-    # further environment variables
-    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # a package without which the contender is left out; None if it needs none
-    needs: str | None = None
+    launcher: tuple[str, ...] = ()  # a launching module and its options
+    threads: int | None = None  # OMP_NUM_THREADS; None for modules that set threads themselves
+    environment: Mapping[str, str] = dataclasses.field(default_factory=dict)  # more variables
+    needs: str | None = None  # a package without which the contender is left out
     folder: Path | None = None  # the working directory; None for the current one
 
     @property
@@ -58,14 +54,13 @@ class Contender:
         more = {"environment": dict(self.environment)} if self.environment else {}
         return {"key": self.key, "label": self.label, **more, **self.job}
 
-    def with_steps(self, steps: int) -> Contender:
-        """Return the contender with a different number of timed steps."""
-        return dataclasses.replace(self, job={**self.job, "steps": steps})
 
-
-def missing(contenders: Sequence[Contender]) -> list[Contender]:
-    """Return the contenders whose package is not installed."""
-    return [contender for contender in contenders if not contender.is_installed]
+def installed(contenders: Sequence[Contender], say: Callable[[str], object]) -> list[Contender]:
+    """Return the contenders whose packages are installed, and say which are left out."""
+    for one in contenders:
+        if not one.is_installed:
+            say(f"left out: {one.label} ({one.needs} is not installed)")
+    return [one for one in contenders if one.is_installed]
 
 
 def measure(contender: Contender) -> dict[str, Any]:
@@ -77,10 +72,20 @@ def measure(contender: Contender) -> dict[str, Any]:
     Raises:
         RunFailedError: it failed twice in a row.
     """
+
+    def run() -> dict[str, Any]:
+        return fresh.run_module(
+            contender.module,
+            contender.job,
+            launcher=contender.launcher,
+            folder=contender.folder,
+            variables=contender.variables,
+        )
+
     try:
-        return {**_run(contender), "attempts": 1}
+        return {**run(), "attempts": 1}
     except fresh.RunFailedError:
-        return {**_run(contender), "attempts": 2}
+        return {**run(), "attempts": 2}
 
 
 def run_rounds(
@@ -90,31 +95,15 @@ def run_rounds(
     on_run: Callable[[Run], object] = lambda run: None,
     measure: Callable[[Contender], Mapping[str, Any]] = measure,
 ) -> None:
-    """Run all rounds and record every run; rounds count from those that the record has.
+    """Measure each contender once in each round, and record every run.
 
-    Args:
-        contenders: what is measured.
-        rounds: how often each contender is measured.
-        record: receives the runs.
-        on_run: called with each run, to report progress.
-        measure: returns the figures of one contender.
+    Rounds count from those that the record has. `on_run` is called with each run.
 
     Raises:
         RunFailedError: a contender failed twice in a row.
     """
-    first = record.rounds
-    for number in range(first, first + rounds):
+    for number in range(record.rounds, record.rounds + rounds):
         for contender in rotated(contenders, number):
             run = {"round": number, **contender.marks, **measure(contender)}
             record.add(run)
             on_run(run)
-
-
-def _run(contender: Contender) -> dict[str, Any]:
-    return fresh.run_module(
-        contender.module,
-        dict(contender.job),
-        launcher=contender.launcher,
-        folder=contender.folder,
-        variables=contender.variables,
-    )

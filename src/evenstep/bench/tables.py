@@ -33,14 +33,19 @@ def spread(summary: Summary, spell: Callable[[float], str] = number) -> str:
     return f"{spell(summary.least)} to {spell(summary.most)}"
 
 
+def median(
+    values: Collection[float], spell: Callable[[float], str] = number, unit: str = ""
+) -> str:
+    """Return the median, with its unit; without values, that there is none."""
+    return spell(summarise([*values]).median) + unit if values else NOTHING
+
+
 def cells(
     values: Collection[float], spell: Callable[[float], str] = number, unit: str = ""
 ) -> list[str]:
     """Return the median, with its unit, and the extremes; without values, that there are none."""
-    if not values:
-        return [NOTHING, NOTHING]
-    summary = summarise([*values])
-    return [spell(summary.median) + unit, spread(summary, spell)]
+    extremes = spread(summarise([*values]), spell) if values else NOTHING
+    return [median(values, spell, unit), extremes]
 
 
 def verdict(
@@ -64,8 +69,8 @@ def verdict(
         return [shown, NOT_MEASURED]
     if bound is None:
         return [shown, NOTHING]
-    median = summarise([*values]).median
-    reached = median <= bound if at_least is None else median >= bound
+    found = summarise([*values]).median
+    reached = found <= bound if at_least is None else found >= bound
     return [shown, "reached" if reached else "**not reached**"]
 
 

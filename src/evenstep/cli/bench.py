@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,10 @@ from evenstep.bench import (
     Contender,
     Record,
     Scaled,
+    Summary,
     against,
+    installed,
     lineup,
-    missing,
     pictures,
     run_rounds,
     scaled,
@@ -133,9 +134,7 @@ def _run(plan: Plan, name: str, contenders: list[Contender]) -> Mapping[str, Any
     """Run the rounds of all contenders that are installed, and print the speed of each."""
     if note := busy_note(cores_used_by_others(), usable_cores()):
         say(f"note: {note}")
-    for absent in missing(contenders):
-        say(f"left out: {absent.label} ({absent.needs} is not installed)")
-    contenders = [contender for contender in contenders if contender.is_installed]
+    contenders = installed(contenders, say)
     record = Record(
         name,
         command_line(),
@@ -177,8 +176,7 @@ def _scaling_row(row: Scaled) -> list[str]:
     return [
         str(row.devices),
         str(row.examples),
-        f"{row.speed.median:,.1f}",
-        f"{row.speed.least:,.1f} to {row.speed.most:,.1f}",
+        *_speed_cells(row.speed),
         f"{row.speed_up.median:.2f}",
         f"{row.efficiency:.0%}",
         *(f"{percent}%" for percent in percents),
@@ -187,35 +185,34 @@ def _scaling_row(row: Scaled) -> list[str]:
 
 def _peers_rows(document: Mapping[str, Any]) -> list[list[str]]:
     """Return a row for each contender, the fastest first."""
-    contenders = document["contenders"]
-    ours = next(one["key"] for one in contenders if ".evenstep." in one["key"])
-    ratios = against(document, ours)
-    rows = []
-    for one in contenders:
-        speed = summarise(list(speeds(document["runs"], one["key"]).values()))
-        spread = f"{speed.least:,.1f} to {speed.most:,.1f}"
-        ratio = f"{ratios[one['key']].median:.2f}"
-        rows.append((speed.median, [one["label"], f"{speed.median:,.1f}", spread, ratio]))
+    ours = next(one["key"] for one in document["contenders"] if ".evenstep." in one["key"])
+    rows = [
+        (speed.median, [one["label"], *_speed_cells(speed), ratio])
+        for one, speed, ratio in _compared(document, ours)
+    ]
     return [row for _, row in sorted(rows, reverse=True)]
 
 
 def _shards_rows(document: Mapping[str, Any], shards: int) -> list[list[str]]:
     """Return a row for each number of shards, with the speed over that of `shards`."""
-    contenders = document["contenders"]
-    ratios = against(document, next(one["key"] for one in contenders if one["shards"] == shards))
+    base = next(one["key"] for one in document["contenders"] if one["shards"] == shards)
     rows = []
-    for one in contenders:
-        speed = summarise(list(speeds(document["runs"], one["key"]).values()))
-        rows.append(
-            [
-                str(one["shards"]),
-                str(math.ceil(one["examples"] / one["shards"])),
-                f"{speed.median:,.1f}",
-                f"{speed.least:,.1f} to {speed.most:,.1f}",
-                f"{ratios[one['key']].median:.2f}",
-            ]
-        )
+    for one, speed, ratio in _compared(document, base):
+        largest = str(math.ceil(one["examples"] / one["shards"]))
+        rows.append([str(one["shards"]), largest, *_speed_cells(speed), ratio])
     return rows
+
+
+def _compared(document: Mapping[str, Any], base: str) -> Iterator[tuple[Any, Summary, str]]:
+    """Yield each contender, its speed, and the speed over that of contender `base`."""
+    ratios = against(document, base)
+    for one in document["contenders"]:
+        speed = summarise([*speeds(document["runs"], one["key"]).values()])
+        yield one, speed, f"{ratios[one['key']].median:.2f}"
+
+
+def _speed_cells(speed: Summary) -> list[str]:
+    return [f"{speed.median:,.1f}", f"{speed.least:,.1f} to {speed.most:,.1f}"]
 
 
 def _doubling(most: int) -> list[int]:

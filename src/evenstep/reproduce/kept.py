@@ -13,11 +13,9 @@ from evenstep.reproduce.plan import Experiment, Part, Size, Workplace
 
 
 class Kept:
-    """The file of figures.
+    """The file of figures, created with the first of them.
 
-    Args:
-        file: created with the first figures.
-        size: size of the experiments; figures of the two sizes are never mixed.
+    Figures of the two sizes are never mixed.
 
     Attributes:
         document: content of the file: "size", "machine", the figures of each part as "parts", and
@@ -28,8 +26,7 @@ class Kept:
     """
 
     def __init__(self, file: Path, size: Size) -> None:
-        self._file = file
-        self._facts = machine.facts()
+        self._file, self._facts = file, machine.facts()
         self.document: dict[str, Any] = {"size": size, "machine": self._facts, "parts": {}}
         if file.exists():
             self.document = _read(file, size)
@@ -60,11 +57,7 @@ def run(
 ) -> None:
     """Measure, in order, every part that has no figures yet.
 
-    Args:
-        experiments: the experiments.
-        kept: records the figures.
-        place: what the parts need.
-        on_done: called with each experiment once all its parts have figures.
+    `on_done` is called with each experiment once all its parts have figures.
     """
     for experiment in experiments:
         for part in experiment.missing(kept.figures):

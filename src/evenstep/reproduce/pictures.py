@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from evenstep.bench.pictures import BLUE, COLOURS, GREEN, GREY, RED, canvas, to_svg
+from evenstep.bench.pictures import BLUE, COLOURS, GREEN, GREY, RED, canvas, draw_spans, to_svg
 from evenstep.errors import counted
-from evenstep.reproduce.lineup import descriptions
+from evenstep.reproduce.experiments import descriptions
 from evenstep.reproduce.plan import Figures
 
 _PICTURES: Mapping[str, Mapping[str, Any]] = {
@@ -28,8 +29,8 @@ _LANES = {
 def draw(name: str, figures: Figures) -> str | None:
     """Return a picture as SVG; None if none of its figures has been measured."""
     drawing = {"speed_ups": _speed_ups, "lanes": _lanes}
+    make = drawing.get(name, functools.partial(_accuracies, _PICTURES[name]))
     with canvas(size=(5, 4.4)) as (figure, axes):  # readable when it is 390 pixels wide
-        make = drawing.get(name, functools.partial(_accuracies, _PICTURES[name]))
         if not make(axes, figures):
             return None
         figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=1)
@@ -38,17 +39,14 @@ def draw(name: str, figures: Figures) -> str | None:
 
 def _accuracies(picture: Mapping[str, Any], axes: Any, figures: Figures) -> bool:
     """Draw the book's curves by number of GPUs, and those that were measured."""
-
-    def plot(values: Sequence[float], label: str, style: str, colour: str) -> None:
+    found = [curve for curve in picture["curves"] if curve[0] in figures]
+    curves = [
+        (values, f"the book, {counted(int(gpus), 'GPU')}", {"1": ":", "2": "--"}[gpus], "grey")
+        for gpus, values in picture["book"].items()
+    ] + [(figures[key]["accuracies"], *look) for key, *look in found]
+    for values, label, style, colour in curves:
         epochs = range(1, len(values) + 1)
         axes.plot(epochs, values, style, color=COLOURS[colour], label=label, markersize=4)
-
-    for gpus, values in picture["book"].items():
-        label = f"the book, {counted(int(gpus), 'GPU')}"
-        plot(values, label, {"1": ":", "2": "--"}[gpus], "grey")
-    found = [curve for curve in picture["curves"] if curve[0] in figures]
-    for key, *look in found:
-        plot(figures[key]["accuracies"], *look)
     axes.set(xlabel="epoch", ylabel="test accuracy", ylim=(0, 1))
     axes.xaxis.get_major_locator().set_params(integer=True)
     return bool(found)
@@ -66,7 +64,7 @@ def _speed_ups(axes: Any, figures: Figures) -> bool:
     for network, colour in (("lenet", BLUE), ("resnet18", RED)):
         one, two = (figures.get(f"{network}.book.{count}", {}).get("seconds") for count in (1, 2))
         if one and two:
-            speed_up = (sum(one) / len(one)) / (sum(two) / len(two))
+            speed_up = statistics.fmean(one) / statistics.fmean(two)
             axes.plot([1, 2], [1, speed_up], "o-", color=colour, label=f"{network}, here")
             is_drawn = True
     axes.set_xticks([1, 2])
@@ -77,18 +75,11 @@ def _speed_ups(axes: Any, figures: Figures) -> bool:
 def _lanes(axes: Any, figures: Figures) -> bool:
     spans: Sequence[Mapping[str, Any]] = figures.get("lenet.book.2", {}).get("timeline", ())
     devices = sorted({span["device"] for span in spans})
-    for category, (_, colour) in _LANES.items():
+    for category, (label, colour) in _LANES.items():
         height = 0.5 if category == "sum" else 0.8
         for row, device in enumerate(devices):
-            bars = [
-                (1e3 * span["began_s"], 1e3 * (span["ended_s"] - span["began_s"]))
-                for span in spans
-                if (span["device"], span["category"]) == (device, category)
-            ]
-            axes.broken_barh(
-                bars, (row - height / 2, height), color=colour, edgecolor="white", linewidth=0.4
-            )
-    for label, colour in _LANES.values():
+            own = [one for one in spans if (one["device"], one["category"]) == (device, category)]
+            draw_spans(axes, row, own, colour, height, 0.4)
         axes.plot([], [], "s", color=colour, label=label)
     axes.set_yticks(range(len(devices)), devices)
     axes.set(xlabel="ms")

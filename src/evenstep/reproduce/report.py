@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,14 @@ from evenstep.pages import template
 from evenstep.reproduce import pictures
 from evenstep.reproduce.plan import Experiment, Figures
 
-_TEMPLATE = Path(__file__).with_name("report.html.jinja")
-
 
 def write_report(
     file: Path, experiments: Sequence[Experiment], document: Mapping[str, Any], command: str
 ) -> None:
-    """Write the report of what has been measured so far.
+    """Write the report of what has been measured so far, in place of an earlier one.
 
     Args:
-        file: the file; an existing one is replaced.
+        file: the file.
         experiments: the experiments; those that are not measured yet are named.
         document: size, machine and figures, as in `Kept.document`.
         command: the command that measured them.
@@ -41,30 +38,27 @@ def page(experiments: Sequence[Experiment], document: Mapping[str, Any], command
     measured = [one for one in experiments if one.can_be_shown(figures)]
     missing = [one.title for one in experiments if not one.can_be_shown(figures)]
     missing += [part.label for one in measured for part in one.missing(figures)]
-    return template(_TEMPLATE, code=_with_code).render(
+
+    def picture(name: str) -> str | None:
+        """Return a picture as a data URL; None if its figures are missing."""
+        drawn = pictures.draw(name, figures)
+        encoded = base64.b64encode((drawn or "").encode()).decode()
+        return drawn and f"data:image/svg+xml;base64,{encoded}"
+
+    return template(Path(__file__).with_name("report.html.jinja"), code=_with_code).render(
         experiments=measured,
         missing=missing,
         figures=figures,
         machine=document["machine"],
         size=document["size"],
         command=command,
-        picture=functools.partial(_picture, figures),
+        picture=picture,
         titles=pictures.TITLES,
     )
 
 
-def _picture(figures: Figures, name: str) -> str | None:
-    """Return a picture as a data URL; None if its figures are missing."""
-    drawn = pictures.draw(name, figures)
-    if drawn is None:
-        return None
-    return "data:image/svg+xml;base64," + base64.b64encode(drawn.encode()).decode()
-
-
 def _with_code(text: str) -> Markup:
     """Return text as HTML, with code for what stands between backticks."""
+    code = Markup("<code>{}</code>")
     parts = enumerate(text.split("`"))
-    return Markup().join(
-        Markup("<code>{}</code>").format(part) if number % 2 else escape(part)
-        for number, part in parts
-    )
+    return Markup().join(code.format(part) if n % 2 else escape(part) for n, part in parts)

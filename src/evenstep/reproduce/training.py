@@ -15,7 +15,6 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import TensorDataset
 
-from evenstep.bench import results
 from evenstep.callbacks.lr_scaling import Rule, scale_lr
 from evenstep.checkpoint.files import list_checkpoints
 from evenstep.data import Loader
@@ -75,25 +74,26 @@ def train(training: Training, data: Data, folder: Path, say: Say) -> dict[str, A
         devices). Shares and timeline cover only the last process that trained.
     """
     test = Loader(_first(data[1], training.test_examples), _TEST_BATCH, shuffle=False)
-    with _opened(training, data, folder) as (trainer, loader, scheduler):
-        curve = _Curve(folder / "curve.json", trainer)
+    curve = Curve()
+    with _opened(training, data, folder, curve) as (trainer, loader, scheduler):
         total = training.epochs * len(loader)
         while (epoch := trainer.cursor.epoch) < training.epochs:
             began_s = time.perf_counter()
             for done in _announced(_steps(trainer, loader, scheduler), total, say):
                 spent_s = time.perf_counter() - began_s
                 if spent_s > _SAVE_EVERY_S and done % len(loader):
-                    curve.spent(done, epoch, spent_s)
+                    curve.spent_s += spent_s
                     trainer.save(folder, keep=1)
                     began_s = time.perf_counter()
-            curve.spent(trainer.steps_done, epoch, time.perf_counter() - began_s)
+            curve.spent_s += time.perf_counter() - began_s
             reached = trainer.evaluate(test, {"accuracy": accuracy})["accuracy"]
-            curve.reached(reached)
+            curve.end_epoch(reached)
             trainer.save(folder, keep=1)
             say(f"epoch {epoch + 1} of {training.epochs}: accuracy {reached:.4f}")
         shares = {one.device: {**one.seconds, "shards": one.shards} for one in trainer.shares()}
         return {
-            **curve.values,
+            "accuracies": curve.accuracies,
+            "seconds": curve.seconds,
             "fingerprint": trainer.fingerprint(),
             "shares": shares,
             "timeline": timeline(trainer.trace.spans, [device.name for device in trainer.devices]),
@@ -111,9 +111,38 @@ def first_steps(training: Training, data: Data, steps: int) -> dict[str, Any]:
         return {"fingerprint": trainer.fingerprint(), "seconds": seconds, "steps": steps}
 
 
+class Curve:
+    """Accuracy and seconds of each epoch; kept in checkpoints, as a state of the user's.
+
+    Attributes:
+        accuracies: after each epoch.
+        seconds: of each epoch, without evaluation.
+        spent_s: of the epoch that has begun, so far.
+    """
+
+    def __init__(self) -> None:
+        self.accuracies: list[float] = []
+        self.seconds: list[float] = []
+        self.spent_s = 0.0
+
+    def end_epoch(self, accuracy: float) -> None:
+        """Record the accuracy at the end of an epoch."""
+        self.accuracies.append(accuracy)
+        self.seconds.append(self.spent_s)
+        self.spent_s = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all of it, for a checkpoint."""
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it back."""
+        vars(self).update(state)
+
+
 @contextlib.contextmanager
 def _opened(
-    training: Training, data: Data, folder: Path | None = None
+    training: Training, data: Data, folder: Path | None = None, curve: Curve | None = None
 ) -> Iterator[tuple[Trainer, Loader, LRScheduler | None]]:
     """Open the trainer, at the newest checkpoint in `folder` if there is one."""
     loader = Loader(_first(data[0], training.examples), training.batch_size)
@@ -126,6 +155,7 @@ def _opened(
         "shards": training.shards,
         "precision": training.precision,
         "scheduler": scheduler,
+        "state": {} if curve is None else {"curve": curve},
     }
     if folder is not None and list_checkpoints(folder):
         trainer = Trainer.load(folder, *given, **options)
@@ -216,46 +246,6 @@ def timeline(spans: list[Span], devices: list[str]) -> list[dict[str, Any]]:
         and span.category in ("compute", "sum", "update")
         and began_s <= span.began_s <= ended_s
     ]
-
-
-class _Curve:
-    """Accuracy and seconds of each epoch, written before each checkpoint.
-
-    Args:
-        file: keeps them between processes.
-        trainer: stands at the checkpoint from which training resumes. What was written after it,
-            for a later checkpoint that was never completed, is dropped.
-    """
-
-    def __init__(self, file: Path, trainer: Trainer) -> None:
-        self._file = file
-        self._pieces: list[tuple[int, int, float]] = []  # steps done, epoch, seconds
-        self._accuracies: list[float] = []
-        with contextlib.suppress(OSError, ValueError):
-            found = results.load(file)
-            self._pieces = [piece for piece in found["pieces"] if piece[0] <= trainer.steps_done]
-            self._accuracies = found["accuracies"][: trainer.cursor.epoch]
-
-    @property
-    def values(self) -> dict[str, list[float]]:
-        """The accuracy after each epoch, and its seconds without evaluation."""
-        seconds = [0.0] * len(self._accuracies)
-        for _, epoch, spent in self._pieces:
-            seconds[epoch] += spent
-        return {"accuracies": self._accuracies, "seconds": seconds}
-
-    def spent(self, steps_done: int, epoch: int, seconds: float) -> None:
-        """Add to the seconds of an epoch."""
-        self._pieces.append((steps_done, epoch, seconds))
-        self._write()
-
-    def reached(self, accuracy: float) -> None:
-        """Record the accuracy of the next epoch."""
-        self._accuracies.append(accuracy)
-        self._write()
-
-    def _write(self) -> None:
-        results.write(self._file, {"pieces": self._pieces, "accuracies": self._accuracies})
 
 
 def _first(examples: TensorDataset, count: int | None) -> TensorDataset:

@@ -11,7 +11,7 @@ from evenstep.bench.workload.job import (
     make_step,
 )
 from evenstep.bench.workload.kinds import Workload, find_workload
-from evenstep.bench.workload.timing import Stopwatch, Training, run, time_steps
+from evenstep.bench.workload.timing import Stopwatch, Training, each_ms, time_steps
 
 __all__ = [
     "BATCHES",
@@ -19,6 +19,7 @@ __all__ = [
     "Stopwatch",
     "Training",
     "Workload",
+    "each_ms",
     "find_workload",
     "in_memory",
     "make_dataset",
@@ -26,6 +27,5 @@ __all__ = [
     "make_network",
     "make_optimizer",
     "make_step",
-    "run",
     "time_steps",
 ]

@@ -34,9 +34,7 @@ class Job:
     examples: int  # batch size over all processes and devices
     workers: int = 1  # number of processes (DDP, Accelerate, Fabric) or devices (evenstep)
     threads: int = 1  # intra-op threads per process; for evenstep per device
-    memory_format: Any = (
-        "contiguous"  # "contiguous" or "channels_last"; for evenstep also "preserve"
-    )
+    memory_format: Any = "contiguous"  # or "channels_last"; for evenstep also "preserve"
     precision: Any = "fp32"  # "fp32" or "bf16"; evenstep only
     shards: int = 8  # number of shards V; evenstep only
     max_in_flight: int = 1  # number of steps in flight; evenstep only
@@ -45,6 +43,11 @@ class Job:
     loads: bool = False  # whether a loader makes the batches during training; evenstep only
     warmup_steps: int  # number of steps before the timed ones
     steps: int  # number of timed steps
+
+    @property
+    def devices(self) -> list[str]:
+        """The names of as many CPU devices as there are workers."""
+        return [f"cpu:{number}" for number in range(self.workers)]
 
     @property
     def torch_format(self) -> torch.memory_format:
@@ -56,9 +59,7 @@ class Job:
 def make_network(job: Job, *, in_format: bool = False) -> nn.Module:
     """Return the network in training mode, with the same initial weights for every contender.
 
-    Args:
-        job: the job.
-        in_format: whether to convert the weights to the memory format of the job.
+    With `in_format`, the weights are converted to the memory format of the job.
     """
     torch.manual_seed(0)
     model = find_workload(job.network).make_network().train()
@@ -80,11 +81,7 @@ def make_step(
 ) -> Step:
     """Return the usual PyTorch training step, with images in the memory format of the job.
 
-    Args:
-        job: the job.
-        model: the network, or what a library has made of it.
-        optimizer: updates the model.
-        backward: computes the gradients of a loss.
+    `model` and `optimizer` may be what a library has made of them, and `backward` may be its own.
     """
     workload = find_workload(job.network)
 

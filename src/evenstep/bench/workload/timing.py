@@ -1,8 +1,7 @@
-"""Times the steps of a contender, and prints what was measured."""
+"""Times training steps: the clock, the processor, and page faults."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import resource
@@ -10,11 +9,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
-from evenstep.bench import fresh
-from evenstep.bench.workload.job import Batch, Job, Step, make_network
+from evenstep.bench.workload.job import Batch, Job, Step
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -37,22 +34,6 @@ class Training:
             return self.loop()
         assert self.step is not None
         return time_steps(job, self.batches, self.step, self.synchronize)
-
-
-def run(
-    libraries: Mapping[str, Callable[[Job], contextlib.AbstractContextManager[Training]]],
-) -> None:
-    """Time the library that the job in the first argument names, and print the result."""
-
-    def measure(fields: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        job = Job(**fields)
-        with libraries[job.library](job) as training:
-            timing = training.time(job)
-            if not training.is_reporting:
-                return None
-            return {**timing, **_result(job, timing["seconds"], training)}
-
-    fresh.answer(measure)
 
 
 class Stopwatch:
@@ -95,20 +76,11 @@ def time_steps(
     return watch.stop()
 
 
-def _result(job: Job, seconds: float, training: Training) -> dict[str, Any]:
-    """Return speed, facts, and how far the weights moved.
-
-    Contenders that did the same work moved the weights by the same distance, up to rounding
-    (unless the network has batch normalization or dropout).
-    """
-    initial = make_network(job).parameters()
-    moved = [
-        (trained.detach() - first.detach()).double().norm()
-        for trained, first in zip(training.model.parameters(), initial, strict=True)
-    ]
-    return {
-        "examples_per_s": job.steps * job.examples / seconds,
-        "weights_moved": torch.stack(moved).norm().item(),
-        "torch_threads": torch.get_num_threads(),
-        **training.facts(),
-    }
+def each_ms(call: Callable[[], object], calls: int, warmup: int = 0) -> list[float]:
+    """Return the milliseconds of each of `calls` calls, after the warm-up."""
+    times_ms = []
+    for _ in range(warmup + calls):
+        began_s = time.perf_counter()
+        call()
+        times_ms.append(1e3 * (time.perf_counter() - began_s))
+    return times_ms[warmup:]

@@ -30,46 +30,32 @@ _PASSES = 3  # products of a layer in a step: forward, and the gradients of inpu
 _LARGEST_WIDTH = 1 << 20
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Link:
-    """What connects two devices.
-
-    Attributes:
-        name: its name.
-        bytes_per_s: bytes that a device sends a second, while it receives as many.
-        latency_s: seconds until a message's first byte has come; a round number, not measured.
-    """
+    """What connects two devices."""
 
     name: str
-    bytes_per_s: float
-    latency_s: float
+    bytes_per_s: float  # that a device sends, while it receives as many
+    latency_s: float  # until a message's first byte has come; a round number, not measured
 
 
 LINKS = (
-    Link(name="1 Gbit/s", bytes_per_s=1e9 / 8, latency_s=50e-6),
-    Link(name="10 Gbit/s", bytes_per_s=10e9 / 8, latency_s=20e-6),
-    Link(name="100 Gbit/s", bytes_per_s=100e9 / 8, latency_s=5e-6),
-    Link(name="NVLink", bytes_per_s=450e9, latency_s=2e-6),  # of the fourth generation, one way
+    Link("1 Gbit/s", 1e9 / 8, 50e-6),
+    Link("10 Gbit/s", 10e9 / 8, 20e-6),
+    Link("100 Gbit/s", 100e9 / 8, 5e-6),
+    Link("NVLink", 450e9, 2e-6),  # of the fourth generation, one way
 )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Perceptron:
-    """A multilayer perceptron, and how it is trained.
+    """A multilayer perceptron, and how it is trained."""
 
-    Attributes:
-        width: the units of each of the two hidden layers.
-        batch: examples in a step.
-        shards: V, the shards or micro-batches of a step.
-        inputs: the numbers in an example.
-        classes: the outputs.
-    """
-
-    width: int
-    batch: int
-    shards: int = 8
-    inputs: int = 784
-    classes: int = 10
+    width: int  # the units of each of the two hidden layers
+    batch: int  # examples in a step
+    shards: int = 8  # V, the shards or micro-batches of a step
+    inputs: int = 784  # the numbers in an example
+    classes: int = 10  # the outputs
 
     @property
     def layers(self) -> list[tuple[int, int]]:
@@ -89,77 +75,39 @@ class Perceptron:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cost:
-    """What a way of splitting costs in a step.
+    """What a way of splitting costs in a step."""
 
-    Attributes:
-        nbytes: bytes that the device with the most to send and to receive sends and receives.
-        waits: how often devices wait for each other, one after another.
-        parameter_nbytes: bytes of weights on the device that has most of them.
-        idle: the share of the step in which a device waits for its turn.
-    """
-
-    nbytes: float
-    waits: int
-    parameter_nbytes: float
-    idle: float = 0.0
+    nbytes: float  # that the device with the most to send and to receive sends and receives
+    waits: int  # how often devices wait for each other, one after another
+    idle: float = 0.0  # the share of the step in which a device waits for its turn
 
     def seconds(self, network: Perceptron, devices: int, link: Link, speed: float) -> float:
-        """Return the seconds of a step.
-
-        Args:
-            network: what is trained.
-            devices: D, the number of devices.
-            link: what connects them.
-            speed: operations a second of one device.
-        """
+        """Return the seconds of a step, where a device computes `speed` operations a second."""
         compute_s = network.operations / devices / speed / (1 - self.idle)
         return compute_s + self.nbytes / link.bytes_per_s + self.waits * link.latency_s
 
 
 def cost(way: Way, network: Perceptron, devices: int) -> Cost:
     """Return what a way of splitting costs on `devices` devices; nothing is sent by one device."""
-    if devices == 1:
-        return Cost(nbytes=0, waits=0, parameter_nbytes=_BYTES * network.parameters)
-    return _COSTS[way](network, devices)
-
-
-def _data(network: Perceptron, devices: int) -> Cost:
-    gradients = _BYTES * network.parameters
-    return Cost(
-        nbytes=2 * gradients * (devices - 1) / devices,
-        waits=2 * (devices - 1),
-        parameter_nbytes=gradients,
-    )
-
-
-def _stages(network: Perceptron, devices: int) -> Cost:
-    """The cut with most to send is that of the widest activations: a hidden layer's."""
-    waits = devices - 1
-    middle_sends = 2 if devices > 2 else 1  # to the next stage, and to the one before
-    return Cost(
-        nbytes=middle_sends * _BYTES * network.batch * network.width,
-        waits=2 * waits,
-        parameter_nbytes=_BYTES * network.parameters / devices,
-        idle=waits / (network.shards + waits),
-    )
-
-
-def _slices(network: Perceptron, devices: int) -> Cost:
-    """Of both hidden layers: x out and y back; then dy out and dx back, from every other device."""
     others = devices - 1
+    if not others:
+        return Cost(nbytes=0, waits=0)
+    if way == "data":
+        gradients = _BYTES * network.parameters
+        return Cost(nbytes=2 * gradients * others / devices, waits=2 * others)
+    if way == "stages":
+        # The cut with most to send is that of the widest activations: a hidden layer's. They go to
+        # the next stage, and to the one before.
+        sends = 2 if devices > 2 else 1
+        nbytes = sends * _BYTES * network.batch * network.width
+        return Cost(nbytes=nbytes, waits=2 * others, idle=others / (network.shards + others))
+    # Of both hidden layers: x out and y back; then dy out and dx back, from every other device.
     sliced = network.layers[:-1]
     whole = sum(inputs for inputs, _ in sliced)
     cut = sum(outputs for _, outputs in sliced) / devices
     inner = whole - network.inputs  # the data need no gradient
-    sent, returned = others * (whole + cut), others * (cut + inner)
-    return Cost(
-        nbytes=_BYTES * network.batch * max(sent, returned),
-        waits=2 * len(sliced) * network.shards,
-        parameter_nbytes=_BYTES * network.parameters / devices,
-    )
-
-
-_COSTS = {"data": _data, "stages": _stages, "slices": _slices}
+    most = max(others * (whole + cut), others * (cut + inner))
+    return Cost(nbytes=_BYTES * network.batch * most, waits=2 * len(sliced) * network.shards)
 
 
 def first_width(

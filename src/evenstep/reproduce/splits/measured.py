@@ -8,7 +8,6 @@ as GPUs have, so that what is exchanged can be counted.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 
 import evenstep
-from evenstep.bench import fresh
+from evenstep.bench.workload import each_ms
 from evenstep.stages.plan import find_stages
 
 WAYS = {
@@ -57,28 +56,24 @@ def make_network(width: int, slices: int) -> nn.Module:
 def _train(job: Mapping[str, Any], width: int) -> dict[str, Any]:
     net = make_network(width, job["slices"])
     torch.manual_seed(1)
-    examples = job["batch_size"]
+    examples, steps = job["batch_size"], _WARM_UP + job["steps"]
     batch = torch.randn(examples, INPUTS), torch.randint(CLASSES, (examples,))
     options: dict[str, Any] = {
         "devices": [f"cpu:{number}:own" for number in range(job["devices"])],
         "shards": job["shards"],
         "layout": WAYS[job["way"]],
     }
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    steps_s = []
-    with evenstep.Trainer(net, optimizer, nn.CrossEntropyLoss(), **options) as trainer:
-        for _ in range(_WARM_UP + job["steps"]):
-            began_s = time.perf_counter()
-            trainer.step(*batch)
-            steps_s.append(time.perf_counter() - began_s)
+    given = net, torch.optim.SGD(net.parameters(), lr=0.01), nn.CrossEntropyLoss()
+    with evenstep.Trainer(*given, **options) as trainer:
+        steps_ms = each_ms(lambda: trainer.step(*batch), job["steps"], _WARM_UP)
         exchanged = trainer.exchanged
         fingerprint = trainer.fingerprint()
         held = _held_nbytes(job["way"], trainer)
     return {
         "fingerprints": fingerprint,
-        "examples_per_s": examples / statistics.median(steps_s[_WARM_UP:]),
-        "nbytes": None if exchanged is None else exchanged.nbytes / len(steps_s),
-        "meetings": None if exchanged is None else exchanged.waits / len(steps_s),
+        "examples_per_s": 1e3 * examples / statistics.median(steps_ms),
+        "nbytes": None if exchanged is None else exchanged.nbytes / steps,
+        "meetings": None if exchanged is None else exchanged.waits / steps,
         "weight_nbytes": sum(one.nbytes for one in net.parameters()),
         "held_nbytes": held,
     }
@@ -95,7 +90,3 @@ def _held_nbytes(way: str, trainer: evenstep.Trainer) -> int:
         _, *others = find_stages("balanced", net, devices).parameters_of(net)
         return max(sum(one.nbytes for one in own) for own in others)
     return sum(one.nbytes for one in net.parameters())
-
-
-if __name__ == "__main__":
-    fresh.answer(measure)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from evenstep.reproduce import experiments
-from evenstep.reproduce.findings import read_findings
-from evenstep.reproduce.lineup import jobs, mxnet_measurements
+from evenstep.reproduce.experiments import jobs, measurements
+from evenstep.reproduce.rows import read_findings
+from mxnet_engine import own_engine  # noqa: F401 - used by every test
 
 TINY = {
     "mxnet.queued": {"size": 8, "repeats": 2},
@@ -39,7 +40,7 @@ def _threads_as_before():
 
 
 @pytest.mark.usefixtures("_threads_as_before")
-@pytest.mark.parametrize("measurement", mxnet_measurements(TINY), ids=lambda one: one.key)
+@pytest.mark.parametrize("measurement", measurements("mxnet", TINY), ids=lambda one: one.key)
 def test_every_measurement_returns_what_the_rows_need(measurement):
     figures = importlib.import_module(measurement.module).measure(measurement.job)
     assert json.loads(json.dumps(figures)) == figures
@@ -55,4 +56,4 @@ def test_its_jobs_have_these_fields(size):
     }
     (experiment,) = (one for one in experiments(size) if one.name == "mxnet")
     rounds = 1 if size == "quick" else 3
-    assert len(experiment.parts) == rounds * len(mxnet_measurements(TINY))
+    assert len(experiment.parts) == rounds * len(measurements("mxnet", TINY))

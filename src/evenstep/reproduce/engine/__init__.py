@@ -1,1 +1,0 @@
-"""The experiments with the engine: each module is a script that takes one measurement."""

@@ -1,1 +1,0 @@
-"""Measurements of the seeds' programs, which `evenstep reproduce --only mxnet` runs."""
