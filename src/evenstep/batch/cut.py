@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
@@ -19,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from evenstep.batch.whole import Shared, is_plain, kind_of, transposed_or_shared
+from evenstep.collectives import even_bounds
 from evenstep.devices import Device
 from evenstep.errors import BatchError, ContractError
 from evenstep.private_torch.tensors import version_of
@@ -38,9 +38,7 @@ def shard_bounds(examples: int, shards: int) -> list[tuple[int, int]]:
     """
     if shards < 1:
         raise BatchError(f"got {shards} shards: at least 1 is needed")
-    size, longer = divmod(examples, shards)
-    sizes = [size + 1] * longer + [size] * (shards - longer)
-    return [*itertools.pairwise(itertools.accumulate(sizes, initial=0))]
+    return even_bounds(examples, shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,10 +237,7 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0)
         BatchError: the batch has no tensors, a different kind of leaf, no examples, or tensors
             whose numbers of examples differ.
     """
-    try:
-        leaves, structure = optree.tree_flatten(batch)
-    except RecursionError:
-        raise too_deep() from None
+    leaves, structure = _flatten(batch)
     dim = dim if part is None else part.dim
     here = _check_examples(batch, leaves, dim, may_be_empty=part is not None)
     tensors, dims = [], list[int | None]()
@@ -307,6 +302,11 @@ def too_deep() -> BatchError:
     return BatchError(
         "got a batch that is nested too deeply, or that holds itself: give a tuple of tensors"
     )
+
+
+def name_of(path: Iterable[object]) -> str:
+    """Return how a message calls what lies in a batch, such as "batch[0]['mask']"."""
+    return "batch" + "".join(f"[{step!r}]" for step in path)
 
 
 def dim_of(tensor: torch.Tensor, dim: int) -> int:
@@ -383,7 +383,7 @@ def _refuse(batch: Batch, dim: int) -> NoReturn:
     paths, leaves, _ = optree.tree_flatten_with_path(batch)
     if not leaves:
         raise BatchError("got a batch without tensors: give at least one, examples first")
-    names = ["batch" + "".join(f"[{step!r}]" for step in path) for path in paths]
+    names = [*map(name_of, paths)]
     cut = {}
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, Shared):

@@ -36,10 +36,6 @@ class Stateful(Protocol):
 class UserState:
     """The objects in `Trainer(state=...)`.
 
-    Args:
-        objects: by name.
-        saved_already: what the trainer saves itself, by name.
-
     Raises:
         InputError: a name or an object can't be used, or a state can't be saved; in one line.
     """

@@ -218,12 +218,7 @@ def distance(one: Kept, other: Kept, least: float = 0.0) -> float:
 
     By the difference of their sketches; of tensors with examples by that of their norms, of their
     sums, and of some values of one example, which are kept of what a module gives for the same
-    inputs. Infinity if they can't be equal.
-
-    Args:
-        one: a tensor.
-        other: another one.
-        least: what a smaller norm counts as.
+    inputs. Infinity if they can't be equal. A smaller norm counts as `least`.
     """
     if one.shape != other.shape:
         return math.inf

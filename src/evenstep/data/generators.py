@@ -45,19 +45,27 @@ class Generator(NamedTuple):
     seed: Callable[[int], object]
 
 
-DEFAULTS = (
-    Generator(
-        torch.default_generator.get_state,
-        torch.default_generator.set_state,
-        torch.default_generator.manual_seed,  # torch.manual_seed would seed the GPUs' too
-    ),
-    Generator(random.getstate, random.setstate, random.seed),
-    Generator(
-        functools.partial(np.random.get_state, legacy=False),
-        np.random.set_state,
-        lambda seed: np.random.seed([seed >> 32, seed & 0xFFFFFFFF]),
-    ),
-)
+def _generator(one: object) -> Generator | None:
+    if isinstance(one, torch.Generator):
+        return Generator(one.get_state, one.set_state, one.manual_seed)
+    if isinstance(one, random.Random) and not isinstance(one, random.SystemRandom):
+        return Generator(one.getstate, one.setstate, one.seed)
+    if isinstance(one, np.random.RandomState):
+        return Generator(
+            functools.partial(one.get_state, legacy=False),
+            one.set_state,
+            lambda seed: one.seed([seed >> 32, seed & 0xFFFFFFFF]),
+        )
+    if isinstance(one, np.random.Generator):
+        bits: Any = one.bit_generator
+        kind = type(bits)
+        write = functools.partial(setattr, bits, "state")
+        return Generator(lambda: bits.state, write, lambda seed: write(kind(seed).state))
+    return None
+
+
+_OBJECTS = torch.default_generator, random._inst, np.random.mtrand._rand
+DEFAULTS = tuple(filter(None, map(_generator, _OBJECTS)))
 """What code draws from if it names no generator: that of torch on the CPU, Python's, numpy's."""
 
 
@@ -70,9 +78,7 @@ class BorrowedGenerators:
         numbers.seed(7)
         numbers.call(torch.rand, 2)
 
-    Args:
-        generators: the generators that the code may draw from.
-        locked: whether other threads are kept from torch's default generator during a call.
+    If `locked`, other threads are kept from torch's default generator during a call.
     """
 
     def __init__(self, generators: Sequence[Generator], *, locked: bool = True) -> None:
@@ -147,7 +153,7 @@ def drew_nothing(generators: Sequence[Generator], function: Callable[[], T]) -> 
 def generators_of(*owners: object) -> tuple[Generator, ...]:
     """Return the default generators, and those that `owners` hold: also deep inside of them."""
     found: dict[int, Generator] = {}
-    seen = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}
+    seen = {*map(id, _OBJECTS)}
     level = [*owners]
     for _ in range(_DEPTH):
         inside: list[object] = []
@@ -167,11 +173,7 @@ def generators_of(*owners: object) -> tuple[Generator, ...]:
 def order_of(sampler: Any, seed: int, epoch: int, own: object = None) -> Iterator[Any]:
     """Draw what a sampler gives in an epoch, with all that it draws from seeded by (seed, epoch).
 
-    Args:
-        sampler: the sampler, which may have others inside it.
-        seed: the seed of the training.
-        epoch: the epoch.
-        own: a generator that it may draw from besides its own.
+    The sampler may have others inside it, and may draw from the generator `own` besides.
     """
     samplers = samplers_in(sampler)
     numbers = BorrowedGenerators(generators_of(own, *samplers))
@@ -303,25 +305,6 @@ def _read(generators: Sequence[Generator]) -> list[Any]:
 def _write(generators: Sequence[Generator], states: Sequence[Any]) -> None:
     for generator, state in zip(generators, states, strict=True):
         generator.write(state)
-
-
-def _generator(one: object) -> Generator | None:
-    if isinstance(one, torch.Generator):
-        return Generator(one.get_state, one.set_state, one.manual_seed)
-    if isinstance(one, random.Random) and not isinstance(one, random.SystemRandom):
-        return Generator(one.getstate, one.setstate, one.seed)
-    if isinstance(one, np.random.RandomState):
-        return Generator(
-            functools.partial(one.get_state, legacy=False),
-            one.set_state,
-            lambda seed: one.seed([seed >> 32, seed & 0xFFFFFFFF]),
-        )
-    if isinstance(one, np.random.Generator):
-        bits: Any = one.bit_generator
-        kind = type(bits)
-        write = functools.partial(setattr, bits, "state")
-        return Generator(lambda: bits.state, write, lambda seed: write(kind(seed).state))
-    return None
 
 
 def _inside(one: object) -> list[object]:

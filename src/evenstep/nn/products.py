@@ -76,10 +76,8 @@ class Product(abc.ABC):
     def backward(self, given: Slice, dy: torch.Tensor, wanted: Wanted) -> Gradients:
         """Return the gradients of a slice with respect to its input, weight and bias.
 
-        Args:
-            given: the slice.
-            dy: the gradient with respect to the slice's result.
-            wanted: whether each of the three is needed; others are None.
+        `dy` is the gradient with respect to the slice's result. Gradients that are not `wanted` are
+        None.
         """
 
 

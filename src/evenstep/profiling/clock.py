@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 import time
 from collections import deque
@@ -116,10 +115,6 @@ class StepClock:
 class Timekeeper:
     """Keeps the account of devices, and writes steps into a trace.
 
-    Args:
-        trace: receives the spans of steps.
-        devices: the devices' names.
-
     Attributes:
         ended: the finished steps that were not added up yet, as (number, clock); None for a rest.
     """
@@ -190,8 +185,4 @@ class Timekeeper:
 
     def _write(self, number: int, clock: StepClock, category: str) -> None:
         count = len(clock.shards) + len(clock.nodes) + (clock.update is not None)
-        self._trace.add_later(count, functools.partial(_spans, clock, number, category))
-
-
-def _spans(clock: StepClock, number: int, category: str) -> list[Span]:
-    return [*clock.spans(number, category)]
+        self._trace.add_later(count, lambda: [*clock.spans(number, category)])

@@ -206,13 +206,8 @@ def _computed_apart(
 ) -> list[Loss]:
     """Compute shards one after the other; again after each call of `all_gather` that they make.
 
-    A call needs the rows of all shards, which are known when every shard has come to it.
-
-    Args:
-        compute: computes a batch with its number of examples.
-        neighbours: the shards.
-        shards: the numbers of those to compute.
-        known: the losses of shards that have gathered nothing, by number; new ones are put in.
+    A call needs the rows of all shards, which are known when every shard has come to it. Losses of
+    shards that have gathered nothing are put into `known`, by number, and not computed again.
     """
     gathered: list[torch.Tensor] = []
     while True:

@@ -18,7 +18,7 @@ from evenstep.errors import ContractError
 from evenstep.limits import Arithmetic
 from evenstep.private_torch.dispatch import (
     DeviceContext,
-    TorchDispatchMode,
+    OpsMode,
     dispatch_modes,
     function_modes,
 )
@@ -37,7 +37,7 @@ _ADVICE = {
 _SET_ONCE = "set it once in the program, before the trainer is opened"
 
 
-class ProcessSettings(TorchDispatchMode):
+class ProcessSettings(OpsMode):
     """Inside `with`, notes the first setting of the process that is changed while an op runs.
 
     A context manager such as `torch.nn.attention.sdpa_kernel` changes it for all threads. So which
@@ -46,14 +46,9 @@ class ProcessSettings(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._before = _settings()
         self._changed = ""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether functions that the user has compiled stay compiled inside the mode: yes."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
