@@ -148,11 +148,7 @@ class Cut:
         return copies[number][0]
 
     def refuse_written_copies(self) -> None:
-        """Refuse a shard that wrote to a shared tensor, which other shards read too.
-
-        Raises:
-            ContractError: the copy on a device was written to.
-        """
+        """Refuse a shard that wrote to a shared tensor, which other shards read too."""
         for copies in [*self.copies.values()]:
             for copy, version in [*copies.values()]:
                 if _version(copy) != version:
@@ -190,11 +186,7 @@ class Cut:
         return next(iter(self.views.values()), ())
 
     def check_unchanged(self) -> None:
-        """Refuse a batch that was written to after it was cut.
-
-        Raises:
-            BatchError: a tensor was written to.
-        """
+        """Refuse a batch that was written to after it was cut."""
         held = [*self.held()]
         if held and self.versions != versions_of(held):
             raise BatchError(

@@ -71,11 +71,7 @@ def examples_in(batch: Iterable[object]) -> int | None:
 
 
 def refuse_graphs(batch: Any) -> None:
-    """Refuse graphs outside of `evenstep.Shards`: their nodes can't be cut like examples.
-
-    Raises:
-        BatchError: there are some in the batch.
-    """
+    """Refuse graphs outside of `evenstep.Shards`: their nodes can't be cut like examples."""
     paths, leaves, _ = optree.tree_flatten_with_path(batch, is_leaf=is_graphs)
     for path, leaf in zip(paths, leaves, strict=True):
         if is_graphs(leaf):

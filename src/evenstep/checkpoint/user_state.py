@@ -73,11 +73,7 @@ class UserState:
         return {name: one.state_dict() for name, one in self._objects.items()}
 
     def check(self, saved: Collection[str]) -> None:
-        """Refuse a checkpoint with states of objects that are not here.
-
-        Raises:
-            CheckpointError: the message names them.
-        """
+        """Refuse a checkpoint with states of objects that are not here."""
         missing = [name for name in saved if name not in self._objects]
         if missing:
             names = ", ".join(f'"{name}": ...' for name in missing)

@@ -9,17 +9,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from evenstep.comparison.aligned import (
-    first_that_differs,
-    furthest,
-    rounding_of,
-    with_common_names,
-)
-from evenstep.comparison.computed import (
-    find_other_losses,
-    find_other_modes,
-    find_other_outputs,
-)
+from evenstep.comparison.aligned import first_that_differs, furthest, rounding_of, with_common_names
+from evenstep.comparison.computed import find_other_losses, find_other_modes, find_other_outputs
 from evenstep.comparison.data import find_other_data
 from evenstep.comparison.finding import HARMLESS, Cause, Finding, because
 from evenstep.comparison.later import (

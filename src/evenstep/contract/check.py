@@ -128,9 +128,6 @@ def check_order(rehearsal: Rehearsal) -> None:
 
     Behind a weight that starts at zero, state has no effect in the first step. Of the shard before
     it, the loss alone is computed.
-
-    Raises:
-        ContractError: it depends on it.
     """
     work, *others = rehearsal.works
     first, later = rehearsal.copy(), rehearsal.copy()

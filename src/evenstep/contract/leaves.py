@@ -41,9 +41,6 @@ def refuse_strange_leaves(
     A leaf that both computations of a shard have reached was there before. A tensor that the
     objective makes for itself (the interpolated images of a gradient penalty) is a different one
     each time.
-
-    Raises:
-        ContractError: with the names of the tensors, where they can be found.
     """
     again = {id(leaf) for leaf in second}
     strangers = [leaf for leaf in first if id(leaf) in again]

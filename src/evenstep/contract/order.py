@@ -33,9 +33,6 @@ def refuse_history(replica: Replica, fresh: ShardResult, later: ShardResult) -> 
     """Refuse a shard that gives or leaves something else after other shards.
 
     Both results were computed on copies of `replica`: `fresh` first, `later` after others.
-
-    Raises:
-        ContractError: they differ; it names the attributes that do.
     """
     passed = differing_attributes(fresh.attributes, later.attributes)
     differing = first_difference(replica, fresh, later)
@@ -56,9 +53,6 @@ def refuse_deciding_counts(
     Integers that other shards have changed may be notes. So they are set to large numbers.
     `compute` computes the shard once more on `replica`, on which `later` was computed; it returns
     None if it can't.
-
-    Raises:
-        ContractError: the result differs; it names the integers.
     """
     counts = differing_counts(fresh.attributes, later.attributes)
     if not counts:

@@ -251,11 +251,7 @@ class SelfCheck:
         return Neighbours(shards if cut.can_join else (), take)
 
     def _rehearsal(
-        self,
-        cut: Cut,
-        shards: Sequence[int],
-        seed: Callable[[int], int],
-        objective: ShardObjective,
+        self, cut: Cut, shards: Sequence[int], seed: Callable[[int], int], objective: ShardObjective
     ) -> Rehearsal:
         self._replicas.open_step()
         replica = self._replicas.of_lane(self._engine.lane_here)

@@ -13,13 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    default_collate,
-    default_convert,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, default_collate, default_convert, get_worker_info
 
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples

@@ -94,11 +94,7 @@ class FlatSpace:
         return found
 
     def write(
-        self,
-        vectors: Vectors,
-        bucket: Bucket,
-        left: Gradients,
-        right: Gradients | None = None,
+        self, vectors: Vectors, bucket: Bucket, left: Gradients, right: Gradients | None = None
     ) -> None:
         """Write the gradients of a bucket, left + right, into vectors.
 

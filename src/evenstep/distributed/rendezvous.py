@@ -54,7 +54,7 @@ def job_share() -> tuple[int, int]:
 
 def is_first() -> bool:
     """Whether this process is the first of its job, or the only one."""
-    return not was_launched() or os.environ.get("RANK", "0") == "0"
+    return job_share()[0] == 0
 
 
 def restarts() -> int:

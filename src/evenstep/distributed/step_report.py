@@ -158,9 +158,6 @@ def refuse_other_batches(digests: Mapping[int, int], peers: Peers, place: str) -
     """Refuse batches, or tensors that all shards share, that differ between the processes.
 
     The digests are given by rank; `place` names the batch, such as "step 3".
-
-    Raises:
-        ContractError: names the processes that were given a different batch.
     """
     if len({*digests.values()}) < 2:
         return

@@ -104,11 +104,7 @@ def _begin_behind(loader: Any, state: Any) -> None:
 
 
 def _refuse_counts(loaders: list[Any]) -> None:
-    """Refuse a place in torchdata's loader that only counts batches, and loses some.
-
-    Raises:
-        InputError: neither a stream of examples nor, in this process, its iterator has a state.
-    """
+    """Refuse a place in torchdata's loader that only counts batches, and loses some."""
     for loader in filter(is_torchdatas, loaders):
         fetcher = getattr(loader._iterator, "_dataset_fetcher", None)
         parts = loader.dataset, getattr(fetcher, "dataset_iter", None)

@@ -135,11 +135,7 @@ class ShardSteps:
         return outputs
 
     def _refuse_grown(self, module: nn.Module, before: Mapping[str, int]) -> None:
-        """Refuse a list or metric that each shard on one copy of the module adds to.
-
-        Raises:
-            ContractError: names it.
-        """
+        """Refuse a list or metric that each shard on one copy of the module adds to."""
         for name, size in _sizes(module).items():
             if size <= before.get(name, size):
                 continue

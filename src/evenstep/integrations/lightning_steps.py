@@ -242,10 +242,7 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
                 "leave it out, and give EvenStrategy(devices=...)",
             ),
             f"num_nodes={self.num_nodes}": (self.num_nodes > 1, "leave it out"),
-            "several processes": (
-                self.cluster_environment.world_size() > 1,
-                _ONE_PROCESS,
-            ),
+            "several processes": (self.cluster_environment.world_size() > 1, _ONE_PROCESS),
             f"precision={precision!r}": (
                 precision not in _PRECISIONS,
                 "use '32-true' or 'bf16-mixed'",

@@ -37,11 +37,7 @@ def options_for(
 def refuse_other_experiment(
     who: str, here: Experiment, checkpoint: str, saved: Mapping[str, object]
 ) -> None:
-    """Refuse to resume with choices that the result depends on and that were others.
-
-    Raises:
-        InputError: names the first of them.
-    """
+    """Refuse to resume with choices that the result depends on and that were others."""
     for name, value in dataclasses.asdict(here).items():
         if saved.get(name, value) != value:
             raise InputError(

@@ -314,10 +314,7 @@ class EvenTrainer(transformers.Trainer):
                 args.auto_find_batch_size,
                 "choose per_device_train_batch_size: the result must not depend on the memory",
             ),
-            f"optim={optimizer}": (
-                "lomo" in optimizer,
-                "choose an optimizer that takes gradients",
-            ),
+            f"optim={optimizer}": ("lomo" in optimizer, "choose an optimizer that takes gradients"),
         }
         for what, (is_asked_for, instead) in refused.items():
             if is_asked_for:

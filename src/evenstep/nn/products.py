@@ -95,11 +95,7 @@ class LinearProduct(Product):
             # One number may pass for a column: then torch's derivative transposes the product.
             by_column = given.x.stride() == (1, len(given.x))
             dx = given.weight.t().mm(dy.t()).t() if by_column else dy.mm(given.weight)
-        return (
-            dx,
-            dy.t().mm(given.x) if wanted[1] else None,
-            dy.sum(0) if wanted[2] else None,
-        )
+        return (dx, dy.t().mm(given.x) if wanted[1] else None, dy.sum(0) if wanted[2] else None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -126,11 +126,7 @@ def missing_names() -> tuple[PrivateName, ...]:
 
 
 def refuse_missing() -> None:
-    """Refuse to build a trainer where a needed name without a public way is missing.
-
-    Raises:
-        VersionError: names all of them.
-    """
+    """Refuse to build a trainer where a needed name without a public way is missing."""
     gone = [one for one in missing_names() if one.needed and not one.has_public_way]
     if gone:
         raise _error(" and ".join(f"{one.path} (to {one.purpose})" for one in gone))

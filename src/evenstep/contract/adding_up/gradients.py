@@ -28,9 +28,6 @@ def refuse_own_gradients(replica: Replica, work: ShardWork, objective: ShardObje
     A shard is computed with a loss of zero: what its backward pass then gives was put in by a
     function that ignores the gradient it gets, or by a backward pass inside the forward pass. Every
     shard would add it with the weight that plain torch gives it once.
-
-    Raises:
-        ContractError: names the parameter and, if it is known, the function.
     """
     name = _learning_from_nothing(replica, _without_loss(replica, work, objective, []))
     if not name:
@@ -130,9 +127,6 @@ def refuse_other_sum(
 
     `tolerance` is the relative difference that a sum of losses may have; `loss` is what `together`
     are the gradients of.
-
-    Raises:
-        ContractError: names the parameter that differs most.
     """
     names = [name for name, one in replica.module.named_parameters() if one.requires_grad]
     noise = tolerance * max(map(_typical_size, together))

@@ -137,11 +137,7 @@ def _computed_together(
     neighbours: Neighbours,
     shards: Sequence[int],
 ) -> Loss:
-    """Compute two shards as one batch.
-
-    Raises:
-        _OneAtATimeError: they are of one example each, which works alone only.
-    """
+    """Compute two shards as one batch; explain an error if each of two examples works alone."""
     try:
         return compute(batch, examples)
     except (RuntimeError, IndexError) as error:

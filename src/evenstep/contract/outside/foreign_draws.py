@@ -159,11 +159,7 @@ def outliving(first: ForeignDraws, second: ForeignDraws) -> list[ForeignDraw]:
 
 
 def refuse_foreign_draws(first: ForeignDraws, second: ForeignDraws) -> None:
-    """Refuse a model or objective that draws from generators that live on from shard to shard.
-
-    Raises:
-        ContractError: it does; the message names the generator, file and line.
-    """
+    """Refuse a model or objective that draws from generators that live on from shard to shard."""
     for draw in outliving(first, second):
         raise ContractError(
             f"a shard draws from {draw.what} in {draw.file}, line {draw.line} (in "

@@ -17,11 +17,7 @@ from evenstep.errors import BatchError
 
 
 def refuse_wanted_gradient(batch: Batch, model: nn.Module) -> None:
-    """Refuse a tensor that requires a gradient: shards are copies, so it would get none.
-
-    Raises:
-        BatchError: names the tensor, and says what to write.
-    """
+    """Refuse a tensor that requires a gradient: shards are copies, so it would get none."""
     try:
         paths, leaves, _ = optree.tree_flatten_with_path(batch)
     except RecursionError:

@@ -16,12 +16,7 @@ from evenstep.devices.accelerator import autocast_kinds
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
 from evenstep.limits import Arithmetic
-from evenstep.private_torch.dispatch import (
-    DeviceContext,
-    OpsMode,
-    dispatch_modes,
-    function_modes,
-)
+from evenstep.private_torch.dispatch import DeviceContext, OpsMode, dispatch_modes, function_modes
 from evenstep.private_torch.graph import saving_hooks
 from evenstep.private_torch.modules import parametrizations_are_cached
 
@@ -58,11 +53,7 @@ class ProcessSettings(OpsMode):
         return func(*args, **(kwargs or {}))
 
     def refuse_changed(self) -> None:
-        """Refuse the shard if it has changed a setting, for an op or for good.
-
-        Raises:
-            ContractError: names the setting.
-        """
+        """Refuse the shard if it has changed a setting, for an op or for good."""
         self._look()
         if self._changed:
             now, before = _settings()[self._changed], self._before[self._changed]

@@ -18,11 +18,7 @@ import torch
 
 from evenstep.collectives import Forest, SumAtOwner, Transfer, wait_all
 from evenstep.distributed.flat_buffers import Vectors
-from evenstep.distributed.gradient_reduce import (
-    GradientReduction,
-    NetworkReducer,
-    NetworkReduction,
-)
+from evenstep.distributed.gradient_reduce import GradientReduction, NetworkReducer, NetworkReduction
 from evenstep.distributed.owners.space import OwnerSpace
 from evenstep.distributed.process_group import Peers
 
