@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
@@ -31,10 +32,12 @@ Place: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Copies a tensor to a device; it returns a tensor in memory of its own."""
 
 
+@functools.lru_cache(maxsize=8)
 def shard_bounds(examples: int, shards: int) -> list[tuple[int, int]]:
     """Return the half-open range [lo, hi) of examples in each of the `shards` shards.
 
-    A batch smaller than the number of shards leaves the last shards empty (lo == hi).
+    A batch smaller than the number of shards leaves the last shards empty (lo == hi). The answer is
+    kept, since most batches have one size, and must not be changed.
     """
     if shards < 1:
         raise BatchError(f"got {shards} shards: at least 1 is needed")
