@@ -79,7 +79,8 @@ def _sum_of(tensors: Sequence[Kept]) -> Kept:
         return tensors[0]
     rows = [one.rows for one in tensors]
     shape = tensors[0].shape
-    picked = min((one for one in tensors if one.picked is not None), key=_pick, default=None)
+    known = [one for one in tensors if one.picked is not None]
+    picked = min(known, key=lambda one: one.picked or 0, default=None)
     if all(row is not None for row in rows):
         shape = (sum(one.shape[0] for one in tensors), *shape[1:])
     return Kept(
@@ -94,10 +95,6 @@ def _sum_of(tensors: Sequence[Kept]) -> Kept:
         picked=None if picked is None else picked.picked,
         sample=() if picked is None else picked.sample,
     )
-
-
-def _pick(kept: Kept) -> int:
-    return kept.picked or 0
 
 
 def _added_up(values: Sequence[float | None]) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from evenstep.comparison.aligned import Joined, distance, join_calls, rounding_of, same
 from evenstep.comparison.finding import Cause, Finding, because
@@ -33,7 +33,7 @@ def find_other_modes(ours: Run, theirs: Run, number: int) -> Finding | None:
                 place=name,
             )
         dtypes = [[one.dtype for one in joined.outputs] for joined in (call, other)]
-        autocasts = [_autocast(joined) for joined in (mine, its)]
+        autocasts = [one[""].autocast if "" in one else None for one in (mine, its)]
         if len(dtypes[0]) == len(dtypes[1]) and dtypes[0] != dtypes[1]:
             return because(
                 Cause.PRECISION,
@@ -269,7 +269,3 @@ def _differing(
     """Yield a line if a setting has other values in two runs."""
     if one != other:
         yield f"{what}: {one or 'not set'} in {ours.name}, {other or 'not set'} in {theirs.name}"
-
-
-def _autocast(joined: Mapping[str, Joined]) -> str | None:
-    return joined[""].autocast if "" in joined else None

@@ -110,7 +110,10 @@ def follow_the_first(
     own = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
     sent = {} if peers.rank else {name: bytes_of(one).clone() for name, one in own.items()}
     (theirs, *_) = peers.gather(save(sent), _exchange(call, "the state of rank 0", step))
-    first = {name: _like(data, own[name]) for name, data in load(theirs).items()}
+    first = {
+        name: data.view(own[name].dtype).reshape(own[name].shape)
+        for name, data in load(theirs).items()
+    }
     far = next((name for name in sorted(own) if not _is_close(own[name], first[name])), "")
     exchange = _exchange(call, "the comparison with rank 0", step)
     for rank, named in enumerate(peers.gather(far.encode(), exchange)):
@@ -152,10 +155,6 @@ def _of_tensor(name: str) -> str:
         f"process only, or its machine's memory or processor is faulty: resume from the last "
         f"checkpoint without it"
     )
-
-
-def _like(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return data.view(tensor.dtype).reshape(tensor.shape)
 
 
 def _is_close(tensor: torch.Tensor, first: torch.Tensor) -> bool:
