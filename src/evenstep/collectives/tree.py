@@ -114,9 +114,6 @@ class TreeSum(Generic[T]):
         close: called instead of adding and keeping, as `close(number, left, right)`, when both
             children of a partial sum are there; `number` is its place in `plan.partials`. A partial
             sum that was put whole is `left`, and `right` is None.
-
-    Attributes:
-        plan: the same.
     """
 
     def __init__(

@@ -48,11 +48,8 @@ MOST_PARTS_AHEAD = 24
 class Wanted(NamedTuple):
     """A batch, or the part of one that a process computes, to be fetched.
 
-    Attributes:
-        epoch: the epoch.
-        step: the batch's number in it.
-        first: the place of the first example in the whole batch.
-        index: what the loader's batch sampler (or, without batches, its sampler) gave.
+    `index` is what the loader's batch sampler (or, without batches, its sampler) gave; `first` is
+    the place of its first example in the whole batch.
     """
 
     epoch: int

@@ -201,10 +201,8 @@ class NetworkReduction(GradientReduction):
 class SharedVectors:
     """Flat vectors in memory that all processes share.
 
-    Attributes:
-        since: the first step that uses them.
-        partials: the vectors of each partial sum, of all processes.
-        totals: the vectors of the sum.
+    They are those of each partial sum, of all processes, and of the sum. Step `since` is the first
+    one that uses them.
     """
 
     since: int

@@ -40,12 +40,7 @@ class Slice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product(abc.ABC):
-    """A layer cut into slices, each computed from its parts of the input and of the parameters.
-
-    Attributes:
-        slices: S, the number of slices.
-        along: what is cut.
-    """
+    """A layer cut into slices, each computed from its parts of the input and of the parameters."""
 
     slices: int
     along: Along
@@ -102,8 +97,7 @@ class LinearProduct(Product):
 class ConvProduct(Product):
     """x of shape (N, channels, height, width) convolved with a weight of 4 dimensions.
 
-    Attributes:
-        groups: the groups of the whole layer; a slice has whole groups, or a part of one group.
+    With groups, a slice has whole groups of the layer, or a part of one.
     """
 
     stride: tuple[int, int]
@@ -143,12 +137,7 @@ class EmbeddingProduct(Product):
     """The rows of a weight of shape (rows, features) that the integers x name.
 
     Cut along its inputs, a slice has some of the rows, and gives zeros for others: each value is
-    added to zeros only, which is exact.
-
-    Attributes:
-        rows: the number of rows of the whole weight.
-        padding_idx: the row that gets no gradient.
-        scale_grad_by_freq: whether a row's gradient is divided by how often x names it.
+    added to zeros only, which is exact. `rows` is their number in the whole weight.
     """
 
     rows: int

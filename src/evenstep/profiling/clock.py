@@ -19,14 +19,8 @@ ADD_UP_EVERY = 64
 class ShardTime(NamedTuple):
     """When a lane computed a shard, in seconds of `time.perf_counter`.
 
-    Attributes:
-        lane: the lane's number.
-        shard: the shard's number.
-        stolen: whether the shard was in another lane's run.
-        began_s: when the computation began.
-        ended_s: when it ended.
-        stage: the stage of the network that was computed; None for all of it.
-        backward: whether this was the stage's backward pass.
+    A shard is `stolen` if it was in another lane's run. `stage` is the stage of the network that
+    was computed, forward or `backward`; None for all of it.
     """
 
     lane: int

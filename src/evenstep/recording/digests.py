@@ -49,9 +49,7 @@ _SAMPLED = 15
 class Picked(NamedTuple):
     """The example that is looked at more closely: it depends on the examples, not on their order.
 
-    Attributes:
-        key: the least checksum of a row.
-        row: its place.
+    `key` is the least checksum of a row, and `row` its place.
     """
 
     key: int

@@ -18,9 +18,7 @@ class ConstantNumbers(OpsMode):
 
     An element's number depends on nothing but the op, and a permutation of n things is their
     reversal. So two shards together draw what they draw apart, unless the numbers mix examples.
-
-    Attributes:
-        unknown: the names of ops that still drew random numbers.
+    `unknown` has the names of ops that still drew random numbers.
     """
 
     def __init__(self) -> None:

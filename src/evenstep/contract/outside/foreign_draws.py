@@ -32,13 +32,8 @@ _ONE_AT_A_TIME = threading.Lock()
 class ForeignDraw(NamedTuple):
     """A place in the code that draws from a generator which evenstep does not control.
 
-    Attributes:
-        what: the generator, in words.
-        file: the file that draws.
-        line: the line in it.
-        function: the function that draws.
-        generator: the generator; kept alive, so that its identity stays its own.
-        outlives: whether it is known to have existed before the shard.
+    `what` is the generator in words. The generator itself is kept alive, so that its identity stays
+    its own; it `outlives` the shard if it is known to have existed before.
     """
 
     what: str

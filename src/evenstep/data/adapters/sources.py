@@ -37,11 +37,7 @@ _END = object()  # behind the last batch
 
 
 class SavedPlace:
-    """What a checkpoint has of the place in a loader, until that loader is given.
-
-    Attributes:
-        saved: what it has; None for nothing.
-    """
+    """What a checkpoint has of the place in a loader, until that loader is given."""
 
     def __init__(self) -> None:
         self.saved: LoaderPlace | None = None
