@@ -207,10 +207,10 @@ def _computed_apart(
     """
     gathered: list[torch.Tensor] = []
     while True:
-        rehearsals = {shard: _Rehearsal(gathered) for shard in shards if shard not in known}
+        gatherings = {shard: _Gathering(gathered) for shard in shards if shard not in known}
         losses = {shard: known[shard] for shard in shards if shard in known}
-        for shard, rehearsal in rehearsals.items():
-            outside = shard_here.set(shard_here.get() or rehearsal)
+        for shard, gathering in gatherings.items():
+            outside = shard_here.set(shard_here.get() or gathering)
             try:
                 losses[shard] = compute(*neighbours.take([shard]))
             except _RowsMissingError:
@@ -223,12 +223,12 @@ def _computed_apart(
                 return [loss._replace(gradients=None) for loss in found]
             known.update(losses)
             return found
-        if len(rehearsals) == len(shards):
-            gathered.append(torch.cat([one.brought[len(gathered)] for one in rehearsals.values()]))
+        if len(gatherings) == len(shards):
+            gathered.append(torch.cat([one.brought[len(gathered)] for one in gatherings.values()]))
         known.clear()
 
 
-class _Rehearsal:
+class _Gathering:
     """Gives a shard the rows that all shards have brought to each call of `all_gather` before."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
