@@ -58,7 +58,7 @@ def test_a_change_does_what_it_says(patch, tmp_path):
     assert proved.returncode == 0, proved.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @by_name
 def test_nothing_is_proved_without_the_change(patch):
     proved = prove(patch, ROOT / "src")
