@@ -45,27 +45,19 @@ class Generator(NamedTuple):
     seed: Callable[[int], object]
 
 
-def _generator(one: object) -> Generator | None:
-    if isinstance(one, torch.Generator):
-        return Generator(one.get_state, one.set_state, one.manual_seed)
-    if isinstance(one, random.Random) and not isinstance(one, random.SystemRandom):
-        return Generator(one.getstate, one.setstate, one.seed)
-    if isinstance(one, np.random.RandomState):
-        return Generator(
-            functools.partial(one.get_state, legacy=False),
-            one.set_state,
-            lambda seed: one.seed([seed >> 32, seed & 0xFFFFFFFF]),
-        )
-    if isinstance(one, np.random.Generator):
-        bits: Any = one.bit_generator
-        kind = type(bits)
-        write = functools.partial(setattr, bits, "state")
-        return Generator(lambda: bits.state, write, lambda seed: write(kind(seed).state))
-    return None
-
-
-_OBJECTS = torch.default_generator, random._inst, np.random.mtrand._rand
-DEFAULTS = tuple(filter(None, map(_generator, _OBJECTS)))
+DEFAULTS = (
+    Generator(
+        torch.default_generator.get_state,
+        torch.default_generator.set_state,
+        torch.default_generator.manual_seed,  # torch.manual_seed would seed the GPUs' too
+    ),
+    Generator(random.getstate, random.setstate, random.seed),
+    Generator(
+        functools.partial(np.random.get_state, legacy=False),
+        np.random.set_state,
+        lambda seed: np.random.seed([seed >> 32, seed & 0xFFFFFFFF]),
+    ),
+)
 """What code draws from if it names no generator: that of torch on the CPU, Python's, numpy's."""
 
 
@@ -153,7 +145,7 @@ def drew_nothing(generators: Sequence[Generator], function: Callable[[], T]) -> 
 def generators_of(*owners: object) -> tuple[Generator, ...]:
     """Return the default generators, and those that `owners` hold: also deep inside of them."""
     found: dict[int, Generator] = {}
-    seen = {*map(id, _OBJECTS)}
+    seen = {id(torch.default_generator), id(np.random.mtrand._rand), id(random._inst)}
     level = [*owners]
     for _ in range(_DEPTH):
         inside: list[object] = []
@@ -305,6 +297,25 @@ def _read(generators: Sequence[Generator]) -> list[Any]:
 def _write(generators: Sequence[Generator], states: Sequence[Any]) -> None:
     for generator, state in zip(generators, states, strict=True):
         generator.write(state)
+
+
+def _generator(one: object) -> Generator | None:
+    if isinstance(one, torch.Generator):
+        return Generator(one.get_state, one.set_state, one.manual_seed)
+    if isinstance(one, random.Random) and not isinstance(one, random.SystemRandom):
+        return Generator(one.getstate, one.setstate, one.seed)
+    if isinstance(one, np.random.RandomState):
+        return Generator(
+            functools.partial(one.get_state, legacy=False),
+            one.set_state,
+            lambda seed: one.seed([seed >> 32, seed & 0xFFFFFFFF]),
+        )
+    if isinstance(one, np.random.Generator):
+        bits: Any = one.bit_generator
+        kind = type(bits)
+        write = functools.partial(setattr, bits, "state")
+        return Generator(lambda: bits.state, write, lambda seed: write(kind(seed).state))
+    return None
 
 
 def _inside(one: object) -> list[object]:
