@@ -56,7 +56,7 @@ _EXPORTS = {
     "evenstep.cli.training": "",
     "evenstep.collectives": """
         CanonicalSum Forest LocalTransport SumAtOwner Transfer Transport TreePlan TreeSum
-        add_in_order assign_owners canonical_sum chunk_bounds connect forest start_sum
+        add_in_order assign_owners canonical_sum connect even_bounds forest start_sum
         tree_plan tree_sum wait_all
     """,
     "evenstep.comparison": "Cause Finding Run compare find_cause lines_of read_run",

@@ -11,7 +11,7 @@ from torch import nn
 
 import evenstep
 from evenstep.checkpoint import async_writer, files
-from evenstep.checkpoint.codec import encode, row_major
+from evenstep.checkpoint.codec import encode
 from evenstep.checkpoint.files import read_checkpoint, write_checkpoint
 from evenstep.checkpoint.training_state import (
     ModelState,
@@ -19,6 +19,7 @@ from evenstep.checkpoint.training_state import (
     read_training_state,
 )
 from evenstep.data import Cursor
+from evenstep.devices.addresses import row_major
 from evenstep.errors import CheckpointError
 from evenstep.options.experiment import Experiment
 from marks import slow

@@ -14,17 +14,11 @@ from evenstep.nn.slice_runners import (
     KeptPart,
     SlicingDevices,
     SlicingStoppedError,
-    equal_runs,
 )
 from patience import HUNG_TESTS_ABORT, wait
 from slicing import crew_of
 
 pytestmark = HUNG_TESTS_ABORT
-
-
-def test_runs_are_contiguous_and_the_longer_ones_come_first():
-    assert equal_runs(7, 3) == [range(3), range(3, 5), range(5, 7)]
-    assert equal_runs(2, 3) == [range(1), range(1, 2), range(2, 2)]
 
 
 def name_here(number, tensor):

@@ -8,7 +8,7 @@ import re
 import torch
 from torch import nn
 
-from evenstep.batch.cut import Batch, Cut, dim_of
+from evenstep.batch.cut import Batch, Cut, dim_of, name_of
 from evenstep.errors import EvenstepError
 
 _DTYPES = re.compile(r"Input type \(|have the same dtype|expected scalar type")
@@ -19,12 +19,6 @@ _CONV2D = "a Conv2d takes (examples, channels, height, width), so give X."
 
 def advice_on(error: BaseException, cut: Cut, shard: int, model: nn.Module) -> str | None:
     """Return what in the batch has caused an error inside a shard, and what to write instead.
-
-    Args:
-        error: what the user's code, or a kernel that it called, has raised.
-        cut: the batch.
-        shard: the shard's number.
-        model: the model, or a copy of it.
 
     Returns:
         A sentence; None for an error of a different kind, or of evenstep's own.
@@ -98,7 +92,7 @@ def _on_cut_tensors(error: BaseException, cut: Cut, shard: int) -> str | None:
     if not re.search(rf"\b{hi - lo}\b", str(error)):
         return None
     names = [
-        "batch" + "".join(f"[{step!r}]" for step in path)
+        name_of(path)
         for number, (path, view) in enumerate(
             zip(cut.structure.paths(), cut.views[shard], strict=True)
         )

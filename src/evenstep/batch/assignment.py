@@ -32,10 +32,7 @@ def contiguous_runs(items: Sequence[int], speeds: Sequence[float]) -> list[list[
 
     Lengths are rounded by largest remainders (Hamilton's apportionment; of equal remainders the
     first counts as larger): with equal speeds they differ by at most one, the longer runs first.
-
-    Args:
-        items: what is divided, in order.
-        speeds: relative speeds, at least 0 and not all 0.
+    Speeds are relative, at least 0 and not all 0.
     """
     if len(speeds) == 1:
         return [[*items]]
@@ -60,10 +57,7 @@ class ProcessAssignment:
 
     Speeds that are reported in the middle of a period take effect at the start of the next. So
     batches that were loaded ahead have the right shards, and all processes use the same runs for a
-    step, even if one is some steps ahead.
-
-    Args:
-        speeds: relative speeds of the processes, used until speeds are measured.
+    step, even if one is some steps ahead. Until speeds are measured, those given are used.
     """
 
     def __init__(self, speeds: Sequence[float]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-import itertools
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NoReturn, TypeAlias
 
@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from evenstep.batch.whole import Shared, is_plain, kind_of, transposed_or_shared
+from evenstep.collectives import even_bounds
 from evenstep.devices import Device
 from evenstep.errors import BatchError, ContractError
 from evenstep.private_torch.tensors import version_of
@@ -31,16 +32,16 @@ Place: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Copies a tensor to a device; it returns a tensor in memory of its own."""
 
 
+@functools.lru_cache(maxsize=8)
 def shard_bounds(examples: int, shards: int) -> list[tuple[int, int]]:
     """Return the half-open range [lo, hi) of examples in each of the `shards` shards.
 
-    A batch smaller than the number of shards leaves the last shards empty (lo == hi).
+    A batch smaller than the number of shards leaves the last shards empty (lo == hi). The answer is
+    kept, since most batches have one size, and must not be changed.
     """
     if shards < 1:
         raise BatchError(f"got {shards} shards: at least 1 is needed")
-    size, longer = divmod(examples, shards)
-    sizes = [size + 1] * longer + [size] * (shards - longer)
-    return [*itertools.pairwise(itertools.accumulate(sizes, initial=0))]
+    return even_bounds(examples, shards)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,11 +151,7 @@ class Cut:
         return copies[number][0]
 
     def refuse_written_copies(self) -> None:
-        """Refuse a shard that wrote to a shared tensor, which other shards read too.
-
-        Raises:
-            ContractError: the copy on a device was written to.
-        """
+        """Refuse a shard that wrote to a shared tensor, which other shards read too."""
         for copies in [*self.copies.values()]:
             for copy, version in [*copies.values()]:
                 if _version(copy) != version:
@@ -192,11 +189,7 @@ class Cut:
         return next(iter(self.views.values()), ())
 
     def check_unchanged(self) -> None:
-        """Refuse a batch that was written to after it was cut.
-
-        Raises:
-            BatchError: a tensor was written to.
-        """
+        """Refuse a batch that was written to after it was cut."""
         held = [*self.held()]
         if held and self.versions != versions_of(held):
             raise BatchError(
@@ -239,10 +232,7 @@ def cut_batch(batch: Batch, shards: int, part: Part | None = None, dim: int = 0)
         BatchError: the batch has no tensors, a different kind of leaf, no examples, or tensors
             whose numbers of examples differ.
     """
-    try:
-        leaves, structure = optree.tree_flatten(batch)
-    except RecursionError:
-        raise too_deep() from None
+    leaves, structure = _flatten(batch)
     dim = dim if part is None else part.dim
     here = _check_examples(batch, leaves, dim, may_be_empty=part is not None)
     tensors, dims = [], list[int | None]()
@@ -307,6 +297,11 @@ def too_deep() -> BatchError:
     return BatchError(
         "got a batch that is nested too deeply, or that holds itself: give a tuple of tensors"
     )
+
+
+def name_of(path: Iterable[object]) -> str:
+    """Return how a message calls what lies in a batch, such as "batch[0]['mask']"."""
+    return "batch" + "".join(f"[{step!r}]" for step in path)
 
 
 def dim_of(tensor: torch.Tensor, dim: int) -> int:
@@ -383,7 +378,7 @@ def _refuse(batch: Batch, dim: int) -> NoReturn:
     paths, leaves, _ = optree.tree_flatten_with_path(batch)
     if not leaves:
         raise BatchError("got a batch without tensors: give at least one, examples first")
-    names = ["batch" + "".join(f"[{step!r}]" for step in path) for path in paths]
+    names = [*map(name_of, paths)]
     cut = {}
     for name, leaf in zip(names, leaves, strict=True):
         if isinstance(leaf, Shared):

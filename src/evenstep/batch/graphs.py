@@ -10,6 +10,7 @@ import optree
 import torch
 from torch import nn
 
+from evenstep.batch.cut import name_of
 from evenstep.errors import BatchError
 
 
@@ -70,17 +71,12 @@ def examples_in(batch: Iterable[object]) -> int | None:
 
 
 def refuse_graphs(batch: Any) -> None:
-    """Refuse graphs outside of `evenstep.Shards`: their nodes can't be cut like examples.
-
-    Raises:
-        BatchError: there are some in the batch.
-    """
+    """Refuse graphs outside of `evenstep.Shards`: their nodes can't be cut like examples."""
     paths, leaves, _ = optree.tree_flatten_with_path(batch, is_leaf=is_graphs)
     for path, leaf in zip(paths, leaves, strict=True):
         if is_graphs(leaf):
-            name = "batch" + "".join(f"[{step!r}]" for step in path)
             raise BatchError(
-                f"{name} is a {type(leaf).__name__} of graphs, whose nodes and edges can't be cut "
-                f"into shards like rows: make smaller batches of graphs, and give them as "
-                f"micro-batches, trainer.step(evenstep.Shards([first, second, ...]))"
+                f"{name_of(path)} is a {type(leaf).__name__} of graphs, whose nodes and edges "
+                f"can't be cut into shards like rows: make smaller batches of graphs, and give "
+                f"them as micro-batches, trainer.step(evenstep.Shards([first, second, ...]))"
             )

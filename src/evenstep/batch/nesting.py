@@ -42,9 +42,6 @@ class Nesting:
     The tensors in a list are cut, each along its own examples; numbers and strings go to every
     shard. So a list with one item for each example would be misread. A list that was longer or
     shorter than a batch before is known not to be one, however many examples a later batch has.
-
-    Args:
-        dim: the dimension that the examples lie along.
     """
 
     def __init__(self, dim: int) -> None:
@@ -104,10 +101,8 @@ def nest(batch: Batch) -> Batch:
     """Return what a step is given as a nesting of tensors, which can be cut into shards.
 
     A mapping of any kind becomes a dict. A dataclass stays one; numbers, strings and booleans go to
-    every shard as they are, and so does None.
-
-    Args:
-        batch: any nesting of tuples, lists, mappings and dataclasses of tensors.
+    every shard as they are, and so does None. The nesting may be of tuples, lists, mappings and
+    dataclasses.
 
     Raises:
         BatchError: it is nested too deeply, or consists of strings.

@@ -148,11 +148,6 @@ def _examples_of(batch: Batch) -> int:
 def cut_own_shards(batch: Shards, shards: int, part: Part | None = None) -> Cut:
     """Return the micro-batches of a step as its shards.
 
-    Args:
-        batch: the micro-batches.
-        shards: V.
-        part: this process's part of them; None for the only process.
-
     Raises:
         BatchError: there are more than V.
     """

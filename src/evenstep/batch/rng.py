@@ -36,11 +36,7 @@ class ShardRandomness:
     """
 
     def __init__(self, seed: Callable[[], int]) -> None:
-        """Create generators, when they are needed.
-
-        Args:
-            seed: returns the seed of every generator; not called for a shard that draws none.
-        """
+        """Create generators when they are needed; no `seed` is read for a shard that draws none."""
         self._seed = seed
         self._generators: dict[torch.device, torch.Generator] = {}
         self._outer: ShardRandomness | None = None
@@ -70,9 +66,6 @@ _HERE = threading.local()  # .randomness: of the shard that the thread computes
 
 def _callers_randomness(device: torch.device) -> ShardRandomness | None:
     """Return the randomness of the shard that the calling thread computes; None outside of shards.
-
-    Args:
-        device: the device to draw on.
 
     Raises:
         ModelError: autograd computes part of a shard's backward pass in a thread of its own, where

@@ -64,9 +64,8 @@ def kind_of(tensor: torch.Tensor) -> str:
 def transposed_or_shared(leaves: Mapping[str, object], lengths: Mapping[str, int]) -> str:
     """Return what to do about tensors of a batch that differ in their number of examples.
 
-    Args:
-        leaves: the batch's tensors, by their names in messages.
-        lengths: for each that is cut, the number of its rows; the first has the examples.
+    `leaves` has the batch's tensors by their names in messages, `lengths` the number of rows of
+    each that is cut: the first has as many as there are examples.
     """
     share = "one that every shard needs whole as evenstep.shared(tensor)"
     examples = next(iter(lengths.values()))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from evenstep.collectives import Transport, chunk_bounds, wait_all
+from evenstep.collectives import Transport, even_bounds, wait_all
 
 
 def sum_at_root(transport: Transport, tensor: torch.Tensor) -> None:
@@ -59,7 +59,7 @@ def sum_around_ring(transport: Transport, tensor: torch.Tensor) -> None:
     Cost 2 (p − 1) α + 2 (p − 1) / p n β: the fewest bytes possible (Patarasuk and Yuan, "Bandwidth
     Optimal All-reduce Algorithms for Clusters of Workstations", 2009).
     """
-    chunks = [tensor[lo:hi] for lo, hi in chunk_bounds(len(tensor), transport.size)]
+    chunks = [tensor[lo:hi] for lo, hi in even_bounds(len(tensor), transport.size)]
     right, left = (transport.rank + 1) % transport.size, (transport.rank - 1) % transport.size
     for step in range(transport.size - 1):
         sent = transport.send(chunks[(transport.rank - step) % transport.size], right)
@@ -79,7 +79,7 @@ def sum_sharded(transport: Transport, tensor: torch.Tensor) -> None:
     et al., "Scaling Distributed Machine Learning with the Parameter Server", 2014; "Parameter
     Servers" of Dive into Deep Learning).
     """
-    chunks = [tensor[lo:hi] for lo, hi in chunk_bounds(len(tensor), transport.size)]
+    chunks = [tensor[lo:hi] for lo, hi in even_bounds(len(tensor), transport.size)]
     mine, others = (
         chunks[transport.rank],
         [peer for peer in range(transport.size) if peer != transport.rank],

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from evenstep.errors import InputError, hides_own_frames
+from evenstep.options.checks import check_choice
 
 Rule: TypeAlias = Literal["linear", "sqrt"]
 
@@ -49,8 +50,7 @@ def scale_lr(
         InputError: an unknown rule, a number below 1 (`warmup_steps`: below 0), or a warm-up as
             long as the training.
     """
-    if rule not in ("linear", "sqrt"):
-        raise InputError(f"got rule={rule!r}: choose one of linear, sqrt")
+    check_choice("rule", rule, get_args(Rule))
     if base_batch_size < 1 or batch_size < 1 or warmup_steps < 0:
         raise InputError(
             f"got base_batch_size={base_batch_size}, batch_size={batch_size} and "

@@ -20,8 +20,7 @@ _MOST_LINE_NBYTES = 1 << 20
 class Table:
     """Appends rows to a CSV file whose first column is the step. Every row is written at once.
 
-    Args:
-        path: the file; created with a header if it doesn't exist.
+    The file is created with a header if it doesn't exist.
 
     Attributes:
         last_step: the step of the last row; 0 without rows.

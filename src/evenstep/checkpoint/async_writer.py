@@ -6,15 +6,15 @@ import copy
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 
-from evenstep.checkpoint.codec import Encoded, encode, row_major
+from evenstep.checkpoint.codec import Encoded, encode
 from evenstep.checkpoint.files import write_checkpoint
 from evenstep.checkpoint.fingerprint import digest_of
 from evenstep.checkpoint.training_state import TrainingState, with_fingerprint
+from evenstep.devices.addresses import row_major
 from evenstep.engine.interrupts import INTERRUPTS, POLL_S
 from evenstep.errors import add_note
 
@@ -43,12 +43,7 @@ class AsyncWriter:
         self._thread = ThreadPoolExecutor(1, "evenstep save", torch.set_num_threads, (1,))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Wait for the disk. Raise the writer's error, or add it to one that is being raised."""
         assert self._thread is not None
         try:

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from evenstep.devices.addresses import bytes_of, row_major
 from evenstep.errors import CheckpointError
 
 Tree: TypeAlias = Any
@@ -58,11 +59,6 @@ _NATIVE = frozenset(
     {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool}
     | {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8}
 )
-
-
-def row_major(tensor: torch.Tensor) -> torch.Tensor:
-    """Return `tensor` on the CPU and contiguous; a copy only if it isn't so already."""
-    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
 
 
 def encode(tree: Tree, copy: Callable[[torch.Tensor], torch.Tensor] = row_major) -> Encoded:
@@ -157,9 +153,7 @@ class _Encoder:
         _check_tensor(tensor, path)
         name = self._free_name(path)
         values = self._copy(tensor)
-        if values.dtype not in _NATIVE:  # a lone element may have any stride, which view refuses
-            values = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
-        self.tensors[name] = values
+        self.tensors[name] = values if values.dtype in _NATIVE else bytes_of(values)
         strides = tensor.stride()
         if not _is_dense(tensor.shape, strides):
             strides = torch.empty(tensor.shape, device="meta").stride()

@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import nn
 
+from evenstep.devices.addresses import bytes_of
 from evenstep.errors import ModelError
 from evenstep.replicas import inner_optimizers, python_number
 
@@ -174,5 +175,4 @@ def _update(digest: Any, name: str, value: Any) -> None:
     header, data = pieces_of(name, value)
     digest.update(header)
     if data is not None:
-        flat = data.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy().data)
+        digest.update(bytes_of(data).numpy().data)

@@ -13,17 +13,15 @@ import torch
 
 from evenstep.checkpoint.codec import Encoded, Tree, decode, encode
 from evenstep.checkpoint.fingerprint import pieces_of
+from evenstep.devices.addresses import bytes_of
 from evenstep.distributed import Exchange, Peers
-from evenstep.distributed.owners.values import as_bytes, listed, streamed
+from evenstep.distributed.owners.values import listed, streamed
 
 
 def gathered(peers: Peers, states: Mapping[int, Tree], exchange: Exchange) -> dict[int, Tree]:
     """Return the states of all processes together, by the numbers of parameters, in order.
 
-    Args:
-        peers: the processes.
-        states: the states that this process holds; they are part of the result.
-        exchange: the call that needs them, for error messages.
+    `states`, those that this process holds, are part of the result.
 
     Raises:
         PeerError: a process is lost, or in a different call.
@@ -45,7 +43,7 @@ def gathered(peers: Peers, states: Mapping[int, Tree], exchange: Exchange) -> di
         for _, _, tensors in entries
         for *_, nbytes in tensors
     ]
-    ours = (as_bytes(value) for one in own.values() for value in one.tensors.values())
+    ours = (bytes_of(value) for one in own.values() for value in one.tensors.values())
     arriving = streamed(peers, order, ours, range(peers.size), exchange)
     found = dict(states)
     for rank, entries in enumerate(everyones):
@@ -59,12 +57,8 @@ def gathered(peers: Peers, states: Mapping[int, Tree], exchange: Exchange) -> di
 def digest_over(peers: Peers, entries: Iterable[tuple[str, Any]], exchange: Exchange) -> str:
     """Return the fingerprint over the entries of all processes, as `digest_of` does of one's.
 
-    The first process computes it, from one tensor at a time, and tells all others.
-
-    Args:
-        peers: the processes.
-        entries: this process's, as `named_state` yields them; no two processes may have the same.
-        exchange: the call that needs it, for error messages.
+    The first process computes it, from one tensor at a time. No two processes may have entries of
+    one name.
     """
     own: list[tuple[str, bytes, torch.Tensor | None]] = []
 
@@ -83,7 +77,7 @@ def digest_over(peers: Peers, entries: Iterable[tuple[str, Any]], exchange: Exch
     ]
     whole.sort(key=lambda entry: entry[0])
     order = [(rank, nbytes) for _, rank, _, nbytes in whole if nbytes is not None]
-    ours = (as_bytes(data) for _, _, data in own if data is not None)
+    ours = (bytes_of(data) for _, _, data in own if data is not None)
     arriving = streamed(peers, order, ours, [0], exchange)
     digest = hashlib.sha256()
     for _, _, header, nbytes in whole:

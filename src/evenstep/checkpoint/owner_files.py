@@ -29,13 +29,9 @@ def write_by_owners(
 ) -> Path:
     """Write a checkpoint, a file from each process, and return its folder; each must call this.
 
-    Args:
-        peers: the processes.
-        folder: the folder of checkpoints, the same one for all processes.
-        read: returns the training state, with the optimizer state that the first process owns; in
-            the others only `{"optimizer": {"state": ...}}` with what they own.
-        step: the number of steps done.
-        keep: the number of checkpoints that are kept.
+    `read` returns the training state, with the optimizer state that the first process owns; in the
+    others only `{"optimizer": {"state": ...}}` with what they own. All processes give the same
+    `folder`, on a file system that they share.
 
     Raises:
         SaveError: a file can't be written, or is not in the first process's folder; nothing was

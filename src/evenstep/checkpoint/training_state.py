@@ -184,9 +184,8 @@ def facts_of(
 def read_training_state(folder: Path, without: Collection[int] = ()) -> TrainingState:
     """Read the checkpoint in `folder`, or the newest of several.
 
-    Args:
-        folder: the checkpoint's folder.
-        without: the parameters whose optimizer state is left out, by the optimizer's numbers.
+    Of the parameters `without`, given by the optimizer's numbers, the optimizer's state is left
+    out.
 
     Raises:
         CheckpointError: it is missing, damaged, or not a trainer's.

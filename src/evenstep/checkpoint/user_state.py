@@ -36,10 +36,6 @@ class Stateful(Protocol):
 class UserState:
     """The objects in `Trainer(state=...)`.
 
-    Args:
-        objects: by name.
-        saved_already: what the trainer saves itself, by name.
-
     Raises:
         InputError: a name or an object can't be used, or a state can't be saved; in one line.
     """
@@ -77,11 +73,7 @@ class UserState:
         return {name: one.state_dict() for name, one in self._objects.items()}
 
     def check(self, saved: Collection[str]) -> None:
-        """Refuse a checkpoint with states of objects that are not here.
-
-        Raises:
-            CheckpointError: the message names them.
-        """
+        """Refuse a checkpoint with states of objects that are not here."""
         missing = [name for name in saved if name not in self._objects]
         if missing:
             names = ", ".join(f'"{name}": ...' for name in missing)

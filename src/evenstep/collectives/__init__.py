@@ -4,7 +4,7 @@ from evenstep.collectives.canonical import CanonicalSum, add_in_order, canonical
 from evenstep.collectives.local import LocalTransport, connect
 from evenstep.collectives.owners import SumAtOwner, assign_owners
 from evenstep.collectives.partition import Forest, forest
-from evenstep.collectives.transport import Transfer, Transport, chunk_bounds, wait_all
+from evenstep.collectives.transport import Transfer, Transport, even_bounds, wait_all
 from evenstep.collectives.tree import TreePlan, TreeSum, tree_plan, tree_sum
 
 __all__ = [
@@ -19,8 +19,8 @@ __all__ = [
     "add_in_order",
     "assign_owners",
     "canonical_sum",
-    "chunk_bounds",
     "connect",
+    "even_bounds",
     "forest",
     "start_sum",
     "tree_plan",

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from evenstep.collectives.partition import Forest
-from evenstep.collectives.transport import Transfer, Transport, chunk_bounds, wait_all
+from evenstep.collectives.transport import Transfer, Transport, even_bounds, wait_all
 from evenstep.errors import PeerError
 
 BUCKET_BYTES = 4 << 20
@@ -72,13 +72,8 @@ def start_sum(
 class CanonicalSum:
     """The reduction of one piece, in progress: creating it sends each chunk to its owner.
 
-    Args:
-        transport: as for `canonical_sum`.
-        forest: as for `canonical_sum`.
-        partials: the piece of this process's partial sums, each of shape (n,).
-        out: shape (n,), receives the sum.
-        tag: tells apart reductions that processes may start in different orders.
-        name: what is reduced, for error messages.
+    `partials` and `out` are a piece of those of `canonical_sum`. `tag` tells apart reductions that
+    processes may start in different orders; `name` says in messages what is reduced.
     """
 
     def __init__(
@@ -95,7 +90,7 @@ class CanonicalSum:
         rank, size = transport.rank, transport.size
         # Each process starts with the one after it, so that they don't all send to the same one.
         self._peers = [(rank + step) % size for step in range(1, size)]
-        bounds = chunk_bounds(len(out), size)
+        bounds = even_bounds(len(out), size)
         self._chunks = [out[lo:hi] for lo, hi in bounds]
         own = dict(zip(forest.partials_of(rank), partials, strict=True))
         self._sent = [
@@ -139,12 +134,8 @@ def receive_terms(
 ) -> tuple[list[torch.Tensor], list[Transfer]]:
     """Start to receive the terms of all other processes.
 
-    Args:
-        transport: to the other processes.
-        forest: the partial sums of all processes.
-        own: this process's terms, by the numbers of its partial sums.
-        like: a tensor of the shape and dtype of every term.
-        tag: as for `CanonicalSum`.
+    `own` has this process's terms, by the numbers of its partial sums. All have the shape and dtype
+    of `like`.
 
     Returns:
         All terms in the order of `forest`, and what must be waited for before they are read.

@@ -16,11 +16,8 @@ def assign_owners(sizes: Sequence[int], owners: int) -> list[int]:
 
     A pure function, so that every process gets the same answer. No owner gets more than the mean
     and one item besides; for independent items this is Graham's "longest processing time first"
-    ("Bounds on Multiprocessing Timing Anomalies", 1969).
-
-    Args:
-        sizes: the size of each item, at least 0. Equal ones are dealt in their order.
-        owners: the number of owners; of equally loaded ones the first gets the item.
+    ("Bounds on Multiprocessing Timing Anomalies", 1969). Equal items are assigned in their order;
+    of equally loaded owners, the first gets the item.
     """
     loads = [0] * owners
     owner_of = [0] * len(sizes)
@@ -37,15 +34,8 @@ class SumAtOwner:
     one partial sum each send (p - 1) n bytes for a vector of n bytes, half of what a `CanonicalSum`
     sends: nobody else gets the sum.
 
-    Args:
-        transport: to the other processes, each of which must create the same sum.
-        forest: the partial sums of all processes, and the order in which they are added.
-        partials: this process's partial sums, each of shape (n,).
-        out: shape (n,), receives the sum, and may be one of `partials`; None unless this process is
-            the owner.
-        owner: the process that needs the sum.
-        tag: tells apart sums that processes may start in different orders.
-        name: what is summed, for error messages.
+    `out`, of shape (n,) as the partial sums, receives the sum and may be one of them; it is None
+    unless this process is the owner. `tag` and `name` are as for `CanonicalSum`.
     """
 
     def __init__(

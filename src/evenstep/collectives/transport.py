@@ -55,6 +55,11 @@ def wait_all(transfers: Iterable[Transfer]) -> None:
         transfer.wait()
 
 
-def chunk_bounds(elements: int, owners: int) -> list[tuple[int, int]]:
-    """Return the [lo, hi) of a flat tensor that each of `owners` processes adds up."""
-    return list(itertools.pairwise(elements * owner // owners for owner in range(owners + 1)))
+def even_bounds(items: int, parts: int) -> list[tuple[int, int]]:
+    """Return the [lo, hi) of `parts` parts of some items, as `numpy.array_split` cuts them.
+
+    Their lengths differ by at most one, and the longer ones come first.
+    """
+    size, longer = divmod(items, parts)
+    sizes = [size + 1] * longer + [size] * (parts - longer)
+    return [*itertools.pairwise(itertools.accumulate(sizes, initial=0))]

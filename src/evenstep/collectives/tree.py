@@ -47,12 +47,8 @@ class TreePlan:
 
     Leaves are numbered as their shards, inner nodes from `shards` on. A node is summed here if all
     its filled shards are in `mine`; the highest such nodes are the partial sums. If every shard is
-    here, the only partial sum is the root.
-
-    Args:
-        shards: the number of shards.
-        filled: the shards that have examples.
-        mine: the shards that this process computes; None for all.
+    here, the only partial sum is the root. `filled` are the shards that have examples, `mine` those
+    that this process computes; None for all.
 
     Attributes:
         parent, sibling: node to node, for every node below a partial sum.
@@ -118,9 +114,6 @@ class TreeSum(Generic[T]):
         close: called instead of adding and keeping, as `close(number, left, right)`, when both
             children of a partial sum are there; `number` is its place in `plan.partials`. A partial
             sum that was put whole is `left`, and `right` is None.
-
-    Attributes:
-        plan: the same.
     """
 
     def __init__(

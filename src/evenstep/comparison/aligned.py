@@ -79,7 +79,8 @@ def _sum_of(tensors: Sequence[Kept]) -> Kept:
         return tensors[0]
     rows = [one.rows for one in tensors]
     shape = tensors[0].shape
-    picked = min((one for one in tensors if one.picked is not None), key=_pick, default=None)
+    known = [one for one in tensors if one.picked is not None]
+    picked = min(known, key=lambda one: one.picked or 0, default=None)
     if all(row is not None for row in rows):
         shape = (sum(one.shape[0] for one in tensors), *shape[1:])
     return Kept(
@@ -94,10 +95,6 @@ def _sum_of(tensors: Sequence[Kept]) -> Kept:
         picked=None if picked is None else picked.picked,
         sample=() if picked is None else picked.sample,
     )
-
-
-def _pick(kept: Kept) -> int:
-    return kept.picked or 0
 
 
 def _added_up(values: Sequence[float | None]) -> float | None:
@@ -218,12 +215,7 @@ def distance(one: Kept, other: Kept, least: float = 0.0) -> float:
 
     By the difference of their sketches; of tensors with examples by that of their norms, of their
     sums, and of some values of one example, which are kept of what a module gives for the same
-    inputs. Infinity if they can't be equal.
-
-    Args:
-        one: a tensor.
-        other: another one.
-        least: what a smaller norm counts as.
+    inputs. Infinity if they can't be equal. A smaller norm counts as `least`.
     """
     if one.shape != other.shape:
         return math.inf

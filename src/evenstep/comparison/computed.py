@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from evenstep.comparison.aligned import Joined, distance, join_calls, rounding_of, same
-from evenstep.comparison.finding import Cause, Finding
+from evenstep.comparison.finding import Cause, Finding, because
 from evenstep.comparison.reading import Kept, ProcessStep, Run
 from evenstep.errors import counted
 
@@ -24,28 +24,24 @@ def find_other_modes(ours: Run, theirs: Run, number: int) -> Finding | None:
             continue
         if call.trains != other.trains:
             modes = ["training" if one.trains else "evaluation" for one in (call, other)]
-            return Finding(
+            return because(
                 Cause.MODES,
                 number,
-                (
-                    f"{_spelled(call)} is in {modes[0]} mode in {ours.name} and in {modes[1]} mode "
-                    f"in {theirs.name}",
-                ),
-                "call model.train() before training, and after each evaluation",
+                f"{_spelled(call)} is in {modes[0]} mode in {ours.name} and in {modes[1]} mode "
+                f"in {theirs.name}",
+                remedy="call model.train() before training, and after each evaluation",
                 place=name,
             )
         dtypes = [[one.dtype for one in joined.outputs] for joined in (call, other)]
-        autocasts = [_autocast(joined) for joined in (mine, its)]
+        autocasts = [one[""].autocast if "" in one else None for one in (mine, its)]
         if len(dtypes[0]) == len(dtypes[1]) and dtypes[0] != dtypes[1]:
-            return Finding(
+            return because(
                 Cause.PRECISION,
                 number,
-                (
-                    f"{_spelled(call)} gives {', '.join(dtypes[0])} in {ours.name} and "
-                    f"{', '.join(dtypes[1])} in {theirs.name}",
-                    *_differing("autocast", ours, autocasts[0], theirs, autocasts[1]),
-                ),
-                "use autocast, and dtypes of parameters, in both or in neither",
+                f"{_spelled(call)} gives {', '.join(dtypes[0])} in {ours.name} and "
+                f"{', '.join(dtypes[1])} in {theirs.name}",
+                *_differing("autocast", ours, autocasts[0], theirs, autocasts[1]),
+                remedy="use autocast, and dtypes of parameters, in both or in neither",
                 place=name,
             )
     return None
@@ -87,57 +83,58 @@ def find_other_outputs(
             and max(call.calls, other.calls) > 1
             and (is_part or not is_rounding)
         ):
-            return Finding(
+            return because(
                 Cause.BATCH_NORM,
                 number,
-                (f"{seen}: {_parts(ours, call, theirs, other)}",),
-                "use nn.SyncBatchNorm.convert_sync_batchnorm, or layers that don't look at other "
-                "examples (GroupNorm, LayerNorm)",
+                f"{seen}: {_parts(ours, call, theirs, other)}",
+                remedy="use nn.SyncBatchNorm.convert_sync_batchnorm, or layers that don't look at "
+                "other examples (GroupNorm, LayerNorm)",
                 place=name,
             )
         settings = [run.processes[0].settings.get(name, "") for run in (ours, theirs)]
         differing = [*_differing("it says of itself", ours, settings[0], theirs, settings[1])]
         if differing and not is_rounding:
-            return Finding(
+            return because(
                 Cause.LAYER,
                 number,
-                (seen, *differing),
-                "build the model with the same settings in both",
+                seen,
+                *differing,
+                remedy="build the model with the same settings in both",
                 place=name,
             )
         if bool(call.drew) != bool(other.drew):
             run = ours if call.drew else theirs
-            return Finding(
+            return because(
                 Cause.DRAWS,
                 number,
-                (f"{seen}: it draws random numbers in {run.name} only",),
-                "use the same rate of dropout, and the same mode (train or eval), in both",
+                f"{seen}: it draws random numbers in {run.name} only",
+                remedy="use the same rate of dropout, and the same mode (train or eval), in both",
                 place=name,
             )
         if call.drew != other.drew:
-            return Finding(
+            return because(
                 Cause.DROPOUT,
                 number,
-                (f"{seen}, and draws different random numbers",),
-                "seed both in the same way; with several processes each draws for its own part, "
-                "so only evenstep, which seeds shards, gives the same numbers",
+                f"{seen}, and draws different random numbers",
+                remedy="seed both in the same way; with several processes each draws for its own "
+                "part, so only evenstep, which seeds shards, gives the same numbers",
                 place=name,
             )
         if not is_rounding:
-            return Finding(
+            return because(
                 Cause.KERNEL,
                 number,
-                (seen, *_facts_that_differ(ours, theirs)),
-                "look at what the module reads besides its inputs, and at the settings above",
+                seen,
+                *_facts_that_differ(ours, theirs),
+                remedy="look at what the module reads besides its inputs, and at the settings "
+                "above",
                 place=name,
             )
-        return Finding(
+        return because(
             Cause.ROUNDING,
             number,
-            (
-                f"{seen}: kernels round by the sizes of what they get, and by the settings",
-                *_facts_that_differ(ours, theirs),
-            ),
+            f"{seen}: kernels round by the sizes of what they get, and by the settings",
+            *_facts_that_differ(ours, theirs),
             place=name,
         )
     return None
@@ -170,17 +167,15 @@ def find_other_losses(ours: Run, theirs: Run, number: int) -> Finding | None:
         f"{means[1]:.6g} in {theirs.name}"
     )
     if sorted(counts[0]) == sorted(counts[1]) and len(steps[0]) == len(steps[1]):
-        return Finding(Cause.LOSS, number, (seen, *as_a_multiple(*means)), OTHER_LOSS)
-    return Finding(
+        return because(Cause.LOSS, number, seen, *as_a_multiple(*means), remedy=OTHER_LOSS)
+    return because(
         Cause.MEAN,
         number,
-        (
-            seen,
-            f"the losses are of {spelled[0]} examples in {ours.name}, and of {spelled[1]} in "
-            f"{theirs.name}: where parts count differently (uneven batches, masked targets), the "
-            f"mean of their means is not the mean of all",
-        ),
-        'sum the losses (reduction="sum") and divide by what counts in the whole batch',
+        seen,
+        f"the losses are of {spelled[0]} examples in {ours.name}, and of {spelled[1]} in "
+        f"{theirs.name}: where parts count differently (uneven batches, masked targets), the "
+        f"mean of their means is not the mean of all",
+        remedy='sum the losses (reduction="sum") and divide by what counts in the whole batch',
     )
 
 
@@ -274,7 +269,3 @@ def _differing(
     """Yield a line if a setting has other values in two runs."""
     if one != other:
         yield f"{what}: {one or 'not set'} in {ours.name}, {other or 'not set'} in {theirs.name}"
-
-
-def _autocast(joined: Mapping[str, Joined]) -> str | None:
-    return joined[""].autocast if "" in joined else None

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from evenstep.comparison.aligned import ROWS_MODULUS, join_calls
-from evenstep.comparison.finding import Cause, Finding
+from evenstep.comparison.finding import Cause, Finding, because
 from evenstep.comparison.reading import Run
 from evenstep.errors import counted
 
@@ -47,15 +47,13 @@ def _same_in_processes(run: Run, number: int) -> Finding | None:
         for other in range(rank):
             common = (part & parts[other]).total()
             if common * 2 > part.total():
-                return Finding(
+                return because(
                     Cause.SAME_ROWS,
                     number,
-                    (
-                        f"{common} of the {part.total()} examples of process {rank} are those of "
-                        f"process {other} ({run.name})",
-                    ),
-                    "give the loader a DistributedSampler, or a sampler that gives each process "
-                    "examples of its own; look whether torch.distributed was initialised",
+                    f"{common} of the {part.total()} examples of process {rank} are those of "
+                    f"process {other} ({run.name})",
+                    remedy="give the loader a DistributedSampler, or a sampler that gives each "
+                    "process examples of its own; look whether torch.distributed was initialised",
                 )
     return None
 
@@ -67,15 +65,13 @@ def _more_calls(ours: Run, theirs: Run, number: int) -> Finding | None:
     if any(count != its[row] * times for row, count in mine.items()):
         return None
     counts = [max(found.values()) for found in (mine, its)]
-    return Finding(
+    return because(
         Cause.CALLS,
         number,
-        (
-            f"each example reaches the model {counted(counts[0], 'time')} in {ours.name}, and "
-            f"{counted(counts[1], 'time')} in {theirs.name}",
-        ),
-        "look for a second call of the model on a batch: a term of the loss, checkpointing, a "
-        "metric that is computed outside of torch.no_grad()",
+        f"each example reaches the model {counted(counts[0], 'time')} in {ours.name}, and "
+        f"{counted(counts[1], 'time')} in {theirs.name}",
+        remedy="look for a second call of the model on a batch: a term of the loss, "
+        "checkpointing, a metric that is computed outside of torch.no_grad()",
     )
 
 
@@ -91,16 +87,14 @@ def _other_lengths(ours: Run, theirs: Run, number: int) -> Finding | None:
     if starts[0] != starts[1] or lengths[0] == lengths[1] or counts[0] != counts[1]:
         return None
     spelled = [" and ".join(str(tuple(call.inputs[0].shape)) for call in every) for every in calls]
-    return Finding(
+    return because(
         Cause.ARGUMENTS,
         number,
-        (
-            f"the examples begin alike and have different lengths: the model gets {spelled[0]} in "
-            f"{ours.name}, {spelled[1]} in {theirs.name}, so each batch was filled up to its "
-            f"longest example",
-        ),
-        'fill all batches up to one length (padding="max_length") and compare again: filling '
-        "changes results where it is not masked, and where a mean counts it",
+        f"the examples begin alike and have different lengths: the model gets {spelled[0]} in "
+        f"{ours.name}, {spelled[1]} in {theirs.name}, so each batch was filled up to its "
+        f"longest example",
+        remedy='fill all batches up to one length (padding="max_length") and compare again: '
+        "filling changes results where it is not masked, and where a mean counts it",
     )
 
 
@@ -117,16 +111,14 @@ def _other_arguments(ours: Run, theirs: Run, number: int) -> Finding | None:
         for call in calls
         if call is not None
     ]
-    return Finding(
+    return because(
         Cause.ARGUMENTS,
         number,
-        (
-            f"the model gets tensors of the shapes {spelled[0]} in {ours.name}, and {spelled[1]} "
-            f"in {theirs.name}",
-        ),
-        "look at the batch size, the length of sequences and the size of images, and at what the "
-        "loop gives to the model besides (labels, masks); record with --batch-dim 1 where the "
-        "batch is the second dimension",
+        f"the model gets tensors of the shapes {spelled[0]} in {ours.name}, and {spelled[1]} "
+        f"in {theirs.name}",
+        remedy="look at the batch size, the length of sequences and the size of images, and at "
+        "what the loop gives to the model besides (labels, masks); record with --batch-dim 1 "
+        "where the batch is the second dimension",
     )
 
 
@@ -137,29 +129,25 @@ def _at_an_epochs_end(ours: Run, theirs: Run, number: int) -> Finding | None:
     if number and (is_last[0] or is_last[1]) and is_last[0] != is_last[1]:
         shorter = ours if is_last[0] else theirs
         counts = [_updates_of_epoch(run, number) for run in (ours, theirs)]
-        return Finding(
+        return because(
             Cause.DROPPED,
             number,
-            (
-                f"an epoch has {counts[0]} updates in {ours.name} and {counts[1]} in "
-                f"{theirs.name}: {shorter.name} has no update for the last examples",
-            ),
-            "use drop_last=True in both, or in neither",
+            f"an epoch has {counts[0]} updates in {ours.name} and {counts[1]} in "
+            f"{theirs.name}: {shorter.name} has no update for the last examples",
+            remedy="use drop_last=True in both, or in neither",
         )
     for run, more, less in ((theirs, its, mine), (ours, mine, its)):
         extra = more - less
         seen = Counter(row for step in range(number) for row in rows_of(run, step))
         if extra and not (less - more) and all(seen[row] or less[row] for row in extra):
-            return Finding(
+            return because(
                 Cause.PADDED,
                 number,
-                (
-                    f"{extra.total()} examples of {run.name} were used before in the same epoch: "
-                    f"what divides an epoch over processes (DistributedSampler, Accelerate) "
-                    f"repeats some, so that each process has as many",
-                ),
-                "use a number of examples that the processes divide; or drop the rest in both "
-                "(drop_last=True), or repeat none (even_batches=False of Accelerate)",
+                f"{extra.total()} examples of {run.name} were used before in the same epoch: "
+                f"what divides an epoch over processes (DistributedSampler, Accelerate) "
+                f"repeats some, so that each process has as many",
+                remedy="use a number of examples that the processes divide; or drop the rest in "
+                "both (drop_last=True), or repeat none (even_batches=False of Accelerate)",
             )
     return None
 
@@ -178,38 +166,34 @@ def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
     mine, its = Counter(rows_of(ours, number)), Counter(rows_of(theirs, number))
     if mine.total() != its.total():
         spelled = [" + ".join(map(str, _sizes(run, number))) for run in (ours, theirs)]
-        return Finding(
+        return because(
             Cause.MORE_ROWS,
             number,
-            (
-                f"{mine.total()} examples ({spelled[0]}) in {ours.name}, {its.total()} "
-                f"({spelled[1]}) in {theirs.name}",
-                *_rates(ours, theirs, number),
-            ),
-            "divide the batch size by the number of processes (or of accumulated batches); a "
-            "larger batch is a different experiment, with a different learning rate",
+            f"{mine.total()} examples ({spelled[0]}) in {ours.name}, {its.total()} "
+            f"({spelled[1]}) in {theirs.name}",
+            *_rates(ours, theirs, number),
+            remedy="divide the batch size by the number of processes (or of accumulated batches); "
+            "a larger batch is a different experiment, with a different learning rate",
         )
     steps = range(min(ours.steps, theirs.steps))
     every = [Counter(row for step in steps for row in rows_of(run, step)) for run in (ours, theirs)]
     for run, other in ((theirs, ours), (ours, theirs)):
         if _repeats_its_order(run) and not _repeats_its_order(other):
-            return Finding(
+            return because(
                 Cause.SAME_ORDER,
                 number,
-                (f"the second epoch of {run.name} has the batches of its first, in their order",),
-                "call sampler.set_epoch(epoch) before each epoch, or use a shuffling loader",
+                f"the second epoch of {run.name} has the batches of its first, in their order",
+                remedy="call sampler.set_epoch(epoch) before each epoch, or use a shuffling loader",
             )
     common = (mine & its).total()
     if every[0] == every[1]:
-        return Finding(
+        return because(
             Cause.ORDER,
             number,
-            (
-                f"{common} of {mine.total()} examples are the same; over all "
-                f"{len(steps)} updates, all are",
-            ),
-            "seed the order of both in the same way (Loader, or DataLoader's generator=; torch's "
-            "DistributedSampler has an order of its own)",
+            f"{common} of {mine.total()} examples are the same; over all "
+            f"{len(steps)} updates, all are",
+            remedy="seed the order of both in the same way (Loader, or DataLoader's generator=; "
+            "torch's DistributedSampler has an order of its own)",
         )
     shared = (every[0] & every[1]).total() / max(every[0].total(), 1)
     if not common and shared < 0.01:
@@ -221,12 +205,12 @@ def _another_order(ours: Run, theirs: Run, number: int) -> Finding:
     by_chance = every[1].total() / size if size else 1.0
     evidence = f"{evidence}, and both draw from {size}" if size else evidence
     is_order = shared > 0.5 * min(by_chance, 1.0) and not others
-    return Finding(
+    return because(
         Cause.ORDER if is_order else Cause.DATA,
         number,
-        (f"{common} of {mine.total()} examples are the same; {evidence}",),
-        "seed data, augmentation and order in the same way, and draw from the seeded generator as "
-        "often (several processes may have a sampler of their own)",
+        f"{common} of {mine.total()} examples are the same; {evidence}",
+        remedy="seed data, augmentation and order in the same way, and draw from the seeded "
+        "generator as often (several processes may have a sampler of their own)",
     )
 
 

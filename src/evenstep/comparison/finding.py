@@ -73,6 +73,13 @@ class Finding:
     place: str = ""
 
 
+def because(
+    cause: Cause, step: int | None, *evidence: str, remedy: str = "", place: str = ""
+) -> Finding:
+    """Return a finding whose evidence is these lines."""
+    return Finding(cause, step, evidence, remedy, place=place)
+
+
 def lines_of(finding: Finding, ours: Run, theirs: Run) -> Iterator[str]:
     """Yield the answer: the verdict, the evidence, what follows, and what to do."""
     has_step = finding.step is not None and finding.cause is not Cause.LENGTH

@@ -21,7 +21,7 @@ from evenstep.comparison.computed import (
     find_other_outputs,
     mean_loss,
 )
-from evenstep.comparison.finding import Cause, Finding
+from evenstep.comparison.finding import Cause, Finding, because
 from evenstep.comparison.reading import Kept, Run
 from evenstep.comparison.updated import OTHER_WRITER, changed_weights, clipped, mean_gradients
 
@@ -51,12 +51,12 @@ def find_new_draws(ours: Run, theirs: Run, number: int) -> Finding | None:
         else:
             run = ours if len(drew) > len(its) else theirs
             cause, seen = Cause.DRAWS, f"draws random numbers in {run.name} only"
-        return Finding(
+        return because(
             cause,
             number,
-            (f"{name or 'the model'} ({kind}) {seen}",),
-            "look for what draws, or seeds, between the updates in one of the runs: a sampler, an "
-            "evaluation, augmentation",
+            f"{name or 'the model'} ({kind}) {seen}",
+            remedy="look for what draws, or seeds, between the updates in one of the runs: a "
+            "sampler, an evaluation, augmentation",
             place=name,
         )
     return None
@@ -86,12 +86,12 @@ def find_new_changes(ours: Run, theirs: Run, number: int) -> Finding | None:
         if before is None or distance(changed[name], before) <= max(_NEAR, 10 * apart):
             continue  # a limit that only one of them has reached, perhaps
         seen = f"{name} was changed by something else than the optimizer in {run.name} only"
-        return Finding(Cause.CHANGED, number, (seen,), OTHER_WRITER, place=name)
+        return because(Cause.CHANGED, number, seen, remedy=OTHER_WRITER, place=name)
     name, far = furthest(mine, its)
     if far <= _SURE:
         return None
     seen = f"{name}, which is changed by something else than the optimizer, differs by {far:.1e}"
-    return Finding(Cause.CHANGED, number, (seen,), OTHER_WRITER, place=name)
+    return because(Cause.CHANGED, number, seen, remedy=OTHER_WRITER, place=name)
 
 
 def _apart_before(ours: Run, theirs: Run, number: int) -> float:
@@ -134,7 +134,7 @@ def find_jump_of_losses(ours: Run, theirs: Run, number: int) -> Finding | None:
         f"the outputs agree, and the mean of the losses is {means[0]:.6g} in {ours.name} and "
         f"{means[1]:.6g} in {theirs.name}"
     )
-    return Finding(Cause.LOSS, number, (seen, *as_a_multiple(*means)), OTHER_LOSS)
+    return because(Cause.LOSS, number, seen, *as_a_multiple(*means), remedy=OTHER_LOSS)
 
 
 def _usual(kept: Kept) -> float:
@@ -231,10 +231,11 @@ def find_jump_of_weights(ours: Run, theirs: Run, number: int) -> Finding | None:
     if typical(*pair) <= max(_NEAR, _JUMP * before):
         return None
     name, far = furthest(*pair)
-    return Finding(
+    return because(
         Cause.UPDATE,
         number,
-        (f"{name} differs by {far:.1e} of its size after the update, most by less before it",),
-        "look at the optimizer's state: whether it is reset, loaded or changed in one of them",
+        f"{name} differs by {far:.1e} of its size after the update, most by less before it",
+        remedy="look at the optimizer's state: whether it is reset, loaded or changed in one of "
+        "them",
         place=name,
     )

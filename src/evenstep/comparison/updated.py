@@ -17,7 +17,7 @@ from evenstep.comparison.aligned import (
     typical,
 )
 from evenstep.comparison.computed import times_larger
-from evenstep.comparison.finding import Cause, Finding
+from evenstep.comparison.finding import Cause, Finding, because
 from evenstep.comparison.reading import Kept, ProcessStep, Run
 
 OTHER_WRITER = (
@@ -44,12 +44,8 @@ def find_changed_weights(ours: Run, theirs: Run, number: int) -> Finding | None:
         )
     else:
         return None
-    return Finding(
-        Cause.CHANGED,
-        number,
-        (seen,),
-        OTHER_WRITER,
-        place=only[0] if only else name,
+    return because(
+        Cause.CHANGED, number, seen, remedy=OTHER_WRITER, place=only[0] if only else name
     )
 
 
@@ -70,14 +66,13 @@ def find_skipped(ours: Run, theirs: Run, number: int) -> Finding | None:
     if mine.is_skipped == its.is_skipped:
         return None
     run, step = (ours, mine) if mine.is_skipped else (theirs, its)
-    return Finding(
+    return because(
         Cause.SKIPPED,
         number,
-        (
-            f"the GradScaler of {run.name} leaves this update out, because a gradient is infinite "
-            f"or NaN: it had multiplied the loss by {step.scale:g}",
-        ),
-        "start with a smaller init_scale, or compare from the first update on that both make",
+        f"the GradScaler of {run.name} leaves this update out, because a gradient is infinite "
+        f"or NaN: it had multiplied the loss by {step.scale:g}",
+        remedy="start with a smaller init_scale, or compare from the first update on that both "
+        "make",
     )
 
 
@@ -86,14 +81,12 @@ def find_other_optimizer(ours: Run, theirs: Run, number: int) -> Finding | None:
     mine, its = ours.step(number)[0], theirs.step(number)[0]
     if mine.optimizer == its.optimizer:
         return None
-    return Finding(
+    return because(
         Cause.TURNS,
         number,
-        (
-            f"the update is made by optimizer {mine.optimizer} in {ours.name} and by optimizer "
-            f"{its.optimizer} in {theirs.name} (numbered from 0, as they were first called)",
-        ),
-        "call the optimizers in the same order, and each as often, in both",
+        f"the update is made by optimizer {mine.optimizer} in {ours.name} and by optimizer "
+        f"{its.optimizer} in {theirs.name} (numbered from 0, as they were first called)",
+        remedy="call the optimizers in the same order, and each as often, in both",
     )
 
 
@@ -105,15 +98,13 @@ def find_not_exchanged(ours: Run, theirs: Run, number: int) -> Finding | None:
         for rank, step in enumerate(steps[1:], 1):
             name = first_that_differs(steps[0].seen, step.seen)
             if name is not None and not step.updates_parts:
-                return Finding(
+                return because(
                     Cause.NOT_EXCHANGED,
                     number,
-                    (
-                        f"the gradient of {name} that the optimizer sees in process {rank} is not "
-                        f"that of process 0 ({run.name})",
-                    ),
-                    "wrap the model in DistributedDataParallel, or average the gradients before "
-                    "the update",
+                    f"the gradient of {name} that the optimizer sees in process {rank} is not "
+                    f"that of process 0 ({run.name})",
+                    remedy="wrap the model in DistributedDataParallel, or average the gradients "
+                    "before the update",
                     place=name,
                 )
     return None
@@ -130,12 +121,12 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
     missing = sorted(seen[0].keys() ^ seen[1].keys())
     if missing:
         run = ours if missing[0] in seen[0] else theirs
-        return Finding(
+        return because(
             Cause.PARAMETERS,
             number,
-            (f"{missing[0]} has a gradient in {run.name} only",),
-            "look for requires_grad, for layers that are not called, and for what each optimizer "
-            "was given",
+            f"{missing[0]} has a gradient in {run.name} only",
+            remedy="look for requires_grad, for layers that are not called, and for what each "
+            "optimizer was given",
             place=missing[0],
         )
     rounding = rounding_of(mine)
@@ -144,12 +135,12 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
     made = (mean_gradients(mine) or seen[0]), (mean_gradients(its) or seen[1])
     name, far = furthest(*made)
     if far > rounding:
-        return _scaled(ours, theirs, number, made) or Finding(
+        return _scaled(ours, theirs, number, made) or because(
             Cause.GRADIENTS,
             number,
-            (f"the gradient of {name} differs by {far:.1e} of its size after the backward pass",),
-            "look at what the backward pass does besides: hooks, functions of your own, gradients "
-            "of a part of the batch",
+            f"the gradient of {name} differs by {far:.1e} of its size after the backward pass",
+            remedy="look at what the backward pass does besides: hooks, functions of your own, "
+            "gradients of a part of the batch",
             place=name,
         )
     name, far = furthest(*seen)
@@ -166,14 +157,12 @@ def find_other_gradients(ours: Run, theirs: Run, number: int) -> Finding | None:
 def clipped(ours: Run, theirs: Run, number: int, scales: Sequence[float | None]) -> Finding:
     """Say by what each run multiplies its gradients before the update; None for something else."""
     spelled = [*map(_spelled_scale, scales)]
-    return Finding(
+    return because(
         Cause.CLIPPED,
         number,
-        (
-            f"between the backward pass and the update gradients are {spelled[0]} in "
-            f"{ours.name} and {spelled[1]} in {theirs.name}",
-        ),
-        "clip (or unscale) the mean gradient of all processes, with the same limit in both",
+        f"between the backward pass and the update gradients are {spelled[0]} in "
+        f"{ours.name} and {spelled[1]} in {theirs.name}",
+        remedy="clip (or unscale) the mean gradient of all processes, with the same limit in both",
     )
 
 
@@ -269,7 +258,7 @@ def find_other_update(ours: Run, theirs: Run, number: int) -> Finding | None:
         far = typical(one, other) if is_rounded else far
         if far > rounding_of([mine]):
             seen = f"{name} differs by {far:.1e} of its size after the update"
-            return Finding(cause, number, (seen,), remedy, place=name)
+            return because(cause, number, seen, remedy=remedy, place=name)
     return None
 
 
@@ -289,15 +278,13 @@ def _scaled(
     if scale is None:
         return None
     counts = [sum(len(step.losses) for step in run.step(number)) for run in (ours, theirs)]
-    return Finding(
+    return because(
         Cause.SCALE,
         number,
-        (
-            f"all gradients of {theirs.name} are {scale:.6g} times those of {ours.name}{parts}",
-            f"{counts[0]} and {counts[1]} losses were backpropagated for the update",
-        ),
-        "divide the loss by the number of accumulated batches, and average over processes instead "
-        "of adding",
+        f"all gradients of {theirs.name} are {scale:.6g} times those of {ours.name}{parts}",
+        f"{counts[0]} and {counts[1]} losses were backpropagated for the update",
+        remedy="divide the loss by the number of accumulated batches, and average over processes "
+        "instead of adding",
     )
 
 

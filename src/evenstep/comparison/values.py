@@ -17,16 +17,9 @@ _TYPES = {
 
 
 def spell_values(ours: Run, theirs: Run, number: int, place: str) -> tuple[str, ...]:
-    """Return how many values at a place differ in an update, and the first that does.
+    """Return how many values at a place, a module or parameter, differ in an update, and the first.
 
-    Args:
-        ours: a run.
-        theirs: another one.
-        number: the update.
-        place: the name of a module or parameter.
-
-    Returns:
-        A line; nothing if values were not kept in both, or do not belong together.
+    There is no line if values were not kept in both runs, or do not belong together.
     """
     mine, its = (_values_at(run.step(number), place) for run in (ours, theirs))
     if mine is None or its is None or mine.shape != its.shape:

@@ -9,19 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeAlias
 
-from evenstep.comparison.aligned import (
-    first_that_differs,
-    furthest,
-    rounding_of,
-    with_common_names,
-)
-from evenstep.comparison.computed import (
-    find_other_losses,
-    find_other_modes,
-    find_other_outputs,
-)
+from evenstep.comparison.aligned import first_that_differs, furthest, rounding_of, with_common_names
+from evenstep.comparison.computed import find_other_losses, find_other_modes, find_other_outputs
 from evenstep.comparison.data import find_other_data
-from evenstep.comparison.finding import HARMLESS, Cause, Finding
+from evenstep.comparison.finding import HARMLESS, Cause, Finding, because
 from evenstep.comparison.later import (
     find_jump_of_losses,
     find_jump_of_outputs,
@@ -131,7 +122,7 @@ def _find(ours: Run, theirs: Run) -> Finding:
             rounds = rounds or finding
         if rounds is None and (tensor := first_that_rounds(ours, theirs, number)) is not None:
             seen = f"{tensor} differs in its last bits, and nothing before it"
-            rounds = Finding(Cause.SUM, number, (seen,), place=tensor.split()[-1])
+            rounds = because(Cause.SUM, number, seen, place=tensor.split()[-1])
     longer = _length(ours, theirs)
     if longer is not None:
         return longer
@@ -150,14 +141,12 @@ def _length(ours: Run, theirs: Run) -> Finding | None:
         return None
     if not all(one.is_whole and shorter.steps < one.most_steps for one in shorter.processes):
         return None
-    return Finding(
+    return because(
         Cause.LENGTH,
         shorter.steps,
-        (
-            f"{shorter.name} ends after {counted(shorter.steps, 'update')}, {longer.name} has "
-            f"{longer.steps}; the updates before are the same, or differ by rounding only",
-        ),
-        "train both for as many updates: look at epochs, and at the length of the data",
+        f"{shorter.name} ends after {counted(shorter.steps, 'update')}, {longer.name} has "
+        f"{longer.steps}; the updates before are the same, or differ by rounding only",
+        remedy="train both for as many updates: look at epochs, and at the length of the data",
     )
 
 
@@ -167,19 +156,19 @@ def _weights(ours: Run, theirs: Run) -> Finding | None:
     if missing:
         run = ours if missing[0] in mine else theirs
         seen = f"{missing[0]} is a parameter in {run.name} only"
-        return Finding(Cause.WEIGHTS, None, (seen,), "compare runs of one model")
+        return because(Cause.WEIGHTS, None, seen, remedy="compare runs of one model")
     name = first_that_differs(mine, its)
     if name is None:
         return None
     if mine[name].dtype != its[name].dtype:
         dtypes = f"{mine[name].dtype} in {ours.name}, {its[name].dtype} in {theirs.name}"
         remedy = "train both in the same precision"
-        return Finding(Cause.PRECISION, None, (f"the dtype of {name} is {dtypes}",), remedy)
-    return Finding(
+        return because(Cause.PRECISION, None, f"the dtype of {name} is {dtypes}", remedy=remedy)
+    return because(
         Cause.WEIGHTS,
         None,
-        (f"{name} differs before the first update",),
-        "call torch.manual_seed before the model is built, or load one checkpoint in both",
+        f"{name} differs before the first update",
+        remedy="call torch.manual_seed before the model is built, or load one checkpoint in both",
     )
 
 

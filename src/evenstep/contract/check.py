@@ -46,10 +46,7 @@ def check_contract(
 ) -> ContractReport:
     """Check the code of a training; called in the lane of the first device.
 
-    Args:
-        rehearsal: what is computed.
-        neighbours: the shards to compare with each other.
-        separable: whether to refuse an objective that doesn't add up over the shards.
+    Unless `separable`, an objective that doesn't add up over the shards is accepted.
 
     Raises:
         ContractError: the contract is broken; the message names what breaks it.
@@ -74,13 +71,7 @@ def check_contract(
 
 
 def _check_beside_another(rehearsal: Rehearsal, copied: Replica, first: ShardResult) -> None:
-    """Check two shards in both orders, and their sum.
-
-    Args:
-        rehearsal: what is computed.
-        copied: a copy of the model, on which the first shard was computed.
-        first: what that has given.
-    """
+    """Check two shards in both orders, and their sum; `first` was computed on `copied`."""
     replica, objective = rehearsal.replica, rehearsal.objective
     work, other = rehearsal.works
     later = rehearsal.fresh_copy(replica)
@@ -117,11 +108,6 @@ def check_sums(rehearsal: Rehearsal, neighbours: Neighbours, *, compares_gradien
     Behind a weight that starts at zero, terms that compare examples have no effect yet: so this is
     checked in later steps, too.
 
-    Args:
-        rehearsal: as for `check_contract`.
-        neighbours: as for `check_contract`.
-        compares_gradients: whether to compare gradients besides losses.
-
     Returns:
         Why it could not be judged; empty if it was.
 
@@ -142,9 +128,6 @@ def check_order(rehearsal: Rehearsal) -> None:
 
     Behind a weight that starts at zero, state has no effect in the first step. Of the shard before
     it, the loss alone is computed.
-
-    Raises:
-        ContractError: it depends on it.
     """
     work, *others = rehearsal.works
     first, later = rehearsal.copy(), rehearsal.copy()

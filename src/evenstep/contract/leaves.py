@@ -22,7 +22,15 @@ def leaves_of(total: torch.Tensor, replica: Replica, batch: Batch) -> list[torch
     """Return the leaves of a loss's graph that are neither parameters nor the shard's examples."""
     own = {id(parameter) for parameter in replica.parameters}
     own.update(map(id, optree.tree_leaves(batch)))
-    return [leaf for leaf in _graph_leaves(total) if id(leaf) not in own]
+    return [leaf for leaf in graph_leaves(total) if id(leaf) not in own]
+
+
+def graph_leaves(total: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tensors with which the graph of a tensor begins: itself if it is one."""
+    if total.grad_fn is None and total.requires_grad:
+        return [total]
+    leaves = (getattr(node, "variable", None) for node in nodes_of(total))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def refuse_strange_leaves(
@@ -33,9 +41,6 @@ def refuse_strange_leaves(
     A leaf that both computations of a shard have reached was there before. A tensor that the
     objective makes for itself (the interpolated images of a gradient penalty) is a different one
     each time.
-
-    Raises:
-        ContractError: with the names of the tensors, where they can be found.
     """
     again = {id(leaf) for leaf in second}
     strangers = [leaf for leaf in first if id(leaf) in again]
@@ -48,13 +53,6 @@ def refuse_strange_leaves(
         f"model: its gradient would be a sum over some shards, not the batch's mean. Make it part "
         f"of the model (an nn.Module that holds both), or compute with it under torch.no_grad()"
     )
-
-
-def _graph_leaves(total: torch.Tensor) -> list[torch.Tensor]:
-    if total.grad_fn is None and total.requires_grad:
-        return [total]
-    leaves = (getattr(node, "variable", None) for node in nodes_of(total))
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def _names_of(tensors: Sequence[torch.Tensor], objective: Any) -> list[str]:

@@ -26,11 +26,6 @@ from evenstep.shard.loss import ShardObjective
 class LoneExamples:
     """Finds out whether a shard of one example is enough for the model's BatchNorm layers.
 
-    Args:
-        experiment: the choices that the result depends on.
-        replicas: the replicas of the model.
-        engine: computes one example in a lane.
-
     Attributes:
         last_examples: the number of examples in the last batch of the epoch; None if it is unknown,
             or enough for BatchNorm.
@@ -66,11 +61,6 @@ class LoneExamples:
         self, cut: Cut, seed: Callable[[int], int], objective: ShardObjective
     ) -> None:
         """Refuse lone examples that give BatchNorm one value a channel; no step may be in flight.
-
-        Args:
-            cut: the batch of a step that has not begun.
-            seed: returns the seed of a shard's random numbers.
-            objective: computes a shard's loss as (total, count).
 
         Raises:
             BatchError: there are some in the batch, or in the epoch's last batch.

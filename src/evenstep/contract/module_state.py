@@ -50,10 +50,7 @@ def elsewhere(copied: Replica) -> Iterator[None]:
     """Inside `with`, the parameters and buffers of a copy lie at other multiples of 64 bytes.
 
     That is where products round alike. Modulo 4,096, all addresses are others than before. Buffers
-    that share memory stay.
-
-    Args:
-        copied: a copy of the model, whose parameters are not written inside `with`.
+    that share memory stay. The parameters of the copy must not be written there.
     """
     held = rounding((*copied.parameters, *filter(is_alone, copied.buffers)))
     before = [one.data for one in held]
@@ -94,12 +91,8 @@ def attributes_of(module: nn.Module) -> Attributes:
 
 
 def changed_attributes(before: Attributes, after: Attributes) -> list[str]:
-    """Return the names of the attributes that differ, such as "encoder.hidden"."""
-    return [
-        f"{name}.{key}" if name else key
-        for (name, key), value in after.items()
-        if _differs(value, before.get((name, key)))
-    ]
+    """Return the names of the attributes that differ, such as "model.encoder.hidden"."""
+    return [named(path) for path, value in after.items() if _differs(value, before.get(path))]
 
 
 def _rebind(attributes: dict[str, Any], before: Mapping[str, Any]) -> None:
@@ -117,11 +110,7 @@ def differing_attributes(ours: Attributes, theirs: Attributes) -> list[str]:
     Integers, and collections of different lengths, count as equal: they may count the shards that
     a copy has computed, or note something about each.
     """
-    return [
-        f"{name}.{key}" if name else key
-        for (name, key), value in ours.items()
-        if _leaves_differ(value, theirs.get((name, key)))
-    ]
+    return [named(path) for path, one in ours.items() if _leaves_differ(one, theirs.get(path))]
 
 
 def differing_counts(ours: Attributes, theirs: Attributes) -> list[Path]:

@@ -20,12 +20,7 @@ from evenstep.contract.module_state import (
     differing_counts,
     named,
 )
-from evenstep.contract.repeat import (
-    REMEDY,
-    ShardResult,
-    first_difference,
-    repeat_error,
-)
+from evenstep.contract.repeat import REMEDY, ShardResult, first_difference, repeat_error
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica
 
@@ -37,13 +32,7 @@ _VERY_MANY = (1_000_000, 999_999, 720_720, 720_719)
 def refuse_history(replica: Replica, fresh: ShardResult, later: ShardResult) -> None:
     """Refuse a shard that gives or leaves something else after other shards.
 
-    Args:
-        replica: the model, which neither was computed on.
-        fresh: the shard as computed first on a fresh copy.
-        later: the same shard, computed on a fresh copy after others.
-
-    Raises:
-        ContractError: they differ; it names the attributes that do.
+    Both results were computed on copies of `replica`: `fresh` first, `later` after others.
     """
     passed = differing_attributes(fresh.attributes, later.attributes)
     differing = first_difference(replica, fresh, later)
@@ -62,15 +51,8 @@ def refuse_deciding_counts(
     """Refuse a shard that gives something else after very many shards.
 
     Integers that other shards have changed may be notes. So they are set to large numbers.
-
-    Args:
-        replica: the replica that `later` was computed on.
-        fresh: the shard as computed first on a fresh copy.
-        later: the same shard, computed after others.
-        compute: computes the shard once more on the replica; returns None if it can't.
-
-    Raises:
-        ContractError: the result differs; it names the integers.
+    `compute` computes the shard once more on `replica`, on which `later` was computed; it returns
+    None if it can't.
     """
     counts = differing_counts(fresh.attributes, later.attributes)
     if not counts:
@@ -89,19 +71,14 @@ def refuse_deciding_counts(
 
 
 def refuse_passed_on(fresh: Attributes, replica: Replica) -> None:
-    """Refuse attributes in which a replica has other values than a shard leaves on a fresh copy.
-
-    Args:
-        fresh: the attributes that the last shard on the replica leaves on a fresh copy.
-        replica: the replica.
-    """
+    """Refuse attributes in which a replica has other values than a shard leaves on a fresh copy."""
     _refuse(differing_attributes(fresh, attributes_of(replica.module)))
 
 
 def _refuse(passed: list[str]) -> None:
     if passed:
         raise ContractError(
-            f"model.{passed[0]} has a different value after a shard if other shards were computed "
+            f"{passed[0]} has a different value after a shard if other shards were computed "
             f"before it: state that is passed from shard to shard, such as a counter, a running "
             f"mean or the first value seen, depends on which device computes which shard. {REMEDY}"
         )

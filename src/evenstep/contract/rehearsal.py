@@ -6,12 +6,20 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import optree
+import torch
+
 from evenstep.batch import Batch
 from evenstep.batch.cut import Place
 from evenstep.errors import ModelError
 from evenstep.replicas import Replica
 from evenstep.shard.forward_backward import ShardWork
 from evenstep.shard.loss import ShardObjective
+
+
+def cloned(batch: Batch) -> Batch:
+    """Return a batch with copies of its tensors, which a shard may write to."""
+    return optree.tree_map(lambda one: one.clone() if torch.is_tensor(one) else one, batch)
 
 
 class SentShard(NamedTuple):

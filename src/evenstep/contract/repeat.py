@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
-import optree
 import torch
 from torch import nn
 
@@ -25,6 +24,7 @@ from evenstep.contract.module_state import (
 )
 from evenstep.contract.outside.foreign_draws import ForeignDraws, refuse_foreign_draws
 from evenstep.contract.outside.process_settings import ProcessSettings
+from evenstep.contract.rehearsal import cloned
 from evenstep.errors import ContractError
 from evenstep.replicas import Replica, written_error
 from evenstep.replicas.replica import same_bits, strided_parts
@@ -56,15 +56,7 @@ def compute_twice(
 ) -> tuple[ShardResult, ShardResult]:
     """Compute a shard twice and compare the bits.
 
-    Args:
-        replica: a copy of the model, or the model itself.
-        work: the shard.
-        objective: computes its loss as (total, count).
-        is_copy: whether it is a copy: then the second time its parameters and buffers lie at other
-            addresses.
-
-    Returns:
-        Both results.
+    On a copy of the model, parameters and buffers lie at other addresses the second time.
 
     Raises:
         ContractError: the results differ, a parameter was written, a setting of the process was
@@ -95,11 +87,7 @@ def _refuse_rounding_by_address(
 ) -> None:
     """Refuse a shard that gives one result at some addresses, and a different one at others.
 
-    Args:
-        replica: a copy of the model.
-        compute: computes the shard on it.
-        here: the result at the replica's addresses.
-        there: the result at others.
+    `here` is the result at the addresses of `replica`, `there` at others.
     """
     again = [compute(), compute()]
     with elsewhere(replica):
@@ -146,7 +134,6 @@ def _refuse_hidden_generators(compute: Callable[[], ShardResult]) -> None:
 
 def compute_observed(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardResult:
     """Compute a shard by itself, and return all that it gives."""
-    own = optree.tree_map(_cloned, work.batch)  # a shard may write to its examples
     leaves: list[torch.Tensor] = []
     gradients: list[torch.Tensor | None] = []
     values: list[PartialSum] = []
@@ -163,7 +150,7 @@ def compute_observed(replica: Replica, work: ShardWork, objective: ShardObjectiv
     try:
         leaf = compute_shard(
             replica,
-            work._replace(batch=own),
+            work._replace(batch=cloned(work.batch)),
             objective=watched,
             tree=TreeSum(tree_plan(1, 1), add),
             may_accumulate=False,
@@ -172,10 +159,6 @@ def compute_observed(replica: Replica, work: ShardWork, objective: ShardObjectiv
     finally:
         _give_gradients(leaves, gradients)
     return ShardResult(leaf, values[0], leaves, attributes_of(replica.module))
-
-
-def _cloned(leaf: object) -> object:
-    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _give_gradients(
@@ -233,16 +216,14 @@ def are_alike(ours: torch.Tensor | None, theirs: torch.Tensor | None) -> bool:
 def repeat_error(differing: str, changed: list[str]) -> ContractError:
     """Return the error for a shard that gives a different result the second time.
 
-    Args:
-        differing: the first difference.
-        changed: the attributes that the shard has changed.
+    The text has the first difference, and the attributes that the shard has changed.
     """
     text = (
         f"the same shard, computed twice from the same parameters and buffers, gives two results: "
         f"{differing}. "
     )
     if changed:
-        shown = ", ".join(f"model.{name}" for name in changed[:3])
+        shown = ", ".join(changed[:3])
         return ContractError(
             f"{text}The shard has changed {shown}: state that is passed from one shard to the next "
             f"depends on which device computes which shard. {REMEDY}"

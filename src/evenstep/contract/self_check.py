@@ -23,12 +23,7 @@ from evenstep.contract.rehearsal import Rehearsal, SentShard
 from evenstep.contract.repeat import compute_observed, digests_of
 from evenstep.engine import Engine
 from evenstep.engine.task import is_device_failure
-from evenstep.errors import (
-    ContractError,
-    DeviceLostError,
-    WrongSumError,
-    text_of,
-)
+from evenstep.errors import ContractError, DeviceLostError, WrongSumError, text_of
 from evenstep.options import Experiment, Faults
 from evenstep.replicas import Replica, Replicas
 from evenstep.shard.forward_backward import ShardWork
@@ -47,13 +42,6 @@ class SelfCheck:
 
     A check is due in the first step, in the first after a resume or a change of the model's layers,
     and in the first whose batch has two shards here.
-
-    Args:
-        faults: says when checks are due.
-        experiment: the choices that the result depends on.
-        replicas: the replicas of the model.
-        engine: runs the check in a lane.
-        side_by_side: whether a batch's shards can call `all_gather`.
 
     Attributes:
         due_at: the number of the next step with a check.
@@ -102,13 +90,6 @@ class SelfCheck:
 
         An error of the user's code is left to the step, which meets it again.
 
-        Args:
-            step: the step's number.
-            cut: the batch.
-            seed: returns the seed of a shard's random numbers.
-            objective: computes a shard's loss as (total, count).
-            limit_s: how long the check may take.
-
         Raises:
             ContractError: the contract is broken.
             WrongSumError: gradients are added up wrongly.
@@ -132,9 +113,7 @@ class SelfCheck:
         error = self._engine.run_and_wait(
             self._check if is_thorough else self._check_again,
             cut,
-            shards,
-            seed,
-            objective,
+            functools.partial(self._rehearsal, cut, shards, seed, objective),
             name="check the contract",
             category="check",
             limit_s=limit_s,
@@ -165,11 +144,8 @@ class SelfCheck:
     def is_due_everywhere(self, step: int, began_at: int) -> bool:
         """Whether all processes compute a shard of step number `step` together.
 
-        It depends on nothing that a process has for itself: each must do the same.
-
-        Args:
-            step: the step's number.
-            began_at: the number of the first step since the trainer was opened.
+        It depends on nothing that a process has for itself: each must do the same. `began_at` is
+        the first step since the trainer was opened.
         """
         if self._every is None:
             return False
@@ -180,11 +156,6 @@ class SelfCheck:
         self, sent: SentShard, objective: ShardObjective, limit_s: float = math.inf
     ) -> dict[str, str] | None:
         """Compute a shard on a new copy of the model; no step may be in flight.
-
-        Args:
-            sent: the shard.
-            objective: computes a shard's loss as (total, count).
-            limit_s: how long it may take.
 
         Returns:
             The digest of each tensor that the shard gives, by name; None if the device has failed,
@@ -241,14 +212,8 @@ class SelfCheck:
                 f"could not check whether the loss adds up over shards: {self.report.unjudged}"
             )
 
-    def _check(
-        self,
-        cut: Cut,
-        shards: Sequence[int],
-        seed: Callable[[int], int],
-        objective: ShardObjective,
-    ) -> None:
-        rehearsal = self._rehearsal(cut, shards, seed, objective)
+    def _check(self, cut: Cut, rehearse: Callable[[], Rehearsal]) -> None:
+        rehearsal = rehearse()
         neighbours = self._neighbours(cut, _spread(cut.part.run), rehearsal.replica)
         separable = self._experiment.separable
         with self._apart(cut, rehearsal):
@@ -256,15 +221,9 @@ class SelfCheck:
             self.report = check_contract(rehearsal, neighbours, separable=separable)
         logger.debug(f"the contract of a step was checked in {self.report.seconds:.3f} s")
 
-    def _check_again(
-        self,
-        cut: Cut,
-        shards: Sequence[int],
-        seed: Callable[[int], int],
-        objective: ShardObjective,
-    ) -> None:
+    def _check_again(self, cut: Cut, rehearse: Callable[[], Rehearsal]) -> None:
         """Check sums and order in turn: together they would cost more than 1 % of 1,000 steps."""
-        rehearsal = self._rehearsal(cut, shards, seed, objective)
+        rehearsal = rehearse()
         self._later += 1
         with self._apart(cut, rehearsal):
             if self._experiment.separable and self._later % 2:
@@ -292,11 +251,7 @@ class SelfCheck:
         return Neighbours(shards if cut.can_join else (), take)
 
     def _rehearsal(
-        self,
-        cut: Cut,
-        shards: Sequence[int],
-        seed: Callable[[int], int],
-        objective: ShardObjective,
+        self, cut: Cut, shards: Sequence[int], seed: Callable[[int], int], objective: ShardObjective
     ) -> Rehearsal:
         self._replicas.open_step()
         replica = self._replicas.of_lane(self._engine.lane_here)

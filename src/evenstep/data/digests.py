@@ -9,6 +9,8 @@ import numpy as np
 import optree
 import torch
 
+from evenstep.devices.addresses import bytes_of
+
 
 def digest_of_batch(batch: Any) -> int:
     """Return a checksum of a batch or an example: of its nesting, its arrays and plain values."""
@@ -22,9 +24,7 @@ def digest_of_batch(batch: Any) -> int:
 def _bytes_of(leaf: Any) -> bytes:
     """Return the content of a leaf as bytes; of one that can't be read, its type."""
     if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
-        plain = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        content = plain.view(torch.uint8).numpy().tobytes()
-        return f"{leaf.dtype} {tuple(leaf.shape)}".encode() + content
+        return f"{leaf.dtype} {tuple(leaf.shape)}".encode() + bytes_of(leaf).numpy().tobytes()
     if hasattr(leaf, "__array_interface__"):  # numpy's arrays, and images
         array = np.asarray(leaf)
         if not array.dtype.hasobject:

@@ -13,13 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    default_collate,
-    default_convert,
-    get_worker_info,
-)
+from torch.utils.data import DataLoader, Dataset, default_collate, default_convert, get_worker_info
 
 from evenstep.batch import Batch, Part
 from evenstep.batch.cut import without_examples
@@ -54,11 +48,8 @@ MOST_PARTS_AHEAD = 24
 class Wanted(NamedTuple):
     """A batch, or the part of one that a process computes, to be fetched.
 
-    Attributes:
-        epoch: the epoch.
-        step: the batch's number in it.
-        first: the place of the first example in the whole batch.
-        index: what the loader's batch sampler (or, without batches, its sampler) gave.
+    `index` is what the loader's batch sampler (or, without batches, its sampler) gave; `first` is
+    the place of its first example in the whole batch.
     """
 
     epoch: int
@@ -82,11 +73,7 @@ class Fetcher:
     not depend on the number of workers, on where an epoch was resumed, or on the process that
     fetches them.
 
-    Args:
-        loader: a loader whose data set, samplers, `collate_fn` and worker settings are used; it is
-            never iterated.
-        seed: the seed of the order, and of what examples and `collate_fn` draw.
-        by_index: as for `Examples`.
+    The loader itself is never iterated. `by_index` is as for `Examples`.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int, *, by_index: bool = False) -> None:
@@ -178,12 +165,8 @@ class Fetcher:
     ) -> DataLoader[Any]:
         """Return a loader that fetches what `feed` says, with the user's worker settings.
 
-        Args:
-            feed: an iterable of `Wanted`.
-            collate: makes the batches.
-            most: the largest number of worker processes, and of batches that they fetch ahead.
-            compares: as for `Examples`.
-            options: more arguments of torch's `DataLoader`.
+        `feed` yields what is `Wanted`. There are at most `most` worker processes, and as many
+        batches that they fetch ahead; `compares` is as for `Examples`.
         """
         given = self.loader
         if given.num_workers:
@@ -314,10 +297,7 @@ class Examples(_Drawing, Dataset[Any]):
 class Collate(_Drawing):
     """A `collate_fn` that draws from generators seeded for the batch.
 
-    Args:
-        collate: the user's, or torch's.
-        seed: the seed of the training.
-        of_parts: whether it gets parts of batches, for which it must not draw.
+    Of parts of batches, it must not draw.
     """
 
     def __init__(self, collate: Callable[[Any], Any], seed: int, *, of_parts: bool = False) -> None:

@@ -70,9 +70,7 @@ class BorrowedGenerators:
         numbers.seed(7)
         numbers.call(torch.rand, 2)
 
-    Args:
-        generators: the generators that the code may draw from.
-        locked: whether other threads are kept from torch's default generator during a call.
+    If `locked`, other threads are kept from torch's default generator during a call.
     """
 
     def __init__(self, generators: Sequence[Generator], *, locked: bool = True) -> None:
@@ -167,11 +165,7 @@ def generators_of(*owners: object) -> tuple[Generator, ...]:
 def order_of(sampler: Any, seed: int, epoch: int, own: object = None) -> Iterator[Any]:
     """Draw what a sampler gives in an epoch, with all that it draws from seeded by (seed, epoch).
 
-    Args:
-        sampler: the sampler, which may have others inside it.
-        seed: the seed of the training.
-        epoch: the epoch.
-        own: a generator that it may draw from besides its own.
+    The sampler may have others inside it, and may draw from the generator `own` besides.
     """
     samplers = samplers_in(sampler)
     numbers = BorrowedGenerators(generators_of(own, *samplers))

@@ -25,6 +25,7 @@ from evenstep.devices import intra_op_threads
 from evenstep.engine.interrupts import INTERRUPTS
 from evenstep.errors import DataError, InputError, hides_own_frames, shown
 from evenstep.limits import MOST_EXAMPLES
+from evenstep.options.checks import check_integer
 
 _MOST_WORKERS = 1024
 _AT_ONCE = 4096  # numbers of examples that are turned into Python's
@@ -77,14 +78,8 @@ class Loader:
             DataError: the data set has no length, or no examples.
             InputError: the batch size or the number of workers is too small.
         """
-        for name, value, least, most in (
-            ("batch_size", batch_size, 1, MOST_EXAMPLES),
-            ("num_workers", num_workers, 0, _MOST_WORKERS),
-        ):
-            if not isinstance(value, int) or not least <= value <= most:
-                raise InputError(
-                    f"got {name}={shown(value)}: give an integer from {least} to {most}"
-                )
+        check_integer("batch_size", batch_size, at_least=1, at_most=MOST_EXAMPLES)
+        check_integer("num_workers", num_workers, at_least=0, at_most=_MOST_WORKERS)
         self.dataset = dataset
         self.batch_size = batch_size
         self.seed = seed

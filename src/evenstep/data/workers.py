@@ -14,10 +14,6 @@ def refuse_half_a_batch(error: OSError | EOFError, loader: str) -> None:
     A worker closes its socket a moment before its process has ended, and torch, which looks for
     the process, then raises what the socket gave: "No such file or directory".
 
-    Args:
-        error: what a loader raised in this process.
-        loader: its name.
-
     Raises:
         RuntimeError: a worker has ended, as torch says it of one that ended a moment earlier.
     """

@@ -167,3 +167,17 @@ def _extent(tensor: torch.Tensor) -> int:
     """Return how many elements lie from a tensor's first one to its last one in memory."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in pairs) if tensor.numel() else 0
+
+
+# ---- contents
+
+
+def row_major(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` on the CPU and contiguous; a copy only if it isn't so already."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's elements in row-major order as uint8 (bytes,), on the CPU."""
+    plain = row_major(tensor)  # a lone element may have any stride, which `view` refuses
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from safetensors.torch import load, save
 
+from evenstep.devices.addresses import bytes_of
 from evenstep.devices.facts import Facts
 from evenstep.distributed.process_group import Exchange, Peers
 from evenstep.errors import DivergedError, InputError
@@ -21,10 +22,7 @@ _NAMED = 4  # differences in one message
 def differences(peers: Peers, facts: Facts, exchange: Exchange) -> dict[str, list[str]]:
     """Return what differs between the processes, each of which must call this function.
 
-    Args:
-        peers: the processes.
-        facts: values that JSON can hold, by name, by kind.
-        exchange: the call that compares them, for error messages.
+    Facts are values that JSON can hold, by name, by kind.
 
     Returns:
         The names of facts that differ, with both values and processes, by kind; kinds in which all
@@ -55,11 +53,8 @@ def listed(texts: Sequence[str]) -> str:
 def agree(peers: Peers, facts: Mapping[str, object], what: str, call: str) -> None:
     """Compare facts over all processes, each of which must call this function.
 
-    Args:
-        peers: the processes.
-        facts: values that JSON can hold, by name.
-        what: what the facts are about, for error messages.
-        call: the trainer's method that compares them.
+    `what` says in messages what the facts are about; `call` is the trainer's method that compares
+    them.
 
     Raises:
         InputError: some facts differ; the message names them and the process.
@@ -78,12 +73,7 @@ def refuse_divergence(
 ) -> None:
     """Compare the training state over all processes, each of which must call this function.
 
-    Args:
-        peers: the processes.
-        digests: the digest of every tensor, by name.
-        settings: the optimizer's settings, by name.
-        step: the number of steps that were done when the state was taken.
-        call: the trainer's method that compares it.
+    Tensors are given by their digests. The state was taken after `step` steps.
 
     Raises:
         DivergedError: a process's state differs from the most frequent one (of two processes, from
@@ -112,22 +102,18 @@ def follow_the_first(
     """Copy the first process's tensors, which are equal within rounding, into all the others'.
 
     This keeps processes that round differently from drifting apart. Each must call this function.
-
-    Args:
-        peers: the processes.
-        tensors: floating-point tensors by name, of the same shapes everywhere.
-        step: the number of steps that were done.
-        call: the trainer's method that compares them.
+    The tensors are of floating point, and have the same names and shapes everywhere.
 
     Raises:
         DivergedError: a process's tensor is further from the first one's than rounding explains.
     """
     own = {name: tensor.detach().cpu() for name, tensor in tensors.items()}
-    message = save(
-        {name: _as_bytes(tensor) for name, tensor in own.items()} if not peers.rank else {}
-    )
-    (theirs, *_) = peers.gather(message, _exchange(call, "the state of rank 0", step))
-    first = {name: _like(data, own[name]) for name, data in load(theirs).items()}
+    sent = {} if peers.rank else {name: bytes_of(one).clone() for name, one in own.items()}
+    (theirs, *_) = peers.gather(save(sent), _exchange(call, "the state of rank 0", step))
+    first = {
+        name: data.view(own[name].dtype).reshape(own[name].shape)
+        for name, data in load(theirs).items()
+    }
     far = next((name for name in sorted(own) if not _is_close(own[name], first[name])), "")
     exchange = _exchange(call, "the comparison with rank 0", step)
     for rank, named in enumerate(peers.gather(far.encode(), exchange)):
@@ -169,15 +155,6 @@ def _of_tensor(name: str) -> str:
         f"process only, or its machine's memory or processor is faulty: resume from the last "
         f"checkpoint without it"
     )
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    plain = tensor.resolve_conj().resolve_neg().contiguous().clone()
-    return plain.reshape(-1).view(torch.uint8)
-
-
-def _like(data: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    return data.view(tensor.dtype).reshape(tensor.shape)
 
 
 def _is_close(tensor: torch.Tensor, first: torch.Tensor) -> bool:

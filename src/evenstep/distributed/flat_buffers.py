@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
@@ -34,25 +35,33 @@ class Bucket:
 class FlatSpace:
     """The place of each parameter's gradient in the flat vectors.
 
-    Args:
-        parameters: all parameters of a model.
-        numbers: the parameters that have a place, in the order of their places.
+    The parameters that have one are given by `numbers`, in the order of their places.
 
     Attributes:
         nbytes: the size of all vectors together.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i in numbers:
+            by_dtype.setdefault(parameters[i].dtype, []).append(i)
+        self._lay_out(parameters, [*by_dtype.values()])
+
+    def _lay_out(
+        self, parameters: Sequence[torch.Tensor], members: Sequence[Sequence[int]]
+    ) -> None:
+        """Give each vector its members, one behind another; those of a vector have one dtype."""
         self._shapes = [parameter.shape for parameter in parameters]
         # Without gaps, in the parameter's own dimension order, like its gradients.
         self._strides = [torch.empty_like(p, device="meta").stride() for p in parameters]
-        self._dtypes = list(dict.fromkeys(parameters[i].dtype for i in numbers))
-        self._places: list[dict[int, int]] = [{} for _ in self._dtypes]
-        self._lengths = [0 for _ in self._dtypes]
-        for i in numbers:
-            flat = self._dtypes.index(parameters[i].dtype)
-            self._places[flat][i] = self._lengths[flat]
-            self._lengths[flat] += padded(parameters[i])
+        self._dtypes = [parameters[first].dtype for first, *_ in members]
+        self._places: list[dict[int, int]] = []
+        self._lengths: list[int] = []
+        for numbers in members:
+            elements = (padded(parameters[i]) for i in numbers)
+            *starts, length = itertools.accumulate(elements, initial=0)
+            self._places.append(dict(zip(numbers, starts, strict=True)))
+            self._lengths.append(length)
         sizes = zip(self._lengths, self._dtypes, strict=True)
         self._sizes = [length * dtype.itemsize for length, dtype in sizes]
         self.nbytes = sum(self._sizes)
@@ -85,22 +94,15 @@ class FlatSpace:
         return found
 
     def write(
-        self,
-        vectors: Vectors,
-        bucket: Bucket,
-        left: Gradients,
-        right: Gradients | None = None,
+        self, vectors: Vectors, bucket: Bucket, left: Gradients, right: Gradients | None = None
     ) -> None:
         """Write the gradients of a bucket, left + right, into vectors.
 
         A parameter without a gradient gets −0, the one number that changes no number it is added
         to (+0 turns −0 into +0).
 
-        Args:
-            vectors: the vectors to write to.
-            bucket: the part of them to write.
-            left: a gradient or None for each parameter of the bucket.
-            right: the gradients to add; None to write `left` alone.
+        `left` and `right` have a gradient or None for each parameter of the bucket; without
+        `right`, `left` is written alone.
         """
         rights: Gradients = [None] * len(left) if right is None else right
         for i, ours, theirs in zip(bucket.numbers, left, rights, strict=True):

@@ -19,7 +19,7 @@ from evenstep.collectives import (
     Forest,
     SumAtOwner,
     add_in_order,
-    chunk_bounds,
+    even_bounds,
     start_sum,
 )
 from evenstep.distributed.flat_buffers import FlatSpace, Gradients, Vectors
@@ -53,11 +53,8 @@ class GradientReduction(abc.ABC):
     ) -> None:
         """Write the gradients of a local partial sum, left + right, into a bucket.
 
-        Args:
-            bucket: the bucket's number.
-            partial: the number of the partial sum among those of this process.
-            left: a gradient or None for each parameter of the bucket.
-            right: the gradients to add; None to write `left` alone.
+        `partial` is counted among the sums of this process; `left` and `right` are as for
+        `FlatSpace.write`.
         """
         self._flats.write(self._vectors(partial), self.buckets[bucket], left, right)
         for position, i in enumerate(self.buckets[bucket].numbers):
@@ -204,10 +201,8 @@ class NetworkReduction(GradientReduction):
 class SharedVectors:
     """Flat vectors in memory that all processes share.
 
-    Attributes:
-        since: the first step that uses them.
-        partials: the vectors of each partial sum, of all processes.
-        totals: the vectors of the sum.
+    They are those of each partial sum, of all processes, and of the sum. Step `since` is the first
+    one that uses them.
     """
 
     since: int
@@ -275,19 +270,13 @@ class _SharedMemoryReduction(GradientReduction):
 def add_up_shared(peers: Peers, trees: Forest, shared: SharedVectors) -> None:
     """Compute `shared.totals`, each process adding its own chunk; each must call this function."""
     for flat, total in enumerate(shared.totals):
-        lo, hi = chunk_bounds(len(total), peers.size)[peers.rank]
+        lo, hi = even_bounds(len(total), peers.size)[peers.rank]
         partials = [vectors[flat][lo:hi] for vectors in shared.partials[: len(trees.owners)]]
         add_in_order(trees, partials, total[lo:hi])
     peers.gather(b"", Exchange("step", "the sum of its chunk of the gradients"))
 
 
 def gradient_reducer(peers: Peers, flats: FlatSpace, *, on_cpus: bool) -> NetworkReducer:
-    """Return the fastest reducer that is available.
-
-    Args:
-        peers: the processes.
-        flats: the place of each parameter's gradient.
-        on_cpus: whether all processes compute on CPUs.
-    """
+    """Return the fastest reducer that is available."""
     make = SharedMemoryReducer if peers.on_one_machine and on_cpus else NetworkReducer
     return make(peers, flats, BUCKET_BYTES)

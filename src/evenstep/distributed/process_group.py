@@ -60,11 +60,6 @@ class Exchange(NamedTuple):
 class Peers:
     """The processes of a job, seen from one of them.
 
-    Args:
-        transport: the connections to the others.
-        hosts: the name of each process's machine, by rank.
-        status_board: where each process publishes what it is doing.
-
     Attributes:
         rank, size: this process's number, and the number of processes.
         on_one_machine: whether all processes are in one network namespace.
@@ -87,10 +82,6 @@ class Peers:
 
     def gather(self, message: bytes, exchange: Exchange) -> list[bytes]:
         """Return every process's message, by rank; each process must call this method.
-
-        Args:
-            message: this process's message, of any length.
-            exchange: what the messages are for.
 
         Raises:
             PeerError: a process did not respond within the transport's time limit, has left, or

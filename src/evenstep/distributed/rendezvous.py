@@ -8,8 +8,7 @@ import functools
 import os
 import socket
 import sys
-from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
@@ -55,7 +54,7 @@ def job_share() -> tuple[int, int]:
 
 def is_first() -> bool:
     """Whether this process is the first of its job, or the only one."""
-    return not was_launched() or os.environ.get("RANK", "0") == "0"
+    return job_share()[0] == 0
 
 
 def restarts() -> int:
@@ -138,9 +137,7 @@ def show_reported_errors_in_one_line() -> None:
     """
     before = sys.excepthook
 
-    def show(
-        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
-    ) -> None:
+    def show(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         if isinstance(error, PeerError) and error.reported:
             print(f"evenstep: {' '.join(str(error).split())}", file=sys.stderr)
         else:

@@ -155,9 +155,8 @@ def _mapped(handle: int, nbytes: int) -> torch.Tensor | None:
 def _are_shared(peers: Peers, tokens: torch.Tensor | None) -> bool:
     """Prove that all processes have the same memory: each writes a token that each other reads.
 
-    Args:
-        peers: the processes, each of which must call this function.
-        tokens: where they are written, uint8 (processes, 16); None without memory.
+    Tokens are written to `tokens`, uint8 (processes, 16); None without memory. Each process must
+    call this.
     """
     token = secrets.token_bytes(_TOKEN_BYTES)
     if tokens is not None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_EVERY_S = 0.25
 _GRACE_S = 2.0  # the store's own time limit is much longer, and the store may be gone
 
 
@@ -21,17 +22,12 @@ class StatusBoard:
     """Publishes this process's status in a store, and reads the status of other processes.
 
     Inside `with`, a thread publishes the status a few times a second; `note` itself costs nothing.
-
-    Args:
-        store: shared by all processes.
-        rank: this process's number.
-        every_s: the interval at which the status is published.
+    All processes share the store.
     """
 
-    def __init__(self, store: Store, rank: int, every_s: float = 0.25) -> None:
+    def __init__(self, store: Store, rank: int) -> None:
         self._store = store
         self._rank = rank
-        self._every_s = every_s
         self._doing = "starting"
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -87,7 +83,7 @@ class StatusBoard:
 
     def _keep_publishing(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is gone; the main thread will notice
-            while not self._ended.wait(self._every_s):
+            while not self._ended.wait(_EVERY_S):
                 self._publish()
 
     def _publish(self) -> None:

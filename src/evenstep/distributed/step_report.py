@@ -20,6 +20,7 @@ from safetensors.torch import load, save
 from evenstep.batch import Batch
 from evenstep.batch.own_shards import Shards
 from evenstep.batch.whole import Shared
+from evenstep.devices.addresses import bytes_of, row_major
 from evenstep.distributed.process_group import Peers
 from evenstep.errors import ContractError, EvenstepError, PeerError
 from evenstep.private_torch.tensors import rows_of
@@ -136,12 +137,8 @@ def check_reports(reports: Sequence[Report], peers: Peers, but: int | None = Non
 def batch_digest(batch: Batch, *, is_whole: bool) -> int:
     """Return a checksum of what must be the same in every process.
 
-    It is of the nesting, and of each tensor's dtype, shape and bytes.
-
-    Args:
-        batch: a batch.
-        is_whole: whether the process was given the whole batch; of a part, only the tensors that
-            all shards share are the same.
+    It is of the nesting, and of each tensor's dtype, shape and bytes. Unless the batch `is_whole`,
+    only the tensors that all shards share are the same.
     """
     whole: Any = batch
     if isinstance(batch, tuple):
@@ -152,22 +149,15 @@ def batch_digest(batch: Batch, *, is_whole: bool) -> int:
         if not (is_whole or isinstance(leaf, Shared)):
             continue
         tensor = leaf.tensor if isinstance(leaf, Shared) else leaf
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         digest = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest)
-        digest = zlib.crc32(plain.view(torch.uint8).numpy().data, digest)
+        digest = zlib.crc32(bytes_of(tensor).numpy().data, digest)
     return digest
 
 
 def refuse_other_batches(digests: Mapping[int, int], peers: Peers, place: str) -> None:
     """Refuse batches, or tensors that all shards share, that differ between the processes.
 
-    Args:
-        digests: by rank (see `batch_digest`).
-        peers: the processes.
-        place: which batch it is, such as "step 3".
-
-    Raises:
-        ContractError: names the processes that were given a different batch.
+    The digests are given by rank; `place` names the batch, such as "step 3".
     """
     if len({*digests.values()}) < 2:
         return
@@ -220,12 +210,12 @@ def named(
     for number, tensor in tensors:
         if tensor is not None and tensor.is_sparse:
             indices, values = rows_of(tensor)
-            result[f"{prefix}/{number}/indices"] = _plain(indices)
-            result[f"{prefix}/{number}/values"] = _plain(values)
+            result[f"{prefix}/{number}/indices"] = row_major(indices)
+            result[f"{prefix}/{number}/values"] = row_major(values)
             result[f"{prefix}/{number}/coalesced"] = torch.tensor(tensor.is_coalesced())
             result[f"{prefix}/{number}/shape"] = torch.tensor(tensor.shape)
         elif tensor is not None:
-            result[f"{prefix}/{number}"] = _plain(tensor)
+            result[f"{prefix}/{number}"] = row_major(tensor)
     return result
 
 
@@ -239,14 +229,7 @@ def unnamed(
         return None
     indices, values = tensors[f"{name}/indices"], tensors[f"{name}/values"]
     size = tensors[f"{name}/shape"].tolist()
+    is_coalesced = bool(tensors[f"{name}/coalesced"])
     return torch.sparse_coo_tensor(
-        indices,
-        values,
-        size,
-        is_coalesced=bool(tensors[f"{name}/coalesced"]),
-        check_invariants=False,
+        indices, values, size, is_coalesced=is_coalesced, check_invariants=False
     ).to(device)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous()

@@ -6,6 +6,8 @@ import os
 import signal
 import threading
 
+_EVERY_S = 0.5
+
 
 class LauncherWatch:
     """Inside `with`, a thread watches the launcher and sends this process SIGTERM when it ends.
@@ -14,8 +16,7 @@ class LauncherWatch:
     and a plain script ends.
     """
 
-    def __init__(self, every_s: float = 0.5) -> None:
-        self._every_s = every_s
+    def __init__(self) -> None:
         self._launcher = os.getppid()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="evenstep launcher watch")
@@ -32,7 +33,7 @@ class LauncherWatch:
         self._thread.join()
 
     def _watch(self) -> None:
-        while not self._ended.wait(self._every_s):
+        while not self._ended.wait(_EVERY_S):
             if os.getppid() != self._launcher:  # an orphan has a different parent
                 os.kill(os.getpid(), signal.SIGTERM)
                 return

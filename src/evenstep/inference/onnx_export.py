@@ -23,9 +23,7 @@ _NEEDED = ("onnx", "onnxscript", "onnxruntime")
 def as_onnx(net: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes:
     """Return the content of an ONNX file: a model in evaluation mode, for any batch size.
 
-    Args:
-        net: the model; it is not changed.
-        inputs: its inputs, with at least two rows.
+    The inputs have at least two rows. The model is not changed.
 
     Raises:
         ExportError: a package is missing, the model can't be written as ONNX, or onnxruntime
@@ -43,8 +41,7 @@ def as_onnx(net: nn.Module, inputs: tuple[torch.Tensor, ...]) -> bytes:
     with evaluation_mode(net), torch.no_grad():
         expected = optree.tree_leaves(net(*inputs))
     for mine, its in zip(expected, found, strict=True):
-        mine = mine.cpu()
-        difference = (mine - its).abs().max().item()
+        difference = (mine.cpu() - its).abs().max().item()
         if not difference <= _BOUND * max(1.0, mine.abs().max().item()):
             raise ExportError(
                 f"onnxruntime's outputs differ from those of {type(net).__name__} by "

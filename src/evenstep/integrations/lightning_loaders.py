@@ -29,11 +29,7 @@ from evenstep.private_torch.loaders import end_workers
 
 
 def place_in(loop: Any) -> dict[str, Any]:
-    """Return the states of the default generators, and what Lightning doesn't save of the loaders.
-
-    Args:
-        loop: Lightning's fit loop.
-    """
+    """Return the default generators' states, and what Lightning doesn't save of its loaders."""
     loaders = _loaders_of(loop)
     held = [states_of(_held_by(loader)) for loader in loaders]
     has_place = any(map(has_own_state, loaders))
@@ -44,9 +40,7 @@ def place_in(loop: Any) -> dict[str, Any]:
 class Resumed:
     """A training that resumes where Lightning has saved a checkpoint.
 
-    Args:
-        loop: Lightning's fit loop, which has read the checkpoint.
-        place: what `place_in` returned.
+    The fit loop has read the checkpoint; `place_in` returned `place`.
     """
 
     def __init__(self, loop: Any, place: Mapping[str, Any]) -> None:
@@ -110,11 +104,7 @@ def _begin_behind(loader: Any, state: Any) -> None:
 
 
 def _refuse_counts(loaders: list[Any]) -> None:
-    """Refuse a place in torchdata's loader that only counts batches, and loses some.
-
-    Raises:
-        InputError: neither a stream of examples nor, in this process, its iterator has a state.
-    """
+    """Refuse a place in torchdata's loader that only counts batches, and loses some."""
     for loader in filter(is_torchdatas, loaders):
         fetcher = getattr(loader._iterator, "_dataset_fetcher", None)
         parts = loader.dataset, getattr(fetcher, "dataset_iter", None)

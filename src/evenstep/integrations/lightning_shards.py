@@ -41,9 +41,6 @@ _CALLS: contextvars.ContextVar[list[_Call] | None] = contextvars.ContextVar("cal
 class ShardSteps:
     """The objective of a training: calls `training_step` with a shard's examples.
 
-    Args:
-        trainer: Lightning's Trainer.
-
     Attributes:
         is_first: whether no step was taken. Then lists and metrics that grow are looked for.
     """
@@ -77,10 +74,7 @@ class ShardSteps:
     def __call__(self, module: Any, batch: Any, *rest: Any) -> tuple[torch.Tensor, Number, Outputs]:
         """Return the total, the count and the outputs of one shard.
 
-        Args:
-            module: the LightningModule, or a copy of it.
-            batch: the shard's part of the batch.
-            rest: what `training_step` gets besides, and a tensor with an element for each example.
+        `rest` has what `training_step` gets besides, and a tensor with an element for each example.
         """
         *given, rows = rest
         if module._trainer is None:  # a copy of a LightningModule has none
@@ -141,11 +135,7 @@ class ShardSteps:
         return outputs
 
     def _refuse_grown(self, module: nn.Module, before: Mapping[str, int]) -> None:
-        """Refuse a list or metric that each shard on one copy of the module adds to.
-
-        Raises:
-            ContractError: names it.
-        """
+        """Refuse a list or metric that each shard on one copy of the module adds to."""
         for name, size in _sizes(module).items():
             if size <= before.get(name, size):
                 continue

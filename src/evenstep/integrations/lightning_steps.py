@@ -20,7 +20,7 @@ from evenstep.distributed import job_share
 from evenstep.errors import ContractError, InputError, add_note
 from evenstep.integrations.lightning_loaders import Resumed, place_in
 from evenstep.integrations.lightning_shards import ShardSteps
-from evenstep.integrations.options import options_for
+from evenstep.integrations.options import options_for, refuse_other_experiment
 from evenstep.options import Experiment, Faults, Layout
 from evenstep.steps.step import Position
 from evenstep.training.setup.arguments import refined
@@ -213,14 +213,8 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
             layout=self._layout,
             faults=self._faults,
         )
-        here = dataclasses.asdict(even.experiment)
-        for name, value in self._experiment.items():
-            if here.get(name, value) != value:
-                raise InputError(
-                    f"the checkpoint was trained with {name}={value!r}, but EvenStrategy has "
-                    f"{name}={here[name]!r}: the result would match neither; give the saved value"
-                )
-        self._experiment = here
+        refuse_other_experiment("EvenStrategy", even.experiment, "the checkpoint", self._experiment)
+        self._experiment = dataclasses.asdict(even.experiment)
         self._even = self._opened.enter_context(even)
         return even
 
@@ -248,10 +242,7 @@ class EvenSteps(_STRATEGY):  # type: ignore[misc]
                 "leave it out, and give EvenStrategy(devices=...)",
             ),
             f"num_nodes={self.num_nodes}": (self.num_nodes > 1, "leave it out"),
-            "several processes": (
-                self.cluster_environment.world_size() > 1,
-                _ONE_PROCESS,
-            ),
+            "several processes": (self.cluster_environment.world_size() > 1, _ONE_PROCESS),
             f"precision={precision!r}": (
                 precision not in _PRECISIONS,
                 "use '32-true' or 'bf16-mixed'",

@@ -19,12 +19,7 @@ def options_for(
 ) -> tuple[Experiment, Layout, Faults]:
     """Return the groups of options; refuse choices that belong to the other library.
 
-    Args:
-        who: the class that was given them, for messages.
-        experiment: as for `evenstep.Trainer`.
-        layout: as for `evenstep.Trainer`.
-        faults: as for `evenstep.Trainer`.
-        instead: for each choice that is refused, what to do instead.
+    `who` was given them; `instead` says for each choice that is refused what to do instead.
 
     Raises:
         InputError: a group has a different type, or makes one of these choices.
@@ -37,3 +32,15 @@ def options_for(
             if name in instead and value != getattr(default, name):
                 raise InputError(f"{who} got {name}={shown(value)}: {instead[name]}")
     return groups
+
+
+def refuse_other_experiment(
+    who: str, here: Experiment, checkpoint: str, saved: Mapping[str, object]
+) -> None:
+    """Refuse to resume with choices that the result depends on and that were others."""
+    for name, value in dataclasses.asdict(here).items():
+        if saved.get(name, value) != value:
+            raise InputError(
+                f"{checkpoint} was trained with {name}={saved[name]!r}, but {who} has "
+                f"{name}={value!r}: the result would match neither; give the saved value"
+            )

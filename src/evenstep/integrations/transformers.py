@@ -18,7 +18,7 @@ from evenstep.batch.own_shards import Shards
 from evenstep.devices import Devices, find_devices, intra_op_threads
 from evenstep.errors import ContractError, InputError, add_note
 from evenstep.files import write_file
-from evenstep.integrations.options import options_for
+from evenstep.integrations.options import options_for, refuse_other_experiment
 from evenstep.options import Experiment, Faults, Layout
 from evenstep.shard.loss import Number
 from evenstep.steps.step import Position, StepLoss
@@ -211,7 +211,9 @@ class EvenTrainer(transformers.Trainer):
             faults=self._faults,
         )
         if self._resumed_from:
-            _refuse_other_experiment(even.experiment, self._checkpoint())
+            folder = self._checkpoint()
+            saved = _saved_experiment(folder)
+            refuse_other_experiment("EvenTrainer", even.experiment, str(folder), saved)
         done = self.state.global_step
         even.position = Position(steps_done=done, batch=done)
         return self._opened.enter_context(even)
@@ -312,10 +314,7 @@ class EvenTrainer(transformers.Trainer):
                 args.auto_find_batch_size,
                 "choose per_device_train_batch_size: the result must not depend on the memory",
             ),
-            f"optim={optimizer}": (
-                "lomo" in optimizer,
-                "choose an optimizer that takes gradients",
-            ),
+            f"optim={optimizer}": ("lomo" in optimizer, "choose an optimizer that takes gradients"),
         }
         for what, (is_asked_for, instead) in refused.items():
             if is_asked_for:
@@ -337,28 +336,18 @@ def _forked_generators(device: torch.device) -> contextlib.AbstractContextManage
     return torch.random.fork_rng([device], device_type=device.type)
 
 
-def _refuse_other_experiment(here: Experiment, checkpoint: Path) -> None:
-    """Refuse to resume with choices that the result depends on and that were others.
-
-    Raises:
-        InputError: the message names one.
-    """
+def _saved_experiment(checkpoint: Path) -> dict[str, object]:
+    """Return the choices that a checkpoint was trained with, by name; none of a plain one."""
     file = checkpoint / _EXPERIMENT
     if not file.exists():
         logger.warning(f"{checkpoint} was not saved by EvenTrainer: training resumes from it")
-        return
+        return {}
     try:
-        saved = dict(json.loads(file.read_text(encoding="utf-8")))
+        return dict(json.loads(file.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
         raise InputError(
             f"{file} is damaged: remove it to resume without a check of shards and options"
         ) from error
-    for name, value in dataclasses.asdict(here).items():
-        if name in saved and saved[name] != value:
-            raise InputError(
-                f"{checkpoint} was trained with {name}={saved[name]!r}, but EvenTrainer has "
-                f"{name}={value!r}: the result would match neither; give the saved value"
-            )
 
 
 def _tensors_of(inputs: Mapping[str, Any]) -> Iterator[torch.Tensor]:

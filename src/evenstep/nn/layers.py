@@ -18,12 +18,7 @@ from evenstep.nn.sliced import compute_sliced
 
 
 class Sliced(nn.Module):
-    """What the sliced layers have in common.
-
-    Attributes:
-        slices: S, the number of slices.
-        along: which features are cut.
-    """
+    """What the sliced layers have in common."""
 
     slices: int
     along: Along

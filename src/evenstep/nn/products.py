@@ -40,12 +40,7 @@ class Slice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Product(abc.ABC):
-    """A layer cut into slices, each computed from its parts of the input and of the parameters.
-
-    Attributes:
-        slices: S, the number of slices.
-        along: what is cut.
-    """
+    """A layer cut into slices, each computed from its parts of the input and of the parameters."""
 
     slices: int
     along: Along
@@ -76,10 +71,8 @@ class Product(abc.ABC):
     def backward(self, given: Slice, dy: torch.Tensor, wanted: Wanted) -> Gradients:
         """Return the gradients of a slice with respect to its input, weight and bias.
 
-        Args:
-            given: the slice.
-            dy: the gradient with respect to the slice's result.
-            wanted: whether each of the three is needed; others are None.
+        `dy` is the gradient with respect to the slice's result. Gradients that are not `wanted` are
+        None.
         """
 
 
@@ -97,19 +90,14 @@ class LinearProduct(Product):
             # One number may pass for a column: then torch's derivative transposes the product.
             by_column = given.x.stride() == (1, len(given.x))
             dx = given.weight.t().mm(dy.t()).t() if by_column else dy.mm(given.weight)
-        return (
-            dx,
-            dy.t().mm(given.x) if wanted[1] else None,
-            dy.sum(0) if wanted[2] else None,
-        )
+        return (dx, dy.t().mm(given.x) if wanted[1] else None, dy.sum(0) if wanted[2] else None)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvProduct(Product):
     """x of shape (N, channels, height, width) convolved with a weight of 4 dimensions.
 
-    Attributes:
-        groups: the groups of the whole layer; a slice has whole groups, or a part of one group.
+    With groups, a slice has whole groups of the layer, or a part of one.
     """
 
     stride: tuple[int, int]
@@ -149,12 +137,7 @@ class EmbeddingProduct(Product):
     """The rows of a weight of shape (rows, features) that the integers x name.
 
     Cut along its inputs, a slice has some of the rows, and gives zeros for others: each value is
-    added to zeros only, which is exact.
-
-    Attributes:
-        rows: the number of rows of the whole weight.
-        padding_idx: the row that gets no gradient.
-        scale_grad_by_freq: whether a row's gradient is divided by how often x names it.
+    added to zeros only, which is exact. `rows` is their number in the whole weight.
     """
 
     rows: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import queue
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from evenstep.collectives import even_bounds
 from evenstep.devices import Device, carry
 from evenstep.engine import streams
 from evenstep.engine.interrupts import POLL_S
@@ -85,12 +85,9 @@ class SlicingDevices:
     """Devices that compute the slices of one shard at a time together, each in its lane.
 
     Slices are assigned to devices in contiguous runs whose lengths differ by at most one, always in
-    the same way, so that a device with memory of its own needs only its slices of the weights.
-    The lane of the first device computes everything between the sliced layers.
-
-    Args:
-        members: the devices by their lanes, the first one first.
-        exchanged: counts what the devices send each other.
+    the same way, so that a device with memory of its own needs only its slices of the weights. The
+    lane of the first device computes everything between the sliced layers. `exchanged` counts what
+    the devices send each other.
 
     Attributes:
         first: the lane of the first device.
@@ -118,14 +115,11 @@ class SlicingDevices:
         Raises:
             SlicingStoppedError: the step was dropped.
         """
-        runs = equal_runs(len(arguments), 1 + len(self._helpers))
-        asked = [lane for lane, run in zip(self._helpers, runs[1:], strict=True) if run]
-        job = _Job(
-            function,
-            streams.given_from(self._home, arguments),
-            dict(zip(self._helpers, runs[1:], strict=True)),
-            {*asked},
-        )
+        runs = [range(*ends) for ends in even_bounds(len(arguments), len(self._members))]
+        runs_of = dict(zip(self._helpers, runs[1:], strict=True))
+        asked = [lane for lane, run in runs_of.items() if run]
+        given = streams.given_from(self._home, arguments)
+        job = _Job(function, given, runs_of, {*asked})
         if self._is_stopped:
             raise SlicingStoppedError
         for lane in asked:
@@ -160,11 +154,7 @@ class SlicingDevices:
             job.is_done.set()
 
     def keeping(self, stuck: Sequence[int]) -> list[int]:
-        """Return the lanes that a stuck shard waits for, or its own if it waits for none.
-
-        Args:
-            stuck: [first] if its shard takes too long, or nothing.
-        """
+        """Return the lanes that a stuck shard waits for, or its own if it waits for none."""
         job = self._waits_for
         return sorted(job.missing) if stuck and job is not None and job.missing else [*stuck]
 
@@ -234,9 +224,7 @@ class _Job:
 class _Memory:
     """The memory of a device that doesn't share the model's: what it holds, and what it was sent.
 
-    Args:
-        device: the device, also an attribute.
-        home: the device that the results go to.
+    Results go to the device `home`.
 
     Attributes:
         held_nbytes: bytes of the parts of parameters that it holds.
@@ -279,13 +267,6 @@ class _Memory:
     def _carry(self, tensor: torch.Tensor, device: Device) -> torch.Tensor:
         self._nbytes += tensor.nbytes
         return carry(tensor, device)
-
-
-def equal_runs(items: int, parts: int) -> list[range]:
-    """Divide range(items) into contiguous runs, the longer ones first; they differ by at most 1."""
-    size, longer = divmod(items, parts)
-    ends = [number * size + min(number, longer) for number in range(parts + 1)]
-    return [range(lo, hi) for lo, hi in itertools.pairwise(ends)]
 
 
 def _value_here(argument: Argument) -> torch.Tensor | None:

@@ -38,13 +38,8 @@ def compute_sliced(
     """Return the output of a layer that is cut as `product` says.
 
     The runner of the calling thread computes the slices, in forward and backward. In traced code,
-    and in a backward pass with `create_graph=True`, the calling thread computes them.
-
-    Args:
-        product: the layer's arithmetic.
-        x: the layer's input.
-        weight: its weight.
-        bias: its bias, added by the slices if the outputs are cut, and otherwise after the sum.
+    and in a backward pass with `create_graph=True`, the calling thread computes them. Slices add
+    the bias if the outputs are cut; otherwise it is added after the sum.
     """
     keys = tuple(id(one) if isinstance(one, nn.Parameter) else None for one in (weight, bias))
     if product.multiplies:
@@ -184,11 +179,7 @@ def _held(
 ) -> Sequence[Argument]:
     """Return each slice's part of a weight or a bias: of a parameter, a part to be kept.
 
-    Args:
-        product: says how the layer is cut.
-        key: the `id` of the parameter; None if `tensor` is computed in each forward pass.
-        tensor: the weight, or the bias.
-        dim: the dimension that is cut.
+    `key` is the `id` of the parameter; None if `tensor` is computed in each forward pass.
     """
     if tensor is None:
         return [None] * product.slices

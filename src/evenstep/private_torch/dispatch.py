@@ -22,6 +22,22 @@ else:
     )
 
 
+class OpsMode(TorchDispatchMode):
+    """Base of modes that see the ops of the calling thread.
+
+    Functions that the user has compiled stay compiled inside. Otherwise Dynamo would skip them,
+    there and in every shard after it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Whether compiled functions run as ever: yes."""
+        return True
+
+
 # ---- modes of the calling thread
 
 dispatch_modes: Callable[[], list[Any]] = private(

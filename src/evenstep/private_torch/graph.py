@@ -47,16 +47,8 @@ saving_hooks: Callable[[bool], object] = private(
 )
 """Return the calling thread's innermost hooks on saved tensors, or None, given False."""
 
-_of_layer = attribute(
-    _EMBEDDING,
-    "_saved_sparse",
-    "find functions that give sparse gradients",
-)
-_of_gather = attribute(
-    _GATHER,
-    "_saved_sparse_grad",
-    "find functions that give sparse gradients",
-)
+_of_layer = attribute(_EMBEDDING, "_saved_sparse", "find functions that give sparse gradients")
+_of_gather = attribute(_GATHER, "_saved_sparse_grad", "find functions that give sparse gradients")
 
 
 def number_of(node: Any) -> int:

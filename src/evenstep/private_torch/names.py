@@ -22,7 +22,7 @@ from evenstep.errors import VersionError
 SEEN_IN = "2.13.0"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class PrivateName:
     """A private name of torch.
 
@@ -64,9 +64,8 @@ def private(
     try:
         found = lookup(pkgutil.resolve_name(owner), name, path)
     except (ImportError, AttributeError):
-        _note(path, purpose, public_way, needed, is_there=False)
-        return _stand_in(path, purpose) if public_way is None else public_way
-    _note(path, purpose, public_way, needed, is_there=True)
+        return _missing(path, purpose, public_way, needed)
+    _note(path, purpose, public_way, needed)
     return found
 
 
@@ -83,9 +82,9 @@ def attribute(
     try:
         lookup(sample, name, path)
     except AttributeError:
-        _note(path, purpose, public_way, True, is_there=False)
-        return _stand_in(path, purpose) if public_way is None else public_way
-    _note(path, purpose, public_way, True, is_there=True)
+        found: Callable[[Any], Any] = _missing(path, purpose, public_way, needed=True)
+        return found
+    _note(path, purpose, public_way, needed=True)
     return operator.attrgetter(name)
 
 
@@ -93,16 +92,11 @@ def when_called(owner: str, name: str, purpose: str, *, needed: bool = False) ->
     """Return a function that returns a private name of a module, which takes long to import.
 
     The function raises a VersionError if the name is missing: a trainer can be built, but what
-    calls the function fails.
-
-    Args:
-        owner: the module.
-        name: the name in it.
-        purpose: what it is for.
-        needed: whether every training calls the function.
+    calls the function fails. `needed` says whether every training calls the function; for the
+    others see `private`.
     """
     path = f"{owner}.{name}"
-    _note(path, purpose, None, needed, is_there=True)
+    _note(path, purpose, None, needed)
 
     def find() -> Any:
         try:
@@ -132,30 +126,23 @@ def missing_names() -> tuple[PrivateName, ...]:
 
 
 def refuse_missing() -> None:
-    """Refuse to build a trainer where a needed name without a public way is missing.
-
-    Raises:
-        VersionError: names all of them.
-    """
+    """Refuse to build a trainer where a needed name without a public way is missing."""
     gone = [one for one in missing_names() if one.needed and not one.has_public_way]
     if gone:
         raise _error(" and ".join(f"{one.path} (to {one.purpose})" for one in gone))
 
 
-def _note(path: str, purpose: str, public_way: object, needed: bool, *, is_there: bool) -> None:
-    _NAMES.append(
-        PrivateName(
-            path=path,
-            purpose=purpose,
-            has_public_way=public_way is not None,
-            needed=needed,
-            is_there=is_there,
-        )
-    )
+def _note(
+    path: str, purpose: str, public_way: object, needed: bool, *, is_there: bool = True
+) -> None:
+    _NAMES.append(PrivateName(path, purpose, public_way is not None, needed, is_there))
 
 
-def _stand_in(path: str, purpose: str) -> Any:
-    """Return a class that can't be used, for a function or a class that is missing."""
+def _missing(path: str, purpose: str, public_way: Any, needed: bool) -> Any:
+    """Note that a name is missing; return the public way, or a class that can't be used."""
+    _note(path, purpose, public_way, needed, is_there=False)
+    if public_way is not None:
+        return public_way
 
     def refuse(*_: object, **__: object) -> NoReturn:
         raise _error(f"{path} (to {purpose})")

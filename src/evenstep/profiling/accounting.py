@@ -89,11 +89,8 @@ class Shares(tuple[DeviceShares, ...]):
 class Account:
     """Adds up the work of devices, step by step. Not thread-safe: callers take turns.
 
-    Attributes:
-        devices: names of the devices, in the order of the lanes.
-        wall_s: seconds of all steps, including the waits for their data.
-        wait_data_s: seconds of these in which no device could begin.
-        steps: number of steps.
+    `wall_s` are the seconds of all steps, with the waits for their data; in `wait_data_s` of them
+    no device could begin.
     """
 
     def __init__(self, devices: Sequence[str]) -> None:

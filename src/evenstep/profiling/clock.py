@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
 import time
 from collections import deque
@@ -20,14 +19,8 @@ ADD_UP_EVERY = 64
 class ShardTime(NamedTuple):
     """When a lane computed a shard, in seconds of `time.perf_counter`.
 
-    Attributes:
-        lane: the lane's number.
-        shard: the shard's number.
-        stolen: whether the shard was in another lane's run.
-        began_s: when the computation began.
-        ended_s: when it ended.
-        stage: the stage of the network that was computed; None for all of it.
-        backward: whether this was the stage's backward pass.
+    A shard is `stolen` if it was in another lane's run. `stage` is the stage of the network that
+    was computed, forward or `backward`; None for all of it.
     """
 
     lane: int
@@ -116,10 +109,6 @@ class StepClock:
 class Timekeeper:
     """Keeps the account of devices, and writes steps into a trace.
 
-    Args:
-        trace: receives the spans of steps.
-        devices: the devices' names.
-
     Attributes:
         ended: the finished steps that were not added up yet, as (number, clock); None for a rest.
     """
@@ -190,8 +179,4 @@ class Timekeeper:
 
     def _write(self, number: int, clock: StepClock, category: str) -> None:
         count = len(clock.shards) + len(clock.nodes) + (clock.update is not None)
-        self._trace.add_later(count, functools.partial(_spans, clock, number, category))
-
-
-def _spans(clock: StepClock, number: int, category: str) -> list[Span]:
-    return [*clock.spans(number, category)]
+        self._trace.add_later(count, lambda: [*clock.spans(number, category)])

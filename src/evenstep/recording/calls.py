@@ -13,13 +13,8 @@ import torch
 class Frame:
     """A call that is running.
 
-    Attributes:
-        module: the module's name.
-        kind: its class.
-        trains: whether it is in training mode.
-        examples: the size of the batch, if it is known.
-        number: how often the module was called before in this call of the model.
-        draws: the states of generators before; None if the call isn't recorded.
+    `number` says how often the module was called before in this call of the model. `draws` are the
+    states of generators before it; None if the call isn't recorded.
     """
 
     module: str
@@ -37,12 +32,7 @@ class Frame:
 
 
 class Calls(threading.local):
-    """The running calls of each thread, the innermost last.
-
-    Attributes:
-        frames: the calls.
-        is_in_backward: whether a backward pass runs.
-    """
+    """The running calls of each thread, the innermost last."""
 
     def __init__(self) -> None:
         self.frames: list[Frame] = []

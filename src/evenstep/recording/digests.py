@@ -23,6 +23,8 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
+from evenstep.devices.addresses import row_major
+
 _COLUMNS = 2048
 _COLUMNS_OF_ROW = 256
 _SKETCHED = 8
@@ -47,9 +49,7 @@ _SAMPLED = 15
 class Picked(NamedTuple):
     """The example that is looked at more closely: it depends on the examples, not on their order.
 
-    Attributes:
-        key: the least checksum of a row.
-        row: its place.
+    `key` is the least checksum of a row, and `row` its place.
     """
 
     key: int
@@ -138,7 +138,7 @@ def sample_of(tensor: torch.Tensor, row: int, examples: int | None) -> list[floa
         if dense.dim() == 0 or len(dense) != examples or not dense.is_floating_point():
             return []
         flat = dense[row].reshape(-1)
-        return [*map(_number, flat[:: len(flat) // _SAMPLED + 1].double().tolist())]
+        return [*map(number_in_json, flat[:: len(flat) // _SAMPLED + 1].double().tolist())]
     except (RuntimeError, NotImplementedError):
         return []
 
@@ -195,7 +195,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
         dense = dense.to_sparse_coo().coalesce().values()
     elif dense.layout is not torch.strided:
         dense = dense.to_dense()
-    return dense.to("cpu").resolve_conj().resolve_neg().contiguous()
+    return row_major(dense)
 
 
 def _is_sparse(tensor: torch.Tensor) -> bool:
@@ -227,7 +227,7 @@ def _statistics(dense: torch.Tensor, *, has_sketch: bool) -> tuple[Any, ...]:
     )
     nans = 0 if math.isfinite(squares) else int(flat.isnan().sum())
     sketch = _sketch(flat) if has_sketch and math.isfinite(squares) else None
-    return _number(total), _number(squares), _number(largest), nans, sketch
+    return number_in_json(total), number_in_json(squares), number_in_json(largest), nans, sketch
 
 
 def _sketch(flat: torch.Tensor) -> list[float]:
@@ -267,7 +267,7 @@ def _mix(numbers: np.ndarray) -> np.ndarray:
     return mixed
 
 
-def _number(value: float) -> float | str:
+def number_in_json(value: float) -> float | str:
     """Return a number as JSON can hold it."""
     return value if math.isfinite(value) else str(value)
 

@@ -15,22 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from evenstep.batch.rng import generator_here, is_in_shard
+from evenstep.batch.rng import generator_here
 from evenstep.devices import accelerator
 from evenstep.engine.task import IS_ASIDE
 from evenstep.recording.watching import replaced
-from evenstep.replicas import original_of
 from evenstep.steps import minimise, update
 from evenstep.training.trainer import Trainer
-
-__all__ = [
-    "drawn_between",
-    "draws_here",
-    "is_aside",
-    "is_in_shard",
-    "original_of",
-    "watching_steps",
-]
 
 
 def is_aside() -> bool:

@@ -22,10 +22,8 @@ FORMAT, VERSION = "evenstep record", 2
 class RecordFile:
     """Writes the events of one process.
 
-    Args:
-        folder: the record; created if it doesn't exist.
-        rank: the number of the process.
-        most_nbytes: the size after which events are dropped, all but a line that says so.
+    After `most_nbytes`, events are dropped, all but a line that says so. The folder is created if
+    it doesn't exist.
 
     Attributes:
         is_full: whether events are dropped.

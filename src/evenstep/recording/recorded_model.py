@@ -22,10 +22,7 @@ _MOST_NBYTES_OF_TEXT = 200
 class RecordedModel:
     """A model that was called by itself: not from another module.
 
-    Args:
-        module: the model; held weakly.
-        number: its number in the record.
-        kept: what was kept of its tensors.
+    The module is held weakly.
 
     Attributes:
         name: its name in the record: "" for the first model.

@@ -25,27 +25,23 @@ from torch import nn
 from torch.nn.modules import module as hooks_of_modules
 from torch.optim import optimizer as hooks_of_optimizers
 
+from evenstep.batch.rng import is_in_shard
 from evenstep.distributed.rendezvous import job_share
 from evenstep.errors import InputError, shown
+from evenstep.options.checks import check_choice, check_integer
 from evenstep.private_torch.modules import is_compiled
 from evenstep.recording.calls import Calls, Frame
 from evenstep.recording.digests import (
     RecentlyKept,
     digest_of_starts,
     digests_of_examples,
+    number_in_json,
     sample_of,
     values_of,
 )
 from evenstep.recording.facts import facts_here, loader_facts, states_of_generators
 from evenstep.recording.operators import Operators
-from evenstep.recording.own_trainings import (
-    drawn_between,
-    draws_here,
-    is_aside,
-    is_in_shard,
-    original_of,
-    watching_steps,
-)
+from evenstep.recording.own_trainings import drawn_between, draws_here, is_aside, watching_steps
 from evenstep.recording.record_file import FORMAT, VERSION, RecordFile
 from evenstep.recording.recorded_model import (
     RecordedModel,
@@ -59,11 +55,11 @@ from evenstep.recording.watching import (
     autocast_dtype,
     examples_in,
     is_scripting,
-    number_of,
     quiet,
     replaced,
     tensors_in,
 )
+from evenstep.replicas import original_of
 
 PART = "part of group"
 """How the name of what is no whole parameter begins."""
@@ -76,13 +72,7 @@ class Recorder:
     """Records this process from `start` on; the file is created at the first call of a model.
 
     Args:
-        folder: the record: a folder with a file for each process.
-        level: one of `LEVELS`.
-        steps: the updates that are recorded.
-        every: only every so many updates are recorded, from the first on.
-        values: patterns of names (of modules and parameters) whose outputs and gradients are kept
-            as values, too.
-        batch_dim: the dimension of tensors that counts examples; it is put first.
+        folder, level, steps, every, values, batch_dim: as for `record`, and checked.
         most_nbytes: the largest file.
         rank: the number of this process, and the number of processes, where `torch.distributed`
             does not say it.
@@ -390,10 +380,10 @@ class Recorder:
             finally:
                 calls.is_in_backward = False
             with self._lock, quiet():
-                losses = tensors_in((arguments, keywords))[:1]
+                found = [one.detach() for one in tensors_in((arguments, keywords))[:1]]
                 self._write(
                     "backward",
-                    losses=[number_of(one) for one in losses if one.numel() == 1],
+                    losses=[number_in_json(float(one)) for one in found if one.numel() == 1],
                     gradients=[
                         self._kept.kept_by_name(
                             (name, one.grad)
@@ -539,15 +529,10 @@ def record(
     Raises:
         InputError: an argument is wrong, or the folder can't be written.
     """
-    if level not in LEVELS:
-        raise InputError(f"got level={shown(level)}: give {' or '.join(map(repr, LEVELS))}")
-    for name, number, least in (
-        ("steps", steps, 1),
-        ("every", every, 1),
-        ("batch_dim", batch_dim, 0),
-    ):
-        if not isinstance(number, int) or number < least:
-            raise InputError(f"got {name}={shown(number)}: give a number from {least} on")
+    check_choice("level", level, LEVELS)
+    check_integer("steps", steps, at_least=1, at_most=None)
+    check_integer("every", every, at_least=1, at_most=None)
+    check_integer("batch_dim", batch_dim, at_least=0, at_most=None)
     if isinstance(values, str) or not all(isinstance(one, str) for one in values):
         raise InputError(f"got values={shown(values)}: give a list of names")
     recorder = Recorder(

@@ -12,11 +12,8 @@ import torch
 class Updates:
     """The updates of all optimizers of a process.
 
-    An optimizer is known by the parameters that it updates: a copy counts as the same one.
-
-    Args:
-        steps: how many updates of each optimizer are recorded.
-        every: only every so many updates are, from the first on.
+    An optimizer is known by the parameters that it updates: a copy counts as the same one. Of each
+    optimizer `steps` updates are recorded: the first, and then one of `every`.
     """
 
     def __init__(self, steps: int, every: int) -> None:

@@ -97,9 +97,3 @@ def examples_in(tensors: list[torch.Tensor]) -> int | None:
     """Return the size of the batch: of the first dimension of the first tensor that has one."""
     first = next((one for one in tensors if one.dim() > 0), None)
     return None if first is None else len(first)
-
-
-def number_of(value: torch.Tensor) -> float | str:
-    """Return a tensor of one value as JSON can hold it."""
-    number = float(value.detach())
-    return number if abs(number) < float("inf") else str(number)

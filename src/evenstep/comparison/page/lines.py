@@ -18,10 +18,7 @@ def lines(
 ) -> list[str]:
     """Return each series as points of a polyline; values that are none or infinite are left out.
 
-    Args:
-        series: the values of each line, from left to right.
-        lowest: what is at the lower edge; the smallest value unless given.
-        highest: what is at the upper edge; the largest value unless given.
+    The lower and the upper edge are the smallest and the largest value unless they are given.
     """
     known = [one for part in series for one in part if one is not None and math.isfinite(one)]
     bottom = min(known, default=0.0) if lowest is None else lowest

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections import Counter
 
-from evenstep.comparison.aligned import distance, furthest, join_calls, same
+from evenstep.comparison.aligned import distance, furthest, join_calls
+from evenstep.comparison.computed import mean_loss
 from evenstep.comparison.data import rows_of
 from evenstep.comparison.reading import Kept, Run
 
@@ -69,9 +70,7 @@ def _update(ours: Run, theirs: Run, number: int) -> Update:
 
 def _loss(run: Run, number: int) -> float | None:
     steps = run.step(number)
-    if not any(step.losses for step in steps):
-        return None
-    return math.fsum(sum(step.losses) / step.scale for step in steps) / len(steps)
+    return mean_loss(steps) if any(step.losses for step in steps) else None
 
 
 def modules_of(ours: Run, theirs: Run, number: int) -> list[Module]:
@@ -96,7 +95,7 @@ def modules_of(ours: Run, theirs: Run, number: int) -> list[Module]:
 def _apart(ours: list[Kept], theirs: list[Kept]) -> float | None:
     if not ours or len(ours) != len(theirs):
         return None
-    far = [0.0 if same(*pair) else distance(*pair) for pair in zip(ours, theirs, strict=True)]
+    far = [*map(distance, ours, theirs)]
     return max(far) if all(map(math.isfinite, far)) else None
 
 

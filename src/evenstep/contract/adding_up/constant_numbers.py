@@ -8,37 +8,22 @@ from typing import Any
 
 import torch
 
-from evenstep.private_torch.dispatch import (
-    DispatchKey,
-    TorchDispatchMode,
-    arguments_of,
-    run_kernel,
-)
+from evenstep.private_torch.dispatch import DispatchKey, OpsMode, arguments_of, run_kernel
 
 _HALF = 0.5
 
 
-class ConstantNumbers(TorchDispatchMode):
+class ConstantNumbers(OpsMode):
     """A dispatch mode in which every random op gives the same numbers for every example.
 
     An element's number depends on nothing but the op, and a permutation of n things is their
     reversal. So two shards together draw what they draw apart, unless the numbers mix examples.
-
-    Attributes:
-        unknown: the names of ops that still drew random numbers.
+    `unknown` has the names of ops that still drew random numbers.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.unknown: list[str] = []
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether functions that the user has compiled stay compiled inside the mode: yes.
-
-        Otherwise Dynamo would skip them, here and in every shard after the check.
-        """
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

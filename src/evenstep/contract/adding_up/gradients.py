@@ -28,14 +28,6 @@ def refuse_own_gradients(replica: Replica, work: ShardWork, objective: ShardObje
     A shard is computed with a loss of zero: what its backward pass then gives was put in by a
     function that ignores the gradient it gets, or by a backward pass inside the forward pass. Every
     shard would add it with the weight that plain torch gives it once.
-
-    Args:
-        replica: a copy of the model.
-        work: a shard.
-        objective: computes the shard's loss as (total, count).
-
-    Raises:
-        ContractError: names the parameter and, if it is known, the function.
     """
     name = _learning_from_nothing(replica, _without_loss(replica, work, objective, []))
     if not name:
@@ -101,12 +93,8 @@ def _learning_from_nothing(replica: Replica, result: ShardResult) -> str:
 def gradients_of(replica: Replica, total: torch.Tensor, divisor: int) -> Gradients | None:
     """Return the gradients of a loss in the scale that a step gives them; None if it has none.
 
-    Nothing is left in the parameters' `grad`.
-
-    Args:
-        replica: the model.
-        total: a shard's loss.
-        divisor: what a step divides the loss by before its backward pass.
+    Nothing is left in the parameters' `grad`. `divisor` is what a step divides the loss by before
+    its backward pass.
     """
     parameters = [one for one in replica.parameters if one.requires_grad]
     if not total.requires_grad or not parameters:
@@ -137,15 +125,8 @@ def refuse_other_sum(
     for rounding, too (a model that is compared with itself): then they are so small that parameters
     of twice their size would change the loss by less than its rounding.
 
-    Args:
-        replica: the model.
-        together: its gradients for the examples of all these shards.
-        apart: its gradients for each shard.
-        tolerance: the relative difference that a sum of losses may have.
-        loss: what `together` are the gradients of.
-
-    Raises:
-        ContractError: names the parameter that differs most.
+    `tolerance` is the relative difference that a sum of losses may have; `loss` is what `together`
+    are the gradients of.
     """
     names = [name for name, one in replica.module.named_parameters() if one.requires_grad]
     noise = tolerance * max(map(_typical_size, together))

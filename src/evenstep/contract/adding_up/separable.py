@@ -137,11 +137,7 @@ def _computed_together(
     neighbours: Neighbours,
     shards: Sequence[int],
 ) -> Loss:
-    """Compute two shards as one batch.
-
-    Raises:
-        _OneAtATimeError: they are of one example each, which works alone only.
-    """
+    """Compute two shards as one batch; explain an error if each of two examples works alone."""
     try:
         return compute(batch, examples)
     except (RuntimeError, IndexError) as error:
@@ -206,20 +202,15 @@ def _computed_apart(
 ) -> list[Loss]:
     """Compute shards one after the other; again after each call of `all_gather` that they make.
 
-    A call needs the rows of all shards, which are known when every shard has come to it.
-
-    Args:
-        compute: computes a batch with its number of examples.
-        neighbours: the shards.
-        shards: the numbers of those to compute.
-        known: the losses of shards that have gathered nothing, by number; new ones are put in.
+    A call needs the rows of all shards, which are known when every shard has come to it. Losses of
+    shards that have gathered nothing are put into `known`, by number, and not computed again.
     """
     gathered: list[torch.Tensor] = []
     while True:
-        rehearsals = {shard: _Rehearsal(gathered) for shard in shards if shard not in known}
+        gatherings = {shard: _Gathering(gathered) for shard in shards if shard not in known}
         losses = {shard: known[shard] for shard in shards if shard in known}
-        for shard, rehearsal in rehearsals.items():
-            outside = shard_here.set(shard_here.get() or rehearsal)
+        for shard, gathering in gatherings.items():
+            outside = shard_here.set(shard_here.get() or gathering)
             try:
                 losses[shard] = compute(*neighbours.take([shard]))
             except _RowsMissingError:
@@ -232,12 +223,12 @@ def _computed_apart(
                 return [loss._replace(gradients=None) for loss in found]
             known.update(losses)
             return found
-        if len(rehearsals) == len(shards):
-            gathered.append(torch.cat([one.brought[len(gathered)] for one in rehearsals.values()]))
+        if len(gatherings) == len(shards):
+            gathered.append(torch.cat([one.brought[len(gathered)] for one in gatherings.values()]))
         known.clear()
 
 
-class _Rehearsal:
+class _Gathering:
     """Gives a shard the rows that all shards have brought to each call of `all_gather` before."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:

@@ -37,12 +37,8 @@ def refuse_wrong_sum(
     A step adds and divides gradients in place, and lets a backward pass accumulate onto the sum of
     the shards to its left. Plainly, each gradient is cloned before.
 
-    Args:
-        replica: a copy of the model, on which `first` was computed.
-        first: the left shard; its gradients are used up.
-        second: the right shard; its gradients are used up.
-        work: the right shard.
-        objective: computes a shard's loss as (total, count).
+    `first` was computed on `replica`, a copy of the model; `work` is the right shard. The gradients
+    of both results are used up.
 
     Raises:
         WrongSumError: a parameter's gradient differs.

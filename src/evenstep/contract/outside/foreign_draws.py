@@ -13,7 +13,7 @@ import random
 import sys
 import threading
 from collections.abc import Iterator
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ import torch
 
 from evenstep.batch.rng import default_generator
 from evenstep.errors import ContractError
-from evenstep.private_torch.dispatch import TorchDispatchMode, dispatch_modes
+from evenstep.private_torch.dispatch import OpsMode, dispatch_modes
 
 _UNNOTICED = {"torch", "tempfile", "uuid", "email", "logging", "multiprocessing", "asyncio"}
 """Packages whose own draws (names of files, delays) don't reach what a shard computes."""
@@ -32,13 +32,8 @@ _ONE_AT_A_TIME = threading.Lock()
 class ForeignDraw(NamedTuple):
     """A place in the code that draws from a generator which evenstep does not control.
 
-    Attributes:
-        what: the generator, in words.
-        file: the file that draws.
-        line: the line in it.
-        function: the function that draws.
-        generator: the generator; kept alive, so that its identity stays its own.
-        outlives: whether it is known to have existed before the shard.
+    `what` is the generator in words. The generator itself is kept alive, so that its identity stays
+    its own; it `outlives` the shard if it is known to have existed before.
     """
 
     what: str
@@ -54,7 +49,7 @@ class ForeignDraw(NamedTuple):
         return self.what, self.file, self.line
 
 
-class ForeignDraws(TorchDispatchMode):
+class ForeignDraws(OpsMode):
     """Inside `with`, notes what the calling thread draws from foreign generators.
 
     It sees the draws of autograd's threads too, as far as they are torch's and numpy's; those of
@@ -75,7 +70,7 @@ class ForeignDraws(TorchDispatchMode):
     """
 
     def __init__(self, *, thorough: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._thorough = thorough
         self.found: list[ForeignDraw] = []
         self._thread = 0
@@ -94,18 +89,8 @@ class ForeignDraws(TorchDispatchMode):
             self._opened = opened.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._opened.__exit__(kind, error, traceback)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether functions that the user has compiled run as ever: yes."""
-        return True
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -159,12 +144,7 @@ class ForeignDraws(TorchDispatchMode):
 
 
 def outliving(first: ForeignDraws, second: ForeignDraws) -> list[ForeignDraw]:
-    """Return the draws from generators that live on from shard to shard.
-
-    Args:
-        first: what was found while a shard was computed.
-        second: what was found while it was computed again.
-    """
+    """Return the draws, in two computations of one shard, from generators that outlive it."""
     found: dict[object, ForeignDraw] = {}
     for draws, others in ((first.found, second.found), (second.found, first.found)):
         for draw in draws:
@@ -174,11 +154,7 @@ def outliving(first: ForeignDraws, second: ForeignDraws) -> list[ForeignDraw]:
 
 
 def refuse_foreign_draws(first: ForeignDraws, second: ForeignDraws) -> None:
-    """Refuse a model or objective that draws from generators that live on from shard to shard.
-
-    Raises:
-        ContractError: it does; the message names the generator, file and line.
-    """
+    """Refuse a model or objective that draws from generators that live on from shard to shard."""
     for draw in outliving(first, second):
         raise ContractError(
             f"a shard draws from {draw.what} in {draw.file}, line {draw.line} (in "

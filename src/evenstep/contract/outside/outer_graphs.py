@@ -9,25 +9,21 @@ import torch
 from torch import nn
 
 from evenstep.batch import Batch
-from evenstep.batch.cut import too_deep
+from evenstep.batch.cut import name_of, too_deep
 from evenstep.batch.own_shards import Shards
 from evenstep.batch.whole import Shared
+from evenstep.contract.leaves import graph_leaves
 from evenstep.errors import BatchError
-from evenstep.shard.forward_backward import nodes_of
 
 
 def refuse_wanted_gradient(batch: Batch, model: nn.Module) -> None:
-    """Refuse a tensor that requires a gradient: shards are copies, so it would get none.
-
-    Raises:
-        BatchError: names the tensor, and says what to write.
-    """
+    """Refuse a tensor that requires a gradient: shards are copies, so it would get none."""
     try:
         paths, leaves, _ = optree.tree_flatten_with_path(batch)
     except RecursionError:
         raise too_deep() from None
     for path, leaf in zip(paths, leaves, strict=True):
-        name = "batch" + "".join(f"[{step!r}]" for step in path)
+        name = name_of(path)
         inside: Any = leaf.batches if isinstance(leaf, Shards) else leaf
         for tensor in optree.tree_leaves(inside):
             tensor = tensor.tensor if isinstance(tensor, Shared) else tensor
@@ -36,7 +32,8 @@ def refuse_wanted_gradient(batch: Batch, model: nn.Module) -> None:
 
 
 def _error(name: str, tensor: torch.Tensor, model: nn.Module) -> BatchError:
-    if _is_computed_by(model, tensor):
+    parameters = {id(one) for one in model.parameters()}
+    if any(id(leaf) in parameters for leaf in graph_leaves(tensor)):
         return BatchError(
             f"{name} was computed by the trainer's own model: give the model's input, "
             f"trainer.step(X, y), which calls model(X) itself, shard by shard on all devices"
@@ -52,9 +49,3 @@ def _error(name: str, tensor: torch.Tensor, model: nn.Module) -> BatchError:
         f"is to be a constant. The gradient of the loss with respect to an example is taken inside "
         f"the objective"
     )
-
-
-def _is_computed_by(model: nn.Module, tensor: torch.Tensor) -> bool:
-    """Return whether the graph of a tensor begins with a parameter of the model."""
-    parameters = {id(one) for one in model.parameters()}
-    return any(id(getattr(node, "variable", None)) in parameters for node in nodes_of(tensor))

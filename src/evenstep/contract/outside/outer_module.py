@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 
-import optree
 import torch
 
 from evenstep.batch.rng import ShardRandomness
+from evenstep.contract.leaves import graph_leaves
 from evenstep.contract.module_state import kept
 from evenstep.contract.outside.process_settings import ProcessSettings
-from evenstep.contract.rehearsal import Rehearsal
+from evenstep.contract.rehearsal import Rehearsal, cloned
 from evenstep.errors import ContractError
 from evenstep.options.experiment import autocast
 from evenstep.replicas import Replica
 from evenstep.replicas.replica import same_bits
-from evenstep.shard.forward_backward import nodes_of
 
 
 def refuse_outer_module(home: Replica, copied: Replica | None, rehearsal: Rehearsal) -> None:
@@ -23,11 +22,6 @@ def refuse_outer_module(home: Replica, copied: Replica | None, rehearsal: Rehear
 
     A function in an attribute or a hook, such as `lambda x: self.norm(x)`, is not copied with the
     module, and an objective may call a model from outside.
-
-    Args:
-        home: the model.
-        copied: a copy of it; None if there can be none.
-        rehearsal: what to compute.
 
     Raises:
         ContractError: names a buffer that was written, or the loss depends on the model's own
@@ -38,8 +32,7 @@ def refuse_outer_module(home: Replica, copied: Replica | None, rehearsal: Rehear
     work, objective = rehearsal.works[0], rehearsal.objective
     if copied.buffers:
         copied.open_shard()
-    own = optree.tree_map(lambda one: one.clone() if torch.is_tensor(one) else one, work.batch)
-    total, settings = None, ProcessSettings()
+    own, total, settings = cloned(work.batch), None, ProcessSettings()
     with (
         settings,
         kept(copied),
@@ -57,7 +50,7 @@ def refuse_outer_module(home: Replica, copied: Replica | None, rehearsal: Rehear
 def _refuse_reached(total: torch.Tensor, home: Replica, copied: Replica) -> None:
     """Refuse a loss that a copy of the model gave, and that depends on the model's parameters."""
     own = {*map(id, home.parameters)} - {*map(id, copied.parameters)}
-    if any(id(getattr(node, "variable", None)) in own for node in nodes_of(total)):
+    if any(id(leaf) in own for leaf in graph_leaves(total)):
         raise ContractError(
             "the loss depends on parameters of the model itself where it is computed on a copy of "
             "the model, as each further device has one: objective(model, *batch) must call the "

@@ -16,12 +16,7 @@ from evenstep.devices.accelerator import autocast_kinds
 from evenstep.devices.forward_mode import refuse_inside_a_level
 from evenstep.errors import ContractError
 from evenstep.limits import Arithmetic
-from evenstep.private_torch.dispatch import (
-    DeviceContext,
-    TorchDispatchMode,
-    dispatch_modes,
-    function_modes,
-)
+from evenstep.private_torch.dispatch import DeviceContext, OpsMode, dispatch_modes, function_modes
 from evenstep.private_torch.graph import saving_hooks
 from evenstep.private_torch.modules import parametrizations_are_cached
 
@@ -37,7 +32,7 @@ _ADVICE = {
 _SET_ONCE = "set it once in the program, before the trainer is opened"
 
 
-class ProcessSettings(TorchDispatchMode):
+class ProcessSettings(OpsMode):
     """Inside `with`, notes the first setting of the process that is changed while an op runs.
 
     A context manager such as `torch.nn.attention.sdpa_kernel` changes it for all threads. So which
@@ -46,14 +41,9 @@ class ProcessSettings(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._before = _settings()
         self._changed = ""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Whether functions that the user has compiled stay compiled inside the mode: yes."""
-        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -63,11 +53,7 @@ class ProcessSettings(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def refuse_changed(self) -> None:
-        """Refuse the shard if it has changed a setting, for an op or for good.
-
-        Raises:
-            ContractError: names the setting.
-        """
+        """Refuse the shard if it has changed a setting, for an op or for good."""
         self._look()
         if self._changed:
             now, before = _settings()[self._changed], self._before[self._changed]

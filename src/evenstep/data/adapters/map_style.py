@@ -57,11 +57,6 @@ def is_map_style(loader: object) -> bool:
 class MapStyle:
     """The batches of a map-style `DataLoader`.
 
-    Args:
-        loader: the loader.
-        seed: the seed of the training.
-        fetcher: what fetches the batches; None for a new one.
-
     Attributes:
         fetches_parts: whether a process can fetch the examples of its own shards alone: only
             torch's own `default_collate` is known to give the same rows then.
@@ -191,11 +186,7 @@ class MapStyle:
 
 
 class Own(MapStyle):
-    """The batches of evenstep's `Loader`, of which each process can fetch its own parts.
-
-    Args:
-        loader: the loader.
-    """
+    """The batches of evenstep's `Loader`, of which each process can fetch its own parts."""
 
     def __init__(self, loader: Loader) -> None:
         super().__init__(loader.fetcher.loader, loader.seed, loader.fetcher)

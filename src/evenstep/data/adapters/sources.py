@@ -37,11 +37,7 @@ _END = object()  # behind the last batch
 
 
 class SavedPlace:
-    """What a checkpoint has of the place in a loader, until that loader is given.
-
-    Attributes:
-        saved: what it has; None for nothing.
-    """
+    """What a checkpoint has of the place in a loader, until that loader is given."""
 
     def __init__(self) -> None:
         self.saved: LoaderPlace | None = None
@@ -56,12 +52,8 @@ class SavedPlace:
 class Source:
     """The data of a training: a loader, and the place in it.
 
-    Args:
-        loader: any iterable of batches.
-        seed: the seed of the training.
-        locked: whether steps may be in flight while a batch is drawn.
-        held: what a checkpoint has of the place in an epoch, until it is used; None for a loader
-            whose place no checkpoint has.
+    If `locked`, steps may be in flight while a batch is drawn. `held` is what a checkpoint has of
+    the place in an epoch, until it is used; None for a loader whose place no checkpoint has.
 
     Attributes:
         fetches_parts: whether each of several processes can fetch its own part of a batch alone.
@@ -224,10 +216,7 @@ class Source:
 class Sources:
     """The loaders of a training, each with what is known of it from epoch to epoch.
 
-    Args:
-        seed: the seed of the training.
-        locked: whether steps may be in flight while a batch is drawn.
-        are_kept: whether checkpoints have the places in them.
+    `locked` is as for `Source`. If `are_kept`, checkpoints have the places in them.
     """
 
     def __init__(self, seed: int, *, locked: bool, are_kept: bool = True) -> None:
@@ -256,9 +245,7 @@ class Sources:
     def restore(self, saved: LoaderPlace | None, *, rounds: bool) -> None:
         """Resume where `saved_at` was called, once the loader is given.
 
-        Args:
-            saved: what was returned there.
-            rounds: whether numbers are rounded differently here: examples too, if computed.
+        If `rounds`, numbers are rounded differently here: examples too, if they are computed.
         """
         assert self._held is not None
         if saved is not None and rounds:

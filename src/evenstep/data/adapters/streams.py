@@ -39,10 +39,7 @@ class Stream:
     too. A batch in the middle of an epoch is reached by the loader's own state where it has one
     that is exact, otherwise by drawing and dropping the batches before.
 
-    Args:
-        loader: the iterable.
-        seed: the seed of the training.
-        locked: whether steps may be in flight while a batch is drawn.
+    If `locked`, steps may be in flight while a batch is drawn.
     """
 
     fetches_parts = False
@@ -93,10 +90,6 @@ class Stream:
     def open(self, cursor: Cursor, saved: LoaderPlace | None) -> str:
         """Go to a batch of an epoch; return how, in words.
 
-        Args:
-            cursor: the batch.
-            saved: what a checkpoint has; None without one.
-
         Raises:
             CheckpointError: the loader did not take its state back, or gave other batches than in
                 the training that was saved.
@@ -130,11 +123,9 @@ class Stream:
             self._last = []
 
     def snapshot_at(self, step: int, *, is_here: bool) -> dict[str, Any]:
-        """Return what a checkpoint holds of the loader's own state at or before a batch.
+        """Return what a checkpoint holds of the loader's own state at or before batch `step`.
 
-        Args:
-            step: the batch.
-            is_here: whether it is the next one to be drawn.
+        If `is_here`, that batch is the next one to be drawn.
         """
         if self._has_state and is_here and step:
             self._take_snapshot()

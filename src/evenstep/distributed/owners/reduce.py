@@ -18,11 +18,7 @@ import torch
 
 from evenstep.collectives import Forest, SumAtOwner, Transfer, wait_all
 from evenstep.distributed.flat_buffers import Vectors
-from evenstep.distributed.gradient_reduce import (
-    GradientReduction,
-    NetworkReducer,
-    NetworkReduction,
-)
+from evenstep.distributed.gradient_reduce import GradientReduction, NetworkReducer, NetworkReduction
 from evenstep.distributed.owners.space import OwnerSpace
 from evenstep.distributed.process_group import Peers
 
@@ -32,12 +28,7 @@ _PATIENCE_S = 20.0  # the longest wait of a lane, well below the default of `los
 
 
 class ReducerToOwners(NetworkReducer):
-    """Sums gradients at their owners, through the network, in a thread of its own.
-
-    Args:
-        peers: the processes.
-        space: the place of each gradient, and the owner of each place.
-    """
+    """Sums gradients at their owners, through the network, in a thread of its own."""
 
     def __init__(self, peers: Peers, space: OwnerSpace) -> None:
         super().__init__(peers, space, bucket_bytes=0)
@@ -50,11 +41,8 @@ class ReducerToOwners(NetworkReducer):
     def spread(self, parameters: Sequence[torch.Tensor], changed: Sequence[bool]) -> None:
         """Give all processes the values of every owner's parameters, in place.
 
-        Every process must call this method after the same step.
-
-        Args:
-            parameters: all parameters, by their numbers.
-            changed: whether each one may have changed, the same in every process.
+        Every process must call this method after the same step. `changed` says of each parameter
+        whether it may have changed, the same in every process.
 
         Raises:
             PeerError: another process did not respond in time, or has left.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from evenstep.distributed.flat_buffers import Bucket, FlatSpace, padded
+from evenstep.distributed.flat_buffers import Bucket, FlatSpace
 
 
 class OwnerSpace(FlatSpace):
@@ -31,7 +31,6 @@ class OwnerSpace(FlatSpace):
         owner_of: Sequence[int],
         nbytes: int,
     ) -> None:
-        super().__init__(parameters, numbers)
         order = {i: place for place, i in enumerate(numbers)}
         parts: list[tuple[int, tuple[int, ...]]] = []
         for owner in dict.fromkeys(owner_of[i] for i in numbers):
@@ -39,17 +38,7 @@ class OwnerSpace(FlatSpace):
             parts += [(owner, bucket.numbers) for bucket in own.buckets(nbytes)]
         parts.sort(key=lambda part: order[part[1][-1]])  # as a backward pass completes them
         self.owners = [owner for owner, _ in parts]
-        self._dtypes = [parameters[members[0]].dtype for _, members in parts]
-        self._places, self._lengths = [], []
-        for _, members in parts:
-            places, length = {}, 0
-            for i in members:
-                places[i], length = length, length + padded(parameters[i])
-            self._places.append(places)
-            self._lengths.append(length)
-        sizes = zip(self._lengths, self._dtypes, strict=True)
-        self._sizes = [length * dtype.itemsize for length, dtype in sizes]
-        self.nbytes = sum(self._sizes)
+        self._lay_out(parameters, [members for _, members in parts])
 
     def buckets(self, nbytes: int = 0) -> list[Bucket]:
         """Return the vectors as buckets; their sizes are fixed already."""

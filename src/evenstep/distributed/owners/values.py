@@ -16,11 +16,8 @@ from evenstep.errors import PeerError, text_of
 def listed(peers: Peers, read: Callable[[], Any], exchange: Exchange) -> list[Any]:
     """Return what every process lists, by rank; each must call this.
 
-    Args:
-        peers: the processes.
-        read: returns what this process lists: a value that JSON can hold. Where it raises an error
-            in one process, no process goes on to wait for that one's values.
-        exchange: the call that needs the lists, for error messages.
+    A list is a value that JSON can hold. Where `read` raises an error in one process, no process
+    goes on to wait for that one's values.
 
     Raises:
         PeerError: another process has failed, or is lost.
@@ -73,11 +70,3 @@ def streamed(
             yield value if rank in readers else None
     except PeerError as error:
         raise peers.explained(error, exchange) from None
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's elements in row-major order as uint8 (bytes,), on the CPU."""
-    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return (
-        plain.reshape(-1).view(torch.uint8) if plain.numel() else torch.empty(0, dtype=torch.uint8)
-    )
