@@ -42,7 +42,7 @@ def train(devices, *, before=lambda number: None, **options):
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("kernels", [30, 60])
+@pytest.mark.parametrize("kernels", [10, 30])
 def test_the_others_go_on_without_a_device_whose_kernel_fails(in_flight, kernels, caplog):
     def fail(number):
         if number == 3:
@@ -73,6 +73,37 @@ def test_a_kernel_that_fails_anywhere_leaves_no_wrong_bit(at):
         assert_same_bits(found, expected)
         same += 1
     assert same > 10
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize(
+    "devices",
+    [["emu:0", "emu:1", "emu:2"], ["cpu:0", "emu:1"], ["cpu:0", "emu:2", "emu:1"]],
+    ids=str,
+)
+def test_the_others_go_on_without_a_device_that_fails_between_two_steps(devices, in_flight):
+    """A CPU's lane that copies or waits then gets the error of the accelerator."""
+    expected = train("cpu:0")
+    for kernels in range(0, 44, 4):
+        emu.configure()
+
+        def fail(number, kernels=kernels):
+            if number == 2:
+                emu.fail_after(1, kernels)
+
+        assert_same_bits(train(devices, before=fail, max_in_flight=in_flight), expected)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("kernels", [0, 2, 5])
+def test_training_ends_with_a_model_s_device_that_fails_between_two_steps(kernels, in_flight):
+    def fail(number):
+        if number == 2:
+            emu.fail_after(0, kernels)
+
+    with pytest.raises(torch.AcceleratorError, match="emu:0") as raised:
+        train(["emu:0", "emu:1"], before=fail, max_in_flight=in_flight)
+    assert any("load the last checkpoint" in note for note in raised.value.__notes__)
 
 
 def test_the_others_go_on_without_a_device_that_stands_still(caplog):
