@@ -106,6 +106,29 @@ def test_training_ends_with_a_model_s_device_that_fails_between_two_steps(kernel
     assert any("load the last checkpoint" in note for note in raised.value.__notes__)
 
 
+@pytest.mark.parametrize("devices", [["emu:0", "emu:1"], ["cpu:0", "emu:1"]], ids=str)
+def test_an_evaluation_goes_on_without_a_device_whose_kernel_fails(devices):
+    """Its shards' tasks have ended by then: kernels fail later than they are launched."""
+
+    def evaluate(devices, kernels=None):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), devices=devices, shards=4
+        ) as trainer:
+            float(trainer.step(*batch_of(0)))
+            if kernels is not None:
+                emu.fail_after(1, kernels)
+            found = trainer.evaluate([batch_of(1)], {"accuracy": evenstep.metrics.accuracy})
+            trainer.step(*batch_of(2))
+            return found, trainer.fingerprint()
+
+    expected = evaluate("cpu:0")
+    for kernels in range(0, 24, 3):
+        emu.configure()
+        assert evaluate(devices, kernels) == expected
+
+
 def test_the_others_go_on_without_a_device_that_stands_still(caplog):
     model, stops = make_model(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)

@@ -357,7 +357,8 @@ class Engine:
             if gives_up and late and INTERRUPTS.ctrl_c_has_come:
                 self._give_up_at_work()
         if gives_up:
-            streams.finish([task.fence], lambda: INTERRUPTS.ctrl_c_has_come)
+            with contextlib.suppress(RuntimeError):  # on a device that has failed, nothing runs
+                streams.finish([task.fence], lambda: INTERRUPTS.ctrl_c_has_come)
 
     @INTERRUPTS.uninterrupted
     def wait_for_lanes(self) -> None:

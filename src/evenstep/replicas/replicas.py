@@ -453,7 +453,8 @@ class Replicas:
 
     def restore_opening(self) -> None:
         """Reset the buffers of the user's module to the step's opening values."""
-        self.close_step([None] * len(self.home.buffers))
+        with ignoring_failed(self.home.device.torch_device):
+            self.close_step([None] * len(self.home.buffers))
 
     def forget_objective(self) -> None:
         """Forget what backward passes have shown: the next one is of a different objective."""
@@ -467,8 +468,7 @@ class Replicas:
             with ignoring_failed(replica.device.torch_device):
                 replica.put_back_shapes()
         is_synchronised = bool(self._synchronised) and not self._were_written
-        with ignoring_failed(self.home.device.torch_device):
-            self.restore_opening()
+        self.restore_opening()
         if is_synchronised:
             self.mark_synchronised()
         self.drop_gradients()
