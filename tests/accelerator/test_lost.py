@@ -172,6 +172,36 @@ def test_the_times_of_shards_are_those_of_their_kernels():
     assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), train("cpu:0"))
 
 
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_step_without_enough_memory_changes_nothing_and_can_be_repeated(
+    device, in_flight, caplog
+):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with evenstep.Trainer(
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        devices=["emu:0", "emu:1"],
+        shards=4,
+        max_in_flight=in_flight,
+    ) as trainer:
+        for number in range(2):
+            trainer.step(*batch_of(number))
+        opening = trainer.fingerprint()
+        free, whole = torch.accelerator.get_memory_info(device)
+        emu.limit_memory(device, whole - free + 1024)
+        with pytest.raises(torch.OutOfMemoryError):
+            float(trainer.step(*batch_of(2)))
+        emu.limit_memory(device, whole)
+        assert trainer.fingerprint() == opening
+        for number in range(2, len(SIZES)):
+            trainer.step(*batch_of(number))
+    assert "was lost" not in caplog.text
+    assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), train("cpu:0"))
+
+
 def test_a_label_that_is_no_class_is_the_program_s_mistake(caplog):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
