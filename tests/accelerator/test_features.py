@@ -194,6 +194,57 @@ def test_slices_of_layers_are_computed_by_several_devices(devices, mode):
     assert losses == expected_losses
 
 
+def with_a_stream_of_its_own(model, images, classes):
+    """A loss that reads a number of it, with a term that is computed on a stream of its own."""
+    if images.device.type == "cpu":
+        brightness = (images * 2).sum()
+    else:
+        here, side = torch.accelerator.current_stream(images.device), torch.Stream(images.device)
+        side.wait_stream(here)
+        with side:
+            images.record_stream(side)
+            brightness = (images * 2).sum()
+        here.wait_stream(side)
+        brightness.record_stream(here)
+    loss = nn.functional.cross_entropy(model(images), classes, reduction="sum")
+    assert loss.item() >= 0
+    return loss + 1e-3 * brightness * next(model.parameters()).sum(), len(classes)
+
+
+@EVERY_LAYOUT
+@pytest.mark.parametrize("mode", ["lazy", "thread"])
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_the_user_s_own_streams_in_the_loss_and_in_the_loader(in_flight, mode, devices):
+    """Examples are copied without blocking, on a stream of the loader's, and changed there."""
+
+    def train(devices):
+        model = build("convolution")
+        optimizer = momentum(model)
+        name = next((device for device in devices if device.startswith("emu")), None)
+        loader = None if name is None else torch.Stream(name)
+        with evenstep.Trainer(
+            model,
+            optimizer,
+            objective=with_a_stream_of_its_own,
+            devices=devices,
+            max_in_flight=in_flight,
+        ) as trainer:
+            for images, classes in make_batches(SIZES):
+                if loader is not None:
+                    given = images.pin_memory()
+                    with loader:
+                        images = given.to(name, non_blocking=True)
+                    here = torch.accelerator.current_stream(images.device)
+                    here.wait_stream(loader)
+                    images.record_stream(here)
+                trainer.step(images * 2, classes)
+        return emu.on_the_host(whole_state(model, optimizer))
+
+    expected = train(["cpu:0"])
+    emu.configure(mode, seed=3)
+    assert_same_bits(train(devices), expected)
+
+
 @EVERY_LAYOUT
 def test_the_gradient_of_a_batch_tensor_s_own_graph(devices):
     """A penalty's gradient that the user has put into `.grad` is added, as plain torch adds it."""

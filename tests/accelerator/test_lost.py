@@ -42,7 +42,7 @@ def train(devices, *, before=lambda number: None, **options):
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-@pytest.mark.parametrize("kernels", [30, 60])
+@pytest.mark.parametrize("kernels", [10, 30])
 def test_the_others_go_on_without_a_device_whose_kernel_fails(in_flight, kernels, caplog):
     def fail(number):
         if number == 3:
@@ -73,6 +73,60 @@ def test_a_kernel_that_fails_anywhere_leaves_no_wrong_bit(at):
         assert_same_bits(found, expected)
         same += 1
     assert same > 10
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize(
+    "devices",
+    [["emu:0", "emu:1", "emu:2"], ["cpu:0", "emu:1"], ["cpu:0", "emu:2", "emu:1"]],
+    ids=str,
+)
+def test_the_others_go_on_without_a_device_that_fails_between_two_steps(devices, in_flight):
+    """A CPU's lane that copies or waits then gets the error of the accelerator."""
+    expected = train("cpu:0")
+    for kernels in range(0, 44, 4):
+        emu.configure()
+
+        def fail(number, kernels=kernels):
+            if number == 2:
+                emu.fail_after(1, kernels)
+
+        assert_same_bits(train(devices, before=fail, max_in_flight=in_flight), expected)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("kernels", [0, 2, 5])
+def test_training_ends_with_a_model_s_device_that_fails_between_two_steps(kernels, in_flight):
+    def fail(number):
+        if number == 2:
+            emu.fail_after(0, kernels)
+
+    with pytest.raises(torch.AcceleratorError, match="emu:0") as raised:
+        train(["emu:0", "emu:1"], before=fail, max_in_flight=in_flight)
+    assert any("load the last checkpoint" in note for note in raised.value.__notes__)
+
+
+@pytest.mark.parametrize("devices", [["emu:0", "emu:1"], ["cpu:0", "emu:1"]], ids=str)
+def test_an_evaluation_goes_on_without_a_device_whose_kernel_fails(devices):
+    """Its shards' tasks have ended by then: kernels fail later than they are launched."""
+
+    def evaluate(devices, kernels=None):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with evenstep.Trainer(
+            model, optimizer, nn.CrossEntropyLoss(), devices=devices, shards=4
+        ) as trainer:
+            float(trainer.step(*batch_of(0)))
+            if kernels is not None:
+                emu.fail_after(1, kernels)
+            found = trainer.evaluate([batch_of(1)], {"accuracy": evenstep.metrics.accuracy})
+            trainer.step(*batch_of(2))
+            return found, trainer.fingerprint()
+
+    expected = evaluate("cpu:0")
+    for kernels in range(0, 24, 3):
+        emu.configure()
+        assert evaluate(devices, kernels) == expected
 
 
 def test_the_others_go_on_without_a_device_that_stands_still(caplog):
@@ -115,6 +169,36 @@ def test_the_times_of_shards_are_those_of_their_kernels():
         slow = next(share for share in trainer.shares() if share.device == "emu:1")
     assert slow.shards
     assert slow.compute_s > slow.shards * least_kernels * delay_s
+    assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), train("cpu:0"))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_step_without_enough_memory_changes_nothing_and_can_be_repeated(
+    device, in_flight, caplog
+):
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    with evenstep.Trainer(
+        model,
+        optimizer,
+        nn.CrossEntropyLoss(),
+        devices=["emu:0", "emu:1"],
+        shards=4,
+        max_in_flight=in_flight,
+    ) as trainer:
+        for number in range(2):
+            trainer.step(*batch_of(number))
+        opening = trainer.fingerprint()
+        free, whole = torch.accelerator.get_memory_info(device)
+        emu.limit_memory(device, whole - free + 1024)
+        with pytest.raises(torch.OutOfMemoryError):
+            float(trainer.step(*batch_of(2)))
+        emu.limit_memory(device, whole)
+        assert trainer.fingerprint() == opening
+        for number in range(2, len(SIZES)):
+            trainer.step(*batch_of(number))
+    assert "was lost" not in caplog.text
     assert_same_bits(emu.on_the_host(whole_state(model, optimizer)), train("cpu:0"))
 
 

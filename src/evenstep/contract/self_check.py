@@ -122,7 +122,7 @@ class SelfCheck:
             self.structure = None
             raise error
         if error is not None and is_device_failure(error):
-            self._engine.lose(lane)
+            self._engine.lose_failed(error, lane)
             raise error
         if error is not None:
             self._failed.add(step)  # once for a step that fails too, and is tried again

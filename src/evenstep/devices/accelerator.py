@@ -119,6 +119,16 @@ def has_failed(device: torch.device) -> bool:
     return False
 
 
+@contextmanager
+def ignoring_failed(device: torch.device) -> Iterator[None]:
+    """Inside `with`, ignore errors of a device that has failed: whatever uses it will fail, too."""
+    try:
+        yield
+    except RuntimeError:
+        if device.type == "cpu" or not has_failed(device):
+            raise
+
+
 # ---- streams and events
 
 

@@ -322,7 +322,7 @@ class Engine:
             self._wait_until(self.max_in_flight - 1)
         if self._has_gpu:
             alive = [d for lane, d in enumerate(self.devices) if lane not in self.lost_lanes]
-            fences = [streams.fence_here(d) for d in alive if d.is_accelerator]
+            fences = streams.fences_here(alive)
             for task in tasks:
                 task.after = fences
         submissions = [_submission(task) for task in tasks]
@@ -357,7 +357,8 @@ class Engine:
             if gives_up and late and INTERRUPTS.ctrl_c_has_come:
                 self._give_up_at_work()
         if gives_up:
-            streams.finish([task.fence], lambda: INTERRUPTS.ctrl_c_has_come)
+            with contextlib.suppress(RuntimeError):  # on a device that has failed, nothing runs
+                streams.finish([task.fence], lambda: INTERRUPTS.ctrl_c_has_come)
 
     @INTERRUPTS.uninterrupted
     def wait_for_lanes(self) -> None:
@@ -460,21 +461,30 @@ class Engine:
         """Give up the device whose failure, if that is the cause, made an ended task fail."""
         cause = task.cause
         if isinstance(cause, Task) and is_device_failure(cause.error):
-            failed = self._failed_lanes()  # a task may use tensors of others, such as an update
             lane = cause.lane if cause.ran_on is None else cause.ran_on
-            if not failed and lane is not None and lane not in self.scheduler.lost:
-                failed = {lane % len(self.devices)}
-            for one in failed:
-                self.lose(one)
+            self.lose_failed(cause.error, None if lane is None else lane % len(self.devices))
+
+    def lose_failed(self, error: BaseException | None, lane: int | None) -> None:
+        """Give up the accelerators that refuse every call; if none does, the device of a lane.
+
+        A task may use tensors of other devices than its own, as an update does.
+
+        Args:
+            error: the error of a device.
+            lane: the computing lane that has raised it.
+        """
+        failed, lost = self._failed_lanes(), self.scheduler.lost
+        if not failed or (isinstance(error, DeviceLostError) and failed <= lost):
+            failed |= set() if lane is None else {lane}
+        for one in failed - lost:
+            self.lose(one)
 
     def _failed_lanes(self) -> set[int]:
-        """Return the lanes of the accelerators that refuse every call, and are not lost yet."""
+        """Return the lanes of the accelerators that refuse every call."""
         return {
             lane
             for lane, device in enumerate(self.devices)
-            if device.is_accelerator
-            and lane not in self.scheduler.lost
-            and accelerator.has_failed(device.torch_device)
+            if device.is_accelerator and accelerator.has_failed(device.torch_device)
         }
 
     def refuse_failed(self) -> None:
@@ -483,7 +493,7 @@ class Engine:
         Raises:
             DeviceLostError: names it.
         """
-        for lane in self._failed_lanes():
+        for lane in self._failed_lanes() - self.scheduler.lost:
             raise self.lost_error(lane)
 
     @INTERRUPTS.uninterrupted

@@ -7,6 +7,7 @@ event. Without accelerators nothing here is called.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -46,6 +47,16 @@ def copied_to_host(value: Any) -> Any:
 def fence_here(device: Device) -> Any:
     """Record an event behind the kernels that the calling thread has launched on a device."""
     return accelerator.fence_here(device.torch_device)
+
+
+def fences_here(devices: Iterable[Device]) -> list[Any]:
+    """Record an event on each accelerator, except those that have failed: no task runs there."""
+    fences = []
+    for device in devices:
+        if device.is_accelerator:
+            with contextlib.suppress(RuntimeError):
+                fences.append(fence_here(device))
+    return fences
 
 
 def wait_for(fences: Iterable[Any], device: Device) -> None:
@@ -137,8 +148,16 @@ def note_fence(task: Task) -> None:
         _fences_of(place)[:] = [task.fence]
     for place in task.reads:
         fences = _fences_of(place)
-        fences[:] = [fence for fence in fences if fence is not None and not fence.query()]
+        fences[:] = [fence for fence in fences if fence is not None and not _is_over(fence)]
         fences.append(task.fence)
+
+
+def _is_over(fence: Any) -> bool:
+    """Return whether an event has passed, or never will, since its device has failed."""
+    try:
+        return bool(fence.query())
+    except RuntimeError:
+        return True
 
 
 def _fences_of(place: Place) -> list[Any]:

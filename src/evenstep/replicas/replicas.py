@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from evenstep.devices import Device
+from evenstep.devices.accelerator import ignoring_failed
 from evenstep.devices.addresses import align, are_aligned, has_foreign_attributes, rounding
 from evenstep.errors import ContractError, InputError, ModelError, add_note
 from evenstep.private_torch.modules import (
@@ -355,9 +356,13 @@ class Replicas:
         self.copies = [owner for owner in owners if owner is not self.home]
 
     def update_copies(self) -> None:
-        """Copy the updated parameters to every memory that holds copies of them."""
+        """Copy the updated parameters to every memory that holds copies of them.
+
+        An accelerator that has failed gets none, and computes nothing with the old ones either.
+        """
         for replica in self.copies:
-            broadcast(self.home, replica)
+            with ignoring_failed(replica.device.torch_device):
+                broadcast(self.home, replica)
         self.mark_synchronised()
 
     def mark_synchronised(self) -> None:
@@ -448,7 +453,8 @@ class Replicas:
 
     def restore_opening(self) -> None:
         """Reset the buffers of the user's module to the step's opening values."""
-        self.close_step([None] * len(self.home.buffers))
+        with ignoring_failed(self.home.device.torch_device):
+            self.close_step([None] * len(self.home.buffers))
 
     def forget_objective(self) -> None:
         """Forget what backward passes have shown: the next one is of a different objective."""
@@ -459,7 +465,8 @@ class Replicas:
         """Leave the user's module as `open_step` found it, without gradients."""
         for replica in {*self.all, self.home}:
             replica.put_back_buffers()
-            replica.put_back_shapes()
+            with ignoring_failed(replica.device.torch_device):
+                replica.put_back_shapes()
         is_synchronised = bool(self._synchronised) and not self._were_written
         self.restore_opening()
         if is_synchronised:

@@ -122,8 +122,19 @@ class Pipeline(abc.ABC):
     def follow_user(self) -> None:
         """Bring replicas and update up to what the user did to the model and the optimizer."""
         if self._replicas.refresh():
-            self.run_in_first_lane(self._update.update_copies)
+            while not self._have_copies():
+                pass
         self._update.follow_user()
+
+    def _have_copies(self) -> bool:
+        """Update the copies of the parameters; False if a device is lost meanwhile: try again."""
+        try:
+            self.run_in_first_lane(self._update.update_copies)
+        except Exception as error:
+            if not self._executor.goes_on_after(error, "the copying of the parameters"):
+                raise
+            return False
+        return True
 
     def _renewed(self) -> Sequence[Place]:
         """Return new places for a task to write that later shards read; no step is in flight."""
@@ -136,6 +147,8 @@ class Pipeline(abc.ABC):
         self._engine.submit_tasks([task])
         self._engine.drain(task, gives_up=False)
         if task.error is not None:
+            self._engine.give_up_device_of(task)
+            self._renewed()  # for what it has written, later tasks would fail too
             raise task.error
         streams.wait_for([task.fence], self._engine.devices[first])
 
@@ -231,8 +244,6 @@ class Pipeline(abc.ABC):
             self._close_oldest()
         if not self.steps:
             return
-        if not self.steps[0].attempt.ending.has_opening:
-            self._reopen()
         steps = [*self.steps]
         own = steps[0].own
         self._give_up(steps, error)
@@ -299,6 +310,8 @@ class Pipeline(abc.ABC):
             parameter.grad = gradient
 
     def _forget(self) -> None:
+        if not self.steps[0].attempt.ending.has_opening:  # what is there is of the step before
+            self._reopen()
         self._replicas.abandon_step()
         self.steps.clear()
 

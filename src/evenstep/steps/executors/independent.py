@@ -318,12 +318,15 @@ class IndependentExecutor:
                     attempt.ending.errors |= {lane: engine.lost_error(lane) for lane in lost}
                     if lost or engine.dead_lanes:  # others may wait for their shards
                         attempt.drop()
-        except BaseException:  # Ctrl-C
+        except BaseException as error:  # Ctrl-C, or of kernels that were launched without one
             attempt.drop()
             for task in tasks.values():
                 if task.was_submitted:
                     engine.drain(task)
-            raise
+            if not is_device_failure(error):
+                raise
+            engine.lose_failed(error, None)
+            return error
         failed = {lane: task.error for lane, task in tasks.items() if task.error is not None}
         attempt.ending.errors = failed | attempt.ending.errors
         self.lost.give_up_failed(attempt.ending.errors)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from evenstep.engine import Engine
 from evenstep.engine.task import is_device_failure
-from evenstep.errors import text_of
+from evenstep.errors import add_note, text_of
 from evenstep.replicas import Replicas
 
 logger = logging.getLogger("evenstep")
@@ -46,7 +46,7 @@ class LostDevices:
         """
         for lane, error in errors.items():
             if is_device_failure(error):
-                self.give_up(lane)
+                self._engine.lose_failed(error, lane)
 
     def can_go_on(self, after: BaseException, when: str) -> bool:
         """Return whether devices were lost that can be done without; a warning names them.
@@ -55,7 +55,17 @@ class LostDevices:
             after: the error that the loss has caused.
             when: what was being computed, such as "step 3".
         """
-        return self._go_on(f"in {when} ({text_of(after)})")
+        goes_on = self._go_on(f"in {when} ({text_of(after)})")
+        lost = ", ".join(
+            str(self._engine.devices[lane]) for lane in sorted(self._engine.lost_lanes)
+        )
+        if lost and not goes_on:
+            add_note(
+                after,
+                f"{lost} was lost, and training can't go on without it: load the last checkpoint, "
+                f"on other devices",
+            )
+        return goes_on
 
     def go_on_without_idle(self, before: str) -> None:
         """Do without the devices whose threads ended when no work was theirs.

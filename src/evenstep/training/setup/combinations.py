@@ -18,9 +18,8 @@ _MOST_SIDE_BY_SIDE = 1_024  # shards, each with a thread and a replica
 _COMPILED = "shards that wait for each other, or pass between devices, can't be compiled"
 _DIVIDED = "devices compute whole shards, the slices of one shard, or a stage each"
 _AT_ONCE = "shards that are all under way at once can't share their devices in turn"
-_ONE_MEMORY = "the parameters of a copy of the model lie in one memory so far"
+_ONE_DEVICE = "a shard's copy of the model, its loss and its gradients lie on one device so far"
 _APART = "processes don't wait for each other's shards"
-_CPUS = "name CPU devices, or leave it out"
 _FLOAT32 = "portable arithmetic has kernels for float32 on CPUs"
 _ONE_PROCESS = "start one process, which uses all devices of this machine, or leave it out"
 
@@ -32,7 +31,7 @@ APART: Mapping[tuple[str, str], tuple[str, str]] = {
     ("Stages", "lockstep"): (_AT_ONCE, ""),
     ("Slices", "lockstep"): (_AT_ONCE, ""),
     ("Slices", "in flight"): ("all devices meet in each layer of each shard", ""),
-    ("Stages", "GPU"): (_ONE_MEMORY, _CPUS),
+    ("Stages", "GPU"): (_ONE_DEVICE, "use Slices() or CPU devices, or leave it out"),
     ("compile", "portable"): ("a compiled shard has kernels of its own", ""),
     ("bf16", "portable"): (_FLOAT32, ""),
     ("portable", "GPU"): (_FLOAT32, "name CPU devices"),
