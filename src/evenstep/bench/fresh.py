@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evenstep.errors import InputError
+
 _STEERING = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH_", "MALLOC_", "LD_PRELOAD")
 """Prefixes of environment variables that control threads and allocators."""
 
@@ -67,8 +69,14 @@ def run_commands(
     torch's defaults. After ten minutes the processes and their children are stopped.
 
     Raises:
+        InputError: this is not Linux.
         RunFailedError: with what the processes wrote to stderr.
     """
+    if sys.platform != "linux":
+        raise InputError(
+            "evenstep bench and evenstep reproduce measure memory and page faults as Linux counts "
+            "them: run them on Linux"
+        )
     processes: list[subprocess.Popen[str]] = []
     try:
         processes.extend(

@@ -88,4 +88,4 @@ def _kib(file: str, field: str) -> int:
 
 
 def _read(file: str) -> str:
-    return Path(file).read_text() if Path(file).exists() else ""
+    return Path(file).read_text(encoding="utf-8") if Path(file).exists() else ""
