@@ -27,7 +27,6 @@ FLAGS = (
     # The bits are those that the language fixes: no contraction to fused multiply-adds, none of the
     # liberties of -ffast-math. What the other two take away is errno and traps, which nobody reads.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
-    f"-ffile-prefix-map={HERE}=.",  # the same bytes, wherever the sources lie
 )
 OLDEST_MACOS = 11  # the first for ARM
 
