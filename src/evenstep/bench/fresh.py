@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from evenstep.errors import InputError
+from evenstep.bench.machine import require_linux
 
 _STEERING = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH_", "MALLOC_", "LD_PRELOAD")
 """Prefixes of environment variables that control threads and allocators."""
@@ -72,11 +72,7 @@ def run_commands(
         InputError: this is not Linux.
         RunFailedError: with what the processes wrote to stderr.
     """
-    if sys.platform != "linux":
-        raise InputError(
-            "evenstep bench and evenstep reproduce measure memory and page faults as Linux counts "
-            "them: run them on Linux"
-        )
+    require_linux()
     processes: list[subprocess.Popen[str]] = []
     try:
         processes.extend(

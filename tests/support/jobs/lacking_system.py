@@ -24,6 +24,7 @@ for name in NEEDED.split():
 system, folder = sys.argv[1:]
 os.chdir(folder)
 take_away(system)
+warnings.simplefilter("ignore", EncodingWarning)
 warnings.filterwarnings("error", category=EncodingWarning, module="evenstep")
 
 from evenstep.cli import main  # noqa: E402
