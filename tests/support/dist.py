@@ -40,13 +40,13 @@ def digests(folder):
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
-def build(source, out, umask):
-    """Build sdist and wheel of the commit, in a folder made for that."""
+def build(revision, source, out, umask):
+    """Build sdist and wheel of a commit, in a folder made for that."""
     source.mkdir(parents=True)
     archive = source.with_suffix(".tar")
-    run("git", "archive", "--output", archive, "HEAD")
+    run("git", "archive", "--output", archive, revision)
     shutil.unpack_archive(archive, source)
-    seconds = run("git", "log", "-1", "--format=%ct").strip()
+    seconds = run("git", "log", "-1", "--format=%ct", revision).strip()
     given = [sys.executable, "-m", "build", "--outdir", out, source]
     before = os.umask(umask)
     try:
@@ -101,8 +101,9 @@ def main():
     out, work, *tests = Path(sys.argv[1]).absolute(), Path(sys.argv[2]).absolute(), *sys.argv[3:]
     for folder in (out, work):
         shutil.rmtree(folder, ignore_errors=True)
-    first = build(work / "source", out, 0o022)
-    again = build(work / "another" / "place", work / "again", 0o077)
+    revision = run("git", "rev-parse", "HEAD").strip()
+    first = build(revision, work / "source", out, 0o022)
+    again = build(revision, work / "another" / "place", work / "again", 0o077)
     if first != again:
         sys.exit(f"two builds of one commit differ: {first} and {again}")
     wheel = check(out)
