@@ -22,10 +22,7 @@ DEVICE ?= cuda
 KIT := $(abspath $(firstword $(wildcard $(BIN)/python) $(shell command -v python3)))
 KIT_RESULT := $(abspath $(if $(filter emu,$(DEVICE)),build/gpu.json,benchmarks/results/gpu.json))
 
-QUICK := $(addprefix tests/, test_tour.py test_floors.py test_exports.py test_errors.py options \
-	test_verification.py batch checkpoint/test_codec.py collectives data engine/test_graph.py \
-	engine/test_schedule.py engine/test_engine.py engine/test_lanes.py models profiling \
-	shard/test_loss.py training/test_trainer.py training/test_trainer_options.py)
+QUICK := @tests/quick.txt
 
 # What a new user does, and does wrong; `make dist` runs it against the wheel.
 FIRST_HOUR := $(addprefix tests/, test_readme.py training/test_mistakes.py training/test_silent_habits.py \
@@ -86,6 +83,9 @@ mutants: install ## plant faults in the library, and see that its tests catch ea
 lint: install ## format and lint, as CI wants them
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select PLW1514 src examples  # text without an encoding
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/zizmor --offline --quiet .github/workflows
 
 types: install
 	$(BIN)/mypy
@@ -124,19 +124,9 @@ docs-site: install ## the documentation as a site in build/site (warnings are er
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-dist: install ## build wheel and sdist, check them, and spend a first hour with the wheel in an empty environment
-	rm -rf dist build/wheel
-	$(BIN)/pip install --quiet --disable-pip-version-check build twine
-	$(BIN)/python -m build --outdir dist
-	$(BIN)/twine check --strict dist/*
-	$(PYTHON) -m venv build/wheel
-	build/wheel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	build/wheel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
-	$(PYTHON) benchmarks/readme_program.py > build/readme.py
-	cd build && wheel/bin/evenstep train --model lenet --data digits --epochs 2 --devices 2
-	cd build && wheel/bin/python readme.py
-	build/wheel/bin/pip install --quiet --disable-pip-version-check -c constraints.txt pytest pytest-timeout hypothesis
-	build/wheel/bin/python -m pytest -m 'not slow' $(FIRST_HOUR)
+dist: install ## build wheel and sdist, check them, and try the wheel alone with each Python that is here
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dist]'
+	$(BIN)/python tests/support/dist.py dist build/dist $(FIRST_HOUR)
 
 placeholders: ## the lines that must be filled in before a release; fails while there are any
 	@! grep -n 'placeholder\.invalid' $(RELEASED)

@@ -24,10 +24,13 @@ class PortableHook(BuildHookInterface):
         compiling = util.module_from_spec(spec)
         spec.loader.exec_module(compiling)
         try:
-            compiling.compile_all()
-        except (FileNotFoundError, subprocess.CalledProcessError) as error:
+            libraries = compiling.compile_all()
+        except (OSError, subprocess.CalledProcessError) as error:
             self.app.display_warning(f"evenstep is built without portable arithmetic: {error}")
             return
-        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        for library in libraries:
+            build_data["force_include"][library] = f"evenstep/arithmetic/lib/{library.name}"
+        platform = compiling.platform_tag(libraries) or sysconfig.get_platform()
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-{platform}"
+        # They have a plain C interface, so any Python runs them.
+        build_data["tag"] = f"py3-none-{platform.replace('-', '_').replace('.', '_')}"

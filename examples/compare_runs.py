@@ -15,7 +15,7 @@ ENOUGH = 0.95
 
 def main(paths: list[str]) -> int:
     """Compare the results in the JSON files `paths` and return the exit status."""
-    runs = [json.loads(Path(path).read_text()) for path in paths]
+    runs = [json.loads(Path(path).read_text(encoding="utf-8")) for path in paths]
     for run in runs:
         print(
             f"{len(run['devices'])} device(s): test accuracy {run['test_accuracy']:.4f}, "

@@ -3,10 +3,12 @@
 import re
 import shutil
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
+import dist
 import evenstep
 
 ROOT = Path(__file__).parents[1]
@@ -19,29 +21,44 @@ def read(name):
     return file.read_text(encoding="utf-8")
 
 
-def test_every_file_names_one_version():
-    stated = [
-        re.search(r'^version = "(.+)"$', read("pyproject.toml"), re.MULTILINE),
-        re.search(r"^version: (.+)$", read("CITATION.cff"), re.MULTILINE),
-    ]
-    assert [match[1] for match in stated] == [evenstep.__version__] * 2
+def test_the_version_stands_in_one_place():
+    said = re.compile(r"^version\b|^ *__version__ = ", re.MULTILINE)
+    assert said.findall(read("pyproject.toml")) == said.findall(read("CITATION.cff")) == []
+    assert said.findall(read("src/evenstep/__init__.py")) == ["__version__ = "]
+    assert re.search(r"^## (\S+)", read("CHANGELOG.md"), re.MULTILINE)[1] == evenstep.__version__
+    assert metadata.version("evenstep") == evenstep.__version__
 
 
 def test_what_runs_elsewhere_are_targets_of_make():
     targets = set(re.findall(r"^(\w+):", read("Makefile"), re.MULTILINE))
     called = [
         target
-        for name in (".ci/run", ".github/workflows/check.yml", ".pre-commit-config.yaml")
+        for name in (".ci/run", ".github/workflows/tests.yml", ".pre-commit-config.yaml")
         for target in re.findall(r"\bmake (\w+)", read(name))
     ]
     assert {"check", "lint", "types"} <= set(called) <= targets
 
 
 def test_the_oldest_and_the_newest_python_are_checked():
-    versions = re.findall(r'"(3\.\d+)"', read(".github/workflows/check.yml"))
+    (line,) = re.findall(r"^ +python: \[(.+)\]$", read(".github/workflows/tests.yml"), re.MULTILINE)
+    versions = re.findall(r'"(3\.\d+)"', line)
     oldest = re.search(r'^requires-python = ">=(.+)"$', read("pyproject.toml"), re.MULTILINE)[1]
     assert versions[0] == oldest
-    assert "3.14" in versions
+    assert versions == dist.PYTHONS
+
+
+def test_the_oldest_torch_the_pinned_and_the_newest_are_checked():
+    workflow, project = read(".github/workflows/tests.yml"), read("pyproject.toml")
+    checked = set(re.findall(r'torch: \[?"?([\w.]+)', workflow))
+    oldest = re.search(r'^ +"torch>=([\d.]+)', project, re.MULTILINE)[1]
+    pinned = re.search(r"^torch==(.+)$", read("constraints.txt"), re.MULTILINE)[1]
+    assert checked == {f"{oldest}.0", pinned, "newest"}
+
+
+def test_actions_of_others_are_pinned_to_a_revision():
+    used = re.findall(r"uses: \S+?@(\S+)", read(".github/workflows/tests.yml"))
+    assert used
+    assert all(re.fullmatch("[0-9a-f]{40}", revision) for revision in used)
 
 
 def placeholders(folder):

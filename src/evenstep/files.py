@@ -8,6 +8,7 @@ import hashlib
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, TypeAlias
@@ -38,7 +39,7 @@ def write_file(path: str | os.PathLike[str], content: Content) -> None:
     file = draft.open("xb")
     try:
         with file:
-            if mode is not None:
+            if mode is not None and hasattr(os, "fchmod"):  # before Python 3.13, not on Windows
                 os.fchmod(file.fileno(), mode)
             if callable(content):
                 content(file)
@@ -103,8 +104,9 @@ def sha256_of(path: str | os.PathLike[str]) -> str:
 
 def flush(path: Path) -> None:
     """Wait until a file's bytes, or a folder's entries, are on the disk."""
+    mode = os.O_RDWR if sys.platform == "win32" else os.O_RDONLY  # Windows flushes no file to read
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, mode)
         try:
             os.fsync(descriptor)
         finally:

@@ -9,10 +9,12 @@ from __future__ import annotations
 import collections
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +28,7 @@ FLAGS = (
     # liberties of -ffast-math. What the other two take away is errno and traps, which nobody reads.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
+OLDEST_MACOS = 11  # the first for ARM
 
 VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
     "x86_64": {
@@ -37,6 +40,8 @@ VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """The libraries for each kind of machine, and what the compiler may use in each."""
 
+ON_WINDOWS = "portable arithmetic is compiled on Linux and macOS only"
+
 NAMES = {"amd64": "x86_64", "arm64": "aarch64"}  # of machines, on other systems
 
 
@@ -44,6 +49,26 @@ def machine() -> str:
     """Return the name of this machine's instruction set."""
     name = platform.machine().lower()
     return NAMES.get(name, name)
+
+
+def on_macos() -> tuple[str, ...]:
+    """Return what a compiler is told on macOS: one kind of processor, and the oldest system."""
+    return ("-arch", platform.machine(), f"-mmacosx-version-min={OLDEST_MACOS}.0")
+
+
+def platform_tag(libraries: Sequence[Path]) -> str | None:
+    """Return what systems run these libraries, as names of wheels say it; None if unknown.
+
+    On Linux: the oldest glibc that has all functions they call ("manylinux", PEP 600), but none
+    older than 2.17, which is the oldest that pip knows for all processors.
+    """
+    if sys.platform == "darwin":
+        return f"macosx_{OLDEST_MACOS}_0_{platform.machine()}"
+    if platform.libc_ver()[0] != "glibc":
+        return None
+    needed = [re.findall(rb"GLIBC_2\.(\d+)", library.read_bytes()) for library in libraries]
+    oldest = max(17, *(int(minor) for minors in needed for minor in minors))
+    return f"manylinux_2_{oldest}_{platform.machine()}"
 
 
 def compiler() -> str | None:
@@ -62,13 +87,16 @@ def compile_all(
         target: the machine to compile for; None for this one. The compiler must be made for it.
 
     Raises:
-        FileNotFoundError: there is no C compiler.
+        OSError: there is no C compiler, or not on this system.
         subprocess.CalledProcessError: the compiler failed.
     """
+    if sys.platform == "win32":  # its `long` has 32 bits
+        raise OSError(ON_WINDOWS)
     command = with_compiler or compiler()
     if command is None:
         raise FileNotFoundError("no C compiler (cc, gcc or clang) was found")
     variants = VARIANTS.get(target or machine(), {"plain": ()})
+    flags = (*FLAGS, *(on_macos() if sys.platform == "darwin" else ()))
     folder.mkdir(parents=True, exist_ok=True)
 
     def run(*arguments: object) -> None:
@@ -77,12 +105,13 @@ def compile_all(
     def compile_one(job: tuple[str, Path]) -> Path:
         variant, source = job
         made = Path(objects) / f"{variant}.{source.stem}.o"
-        run(*FLAGS, *variants[variant], f'-DVARIANT="{variant}"', "-c", source, "-o", made)
+        run(*flags, *variants[variant], f'-DVARIANT="{variant}"', "-c", source, "-o", made)
         return made
 
     def link(variant: str) -> Path:
         path, draft = folder / f"{variant}.so", Path(objects) / f"{variant}.so"
-        run("-shared", *Path(objects).glob(f"{variant}.*.o"), "-o", draft)
+        parts = sorted(Path(objects).glob(f"{variant}.*.o"))
+        run("-shared", *flags, *parts, "-o", draft)
         return Path(shutil.move(draft, path))
 
     jobs = [(variant, source) for source in SOURCES.glob("*.c") for variant in variants]

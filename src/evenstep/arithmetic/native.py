@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from evenstep.arithmetic.compile import LIBRARIES
+from evenstep.arithmetic.compile import LIBRARIES, ON_WINDOWS
 from evenstep.errors import InputError
 
 _ALIGNMENT = 64  # bytes
@@ -64,6 +65,8 @@ def library(variant: str | None = None) -> ctypes.CDLL:
     """
     plain = LIBRARIES / "plain.so"
     if not plain.exists():
+        if sys.platform == "win32":
+            raise InputError(ON_WINDOWS)
         raise InputError(
             "portable arithmetic needs the C part of evenstep, which is missing: there was no C "
             "compiler when evenstep was installed. Install one (gcc or clang), and run "

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from evenstep.bench.machine import require_linux
+
 _STEERING = ("OMP_", "MKL_", "KMP_", "GOMP_", "TORCH_", "MALLOC_", "LD_PRELOAD")
 """Prefixes of environment variables that control threads and allocators."""
 
@@ -70,8 +72,10 @@ def run_commands(
         timeout_s: the longest time for each.
 
     Raises:
+        InputError: this is not Linux.
         RunFailedError: with what the processes wrote to stderr.
     """
+    require_linux()
     processes: list[subprocess.Popen[str]] = []
     try:
         processes.extend(

@@ -8,20 +8,40 @@ import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from evenstep.devices import usable_cores
+from evenstep.errors import InputError
 
 PACKAGES = ("evenstep", "torch", "numpy", "accelerate", "lightning-fabric")
 _SOURCE = Path(__file__).resolve().parents[2]
 _CODE = ("src", "benchmarks/*.py")
 
 
+def require_linux() -> None:
+    """Say that measuring needs Linux, if this is another system.
+
+    Raises:
+        InputError: it is.
+    """
+    if sys.platform != "linux":
+        raise InputError(
+            "evenstep bench and evenstep reproduce measure memory and page faults as Linux counts "
+            "them: run them on Linux"
+        )
+
+
 def facts() -> dict[str, Any]:
-    """Return the facts that every result file records."""
+    """Return the facts that every result file records.
+
+    Raises:
+        InputError: this is not Linux.
+    """
+    require_linux()
     return {
         "date_utc": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M"),
         "cpu": cpu_model(),
@@ -88,4 +108,4 @@ def _kib(file: str, field: str) -> int:
 
 
 def _read(file: str) -> str:
-    return Path(file).read_text() if Path(file).exists() else ""
+    return Path(file).read_text(encoding="utf-8") if Path(file).exists() else ""

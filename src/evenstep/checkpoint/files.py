@@ -26,6 +26,7 @@ import re
 import secrets
 import shutil
 import stat
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -327,6 +328,8 @@ def _hide(path: Path, doing: str) -> Path:
 
 
 def _is_alive(pid: int) -> bool:
+    if sys.platform == "win32":  # where `kill` ends the process whatever the signal: none is asked
+        return True
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

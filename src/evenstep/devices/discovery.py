@@ -215,7 +215,7 @@ def _too_many(count: int) -> DeviceError:
 
 def _cgroups(root: Path, proc: Path) -> list[Path]:
     try:
-        lines = proc.read_text().splitlines()
+        lines = proc.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
     groups = []
@@ -232,10 +232,10 @@ def _cgroups(root: Path, proc: Path) -> list[Path]:
 def _quotas(group: Path) -> list[float]:
     try:
         if (group / "cpu.max").exists():
-            quota, period = (group / "cpu.max").read_text().split()
+            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         else:
-            quota = (group / "cpu.cfs_quota_us").read_text().strip()
-            period = (group / "cpu.cfs_period_us").read_text().strip()
+            quota = (group / "cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
+            period = (group / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return []
     return [] if quota in ("max", "-1") else [int(quota) / int(period)]

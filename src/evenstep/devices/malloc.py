@@ -75,5 +75,8 @@ def _apply(libc: ctypes.CDLL, parameters: dict[int, int]) -> None:
 def _glibc() -> ctypes.CDLL | None:
     if platform.libc_ver()[0] != "glibc":
         return None
-    libc = ctypes.CDLL(None)
+    try:
+        libc = ctypes.CDLL(None)
+    except (OSError, TypeError):  # of a Python that is linked statically, or on Windows
+        return None
     return libc if hasattr(libc, "mallopt") else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import resource
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -40,7 +39,7 @@ class Stopwatch:
     """Measures the clock, the processor and page faults of this process, from its making on."""
 
     def __init__(self) -> None:
-        self._before = resource.getrusage(resource.RUSAGE_SELF)
+        self._before = _usage()
         self._began_s = time.perf_counter()
 
     def stop(self) -> dict[str, float]:
@@ -52,13 +51,19 @@ class Stopwatch:
             mostly from memory that malloc returned to the system and requests again.
         """
         seconds = time.perf_counter() - self._began_s
-        before, after = self._before, resource.getrusage(resource.RUSAGE_SELF)
+        before, after = self._before, _usage()
         return {
             "seconds": seconds,
             "user_s": after.ru_utime - before.ru_utime,
             "kernel_s": after.ru_stime - before.ru_stime,
             "page_faults": after.ru_minflt - before.ru_minflt,
         }
+
+
+def _usage() -> Any:
+    import resource  # not on Windows, where this module is imported too
+
+    return resource.getrusage(resource.RUSAGE_SELF)
 
 
 def time_steps(

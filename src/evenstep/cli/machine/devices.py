@@ -67,6 +67,8 @@ def _what_differs() -> list[tuple[str, str]]:
 
 def _memory() -> str:
     total, free = memory_bytes()
+    if total is None:
+        return "unknown"
     return _gib(total) if free is None else f"{_gib(total)}, {_gib(free)} of it free"
 
 

@@ -50,9 +50,12 @@ def read_facts(environment: Mapping[str, str]) -> MachineFacts:
     )
 
 
-def memory_bytes() -> tuple[int, int | None]:
+def memory_bytes() -> tuple[int | None, int | None]:
     """Return the size of the memory, and how much of it is free; None if that is unknown."""
-    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError):  # on Windows, or where these have other names
+        total = None
     free = re.search(r"MemAvailable:\s*(\d+) kB", _read(Path("/proc/meminfo")))
     return total, int(free[1]) * 1024 if free else None
 

@@ -48,6 +48,7 @@ def cores_used_by_others(seconds: float = 0.5) -> float | None:
     """Watch the cores that this process may use, while it sleeps; None where that is unknown."""
     if not _STAT.exists() or not hasattr(os, "sched_getaffinity"):
         return None
-    before = core_ticks(_STAT.read_text())
+    before = core_ticks(_STAT.read_text(encoding="utf-8"))
     time.sleep(seconds)
-    return busy_cores(before, core_ticks(_STAT.read_text()), os.sched_getaffinity(0))
+    after = core_ticks(_STAT.read_text(encoding="utf-8"))
+    return busy_cores(before, after, os.sched_getaffinity(0))

@@ -23,6 +23,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from evenstep.cli.processes import loopback_rendezvous
 from evenstep.cli.processes.hash_seed import HASH_SEED
 from evenstep.cli.processes.report import FOLDER, reported_shares
+from evenstep.errors import InputError
 from evenstep.profiling.accounting import DeviceShares
 
 
@@ -31,7 +32,12 @@ def launch(processes: int, max_restarts: int, arguments: Sequence[str]) -> list[
 
     Returns:
         Where the time of the devices of all processes went; none if no step was trained.
+
+    Raises:
+        InputError: this is Windows, where nobody has made it work yet.
     """
+    if sys.platform == "win32":
+        raise InputError("got --processes on Windows, where it does not work yet: use --devices")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     loopback_rendezvous.register()
     hashes_freely = HASH_SEED not in os.environ
