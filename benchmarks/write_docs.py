@@ -28,7 +28,7 @@ from evenstep.limits import BOOK_EXPERIMENTS
 from evenstep.reproduce import Experiment, experiments
 from evenstep.reproduce import pictures as book_pictures
 from gpu import tables as kit
-from specs import engine, overhead, speed, text
+from specs import engine, overhead, speed, text, versions
 from wording import in_todays_words
 
 DOCS = ROOT / "docs"
@@ -36,11 +36,11 @@ IMAGES = DOCS / "images"
 PARTS = ("training", "text", "steps", "layouts", "engine", "portable")
 PAGES = (
     *("benchmarks", *(f"benchmarks_{part}" for part in PARTS)),
-    *("reliability", "kinds", "public_scripts"),
+    *("reliability", "kinds", "public_scripts", "versions"),
 )
 FILES = (
     *(*measure.BENCHMARKS, "chargpt", "gains", "batch_norm"),
-    *("scaling_lenet", "scaling_resnet18", "gpu", "public_scripts"),
+    *("scaling_lenet", "scaling_resnet18", "gpu", "public_scripts", "versions"),
 )
 NOTES = (
     *(
@@ -116,6 +116,7 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
         scaled=speed.scaling,
         parts_of_time=speed.parts_of_time,
         scripts=scripts,
+        versions=versions,
         summary=summary,
     )
 

@@ -1,0 +1,133 @@
+"""Tables of what `make versions` found, and of the golden runs of each version of torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmark import ROOT
+from evenstep.bench.tables import Table
+
+GOLDEN: Mapping[str, Mapping[str, Any]] = json.loads(
+    (ROOT / "tests" / "golden" / "golden.json").read_text("utf-8")
+)
+BASE = "2.13.0"
+RUNS = max(map(len, GOLDEN.values()))
+CHECKS = (
+    *("readme", "torchrun", "train", "compile", "portable", "verify", "export", "doctor"),
+    *("golden", "tests"),
+)
+HEADS = {"readme": "README"}
+
+
+def checks(document: Mapping[str, Any]) -> Table:
+    """Return what works where."""
+    rows = []
+    for environment, row in document["rows"].items():
+        found = [row["checks"].get(name) for name in CHECKS]
+        rows.append([environment, *map(_cell, CHECKS, found), row["machine"]["git_revision"]])
+    return Table(("", *(HEADS.get(name, name) for name in CHECKS), "revision"), rows)
+
+
+def _cell(name: str, found: Mapping[str, Any] | None) -> str:
+    if found is None or found["said"] == "not run":
+        return "–"
+    if not found["works"]:
+        return "**fails**"
+    return found["said"].removesuffix(" passed") if name == "tests" else "yes"
+
+
+def details(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each check that fails, and for each private name that is missing."""
+    for environment, row in document["rows"].items():
+        for name, found in row["checks"].items():
+            if not found["works"]:
+                yield f"* {environment}, {name}: `{found['said']}`"
+            elif name == "doctor" and found["said"]:
+                yield f"* {environment} lacks `{found['said']}`: a public way is taken instead."
+
+
+def same_bits() -> Table:
+    """Return for each version and kind of vectors how many golden runs have which bits."""
+    rows = []
+    for vectors in sorted({key.split(", ")[1] for key in GOLDEN}):
+        before = None
+        for key in sorted((key for key in GOLDEN if f", {vectors}, " in key), key=_release):
+            version, _, digest = key.split(", ")
+            bases = [one for one in GOLDEN if one.startswith(f"torch {BASE}+cpu, {vectors}, ")]
+            counts = [_alike(key, one) for one in bases if one != key]
+            rows.append(
+                [
+                    version.removeprefix("torch "),
+                    vectors,
+                    f"`{digest}`",
+                    "–" if before is None else _alike(key, before),
+                    " or ".join(counts) or "–",
+                ]
+            )
+            before = key
+    heads = ("torch", "vectors", "rounding of small layers", "as the line above", f"as {BASE}")
+    return Table(heads, rows, 3)
+
+
+def _release(key: str) -> list[int]:
+    return [*map(int, re.findall(r"\d+", key)[:3])]
+
+
+def _result(key: str, run: str) -> Any:
+    found = GOLDEN[key].get(run)
+    return GOLDEN[found][run] if isinstance(found, str) else found
+
+
+def _alike(one: str, other: str) -> str:
+    runs = GOLDEN[one].keys() & GOLDEN[other].keys()
+    same = sum(_result(one, run) == _result(other, run) for run in runs)
+    return f"{same} of {len(runs)}"
+
+
+def portable(document: Mapping[str, Any]) -> str:
+    """Say which fingerprints portable arithmetic gives."""
+    found: dict[str, list[str]] = {}
+    for environment, row in document["rows"].items():
+        check = row["checks"]["portable"]
+        if check["works"]:
+            found.setdefault(check["said"], []).append(environment.partition(",")[0])
+    if len(found) == 1:
+        return "all of these versions give one fingerprint for LeNet."
+    some = (f"{', '.join(dict.fromkeys(names))} give `{one[:16]}`" for one, names in found.items())
+    return f"{'; '.join(some)}."
+
+
+def _pairs(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [
+        found
+        for writer, by_reader in document["resumed"].items()
+        for reader, found in by_reader.items()
+        if writer != reader
+    ]
+
+
+def pairs(document: Mapping[str, Any]) -> int:
+    """Return the number of pairs of different environments.
+
+    Raises:
+        ValueError: the page would be wrong: a training did not begin where the checkpoint ended.
+    """
+    found = _pairs(document)
+    if not all(one["opens alike"] for one in found):
+        raise ValueError("a checkpoint is resumed with a different state: mend that first")
+    return len(found)
+
+
+def alike(document: Mapping[str, Any]) -> int:
+    """Return in how many of them the last fingerprint is the same.
+
+    Raises:
+        ValueError: the page would be wrong: a difference was not said.
+    """
+    found = _pairs(document)
+    if not all(one["closes alike"] or one["said"] for one in found):
+        raise ValueError("a resume gives different bits without a word: mend that first")
+    return sum(one["closes alike"] for one in found)
