@@ -110,7 +110,7 @@ bench: install ## measure again and write docs/benchmarks.md (an hour; needs a q
 
 versions: install ## test each version of torch and Python that is supported, in environments of their own (hours)
 	$(BIN)/pip install --quiet --disable-pip-version-check uv
-	$(BIN)/python tests/versions/run.py --quick "$(QUICK)"
+	$(BIN)/python tests/versions/try_all.py --quick "$(QUICK)"
 	$(BIN)/python benchmarks/write_docs.py
 
 arm: ## Python and torch for ARM in build/arm, for a test that ARM has the same bits (Debian, root)

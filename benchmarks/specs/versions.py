@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmark import ROOT
-from evenstep.bench.tables import Table
+from evenstep.bench.tables import NOTHING, Table
 
 GOLDEN: Mapping[str, Mapping[str, Any]] = json.loads(
     (ROOT / "tests" / "golden" / "golden.json").read_text("utf-8")
 )
-BASE = "2.13.0"
+BASE = [2, 13, 0]
 RUNS = max(map(len, GOLDEN.values()))
 CHECKS = (
     *("readme", "torchrun", "train", "compile", "portable", "verify", "export", "doctor"),
@@ -33,7 +33,7 @@ def checks(document: Mapping[str, Any]) -> Table:
 
 def _cell(name: str, found: Mapping[str, Any] | None) -> str:
     if found is None or found["said"] == "not run":
-        return "–"
+        return NOTHING
     if not found["works"]:
         return "**fails**"
     return found["said"].removesuffix(" passed") if name == "tests" else "yes"
@@ -50,25 +50,18 @@ def details(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 def same_bits() -> Table:
-    """Return for each version and kind of vectors how many golden runs have which bits."""
+    """Return how many golden runs have the same bits in each version as in the one before."""
     rows = []
     for vectors in sorted({key.split(", ")[1] for key in GOLDEN}):
-        before = None
-        for key in sorted((key for key in GOLDEN if f", {vectors}, " in key), key=_release):
+        keys = sorted((key for key in GOLDEN if f", {vectors}, " in key), key=_release)
+        base = [key for key in keys if _release(key) == BASE]
+        for key in keys:
+            older = [one for one in keys if _release(one) < _release(key)]
+            before = [one for one in older if _release(one) == _release(older[-1])]
             version, _, digest = key.split(", ")
-            bases = [one for one in GOLDEN if one.startswith(f"torch {BASE}+cpu, {vectors}, ")]
-            counts = [_alike(key, one) for one in bases if one != key]
-            rows.append(
-                [
-                    version.removeprefix("torch "),
-                    vectors,
-                    f"`{digest}`",
-                    "–" if before is None else _alike(key, before),
-                    " or ".join(counts) or "–",
-                ]
-            )
-            before = key
-    heads = ("torch", "vectors", "rounding of small layers", "as the line above", f"as {BASE}")
+            among = (_alike(key, before), _alike(key, [one for one in base if one != key]))
+            rows.append([version.removeprefix("torch "), vectors, f"`{digest}`", *among])
+    heads = ("torch", "vectors", "rounding of small layers", "as the version before", "as 2.13.0")
     return Table(heads, rows, 3)
 
 
@@ -81,10 +74,14 @@ def _result(key: str, run: str) -> Any:
     return GOLDEN[found][run] if isinstance(found, str) else found
 
 
-def _alike(one: str, other: str) -> str:
-    runs = GOLDEN[one].keys() & GOLDEN[other].keys()
-    same = sum(_result(one, run) == _result(other, run) for run in runs)
-    return f"{same} of {len(runs)}"
+def _alike(key: str, others: Sequence[str]) -> str:
+    """Return in how many runs an environment has the bits of the most similar of others."""
+    counts = []
+    for other in others:
+        runs = GOLDEN[key].keys() & GOLDEN[other].keys()
+        same = sum(_result(key, run) == _result(other, run) for run in runs)
+        counts.append((same, f"{same} of {len(runs)}"))
+    return max(counts)[1] if counts else NOTHING
 
 
 def portable(document: Mapping[str, Any]) -> str:

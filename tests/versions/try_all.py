@@ -1,7 +1,7 @@
 """Tests evenstep with each version of torch and Python that it supports: `make versions`.
 
-    python tests/versions/run.py                      # hours; needs uv (pip install uv)
-    python tests/versions/run.py "torch 2.6" --tests none
+    python tests/versions/try_all.py                      # hours; needs uv (pip install uv)
+    python tests/versions/try_all.py "torch 2.6" --tests none
 
 It writes benchmarks/results/versions.json, in which a partial run replaces only its own rows;
 benchmarks/write_docs.py makes docs/versions.md of it. What can't be had is skipped with a line.
