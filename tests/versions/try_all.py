@@ -26,7 +26,7 @@ from environments import ENVIRONMENTS, FOLDER, ROOT, Environment, MissingError, 
 RESULTS = ROOT / "benchmarks" / "results" / "versions.json"
 LIMIT_S = 3 * 3600
 TRAIN = ("-m", "evenstep", "train", "--model", "lenet", "--epochs", "1")
-TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 PYTEST = ("-m", "pytest", "--dist", "loadgroup", "--max-worker-restart=0", "-m", "not slow")
 FACTS = "import json; from evenstep.bench import machine; print(json.dumps(machine.facts()))"
 FINGERPRINT = re.compile(r"\b[0-9a-f]{64}\b")
