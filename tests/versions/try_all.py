@@ -60,8 +60,10 @@ class Checks:
         return only_one(self._train("1") + self._train("2", "--checkpoint-dir", self._folder / "c"))
 
     def compile(self) -> str:
-        """Train with compiled shards on one device and on two."""
-        return only_one(self._train("1", "--compile") + self._train("2", "--compile"))
+        """Train with compiled shards on one device and on two; say why if they are not compiled."""
+        said = self._train("1", "--compile") + self._train("2", "--compile")
+        why_not = re.search(r"eagerly, because (.*)", said)
+        return (f"eager: {why_not[1]}" if why_not else "") or only_one(said)
 
     def portable(self) -> str:
         """Train in portable arithmetic on one device and on two."""
@@ -109,14 +111,14 @@ class Checks:
         return f"{passed[1]} passed"
 
     def _train(self, devices: str, *options: object) -> str:
-        return self._run(*TRAIN, "--devices", devices, *options)
+        return self._run(*TRAIN, "--devices", devices, *options, with_log=True)
 
-    def _run(self, *arguments: object, fails: bool = False) -> str:
-        return output_of(self._one.interpreter, *arguments, fails=fails)
+    def _run(self, *arguments: object, **options: bool) -> str:
+        return output_of(self._one.interpreter, *arguments, **options)
 
 
-def output_of(*command: object, fails: bool = False) -> str:
-    """Return what a command prints; with `fails`, its failure is no error."""
+def output_of(*command: object, fails: bool = False, with_log: bool = False) -> str:
+    """Return what a command prints, and logs if asked to; with `fails`, its failure is no error."""
     done = subprocess.run(
         [*map(str, command)],
         cwd=ROOT,
@@ -127,7 +129,7 @@ def output_of(*command: object, fails: bool = False) -> str:
     )
     if done.returncode != 0 and not fails:
         raise FailedError(" ".join((done.stderr or done.stdout).split())[-300:])
-    return done.stdout
+    return done.stdout + (done.stderr if with_log else "")
 
 
 def only_one(text: str) -> str:
