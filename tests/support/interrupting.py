@@ -246,7 +246,7 @@ def thrown_at(boundary, functions=()):
 
 
 def _skip_other_bytecode():
-    """Python 3.10 has other opcodes, and 3.12 traces those of a function from its second call on."""
+    """Python 3.10 has other opcodes; 3.12 traces those of a function from its second call on."""
     if sys.version_info[:2] != (3, 11):
         pytest.skip("the bytecode of Python 3.11 is traced")
 
