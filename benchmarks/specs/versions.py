@@ -90,8 +90,8 @@ def portable(document: Mapping[str, Any]) -> str:
     """Say which fingerprints portable arithmetic gives."""
     found: dict[str, list[str]] = {}
     for environment, row in document["rows"].items():
-        check = row["checks"]["portable"]
-        if check["works"]:
+        check = row["checks"].get("portable")
+        if check and check["works"]:
             found.setdefault(check["said"], []).append(environment.partition(",")[0])
     if len(found) == 1:
         return "all of these versions give one fingerprint for LeNet."
