@@ -93,10 +93,8 @@ def portable(document: Mapping[str, Any]) -> str:
         check = row["checks"].get("portable")
         if check and check["works"]:
             found.setdefault(check["said"], []).append(environment.partition(",")[0])
-    if len(found) == 1:
-        return "all of these versions give one fingerprint for LeNet."
     some = (f"{', '.join(dict.fromkeys(names))} give `{one[:16]}`" for one, names in found.items())
-    return f"{'; '.join(some)}."
+    return f"LeNet's training has these fingerprints: {'; '.join(some)}."
 
 
 def _pairs(document: Mapping[str, Any]) -> list[Mapping[str, Any]]:
