@@ -28,7 +28,7 @@ QUICK := @tests/quick.txt
 FIRST_HOUR := $(addprefix tests/, test_readme.py training/test_mistakes.py training/test_silent_habits.py \
 	training/test_what_is_shown.py callbacks/test_progress_bar.py callbacks/test_curve.py)
 
-.PHONY: help install demo quick test accelerator gpu slow exhaustive mutants lint types format check bench book notebooks arm docs-site dist placeholders clean
+.PHONY: help install demo quick test accelerator gpu slow exhaustive mutants versions lint types format check bench book notebooks arm docs-site dist placeholders clean
 
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/'
@@ -106,6 +106,11 @@ bench: install ## measure again and write docs/benchmarks.md (an hour; needs a q
 	$(BIN)/evenstep bench scaling --model lenet --devices 1,2 --json benchmarks/results/scaling_lenet.json
 	$(BIN)/evenstep bench scaling --model resnet18 --batch-size 64 --devices 1,2 --json benchmarks/results/scaling_resnet18.json
 	set -e; for name in $(BENCHMARKS); do $(BIN)/python benchmarks/measure.py $$name; done
+	$(BIN)/python benchmarks/write_docs.py
+
+versions: install ## test each version of torch and Python that is supported, in environments of their own (hours)
+	$(BIN)/pip install --quiet --disable-pip-version-check uv
+	$(BIN)/python tests/versions/try_all.py --quick "$(QUICK)"
 	$(BIN)/python benchmarks/write_docs.py
 
 arm: ## Python and torch for ARM in build/arm, for a test that ARM has the same bits (Debian, root)

@@ -28,7 +28,7 @@ from evenstep.reproduce import experiments
 from evenstep.reproduce import pictures as book_pictures
 from evenstep.reproduce.rows import table as book_table
 from gpu import tables as kit
-from specs import overhead, speed, text
+from specs import overhead, speed, text, versions
 
 DOCS = ROOT / "docs"
 IMAGES = DOCS / "images"
@@ -104,6 +104,7 @@ def page(name: str, results: Path, notes: Mapping[str, str]) -> str:
         scaled=speed.scaling,
         parts_of_time=speed.parts_of_time,
         scripts=scripts,
+        versions=versions,
         summary=summary,
     )
 

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ import torch
 from commands import run
 from evenstep.cli.machine.checks import (
     FEATURES,
-    OLDEST_TORCH,
     MachineFacts,
     feature_states,
     findings,
@@ -23,7 +23,7 @@ from evenstep.cli.machine.checks import (
 from evenstep.cli.machine.doctor import report
 from evenstep.cli.machine.facts import read_facts
 from evenstep.devices import usable_cores
-from evenstep.private_torch.names import PrivateName
+from evenstep.private_torch.names import TESTED_TORCH, PrivateName
 
 HEALTHY = MachineFacts(
     system="Linux",
@@ -70,8 +70,9 @@ CASES = [
     (lacking(), "results", "_x, which evenstep reads to see it: no trainer", "install torch=="),
     (lacking(needed=False), "results", "what needs it will fail", "pip install torch=="),
     (lacking(has_public_way=True), "speed", "a slower public way", "pip install torch=="),
-    ({"torch": "2.5.1"}, "results", "torch 2.5.1 is older than 2.6", "--upgrade 'torch>=2.6'"),
+    ({"torch": "2.5.1"}, "results", "torch 2.5.1 is older than 2.6", "pip install torch=="),
     ({"torch": "1.13.0a0+git"}, "results", "is older than 2.6", "pip install"),
+    ({"torch": "99.0.0"}, "results", "torch 99.0.0 is newer than 2", "pip install torch=="),
     ({"system": "Darwin"}, "results", "this is Darwin", "evenstep verify"),
     ({"environment": {"MKL_CBWR": "AVX2"}}, "results", "MKL_CBWR=AVX2", "unset MKL_CBWR"),
     (
@@ -178,8 +179,17 @@ def test_the_extra_of_a_feature_brings_its_packages(feature):
     assert set(feature.packages) <= names
 
 
-def test_the_oldest_torch_is_that_of_the_requirements():
-    assert any(line == f"torch>={'.'.join(map(str, OLDEST_TORCH))}" for line in REQUIRED)
+def test_the_range_of_torch_is_that_of_the_tested_versions():
+    oldest, newest = ([*map(int, TESTED_TORCH[end].split(".")[:2])] for end in (0, -1))
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    lower, upper = re.search(r'"torch>=([\d.]+),<([\d.]+)"', project.read_text("utf-8")).groups()
+    assert [*map(int, lower.split("."))] == oldest
+    assert [*map(int, upper.split("."))] == [newest[0], newest[1] + 1]
+
+
+def test_the_report_names_the_tested_versions():
+    lines = [line.plain for line in report(machine())]
+    assert f"tested with torch {', '.join(TESTED_TORCH)}" in lines
 
 
 # --- this machine
@@ -213,7 +223,7 @@ def test_as_json_it_is_one_object_without_the_environment(monkeypatch):
     monkeypatch.setenv("SECRET", "xyzzy")
     output = run("doctor", "--json").stdout
     found = json.loads(output)
-    assert list(found) == ["facts", "features", "findings"]
+    assert list(found) == ["facts", "tested_torch", "features", "findings"]
     assert "OMP_WAIT_POLICY" in json.dumps(found["findings"])
     assert "xyzzy" not in output
 

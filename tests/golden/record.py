@@ -13,13 +13,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import runs
 import torch
-from where import GOLDEN, environment, load
+from where import environment, load, save
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="the name of one run; default: all")
     parser.add_argument("--missing", action="store_true", help="only the runs without a result")
+    parser.add_argument("--layouts", type=int, help="compute each run on this many; default: all")
     options = parser.parse_args()
     torch.set_num_threads(1)
     document = load()
@@ -27,13 +28,13 @@ def main():
     for name in [options.only] if options.only else runs.RUNS:
         if options.missing and name in results:
             continue
-        found = runs.results_of(name)
+        found = runs.results_of(name, options.layouts)
         first, *others = found.values()
         if any(other != first for other in others):
             sys.exit(f"{name}: the layouts differ: {json.dumps(found, indent=1)}")
         results[name] = first
         print(f"{name}: {first['fingerprint'][:16]}", flush=True)
-        GOLDEN.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+        save(document)
 
 
 if __name__ == "__main__":

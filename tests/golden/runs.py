@@ -399,11 +399,11 @@ RUNS = {
 """Every golden run by name."""
 
 
-def results_of(name):
-    """Return the result of every layout of a run, by the layout's name."""
+def results_of(name, number=None):
+    """Return the results of the first layouts of a run (by default all), by the layout's name."""
     run = RUNS[name]
     found = {}
-    for layout, options in run.layouts.items():
+    for layout, options in [*run.layouts.items()][:number]:
         with warnings.catch_warnings(), contextlib.redirect_stderr(sys.stderr):
             warnings.simplefilter("ignore")
             found[layout] = run.train(**options)

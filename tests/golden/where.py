@@ -52,8 +52,30 @@ def _environment():
 
 
 def load():
-    """Return the recorded results: by environment, then by the name of the run."""
-    return json.loads(GOLDEN.read_text()) if GOLDEN.exists() else {}
+    """Return the recorded results: by environment, then by the name of the run.
+
+    In the file, the name of an earlier environment stands for a result that it had too.
+    """
+    document = json.loads(GOLDEN.read_text())
+    return {
+        here: {
+            name: document[found][name] if isinstance(found, str) else found
+            for name, found in results.items()
+        }
+        for here, results in document.items()
+    }
+
+
+def save(document):
+    """Write what `load` returns, with another environment's results added or changed."""
+    short = {}
+    for here, results in document.items():
+        short[here] = {}
+        for name, found in sorted(results.items()):
+            alike = (one for one in short if document[one].get(name) == found)
+            first = next(alike, here)
+            short[here][name] = found if first == here else first
+    GOLDEN.write_text(json.dumps(short, indent=1) + "\n")
 
 
 def _computed(build, shape, dtype):

@@ -38,7 +38,10 @@ def kind_here() -> str | None:
 
 def autocast_kinds() -> tuple[str, ...]:
     """Return the types of devices whose autocast may be on in a thread."""
-    found = torch.accelerator.current_accelerator()
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 without an accelerator
+        found = None
     return ("cpu",) if found is None else ("cpu", found.type)
 
 
@@ -97,7 +100,8 @@ def model_name(device: torch.device) -> str:
 
 def memory_nbytes(device: torch.device) -> int:
     """Return the size of an accelerator's memory in bytes."""
-    return int(torch.accelerator.get_memory_info(device.index)[1])
+    of_all_kinds = getattr(torch.accelerator, "get_memory_info", None)  # not in torch 2.6 to 2.9
+    return int((of_all_kinds or _module(device.type).mem_get_info)(device.index)[1])
 
 
 def is_failure(error: BaseException) -> bool:

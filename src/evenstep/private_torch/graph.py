@@ -40,12 +40,23 @@ run_backward: Callable[..., object] = private(
 )
 """Run a backward pass, as autograd's engine takes its arguments."""
 
+
+def _refuses_to_disable(_ignores_tracing: bool) -> bool:
+    """Return whether there are hooks: torch refuses to disable them while some are in use."""
+    try:
+        with torch.autograd.graph.disable_saved_tensors_hooks("never shown"):
+            return False
+    except RuntimeError:
+        return True
+
+
 saving_hooks: Callable[[bool], object] = private(
     "torch._C._autograd",
-    "_top_saved_tensors_default_hooks",
+    "_top_saved_tensors_default_hooks",  # not in torch 2.6
     "refuse torch.autograd.graph.saved_tensors_hooks around a step",
+    public_way=_refuses_to_disable,
 )
-"""Return the calling thread's innermost hooks on saved tensors, or None, given False."""
+"""Return something true if the calling thread has hooks on saved tensors, given False."""
 
 _of_layer = attribute(_EMBEDDING, "_saved_sparse", "find functions that give sparse gradients")
 _of_gather = attribute(_GATHER, "_saved_sparse_grad", "find functions that give sparse gradients")

@@ -1,7 +1,8 @@
 """Private names of torch: looked up once, and what happens where a version of torch lacks one.
 
 Where there is a public way, it is taken instead, with the same bits, though slower. Else no trainer
-can be built: the error says what is missing. All names were seen in torch 2.13.0.
+can be built: the error says what is missing. All names were seen in each version of TESTED_TORCH,
+except where a comment says otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ import torch
 
 from evenstep.errors import VersionError
 
-SEEN_IN = "2.13.0"
+TESTED_TORCH = ("2.6.0", "2.8.0", "2.9.1", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
+"""The versions that this revision was tested with: `make versions` writes what works in each."""
+
+RECOMMENDED_TORCH = "2.13.0"
+"""The version with which all tests and all figures were made."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +157,6 @@ def _missing(path: str, purpose: str, public_way: Any, needed: bool) -> Any:
 
 def _error(what: str) -> VersionError:
     return VersionError(
-        f"torch {torch.__version__} lacks what evenstep reads: {what}. Install torch {SEEN_IN}, or "
-        f"a newer evenstep"
+        f"torch {torch.__version__} lacks what evenstep reads: {what}. Install torch "
+        f"{RECOMMENDED_TORCH}, or a newer evenstep"
     )

@@ -9,6 +9,7 @@ autograd, and with nothing that two of them could compile at the same time.
 from __future__ import annotations
 
 import contextlib
+import random
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -166,6 +167,7 @@ class ShardCompiler:
         root = _root(1)
         # Dynamo is to trace backward passes, and to keep more than eight programs of a function.
         tracing = dynamo_settings().patch(_SETTINGS)
+        numbers = random.getstate()
         with in_modes(PLAIN), autocast("cpu", self._precision), tracing, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, about torch
             try:
@@ -174,6 +176,8 @@ class ShardCompiler:
                 )
             except Exception as error:
                 raise NotCompiledError(_reason(error)) from error
+        if random.getstate() != numbers:  # Dynamo of torch 2.15 traces such a call
+            raise NotCompiledError("the code calls Random.random: each shard would get one number")
         if self._found is None:
             raise NotCompiledError("there is nothing in it to compute")
         if self.compiled > _MOST_PROGRAMS:

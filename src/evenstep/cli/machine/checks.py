@@ -11,11 +11,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, TypeAlias
 
 from evenstep.devices.arithmetic import GPU_VARIABLES, VARIABLES
-from evenstep.private_torch.names import SEEN_IN, PrivateName
+from evenstep.private_torch.names import RECOMMENDED_TORCH, TESTED_TORCH, PrivateName
 
 Kind: TypeAlias = Literal["results", "speed"]
 
-OLDEST_TORCH = (2, 6)
 _BUSY_CORES = 0.25
 _GIB = 1 << 30
 _LEAST_FREE_BYTES, _LEAST_SHARED_BYTES = _GIB, _GIB // 4
@@ -162,23 +161,32 @@ def findings(facts: MachineFacts) -> list[Finding]:
 
 
 def _check_torch(facts: MachineFacts) -> Iterator[Finding]:
-    version = tuple(int(part) for part in re.findall(r"\d+", facts.torch)[:2])
-    if version < OLDEST_TORCH:
-        oldest = ".".join(map(str, OLDEST_TORCH))
-        yield _results(
-            f"torch {facts.torch} is older than {oldest}, the oldest that evenstep is tested with",
-            f"pip install --upgrade 'torch>={oldest}'",
-        )
+    here, oldest, newest = map(_minor, (facts.torch, TESTED_TORCH[0], TESTED_TORCH[-1]))
+    if here < oldest:
+        yield _untested(facts.torch, f"older than {TESTED_TORCH[0]}, the oldest")
+    if here > newest:
+        yield _untested(facts.torch, f"newer than {TESTED_TORCH[-1]}, the newest")
     for lacking in facts.torch_lacks:
         what = (
             f"torch {facts.torch} lacks {lacking.path}, which evenstep reads to {lacking.purpose}"
         )
-        fix = f"pip install torch=={SEEN_IN}, or a newer evenstep"
+        fix = f"pip install torch=={RECOMMENDED_TORCH}, or a newer evenstep"
         if lacking.has_public_way:
             yield _speed(f"{what}: a slower public way is used instead", fix)
         else:
             fails = "no trainer can be built" if lacking.needed else "what needs it will fail"
             yield _results(f"{what}: {fails}", fix)
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _untested(version: str, which: str) -> Finding:
+    return _results(
+        f"torch {version} is {which} that evenstep is tested with",
+        f"pip install torch=={RECOMMENDED_TORCH}",
+    )
 
 
 def _check_system(facts: MachineFacts) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from rich.text import Text
 from evenstep.cli.machine.checks import MachineFacts, feature_states, findings
 from evenstep.cli.machine.facts import read_facts
 from evenstep.cli.terminal.output import print_line
+from evenstep.private_torch.names import TESTED_TORCH
 
 _HEADINGS = {"results": "Would change results", "speed": "Would slow training down"}
 
@@ -38,6 +39,7 @@ def report(facts: MachineFacts) -> Iterator[Text]:
     version = "from its sources" if facts.evenstep is None else facts.evenstep
     python = f"Python {platform.python_version()}"
     yield Text(f"evenstep {version}, torch {facts.torch}, {python}, {facts.system}")
+    yield Text(f"tested with torch {', '.join(TESTED_TORCH)}")
     yield from _features(facts)
     found = findings(facts)
     for kind, heading in _HEADINGS.items():
@@ -67,6 +69,7 @@ def _as_json(facts: MachineFacts) -> dict[str, Any]:
     del known["environment"]  # it may hold secrets
     return {
         "facts": known,
+        "tested_torch": TESTED_TORCH,
         "features": list(map(dataclasses.asdict, feature_states(facts))),
         "findings": list(map(dataclasses.asdict, findings(facts))),
     }
