@@ -202,6 +202,21 @@ def _run_eagerly(
     return (*leaf, _detached(outputs[0])) if outputs else leaf, _collect(replica, work)
 
 
+def forward_and_backward(replica: Replica, work: ShardWork, objective: ShardObjective) -> ShardLoss:
+    """Run a shard forward and backward; return (total, count), and its outputs if it has any.
+
+    The parameters' gradients are those of the shard alone.
+    """
+    for parameter in replica.parameters:
+        parameter.grad = None
+    opened = next_number()
+    loss = _forward(replica, work, objective)
+    if replica.outer and loss[0].requires_grad:
+        _refuse_outer_model(loss[0], replica, opened)
+    _backward(replica, loss[0], work.divisor)
+    return loss
+
+
 def _detached(outputs: Outputs) -> Outputs:
     """Return copies of outputs without their graph."""
     return {

@@ -1,6 +1,8 @@
 """Several shards computed as one batch, each with the bits that it has alone."""
 
+from evenstep.arithmetic.together import parameters, rules  # noqa: F401 - they register rules
 from evenstep.arithmetic.together.blocks import NotTogetherError, of_shards, shards_of
-from evenstep.arithmetic.together.region import Region, computing_together
+from evenstep.arithmetic.together.region import computing_together
+from evenstep.arithmetic.together.sums import add_up
 
-__all__ = ["NotTogetherError", "Region", "computing_together", "of_shards", "shards_of"]
+__all__ = ["NotTogetherError", "add_up", "computing_together", "of_shards", "shards_of"]

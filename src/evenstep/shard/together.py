@@ -1,0 +1,202 @@
+"""Several shards as one batch, where each has the bits that it has alone.
+
+In portable arithmetic, what is computed for an example doesn't depend on how many others there are
+(`arithmetic/together`). So small models need not pay for each shard: the shards of a device that are
+a node of the canonical tree go through the model at once, and only what sums over examples is kept
+apart. Before shards of a size are computed so, they are computed once both ways, and every bit is
+compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from evenstep.arithmetic.together import (
+    NotTogetherError,
+    add_up,
+    computing_together,
+    of_shards,
+    shards_of,
+)
+from evenstep.batch import Batch, Cut
+from evenstep.batch.rng import ShardRandomness
+from evenstep.collectives import TreeSum, tree_plan
+from evenstep.collectives.tree import TreePlan
+from evenstep.errors import EvenstepError
+from evenstep.replicas import Replica
+from evenstep.replicas.replica import same_bits
+from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard, forward_and_backward
+from evenstep.shard.loss import ShardObjective
+from evenstep.shard.partial_sum import PartialSum, add
+
+logger = logging.getLogger("evenstep")
+
+T = TypeVar("T")
+
+_LARGEST_BYTES = 1 << 24
+"""How much memory the gradients of all shards may take: more is faster computed shard by shard."""
+
+
+class Together:
+    """Computes shards at once, as long as that gives the bits of each shard by itself.
+
+    Attributes:
+        refused: why shards are computed by themselves; None if they need not be.
+    """
+
+    def __init__(self) -> None:
+        self.refused: str | None = None
+        self._shown = set[Any]()
+
+    def runs(self, replica: Replica, cut: Cut) -> Mapping[int, Sequence[range]]:
+        """Return which shards of a batch may be computed at once: by the first, longest first."""
+        if self.refused is not None or cut.filled == 1 or not cut.can_join or not replica.may_accumulate:
+            return {}
+        nbytes = sum(one.nbytes for one in replica.parameters)
+        most = _LARGEST_BYTES // max(nbytes, 1)
+        return _runs(tree_plan(len(cut.bounds), cut.filled), tuple(cut.bounds), most)
+
+    def compute(
+        self,
+        replica: Replica,
+        works: Sequence[ShardWork],
+        cut: Cut,
+        *,
+        objective: ShardObjective,
+        tree: TreeSum[PartialSum],
+    ) -> list[Leaf]:
+        """Compute shards that are a node of the tree, and put their sum into the tree.
+
+        Returns:
+            Each shard's (total, count), detached.
+        """
+        shards = range(works[0].shard, works[-1].shard + 1)
+        kind = len(shards), works[0].examples, id(replica), getattr(objective, "func", objective)
+        leaves: list[Leaf] | None = None
+        value: PartialSum | None = None
+        if kind not in self._shown:
+            leaves, value = _one_by_one(replica, works, objective)
+        if self.refused is None:
+            try:
+                found = _at_once(replica, works, cut, objective)
+            except (NotTogetherError, RuntimeError, TypeError, ValueError) as error:
+                self._refuse(str(error) or type(error).__name__)
+            else:
+                if value is None or _are_same((leaves, value), found):
+                    self._shown.add(kind)
+                    leaves, value = found
+                else:
+                    self._refuse("the bits are not those of each shard by itself")
+        if value is None or leaves is None:
+            leaves, value = _one_by_one(replica, works, objective)
+        tree.put(tree.plan.node_of(shards), value)
+        return leaves
+
+    def _refuse(self, why: str) -> None:
+        self.refused = why
+        logger.debug("shards are computed one by one: %s", why)
+
+
+@functools.lru_cache(maxsize=256)
+def _runs(
+    plan: TreePlan, bounds: Sequence[tuple[int, int]], most: int
+) -> Mapping[int, Sequence[range]]:
+    found: dict[int, list[range]] = {}
+    for span in plan.nodes():
+        sizes = {hi - lo for lo, hi in bounds[span.start : span.stop]}
+        if 1 < len(span) <= most and len(sizes) == 1:
+            found.setdefault(span.start, []).append(span)
+    return {first: sorted(spans, key=len, reverse=True) for first, spans in found.items()}
+
+
+def _one_by_one(
+    replica: Replica, works: Sequence[ShardWork], objective: ShardObjective
+) -> tuple[list[Leaf], PartialSum]:
+    first, count = works[0].shard, len(works)
+    tree = TreeSum[PartialSum](tree_plan(count, count), add)
+    leaves = []
+    for work in works:
+        own = work._replace(shard=work.shard - first)
+        leaves.append(compute_shard(replica, own, objective=objective, tree=tree, may_accumulate=False))
+    (value,) = tree.take_partials()
+    value.lo, value.hi = value.lo + first, value.hi + first
+    return leaves, value
+
+
+def _at_once(
+    replica: Replica, works: Sequence[ShardWork], cut: Cut, objective: ShardObjective
+) -> tuple[list[Leaf], PartialSum]:
+    first, shards = works[0], len(works)
+    batch = _joined([work.batch for work in works], cut)
+    if replica.buffers:
+        replica.open_shard()
+    numbers = [ShardRandomness(work.random_seed) for work in works]
+    with ShardRandomness(_refuse_state), computing_together(shards, numbers):
+        total, count, *outputs = forward_and_backward(replica, first._replace(batch=batch), objective)
+        gradients = [parameter.grad for parameter in replica.parameters]
+        for parameter in replica.parameters:
+            parameter.grad = None
+        totals, counts = _numbers(total.detach(), shards), _numbers(count, shards)
+    sums = add_up(gradients, shards)
+    if replica.buffers and any(one is not None for one in replica.changed_buffers()):
+        raise NotTogetherError("a buffer is written")
+    leaves: list[Leaf] = [*zip(totals, counts, strict=True)]
+    if outputs:
+        raise NotTogetherError("the objective has outputs")
+    value = PartialSum(
+        sums,
+        [None] * len(replica.buffers),
+        tuple(work.examples or 1 for work in works),
+        replica,
+        first.shard,
+        first.shard + shards,
+    )
+    return leaves, value
+
+
+def _refuse_state() -> int:
+    raise NotTogetherError("the state of random numbers is read or set")
+
+
+def _joined(batches: Sequence[Batch], cut: Cut) -> Batch:
+    """Return what stands for the batches of several shards."""
+    parts = [cut.structure.flatten_up_to(one) for one in batches]
+    joined = []
+    for number, tensors in enumerate(zip(*parts, strict=True)):
+        if number in cut.shared:
+            joined.append(tensors[0])
+        elif any(one.requires_grad or one.shape != tensors[0].shape for one in tensors):
+            raise NotTogetherError("the shards' tensors differ")
+        else:
+            joined.append(of_shards(torch.stack(tensors), len(tensors)))
+    return cut.structure.unflatten(joined)
+
+
+def _numbers(value: Any, shards: int) -> list[Any]:
+    """Return the number of each shard."""
+    if not isinstance(value, torch.Tensor):
+        return [value] * shards
+    found: list[Any] = shards_of(value, shards).tolist()
+    return found
+
+
+def _are_same(
+    apart: tuple[list[Leaf] | None, PartialSum], together: tuple[list[Leaf], PartialSum]
+) -> bool:
+    """Whether shards have the same bits together."""
+    (leaves, value), (found, other) = apart, together
+    assert leaves is not None
+    numbers = [[float(one).hex() for one in leaf[:2]] for leaf in leaves]
+    if numbers != [[float(one).hex() for one in leaf[:2]] for leaf in found]:
+        return False
+    for ours, theirs in zip(value.gradients, other.gradients, strict=True):
+        if (ours is None) is not (theirs is None):
+            return False
+        if ours is not None and theirs is not None and not same_bits(ours, theirs):
+            return False
+    return all(one is None for one in value.buffers)
