@@ -66,11 +66,20 @@ class Together:
         replica: Replica,
         works: Sequence[ShardWork],
         cut: Cut,
+        take: Callable[[int], Batch],
         *,
         objective: ShardObjective,
         tree: TreeSum[PartialSum],
     ) -> list[Leaf]:
         """Compute shards that are a node of the tree, and put their sum into the tree.
+
+        Args:
+            replica: the replica of the calling lane.
+            works: the shards' work, without batches.
+            cut: the batch.
+            take: returns the examples of a shard, in the replica's memory.
+            objective: computes a shard's loss as (total, count).
+            tree: receives the sum of the shards.
 
         Returns:
             Each shard's (total, count), detached.
@@ -80,7 +89,7 @@ class Together:
         leaves: list[Leaf] | None = None
         value: PartialSum | None = None
         if kind not in self._shown:
-            leaves, value = _one_by_one(replica, works, objective)
+            leaves, value = _one_by_one(replica, works, take, objective)
         if self.refused is None:
             try:
                 found = _at_once(replica, works, cut, objective)
@@ -93,7 +102,7 @@ class Together:
                 else:
                     self._refuse("the bits are not those of each shard by itself")
         if value is None or leaves is None:
-            leaves, value = _one_by_one(replica, works, objective)
+            leaves, value = _one_by_one(replica, works, take, objective)
         tree.put(tree.plan.node_of(shards), value)
         return leaves
 
@@ -115,14 +124,18 @@ def _runs(
 
 
 def _one_by_one(
-    replica: Replica, works: Sequence[ShardWork], objective: ShardObjective
+    replica: Replica,
+    works: Sequence[ShardWork],
+    take: Callable[[int], Batch],
+    objective: ShardObjective,
 ) -> tuple[list[Leaf], PartialSum]:
     first, count = works[0].shard, len(works)
     tree = TreeSum[PartialSum](tree_plan(count, count), add)
     leaves = []
     for work in works:
-        own = work._replace(shard=work.shard - first)
-        leaves.append(compute_shard(replica, own, objective=objective, tree=tree, may_accumulate=False))
+        own = work._replace(shard=work.shard - first, batch=take(work.shard))
+        given = {"objective": objective, "tree": tree}
+        leaves.append(compute_shard(replica, own, **given, may_accumulate=False))
     (value,) = tree.take_partials()
     value.lo, value.hi = value.lo + first, value.hi + first
     return leaves, value
@@ -132,7 +145,7 @@ def _at_once(
     replica: Replica, works: Sequence[ShardWork], cut: Cut, objective: ShardObjective
 ) -> tuple[list[Leaf], PartialSum]:
     first, shards = works[0], len(works)
-    batch = _joined([work.batch for work in works], cut)
+    batch = _joined([cut.views[work.shard] for work in works], cut)
     if replica.buffers:
         replica.open_shard()
     numbers = [ShardRandomness(work.random_seed) for work in works]
@@ -163,17 +176,13 @@ def _refuse_state() -> int:
     raise NotTogetherError("the state of random numbers is read or set")
 
 
-def _joined(batches: Sequence[Batch], cut: Cut) -> Batch:
+def _joined(parts: Sequence[Sequence[torch.Tensor]], cut: Cut) -> Batch:
     """Return what stands for the batches of several shards."""
-    parts = [cut.structure.flatten_up_to(one) for one in batches]
     joined = []
     for number, tensors in enumerate(zip(*parts, strict=True)):
-        if number in cut.shared:
-            joined.append(tensors[0])
-        elif any(one.requires_grad or one.shape != tensors[0].shape for one in tensors):
-            raise NotTogetherError("the shards' tensors differ")
-        else:
-            joined.append(of_shards(torch.stack(tensors), len(tensors)))
+        if number in cut.shared or any(one.requires_grad for one in tensors):
+            raise NotTogetherError("a tensor that is shared, or has a gradient")
+        joined.append(of_shards(torch.stack(tensors), len(tensors)))
     return cut.structure.unflatten(joined)
 
 

@@ -219,8 +219,9 @@ class IndependentExecutor:
         self, attempt: Attempt, replica: Replica, lane: int, shards: range
     ) -> None:
         assert attempt.work.compute_together is not None
-        works = [self._work(replica, lane, attempt, shard, None) for shard in shards]
-        leaves = attempt.work.compute_together(replica, works, attempt.cut)
+        works = [self._work_of(attempt, shard, None) for shard in shards]
+        take = functools.partial(attempt.cut.take, place=self._place[lane])
+        leaves = attempt.work.compute_together(replica, works, attempt.cut, take)
         attempt.work.results.update(zip(shards, leaves, strict=True))
 
     def _finish_kernels(self, fences: Sequence[Any]) -> None:
@@ -383,7 +384,6 @@ class IndependentExecutor:
         batches: Mapping[int, Batch] | None,
     ) -> ShardWork:
         cut = attempt.cut
-        lo, hi = cut.bounds[shard]
         batch = None if batches is None else batches.get(shard)
         if batch is None:
             batch = cut.take(shard, self._place[lane])
@@ -391,6 +391,11 @@ class IndependentExecutor:
                 cut.check_unchanged()
         elif not cut.lies_on(batch, replica.device):  # copied for another device's run
             batch = streams.copy_to(batch, replica.device)
+        return self._work_of(attempt, shard, batch)
+
+    def _work_of(self, attempt: Attempt, shard: int, batch: Batch) -> ShardWork:
+        cut = attempt.cut
+        lo, hi = cut.bounds[shard]
         return ShardWork(
             shard,
             batch,
