@@ -25,12 +25,18 @@ from evenstep.arithmetic.together import (
 )
 from evenstep.batch import Batch, Cut
 from evenstep.batch.rng import ShardRandomness
-from evenstep.collectives import TreeSum, tree_plan
+from evenstep.collectives import TreeSum, tree_plan, tree_sum
 from evenstep.collectives.tree import TreePlan
 from evenstep.errors import EvenstepError
 from evenstep.replicas import Replica
-from evenstep.replicas.replica import same_bits
-from evenstep.shard.forward_backward import Leaf, ShardWork, compute_shard, forward_and_backward
+from evenstep.replicas.replica import changed, same_bits
+from evenstep.shard.forward_backward import (
+    Leaf,
+    ShardWork,
+    compute_shard,
+    contributions,
+    forward_and_backward,
+)
 from evenstep.shard.loss import ShardObjective
 from evenstep.shard.partial_sum import PartialSum, add
 
@@ -89,11 +95,12 @@ class Together:
         leaves: list[Leaf] | None = None
         value: PartialSum | None = None
         if kind not in self._shown:
-            leaves, value = _one_by_one(replica, works, take, objective)
+            leaves, value = _one_by_one(replica, works, cut, take, objective)
         if self.refused is None:
             try:
                 found = _at_once(replica, works, cut, objective)
             except (NotTogetherError, RuntimeError, TypeError, ValueError) as error:
+                replica.put_back_buffers()
                 self._refuse(str(error) or type(error).__name__)
             else:
                 if value is None or _are_same((leaves, value), found):
@@ -102,7 +109,7 @@ class Together:
                 else:
                     self._refuse("the bits are not those of each shard by itself")
         if value is None or leaves is None:
-            leaves, value = _one_by_one(replica, works, take, objective)
+            leaves, value = _one_by_one(replica, works, cut, take, objective)
         tree.put(tree.plan.node_of(shards), value)
         return leaves
 
@@ -126,18 +133,18 @@ def _runs(
 def _one_by_one(
     replica: Replica,
     works: Sequence[ShardWork],
+    cut: Cut,
     take: Callable[[int], Batch],
     objective: ShardObjective,
 ) -> tuple[list[Leaf], PartialSum]:
-    first, count = works[0].shard, len(works)
-    tree = TreeSum[PartialSum](tree_plan(count, count), add)
+    shards = range(works[0].shard, works[-1].shard + 1)
+    tree = TreeSum[PartialSum](tree_plan(len(cut.bounds), cut.filled, shards), add)
     leaves = []
     for work in works:
-        own = work._replace(shard=work.shard - first, batch=take(work.shard))
+        own = work._replace(batch=take(work.shard))
         given = {"objective": objective, "tree": tree}
         leaves.append(compute_shard(replica, own, **given, may_accumulate=False))
     (value,) = tree.take_partials()
-    value.lo, value.hi = value.lo + first, value.hi + first
     return leaves, value
 
 
@@ -146,8 +153,7 @@ def _at_once(
 ) -> tuple[list[Leaf], PartialSum]:
     first, shards = works[0], len(works)
     batch = _joined([cut.views[work.shard] for work in works], cut)
-    if replica.buffers:
-        replica.open_shard()
+    replica.put_buffers(_copies(one, shards) for one in replica.opening)
     numbers = [ShardRandomness(work.random_seed) for work in works]
     with ShardRandomness(_refuse_state), computing_together(shards, numbers):
         total, count, *outputs = forward_and_backward(replica, first._replace(batch=batch), objective)
@@ -155,21 +161,41 @@ def _at_once(
         for parameter in replica.parameters:
             parameter.grad = None
         totals, counts = _numbers(total.detach(), shards), _numbers(count, shards)
-    sums = add_up(gradients, shards)
-    if replica.buffers and any(one is not None for one in replica.changed_buffers()):
-        raise NotTogetherError("a buffer is written")
-    leaves: list[Leaf] = [*zip(totals, counts, strict=True)]
     if outputs:
         raise NotTogetherError("the objective has outputs")
-    value = PartialSum(
-        sums,
-        [None] * len(replica.buffers),
-        tuple(work.examples or 1 for work in works),
-        replica,
-        first.shard,
-        first.shard + shards,
-    )
-    return leaves, value
+    sums = add_up(gradients, shards)
+    value = _sum_of_buffers(replica, works)
+    value.gradients = sums
+    return [*zip(totals, counts, strict=True)], value
+
+
+def _copies(opening: torch.Tensor, shards: int) -> torch.Tensor:
+    """Return what stands for a buffer of each shard."""
+    return of_shards(torch.stack([opening] * shards), shards)
+
+
+def _sum_of_buffers(replica: Replica, works: Sequence[ShardWork]) -> PartialSum:
+    """Return what shards leave in the buffers, added up in the canonical tree."""
+    shards = len(works)
+    try:
+        found = [_of_each(value, shards) for value in replica.values()]
+    finally:
+        replica.put_back_buffers()
+    parts = []
+    for number, work in enumerate(works):
+        pairs = zip(replica.buffer_names, replica.opening, found, strict=True)
+        written = [changed(values[number], opening, name) for name, opening, values in pairs]
+        own = written and contributions(replica, work, written)
+        weights = (work.examples or 1,)
+        parts.append(PartialSum([], own, weights, replica, work.shard, work.shard + 1))
+    total = tree_sum(parts, add)
+    assert total is not None
+    return total
+
+
+def _of_each(value: Any, shards: int) -> Sequence[Any]:
+    is_tensor = isinstance(value, torch.Tensor)
+    return shards_of(value.detach(), shards).unbind() if is_tensor else [value] * shards
 
 
 def _refuse_state() -> int:
@@ -203,9 +229,9 @@ def _are_same(
     numbers = [[float(one).hex() for one in leaf[:2]] for leaf in leaves]
     if numbers != [[float(one).hex() for one in leaf[:2]] for leaf in found]:
         return False
-    for ours, theirs in zip(value.gradients, other.gradients, strict=True):
-        if (ours is None) is not (theirs is None):
-            return False
-        if ours is not None and theirs is not None and not same_bits(ours, theirs):
-            return False
-    return all(one is None for one in value.buffers)
+    ours, theirs = ([*one.gradients, *one.buffers] for one in (value, other))
+    return all(_is_same(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    return one is other if one is None or other is None else same_bits(one, other)

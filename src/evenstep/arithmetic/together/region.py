@@ -26,7 +26,7 @@ from evenstep.arithmetic.together.blocks import (
     of_shard,
     of_shards,
 )
-from evenstep.private_torch.dispatch import dispatch_modes, returns_of, written_by
+from evenstep.private_torch.dispatch import arguments_of, dispatch_modes, returns_of, written_by
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -60,6 +60,10 @@ class Region:
             return operation(*args, **kwargs)
         if not has_blocks(args) and not (kwargs and has_blocks(kwargs.values())):
             return self._run_shared(form, args, kwargs)
+        if form.changes_storage:
+            raise NotTogetherError("a tensor that is resized")
+        if form.is_random and kwargs.get("generator") is not None:
+            raise NotTogetherError("random numbers of a generator of the user's own")
         if form.makes_new:
             return self._made(operation(*args, **kwargs))
         if form.writes:
@@ -95,11 +99,13 @@ class Region:
             own_numbers = self._randomness[shard] if form.is_random else contextlib.nullcontext()
             with own_numbers:
                 results.append(self.compute(operation, *own_args, **own_kwargs))
-        return self._joined(results) if not form.writes else _written(form, args, kwargs, results)
+        if not any(form.returns) and form.returns:
+            return self._joined(results)
+        return _written(form, args, kwargs, results)
 
     def _run_shared(self, form: _Form, args: Args, kwargs: Kwargs) -> Any:
         """Run an operation of tensors that are the same for all shards."""
-        if form.is_random:
+        if form.is_random and kwargs.get("generator") is None:
             if form.writes:
                 self._divide_written(form, args, kwargs)
             return self.apart(form.operation, args, kwargs)
@@ -174,7 +180,9 @@ class _Form:
 
     Attributes:
         operation: the operation.
-        is_view: whether its result shares memory with what it is given, and it writes nothing.
+        is_view: whether its result shares memory with what it is given, and it writes nothing, or
+            only the shape of that.
+        changes_storage: whether it may give a tensor different memory.
         makes_new: whether it takes shapes only from its tensors.
         is_random: whether it draws random numbers.
         writes: the places and names of the arguments that it writes to.
@@ -185,18 +193,33 @@ class _Form:
 
     def __init__(self, operation: Any) -> None:
         name = operation.name().removeprefix("aten::").partition(".")[0]
+        turns = torch.Tag.inplace_view in operation.tags
         self.operation = operation
         self.writes = written_by(operation)
-        self.is_view = (operation.is_view or name in _ALIASES) and not self.writes
+        if "batch_norm" in name and "backward" not in name:  # torch doesn't declare these
+            found = enumerate(arguments_of(operation))
+            self.writes += [(at, one.name) for at, one in found if one.name in _STATISTICS]
+        self.changes_storage = name in ("resize_", "resize", "set_", "resize_as_")
+        self.is_view = not self.changes_storage and (
+            turns or ((operation.is_view or name in _ALIASES) and not self.writes)
+        )
         self.makes_new = name in _LIKE
         self.is_random = torch.Tag.nondeterministic_seeded in operation.tags
         self.returns = returns_of(operation)
         self.rule = RULES.get(operation)
-        self.made_of = COMPOSED.get(operation)
-        if self.made_of is None and operation not in KERNELS and not is_exact(operation):
+        self.made_of: Callable[..., Any] | None = COMPOSED.get(operation)
+        if self.made_of is not None:
+            self.made_of = self.made_of if _is_only_composed(self.made_of) else None
+        elif operation not in KERNELS and not is_exact(operation):
             self.made_of = derived(operation)
 
 
+def _is_only_composed(function: Callable[..., Any]) -> bool:
+    """Whether a composed function calls nothing in C by itself, with the addresses of tensors."""
+    return function.__module__.startswith("evenstep.arithmetic.composed.")
+
+
+_STATISTICS = ("running_mean", "running_var")
 _ALIASES = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh"})
 _LIKE = frozenset(
     "empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full "

@@ -100,19 +100,20 @@ def _writes(op: Any) -> bool:
 _ELEMENTWISE = """
     _to_copy copy_ fill_ zero_ elu_backward hardtanh_backward hardswish_backward
     hardsigmoid_backward log_sigmoid_backward softshrink_backward hardshrink_backward
-    tril triu masked_fill masked_fill_ where
+    masked_fill masked_fill_ where
 """
 
 
 def _is_elementwise(op: Any) -> bool:
     name = op.name().removeprefix("aten::").partition(".")[0]
     written = [place for place, _ in written_by(op)]
-    has_out = any(one.is_out for one in arguments_of(op))
+    arguments = arguments_of(op)
+    is_more = any(one.is_out or one.name in ("reduction", "dim", "dims") for one in arguments)
     is_random = torch.Tag.nondeterministic_seeded in op.tags
     return (
         (torch.Tag.pointwise in op.tags or name in _ELEMENTWISE.split())
         and written in ([], [0])
-        and not (has_out or is_random or name.startswith("_foreach_"))
+        and not (is_more or is_random or name.startswith("_foreach_"))
     )
 
 
