@@ -9,17 +9,21 @@ compared.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
+import optree
 import torch
+from torch.overrides import TorchFunctionMode
 
 from evenstep.arithmetic.together import (
     NotTogetherError,
     add_up,
     computing_together,
+    is_of_shards,
     of_shards,
     shards_of,
 )
@@ -27,7 +31,6 @@ from evenstep.batch import Batch, Cut
 from evenstep.batch.rng import ShardRandomness
 from evenstep.collectives import TreeSum, tree_plan, tree_sum
 from evenstep.collectives.tree import TreePlan
-from evenstep.errors import EvenstepError
 from evenstep.replicas import Replica
 from evenstep.replicas.replica import changed, same_bits
 from evenstep.shard.forward_backward import (
@@ -37,12 +40,10 @@ from evenstep.shard.forward_backward import (
     contributions,
     forward_and_backward,
 )
-from evenstep.shard.loss import ShardObjective
+from evenstep.shard.loss import Outputs, ShardObjective
 from evenstep.shard.partial_sum import PartialSum, add
 
 logger = logging.getLogger("evenstep")
-
-T = TypeVar("T")
 
 _LARGEST_BYTES = 1 << 24
 """How much memory the gradients of all shards may take: more is faster computed shard by shard."""
@@ -91,15 +92,17 @@ class Together:
             Each shard's (total, count), detached.
         """
         shards = range(works[0].shard, works[-1].shard + 1)
-        kind = len(shards), works[0].examples, id(replica), getattr(objective, "func", objective)
+        kind = len(shards), works[0].examples, _kind_of(objective)
         leaves: list[Leaf] | None = None
         value: PartialSum | None = None
         if kind not in self._shown:
             leaves, value = _one_by_one(replica, works, cut, take, objective)
         if self.refused is None:
+            watched = _WatchedReads() if value is not None else contextlib.nullcontext()
             try:
-                found = _at_once(replica, works, cut, objective)
-            except (NotTogetherError, RuntimeError, TypeError, ValueError) as error:
+                with watched:
+                    found = _at_once(replica, works, cut, objective)
+            except Exception as error:  # if it is the user's, a shard by itself raises it, too
                 replica.put_back_buffers()
                 self._refuse(str(error) or type(error).__name__)
             else:
@@ -112,6 +115,10 @@ class Together:
             leaves, value = _one_by_one(replica, works, cut, take, objective)
         tree.put(tree.plan.node_of(shards), value)
         return leaves
+
+    def check_again(self) -> None:
+        """Compare bits again before the next shards are computed at once."""
+        self._shown.clear()
 
     def _refuse(self, why: str) -> None:
         self.refused = why
@@ -161,12 +168,24 @@ def _at_once(
         for parameter in replica.parameters:
             parameter.grad = None
         totals, counts = _numbers(total.detach(), shards), _numbers(count, shards)
+    leaves: list[Leaf] = [*zip(totals, counts, strict=True)]
     if outputs:
-        raise NotTogetherError("the objective has outputs")
-    sums = add_up(gradients, shards)
+        each = _outputs_of_each(outputs[0], shards)
+        leaves = [(*leaf, own) for leaf, own in zip(leaves, each, strict=True)]
     value = _sum_of_buffers(replica, works)
-    value.gradients = sums
-    return [*zip(totals, counts, strict=True)], value
+    value.gradients = add_up(gradients, shards)
+    return leaves, value
+
+
+def _outputs_of_each(outputs: Outputs, shards: int) -> list[Outputs]:
+    """Return what the objective has returned for each shard, without its graph."""
+    found: list[dict[str, Any]] = [{} for _ in range(shards)]
+    for name, value in outputs.items():
+        parts = [_of_each(one, shards) for one in (value if isinstance(value, tuple) else (value,))]
+        for own, each in zip(found, zip(*parts, strict=True), strict=True):
+            copies = tuple(one.clone() if isinstance(one, torch.Tensor) else one for one in each)
+            own[name] = copies if isinstance(value, tuple) else copies[0]
+    return [*found]
 
 
 def _copies(opening: torch.Tensor, shards: int) -> torch.Tensor:
@@ -198,6 +217,31 @@ def _of_each(value: Any, shards: int) -> Sequence[Any]:
     return shards_of(value.detach(), shards).unbind() if is_tensor else [value] * shards
 
 
+def _kind_of(objective: Any) -> Any:
+    """Return what two objectives of one definition have in common."""
+    parts = (objective.func, *objective.args) if hasattr(objective, "func") else (objective,)
+    return tuple(getattr(one, "__code__", id(one)) for one in parts)
+
+
+class _WatchedReads(TorchFunctionMode):
+    """Inside `with`, tensors of several shards are not read past torch's operations."""
+
+    def __torch_function__(
+        self, function: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        place = _READS.get(getattr(function, "__name__", ""), len(args))
+        if place < len(args) and is_of_shards(args[place]):
+            raise NotTogetherError(f"{function.__name__}() of a tensor")
+        return function(*args, **(kwargs or {}))
+
+
+_READS = {
+    **dict.fromkeys(("numpy", "tolist", "__array__", "__dlpack__", "data_ptr", "storage"), 0),
+    **{"untyped_storage": 0, "tensor_split": 1},
+}
+"""By the name of a function, the place of the argument that it reads by its address."""
+
+
 def _refuse_state() -> int:
     raise NotTogetherError("the state of random numbers is read or set")
 
@@ -226,11 +270,17 @@ def _are_same(
     """Whether shards have the same bits together."""
     (leaves, value), (found, other) = apart, together
     assert leaves is not None
-    numbers = [[float(one).hex() for one in leaf[:2]] for leaf in leaves]
-    if numbers != [[float(one).hex() for one in leaf[:2]] for leaf in found]:
-        return False
     ours, theirs = ([*one.gradients, *one.buffers] for one in (value, other))
-    return all(_is_same(*pair) for pair in zip(ours, theirs, strict=True))
+    for mine, its in zip(leaves, found, strict=True):
+        ours += [*map(_as_tensor, optree.tree_leaves(mine))]
+        theirs += [*map(_as_tensor, optree.tree_leaves(its))]
+    return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
+
+
+def _as_tensor(value: Any) -> torch.Tensor:
+    """Return a number in float64, where those of float32 and Python's are equal; or a tensor."""
+    is_number = not isinstance(value, torch.Tensor) or value.ndim == 0
+    return torch.tensor(float(value), dtype=torch.float64) if is_number else value.detach()
 
 
 def _is_same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

@@ -41,6 +41,12 @@ def blocks_of(tensor: torch.Tensor) -> Blocks | None:
     return getattr(tensor.untyped_storage(), "_evenstep_blocks", None)
 
 
+def is_of_shards(value: object) -> bool:
+    """Whether a value is a tensor that stands for those of several shards."""
+    is_tensor = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    return is_tensor and blocks_of(value) is not None
+
+
 def whole(tensor: torch.Tensor, blocks: Blocks, ndim: int = 0) -> torch.Tensor:
     """Return the tensors of all shards as one, whose first dimension counts the shards.
 

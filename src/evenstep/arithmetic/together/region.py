@@ -61,7 +61,7 @@ class Region:
         if not has_blocks(args) and not (kwargs and has_blocks(kwargs.values())):
             return self._run_shared(form, args, kwargs)
         if form.changes_storage:
-            raise NotTogetherError("a tensor that is resized")
+            raise NotTogetherError("a tensor's place in its storage")
         if form.is_random and kwargs.get("generator") is not None:
             raise NotTogetherError("random numbers of a generator of the user's own")
         if form.makes_new:
@@ -182,7 +182,7 @@ class _Form:
         operation: the operation.
         is_view: whether its result shares memory with what it is given, and it writes nothing, or
             only the shape of that.
-        changes_storage: whether it may give a tensor different memory.
+        changes_storage: whether it depends on where a tensor lies in its storage, or changes that.
         makes_new: whether it takes shapes only from its tensors.
         is_random: whether it draws random numbers.
         writes: the places and names of the arguments that it writes to.
@@ -199,7 +199,7 @@ class _Form:
         if "batch_norm" in name and "backward" not in name:  # torch doesn't declare these
             found = enumerate(arguments_of(operation))
             self.writes += [(at, one.name) for at, one in found if one.name in _STATISTICS]
-        self.changes_storage = name in ("resize_", "resize", "set_", "resize_as_")
+        self.changes_storage = name in _PLACED
         self.is_view = not self.changes_storage and (
             turns or ((operation.is_view or name in _ALIASES) and not self.writes)
         )
@@ -220,6 +220,7 @@ def _is_only_composed(function: Callable[..., Any]) -> bool:
 
 
 _STATISTICS = ("running_mean", "running_var")
+_PLACED = ("resize_", "resize", "set_", "resize_as_", "as_strided_copy", "as_strided_scatter")
 _ALIASES = frozenset({"_unsafe_view", "_reshape_alias", "lift_fresh"})
 _LIKE = frozenset(
     "empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full "

@@ -78,6 +78,8 @@ def _broadcast(region: Region, op: Any, *args: Any, **kwargs: Any) -> Any:
             return NotImplemented
     if (is_mixed and has_scalars) or any(isinstance(i, torch.Tensor) for i in kwargs.values()):
         return NotImplemented  # tensors without dimensions are promoted differently
+    if kwargs.get("memory_format") in (torch.channels_last, torch.channels_last_3d):
+        return NotImplemented
     given = []
     for one in args:
         if isinstance(one, torch.Tensor) and (blocks := blocks_of(one)) is not None:
@@ -102,6 +104,7 @@ _ELEMENTWISE = """
     hardsigmoid_backward log_sigmoid_backward softshrink_backward hardshrink_backward
     masked_fill masked_fill_ where
 """
+_OF_NUMBERS = ("aten::masked_fill.Tensor", "aten::masked_fill_.Tensor")  # without dimensions
 
 
 def _is_elementwise(op: Any) -> bool:
@@ -114,6 +117,7 @@ def _is_elementwise(op: Any) -> bool:
         (torch.Tag.pointwise in op.tags or name in _ELEMENTWISE.split())
         and written in ([], [0])
         and not (is_more or is_random or name.startswith("_foreach_"))
+        and op.name() not in _OF_NUMBERS
     )
 
 
@@ -195,7 +199,7 @@ rule(
     *("max.dim", "min.dim", "var.correction", "std.correction", "var_mean.correction"),
     *("std_mean.correction", "logsumexp", "linalg_vector_norm", "prod.dim_int", "nansum"),
     *("_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data"),
-    *("cumsum", "cumprod", "sort", "sort.stable", "topk", "cat", "stack", "flip", "gather"),
+    *("cumsum", "cumprod", "sort", "sort.stable", "topk", "cat", "gather"),
     *("scatter_add", "scatter_add_", "scatter.src", "scatter.value", "scatter_.src"),
     *("scatter_.value", "glu", "glu_backward", "median.dim"),
 )(along)
@@ -241,6 +245,14 @@ _REDUCED_TO = {
     "any": "any.dims",
     "all": "all.dims",
 }
+
+
+@rule("flip")
+def flip(region: Region, op: Any, x: torch.Tensor, dims: Sequence[int]) -> Any:
+    """Reverse the order along dimensions."""
+    moved = [one + 1 if one >= 0 else one for one in dims]
+    found = region.compute(op, shards_of(x, region.shards), moved) if x.ndim else None
+    return NotImplemented if found is None else of_shards(found, region.shards)
 
 
 @rule("argmax", "argmin")

@@ -124,6 +124,8 @@ class IndependentExecutor:
             observe=step.observe,
             finish=self._finish_kernels,
         )
+        if self.together is not None and step.observe is not None:
+            self.together.check_again()
         if self.together is not None and stream is None and step.observe is None and self.adds_once:
             work.compute_together = functools.partial(
                 self.together.compute, objective=step.objective, tree=attempt.sum.tree
